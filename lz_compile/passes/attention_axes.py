@@ -1,0 +1,313 @@
+"""Which axis of an attention is a batch, a head, a query or a key, and how a kernel's layout is reached.
+
+Every axis of the probabilities other than the keys is a *row* axis. A row axis that neither key nor value has is a
+query position or a head of a group that shares its key (GQA, MQA); one that they have is a batch or a head. That is all
+that is needed to bring operands into ``[B, H, S, D]`` and the result back, whatever the model's own layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
+from lz_compile.passes import masks_finite
+from lz_compile.passes.algebra import Leaf, Region
+from lz_compile.passes.axes import Axis, Dims, atoms, axes_of, product
+from lz_compile.passes.builder import Builder
+from lz_compile.passes.contraction import Factor
+from lz_compile.passes.core import Core
+from lz_compile.passes.match import Match, RefusedError
+from lz_compile.passes.operand import Operand, is_lossless, peel
+from lz_compile.passes.probabilities import Probabilities
+from lz_compile.passes.scores import Scores
+from lz_compile.passes.view import tensor_of, where_of
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The axes of an attention by what they mean, most significant first."""
+
+    batch: tuple[Axis, ...]
+    kv_heads: tuple[Axis, ...]
+    group: tuple[Axis, ...]
+    queries: tuple[Axis, ...]
+    keys: tuple[Axis, ...]
+    features: tuple[Axis, ...]
+    value_features: tuple[Axis, ...]
+
+    @property
+    def heads(self) -> tuple[Axis, ...]:
+        return self.kv_heads + self.group
+
+    @property
+    def rows(self) -> tuple[tuple[Axis, ...], ...]:
+        return (self.batch, self.heads, self.queries)
+
+
+@dataclass(frozen=True)
+class AttentionEmitter:
+    """Brings the operands of one attention into the canonical layout, and the result back."""
+
+    region: Region
+    roles: Roles
+    query: Operand
+    key: Operand
+    value: Operand
+    query_gain: sympy.Expr
+    key_gain: sympy.Expr
+    keep: sympy.Expr
+    bias: sympy.Expr
+    output_gain: sympy.Expr
+    sinks: Leaf | None
+    output: fx.Node
+    output_dims: Dims
+    dtype: torch.dtype
+    attrs: AttentionAttrs
+    passed: Mapping[fx.Node, Dims]
+
+    def edge(self) -> dict[fx.Node, Dims]:
+        """The nodes that the replacement reads, with their axes."""
+        found: dict[fx.Node, Dims] = {operand.node: operand.dims for operand in (self.query, self.key, self.value)}
+        for expression in (self.query_gain, self.key_gain, self.keep, self.bias, self.output_gain):
+            for symbol in expression.free_symbols:
+                leaf = self.region.leaves[symbol]
+                found.setdefault(leaf.node, leaf.dims)
+        if self.sinks is not None:
+            found.setdefault(self.sinks.node, self.sinks.dims)
+        return found
+
+    def operands(self, builder: Builder) -> dict[str, Any]:
+        """Query, key, value, and mask, bias or sinks where there are any, in the canonical layout."""
+        roles = self.roles
+        row_groups = (*roles.rows, ())
+        query = self._tensor(builder, self.query, (*roles.rows, roles.features))
+        key = self._tensor(builder, self.key, (roles.batch, roles.kv_heads, roles.keys, roles.features))
+        value = self._tensor(builder, self.value, (roles.batch, roles.kv_heads, roles.keys, roles.value_features))
+        if self.query_gain != 1:
+            query = (query * builder.evaluate(self.query_gain, self.region, row_groups, self.dtype)).to(self.dtype)
+        if self.key_gain != 1:
+            groups = (roles.batch, roles.kv_heads, roles.keys, ())
+            key = (key * builder.evaluate(self.key_gain, self.region, groups, self.dtype)).to(self.dtype)
+        found = {"query": query, "key": key, "value": value}
+        score_groups = (*roles.rows, roles.keys)
+        if self.keep != 1:
+            found["mask"] = self._mask(builder, score_groups)
+        if self.bias != 0:
+            found["bias"] = builder.evaluate(self.bias, self.region, score_groups, self.attrs.score_dtype)
+        if self.sinks is not None:
+            found["sinks"] = self._sinks(builder)
+        return found
+
+    def _tensor(self, builder: Builder, operand: Operand, groups: tuple[tuple[Axis, ...], ...]) -> Any:
+        value = builder.arrange(builder.proxy(operand.node), operand.dims, groups, expand=True)
+        return value if operand.dtype == self.dtype else value.to(self.dtype)
+
+    def _mask(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...]) -> Any:
+        parts = []
+        for factor in sympy.Mul.make_args(self.keep):
+            flag = next(iter(factor.free_symbols))
+            value = builder.arrange(builder.proxy(self.region.leaves[flag].node), self.region.leaves[flag].dims, groups)
+            parts.append(value if factor == flag else torch.logical_not(value))
+        mask = parts[0]
+        for part in parts[1:]:
+            mask = torch.logical_and(mask, part)
+        return mask
+
+    def _sinks(self, builder: Builder) -> Any:
+        assert self.sinks is not None, "asked for only where there are sinks"
+        value = builder.arrange(builder.proxy(self.sinks.node), self.sinks.dims, (*self.roles.rows, ()))
+        return value
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The kernel's ``[B, H, S, E]`` in the layout and dtype of the node that it replaces."""
+        roles = self.roles
+        if self.output_gain != 1:
+            value = self._weighted(builder, value)
+        target = tensor_of(self.output).dtype  # type: ignore[union-attr]
+        if target != self.dtype or self.output_gain != 1:
+            value = value.to(target)
+        return builder.restore(value, (*roles.rows, roles.value_features), self.output_dims)
+
+    def _weighted(self, builder: Builder, value: Any) -> Any:
+        gain = builder.evaluate(self.output_gain, self.region, (*self.roles.rows, ()), self.dtype)
+        return value * gain
+
+    def match(self, op: str, core: Core, source_kernel: str | None = None) -> Match:
+        """The finished match."""
+        operands = {"query": self.query.node, "key": self.key.node, "value": self.value.node}
+        biases = {self.region.leaves[symbol].node for symbol in self.bias.free_symbols}
+        read = dict(self.region.interior) | dict(self.passed)
+        return Match(
+            op=op,
+            attributes=self.attrs,
+            facts=self._facts(),
+            inputs=self.edge(),
+            operands=operands,
+            fills={node: self.attrs.bias_is_finite for node in biases},
+            output=self.output,
+            output_dims=self.output_dims,
+            core=core.nodes,
+            read=read,
+            emitter=self,
+            ambient=core.ambient,
+            where=where_of(self.output),
+            source_kernel=source_kernel,
+        )
+
+    def _facts(self) -> AttentionFacts:
+        roles = self.roles
+        grads = [tensor_of(node) for node in self.edge()]
+        enabled = torch.is_grad_enabled()
+        bias = [self.region.leaves[symbol].node for symbol in self.bias.free_symbols]
+        return AttentionFacts(
+            batch=product(axis.size for axis in roles.batch),
+            heads=product(axis.size for axis in roles.heads),
+            kv_heads=product(axis.size for axis in roles.kv_heads),
+            query_len=product(axis.size for axis in roles.queries),
+            key_len=product(axis.size for axis in roles.keys),
+            head_dim=product(axis.size for axis in roles.features),
+            value_dim=product(axis.size for axis in roles.value_features),
+            dtype=self.dtype,
+            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
+            needs_grad=enabled and any(tensor is not None and tensor.requires_grad for tensor in grads),
+            bias_needs_grad=enabled and any(_requires_grad(node) for node in bias),
+        )
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.requires_grad
+
+
+def assign_roles(
+    region: Region,
+    inner: Scores,
+    found: Probabilities,
+    keys: tuple[Axis, ...],
+    value: Factor,
+    output: fx.Node,
+    output_dims: Dims,
+    gain: sympy.Expr,
+) -> AttentionEmitter:
+    """Name the axes of an attention that was read, and choose the dtype that its kernel computes in.
+
+    Raises:
+        RefusedError: an axis plays two roles, or a gain depends on query and key together.
+    """
+    reader = inner.leaf.node
+    passed: dict[fx.Node, Dims] = {}
+    query = peel(region.effects, inner.query, reader, passed)
+    key = peel(region.effects, inner.key, reader, passed)
+    values = peel(region.effects, value, output, passed)
+    roles = _roles(region, inner, found, atoms(keys), query, key, values, output_dims)
+    scale, query_gain, key_gain = _place_gain(region, inner.gain * query.factor * key.factor, query, key, roles)
+    if scale is None:
+        raise RefusedError("SCALE_BY_SCORE", "the scale of the scores depends on query and key together", "use a bias")
+    dtype = _kernel_dtype(inner, query, key, values, output)
+    keep = sympy.factor(inner.keep * found.keep)
+    bias = inner.bias
+    attrs = AttentionAttrs(
+        scale=scale,
+        dropout_p=found.dropout_p,
+        softcap=inner.softcap,
+        masked_rows=_masked_rows(inner, found, keep, bias),
+        has_mask=keep != 1,
+        has_bias=bias != 0,
+        has_sinks=found.sinks is not None,
+        bias_is_finite=masks_finite.is_finite(region, bias),
+        enable_gqa=bool(roles.group),
+        score_dtype=_score_dtype(inner, dtype),
+    )
+    output_gain = sympy.expand(gain * values.factor)
+    return AttentionEmitter(
+        region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
+        output_dims, dtype, attrs, passed,
+    )  # fmt: skip
+
+
+def _roles(
+    region: Region,
+    inner: Scores,
+    found: Probabilities,
+    keys: tuple[Axis, ...],
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    output_dims: Dims,
+) -> Roles:
+    in_query, in_key, in_value = (set(axes_of(operand.dims)) for operand in (query, key, value))
+    features = atoms(inner.summed)
+    weights = set(axes_of(found.dims))
+    order = [axis for axis in axes_of(output_dims)]
+    value_features = tuple(axis for axis in order if axis in in_value and axis not in weights)
+    rows = [axis for axis in order if axis in weights and axis not in keys]
+    if (in_query | in_key | in_value) - {*features, *keys, *value_features, *rows} or len(set(features)) != len(features):
+        raise RefusedError("AXES_UNCLEAR", "an axis of the operands has no role in an attention", "write it plainly")
+    own = [axis for axis in rows if axis in in_query and axis not in in_key and axis not in in_value]
+    shared = [axis for axis in rows if axis not in own]
+    queries = _query_axis(region, inner, own, set(keys))
+    group = tuple(axis for axis in own if axis not in queries)
+    shared = [axis for axis in axes_of(found.dims) if axis in shared]
+    kv_heads = tuple(shared[-1:]) if len(shared) > 1 else ()
+    return Roles(tuple(shared[: len(shared) - len(kv_heads)]), kv_heads, group, queries, keys, features, value_features)
+
+
+def _query_axis(region: Region, inner: Scores, own: list[Axis], keys: set[Axis]) -> tuple[Axis, ...]:
+    """Of the axes that only the query has, the query positions: the axis that a mask pairs with the keys, or the largest."""
+    if len(own) < 2:
+        return tuple(own)
+    leaves = [region.leaves[s].axes for e in (inner.keep, inner.bias) for s in e.free_symbols if s in region.leaves]
+    paired = [axis for axis in own if any(axis in axes and keys & axes for axes in leaves)]
+    candidates = paired if len(paired) == 1 else own
+    sizes = [axis.size if isinstance(axis.size, int) else float("inf") for axis in candidates]
+    return (candidates[sizes.index(max(sizes))],)
+
+
+def _place_gain(
+    region: Region, gain: sympy.Expr, query: Operand, key: Operand, roles: Roles
+) -> tuple[float | None, sympy.Expr, sympy.Expr]:
+    """Split a gain into a number, a factor of the query's rows and one of the keys."""
+    number, rest = sympy.expand(gain).as_coeff_Mul() if not isinstance(gain, sympy.Add) else (sympy.S.One, gain)
+    query_gain, key_gain = sympy.S.One, sympy.S.One
+    rows = {axis for group in roles.rows for axis in group}
+    for factor in sympy.Mul.make_args(rest):
+        axes = {axis for symbol in factor.free_symbols for axis in region.leaves[symbol].axes}
+        if axes <= rows:
+            query_gain *= factor
+        elif axes <= {*roles.batch, *roles.kv_heads, *roles.keys}:
+            key_gain *= factor
+        else:
+            return None, query_gain, key_gain
+    return float(number), query_gain, key_gain
+
+
+def _kernel_dtype(inner: Scores, query: Operand, key: Operand, value: Operand, output: fx.Node) -> torch.dtype:
+    """The narrowest dtype in which a kernel rounds nowhere more than the source does."""
+    weights = tensor_of(output).dtype  # type: ignore[union-attr]
+    if value.entered != weights:  # autocast multiplied in another dtype than the operand has
+        entered = weights
+    else:
+        entered = value.entered
+    if all(is_lossless(operand.dtype, entered) for operand in (query, key, value)):
+        return entered
+    scores = tensor_of(inner.leaf.node).dtype  # type: ignore[union-attr]
+    return torch.promote_types(entered, scores)
+
+
+def _score_dtype(inner: Scores, dtype: torch.dtype) -> torch.dtype:
+    scores = tensor_of(inner.leaf.node).dtype  # type: ignore[union-attr]
+    return torch.promote_types(dtype, scores)
+
+
+def _masked_rows(inner: Scores, found: Probabilities, keep: sympy.Expr, bias: sympy.Expr) -> Any:
+    if found.zero_rows:
+        return "zero"
+    if found.keep != 1 or inner.fill_is_infinite or (keep == 1 and bias != 0):
+        return "nan"
+    return "mean" if keep != 1 else "nan"

@@ -1,0 +1,189 @@
+"""What happens between two nodes of a graph: overwritten tensors and changed ambient modes.
+
+Recognisers read a graph as if it were a set of equations. That is true only while nobody overwrites a tensor in place
+and while autocast and gradient modes stay the same. This module says when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.passes.view import Call, read
+
+_VIEWS = frozenset(
+    "transpose permute t mT movedim view reshape flatten unflatten ravel view_as reshape_as expand expand_as unsqueeze "
+    "squeeze contiguous alias getitem select narrow chunk split unbind tensor_split detach to type_as diagonal unfold "
+    "as_strided getattr view_as_real view_as_complex real imag float half bfloat16 double type positive hsplit vsplit "
+    "split_with_sizes broadcast_tensors squeeze_ unsqueeze_ transpose_ t_ chunk swapaxes".split()
+)
+_SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit"})
+#: In-place calls whose result is not a pointwise function of what was there.
+_WRITERS = frozenset({"setitem", "copy", "index_put", "index_copy", "index_add", "scatter", "index_fill"})
+
+
+class MutatedError(Exception):
+    """A value that cannot be named, because an alias of it was overwritten before it is read."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(f"overwritten in place by {node.name}")
+        self.node = node
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """The modes under which a node runs: open autocast regions (their arguments) and the gradient mode set inside."""
+
+    autocast: tuple[tuple[Any, ...], ...] = ()
+    grad: bool | None = None
+    other: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Mutation:
+    position: int
+    node: fx.Node
+    target: fx.Node
+
+
+class Effects:
+    """Mutations and ambient modes of one graph, indexed once."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.position: Mapping[fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
+        self.calls: Mapping[fx.Node, Call | None] = {node: read(node) for node in graph.nodes}
+        self._mutations = [
+            _Mutation(self.position[node], node, target)
+            for node, call in self.calls.items()
+            if call is not None
+            for target in _overwritten(call)
+        ]
+        self._ambient = _ambient_of(graph, self.calls)
+        #: Answers of :meth:`algebra.Region.reaches`, kept here because they hold for the whole graph.
+        self.reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
+
+    def ambient(self, node: fx.Node) -> Ambient:
+        """The modes that ``node`` runs under."""
+        return self._ambient[node]
+
+    def current(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """The node whose result ``reader`` sees when it reads ``node``: the last in-place result on exactly that tensor.
+
+        Raises:
+            MutatedError: another alias of the tensor was overwritten in between.
+        """
+        if not self._mutations:
+            return node
+        latest = node
+        for mutation in self._between(node, self.position[node], self.position[reader]):
+            if self._whole(mutation.target) is not self._whole(node):
+                raise MutatedError(mutation.node)
+            call = self.calls[mutation.node]
+            if call is None or not call.is_inplace or call.name in _WRITERS:
+                raise MutatedError(mutation.node)
+            latest = mutation.node
+        return latest
+
+    def overwritten_after(self, node: fx.Node, start: fx.Node, stop: fx.Node | None = None) -> fx.Node | None:
+        """The first node after ``start`` (up to ``stop``, or the graph's end) that overwrites memory of ``node``."""
+        if not self._mutations:
+            return None
+        end = len(self.position) if stop is None else self.position[stop]
+        return next((m.node for m in self._between(node, self.position[start], end)), None)
+
+    def is_private(self, call: Call) -> bool:
+        """Whether an in-place call overwrites a tensor that only its own chain of in-place calls can see."""
+        whole = self._whole(call.node)
+        origin = self.calls.get(whole)
+        return origin is not None and origin.name not in _VIEWS
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """The node that first produced this very tensor (in-place results are their input)."""
+        call = self.calls.get(node)
+        while call is not None and call.is_inplace and isinstance(call.input, fx.Node):
+            node = call.input
+            call = self.calls.get(node)
+        return node
+
+    def _path(self, node: fx.Node) -> list[fx.Node]:
+        """From the storage's owner to ``node``, through views and in-place results."""
+        path = [node]
+        call = self.calls.get(node)
+        while call is not None and (call.name in _VIEWS or call.is_inplace) and isinstance(call.input, fx.Node):
+            path.append(call.input)
+            call = self.calls.get(call.input)
+        return path[::-1]
+
+    def _between(self, node: fx.Node, start: int, stop: int) -> list[_Mutation]:
+        path = self._path(node)
+        return [
+            m for m in self._mutations if start < m.position < stop and self._overlap(path, self._path(m.target))
+        ]
+
+    def _overlap(self, first: list[fx.Node], second: list[fx.Node]) -> bool:
+        if first[0] is not second[0]:
+            return False
+        for one, other in zip(first, second, strict=False):
+            if one is not other:
+                return not self._are_disjoint_pieces(one, other)
+        return True
+
+    def _are_disjoint_pieces(self, one: fx.Node, other: fx.Node) -> bool:
+        first, second = self.calls.get(one), self.calls.get(other)
+        if first is None or second is None or first.name != "getitem" or second.name != "getitem":
+            return False
+        parent = self.calls.get(first.input) if isinstance(first.input, fx.Node) else None
+        is_split = parent is not None and parent.name in _SPLITS and first.input is second.input
+        return is_split and first.arguments.get("#1") != second.arguments.get("#1")
+
+
+def _overwritten(call: Call) -> list[fx.Node]:
+    """The tensors that a call writes into."""
+    targets: list[Any] = []
+    if call.is_inplace or call.name == "setitem":
+        targets.append(call.input)
+    if "out" in call.arguments:
+        out = call.arguments["out"]
+        targets.extend(out if isinstance(out, (tuple, list)) else (out,))
+    schema = getattr(call.node.target, "_schema", None)
+    if schema is not None and schema.is_mutable:
+        by_name = dict(zip((a.name for a in schema.arguments), call.node.args, strict=False)) | call.node.kwargs
+        targets.extend(by_name.get(a.name) for a in schema.arguments if a.is_write)
+    return [target for target in targets if isinstance(target, fx.Node)]
+
+
+def _ambient_of(graph: fx.Graph, calls: Mapping[fx.Node, Call | None]) -> dict[fx.Node, Ambient]:
+    ambient: dict[fx.Node, Ambient] = {}
+    autocast: list[tuple[Any, ...]] = []
+    other: list[str] = []
+    grad: bool | None = None
+    for node in graph.nodes:
+        call = calls[node]
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name == "_enter_autocast":
+            autocast.append(tuple(node.args))
+        elif name == "_exit_autocast" and autocast:
+            autocast.pop()
+        elif name == "_set_grad_enabled":
+            grad = bool(node.args[0])
+        elif call is not None and name.startswith("_enter_") or name in ("_sdpa_kernel_variadic", "_sdpa_kernel"):
+            other.append(node.name)
+        elif name.startswith("_exit_") and other:
+            other.pop()
+        ambient[node] = Ambient(tuple(autocast), grad, tuple(other))
+    return ambient
+
+
+def ambient_context(ambient: Ambient) -> list[Any]:
+    """Context managers that bring about ``ambient`` (its autocast regions and gradient mode), outermost first."""
+    managers: list[Any] = [
+        torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        for device, dtype, enabled, cache_enabled in ambient.autocast
+    ]
+    if ambient.grad is not None:
+        managers.append(torch.set_grad_enabled(ambient.grad))
+    return managers

@@ -1,0 +1,79 @@
+"""What recognisers yield: a match, or a near miss with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import fx
+
+from lz_compile.passes.axes import Dims
+from lz_compile.passes.effects import Ambient
+from lz_compile.reasons import Reason
+
+if TYPE_CHECKING:
+    from lz_compile.passes.builder import Builder
+
+
+class Attributes(Protocol):
+    """The attributes of an op: a frozen dataclass that prints itself as JSON-able values."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values for reports."""
+
+
+class Emitter(Protocol):
+    """How a match is put into a kernel's form: canonical operands in, the original's layout out."""
+
+    def operands(self, builder: Builder) -> dict[str, Any]:
+        """The op's operands in its canonical layout."""
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The kernel's result in the layout and dtype of the node that it replaces."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A subgraph that computes ``op``.
+
+    ``inputs`` are the nodes at its edge with their axes, ``core`` the nodes that a rewrite makes superfluous (in graph
+    order, ``output`` last), ``read`` every node between edge and output with the axes of its dimensions, and ``facts``
+    the op's own description of sizes and dtypes for kernel selection. ``fills`` names the inputs that may hold masking
+    constants, with True where they are known to be finite. ``source_kernel`` is the kernel that the source itself calls.
+    """
+
+    op: str
+    attributes: Attributes
+    facts: Any
+    inputs: Mapping[fx.Node, Dims]
+    operands: Mapping[str, fx.Node]
+    fills: Mapping[fx.Node, bool]
+    output: fx.Node
+    output_dims: Dims
+    core: tuple[fx.Node, ...]
+    read: Mapping[fx.Node, Dims]
+    emitter: Emitter
+    ambient: Ambient
+    where: str
+    source_kernel: str | None = None
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A subgraph with the op's anchor that was refused, and the smallest edit that would make it match."""
+
+    op: str
+    node: fx.Node
+    reason: Reason
+    edit: str
+    where: str
+
+
+class RefusedError(Exception):
+    """Raised inside a recogniser where it gives up on an anchor; becomes a :class:`NearMiss`."""
+
+    def __init__(self, code: str, message: str, edit: str) -> None:
+        super().__init__(message)
+        self.reason = Reason(code, message)
+        self.edit = edit

@@ -1,0 +1,87 @@
+"""The tensor behind an operand: past layout changes, lossless casts and constant factors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.passes import layout
+from lz_compile.passes.algebra import number
+from lz_compile.passes.axes import Dims, LayoutError
+from lz_compile.passes.contraction import Factor
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.match import RefusedError
+from lz_compile.passes.view import Call, tensor_of
+
+_WIDENING = {
+    torch.float16: (torch.float32, torch.float64),
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+    torch.float64: (),
+}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """``factor * tensor``, the tensor as ``node`` with axes ``dims``; ``entered`` is the dtype it was multiplied in."""
+
+    node: fx.Node
+    dims: Dims
+    factor: sympy.Expr
+    entered: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        tensor = tensor_of(self.node)
+        assert tensor is not None, "operands are tensors"
+        return tensor.dtype
+
+
+def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of ``source`` is a value of ``target``."""
+    return source == target or target in _WIDENING.get(source, ())
+
+
+def peel(effects: Effects, factor: Factor, reader: fx.Node, passed: dict[fx.Node, Dims]) -> Operand:
+    """Walk up from a factor of a contraction; every node walked through is noted in ``passed``."""
+    node, dims, scale = effects.current(factor.node, reader), factor.dims, sympy.S.One
+    tensor = tensor_of(node)
+    if tensor is None or not tensor.is_floating_point():
+        raise RefusedError("DTYPE_UNSUPPORTED", f"{node.name} is no floating-point tensor", "use floating-point operands")
+    entered = tensor.dtype
+    while True:
+        call = effects.calls[node]
+        if call is None or call.is_inplace or effects.ambient(node) != effects.ambient(reader):
+            break
+        step = _step(effects, call, dims)
+        if step is None:
+            break
+        passed.setdefault(node, dims)
+        node, dims, constant = step
+        scale = scale * constant
+    return Operand(node, dims, scale, entered)
+
+
+def _step(effects: Effects, call: Call, dims: Dims) -> tuple[fx.Node, Dims, sympy.Expr] | None:
+    source = tensor_of(call.input)
+    result = tensor_of(call.node)
+    if source is None or result is None or source.device != result.device:
+        return None
+    inner = effects.current(call.input, call.node)
+    if call.name in ("to", "float", "double", "half", "bfloat16", "type_as", "type"):
+        return (inner, dims, sympy.S.One) if is_lossless(source.dtype, result.dtype) else None
+    if call.name == "dropout" and (not call.get("training", True) or call.get("p", 0.5) == 0):
+        return inner, dims, sympy.S.One
+    if call.name in ("mul", "div") and source.dtype == result.dtype and source.shape == result.shape:
+        constant = call.get("other")
+        if isinstance(constant, (int, float)) and constant not in (0, float("inf"), float("-inf")):
+            return inner, dims, number(constant) if call.name == "mul" else 1 / number(constant)
+        return None
+    try:
+        read = layout.read_input_dims(call, dims)
+    except LayoutError:
+        return None
+    return None if read is None else (inner, read, sympy.S.One)

@@ -1,0 +1,200 @@
+"""Attention: a softmax of a contraction, contracted again over the same axis.
+
+The anchor is the *second* contraction. Read upwards from it, one factor is a softmax over the axis that is summed
+(:mod:`probabilities`), whose scores are affine in a first contraction (:mod:`scores`). Axes then say what is a query, a
+key, a head or a batch (:mod:`attention_axes`); no layout or operand order is listed anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.passes import contraction, probabilities, scores
+from lz_compile.passes.algebra import INFINITY, Region
+from lz_compile.passes.attention_axes import assign_roles
+from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, fresh, shape_of
+from lz_compile.passes.contraction import Contraction, Factor
+from lz_compile.passes.core import Core, find_core
+from lz_compile.passes.effects import Effects, MutatedError
+from lz_compile.passes.match import Match, NearMiss, RefusedError
+from lz_compile.passes.patterns.sdpa_call import match_sdpa_call
+from lz_compile.passes.view import Call, tensor_of, where_of
+from lz_compile.reasons import Reason
+
+OP = "attention"
+_SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
+
+
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
+    """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
+    covered: set[fx.Node] = set()
+    for node in graph.nodes:
+        call = effects.calls[node]
+        if call is None or tensor_of(node) is None:
+            continue
+        found = _from_call(effects, call)
+        if isinstance(found, Match):
+            covered.update(found.core)
+        if isinstance(found, NearMiss):
+            covered.update(_softmaxes_behind(effects, node))
+        if found is not None:
+            yield found
+    yield from _unread_anchors(graph, effects, covered)
+
+
+def _from_call(effects: Effects, call: Call) -> Match | NearMiss | None:
+    if call.name == "scaled_dot_product_attention":
+        return match_sdpa_call(effects, call)
+    if call.name not in contraction.PRODUCTS and call.name != "sum":
+        return None
+    refused: NearMiss | None = None
+    for expand_masks in (False, True):
+        region = Region(effects, expand_masks=expand_masks)
+        try:
+            found = _Reader(region, call).match()
+        except RefusedError as refusal:
+            refused = refused or NearMiss(OP, call.node, refusal.reason, refusal.edit, where_of(call.node))
+        except MutatedError as error:
+            return NearMiss(OP, call.node, *_mutated(error), where_of(call.node))
+        except LayoutError:
+            return refused
+        else:
+            return found or refused
+    return refused
+
+
+def _mutated(error: MutatedError) -> tuple[Reason, str]:
+    refusal = RefusedError("OPERAND_MUTATED", f"a value is {error}", "use the out-of-place form of that operation")
+    return refusal.reason, refusal.edit
+
+
+@dataclass
+class _Reader:
+    """Reads one contraction as the one of probabilities and values."""
+
+    region: Region
+    call: Call
+
+    def match(self) -> Match | None:
+        if not any(
+            self.region.reaches(node, _SOFTMAX) for node in self.call.node.all_input_nodes if tensor_of(node) is not None
+        ):
+            return None
+        dims = fresh(shape_of(tensor_of(self.call.node)))  # type: ignore[arg-type]
+        outer = contraction.read(self.region, self.call, dims)
+        if outer is None or not outer.summed:
+            return None
+        for weights, value in ((outer.left, outer.right), (outer.right, outer.left)):
+            if self.region.reaches(weights.node, _SOFTMAX):
+                found = self._match(outer, weights, value)
+                if found is not None:
+                    return found
+        return None
+
+    def _match(self, outer: Contraction, weights: Factor, value: Factor) -> Match | None:
+        keys = atoms(outer.summed)
+        found = probabilities.read(self.region, weights.node, weights.dims, self.call.node, keys)
+        if found is None:
+            return None
+        inner = scores.read(self.region, found.scores, keys)
+        if inner is None:
+            return None
+        if outer.addend is not None:
+            raise RefusedError("OUTPUT_ACCUMULATES", "the product with the values is added to a tensor", "add it after")
+        output, output_dims, gain = self._output(outer, found)
+        self._check_gain(gain, keys)
+        core = find_core(self.region.effects, inner.leaf.node, output)
+        return self._build(inner, found, keys, value, core, output, output_dims, gain)
+
+    def _output(self, outer: Contraction, found: probabilities.Probabilities) -> tuple[fx.Node, Dims, sympy.Expr]:
+        """The node that holds the result: the contraction, or the division by the sum that comes after it."""
+        node, gain = outer.call.node, sympy.expand(found.gain * outer.coefficient)
+        if found.unnormalised is None:
+            return node, outer.dims, gain
+        product = self.region.leaf(node, outer.dims, contraction_=outer)
+        for user in node.users:
+            reader = self.region.effects.calls[user]
+            if reader is None or reader.name not in ("div", "mul"):
+                continue
+            expression = self.region.express(user, outer.dims)
+            left = probabilities.divided_by_sum(self.region, expression, product, found, atoms(outer.summed))
+            if left is not None:
+                return user, outer.dims, left
+        raise RefusedError(
+            "NOT_NORMALISED", "the exponentials are never divided by their sum", "divide by the sum over the keys"
+        )
+
+    def _check_gain(self, gain: sympy.Expr, keys: tuple[Axis, ...]) -> None:
+        if probabilities.region_axes(self.region, gain) & set(keys) or gain.has(INFINITY):
+            raise RefusedError(
+                "PROBABILITIES_CHANGED",
+                "the probabilities are weighted along the keys after the softmax",
+                "weight the values, or mask before the softmax",
+            )
+
+    def _build(
+        self,
+        inner: scores.Scores,
+        found: probabilities.Probabilities,
+        keys: tuple[Axis, ...],
+        value: Factor,
+        core: Core,
+        output: fx.Node,
+        output_dims: Dims,
+        gain: sympy.Expr,
+    ) -> Match:
+        if inner.bias.has(INFINITY):
+            raise RefusedError("MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({inner.bias})", "use where")
+        emitter = assign_roles(self.region, inner, found, keys, value, output, output_dims, gain)
+        core.check(self.region.effects, emitter.edge())
+        return emitter.match(OP, core)
+
+
+def _softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
+    """Softmaxes that a refused contraction has been blamed for already."""
+    found: set[fx.Node] = set()
+    queue = list(node.all_input_nodes)
+    for _ in range(64):
+        if not queue:
+            break
+        current = queue.pop(0)
+        call = effects.calls.get(current)
+        if call is None or call.name in contraction.PRODUCTS:
+            continue
+        if call.name in _SOFTMAX:
+            found.add(current)
+        queue.extend(current.all_input_nodes)
+    return found
+
+
+def _unread_anchors(graph: fx.Graph, effects: Effects, covered: set[fx.Node]) -> Iterator[NearMiss]:
+    """Softmaxes over a product of two computed tensors that reach no values."""
+    for node in graph.nodes:
+        call = effects.calls[node]
+        if call is None or call.name != "softmax" or node in covered or tensor_of(call.input) is None:
+            continue
+        region = Region(effects)
+        dims = fresh(shape_of(tensor_of(node)))  # type: ignore[arg-type]
+        try:
+            expression = region.express(call.input, dims, node)
+            keys = atoms(dims[(call.get("dim") or -1) % len(dims)])
+            inner = scores.read(region, expression, keys)
+        except (RefusedError, MutatedError, LayoutError):
+            continue
+        if inner is not None and not any(_is_parameter(factor.node) for factor in (inner.query, inner.key)):
+            refusal = RefusedError(
+                "NO_VALUES", "the probabilities meet no values in this graph", "multiply values by them in the same graph"
+            )
+            yield NearMiss(OP, node, refusal.reason, refusal.edit, where_of(node))
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    while node.op != "placeholder" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return isinstance(node.meta.get("example_value"), torch.nn.Parameter)
+

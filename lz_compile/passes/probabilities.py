@@ -1,0 +1,261 @@
+"""Softmax in all of its spellings, read from the expression of the probabilities.
+
+``softmax(s)``, ``exp(log_softmax(s))``, ``exp(s - logsumexp(s))``, ``exp(s - max) / sum(exp(s - max))`` and
+``m * exp(s) / sum(m * exp(s))`` are the same function of the scores ``s``, up to a mask ``m``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+from torch import fx
+
+from lz_compile.passes import contraction
+from lz_compile.passes.algebra import DROPOUT, NAN_TO_NUM, Leaf, Region, is_indicator, reduce_indicators
+from lz_compile.passes.axes import Axis, Dims, atoms, shape_of
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.match import RefusedError
+from lz_compile.passes.view import tensor_of
+
+
+@dataclass(frozen=True)
+class Probabilities:
+    """``gain * dropout(softmax(scores over keys))``; rows that have nothing to normalise give zero if ``zero_rows``.
+
+    ``sinks`` is the leaf of a column that takes part in the normalisation only. ``unnormalised`` is the expression that
+    still has to be divided by its sum over the keys, where that division comes after the values.
+    """
+
+    scores: sympy.Expr
+    dims: Dims
+    gain: sympy.Expr = sympy.S.One
+    keep: sympy.Expr = sympy.S.One
+    dropout_p: float = 0.0
+    zero_rows: bool = False
+    sinks: Leaf | None = None
+    unnormalised: sympy.Expr | None = None
+
+
+def read(region: Region, node: fx.Node, dims: Dims, reader: fx.Node, keys: tuple[Axis, ...]) -> Probabilities | None:
+    """The softmax over the axes ``keys`` that ``node`` is, None where it holds neither a softmax nor an exponential.
+
+    Raises:
+        RefusedError: it holds one, but is something else.
+    """
+    expression = region.express(node, dims, reader)
+    expression, dropout_p = _strip_dropout(expression)
+    expression, zero_rows = _strip_nan_to_num(expression)
+    normalised = _softmax_leaf(region, expression)
+    if normalised is not None:
+        found = _from_softmax(region, expression, normalised, keys)
+    elif expression.has(sympy.exp):
+        found = _from_exponential(region, expression, dims, keys)
+    else:
+        return None
+    return replace(found, dropout_p=dropout_p, zero_rows=zero_rows or found.zero_rows)
+
+
+def _strip_dropout(expression: sympy.Expr) -> tuple[sympy.Expr, float]:
+    dropped = list(expression.atoms(DROPOUT))
+    if not dropped:
+        return expression, 0.0
+    gain = sympy.diff(expression.xreplace({dropped[0]: _PROBE}), _PROBE)
+    if len(dropped) != 1 or gain.has(_PROBE) or not _is_zero(expression.xreplace({dropped[0]: sympy.S.Zero})):
+        raise RefusedError("DROPOUT_NOT_LAST", "dropout is not applied to the probabilities alone", "drop out once")
+    inner, p = dropped[0].args
+    return gain * inner, float(p)
+
+
+def _strip_nan_to_num(expression: sympy.Expr) -> tuple[sympy.Expr, bool]:
+    found = list(expression.atoms(NAN_TO_NUM))
+    if len(found) != 1:
+        return expression, False
+    return expression.xreplace({found[0]: found[0].args[0]}), True
+
+
+_PROBE = sympy.Symbol("probe", positive=True)
+
+
+def _is_zero(expression: sympy.Expr) -> bool:
+    return bool(sympy.expand(expression) == 0)
+
+
+def _softmax_leaf(region: Region, expression: sympy.Expr) -> sympy.Symbol | None:
+    found = [s for s in expression.free_symbols if s in region.leaves and _softmax_of(region, region.leaves[s])]
+    if len(found) > 1:
+        raise RefusedError(
+            "PROBABILITIES_COMBINED",
+            "two softmaxes are combined before they meet the values",
+            "apply each softmax to the values, then combine",
+        )
+    return found[0] if found else None
+
+
+def _softmax_of(region: Region, leaf: Leaf) -> bool:
+    return leaf.kind == "softmax" or _without_sink(region.effects, leaf) is not None
+
+
+def _without_sink(effects: Effects, leaf: Leaf) -> tuple[fx.Node, fx.Node] | None:
+    """``(softmax, cat)`` where the leaf is a softmax over scores with one column more, without that column."""
+    call = effects.calls[leaf.node]
+    if call is None or call.name not in ("getitem", "narrow") or tensor_of(call.input) is None:
+        return None
+    whole = effects.calls.get(call.input)
+    while whole is not None and whole.name in ("to", "type_as", "dropout", "float"):
+        whole = effects.calls.get(whole.input)
+    if whole is None or whole.name != "softmax" or not isinstance(whole.input, fx.Node):
+        return None
+    joined = effects.calls.get(_through_shift(effects, whole.input))
+    if joined is None or joined.name != "cat":
+        return None
+    sizes, kept = shape_of(tensor_of(whole.node)), shape_of(tensor_of(leaf.node))  # type: ignore[arg-type]
+    return (whole.node, joined.node) if sizes[:-1] == kept[:-1] and sizes[-1] - kept[-1] == 1 else None
+
+
+def _through_shift(effects: Effects, node: fx.Node) -> fx.Node:
+    """Past ``x - x.max(...)``, which a softmax does not see."""
+    call = effects.calls.get(node)
+    if call is not None and call.name == "sub" and isinstance(call.get("other"), fx.Node):
+        shift = effects.calls.get(call.get("other"))
+        while shift is not None and shift.name in ("getitem", "getattr", "detach"):
+            shift = effects.calls.get(shift.input)
+        if shift is not None and shift.name in ("max", "amax") and shift.input is call.input:
+            return call.input  # type: ignore[no-any-return]
+    return node
+
+
+def _from_softmax(region: Region, expression: sympy.Expr, symbol: sympy.Symbol, keys: tuple[Axis, ...]) -> Probabilities:
+    leaf = region.leaves[symbol]
+    gain = sympy.diff(expression, symbol)
+    if gain.has(symbol) or not _is_zero(expression.xreplace({symbol: sympy.S.Zero})):
+        raise RefusedError(
+            "PROBABILITIES_CHANGED",
+            "the probabilities are not used as they come from the softmax",
+            "multiply the values by the softmax itself",
+        )
+    sink = _without_sink(region.effects, leaf)
+    node = leaf.node if sink is None else sink[0]
+    call = region.effects.calls[node]
+    assert call is not None, "a softmax leaf is a call"
+    rank = len(leaf.dims)
+    dim = call.get("dim")
+    axis = -1 if dim is None else dim % rank
+    if set(atoms(leaf.dims[axis])) != set(atoms(keys)):
+        raise RefusedError(
+            "SOFTMAX_OTHER_AXIS",
+            "the softmax runs over another axis than the one that meets the values",
+            "take the softmax over the keys",
+        )
+    if sink is not None:
+        return _with_sink(region, leaf, sink[1], gain)
+    scores = region.express(call.input, leaf.dims, node)
+    return Probabilities(scores, leaf.dims, gain)
+
+
+def _with_sink(region: Region, leaf: Leaf, joined: fx.Node, gain: sympy.Expr) -> Probabilities:
+    call = region.effects.calls[joined]
+    assert call is not None, "a concatenation is a call"
+    parts = call.get("tensors")
+    if len(parts) != 2 or call.get("dim", 0) % len(leaf.dims) != len(leaf.dims) - 1:
+        raise RefusedError("SINK_NOT_UNDERSTOOD", "the extra column is not one column of keys", "append one column")
+    scores = region.express(parts[0], leaf.dims, joined)
+    return Probabilities(scores, leaf.dims, gain, sinks=Leaf(parts[1], (*leaf.dims[:-1], ())))
+
+
+def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: tuple[Axis, ...]) -> Probabilities:
+    denominator = sympy.fraction(sympy.powsimp(expression))[1]
+    sums = [s for s in expression.free_symbols if s in region.leaves and _reduces(region, s) in ("sum", "logsumexp")]
+    if not sums:
+        scores, keep = _logarithm(expression)
+        return Probabilities(scores, dims, keep=keep, unnormalised=expression)
+    if len(sums) > 1:
+        raise RefusedError("DENOMINATOR_UNCLEAR", "several sums divide the exponentials", "divide by one sum")
+    total = sums[0]
+    if isinstance(denominator, sympy.Add) or (denominator.has(total) and not _is_factor(denominator, total)):
+        raise RefusedError(
+            "EPSILON_IN_DENOMINATOR",
+            f"the sum of exponentials is not the denominator by itself ({denominator})",
+            "divide by the sum alone; subtract the maximum for stability",
+        )
+    summand = _summand(region, total, dims, keys)
+    gain = _ratio(expression, total, summand, _reduces(region, total) == "logsumexp")
+    if region_axes(region, gain) & set(atoms(keys)) or gain.has(sympy.exp):
+        raise RefusedError(
+            "DENOMINATOR_OF_ANOTHER_SUM",
+            "the exponentials are divided by the sum of something else",
+            "normalise by the sum over the same, equally masked, exponentials",
+        )
+    scores, keep = _logarithm(summand)
+    return Probabilities(scores, dims, gain, keep)
+
+
+def divided_by_sum(
+    region: Region, expression: sympy.Expr, product: sympy.Symbol, found: Probabilities, keys: tuple[Axis, ...]
+) -> sympy.Expr | None:
+    """The gain of ``expression`` over ``product / sum(weights)``, None where it is no such quotient."""
+    sums = [s for s in expression.free_symbols if s in region.leaves and _reduces(region, s) == "sum" and s != product]
+    if len(sums) != 1 or found.unnormalised is None:
+        return None
+    summand = _summand(region, sums[0], found.dims, keys)
+    gain = _ratio(expression / product, sums[0], summand / found.unnormalised, False)
+    return None if gain.has(product) or gain.has(sums[0]) or gain.has(sympy.exp) else gain
+
+
+def _ratio(expression: sympy.Expr, total: sympy.Symbol, summand: sympy.Expr, is_logarithm: bool) -> sympy.Expr:
+    """What is left of ``expression`` without ``summand / total``: one where it is exactly the normalised summand."""
+    whole = sympy.exp(total) if is_logarithm else total
+    left = sympy.powsimp(expression * whole / summand)
+    if left.free_symbols:
+        left = sympy.simplify(left) if left.has(sympy.exp) else sympy.cancel(left)
+    return left
+
+
+def _is_factor(denominator: sympy.Expr, total: sympy.Symbol) -> bool:
+    return not sympy.cancel(denominator / total).has(total) or denominator.has(sympy.exp)
+
+
+def _reduces(region: Region, symbol: sympy.Symbol) -> str | None:
+    call = region.effects.calls.get(region.leaves[symbol].node)
+    return call.name if call is not None else None
+
+
+def _summand(region: Region, total: sympy.Symbol, dims: Dims, keys: tuple[Axis, ...]) -> sympy.Expr:
+    """The expression under a sum (or under the sum of a logsumexp), over the same keys."""
+    leaf = region.leaves[total]
+    call = region.effects.calls[leaf.node]
+    assert call is not None, "a reduction is a call"
+    order = next((dim for dim in dims if set(atoms(dim)) == set(atoms(keys))), None)
+    inner = None if order is None else contraction.reduction_dims(call, leaf.dims, order)
+    if inner is None:
+        raise RefusedError(
+            "DENOMINATOR_OTHER_AXIS", "the exponentials are summed over other axes than the keys", "sum over the keys"
+        )
+    expression = region.express(call.input, inner[0], leaf.node)
+    return sympy.exp(expression) if call.name == "logsumexp" else expression
+
+
+def region_axes(region: Region, expression: sympy.Expr) -> set[Axis]:
+    """The axes that the leaves of an expression depend on."""
+    return {axis for s in expression.free_symbols if s in region.leaves for axis in region.leaves[s].axes}
+
+
+def _logarithm(summand: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """``(scores, keep)`` with ``summand == keep * exp(scores)``, ``keep`` an indicator."""
+    summand = reduce_indicators(summand) if not isinstance(summand, (sympy.Mul, sympy.exp)) else summand
+    summand = sympy.factor_terms(summand)
+    scores: Any = sympy.S.Zero
+    keep: Any = sympy.S.One
+    for factor in sympy.Mul.make_args(summand):
+        if isinstance(factor, sympy.exp):
+            scores += factor.args[0]
+        elif is_indicator(factor):
+            keep *= factor
+        elif factor.is_number and factor.is_positive:
+            scores += sympy.log(factor)
+        else:
+            raise RefusedError(
+                "NOT_AN_EXPONENTIAL", f"the normalised weights are not exponentials of scores ({factor})", "exponentiate"
+            )
+    return scores, keep

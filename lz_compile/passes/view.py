@@ -1,0 +1,213 @@
+"""One reading for the many spellings of an operation.
+
+``x.softmax(-1)``, ``F.softmax(x, dim=-1)``, ``torch.softmax(x, 2)`` and ``aten.softmax.int`` are all the call
+``softmax(input=x, dim=2)``. Nothing here knows what an operation means; that is :mod:`algebra`, :mod:`contraction`
+and the recognisers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+# Parameter names in positional order, where the function and the method form agree (a method's self is the first).
+_SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    "add": ("input", "other", "alpha"),
+    "sub": ("input", "other", "alpha"),
+    "rsub": ("input", "other", "alpha"),
+    "mul": ("input", "other"),
+    "div": ("input", "other", "rounding_mode"),
+    "pow": ("input", "exponent"),
+    "where": ("condition", "input", "other"),
+    "masked_fill": ("input", "mask", "value"),
+    "clamp": ("input", "min", "max"),
+    "nan_to_num": ("input", "nan", "posinf", "neginf"),
+    "addcmul": ("input", "tensor1", "tensor2", "value"),
+    "lerp": ("input", "end", "weight"),
+    "softmax": ("input", "dim", "dtype"),
+    "log_softmax": ("input", "dim", "dtype"),
+    "logsumexp": ("input", "dim", "keepdim"),
+    "amax": ("input", "dim", "keepdim"),
+    "max": ("input", "dim", "keepdim"),
+    "sum": ("input", "dim", "keepdim", "dtype"),
+    "mean": ("input", "dim", "keepdim", "dtype"),
+    "dropout": ("input", "p", "training", "inplace"),
+    "matmul": ("input", "other"),
+    "bmm": ("input", "other"),
+    "mm": ("input", "other"),
+    "baddbmm": ("input", "batch1", "batch2", "beta", "alpha"),
+    "addmm": ("input", "batch1", "batch2", "beta", "alpha"),
+    "linear": ("input", "weight", "bias"),
+    "transpose": ("input", "dim0", "dim1"),
+    "movedim": ("input", "source", "destination"),
+    "unsqueeze": ("input", "dim"),
+    "squeeze": ("input", "dim"),
+    "flatten": ("input", "start_dim", "end_dim"),
+    "unflatten": ("input", "dim", "sizes"),
+    "repeat_interleave": ("input", "repeats", "dim"),
+    "expand_as": ("input", "other"),
+    "view_as": ("input", "other"),
+    "type_as": ("input", "other"),
+    "cat": ("tensors", "dim"),
+    "narrow": ("input", "dim", "start", "length"),
+    "select": ("input", "dim", "index"),
+    "scaled_dot_product_attention": (
+        "query",
+        "key",
+        "value",
+        "attn_mask",
+        "dropout_p",
+        "is_causal",
+        "scale",
+        "enable_gqa",
+    ),
+}
+
+# Functions whose positional order differs from the method of the same name.
+_FUNCTION_SIGNATURES: Mapping[Any, tuple[str, ...]] = {
+    F.softmax: ("input", "dim", "_stacklevel", "dtype"),
+    F.log_softmax: ("input", "dim", "_stacklevel", "dtype"),
+}
+
+_SYNONYMS: Mapping[str, str] = {
+    "true_divide": "div",
+    "truediv": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "negative": "neg",
+    "logical_not": "not",
+    "bitwise_not": "not",
+    "invert": "not",
+    "inv": "not",
+    "not_": "not",
+    "logical_and": "and",
+    "bitwise_and": "and",
+    "and_": "and",
+    "logical_or": "or",
+    "bitwise_or": "or",
+    "or_": "or",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "moveaxis": "movedim",
+    "concat": "cat",
+    "concatenate": "cat",
+    "clip": "clamp",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "not_equal": "ne",
+    "_unsafe_view": "view",
+    "_softmax": "softmax",
+    "broadcast_to": "expand",
+    "special_softmax": "softmax",
+    "special_log_softmax": "log_softmax",
+    "special_logsumexp": "logsumexp",
+    "special_exp2": "exp2",
+    "special_expm1": "expm1",
+    "absolute": "abs",
+}
+
+# Keyword spellings of the same parameter.
+_PARAMETER_SYNONYMS: Mapping[str, str] = {"self": "input", "axis": "dim", "mat2": "other", "keepdims": "keepdim"}
+
+_INPLACE_OPERATORS: Mapping[Any, str] = {
+    getattr(operator, f"i{name}"): name
+    for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "matmul")
+    if hasattr(operator, f"i{name}")
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node read as ``name(**arguments)``.
+
+    ``arguments`` holds what was given, by parameter name (positional extras as ``"#3"``); nothing is filled in, so ask
+    with ``get``. ``is_inplace`` says that the first argument is overwritten.
+    """
+
+    name: str
+    node: fx.Node
+    arguments: Mapping[str, Any]
+    is_inplace: bool = False
+
+    def get(self, parameter: str, default: Any = None) -> Any:
+        return self.arguments.get(parameter, default)
+
+    @property
+    def input(self) -> Any:
+        return self.arguments.get("input")
+
+    def positional(self) -> tuple[Any, ...]:
+        """The arguments after the first, as ``view(2, -1)`` and ``view((2, -1))`` both give ``(2, -1)``."""
+        rest = tuple(value for name, value in self.arguments.items() if name != "input")
+        if len(rest) == 1 and isinstance(rest[0], (tuple, list, torch.Size)):
+            return tuple(rest[0])
+        return rest
+
+
+def _spelled(name: str) -> tuple[str, bool]:
+    is_inplace = name.endswith("_") and not name.endswith("__") and name not in _SYNONYMS
+    stem = name[:-1] if is_inplace else name
+    if stem.startswith("__") and stem.endswith("__"):
+        stem = stem[2:-2]
+    return _SYNONYMS.get(stem, stem), is_inplace
+
+
+@cache
+def _function_name(target: Any) -> tuple[str, bool]:
+    if target in _INPLACE_OPERATORS:
+        return _SYNONYMS.get(_INPLACE_OPERATORS[target], _INPLACE_OPERATORS[target]), True
+    if isinstance(target, torch._ops.OpOverload):
+        return _spelled(target.overloadpacket.__name__)
+    return _spelled(getattr(target, "__name__", str(target)))
+
+
+def read(node: fx.Node) -> Call | None:
+    """The call that ``node`` makes, or None for placeholders, attributes and outputs."""
+    if node.op == "call_method":
+        name, is_inplace = _spelled(str(node.target))
+        signature = _SIGNATURES.get(name, ("input",))
+        if name == "where":  # x.where(condition, other): the one method whose self is not the first parameter
+            signature = ("input", "condition", "other")
+    elif node.op == "call_function":
+        name, is_inplace = _function_name(node.target)
+        signature = _FUNCTION_SIGNATURES.get(node.target, _SIGNATURES.get(name, ("input",)))
+    else:
+        return None
+    arguments: dict[str, Any] = {}
+    for position, value in enumerate(node.args):
+        arguments[signature[position] if position < len(signature) else f"#{position}"] = value
+    for key, value in node.kwargs.items():
+        arguments[_PARAMETER_SYNONYMS.get(key, key)] = value
+    return Call(name, node, arguments, is_inplace or arguments.get("inplace") is True)
+
+
+def value_of(node: Any) -> Any:
+    """What Dynamo knows of a node's value: a fake tensor, a symbolic number or None; constants are themselves."""
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+
+
+def tensor_of(node: Any) -> torch.Tensor | None:
+    """The fake tensor of a node, None where it is not a tensor."""
+    value = value_of(node)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def where_of(node: fx.Node) -> str:
+    """``file:line`` of the user's code that made this node, ``<unknown>`` where Dynamo kept none."""
+    trace = node.meta.get("stack_trace") or ""
+    for line in reversed(trace.strip().splitlines()):
+        text = line.strip()
+        if text.startswith('File "'):
+            path, _, rest = text[6:].partition('", line ')
+            return f"{path}:{rest.split(',')[0]}"
+    return "<unknown>"
