@@ -418,7 +418,7 @@ def _is_cast(call: Call) -> bool:
 
 
 def _is_transparent(call: Call) -> bool:
-    return _is_cast(call) or call.name in layout._READERS or call.name == "getattr"
+    return _is_cast(call) or layout.rearranges(call)
 
 
 def _constant_tensor(call: Call) -> int | float | None:

@@ -105,14 +105,14 @@ class AttentionEmitter:
         return found
 
     def _tensor(self, builder: Builder, operand: Operand, groups: tuple[tuple[Axis, ...], ...]) -> Any:
-        value = builder.arrange(builder.proxy(operand.node), operand.dims, groups, expand=True)
+        value = builder.arrange(builder.value(operand.node), operand.dims, groups, expand=True)
         return value if operand.dtype == self.dtype else value.to(self.dtype)
 
     def _mask(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...]) -> Any:
         parts = []
         for factor in sympy.Mul.make_args(self.keep):
             flag = next(iter(factor.free_symbols))
-            value = builder.arrange(builder.proxy(self.region.leaves[flag].node), self.region.leaves[flag].dims, groups)
+            value = builder.arrange(builder.value(self.region.leaves[flag].node), self.region.leaves[flag].dims, groups)
             parts.append(value if factor == flag else torch.logical_not(value))
         mask = parts[0]
         for part in parts[1:]:
@@ -121,7 +121,7 @@ class AttentionEmitter:
 
     def _sinks(self, builder: Builder) -> Any:
         assert self.sinks is not None, "asked for only where there are sinks"
-        value = builder.arrange(builder.proxy(self.sinks.node), self.sinks.dims, (*self.roles.rows, ()))
+        value = builder.arrange(builder.value(self.sinks.node), self.sinks.dims, (*self.roles.rows, ()))
         return value
 
     def result(self, builder: Builder, value: Any) -> Any:

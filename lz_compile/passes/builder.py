@@ -25,6 +25,32 @@ from lz_compile.passes.view import tensor_of
 Groups = Sequence[Sequence[Axis]]
 
 
+class TensorProxy(fx.Proxy):
+    """A proxy that knows its dtype, device and shape; symbolic extents are proxies themselves."""
+
+    @property
+    def _value(self) -> torch.Tensor:
+        value = tensor_of(self.node)
+        assert value is not None, f"{self.node.name} is no tensor"
+        return value
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As of the tensor."""
+        return self._value.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """As of the tensor."""
+        return self._value.device
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Static extents as ``int``."""
+        sizes = self._value.shape
+        return tuple(size if isinstance(size, int) else self.size(i) for i, size in enumerate(sizes))
+
+
 class _Tracer(GraphAppendingTracer):
     """Gives every new node its example value (and thereby shape, dtype and strides) as soon as it is made."""
 
@@ -37,62 +63,30 @@ class _Tracer(GraphAppendingTracer):
         self._finish(node)
         return node
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return TensorProxy(node, self)
+
 
 class Builder:
-    """Appends nodes to ``graph`` at its insertion point.
+    """Speaks axes over tensors, or over proxies that append to a graph at its insertion point.
 
     Args:
-        graph: where nodes go.
-        template: the node being replaced; its source position and modes are those of the new nodes.
-        ambient: the modes that the new nodes will run under.
-        values: the graph's proxy or tensor for each node outside (identity where ``graph`` is the node's own).
-        extent: the size of an axis, as an ``int`` or as a proxy of a symbolic number.
+        values: what each node at the edge of the match is, a proxy or a tensor.
+        sizes: the extent of every axis that is not to have its own (to run a match at other sizes).
+        shape_sources: nodes with known dims, where symbolic extents may be read from.
     """
 
     def __init__(
         self,
-        graph: fx.Graph,
+        values: Callable[[fx.Node], Any],
         *,
-        template: fx.Node,
-        ambient: Ambient,
-        values: Mapping[fx.Node, fx.Node] | None = None,
         sizes: Mapping[Axis, int] | None = None,
         shape_sources: Mapping[fx.Node, Dims] | None = None,
     ) -> None:
-        self.graph = graph
-        self.created: list[fx.Node] = []
-        self._template = template
-        self._ambient = ambient
-        self._values = values
+        self.value = values
         self._sizes = sizes
         self._shape_sources = shape_sources or {}
         self._extents: dict[Axis, Any] = {}
-        self._tracer = _Tracer(graph, self._finish)
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        """The value of an existing node."""
-        return fx.Proxy(node if self._values is None else self._values[node], self._tracer)
-
-    def _finish(self, node: fx.Node) -> None:
-        self.created.append(node)
-        if self._values is not None:  # a validation graph runs at once and needs no metadata
-            return
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-            if key in self._template.meta:
-                node.meta[key] = self._template.meta[key]
-        node.meta["example_value"] = self._fake(node)
-
-    def _fake(self, node: fx.Node) -> Any:
-        arguments = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
-        fake_mode = tensor_of(self._template).fake_mode  # type: ignore[union-attr]
-        with ExitStack() as stack:
-            for manager in ambient_context(self._ambient):
-                stack.enter_context(manager)
-            stack.enter_context(fake_mode)
-            args, kwargs = arguments
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
 
     # ---- sizes ------------------------------------------------------------------------------------------------
 
@@ -106,7 +100,7 @@ class Builder:
             self._extents[axis] = self._symbolic(axis)
         return self._extents[axis]
 
-    def _symbolic(self, axis: Axis) -> fx.Proxy:
+    def _symbolic(self, axis: Axis) -> Any:
         for node, dims in self._shape_sources.items():
             for position, dim in enumerate(dims):
                 own = atoms(dim)
@@ -114,7 +108,7 @@ class Builder:
                     continue
                 others = [other.size for other in own if other is not axis]
                 if all(isinstance(other, int) for other in others):
-                    size = self.proxy(node).size(position)
+                    size = self.value(node).size(position)
                     divisor = product(others)
                     return size if divisor == 1 else operator.floordiv(size, divisor)
         raise LookupError(f"no tensor at the edge of the match has the symbolic extent {axis.size} on a dimension of its own")
@@ -144,21 +138,20 @@ class Builder:
 
     def _spread(self, value: Any, groups: list[list[tuple[Axis, bool]]], expand: bool) -> Any:
         """Insert, repeat and merge dimensions of a value that has one dimension per owned axis, in group order."""
-        given: list[list[Any]] = []
-        full: list[list[Any]] = []
-        for group in groups:
-            if not group or not (expand or any(owned for _, owned in group)):
-                given.append([1])
-                full.append([1])
-                continue
-            given.append([self.extent(axis) if owned else 1 for axis, owned in group])
-            full.append([self.extent(axis) for axis, _ in group])
-        if any(not owned for group in groups for _, owned in group) or not all(groups):
-            value = value.reshape([size for sizes in given for size in sizes])
-        if any(len(group) > 0 and not owned for group, sizes in zip(groups, full, strict=True) if sizes != [1] for _, owned in group):
-            value = value.expand([size for sizes in full for size in sizes])
-        if any(len(sizes) > 1 for sizes in full):
-            value = value.reshape([_product(sizes) for sizes in full])
+        present = [bool(group) and (expand or any(owned for _, owned in group)) for group in groups]
+        missing = [axis for group, is_there in zip(groups, present, strict=True) if is_there for axis, own in group if not own]
+        given: list[Any] = []
+        full: list[Any] = []
+        for group, is_there in zip(groups, present, strict=True):
+            given.extend([self.extent(axis) if owned else 1 for axis, owned in group] if is_there else [1])
+            full.extend([self.extent(axis) for axis, _ in group] if is_there else [1])
+        if missing or not all(present):
+            value = value.reshape(given)
+        if missing:
+            value = value.expand(full)
+        if any(len(group) > 1 for group, is_there in zip(groups, present, strict=True) if is_there):
+            merged = [self.size([axis for axis, _ in g]) if is_there else 1 for g, is_there in zip(groups, present, strict=True)]
+            value = value.reshape(merged)
         return value
 
     def restore(self, value: Any, groups: Groups, dims: Dims) -> Any:
@@ -199,7 +192,7 @@ class Builder:
         return function(*operands)
 
     def _leaf_value(self, leaf: Leaf, groups: Groups, dtype: torch.dtype) -> Any:
-        value = self.proxy(leaf.node)
+        value = self.value(leaf.node)
         tensor = tensor_of(leaf.node)
         if tensor is None:
             return value
@@ -225,3 +218,41 @@ def _product(sizes: Sequence[Any]) -> Any:
         total = size if isinstance(total, int) and total == 1 else total * size
     return total
 
+
+
+class GraphBuilder(Builder):
+    """A builder that appends nodes to ``graph``, with complete metadata.
+
+    Args:
+        graph: where nodes go, at its insertion point.
+        template: the node being replaced; its source position is that of the new nodes.
+        ambient: the modes that the new nodes will run under.
+        shape_sources: nodes with known dims, where symbolic extents may be read from.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, template: fx.Node, ambient: Ambient, shape_sources: Mapping[fx.Node, Dims]
+    ) -> None:
+        self.created: list[fx.Node] = []
+        self._template = template
+        self._ambient = ambient
+        tracer = _Tracer(graph, self._finish)
+        super().__init__(lambda node: TensorProxy(node, tracer), shape_sources=shape_sources)
+
+    def _finish(self, node: fx.Node) -> None:
+        self.created.append(node)
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in self._template.meta:
+                node.meta[key] = self._template.meta[key]
+        node.meta["example_value"] = self._fake(node)
+
+    def _fake(self, node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["example_value"])
+        fake_mode = tensor_of(self._template).fake_mode  # type: ignore[union-attr]
+        with ExitStack() as stack:
+            for manager in ambient_context(self._ambient):
+                stack.enter_context(manager)
+            stack.enter_context(fake_mode)
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]

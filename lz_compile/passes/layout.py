@@ -177,6 +177,16 @@ _READERS: Mapping[str, Reader] = {
 SIZED = frozenset({"view", "reshape", "unflatten", "expand", "repeat", "tile", "repeat_interleave"})
 
 
+def is_view(call: Call) -> bool:
+    """Whether the call only rearranges, and its result may share memory with its input."""
+    return call.name in _READERS and call.name not in ("contiguous", "clone", "repeat", "tile", "repeat_interleave")
+
+
+def rearranges(call: Call) -> bool:
+    """Whether the call is a layout operation by its name."""
+    return call.name in _READERS or call.name == "getattr"
+
+
 def read_input_dims(call: Call, dims: Dims) -> Dims | None:
     """The dims of ``call.input`` where ``call`` only rearranges, given the dims of its result; None where it does more.
 

@@ -166,7 +166,7 @@ def _with_sink(region: Region, leaf: Leaf, joined: fx.Node, gain: sympy.Expr) ->
 
 def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: tuple[Axis, ...]) -> Probabilities:
     denominator = sympy.fraction(sympy.powsimp(expression))[1]
-    sums = [s for s in expression.free_symbols if s in region.leaves and _reduces(region, s) in ("sum", "logsumexp")]
+    sums = _sums(region, expression, keys)
     if not sums:
         scores, keep = _logarithm(expression)
         return Probabilities(scores, dims, keep=keep, unnormalised=expression)
@@ -195,7 +195,7 @@ def divided_by_sum(
     region: Region, expression: sympy.Expr, product: sympy.Symbol, found: Probabilities, keys: tuple[Axis, ...]
 ) -> sympy.Expr | None:
     """The gain of ``expression`` over ``product / sum(weights)``, None where it is no such quotient."""
-    sums = [s for s in expression.free_symbols if s in region.leaves and _reduces(region, s) == "sum" and s != product]
+    sums = [symbol for symbol in _sums(region, expression, keys) if symbol != product]
     if len(sums) != 1 or found.unnormalised is None:
         return None
     summand = _summand(region, sums[0], found.dims, keys)
@@ -214,6 +214,18 @@ def _ratio(expression: sympy.Expr, total: sympy.Symbol, summand: sympy.Expr, is_
 
 def _is_factor(denominator: sympy.Expr, total: sympy.Symbol) -> bool:
     return not sympy.cancel(denominator / total).has(total) or denominator.has(sympy.exp)
+
+
+def _sums(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> list[sympy.Symbol]:
+    """The leaves that are sums (or logarithms of sums of exponentials) over axes that include the keys."""
+    own = set(atoms(keys))
+    return [
+        symbol
+        for symbol in expression.free_symbols
+        if symbol in region.leaves
+        and _reduces(region, symbol) in ("sum", "logsumexp")
+        and not own & region.leaves[symbol].axes
+    ]
 
 
 def _reduces(region: Region, symbol: sympy.Symbol) -> str | None:

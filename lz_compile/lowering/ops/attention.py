@@ -5,7 +5,7 @@ Canonical layout, in which every kernel takes and returns it:
     query  [B, Hq, Sq, D]       key  [B, Hk, Sk, D]       value  [B, Hk, Sk, E]      result  [B, Hq, Sq, E]
     mask   bool, True keeps, broadcastable to [B, Hq, Sq, Sk]
     bias   float, added to the scaled (and capped) scores, broadcastable to [B, Hq, Sq, Sk]
-    sinks  [Hq] extra score per head that takes part in the softmax and has no value
+    sinks  float, an extra score that takes part in the softmax and has no value, broadcastable to [B, Hq, Sq, 1]
 
 ``Hq`` is a multiple of ``Hk``: query head ``h`` reads key head ``h // (Hq // Hk)``.
 """
@@ -95,7 +95,7 @@ def reference(
         fill = torch.finfo(scores.dtype).min if attrs.masked_rows == "mean" else -math.inf
         scores = torch.where(mask, scores, fill)
     if sinks is not None:
-        column = sinks.reshape(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
+        column = sinks.expand(*scores.shape[:-1], 1)
         probabilities = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     else:
         probabilities = scores.softmax(-1)
@@ -103,3 +103,22 @@ def reference(
         probabilities = torch.nan_to_num(probabilities)
     probabilities = torch.nn.functional.dropout(probabilities, attrs.dropout_p)
     return probabilities @ value
+
+
+def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
+    """What a kernel must support for this attention: feature name (``supports`` in descriptors) and what asks for it."""
+    symbolic = [name for name in ("query_len", "key_len") if not isinstance(getattr(facts, name), int)]
+    needed = {
+        "causal": attrs.is_causal and "a causal mask",
+        "gqa": attrs.enable_gqa and f"{facts.heads} query heads share {facts.kv_heads} key heads",
+        "bool_mask": attrs.has_mask and "a boolean mask",
+        "float_mask": attrs.has_bias and "an additive mask or bias",
+        "dropout": attrs.dropout_p > 0 and f"dropout of {attrs.dropout_p:g}",
+        "softcap": attrs.softcap is not None and f"scores capped at {attrs.softcap}",
+        "sinks": attrs.has_sinks and "an attention sink in the softmax",
+        "training": facts.needs_grad and "gradients",
+        "bias_gradient": facts.bias_needs_grad and "a gradient of the bias",
+        "value_dim": facts.value_dim != facts.head_dim and f"head dim {facts.head_dim}, value dim {facts.value_dim}",
+        "dynamic_causal": attrs.is_causal and symbolic and f"a causal mask with symbolic {' and '.join(symbolic)}",
+    }
+    return {name: text for name, text in needed.items() if isinstance(text, str)}

@@ -1,0 +1,32 @@
+"""A PyTorch compiler backend that knows what your model computes: ``torch.compile(model, backend="layerzero")``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lz_compile.inspection import explain
+    from lz_compile.runtime.report import GraphReport, Report, clear_reports, reports
+
+__version__ = "0.1.0"
+__all__ = ["GraphReport", "Report", "__version__", "clear_reports", "explain", "reports"]
+
+_HOMES = {
+    "explain": "lz_compile.inspection",
+    "GraphReport": "lz_compile.runtime.report",
+    "Report": "lz_compile.runtime.report",
+    "clear_reports": "lz_compile.runtime.report",
+    "reports": "lz_compile.runtime.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first used: importing the package imports no torch."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value

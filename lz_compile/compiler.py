@@ -1,0 +1,82 @@
+"""One graph from Dynamo to Inductor: the stages, their failure and what is told of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from lz_compile.lowering import inductor
+from lz_compile.options import Options, split
+from lz_compile.passes import pipeline
+from lz_compile.runtime import events
+from lz_compile.runtime.dump import Dump
+from lz_compile.runtime.fingerprint import source_hash
+from lz_compile.runtime.report import GraphReport, new_report
+
+Runner = Callable[[fx.GraphModule, Sequence[Any], GraphReport], Callable[..., Any]]
+
+
+def compile_with_inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | None
+) -> Callable[..., Any]:
+    """Rewrite ``module`` in place and compile it; on failure of the rewritten graph, compile the original one."""
+    ours, rest = split(options)
+    config = inductor.config_of(mode, rest)
+
+    def run(graph: fx.GraphModule, graph_inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
+        return inductor.compile_graph(graph, graph_inputs, config, _cache_key(report))
+
+    return process(module, inputs, ours, run)
+
+
+def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run: Runner) -> Callable[..., Any]:
+    """Rewrite ``module`` and pass it to ``run``; report, dump and count what happened."""
+    report = new_report()
+    dump = Dump(options.dump, report.graph_id)
+    with events.collect() as happened:
+        try:
+            dump.graph("before", module)
+            snapshot = inductor.Snapshot(module)
+            pipeline.rewrite(module, options, report)
+            dump.graph("after", module)
+            start = time.perf_counter()
+            try:
+                return run(module, inputs, report)
+            except Exception as error:
+                if options.strict or not any(match.rewritten for match in report.matches):
+                    raise
+                events.record("COMPILE_FAILED", "compiling the rewritten graph; the original one is compiled", error)
+                snapshot.restore()
+                _unmark(report)
+                return run(module, inputs, report)
+            finally:
+                report.seconds["compile"] = time.perf_counter() - start
+        finally:
+            report.events.extend(happened)
+            dump.report(report)
+            _count(report)
+
+
+def _unmark(report: GraphReport) -> None:
+    for match in report.matches:
+        match.rewritten, match.kernel = False, "inductor"
+
+
+def _cache_key(report: GraphReport) -> str:
+    """Our source and our decisions: what Inductor's caches must not confuse."""
+    decisions = [(match.op, match.kernel, match.rewritten, match.attributes) for match in report.matches]
+    return hashlib.sha256((source_hash() + json.dumps(decisions, sort_keys=True, default=str)).encode()).hexdigest()
+
+
+def _count(report: GraphReport) -> None:
+    for match in report.matches:
+        inductor.count(match.op)
+        if match.rewritten:
+            inductor.count(f"{match.op}.rewritten")
+    for miss in report.near_misses:
+        inductor.count(f"{miss.op}.near_miss")

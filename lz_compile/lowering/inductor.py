@@ -1,0 +1,97 @@
+"""The only module that knows Dynamo's and Inductor's private names. Checked with torch 2.13 (read for 2.11, 2.12)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._logging import trace_structured
+
+
+def config_of(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Inductor's configuration for a mode or options, checked by Inductor itself.
+
+    Raises:
+        RuntimeError: an unknown mode or option, as torch words it.
+    """
+    wrapper = torch._TorchCompileInductorWrapper(mode, options or None, None)
+    config: dict[str, Any] = wrapper.config
+    return config
+
+
+class _Fingerprint(CustomGraphPass):  # type: ignore[misc]
+    """Changes no graph: puts our source and our decisions into Inductor's cache keys, around a pass of the user's."""
+
+    def __init__(self, key: str, inner: Any) -> None:
+        self._key = key
+        self._inner = inner
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self._inner is not None:
+            self._inner(graph)
+
+    def uuid(self) -> Any:
+        if self._inner is None:
+            return self._key
+        own = getattr(self._inner, "uuid", None)
+        inner = own() if callable(own) else None
+        return None if inner is None else (self._key, inner)  # a pass without uuid bypasses the cache, as ever
+
+
+def compile_graph(
+    module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], cache_key: str
+) -> Callable[..., Any]:
+    """Hand a graph to Inductor; ``cache_key`` becomes part of its cache keys."""
+    name = "post_grad_custom_pre_pass"
+    inner = config.get(name, getattr(inductor_config, name))
+    patches = {**config, name: _Fingerprint(cache_key, inner)}
+    compiled: Callable[..., Any] = compile_fx(module, inputs, config_patches=patches)
+    return compiled
+
+
+class Snapshot:
+    """The nodes of a graph module as they are, to be put back if the rewritten graph does not compile.
+
+    Dynamo keeps what it knows of parameters on the module and on nodes, so the module object must stay; only its graphs
+    are exchanged.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._graphs = [(child, _copy(child.graph)) for child in module.modules() if isinstance(child, fx.GraphModule)]
+
+    def restore(self) -> None:
+        """Put the graphs back."""
+        for module, graph in self._graphs:
+            module.graph = graph
+            module.recompile()
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    fresh = fx.Graph(tracer_cls=graph._tracer_cls)
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        values[node] = twin = fresh.node_copy(node, values.__getitem__)
+        twin.meta = copy.copy(node.meta)
+        for name, value in vars(node).items():
+            if name.startswith("_dynamo"):
+                setattr(twin, name, value)
+    return fresh
+
+
+def count(name: str, amount: int = 1) -> None:
+    """Add to ``torch._dynamo.utils.counters["layerzero"]``."""
+    counters["layerzero"][name] += amount
+
+
+def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
+    """Put a text into the structured trace, where tlparse shows it."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
+
+

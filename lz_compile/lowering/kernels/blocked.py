@@ -1,0 +1,116 @@
+"""Blocked attention: plain matmuls over blocks of queries with only the keys that they need, left to Inductor to fuse.
+
+A block's scores stay in cache between the two products, and a causal mask skips the keys after the block. Everything in
+a block is ordinary PyTorch, so soft caps, sinks, biases and their gradients come for free.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from lz_compile.lowering.ops.attention import AttentionAttrs
+
+#: Queries per block, and the most blocks that are unrolled (each one is compiled code).
+BLOCK = 256
+MAX_BLOCKS = 16
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    attrs: AttentionAttrs,
+) -> torch.Tensor:
+    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``); causality needs static lengths."""
+    batch, heads, queries, _ = query.shape
+    kv_heads, keys = key.shape[1], key.shape[2]
+    key_t = key.transpose(-2, -1)
+    bounds = block_bounds(queries) if isinstance(queries, int) else [(0, queries)]
+    blocks = []
+    for start, stop in bounds:
+        limit = min(stop, keys) if attrs.is_causal else keys
+        part = _Part(start, stop, limit, whole=len(bounds) == 1, all_keys=not attrs.is_causal or limit == keys)
+        rows = part.queries(query)
+        if attrs.enable_gqa:
+            rows = rows.reshape(batch, kv_heads, -1, rows.shape[-1])
+        scores = _scores(rows, part.keys(key_t), attrs)
+        if attrs.enable_gqa:
+            scores = scores.reshape(batch, heads, stop - start, limit)
+        weights = _softmax(_masked(scores, part, mask, bias, attrs), sinks, attrs).to(value.dtype)
+        if attrs.enable_gqa:
+            weights = weights.reshape(batch, kv_heads, -1, limit)
+        out = weights @ (value if part.all_keys else value[:, :, :limit])
+        blocks.append(out.reshape(batch, heads, stop - start, out.shape[-1]) if attrs.enable_gqa else out)
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Queries ``start`` to ``stop`` and keys up to ``limit``; nothing is sliced that is needed ``whole``."""
+
+    start: int
+    stop: int
+    limit: int
+    whole: bool
+    all_keys: bool
+
+    def queries(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.whole or tensor.shape[-2] == 1 else tensor[..., self.start : self.stop, :]
+
+    def keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.all_keys or tensor.shape[-1] == 1 else tensor[..., : self.limit]
+
+    def causal(self, device: torch.device) -> torch.Tensor:
+        rows = torch.arange(self.start, self.stop, device=device).unsqueeze(-1)
+        return rows >= torch.arange(self.limit, device=device)
+
+
+def block_bounds(queries: int) -> list[tuple[int, int]]:
+    """The half-open ranges of queries that are computed together."""
+    size = max(BLOCK, -(-queries // MAX_BLOCKS)) if queries > 2 * BLOCK else (16 if 16 < queries <= 64 else queries)
+    return [(start, min(start + size, queries)) for start in range(0, queries, size)]
+
+
+def _scores(query: torch.Tensor, key_t: torch.Tensor, attrs: AttentionAttrs) -> torch.Tensor:
+    scale = query.shape[-1] ** -0.5 if attrs.scale is None else attrs.scale
+    scores = query.to(attrs.score_dtype) @ key_t.to(attrs.score_dtype) * scale
+    if attrs.softcap is not None:
+        scores = torch.tanh(scores / attrs.softcap) * attrs.softcap
+    return scores
+
+
+def _masked(
+    scores: torch.Tensor, part: _Part, mask: torch.Tensor | None, bias: torch.Tensor | None, attrs: AttentionAttrs
+) -> torch.Tensor:
+    """Scores with the block's bias added and its masked elements filled."""
+    if bias is not None:
+        scores = scores + part.keys(part.queries(bias))
+    keep = None if mask is None else part.keys(part.queries(mask))
+    if attrs.is_causal:
+        causal = part.causal(scores.device)
+        keep = causal if keep is None else torch.logical_and(keep, causal)
+    if keep is None:
+        return scores
+    fill = torch.finfo(attrs.score_dtype).min if attrs.masked_rows == "mean" else -math.inf
+    return torch.where(keep, scores, fill)
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, attrs: AttentionAttrs) -> torch.Tensor:
+    """Probabilities, normalised in float32 at least."""
+    if sinks is not None:
+        column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    wide = torch.float64 if attrs.score_dtype == torch.float64 else torch.float32
+    weights = torch.softmax(scores, -1, dtype=wide)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    if attrs.masked_rows == "zero":
+        weights = torch.nan_to_num(weights)
+    return torch.nn.functional.dropout(weights, attrs.dropout_p) if attrs.dropout_p else weights

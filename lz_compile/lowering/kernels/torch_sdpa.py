@@ -1,0 +1,61 @@
+"""PyTorch's scaled dot-product attention: math, flash and memory-efficient kernels, as PyTorch dispatches them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from lz_compile.lowering.ops.attention import AttentionAttrs
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    attrs: AttentionAttrs,
+) -> torch.Tensor:
+    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``).
+
+    SDPA gives zero for a row that masks every key with ``-inf`` (or with a boolean mask); where the source gives NaN or
+    the mean of the values there, that is restored.
+    """
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=_merge(mask, bias, attrs, query.dtype),
+        dropout_p=attrs.dropout_p,
+        is_causal=attrs.is_causal,
+        scale=attrs.scale,
+        enable_gqa=attrs.enable_gqa,
+    )
+    if attrs.masked_rows != "nan":
+        return out
+    if mask is not None:
+        out = torch.where(mask.any(-1, keepdim=True), out, math.nan)
+    if bias is not None and not attrs.bias_is_finite:
+        out = torch.where(bias.amax(-1, keepdim=True) == -math.inf, math.nan, out)
+    return out
+
+
+def _merge(
+    mask: torch.Tensor | None, bias: torch.Tensor | None, attrs: AttentionAttrs, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """One mask for SDPA: boolean where nothing is added, additive otherwise.
+
+    A finite fill is added in float32 for float16 operands: float16's smallest number is not small enough to swallow a
+    score, and rows that are masked completely would not come out as the mean of the values.
+    """
+    additive = torch.float32 if dtype == torch.float16 else dtype
+    if mask is None:
+        return bias if bias is None else bias.to(additive)
+    if bias is None and attrs.masked_rows != "mean":
+        return mask
+    fill = torch.finfo(additive).min if attrs.masked_rows == "mean" else -math.inf
+    kept = torch.zeros_like(mask, dtype=additive) if bias is None else bias.to(additive)
+    return kept.masked_fill(torch.logical_not(mask), fill)

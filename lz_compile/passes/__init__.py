@@ -1,0 +1,1 @@
+"""Graph in, recognised ops out."""

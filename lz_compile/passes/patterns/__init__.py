@@ -1,0 +1,22 @@
+"""One recogniser per op. Every module here with a ``recognise(graph, effects)`` is one; the file name is the op."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+
+from torch import fx
+
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.match import Match, NearMiss
+
+Recogniser = Callable[[fx.Graph, Effects], "Iterator[Match | NearMiss]"]
+
+
+@cache
+def recognisers() -> Mapping[str, Recogniser]:
+    """All recognisers by op, in alphabetical order."""
+    modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
+    return {module.__name__.rpartition(".")[2]: module.recognise for module in modules if hasattr(module, "recognise")}

@@ -1,0 +1,122 @@
+"""The stages between a Dynamo graph and Inductor, for one graph and every graph nested in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import fx
+
+from lz_compile.errors import RewriteFailedError
+from lz_compile.options import Options
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.match import Match, NearMiss
+from lz_compile.passes.patterns import recognisers
+from lz_compile.passes.rewrite import splice
+from lz_compile.passes.validate import Validation, validate
+from lz_compile.reasons import Reason
+from lz_compile.runtime import events
+from lz_compile.runtime.report import GraphReport, MatchReport, MissReport
+from lz_compile.runtime.select import INDUCTOR, Decision, select
+from lz_compile.runtime.store import Store
+
+
+def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> None:
+    """Recognise, choose, prove and splice in place, in ``module`` and in the bodies of its higher-order operators.
+
+    Whatever fails leaves the subgraph that it concerns untouched and is an event in ``report``.
+
+    Raises:
+        RewriteFailedError: something failed and ``options.strict`` is set.
+    """
+    for path, graph_module in _graphs(module):
+        before = len(report.matches)
+        _rewrite_graph(graph_module.graph, path, options, report)
+        if any(match.rewritten for match in report.matches[before:]):
+            graph_module.graph.lint()
+            graph_module.recompile()
+
+
+def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    """The module and the graph modules that its higher-order operators call, at any depth."""
+    for path, child in module.named_modules():
+        if isinstance(child, fx.GraphModule):
+            yield path, child
+
+
+def _rewrite_graph(graph: fx.Graph, path: str, options: Options, report: GraphReport) -> None:
+    for match in _recognise(graph, options, report):
+        entry = MatchReport(op=match.op, where=match.where, graph=path, attributes=match.attributes.to_dict())
+        report.matches.append(entry)
+        try:
+            _apply(graph, match, entry, options, report)
+        except Exception as error:
+            _fail("REWRITE_FAILED", f"{match.op} at {match.where} is left to Inductor", error, options)
+            entry.kernel, entry.rewritten = INDUCTOR, False
+            entry.reasons.append(Reason("REWRITE_FAILED", f"{type(error).__name__}: {error}"))
+
+
+def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> list[Match]:
+    matches: list[Match] = []
+    with _timed(report, "recognise"):
+        effects = Effects(graph)
+        for op, recognise in recognisers().items():
+            try:
+                for found in recognise(graph, effects):
+                    if isinstance(found, NearMiss):
+                        report.near_misses.append(MissReport.of(found))
+                    else:
+                        matches.append(found)
+            except Exception as error:
+                _fail("RECOGNISER_FAILED", f"recognising {op}", error, options)
+    return matches
+
+
+def _apply(graph: fx.Graph, match: Match, entry: MatchReport, options: Options, report: GraphReport) -> None:
+    with _timed(report, "select"):
+        decision = select(match, options.lock)
+    entry.decide(decision)
+    if decision.kernel.call is None:
+        entry.reasons.append(Reason("LEFT_TO_INDUCTOR", "Inductor's own code is expected to be the fastest"))
+        return
+    if decision.kernel.kernel_id == match.source_kernel:
+        entry.reasons.append(Reason("ALREADY_THIS_KERNEL", f"the source calls {match.source_kernel} itself"))
+        return
+    with _timed(report, "validate"):
+        verdict = validate(match, decision.kernel.kernel_id, decision.kernel.call, Store("validation"))
+    entry.validation = verdict.to_dict()
+    if not verdict.ok:
+        _quarantine(match, decision, verdict, entry, options)
+        return
+    with _timed(report, "rewrite"):
+        splice(graph, match, decision.kernel.call)
+    entry.rewritten = True
+
+
+def _quarantine(match: Match, decision: Decision, verdict: Validation, entry: MatchReport, options: Options) -> None:
+    text = f"{decision.kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"
+    events.record("VALIDATION_FAILED", text)
+    entry.kernel = INDUCTOR
+    entry.reasons.append(Reason("VALIDATION_FAILED", verdict.reason))
+    if options.strict:
+        raise RewriteFailedError(text)
+
+
+def _fail(code: str, text: str, error: Exception, options: Options) -> None:
+    if isinstance(error, RewriteFailedError):
+        raise error
+    events.record(code, text, error)
+    if options.strict:
+        raise RewriteFailedError(f"{text}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _timed(report: GraphReport, stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+

@@ -1,0 +1,158 @@
+"""A match at other sizes: the original subgraph and its replacement as graphs of their own.
+
+Validation must not cost what the model costs. Axes make that possible: every extent of the subgraph is a product of
+axes, so the whole of it can be run with, say, 24 keys instead of 4,096, whatever numbers its reshapes spell out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.passes import layout
+from lz_compile.passes.axes import Axis, Dims, atoms, axes_of
+from lz_compile.passes.builder import Builder
+from lz_compile.passes.match import Match
+from lz_compile.passes.rewrite import KernelCall, emit
+from lz_compile.passes.view import Call, read, tensor_of
+
+Sizes = Mapping[Axis, int]
+
+_SMALL = 8
+_STEP = 8
+_DOWNCASTS = frozenset({"float", "half", "bfloat16"})
+
+
+def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -> Sizes:
+    """A small size for every axis: up to 8 unchanged, equal sizes stay equal, different ones stay different.
+
+    Args:
+        match: the match to resize.
+        ones: axes that get size one, to try broadcasts.
+    """
+    axes = _all_axes(match)
+    large = sorted({axis.size for axis in axes if not _is_small(axis)}, key=lambda size: (isinstance(size, int), str(size)))
+    assigned = {size: 2 * _SMALL + _STEP * index for index, size in enumerate(large)}
+    return {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}  # type: ignore[misc]
+
+
+def _is_small(axis: Axis) -> bool:
+    return isinstance(axis.size, int) and axis.size <= _SMALL
+
+
+def _all_axes(match: Match) -> list[Axis]:
+    found: dict[Axis, None] = {}
+    for dims in (*match.inputs.values(), *match.read.values(), match.output_dims):
+        found.update(dict.fromkeys(axes_of(dims)))
+    return list(found)
+
+
+def shape(dims: Dims, sizes: Sizes) -> tuple[int, ...]:
+    """The extents of ``dims`` under ``sizes``."""
+    extents = []
+    for dim in dims:
+        extent = 1
+        for axis in atoms(dim):
+            extent *= sizes[axis]
+        extents.append(extent)
+    return tuple(extents)
+
+
+def original(match: Match, sizes: Sizes, dtype: torch.dtype | None = None) -> fx.Graph:
+    """The subgraph that the match replaces, at other sizes; with ``dtype``, every floating dtype in it becomes that.
+
+    Dropout is left out (p = 0), so that two runs can be compared.
+    """
+    graph = fx.Graph()
+    values = {node: graph.placeholder(node.name) for node in match.inputs}
+    for node in _between(match):
+        values[node] = _copy(graph, match, node, values, sizes, dtype)
+    graph.output(values[match.output])
+    return graph
+
+
+def replacement(match: Match, call: KernelCall, sizes: Sizes) -> Callable[..., Any]:
+    """The kernel with the code around it that :func:`rewrite.splice` emits, as a function of the match's inputs."""
+
+    def run(*inputs: Any) -> Any:
+        values = dict(zip(match.inputs, inputs, strict=True))
+        return emit(Builder(values.__getitem__, sizes=sizes), match, call)
+
+    return run
+
+
+def _between(match: Match) -> list[fx.Node]:
+    """Every node that the output needs, back to the inputs, and the in-place writes among them, in graph order."""
+    needed = set(match.core)
+    stack = list(match.core)
+    while stack:
+        node = stack.pop()
+        call = read(node)
+        inputs = [call.input] if call is not None and call.name in layout.SIZED else node.all_input_nodes
+        for operand in inputs:
+            if isinstance(operand, fx.Node) and operand not in needed and operand not in match.inputs:
+                if tensor_of(operand) is not None or call is None or call.name not in layout.SIZED | {"getitem"}:
+                    needed.add(operand)
+                    stack.append(operand)
+    return [node for node in match.output.graph.nodes if node in needed]
+
+
+def _copy(
+    graph: fx.Graph,
+    match: Match,
+    node: fx.Node,
+    values: Mapping[fx.Node, fx.Node],
+    sizes: Sizes,
+    dtype: torch.dtype | None,
+) -> fx.Node:
+    call = read(node)
+    if call is not None and call.name in layout.SIZED and node in match.read:
+        return _resized(graph, match, call, values[call.input], sizes)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, n))
+    if call is not None and call.name == "dropout":
+        return graph.call_function(torch.nn.functional.dropout, (args[0], 0.0))
+    if call is not None and call.name == "getitem" and isinstance(args[1], tuple):
+        args = (args[0], tuple(slice(None) if _is_symbolic(item) else item for item in args[1]))
+    target: Any = node.target
+    if call is not None and call.name == "scaled_dot_product_attention":
+        named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, lambda n: values.get(n, n)))
+        args, kwargs = tuple(named.pop(name) for name in ("query", "key", "value")), named
+    if dtype is not None:
+        args, kwargs = _with_dtype((args, kwargs), dtype)
+        if node.op == "call_method" and target in _DOWNCASTS:
+            target = "double"
+    return graph.create_node(node.op, target, args, kwargs)
+
+
+def _is_symbolic(item: Any) -> bool:
+    return isinstance(item, slice) and any(isinstance(part, fx.Node) for part in (item.start, item.stop, item.step))
+
+
+def _with_dtype(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.dtype):
+        return dtype if value.is_floating_point else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with_dtype(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {name: _with_dtype(item, dtype) for name, item in value.items()}
+    return value
+
+
+def _resized(graph: fx.Graph, match: Match, call: Call, source: fx.Node, sizes: Sizes) -> fx.Node:
+    dims = match.read[call.node]
+    extents = shape(dims, sizes)
+    if call.name == "expand":
+        return graph.call_method("expand", (source, *extents))
+    if call.name in ("repeat", "tile", "repeat_interleave"):
+        inner = layout.read_input_dims(call, dims)
+        assert inner is not None, "a repeat that was read before"
+        before = (1,) * (len(extents) - len(inner)) + shape(inner, sizes)
+        times = [after // old for after, old in zip(extents, before, strict=True)]
+        if call.name != "repeat_interleave":
+            return graph.call_method("repeat", (source, *times))
+        position = call.get("dim") % len(extents)
+        return graph.call_method("repeat_interleave", (source, times[position], position))
+    return graph.call_method("reshape", (source, *extents))

@@ -1,0 +1,104 @@
+"""Splice a kernel into a graph in place of a match; the graph is untouched everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.passes import layout
+from lz_compile.passes.axes import Dims
+from lz_compile.passes.builder import Builder, GraphBuilder
+from lz_compile.passes.match import Match
+from lz_compile.passes.view import read, tensor_of
+
+KernelCall = Callable[..., Any]
+
+
+class RewriteError(Exception):
+    """The replacement does not look like what it replaces (shape, dtype or device)."""
+
+
+def splice(graph: fx.Graph, match: Match, call: KernelCall) -> list[fx.Node]:
+    """Replace ``match.output`` by the kernel's nodes and erase what became superfluous.
+
+    Either the whole replacement is made or, on any exception, the graph is as it was.
+
+    Args:
+        graph: the graph that the match was found in.
+        match: what to replace.
+        call: the kernel, a function of the op's canonical operands and ``attrs`` (see ``lowering/ops``).
+
+    Returns:
+        the new nodes, in graph order.
+
+    Raises:
+        RewriteError: the replacement's shape, dtype or device differs.
+    """
+    sources = {**match.inputs, **_live(match.read, match.core)}
+    builder = GraphBuilder(graph, match.output, match.ambient, sources)
+    try:
+        with graph.inserting_before(match.output):
+            result = _emit(builder, match, call)
+    except BaseException:
+        for node in reversed(builder.created):
+            graph.erase_node(node)
+        raise
+    match.output.replace_all_uses_with(result)
+    for node in reversed(match.core):
+        if not node.users:
+            graph.erase_node(node)
+    return [node for node in builder.created if not _erase_if_unused(graph, node)]
+
+
+def emit(builder: Builder, match: Match, call: KernelCall) -> Any:
+    """Operands, kernel and result in the graph of ``builder``; the proxy of the result."""
+    operands = match.emitter.operands(builder)
+    value = call(**operands, attrs=match.attributes)
+    return match.emitter.result(builder, value)
+
+
+def _live(read: Mapping[fx.Node, Dims], core: tuple[fx.Node, ...]) -> dict[fx.Node, Dims]:
+    """The nodes that were read and that stay after the rewrite."""
+    return {node: dims for node, dims in read.items() if node not in core}
+
+
+def _emit(builder: Builder, match: Match, call: KernelCall) -> fx.Node:
+    result: fx.Proxy = emit(builder, match, call)
+    old, new = tensor_of(match.output), tensor_of(result.node)
+    if old is None or new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
+        raise RewriteError(
+            f"rewriting {match.op} at {match.where}: expected a {_describe(old)}, the kernel gives a {_describe(new)}"
+        )
+    if new.stride() != old.stride() and _shows_strides(match.output):
+        result = result.contiguous() if old.is_contiguous() else result.clone(memory_format=torch.preserve_format)
+    return result.node
+
+
+def _describe(tensor: torch.Tensor | None) -> str:
+    return "value that is no tensor" if tensor is None else f"{tensor.dtype} tensor {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _shows_strides(node: fx.Node) -> bool:
+    """Whether strides of ``node`` matter to someone: a ``view`` that needs them, an output, or in-place writes."""
+    queue, seen = list(node.users), set()
+    while queue:
+        user = queue.pop()
+        if user in seen:
+            continue
+        seen.add(user)
+        call = read(user)
+        if call is None or call.name in ("view", "view_as", "as_strided", "stride") or call.is_inplace:
+            return True
+        if layout.is_view(call):
+            queue.extend(user.users)
+    return False
+
+
+def _erase_if_unused(graph: fx.Graph, node: fx.Node) -> bool:
+    if node.users:
+        return False
+    graph.erase_node(node)
+    return True

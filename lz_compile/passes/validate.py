@@ -1,0 +1,318 @@
+"""Prove a rewrite numerically before it is accepted.
+
+The original subgraph and its replacement run at small sizes on adversarial inputs: rows that are masked completely, large
+magnitudes, unusual strides, extents of one. Both are held against the original in float64. The replacement may round
+less than the original, never noticeably more; where gradients are on, the same holds for them.
+
+Results are remembered by structure, in memory and on disk, so that equal layers and later processes pay nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.passes.axes import Axis, axes_of
+from lz_compile.passes.effects import ambient_context
+from lz_compile.passes.match import Match
+from lz_compile.passes.resize import Sizes, original, replacement, representative_sizes, shape
+from lz_compile.passes.rewrite import KernelCall
+from lz_compile.passes.view import tensor_of, value_of
+from lz_compile.runtime.store import Store
+
+#: Absolute and relative slack against the float64 reference, by dtype. On top of it a replacement may err twice as much
+#: as the original itself does. The first four are those of the op contracts (layerzero_spec 3.2).
+TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.6e-2,
+}
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The verdict on one rewrite.
+
+    ``error`` and ``source_error`` are the largest absolute deviations from float64 (of outputs) of the replacement and of
+    the original; ``grad_error`` that of gradients. ``reason`` says what failed. ``origin`` is ``"run"``, ``"memory"`` or
+    ``"disk"``, ``seconds`` what it cost now.
+    """
+
+    ok: bool
+    error: float = 0.0
+    source_error: float = 0.0
+    grad_error: float | None = None
+    cases: int = 0
+    reason: str = ""
+    origin: str = "run"
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {
+            "ok": self.ok,
+            "error": self.error,
+            "source_error": self.source_error,
+            "grad_error": self.grad_error,
+            "cases": self.cases,
+            "reason": self.reason,
+            "origin": self.origin,
+            "seconds": round(self.seconds, 4),
+        }
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of adversarial inputs."""
+
+    name: str
+    magnitude: float = 1.0
+    masked_rows: bool = False
+    infinite: bool = False
+    is_strided: bool = False
+    ones: bool = False
+    gradients: bool = False
+
+
+_memory: dict[str, Validation] = {}
+
+
+def forget() -> None:
+    """Drop what was remembered in memory (not on disk)."""
+    _memory.clear()
+
+
+def validate(match: Match, kernel_id: str, call: KernelCall, store: Store) -> Validation:
+    """Whether ``call`` may replace ``match``; remembered by structure, dtypes, attributes, kernel and source version."""
+    start = time.perf_counter()
+    key = _key(match, kernel_id)
+    known = _memory.get(key)
+    if known is not None:
+        return replace(known, origin="memory", seconds=time.perf_counter() - start)
+    stored = store.load(key)
+    if stored is not None:
+        verdict = Validation(**stored)
+        _memory[key] = verdict
+        return replace(verdict, origin="disk", seconds=time.perf_counter() - start)
+    verdict = _run(match, call)
+    _memory[key] = verdict
+    store.save(key, verdict.to_dict())
+    return replace(verdict, seconds=time.perf_counter() - start)
+
+
+def cases(match: Match) -> Iterator[Case]:
+    """The input sets that a match is tried on."""
+    wants_grad = any(_wants_grad(node) for node in match.inputs) and torch.is_grad_enabled()
+    has_mask = any(_is_mask(node) or node in match.fills for node in match.inputs)
+    yield Case("plain", gradients=wants_grad)
+    yield Case("large", magnitude=12.0, is_strided=True)
+    yield Case("ones", ones=True)
+    if has_mask:
+        yield Case("masked rows", masked_rows=True)
+    if any(not is_finite for is_finite in match.fills.values()):
+        yield Case("infinite fills", masked_rows=True, infinite=True)
+
+
+def _run(match: Match, call: KernelCall) -> Validation:
+    total = Validation(ok=True)
+    rng_state = torch.random.get_rng_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for case in cases(match):
+                total = _merge(total, _run_case(match, call, case))
+                if not total.ok:
+                    break
+    finally:
+        torch.random.set_rng_state(rng_state)
+    return total
+
+
+def _merge(total: Validation, case: Validation) -> Validation:
+    grads = [error for error in (total.grad_error, case.grad_error) if error is not None]
+    return replace(
+        total,
+        ok=case.ok,
+        error=max(total.error, case.error),
+        source_error=max(total.source_error, case.source_error),
+        grad_error=max(grads) if grads else None,
+        cases=total.cases + 1,
+        reason=case.reason,
+    )
+
+
+def _run_case(match: Match, call: KernelCall, case: Case) -> Validation:
+    sizes = representative_sizes(match, ones=_some_axes(match) if case.ones else frozenset())
+    inputs = _inputs(match, sizes, case)
+    source = _compiled(original(match, sizes))
+    exact = _compiled(original(match, sizes, torch.float64))
+    new = replacement(match, call, sizes)
+    truth = _evaluate(exact, match, _as_float64(inputs), case.gradients, exact=True)
+    given = _evaluate(source, match, inputs, case.gradients)
+    ours = _evaluate(new, match, inputs, case.gradients)
+    dtype = tensor_of(match.output).dtype  # type: ignore[union-attr]
+    verdict = Validation(ok=True)
+    for index, (name, expected, base, actual) in enumerate(zip(_names(match, case), truth, given, ours, strict=True)):
+        outcome = _compare(expected, base, actual, TOLERANCE[dtype if index == 0 else base.dtype])
+        if index == 0:
+            verdict = replace(verdict, error=outcome[0], source_error=outcome[1])
+        else:
+            verdict = replace(verdict, grad_error=max(verdict.grad_error or 0.0, outcome[0]))
+        if not outcome[2]:
+            text = f"{name} with {case.name}: off by {outcome[0]:.3g} where the source is off by {outcome[1]:.3g}"
+            return replace(verdict, ok=False, reason=text)
+    return verdict
+
+
+def _some_axes(match: Match) -> frozenset[Axis]:
+    """Half of the row axes of the output: the broadcasts that a size of one may turn on."""
+    axes = [axis for axis in axes_of(match.output_dims) if axis.size != 1]
+    return frozenset(axes[::2])
+
+
+def _compare(
+    truth: torch.Tensor, given: torch.Tensor, ours: torch.Tensor, tolerance: float
+) -> tuple[float, float, bool]:
+    """Largest error of ours and of the original against float64, and whether ours is acceptable everywhere."""
+    truth, given, ours = truth.double(), given.double(), ours.double()
+    source_error = _finite_max((given - truth).abs())
+    slack = 2 * source_error + tolerance * (1 + truth.abs())
+    near = ((ours - truth).abs() <= slack) | ((ours - given).abs() <= tolerance * (1 + given.abs()))
+    same_special = (ours.isnan() & (truth.isnan() | given.isnan())) | (ours == truth) | (ours == given)
+    return _finite_max((ours - truth).abs()), source_error, bool((near | same_special).all())
+
+
+def _finite_max(error: torch.Tensor) -> float:
+    finite = error[error.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+# ---- inputs --------------------------------------------------------------------------------------------------------
+
+
+def _inputs(match: Match, sizes: Sizes, case: Case) -> list[Any]:
+    return [_input(match, node, sizes, case) for node in match.inputs]
+
+
+def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
+    example = value_of(node)
+    if not isinstance(example, torch.Tensor):
+        return _number(example)
+    extents = shape(match.inputs[node], sizes)
+    if example.dtype == torch.bool:
+        return _mask(extents, example.device, case.masked_rows)
+    value = torch.randn(extents, dtype=torch.float32) * (case.magnitude if node not in match.fills else 1.0)
+    if node in match.fills and case.masked_rows:
+        fill = -math.inf if case.infinite and not match.fills[node] else torch.finfo(example.dtype).min
+        value = torch.where(_mask(extents, value.device, True), 0.0, fill)
+    value = value.to(example.device, example.dtype)
+    if case.is_strided and value.dim() > 1:
+        value = value.transpose(0, -1).contiguous().transpose(0, -1)
+    if case.gradients and example.requires_grad:
+        value.requires_grad_()
+    return value
+
+
+def _number(example: Any) -> Any:
+    hint = getattr(getattr(example, "node", None), "hint", None)
+    return hint if hint is not None else 0.5
+
+
+def _mask(extents: tuple[int, ...], device: torch.device, masked_rows: bool) -> torch.Tensor:
+    mask = torch.rand(extents) > 0.3
+    if mask.dim() and masked_rows:
+        flat = mask.view(-1, extents[-1])
+        flat[:: 3] = False
+        flat[1::3] = True
+    elif mask.dim():
+        mask[..., 0] = True
+        mask.view(-1, extents[-1])[::2] = True
+    return mask.to(device)
+
+
+def _as_float64(inputs: list[Any]) -> list[Any]:
+    converted = []
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            converted.append(value.detach().double().requires_grad_(value.requires_grad))
+        else:
+            converted.append(value)
+    return converted
+
+
+def _is_mask(node: fx.Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.dtype == torch.bool
+
+
+def _wants_grad(node: fx.Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.requires_grad
+
+
+def _names(match: Match, case: Case) -> list[str]:
+    if not case.gradients:
+        return ["output"]
+    return ["output", *(f"gradient of {node.name}" for node in match.inputs if _wants_grad(node))]
+
+
+def _compiled(graph: fx.Graph) -> Callable[..., Any]:
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _evaluate(function: Callable[..., Any], match: Match, inputs: list[Any], gradients: bool, exact: bool = False) -> list[torch.Tensor]:
+    with ExitStack() as stack:
+        if exact:
+            stack.enter_context(torch.autocast(tensor_of(match.output).device.type, enabled=False))  # type: ignore[union-attr]
+        else:
+            for manager in ambient_context(match.ambient):
+                stack.enter_context(manager)
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        output = function(*inputs)
+    if not gradients:
+        return [output.detach()]
+    leaves = [value for value in inputs if isinstance(value, torch.Tensor) and value.requires_grad]
+    weight = torch.linspace(-1.0, 1.0, output.numel(), device=output.device).reshape(output.shape).to(output.dtype)
+    grads = torch.autograd.grad(output, leaves, weight, allow_unused=True)
+    return [output.detach(), *(torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True))]
+
+
+# ---- structure -----------------------------------------------------------------------------------------------------
+
+
+def _key(match: Match, kernel_id: str) -> str:
+    """A hash of everything that the verdict depends on, and of nothing else (no names, no real sizes)."""
+    sizes = representative_sizes(match)
+    order: dict[fx.Node, str] = {}
+    lines = [f"{match.op} {kernel_id} {match.attributes!r} {match.ambient!r} {torch.is_grad_enabled()}"]
+    for index, node in enumerate(match.inputs):
+        order[node] = f"i{index}"
+        tensor = tensor_of(node)
+        kind = "number" if tensor is None else f"{tensor.dtype} {tensor.device.type} {tensor.requires_grad}"
+        lines.append(f"i{index} {kind} {shape(match.inputs[node], sizes)} {match.fills.get(node)}")
+    graph = original(match, sizes)
+    names = {node: f"n{index}" for index, node in enumerate(graph.nodes)}
+    for node, name in names.items():
+        arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
+        lines.append(f"{name} {node.op} {_target(node)} {arguments}")
+    axes = {axis: f"a{i}" for i, axis in enumerate(sizes)}
+    for node, dims in match.inputs.items():
+        lines.append(f"{order[node]} {[[axes[a] for a in axes_of((dim,))] for dim in dims]}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _target(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return ""
+    if isinstance(node.target, str):
+        return node.target
+    return f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', node.target)}"

@@ -1,0 +1,1 @@
+"""Choosing, remembering and telling: registry, selection, reports, events, caches."""

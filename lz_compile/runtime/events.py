@@ -1,0 +1,53 @@
+"""Things that happened and that somebody may want to know: fallbacks, refusals by faults, quarantined kernels.
+
+Events of a compile are collected into its report; all of them are logged (``TORCH_LOGS="+lz_compile"``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+logger = logging.getLogger("lz_compile")
+
+
+@dataclass(frozen=True)
+class Event:
+    """``code`` is stable, ``message`` says what happened with the values."""
+
+    code: str
+    message: str
+
+    def to_dict(self) -> dict[str, str]:
+        """As stable JSON."""
+        return {"code": self.code, "message": self.message}
+
+
+class _Sinks(threading.local):
+    def __init__(self) -> None:
+        self.open: list[list[Event]] = []
+
+
+_sinks = _Sinks()
+
+
+def record(code: str, message: str, error: BaseException | None = None) -> None:
+    """Note an event; with ``error``, its type and text are part of the message and its traceback goes to the log."""
+    text = message if error is None else f"{message}: {type(error).__name__}: {error}"
+    logger.warning("[%s] %s", code, text, exc_info=error)
+    for sink in _sinks.open:
+        sink.append(Event(code, text))
+
+
+@contextmanager
+def collect() -> Iterator[list[Event]]:
+    """The events of this thread that happen inside."""
+    found: list[Event] = []
+    _sinks.open.append(found)
+    try:
+        yield found
+    finally:
+        _sinks.open.remove(found)

@@ -1,0 +1,154 @@
+"""What was done to every compiled graph, and why: for people (rich) and for machines (stable JSON)."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lz_compile.reasons import Reason
+from lz_compile.runtime.events import Event
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+    from lz_compile.passes.match import NearMiss
+    from lz_compile.runtime.select import Decision
+
+SCHEMA_VERSION = "1.0"
+
+
+@dataclass
+class MatchReport:
+    """One recognised op: where it is, which kernel runs it and why, and how its rewrite was proven.
+
+    ``graph`` is the path of the nested graph it was found in ("" for the outermost).
+    """
+
+    op: str
+    where: str
+    graph: str
+    attributes: dict[str, Any]
+    kernel: str = "inductor"
+    rewritten: bool = False
+    why: str = ""
+    reasons: list[Reason] = field(default_factory=list)
+    candidates: list[dict[str, Any]] = field(default_factory=list)
+    validation: dict[str, Any] | None = None
+
+    def decide(self, decision: Decision) -> None:
+        """Note a decision and every candidate's reasons."""
+        self.kernel = decision.kernel.kernel_id
+        self.why = decision.why
+        self.candidates = [candidate.to_dict() for candidate in decision.candidates]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {
+            "op": self.op,
+            "kernel": self.kernel,
+            "rewritten": self.rewritten,
+            "where": self.where,
+            "graph": self.graph,
+            "attributes": self.attributes,
+            "why": self.why,
+            "reasons": [reason.to_dict() for reason in self.reasons],
+            "candidates": self.candidates,
+            "validation": self.validation,
+        }
+
+
+@dataclass(frozen=True)
+class MissReport:
+    """A subgraph that looks like an op and was refused; ``edit`` is the smallest change that would make it match."""
+
+    op: str
+    where: str
+    reason: Reason
+    edit: str
+
+    @classmethod
+    def of(cls, miss: NearMiss) -> MissReport:
+        """The report of a near miss."""
+        return cls(miss.op, miss.where, miss.reason, miss.edit)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {"op": self.op, "where": self.where, "reason": self.reason.to_dict(), "edit": self.edit}
+
+
+@dataclass
+class GraphReport:
+    """One compiled graph. ``seconds`` is the time by stage, ``compile`` being what Inductor took."""
+
+    graph_id: int
+    matches: list[MatchReport] = field(default_factory=list)
+    near_misses: list[MissReport] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {
+            "graph_id": self.graph_id,
+            "matches": [match.to_dict() for match in self.matches],
+            "near_misses": [miss.to_dict() for miss in self.near_misses],
+            "events": [event.to_dict() for event in self.events],
+            "seconds": {stage: round(seconds, 6) for stage, seconds in self.seconds.items()},
+        }
+
+
+@dataclass
+class Report:
+    """The reports of several graphs; prints as a table (``rich.print(report)``)."""
+
+    graphs: list[GraphReport]
+
+    @property
+    def matches(self) -> list[MatchReport]:
+        """Every match of every graph."""
+        return [match for graph in self.graphs for match in graph.matches]
+
+    @property
+    def near_misses(self) -> list[MissReport]:
+        """Every near miss of every graph."""
+        return [miss for graph in self.graphs for miss in graph.near_misses]
+
+    @property
+    def events(self) -> list[Event]:
+        """Every event of every graph."""
+        return [event for graph in self.graphs for event in graph.events]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {"schema_version": SCHEMA_VERSION, "graphs": [graph.to_dict() for graph in self.graphs]}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Tables of matches, near misses, events and time."""
+        from lz_compile.runtime.render import tables
+
+        yield from tables(self)
+
+
+_reports: list[GraphReport] = []
+_lock = threading.Lock()
+
+
+def new_report() -> GraphReport:
+    """A report for the next graph, kept with the others."""
+    with _lock:
+        report = GraphReport(graph_id=len(_reports))
+        _reports.append(report)
+    return report
+
+
+def reports() -> list[GraphReport]:
+    """The reports of everything that was compiled in this process since it began (or was cleared), in order."""
+    with _lock:
+        return list(_reports)
+
+
+def clear_reports() -> None:
+    """Forget all reports."""
+    with _lock:
+        _reports.clear()

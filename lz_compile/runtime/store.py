@@ -1,0 +1,53 @@
+"""Small JSON records on disk, safe under many processes: one file per key, written whole and renamed into place."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from lz_compile.runtime import events
+from lz_compile.runtime.fingerprint import source_hash
+
+
+def cache_directory() -> Path:
+    """``$LAYERZERO_CACHE_DIR``, or the user's cache directory of the platform."""
+    configured = os.environ.get("LAYERZERO_CACHE_DIR")
+    return Path(configured) if configured else Path(platformdirs.user_cache_dir("layerzero", appauthor=False))
+
+
+class Store:
+    """Records of one ``kind``, valid for one version of this package's source and of torch.
+
+    Disk trouble is never fatal: what cannot be read or written is an event, and the record is computed again.
+    """
+
+    def __init__(self, kind: str, directory: Path | None = None) -> None:
+        version = f"{torch.__version__}-{source_hash()[:16]}"
+        self.directory = (directory or cache_directory()) / kind / version
+
+    def load(self, key: str) -> dict[str, Any] | None:
+        """The record, None where there is none (or none that can be read)."""
+        try:
+            record = json.loads((self.directory / f"{key}.json").read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            events.record("STORE_UNREADABLE", f"{self.directory.parent.name}: {error}")
+            return None
+        return record if isinstance(record, dict) else None
+
+    def save(self, key: str, record: dict[str, Any]) -> None:
+        """Write the record; the last of several writers wins."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.directory, suffix=".tmp", delete=False) as file:
+                json.dump(record, file)
+            Path(file.name).replace(self.directory / f"{key}.json")
+        except OSError as error:
+            events.record("STORE_UNWRITABLE", f"{self.directory.parent.name}: {error}")
