@@ -6,7 +6,7 @@ Nothing here is shared with `attention_spelled`. Axes are named as in `attention
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -81,8 +81,8 @@ def _drawn_masks(s: Spelling, generator: torch.Generator) -> dict[str, Tensor]:
 def computed(s: Spelling, named: Mapping[str, Tensor]) -> Tensor:
     """softmax(scale q kᵀ + bias, masked) v, with the axes of the spelled result."""
     q, k, v = _canonical(s, named)
-    factor = s.factor / (LOG2_E if s.exponential == "exp2_folded" else 1.0)
-    factor = named["scale"].double() if "scale" in named else factor
+    spelled = torch.tensor(s.factor / (LOG2_E if s.exponential == "exp2_folded" else 1.0), dtype=torch.float64)
+    factor = named["scale"].double() if "scale" in named else spelled.to(q.device)
     logits = torch.einsum("bwhqd,bwhkd->bwhqk", q, k) * factor
     logits = _masked(s, named, logits + _bias(s, named, logits, factor), factor)
     return _arranged(s, torch.einsum("bwhqk,bwhke->bwhqe", logits.softmax(-1), v))
@@ -119,7 +119,7 @@ def _canonical(s: Spelling, named: Mapping[str, Tensor]) -> tuple[Tensor, Tensor
     return found[0], found[1][:, :, of_query], found[2][:, :, of_query]
 
 
-def _bias(s: Spelling, named: Mapping[str, Tensor], logits: Tensor, factor: float | Tensor) -> Tensor:
+def _bias(s: Spelling, named: Mapping[str, Tensor], logits: Tensor, factor: Tensor) -> Tensor:
     if s.bias == "none":
         return torch.zeros_like(logits)
     given, (q, k) = named["bias"].double(), s.lengths
@@ -132,17 +132,19 @@ def _bias(s: Spelling, named: Mapping[str, Tensor], logits: Tensor, factor: floa
     return given.expand_as(logits) * (factor if s.bias_before_scale else 1.0)
 
 
-def _masked(s: Spelling, named: Mapping[str, Tensor], logits: Tensor, factor: float | Tensor) -> Tensor:
+def _masked(s: Spelling, named: Mapping[str, Tensor], logits: Tensor, factor: Tensor) -> Tensor:
     """Logits with the mask added, or replaced by the fill where nothing is kept."""
-    (q, k), factor = s.lengths, factor if s.mask_before_scale else 1.0
-    given = named["mask"][(None,) * (4 - named["mask"].dim())][:, None] if "mask" in named else None
     if s.mask == "none":
         return logits
-    if s.mask in ADDITIVE_INPUTS:
-        return logits + given.double() * factor
-    if given is not None:
+    if not s.mask_before_scale:
+        factor = torch.ones_like(factor)
+    if "mask" in named:
+        given = named["mask"][(None,) * (4 - named["mask"].dim())][:, None]
+        if s.mask in ADDITIVE_INPUTS:
+            return logits + given.double() * factor
         keep = given == (0 if s.mask == "drop" else 1)
     else:
+        q, k = s.lengths
         before = torch.tensor([[k - q + i - j for j in range(k)] for i in range(q)], device=logits.device)
         keep = (before >= 0) & (before < (WINDOW if s.mask == "arange_window" else k))
         keep = keep & named["padding"][:, None, None, None] if s.mask in PADDED else keep
@@ -161,7 +163,7 @@ def _arranged(s: Spelling, x: Tensor) -> Tensor:
     if s.layout == "windows":
         return x
     x = x[:, 0]
-    as_result = {
+    as_result: dict[str, Callable[[Tensor], Tensor]] = {
         "bhqe": lambda x: x,
         "bqhe": lambda x: x.permute(0, 2, 1, 3),
         "hbqe": lambda x: x.permute(1, 0, 2, 3),

@@ -6,7 +6,6 @@ Axes are named as in `attention_spellings`. Sizes are read from the tensors, so 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,24 +26,37 @@ from tests.attention_spellings import (
     Spelling,
 )
 
-SPLIT_HEADS = {
+
+def _times_equals(x: Tensor, factor: float) -> Tensor:
+    x *= factor
+    return x
+
+
+def _plus_equals(x: Tensor, addend: Tensor) -> Tensor:
+    x += addend
+    return x
+
+
+Phrases = Mapping[str, Callable[..., Tensor]]
+
+SPLIT_HEADS: Phrases = {
     "view": lambda x, heads: x.view(x.shape[0], x.shape[1], heads, -1),
     "reshape": lambda x, heads: x.reshape(*x.shape[:2], heads, x.shape[-1] // heads),
     "unflatten": lambda x, heads: x.unflatten(-1, (heads, -1)),
 }
-MOVED_HEADS = {
+MOVED_HEADS: Phrases = {
     "transpose": lambda x: x.transpose(1, 2),
     "permute": lambda x: x.permute(0, 2, 1, 3),
     "movedim": lambda x: x.movedim(2, 1),
     "swapaxes": lambda x: torch.swapaxes(x, -3, -2),
     "transpose_contiguous": lambda x: x.transpose(1, 2).contiguous(),
 }
-FLATTENED = {
+FLATTENED: Phrases = {
     "reshape": lambda x: x.reshape(-1, *x.shape[2:]),
     "contiguous_view": lambda x: x.contiguous().view(x.shape[0] * x.shape[1], x.shape[2], x.shape[3]),
     "flatten": lambda x: x.flatten(0, 1),
 }
-THREE = {
+THREE: Mapping[str, Callable[[Tensor, int], tuple[Tensor, ...]]] = {
     "packed_unbind": lambda x, heads: x.unbind(2),
     "packed_select": lambda x, heads: (x[:, :, 0], x[:, :, 1], x[:, :, 2]),
     "packed_view": lambda x, heads: x.view(*x.shape[:2], 3, heads, -1).unbind(dim=-3),
@@ -52,7 +64,7 @@ THREE = {
     "packed_chunk": lambda x, heads: x.chunk(3, dim=-1),
     "packed_interleaved": lambda x, heads: x.view(*x.shape[:2], heads, -1).chunk(3, dim=-1),
 }
-TURNED = {
+TURNED: Phrases = {
     "transpose": lambda x: x.transpose(-2, -1),
     "transpose_positive": lambda x: x.transpose(x.dim() - 2, x.dim() - 1),
     "transpose_commuted": lambda x: torch.transpose(x, -1, -2),
@@ -60,7 +72,7 @@ TURNED = {
     "mT": lambda x: x.mT,
     "permute": lambda x: x.permute(*range(x.dim() - 2), x.dim() - 1, x.dim() - 2),
 }
-PRODUCTS = {
+PRODUCTS: Phrases = {
     "operator": lambda a, b: a @ b,
     "torch_matmul": torch.matmul,
     "tensor_matmul": lambda a, b: a.matmul(b),
@@ -70,19 +82,19 @@ PRODUCTS = {
         else a.reshape(-1, *a.shape[-2:]).bmm(b.reshape(-1, *b.shape[-2:])).view(*a.shape[:-1], b.shape[-1])
     ),
 }
-LETTERS = {
-    "plain": str,
-    "renamed": lambda text: text.translate(str.maketrans("bwhgqkdef", "nxmrijcvz")),
-    "upper": str.upper,
+LETTERS = {  # tables, because Dynamo traces neither str.upper nor str.translate
+    "plain": dict(zip("bwhgqkdef", "bwhgqkdef", strict=True)),
+    "renamed": dict(zip("bwhgqkdef", "nxmrijcvz", strict=True)),
+    "upper": dict(zip("bwhgqkdef", "BWHGQKDEF", strict=True)),
 }
-SCALED = {  # x * factor, where factor = root ** -0.5
+SCALED: Phrases = {  # x * factor, where factor = root ** -0.5
     "times_float": lambda x, factor, root: x * factor,
     "float_times": lambda x, factor, root: factor * x,
     "times_power": lambda x, factor, root: x * root**-0.5,
     "torch_mul": lambda x, factor, root: torch.mul(x, factor),
     "tensor_mul": lambda x, factor, root: x.mul(factor),
     "mul_inplace": lambda x, factor, root: x.mul_(factor),
-    "times_equals": lambda x, factor, root: operator.imul(x, factor),
+    "times_equals": lambda x, factor, root: _times_equals(x, factor),
     "divided_by_float": lambda x, factor, root: x / (1 / factor),
     "divided_by_math_sqrt": lambda x, factor, root: x / math.sqrt(root),
     "divided_by_tensor_sqrt": lambda x, factor, root: (
@@ -92,15 +104,15 @@ SCALED = {  # x * factor, where factor = root ** -0.5
     "torch_div": lambda x, factor, root: torch.div(x, 1 / factor),
     "div_inplace": lambda x, factor, root: x.div_(1 / factor),
 }
-ADDED = {
+ADDED: Phrases = {
     "scores_first": lambda x, m: x + m,
     "bias_first": lambda x, m: m + x,
     "torch_add": torch.add,
     "tensor_add": lambda x, m: x.add(m),
-    "inplace": operator.iadd,
+    "inplace": _plus_equals,
     "baddbmm": lambda x, m: x,  # already added by the contraction
 }
-CAUSAL = {  # of query positions q and key positions k that end together
+CAUSAL: Phrases = {  # of query positions q and key positions k that end together
     "tril": lambda q, k, device: torch.ones(q, k, dtype=torch.bool, device=device).tril(k - q),
     "triu": lambda q, k, device: torch.triu(torch.ones(q, k, device=device), diagonal=k - q + 1).bool(),
     "arange": lambda q, k, device: (
@@ -108,19 +120,19 @@ CAUSAL = {  # of query positions q and key positions k that end together
     ),
     "arange_window": lambda q, k, device: (_distance(q, k, device) >= 0) & (_distance(q, k, device) < WINDOW),
 }
-NEGATED = {
+NEGATED: Phrases = {
     "invert": lambda m: ~m,
     "logical_not": torch.logical_not,
     "equals_zero": lambda m: m == 0,
     "none": lambda m: m,
 }
-FILLS = {
+FILLS: Mapping[str, Callable[[torch.dtype], float]] = {
     "-inf": lambda dtype: float("-inf"),
     "min": lambda dtype: torch.finfo(dtype).min,
     "-1e9": lambda dtype: -1e9,
     "-1e4": lambda dtype: -10000.0,
 }
-FILLED = {  # m is true where the scores are dropped in WANTS_DROP, where they are kept otherwise
+FILLED: Phrases = {  # m is true where the scores are dropped in WANTS_DROP, where they are kept otherwise
     "masked_fill": lambda x, m, fill: x.masked_fill(m, fill),
     "torch_masked_fill": torch.masked_fill,
     "masked_fill_inplace": lambda x, m, fill: x.masked_fill_(m, fill),
@@ -129,38 +141,38 @@ FILLED = {  # m is true where the scores are dropped in WANTS_DROP, where they a
     "where_method": lambda x, m, fill: x.where(m, fill),
     "where_tensor": lambda x, m, fill: torch.where(m, x, torch.full([], fill, dtype=x.dtype, device=x.device)),
 }
-ADDEND = {  # a float tensor that is 0 where the scores are kept and `fill` where they are dropped
+ADDEND: Phrases = {  # a float tensor that is 0 where the scores are kept and `fill` where they are dropped
     "zeros_filled": lambda m, dtype, fill: torch.zeros(m.shape, dtype=dtype, device=m.device).masked_fill_(m, fill),
     "where_zero": lambda m, dtype, fill: torch.where(m, torch.zeros((), dtype=dtype, device=m.device), fill),
     "one_minus": lambda m, dtype, fill: (1.0 - m.to(dtype)) * fill,
     "times_fill": lambda m, dtype, fill: m.to(dtype) * fill,
 }
-SOFTMAXES = {
+SOFTMAXES: Phrases = {
     "functional": lambda x, dim, dtype: F.softmax(x, dim=dim, **dtype),
     "torch": lambda x, dim, dtype: torch.softmax(x, dim, **dtype),
     "method": lambda x, dim, dtype: x.softmax(dim, **dtype),
     "log_softmax": lambda x, dim, dtype: F.log_softmax(x, dim=dim).exp(),
 }
-EXPONENTIALS = {
+EXPONENTIALS: Phrases = {
     "torch_exp": torch.exp,
     "method_exp": lambda x: x.exp(),
     "exp2": torch.exp2,
     "exp2_folded": lambda x: x.exp2(),
 }
-SHIFTS = {
+SHIFTS: Phrases = {
     "amax": lambda x, dim, keepdim: x.amax(dim, keepdim=keepdim),
     "torch_amax": lambda x, dim, keepdim: torch.amax(x, dim=dim, keepdim=keepdim),
     "max_values": lambda x, dim, keepdim: torch.max(x, dim=dim, keepdim=keepdim).values,
     "max_index": lambda x, dim, keepdim: x.max(dim, keepdim=keepdim)[0],
     "amax_detached": lambda x, dim, keepdim: x.amax(dim=dim, keepdim=keepdim).detach(),
 }
-DROPOUTS = {
+DROPOUTS: Phrases = {
     "none": lambda p: p,
     "functional_p0": lambda p: F.dropout(p, p=0.0),
     "functional_eval": lambda p: F.dropout(p, p=0.1, training=False),
     "torch_eval": lambda p: torch.dropout(p, 0.1, False),
 }
-CASTS = {
+CASTS: Phrases = {
     "none": lambda p, query, value: p,
     "to_query": lambda p, query, value: p.to(query.dtype),
     "type_as_query": lambda p, query, value: p.type_as(query),
@@ -198,6 +210,7 @@ def built(s: Spelling) -> Callable[..., Tensor]:
 def _operands(s: Spelling, named: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value in the axes of `s.form`."""
     (h, hkv), (d, e) = s.heads, s.head_dims
+    parts: tuple[Tensor, ...]
     if s.layout not in PACKED:
         parts = (named["query"], named["key"], named["value"])
     elif s.layout in UNEVENLY_PACKED:
@@ -262,7 +275,7 @@ def _einsum(s: Spelling, how: str, a: Tensor, b: Tensor, axes: tuple[str, str, s
     """The einsum of two operands; `axes` are theirs and the result's."""
     if how == "einsum_ellipsis":
         axes = ("..." + axes[0][-2:], "..." + axes[1][-2:], "..." + axes[2][-2:])
-    left, right, result = (LETTERS[s.letters](text) for text in axes)
+    left, right, result = ("".join(LETTERS[s.letters].get(a, a) for a in text) for text in axes)
     if how == "einsum_swapped":
         return torch.einsum(f"{right},{left}->{result}", b, a)
     return torch.einsum(f"{left}, {right} -> {result}", a, b)
@@ -314,7 +327,7 @@ def _scores(s: Spelling, named: Mapping[str, Tensor], query: Tensor, key: Tensor
     for step in (*(a for a in added if early[a]), "scale", *(a for a in added if not early[a])):
         if step == "scale" and s.scale_at == "scores":
             x = _scaled(s, named, x, d)
-        elif step == "bias" and s.bias not in ("none",):
+        elif step == "bias" and s.bias != "none":
             x = _biased(s, named, x)
         elif step == "mask" and s.mask != "none":
             x = _masked(s, named, x)
@@ -341,7 +354,7 @@ def _fitted(s: Spelling, mask: Tensor, axes: str, target: str, sizes: Mapping[st
 
 
 def _bias(s: Spelling, named: Mapping[str, Tensor], q: int, k: int) -> Tensor:
-    """The bias in the axes `s.bias_axes`: given, gathered from a table [q + k - 1, h] by distance, or slope times distance."""
+    """The bias in the axes `s.bias_axes`: given, gathered from a table [q + k - 1, h], or slope × distance."""
     given = named["bias"]
     if s.bias == "learned":
         return given

@@ -55,14 +55,14 @@ class Spelling:
     )  # fmt: skip
     form: str = choice("bhqd", "bqhd", "hbqd", "fqd", "bqd", "qd", "bwhqd", "bhgqd")
     # Sizes: no two of different meaning are equal.
-    dtype: torch.dtype = choice(torch.float32, torch.bfloat16, torch.float16, torch.float64)  # noqa: RUF009 - it is a field
+    dtype: torch.dtype = choice(torch.float32, torch.bfloat16, torch.float16, torch.float64)  # noqa: RUF009 - a field
     batch: int = choice(5, 1)
     lengths: tuple[int, int] = choice((19, 19), (19, 23), (1, 23))
     heads: tuple[int, int] = choice((6, 6), (4, 4), (6, 3), (6, 2), (6, 1), (4, 1), (1, 1))
     head_dims: tuple[int, int] = choice((8, 8), (16, 16), (8, 12), (16, 10))
     # From the layout to the form in which the operands are contracted.
-    heads_split_by: str = choice("view", "reshape", "unflatten", "none")
-    heads_moved_by: str = choice("transpose", "permute", "movedim", "swapaxes", "transpose_contiguous", "none")
+    heads_split_by: str = choice("none", "view", "reshape", "unflatten")
+    heads_moved_by: str = choice("none", "transpose", "permute", "movedim", "swapaxes", "transpose_contiguous")
     flattened_by: str = choice("none", "reshape", "contiguous_view", "flatten")
     key_built: str = choice("plain", "transposed")
     sharing: str = choice(
@@ -70,7 +70,9 @@ class Spelling:
         "grouped_einsum", "grouped_broadcast",
     )  # fmt: skip
     # Scores.
-    key_turned_by: str = choice("transpose", "transpose_positive", "transpose_commuted", "swapaxes", "mT", "permute", "none")
+    key_turned_by: str = choice(
+        "transpose", "transpose_positive", "transpose_commuted", "swapaxes", "mT", "permute", "none"
+    )  # fmt: skip
     order: str = choice("qk", "kq", "qhk", "khq")
     letters: str = choice("none", "plain", "renamed", "upper")
     scale_at: str = choice("scores", "query", "key", "query_and_key", "alpha", "none")
@@ -115,15 +117,16 @@ class Spelling:
     dropout: str = choice("none", "functional_p0", "functional_eval", "torch_eval", "module_eval", "module_p0")
     # Output.
     output_contraction: str = choice(
-        "operator", "torch_matmul", "tensor_matmul", "bmm", "einsum", "einsum_swapped", "einsum_ellipsis", "broadcast_sum"
-    )
+        "operator", "torch_matmul", "tensor_matmul", "bmm", "einsum", "einsum_swapped", "einsum_ellipsis",
+        "broadcast_sum",
+    )  # fmt: skip
     output_axes: str = choice("lead", "token")
     output: str = choice("left", "token_major", "transpose_reshape", "contiguous_view", "permute_flatten")
 
     def __post_init__(self) -> None:
         for text, rule in RULES.items():
             if not rule(*(getattr(self, name) for name in _parameters(rule))):
-                    got = ", ".join(f"{name}={getattr(self, name)!r}" for name in _parameters(rule))
+                got = ", ".join(f"{name}={getattr(self, name)!r}" for name in _parameters(rule))
                 raise ValueError(f"invalid spelling: {text}; got {got}")
 
     @property
@@ -149,7 +152,7 @@ class Spelling:
     @property
     def factor(self) -> float:
         """What the query-key product is multiplied by, as spelled (with log2(e) where exp2 needs it)."""
-        value = {"rsqrt": self.head_dims[0] ** -0.5, "custom": 0.37, "none": 1.0}[self.scale_value]
+        value: float = {"rsqrt": self.head_dims[0] ** -0.5, "custom": 0.37, "none": 1.0}[self.scale_value]
         return value * LOG2_E if self.exponential == "exp2_folded" else value
 
     @property
@@ -174,9 +177,7 @@ class Spelling:
 
     def describe(self) -> str:
         """The choices that differ from the plainest spelling."""
-        return " ".join(
-            f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default
-        )
+        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default)
 
     def build(self) -> Callable[..., Tensor]:
         """A function of `input_names` that computes attention spelled this way; Dynamo traces it in one graph."""
@@ -205,8 +206,9 @@ EINSUMS = frozenset({"einsum", "einsum_swapped", "einsum_ellipsis"})
 NAMED_EINSUMS = frozenset({"einsum", "einsum_swapped"})
 NATURAL = {  # layout: axes of the query when the layout is undone
     "bhsd": "bhqd", "hbsd": "hbqd", "bshd": "bqhd", "merged": "bqhd", "flat": "fqd", "single": "bqd", "matrix": "qd",
-    "windows": "bwhqd", "packed_unbind": "bqhd", "packed_select": "bqhd", "packed_view": "bqhd", "packed_permute": "bhqd",
-    "packed_chunk": "bqhd", "packed_split": "bqhd", "packed_slice": "bqhd", "packed_interleaved": "bqhd",
+    "windows": "bwhqd", "packed_unbind": "bqhd", "packed_select": "bqhd", "packed_view": "bqhd",
+    "packed_permute": "bhqd", "packed_chunk": "bqhd", "packed_split": "bqhd", "packed_slice": "bqhd",
+    "packed_interleaved": "bqhd",
 }  # fmt: skip
 REACHED = {"bhqd": ("bhqd", "fqd", "bhgqd"), "bqhd": ("bhqd", "bqhd", "fqd", "bhgqd", "hbqd")}
 PACKED = frozenset(name for name in NATURAL if name.startswith("packed"))
@@ -222,7 +224,9 @@ ADDITIVE_INPUTS = frozenset({"additive_min", "additive_inf"})
 USER_MASKS = ADDITIVE_INPUTS | {"keep", "drop", "integer"}
 PADDED = frozenset({"tril_and_padding", "tril_then_padding"})
 DROPS = frozenset({"drop", "triu"})
-WANTS_DROP = frozenset({"masked_fill", "torch_masked_fill", "masked_fill_inplace", "where_drop", "zeros_filled", "times_fill"})
+WANTS_DROP = frozenset(
+    {"masked_fill", "torch_masked_fill", "masked_fill_inplace", "where_drop", "zeros_filled", "times_fill"}
+)
 ADDENDS = frozenset({"zeros_filled", "where_zero", "one_minus", "times_fill"})
 ARITHMETIC = frozenset({"one_minus", "times_fill", "mix"})
 BUILTIN = frozenset({"functional", "torch", "method", "module"})
@@ -248,8 +252,8 @@ def _is_uniform_when_masked(dtype: torch.dtype, mask_apply: str, fill: str, mask
     """Whether a row without any key has the same weights in this precision as in float64."""
     if mask != "additive_min" and mask_apply not in ADDENDS:
         return fill != "-inf"
-    if dtype == torch.float64:
-        return fill != "-inf"
+    if dtype == torch.float64:  # keeps the scores beside -1e4 and loses them beside the smallest number
+        return fill not in ("-inf", "-1e9")
     return dtype != torch.float16 and (mask == "additive_min" or fill == "min")
 
 
@@ -258,10 +262,14 @@ RULES: dict[str, Callable[..., bool]] = {
     "equal parts hold equal heads and dims": lambda layout, heads, head_dims, sharing: (
         layout not in PACKED - UNEVENLY_PACKED or (len({*heads}) == len({*head_dims}) == 1 and sharing != "first_head")
     ),
-    "the form is reached from the layout": lambda layout, form: form in REACHED.get(NATURAL[layout], (NATURAL[layout],)),
+    "the form is reached from the layout": lambda layout, form: (
+        form in REACHED.get(NATURAL[layout], (NATURAL[layout],))
+    ),
     "no head axis, one head": lambda form, heads: (form in ("qd", "bqd")) == (heads == (1, 1)),
     "a matrix has no batch": lambda layout, batch: layout != "matrix" or batch == 1,
-    "heads are split from a merged axis": lambda layout, heads_split_by: (layout in SPLIT) == (heads_split_by != "none"),
+    "heads are split from a merged axis": lambda layout, heads_split_by: (
+        (layout in SPLIT) == (heads_split_by != "none")
+    ),
     "heads move from behind the positions": lambda layout, form, key_built, heads_moved_by: (
         (NATURAL[layout] == "bqhd" and form not in ("bqhd", "hbqd")) == (heads_moved_by != "none")
     ),
@@ -301,7 +309,9 @@ RULES: dict[str, Callable[..., bool]] = {
     "alpha belongs to baddbmm": lambda scale_at, contraction: scale_at != "alpha" or contraction == "baddbmm",
     "a scale has a value": lambda scale_at, scale_value: (scale_at == "none") == (scale_value == "none"),
     "a scale is spelled": lambda scale_at, scale_by: (scale_at in ("none", "alpha")) == (scale_by == "none"),
-    "only scores are scaled in place": lambda scale_at, scale_by: scale_by not in INPLACE_SCALES or scale_at == "scores",
+    "only scores are scaled in place": lambda scale_at, scale_by: (
+        scale_by not in INPLACE_SCALES or scale_at == "scores"
+    ),
     "roots of the head dim": lambda scale_by, scale_value: scale_by not in ROOT_SCALES or scale_value == "rsqrt",
     "one scale argument": lambda scale_at, scale_by: scale_at != "query_and_key" or scale_by != "tensor_argument",
     "a bias is described": lambda bias, bias_axes, bias_dtype, bias_added_by: (
@@ -365,17 +375,23 @@ RULES: dict[str, Callable[..., bool]] = {
     "baddbmm adds before the scores are scaled (mask)": lambda scale_at, mask_added_by, mask_before_scale: (
         scale_at != "scores" or mask_added_by != "baddbmm" or mask_before_scale
     ),
+    "a fill times an unknown scale may be anything": lambda scale_by, mask_before_scale, mask: (
+        scale_by != "tensor_argument" or not mask_before_scale or mask == "additive_min"
+    ),
     "an order needs two": lambda bias, mask, bias_last: not bias_last or "none" not in (bias, mask),
     "a masked row is the user's": lambda rows_fully_masked, mask, mask_apply, fill, dtype: (
         not rows_fully_masked
         or (mask in USER_MASKS - {"additive_inf"} and _is_uniform_when_masked(dtype, mask_apply, fill, mask))
     ),
     "a masked row is stable": lambda rows_fully_masked, softmax, shift, exponential, bias: (
-        not rows_fully_masked
-        or (bias == "none" and (softmax in BUILTIN or _is_stable(softmax, shift, exponential)))
+        not rows_fully_masked or (bias == "none" and (softmax in BUILTIN or _is_stable(softmax, shift, exponential)))
     ),
-    "flat scores meet the mask": lambda form, mask, flat_mask: (form == "fqd" and mask != "none") == (flat_mask != "none"),
-    "baddbmm takes flat masks": lambda mask_added_by, flat_mask: mask_added_by != "baddbmm" or flat_mask == "mask_expanded",
+    "flat scores meet the mask": lambda form, mask, flat_mask: (
+        (form == "fqd" and mask != "none") == (flat_mask != "none")
+    ),
+    "baddbmm takes flat masks": lambda mask_added_by, flat_mask: (
+        mask_added_by != "baddbmm" or flat_mask == "mask_expanded"
+    ),
     "float64 stays": lambda dtype, upcast: dtype != torch.float64 or upcast == "none",
     "softmax takes a dtype": lambda softmax, upcast: upcast != "softmax_argument" or softmax in BUILTIN - {"module"},
     "only a handwritten softmax has parts": lambda softmax, exponential, normalised_by: (
@@ -386,7 +402,10 @@ RULES: dict[str, Callable[..., bool]] = {
         (softmax in ("handwritten", "logsumexp")) == (reduced_by != "none")
     ),
     "float16 needs the shift": lambda dtype, softmax, shift, upcast, normalised_by: (
-        dtype != torch.float16 or softmax != "handwritten" or shift != "none" or (upcast != "none" and normalised_by != "deferred")
+        dtype != torch.float16
+        or softmax != "handwritten"
+        or shift != "none"
+        or (upcast != "none" and normalised_by != "deferred")
     ),
     "log2(e) is folded into a float": lambda exponential, scale_at, scale_by: (
         exponential != "exp2_folded" or (scale_at != "none" and scale_by not in ROOT_SCALES | {"tensor_argument"})
@@ -411,7 +430,7 @@ RULES: dict[str, Callable[..., bool]] = {
         output_axes == "lead" or (form in ("bhqd", "bqhd") and output_contraction in NAMED_EINSUMS)
     ),
     "heads are merged if there are any": lambda output, form: output == "left" or form not in ("qd", "bqd"),
-}  # fmt: skip
+}
 OFTEN_PLAIN = frozenset({"bias", "upcast"})  # plain in about half of all cases, for what is possible only then
 DOMAINS: Domains = {f.name: f.metadata["options"] for f in fields(Spelling)}
 
@@ -451,8 +470,8 @@ def pruned(domains: Domains, **chosen: tuple[Any, ...]) -> Domains:
 
 
 @st.composite
-def spellings(draw: st.DrawFn, **restrict: Any) -> Spelling:
-    """A valid spelling. A keyword fixes a field to a value, or to a set of values: `spellings(mask={"keep", "drop"})`."""
+def spellings(draw: st.DrawFn, /, **restrict: Any) -> Spelling:
+    """A valid spelling; a keyword fixes a field to a value or to a set of values: `mask={"keep", "drop"}`."""
     fixed = {
         name: tuple(o for o in DOMAINS[name] if o in value) if isinstance(value, set | frozenset) else (value,)
         for name, value in restrict.items()

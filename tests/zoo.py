@@ -3,7 +3,8 @@
 Each family is a line of data: its configuration and model class, what differs from the common small sizes, its inputs,
 and two counts that were observed, not guessed. `instances` counts softmax results that reach a product with the values;
 `expressible` counts those that `F.scaled_dot_product_attention` can state exactly (a scale, a boolean or additive mask
-given as a tensor, fewer key-value heads than query heads, values of another width than the keys).
+given as a tensor, fewer key-value heads than query heads, values of another width than the keys) and that Dynamo leaves
+in one graph.
 
 Sizes are small and, where an architecture lets us choose, distinct, so that no two axes share a symbol: batch 5, heads
 4, key-value heads 2, head dim 16, hidden 64, sequence 19 (encoder side 23), vocabulary 101.
@@ -276,11 +277,11 @@ _DECODERS = [
     _family("gpt_neox", "decoder", 2, _tokens("right"), _TEXT, classes="GPTNeoX"),
     _family("gptj", "decoder", 2, _tokens("right"), _TEXT, classes="GPTJ", rotary_dim=8),
     _family("gpt_bigcode", "decoder", 2, _tokens("right"), _TEXT, classes="GPTBigCode", note="one key-value head"),
-    _family("openai_gpt", "decoder", 2, _tokens(), _TEXT, classes="OpenAIGPT"),
+    _family("openai_gpt", "decoder", 2, _tokens(), _TEXT, classes="OpenAIGPT", expressible=0, note="scores times a 0/1 buffer, plus -1e4 where it is 0: a mask only to who knows the buffer's values"),
     _family("ctrl", "decoder", 2, _tokens(), _TEXT, classes="CTRL", dff=80),
-    _family("codegen", "decoder", 2, _tokens("right"), _TEXT, classes="CodeGen", rotary_dim=8),
+    _family("codegen", "decoder", 2, _tokens("right"), _TEXT, classes="CodeGen", rotary_dim=8, note="mask added before the scale"),
     _family("opt", "decoder", 2, _tokens("right"), _TEXT, classes="OPT", ffn_dim=80, word_embed_proj_dim=64),
-    _family("xglm", "decoder", 2, _tokens("right"), _TEXT, classes="XGLM", ffn_dim=80, dtypes=_NO_FLOAT64),
+    _family("xglm", "decoder", 2, _tokens("right"), _TEXT, classes="XGLM", ffn_dim=80, note="torch.max with finfo.min after the mask; bmm with views between", dtypes=_NO_FLOAT64),
     _family("biogpt", "decoder", 2, _tokens("right"), _TEXT, classes="BioGpt"),
     _family("bloom", "decoder", 2, _tokens("right"), _TEXT, classes="Bloom", note="ALiBi as the addend of baddbmm"),
     _family("mpt", "decoder", 2, _tokens("right"), _TEXT, classes="Mpt", max_seq_len=96, note="ALiBi added, then masked_fill"),
@@ -311,7 +312,7 @@ _DECODERS = [
     _family("starcoder2", "decoder", 2, _tokens("right"), _GROUPED, classes="Starcoder2"),
     _family("glm4", "decoder", 2, _tokens("right"), _GROUPED, classes="Glm4", head_dim=16),
     _family("nemotron", "decoder", 2, _tokens("right"), _GROUPED, classes="Nemotron"),
-    _family("deepseek_v3", "decoder", 2, _tokens("right"), _MOE, classes="DeepseekV3", num_key_value_heads=4, kv_lora_rank=24, q_lora_rank=28, qk_rope_head_dim=8, qk_nope_head_dim=10, v_head_dim=14, num_local_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, note="MLA: keys of width 18, values of 14", dtypes=_NO_FLOAT64),
+    _family("deepseek_v3", "decoder", 2, _tokens("right"), _MOE, classes="DeepseekV3", num_key_value_heads=4, kv_lora_rank=24, q_lora_rank=28, qk_rope_head_dim=8, qk_nope_head_dim=10, v_head_dim=14, num_local_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, note="MLA: keys of width 18, written in place into new_empty, and values of 14", dtypes=_NO_FLOAT64),
     _family("diffllama", "decoder", 4, _tokens("right"), _GROUPED, classes="DiffLlama", note="two attentions over the same scores, subtracted after"),
     _family("llama4", "decoder", 2, _tokens("right"), _MOE, classes=("Llama4TextConfig", "Llama4TextModel"), head_dim=16, intermediate_size_mlp=80, interleave_moe_layer_step=2, attention_chunk_size=7, layer_types=["chunked_attention", "full_attention"], note="temperature by position on q; attention in chunks"),
     _family("gpt_oss", "decoder", 2, _tokens("right"), _MOE, classes="GptOss", head_dim=16, sliding_window=7, expressible=0, note="a sink column takes part in the softmax and is dropped after it", dtypes=_NO_FLOAT64),
@@ -326,8 +327,8 @@ _ENCODERS = [
     _family("distilbert", "encoder", 2, _tokens("right"), _TEXT, classes="DistilBert", hidden_dim=80),
     _family("electra", "encoder", 2, _tokens("right"), _TEXT, classes="Electra", embedding_size=48),
     _family("albert", "encoder", 2, _tokens("right"), _TEXT, classes="Albert", embedding_size=48),
-    _family("mpnet", "encoder", 2, _tokens("right"), _TEXT, classes="MPNet", note="bucketed relative bias added after the scale"),
-    _family("deberta", "encoder", 2, _tokens("right"), _TEXT, classes="Deberta", relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=24, note="scale on q; gathered relative bias", dtypes=_NO_BFLOAT16),
+    _family("mpnet", "encoder", 2, _tokens("right"), _TEXT, classes="MPNet", note="bucketed relative bias added in place after the scale"),
+    _family("deberta", "encoder", 2, _tokens("right"), _TEXT, classes="Deberta", relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=24, expressible=0, note="`.item()` breaks the graph between the scores and the softmax, so neither half is whole", dtypes=_NO_BFLOAT16),
     _family("deberta_v2", "encoder", 2, _tokens("right"), _TEXT, classes="DebertaV2", relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8, max_relative_positions=24, share_att_key=True, note="scale on k; gathered relative bias; bmm on three dims"),
     _family("modernbert", "encoder", 2, _tokens("right"), _TEXT, classes="ModernBert", layer_types=["sliding_attention", "full_attention"], local_attention=8, cls_token_id=1, sep_token_id=2),
     _family("esm", "encoder", 2, _tokens("right"), _TEXT, classes="Esm", position_embedding_type="rotary", mask_token_id=4, note="q scaled before the rotation; scores not scaled"),
@@ -360,20 +361,19 @@ _VISIONS = [
     _family("beit", "vision", 2, _images(), _VISION, classes="Beit", use_relative_position_bias=True, note="relative position bias gathered from a table"),
     _family("dinov2", "vision", 2, _images(), _VISION, classes="Dinov2"),
     _family("dinov3", "vision", 2, _images(), _VISION, classes="DINOv3ViT", num_register_tokens=3),
-    _family("siglip_vision", "vision", 3, _images(), _VISION, classes=("SiglipVisionConfig", "SiglipVisionModel"), note="the third is nn.MultiheadAttention with one probe token, SDPA already"),
-    _family("swin", "vision", 4, _images(48), _SWIN, classes="Swin", note="windows in the batch axis; relative bias, then the shift mask through a five-dim view"),
-    _family("swinv2", "vision", 4, _images(48), _SWIN, classes="Swinv2", note="cosine scores times a learned scale per head"),
+    _family("siglip_vision", "vision", 3, _images(), _VISION, classes=("SiglipVisionConfig", "SiglipVisionModel"), note="the third, one query per image, is a single F.multi_head_attention_forward node"),
+    _family("swin", "vision", 4, _images(48), _SWIN, classes="Swin", note="windows in the batch axis; the shift mask is added to the relative bias first"),
+    _family("swinv2", "vision", 4, _images(48), _SWIN, classes="Swinv2", note="cosine scores times a learned scale per head; the shift mask added twice through a five-dim view"),
     _family("segformer", "vision", 4, _images(64), {}, classes="Segformer", num_encoder_blocks=2, depths=[2, 2], sr_ratios=[4, 2], hidden_sizes=[32, 64], patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2], decoder_hidden_size=32, note="fewer keys than queries"),
     _family("pvt", "vision", 4, _images(64), {}, classes="Pvt", image_size=64, depths=[1, 1, 1, 1], sequence_reduction_ratios=[8, 4, 2, 1], hidden_sizes=[16, 32, 48, 64], num_attention_heads=[1, 2, 3, 4], mlp_ratios=[2, 2, 2, 2], note="fewer keys than queries"),
     _family("videomae", "vision", 2, lambda generator: {"pixel_values": torch.randn(BATCH, 4, 3, IMAGE, IMAGE, generator=generator)}, _VISION, classes="VideoMAE", num_frames=4, tubelet_size=2),
     _family("sam_vision", "vision", 2, _images(48), _VISION, classes=("SamVisionConfig", "SamVisionModel"), image_size=48, output_channels=24, window_size=4, global_attn_indexes=[1], mlp_dim=80, note="decomposed relative position bias of two einsums"),
-    _family("levit", "vision", 5, _images(64), {}, classes="Levit", image_size=64, hidden_sizes=[32, 48, 64], num_attention_heads=[2, 3, 4], depths=[1, 1, 1], key_dim=[8, 8, 8], attention_ratio=[2, 2, 2], mlp_ratio=[2, 2, 2]),
 ]  # fmt: skip  # one line a family
 
 _AUDIOS = [
     _family("wav2vec2", "audio", 2, _waves(), _SPEECH, classes="Wav2Vec2"),
     _family("hubert", "audio", 2, _waves(), _SPEECH, classes="Hubert"),
-    _family("wavlm", "audio", 2, _waves(), _SPEECH, classes="WavLM", note="gated relative bias"),
+    _family("wavlm", "audio", 2, _waves(), _SPEECH, classes="WavLM", note="single F.multi_head_attention_forward nodes with a float mask"),
     _family("wav2vec2_conformer", "audio", 2, _waves(), _SPEECH, classes="Wav2Vec2Conformer", conv_depthwise_kernel_size=7, position_embeddings_type="relative"),
     _family("wav2vec2_bert", "audio", 2, lambda generator: {"input_features": torch.randn(BATCH, SOURCE_SEQUENCE, 40, generator=generator)}, _TEXT, classes="Wav2Vec2Bert", feature_projection_input_dim=40, conv_depthwise_kernel_size=7, position_embeddings_type="relative_key", left_max_position_embeddings=9, right_max_position_embeddings=5, apply_spec_augment=False),
     _family("speech_to_text", "audio", 6, lambda generator: {"input_features": torch.randn(BATCH, 91, 12, generator=generator), "decoder_input_ids": _ids(SEQUENCE, generator)}, _SEQ2SEQ, classes="Speech2Text", input_feat_per_channel=12, max_source_positions=96, max_target_positions=96, conv_channels=48),
@@ -384,13 +384,13 @@ _AUDIOS = [
 
 _MULTIMODALS = [
     _family("clip", "multimodal", 4, _captioned("right"), _TOWERS, classes="CLIP"),
-    _family("siglip", "multimodal", 5, _captioned(), _TOWERS, classes="Siglip"),
+    _family("siglip", "multimodal", 5, _captioned(), _TOWERS, classes="Siglip", note="the fifth is a single F.multi_head_attention_forward node"),
     _family("chinese_clip", "multimodal", 4, _captioned("right"), _TOWERS, classes="ChineseCLIP"),
     _family("blip", "multimodal", 4, _captioned("right"), _TOWERS, classes="Blip"),
     _family("owlvit", "multimodal", 4, _captioned(), _TOWERS, classes="OwlViT"),
     _family("altclip", "multimodal", 4, _captioned("right"), _TOWERS, classes="AltCLIP"),
     _family("flava_text", "multimodal", 2, _tokens("right"), _TEXT, classes=("FlavaTextConfig", "FlavaTextModel")),
-    _family("lxmert", "multimodal", 6, lambda generator: _tokens("right")(generator) | {"visual_feats": torch.randn(BATCH, 13, 48, generator=generator), "visual_pos": torch.rand(BATCH, 13, 4, generator=generator)}, _TEXT, classes="Lxmert", l_layers=1, r_layers=1, x_layers=1, visual_feat_dim=48),
+    _family("lxmert", "multimodal", 6, lambda generator: _tokens("right")(generator) | {"visual_feats": torch.randn(BATCH, 13, 48, generator=generator), "visual_pos": torch.rand(BATCH, 13, 4, generator=generator)}, _TEXT, classes="Lxmert", note="cross attention both ways", l_layers=1, r_layers=1, x_layers=1, visual_feat_dim=48),
     _family("perceiver", "multimodal", 3, lambda generator: {"inputs": torch.randn(BATCH, 29, 40, generator=generator)}, {}, classes="Perceiver", d_model=40, d_latents=64, num_latents=11, num_blocks=1, num_self_attends_per_block=2, num_self_attention_heads=4, num_cross_attention_heads=4),
     _family("git", "multimodal", 4, _captioned("right"), _TEXT, classes="Git", vision_config=_VISION),
 ]  # fmt: skip  # one line a family

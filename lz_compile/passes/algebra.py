@@ -27,9 +27,13 @@ from lz_compile.passes.view import Call, tensor_of, value_of
 
 INFINITY = sympy.Symbol("INFINITY", positive=True)
 
-#: Stays an unevaluated function in expressions: ``dropout(x, p)``, and ``nan_to_num(x)``.
+#: Stay unevaluated functions in expressions: ``dropout(x, p)`` and ``nan_to_num(x)``.
 DROPOUT = sympy.Function("dropout")
 NAN_TO_NUM = sympy.Function("nan_to_num")
+#: ``max(x, floor)`` with a floor that no finite score reaches; it turns ``-inf`` into the floor.
+FLOORED = sympy.Function("floored")
+#: Constants up to this are no bound on scores.
+_BOTTOM = -1e30
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,16 @@ class Leaf:
 
 @dataclass
 class Region:
-    """Expressions over one graph, its leaves by symbol, and every node that was read through."""
+    """Expressions over one graph, its leaves by symbol, and every node that was read through with its axes.
+
+    ``readers`` holds the first node that reads each value. ``expand_masks`` reads values that hold no contraction, too,
+    which are leaves otherwise.
+    """
 
     effects: Effects
     leaves: dict[sympy.Symbol, Leaf] = field(default_factory=dict)
     interior: dict[fx.Node, Dims] = field(default_factory=dict)
+    readers: dict[fx.Node, fx.Node] = field(default_factory=dict)
     expand_masks: bool = False
     _symbols: dict[fx.Node, list[sympy.Symbol]] = field(default_factory=dict)
 
@@ -75,18 +84,29 @@ class Region:
         if not isinstance(node, fx.Node):
             return number(node)
         if reader is not None:
-            node = self.effects.current(node, reader)
+            node = self.seen_by(reader, node)
         call = self.effects.calls[node]
-        if call is None:
+        if call is None or (reader is not None and self.effects.is_opaque(node, reader)):
             return self.leaf(node, dims)
-        constant = _constant_tensor(call)
+        constant = constant_value(call)
         if constant is not None:
+            self.interior.setdefault(node, dims)
             return number(constant)
         if call.is_inplace and not self.effects.is_private(call):
             return self.leaf(node, dims)
         if not self.expand_masks and not self.reaches(node, ANCHORS):
             return self.leaf(node, dims)
         return self._express_call(call, dims)
+
+    def seen_by(self, reader: fx.Node, node: fx.Node) -> fx.Node:
+        """The value of ``node`` that ``reader`` sees; remembered, because nothing may overwrite it after that."""
+        node = self.effects.current(node, reader)
+        if self.effects.is_opaque(node, reader) and self.reaches(node, ANCHORS):
+            raise MutatedError(node)
+        earliest = self.readers.get(node)
+        if earliest is None or self.effects.position[reader] < self.effects.position[earliest]:
+            self.readers[node] = reader
+        return node
 
     def reaches(self, node: fx.Node, goal: frozenset[str]) -> bool:
         """Whether a call named in ``goal`` is found behind pointwise and layout operations only."""
@@ -144,12 +164,10 @@ class Region:
     def operand(self, call: Call, name: str, dims: Dims) -> sympy.Expr:
         """The expression of a (broadcast) argument of a pointwise call."""
         value = call.get(name)
-        if isinstance(value, fx.Node):
-            value = self.effects.current(value, call.node)
         tensor = tensor_of(value)
         if tensor is None:
             return number(value_of(value)) if _number(value) is not None else self._symbolic(value)
-        return self.express(value, broadcast_from(dims, shape_of(tensor)))
+        return self.express(value, broadcast_from(dims, shape_of(tensor)), call.node)
 
     def _symbolic(self, value: Any) -> sympy.Expr:
         """A symbolic number (``SymInt``/``SymFloat``) as a leaf without axes."""
@@ -316,6 +334,20 @@ def _nan_to_num(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     return NAN_TO_NUM(region.operand(call, "input", dims))
 
 
+def _floored(parameter: str) -> Rule:
+    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+        bound = call.get(parameter)
+        constant = _number(bound)
+        if isinstance(bound, fx.Node):
+            source = region.effects.calls.get(bound)
+            constant = None if source is None else constant_value(source)
+        if constant is None or constant > _BOTTOM or call.get("max") is not None:
+            return None
+        return FLOORED(region.operand(call, "input", dims))
+
+    return rule
+
+
 def _logic(function: Callable[..., sympy.Expr], arity: int) -> Rule:
     """Boolean algebra over indicators; anything else (integers) has no reading."""
     names = ("input", "#1")[:arity]
@@ -377,6 +409,10 @@ _POINTWISE: Mapping[str, Rule] = {
     "masked_fill": _masked_fill,
     "nan_to_num": _nan_to_num,
     "dropout": _dropout,
+    "max": _floored("dim"),
+    "maximum": _floored("other"),
+    "clamp": _floored("min"),
+    "clamp_min": _floored("min"),
     "not": _logic(lambda a: 1 - a, 1),
     "and": _logic(lambda a, b: a * b, 2),
     "or": _logic(lambda a, b: a + b - a * b, 2),
@@ -421,7 +457,12 @@ def _is_transparent(call: Call) -> bool:
     return _is_cast(call) or layout.rearranges(call)
 
 
-def _constant_tensor(call: Call) -> int | float | None:
+def is_constant(call: Call) -> bool:
+    """Whether the call makes a tensor that is filled with one number (or with nothing in particular)."""
+    return call.name in ("empty", "empty_like", "new_empty") or constant_value(call) is not None
+
+
+def constant_value(call: Call) -> int | float | None:
     """The value of a tensor that is filled with one number, None for others."""
     if call.name not in _CONSTANTS or tensor_of(call.node) is None:
         return None
@@ -443,9 +484,12 @@ def _is_max_values(effects: Effects, call: Call) -> bool:
 
 __all__ = [
     "DROPOUT",
+    "constant_value",
+    "is_constant",
     "INFINITY",
     "NAN_TO_NUM",
     "Leaf",
+    "FLOORED",
     "MutatedError",
     "Region",
     "indicators",

@@ -70,6 +70,7 @@ class AttentionEmitter:
     dtype: torch.dtype
     attrs: AttentionAttrs
     passed: Mapping[fx.Node, Dims]
+    floor: float | None = None
 
     def edge(self) -> dict[fx.Node, Dims]:
         """The nodes that the replacement reads, with their axes."""
@@ -100,6 +101,8 @@ class AttentionEmitter:
             found["mask"] = self._mask(builder, score_groups)
         if self.bias != 0:
             found["bias"] = builder.evaluate(self.bias, self.region, score_groups, self.attrs.score_dtype)
+        if self.floor is not None:
+            found["bias"] = found["bias"].clamp(min=self.floor)
         if self.sinks is not None:
             found["sinks"] = self._sinks(builder)
         return found
@@ -202,9 +205,9 @@ def assign_roles(
     """
     reader = inner.leaf.node
     passed: dict[fx.Node, Dims] = {}
-    query = peel(region.effects, inner.query, reader, passed)
-    key = peel(region.effects, inner.key, reader, passed)
-    values = peel(region.effects, value, output, passed)
+    query = peel(region, inner.query, reader, passed)
+    key = peel(region, inner.key, reader, passed)
+    values = peel(region, value, output, passed)
     roles = _roles(region, inner, found, atoms(keys), query, key, values, output_dims)
     scale, query_gain, key_gain = _place_gain(region, inner.gain * query.factor * key.factor, query, key, roles)
     if scale is None:
@@ -220,14 +223,15 @@ def assign_roles(
         has_mask=keep != 1,
         has_bias=bias != 0,
         has_sinks=found.sinks is not None,
-        bias_is_finite=masks_finite.is_finite(region, bias),
+        bias_is_finite=inner.is_floored or masks_finite.is_finite(region, bias),
         enable_gqa=bool(roles.group),
         score_dtype=_score_dtype(inner, dtype),
     )
     output_gain = sympy.expand(gain * values.factor)
+    floor = torch.finfo(attrs.score_dtype).min if inner.is_floored and bias != 0 else None
     return AttentionEmitter(
         region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
-        output_dims, dtype, attrs, passed,
+        output_dims, dtype, attrs, passed, floor,
     )  # fmt: skip
 
 
@@ -308,6 +312,8 @@ def _score_dtype(inner: Scores, dtype: torch.dtype) -> torch.dtype:
 def _masked_rows(inner: Scores, found: Probabilities, keep: sympy.Expr, bias: sympy.Expr) -> Any:
     if found.zero_rows:
         return "zero"
+    if inner.is_floored:
+        return "mean"
     if found.keep != 1 or inner.fill_is_infinite or (keep == 1 and bias != 0):
         return "nan"
     return "mean" if keep != 1 else "nan"

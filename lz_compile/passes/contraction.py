@@ -57,13 +57,13 @@ def read(region: Region, call: Call, dims: Dims) -> Contraction | None:
     left, right = (call.get(name) for name in names.get(call.name, ("input", "other")))
     if tensor_of(left) is None or tensor_of(right) is None:
         return None
-    left, right = region.effects.current(left, call.node), region.effects.current(right, call.node)
+    left, right = region.seen_by(call.node, left), region.seen_by(call.node, right)
     if call.name == "linear":
         return _linear(call, dims, left, right)
     if call.name in ("inner", "mv", "dot"):
         return None
     product = _matmul(call, dims, left, right)
-    return _with_addend(call, dims, product) if call.name in ("baddbmm", "addmm") else product
+    return _with_addend(region, call, dims, product) if call.name in ("baddbmm", "addmm") else product
 
 
 def _matmul(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Contraction | None:
@@ -77,14 +77,17 @@ def _matmul(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Contractio
     return Contraction(call, dims, Factor(left, left_dims), Factor(right, right_dims), summed)
 
 
-def _with_addend(call: Call, dims: Dims, product: Contraction | None) -> Contraction | None:
+def _with_addend(region: Region, call: Call, dims: Dims, product: Contraction | None) -> Contraction | None:
     from lz_compile.passes.algebra import number
 
     added = call.input
     if product is None or tensor_of(added) is None:
         return None
     weight, coefficient = number(call.get("beta", 1)), number(call.get("alpha", 1))
-    addend = None if weight == 0 else (added, broadcast_from(dims, shape_of(tensor_of(added))), weight)  # type: ignore[arg-type]
+    added_dims = broadcast_from(dims, shape_of(tensor_of(added)))  # type: ignore[arg-type]
+    if weight == 0:
+        region.interior.setdefault(added, added_dims)
+    addend = None if weight == 0 else (added, added_dims, weight)
     return Contraction(call, dims, product.left, product.right, product.summed, coefficient, addend)
 
 
@@ -104,7 +107,7 @@ def _einsum(region: Region, call: Call, dims: Dims) -> Contraction | None:
         operands = list(operands[0])
     if len(operands) != 2 or any(tensor_of(operand) is None for operand in operands):
         return None
-    factors = [region.effects.current(operand, call.node) for operand in operands]
+    factors = [region.seen_by(call.node, operand) for operand in operands]
     shapes = [shape_of(tensor_of(factor)) for factor in factors]  # type: ignore[arg-type]
     labels, result = _parse(equation, [len(shape) for shape in shapes])
     if any(len(set(label)) != len(label) for label in labels) or len(result) != len(dims):
@@ -156,12 +159,12 @@ def _multiply_sum(region: Region, call: Call, dims: Dims) -> Contraction | None:
     if inner is None:
         return None
     source, summed = inner
-    product = region.effects.calls[region.effects.current(call.input, call.node)]
+    product = region.effects.calls[region.seen_by(call.node, call.input)]
     if product is None or product.name != "mul":
         return None
     factors: list[Factor] = []
     for name in ("input", "other"):
-        node = region.effects.current(product.get(name), product.node)
+        node = region.seen_by(product.node, product.get(name))
         factors.append(Factor(node, broadcast_from(source, shape_of(tensor_of(node)))))  # type: ignore[arg-type]
     region.interior.setdefault(product.node, source)
     return Contraction(call, dims, factors[0], factors[1], summed)

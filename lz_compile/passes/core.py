@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
+from lz_compile.passes import layout
 from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.view import where_of
@@ -23,15 +24,19 @@ class Core:
     def output(self) -> fx.Node:
         return self.nodes[-1]
 
-    def check(self, effects: Effects, edge: Iterable[fx.Node]) -> None:
+    def check(self, effects: Effects, readers: Mapping[fx.Node, fx.Node]) -> None:
         """Refuse where someone else needs an inner value, a mode changes inside, or an operand is overwritten.
+
+        Args:
+            effects: of the graph.
+            readers: for every value that was read, the node that reads it first; none may change after that.
 
         Raises:
             RefusedError: with the reason.
         """
         inside = set(self.nodes)
         for node in self.nodes[:-1]:
-            outside = [user for user in node.users if user not in inside]
+            outside = [user for user in node.users if user not in inside and not _is_dead(effects, user)]
             if outside:
                 raise RefusedError(
                     "INTERIOR_USED",
@@ -44,14 +49,20 @@ class Core:
                 "autocast or gradient mode changes between scores and output",
                 "enter or leave the mode outside of the attention",
             )
-        for node in edge:
-            writer = effects.overwritten_after(node, self.nodes[0], self.output)
+        for node, reader in readers.items():
+            writer = None if node in inside else effects.overwritten_after(node, reader, self.output)
             if writer is not None:
                 raise RefusedError(
                     "OPERAND_MUTATED",
                     f"{node.name} is overwritten by {writer.name} between scores and output",
                     "use the out-of-place form of that operation",
                 )
+
+
+def _is_dead(effects: Effects, node: fx.Node) -> bool:
+    """Whether nobody looks at a rearranged value (models reshape just to name a thing)."""
+    call = effects.calls[node]
+    return not node.users and call is not None and layout.rearranges(call)
 
 
 def find_core(effects: Effects, first: fx.Node, output: fx.Node) -> Core:
@@ -67,10 +78,13 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node) -> Core:
         if effects.position[node] > start:
             inputs = [effects.current(operand, node) for operand in node.all_input_nodes]
             depends[node] = any([visit(operand) for operand in inputs])
+            if any(effects.is_opaque(operand, node) for operand in inputs if depends[operand]):
+                raise RefusedError("OPERAND_MUTATED", f"part of what {node.name} reads is overwritten", "use torch.where")
         if depends[node]:
             order.append(node)
         return depends[node]
 
     visit(output)
-    order.sort(key=effects.position.__getitem__)
-    return Core((first, *order), effects.ambient(output))
+    dead = {user for node in (first, *order[:-1]) for user in node.users if _is_dead(effects, user)}
+    nodes = sorted({first, *order} | dead, key=effects.position.__getitem__)
+    return Core((*(node for node in nodes if node is not output), output), effects.ambient(output))

@@ -71,29 +71,36 @@ class Effects:
         return self._ambient[node]
 
     def current(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """The node whose result ``reader`` sees when it reads ``node``: the last in-place result on exactly that tensor.
-
-        Raises:
-            MutatedError: another alias of the tensor was overwritten in between.
-        """
+        """The node whose result ``reader`` sees when it reads ``node``: the last in-place result on exactly that tensor."""
         if not self._mutations:
             return node
         latest = node
         for mutation in self._between(node, self.position[node], self.position[reader]):
-            if self._whole(mutation.target) is not self._whole(node):
-                raise MutatedError(mutation.node)
-            call = self.calls[mutation.node]
-            if call is None or not call.is_inplace or call.name in _WRITERS:
-                raise MutatedError(mutation.node)
-            latest = mutation.node
+            if self._replaces(mutation, node):
+                latest = mutation.node
         return latest
 
-    def overwritten_after(self, node: fx.Node, start: fx.Node, stop: fx.Node | None = None) -> fx.Node | None:
-        """The first node after ``start`` (up to ``stop``, or the graph's end) that overwrites memory of ``node``."""
+    def is_opaque(self, node: fx.Node, reader: fx.Node) -> bool:
+        """Whether part of ``node`` was overwritten, or all of it through another alias, before ``reader`` reads it.
+
+        Its value at that point is still the tensor ``node``, but no longer what the call that made it computes.
+        """
+        if not self._mutations:
+            return False
+        found = self._between(node, self.position[node], self.position[reader])
+        return any(not self._replaces(mutation, node) for mutation in found)
+
+    def _replaces(self, mutation: _Mutation, node: fx.Node) -> bool:
+        call = self.calls[mutation.node]
+        is_pointwise = call is not None and call.is_inplace and call.name not in _WRITERS
+        return is_pointwise and self._whole(mutation.target) is self._whole(node)
+
+    def overwritten_after(self, node: fx.Node, start: fx.Node, stop: fx.Node) -> fx.Node | None:
+        """The first node after ``start`` and before ``stop`` that overwrites memory of ``node``."""
         if not self._mutations:
             return None
-        end = len(self.position) if stop is None else self.position[stop]
-        return next((m.node for m in self._between(node, self.position[start], end)), None)
+        after = max(self.position[start], self.position[node])
+        return next((m.node for m in self._between(node, after, self.position[stop])), None)
 
     def is_private(self, call: Call) -> bool:
         """Whether an in-place call overwrites a tensor that only its own chain of in-place calls can see."""

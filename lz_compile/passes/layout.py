@@ -174,7 +174,9 @@ _READERS: Mapping[str, Reader] = {
 }
 
 #: Operations whose arguments hold extents; re-running them at other sizes needs new ones.
-SIZED = frozenset({"view", "reshape", "unflatten", "expand", "repeat", "tile", "repeat_interleave"})
+SIZED = frozenset(
+    {"view", "reshape", "unflatten", "expand", "repeat", "tile", "repeat_interleave", "view_as", "reshape_as", "expand_as"}
+)
 
 
 def is_view(call: Call) -> bool:

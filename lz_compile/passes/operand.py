@@ -9,10 +9,9 @@ import torch
 from torch import fx
 
 from lz_compile.passes import layout
-from lz_compile.passes.algebra import number
+from lz_compile.passes.algebra import Region, number
 from lz_compile.passes.axes import Dims, LayoutError
 from lz_compile.passes.contraction import Factor
-from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.view import Call, tensor_of
 
@@ -45,9 +44,10 @@ def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
     return source == target or target in _WIDENING.get(source, ())
 
 
-def peel(effects: Effects, factor: Factor, reader: fx.Node, passed: dict[fx.Node, Dims]) -> Operand:
+def peel(region: Region, factor: Factor, reader: fx.Node, passed: dict[fx.Node, Dims]) -> Operand:
     """Walk up from a factor of a contraction; every node walked through is noted in ``passed``."""
-    node, dims, scale = effects.current(factor.node, reader), factor.dims, sympy.S.One
+    effects = region.effects
+    node, dims, scale = region.seen_by(reader, factor.node), factor.dims, sympy.S.One
     tensor = tensor_of(node)
     if tensor is None or not tensor.is_floating_point():
         raise RefusedError("DTYPE_UNSUPPORTED", f"{node.name} is no floating-point tensor", "use floating-point operands")
@@ -56,21 +56,24 @@ def peel(effects: Effects, factor: Factor, reader: fx.Node, passed: dict[fx.Node
         call = effects.calls[node]
         if call is None or call.is_inplace or effects.ambient(node) != effects.ambient(reader):
             break
-        step = _step(effects, call, dims)
+        if effects.is_opaque(node, reader):  # overwritten since it was made: it is what it is, whatever made it
+            break
+        step = _step(region, call, dims)
         if step is None:
             break
         passed.setdefault(node, dims)
+        reader = node
         node, dims, constant = step
         scale = scale * constant
     return Operand(node, dims, scale, entered)
 
 
-def _step(effects: Effects, call: Call, dims: Dims) -> tuple[fx.Node, Dims, sympy.Expr] | None:
+def _step(region: Region, call: Call, dims: Dims) -> tuple[fx.Node, Dims, sympy.Expr] | None:
     source = tensor_of(call.input)
     result = tensor_of(call.node)
     if source is None or result is None or source.device != result.device:
         return None
-    inner = effects.current(call.input, call.node)
+    inner = region.seen_by(call.node, call.input)
     if call.name in ("to", "float", "double", "half", "bfloat16", "type_as", "type"):
         return (inner, dims, sympy.S.One) if is_lossless(source.dtype, result.dtype) else None
     if call.name == "dropout" and (not call.get("training", True) or call.get("p", 0.5) == 0):

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes import layout
+from lz_compile.passes.algebra import constant_value, is_constant
 from lz_compile.passes.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.match import Match
@@ -86,18 +87,26 @@ def replacement(match: Match, call: KernelCall, sizes: Sizes) -> Callable[..., A
 
 def _between(match: Match) -> list[fx.Node]:
     """Every node that the output needs, back to the inputs, and the in-place writes among them, in graph order."""
-    needed = set(match.core)
-    stack = list(match.core)
+    calls = {node: read(node) for node in match.core}
+    written = [node for node, call in calls.items() if call is not None and call.is_inplace]
+    stack = [match.output, *written]
+    needed = set(stack)
     while stack:
-        node = stack.pop()
-        call = read(node)
-        inputs = [call.input] if call is not None and call.name in layout.SIZED else node.all_input_nodes
-        for operand in inputs:
-            if isinstance(operand, fx.Node) and operand not in needed and operand not in match.inputs:
-                if tensor_of(operand) is not None or call is None or call.name not in layout.SIZED | {"getitem"}:
-                    needed.add(operand)
-                    stack.append(operand)
+        for operand in _data_inputs(stack.pop()):
+            if operand not in needed and operand not in match.inputs:
+                needed.add(operand)
+                stack.append(operand)
     return [node for node in match.output.graph.nodes if node in needed]
+
+
+def _data_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose values matter, not those that only lend a shape or a dtype."""
+    call = read(node)
+    if call is None:
+        return []
+    if call.name in layout.SIZED or call.name in ("type_as", "getitem") or is_constant(call):
+        return [call.input] if isinstance(call.input, fx.Node) and not is_constant(call) else []
+    return list(node.all_input_nodes)
 
 
 def _copy(
@@ -111,6 +120,13 @@ def _copy(
     call = read(node)
     if call is not None and call.name in layout.SIZED and node in match.read:
         return _resized(graph, match, call, values[call.input], sizes)
+    example = tensor_of(node)
+    if call is not None and is_constant(call) and example is not None and node in match.read:
+        kind = _with_dtype(example.dtype, dtype) if dtype is not None else example.dtype
+        extents = shape(match.read[node], sizes)
+        return graph.call_function(torch.full, (extents, constant_value(call) or 0), {"dtype": kind, "device": example.device})
+    if call is not None and call.name == "type_as" and example is not None:
+        return graph.call_method("to", (values[call.input], dtype or example.dtype))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, n))
     if call is not None and call.name == "dropout":
         return graph.call_function(torch.nn.functional.dropout, (args[0], 0.0))

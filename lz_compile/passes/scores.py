@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from lz_compile.passes.algebra import INFINITY, Leaf, Region, indicators, is_indicator, reduce_indicators
+from lz_compile.passes.algebra import FLOORED, INFINITY, Leaf, Region, indicators, is_indicator, reduce_indicators
 from lz_compile.passes.axes import Axis, atoms
 from lz_compile.passes.contraction import Factor
 from lz_compile.passes.match import RefusedError
@@ -29,7 +29,7 @@ class Scores:
     """``keep ? softcap(gain * product) + bias : fill`` for the product of ``query`` and ``key`` over ``summed``.
 
     ``gain``, ``bias`` and ``keep`` (an indicator) are expressions over the region's leaves; ``fill_is_infinite`` tells
-    whether a row that keeps nothing gives NaN or the mean of its values.
+    whether a row that keeps nothing gives NaN or the mean of its values; so does ``is_floored``, for biases.
     """
 
     leaf: Leaf
@@ -41,6 +41,7 @@ class Scores:
     keep: sympy.Expr
     fill_is_infinite: bool
     softcap: float | None
+    is_floored: bool = False
 
 
 def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scores | None:
@@ -54,6 +55,9 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
         return None
     product = products[0]
     expression = _without_shift(region, expression, keys)
+    floors = list(expression.atoms(FLOORED))
+    while expression.has(FLOORED):
+        expression = expression.replace(FLOORED, lambda inner: inner)
     expression, cap, capped = _split_softcap(expression, product)
     gain, bias = _affine(reduce_indicators(expression), capped if cap is not None else product)
     keep, gain, bias, infinite = _split_mask(gain, bias)
@@ -65,7 +69,7 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
     if set(atoms(keys)) & _axes(left):
         left, right = right, left
     summed = atoms(leaf.contraction.summed)
-    return Scores(leaf, left, right, summed, gain, bias, keep, infinite, cap)
+    return Scores(leaf, left, right, summed, gain, bias, keep, infinite, cap, is_floored=bool(floors))
 
 
 def _ordered(expression: sympy.Expr) -> list[sympy.Symbol]:

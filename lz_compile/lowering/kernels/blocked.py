@@ -43,7 +43,8 @@ def attention(
         scores = _scores(rows, part.keys(key_t), attrs)
         if attrs.enable_gqa:
             scores = scores.reshape(batch, heads, stop - start, limit)
-        weights = _softmax(_masked(scores, part, mask, bias, attrs), sinks, attrs).to(value.dtype)
+        scores = _masked(scores, part, mask, bias, attrs)
+        weights = _softmax(scores, None if sinks is None else part.queries(sinks), attrs).to(value.dtype)
         if attrs.enable_gqa:
             weights = weights.reshape(batch, kv_heads, -1, limit)
         out = weights @ (value if part.all_keys else value[:, :, :limit])

@@ -24,23 +24,24 @@ def attention(
     SDPA gives zero for a row that masks every key with ``-inf`` (or with a boolean mask); where the source gives NaN or
     the mean of the values there, that is restored.
     """
+    merged = _merge(mask, bias, attrs, query.dtype)
     out = F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=_merge(mask, bias, attrs, query.dtype),
+        attn_mask=merged,
         dropout_p=attrs.dropout_p,
         is_causal=attrs.is_causal,
         scale=attrs.scale,
         enable_gqa=attrs.enable_gqa,
     )
-    if attrs.masked_rows != "nan":
+    if merged is None or attrs.masked_rows == "zero" or (bias is None and attrs.masked_rows == "mean"):
         return out
-    if mask is not None:
-        out = torch.where(mask.any(-1, keepdim=True), out, math.nan)
-    if bias is not None and not attrs.bias_is_finite:
-        out = torch.where(bias.amax(-1, keepdim=True) == -math.inf, math.nan, out)
-    return out
+    if bias is None:
+        return torch.where(merged.any(-1, keepdim=True), out, math.nan)
+    if attrs.bias_is_finite and (mask is None or attrs.masked_rows == "mean"):
+        return out
+    return torch.where(merged.amax(-1, keepdim=True) == -math.inf, math.nan, out)
 
 
 def _merge(

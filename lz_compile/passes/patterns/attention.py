@@ -151,7 +151,7 @@ class _Reader:
         if inner.bias.has(INFINITY):
             raise RefusedError("MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({inner.bias})", "use where")
         emitter = assign_roles(self.region, inner, found, keys, value, output, output_dims, gain)
-        core.check(self.region.effects, emitter.edge())
+        core.check(self.region.effects, self.region.readers)
         return emitter.match(OP, core)
 
 

@@ -1,0 +1,175 @@
+"""Lookalikes of attention that compute something else, or that show an inner value, and so must be left alone.
+
+Each stands one edit away from an attention. Query, key and value are [b, h, s, d] with 19 queries and 23 keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SCALE = 8**-0.5
+
+
+class Lookalike(NamedTuple):
+    """A function that must not be rewritten, arguments for it, and a part of the reason that the refusal gives."""
+
+    function: Callable[..., Any]
+    inputs: tuple[Tensor, ...]
+    reason: str
+
+
+def near_misses() -> dict[str, Lookalike]:
+    """Every lookalike by what makes it one; compiled, each must give what it gives in eager mode."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def drawn(keep: tuple[int, ...]) -> Tensor:
+        """A mask that keeps at least the first key."""
+        mask = torch.rand(keep, generator=generator) < 0.7
+        mask[..., 0] = True
+        return mask
+
+    qkv = (normal(2, 6, 19, 8), normal(2, 6, 23, 8), normal(2, 6, 23, 10))
+    queries_as_keys = (normal(2, 6, 19, 8), normal(2, 6, 23, 8), normal(2, 6, 19, 10))
+    masked, other = (*qkv, drawn((2, 1, 1, 23))), drawn((2, 1, 19, 23))
+    return {
+        "weights_returned": Lookalike(weights_returned, qkv, "INTERIOR_USED"),
+        "scores_returned": Lookalike(scores_returned, qkv, "INTERIOR_USED"),
+        "softmax_over_queries": Lookalike(softmax_over_queries, qkv, "SOFTMAX_OTHER_AXIS"),
+        "softmax_over_heads": Lookalike(softmax_over_heads, qkv, "SOFTMAX_OTHER_AXIS"),
+        "output_contracted_over_queries": Lookalike(output_over_queries, queries_as_keys, "SOFTMAX_OTHER_AXIS"),
+        "weights_scaled_along_keys": Lookalike(weights_scaled_along_keys, (*qkv, normal(23)), "PROBABILITIES_CHANGED"),
+        "weights_masked_after_softmax": Lookalike(weights_masked_after_softmax, masked, "PROBABILITIES_CHANGED"),
+        "weights_squared": Lookalike(weights_squared, qkv, "PROBABILITIES_CHANGED"),
+        "epsilon_in_denominator": Lookalike(epsilon_in_denominator, qkv, "EPSILON_IN_DENOMINATOR"),
+        "fill_of_zero": Lookalike(fill_of_zero, masked, "MASK_FILL_NOT_NEGLIGIBLE"),
+        "fill_of_minus_five": Lookalike(fill_of_minus_five, masked, "MASK_FILL_NOT_NEGLIGIBLE"),
+        "mask_multiplies_scores": Lookalike(mask_multiplies_scores, (*qkv, other), "SCALE_BY_SCORE"),
+        "denominator_of_another_mask": Lookalike(denominator_of_another_mask, (*masked, other), "DENOMINATOR"),
+        "exponentials_not_divided": Lookalike(exponentials_not_divided, qkv, "NOT_NORMALISED"),
+        "key_overwritten_in_between": Lookalike(key_overwritten_in_between, qkv, "OPERAND_MUTATED"),
+        "scores_overwritten_through_a_view": Lookalike(scores_overwritten_through_a_view, qkv, "OPERAND_MUTATED"),
+        "autocast_entered_in_between": Lookalike(autocast_entered_in_between, qkv, "MODE_CHANGES_INSIDE"),
+        "scores_through_relu": Lookalike(scores_through_relu, qkv, "SCORES_NOT_AFFINE"),
+        "two_softmaxes_subtracted": Lookalike(two_softmaxes_subtracted, (*qkv, normal(2, 6, 23, 8)), "PROBABILITIES"),
+    }
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    return (query @ key.transpose(-2, -1)) * SCALE
+
+
+def weights_returned(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention, and its probabilities."""
+    weights = _scores(query, key).softmax(-1)
+    return weights @ value, weights
+
+
+def scores_returned(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention, and its scores."""
+    scores = _scores(query, key)
+    return scores.softmax(-1) @ value, scores
+
+
+def softmax_over_queries(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Weights that sum to one over the queries of a key."""
+    return _scores(query, key).softmax(-2) @ value
+
+
+def softmax_over_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Weights that sum to one over the heads."""
+    return _scores(query, key).softmax(1) @ value
+
+
+def output_over_queries(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Weights normalised over the keys, summed with values over the queries: [b, h, k, e]."""
+    return torch.einsum("bhqk,bhqe->bhke", _scores(query, key).softmax(-1), value)
+
+
+def weights_scaled_along_keys(query: Tensor, key: Tensor, value: Tensor, gain: Tensor) -> Tensor:
+    """Probabilities times a number per key, not normalised again."""
+    return (_scores(query, key).softmax(-1) * gain) @ value
+
+
+def weights_masked_after_softmax(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """Probabilities set to zero at some keys, not normalised again."""
+    return _scores(query, key).softmax(-1).masked_fill(~keep, 0.0) @ value
+
+
+def weights_squared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Squared probabilities, not normalised again."""
+    return _scores(query, key).softmax(-1).square() @ value
+
+
+def epsilon_in_denominator(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Weights that sum to less than one: a constant is added to the denominator."""
+    scores = _scores(query, key)
+    powers = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return (powers / (powers.sum(-1, keepdim=True) + 1e-2)) @ value
+
+
+def fill_of_zero(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """Dropped scores become 0, which weighs as much as an average key."""
+    return _scores(query, key).masked_fill(~keep, 0.0).softmax(-1) @ value
+
+
+def fill_of_minus_five(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """Dropped scores become -5, which still has weight."""
+    return torch.where(keep, _scores(query, key), -5.0).softmax(-1) @ value
+
+
+def mask_multiplies_scores(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """Dropped scores become 0 through a product; per query and key, so that the mask is no scale of either."""
+    return (_scores(query, key) * keep.float()).softmax(-1) @ value
+
+
+def denominator_of_another_mask(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, other: Tensor) -> Tensor:
+    """Exponentials under one mask, divided by the sum of those under another."""
+    scores = _scores(query, key)
+    scores = scores - scores.amax(-1, keepdim=True)
+    above, below = scores.masked_fill(~keep, -torch.inf).exp(), scores.masked_fill(~other, -torch.inf).exp()
+    return (above / below.sum(-1, keepdim=True)) @ value
+
+
+def exponentials_not_divided(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Exponential weights without normalisation."""
+    scores = _scores(query, key)
+    return (scores - scores.amax(-1, keepdim=True)).exp() @ value
+
+
+def key_overwritten_in_between(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention whose key is doubled in place after the scores were taken; a kernel at the end would see it doubled."""
+    key = key + 1.0
+    scores = _scores(query, key)
+    key.mul_(2.0)
+    return scores.softmax(-1) @ value
+
+
+def scores_overwritten_through_a_view(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The scores of the first key are overwritten through a view before the softmax."""
+    scores = _scores(query, key)
+    scores[..., 0].fill_(1.0)
+    return scores.softmax(-1) @ value
+
+
+def autocast_entered_in_between(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Scores in float32, output in bfloat16: an autocast region starts between the contractions."""
+    weights = _scores(query, key).softmax(-1)
+    with torch.autocast(query.device.type, torch.bfloat16):
+        return weights @ value
+
+
+def scores_through_relu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The softmax of the positive part of the scores."""
+    return torch.relu(_scores(query, key)).softmax(-1) @ value
+
+
+def two_softmaxes_subtracted(query: Tensor, key: Tensor, value: Tensor, second_key: Tensor) -> Tensor:
+    """A difference of two probabilities, one quarter of the second, before the values."""
+    return (_scores(query, key).softmax(-1) - 0.25 * _scores(query, second_key).softmax(-1)) @ value
