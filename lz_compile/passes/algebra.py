@@ -34,6 +34,7 @@ NAN_TO_NUM = sympy.Function("nan_to_num")
 FLOORED = sympy.Function("floored")
 #: Constants up to this are no bound on scores.
 _BOTTOM = -1e30
+_EXACT = 2**53
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Region:
     """Expressions over one graph, its leaves by symbol, and every node that was read through with its axes.
 
     ``readers`` holds the first node that reads each value. ``expand_masks`` reads values that hold no contraction, too,
-    which are leaves otherwise.
+    which are leaves otherwise. ``multiplies_masks`` is set where a mask is applied as a factor, so that an infinite value
+    behind it would be NaN.
     """
 
     effects: Effects
@@ -67,6 +69,7 @@ class Region:
     interior: dict[fx.Node, Dims] = field(default_factory=dict)
     readers: dict[fx.Node, fx.Node] = field(default_factory=dict)
     expand_masks: bool = False
+    multiplies_masks: bool = False
     _symbols: dict[fx.Node, list[sympy.Symbol]] = field(default_factory=dict)
 
     def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
@@ -92,11 +95,20 @@ class Region:
         if constant is not None:
             self.interior.setdefault(node, dims)
             return number(constant)
-        if call.is_inplace and not self.effects.is_private(call):
-            return self.leaf(node, dims)
-        if not self.expand_masks and not self.reaches(node, ANCHORS):
+        if call.is_inplace and self.effects.calls[self.effects.owner(node)] is None:
+            return self.leaf(node, dims)  # writes into an input of the graph
+        if not self.expand_masks and not self.reaches(node, ANCHORS) and not self._is_constant(node):
             return self.leaf(node, dims)
         return self._express_call(call, dims)
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        """Whether a scalar tensor is computed from numbers alone, as ``torch.sqrt(torch.tensor(64.0))`` is."""
+        call, tensor = self.effects.calls[node], tensor_of(node)
+        if call is None or tensor is None or tensor.dim() or call.is_inplace:
+            return False
+        inputs = node.all_input_nodes
+        is_plain = call.name in _POINTWISE or _is_cast(call)
+        return is_constant(call) or (is_plain and bool(inputs) and all(self._is_constant(operand) for operand in inputs))
 
     def seen_by(self, reader: fx.Node, node: fx.Node) -> fx.Node:
         """The value of ``node`` that ``reader`` sees; remembered, because nothing may overwrite it after that."""
@@ -223,7 +235,13 @@ def number(value: Any) -> sympy.Expr:
         raise LayoutError(f"no reading for the constant {value!r}")
     if isinstance(plain, float) and math.isinf(plain):
         return INFINITY if plain > 0 else -INFINITY
-    return sympy.sympify(plain) if isinstance(plain, int) else sympy.Float(plain)
+    return tidy(sympy.sympify(plain))
+
+
+def tidy(expression: sympy.Expr) -> sympy.Expr:
+    """The expression with every float that is a whole number as an integer (sympy holds ``1.0 != 1``)."""
+    whole = {x: sympy.Integer(int(x)) for x in expression.atoms(sympy.Float) if abs(x) < _EXACT and x == sympy.Float(int(x))}
+    return expression.xreplace(whole) if whole else expression
 
 
 def _number(value: Any) -> int | float | None:
@@ -258,10 +276,10 @@ def indicators(expression: sympy.Expr) -> list[sympy.Symbol]:
 
 def reduce_indicators(expression: sympy.Expr) -> sympy.Expr:
     """Expand, with ``m**n`` as ``m`` for every boolean leaf."""
-    expanded = sympy.expand(expression)
+    expanded = tidy(sympy.expand(expression))
     powers = {power: power.base for power in expanded.atoms(sympy.Pow) if power.base.is_Symbol and power.base.is_integer}
     powers = {power: base for power, base in powers.items() if power.exp.is_positive}
-    return sympy.expand(expanded.xreplace(powers)) if powers else expanded
+    return tidy(sympy.expand(expanded.xreplace(powers))) if powers else expanded
 
 
 # ---- the meaning of pointwise operations: one line each ------------------------------------------------------------
@@ -288,6 +306,12 @@ def _add(sign: int) -> Rule:
 
 def _rsub(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     return region.operand(call, "other", dims) - number(call.get("alpha", 1)) * region.operand(call, "input", dims)
+
+
+def _mul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    first, second = region.operand(call, "input", dims), region.operand(call, "other", dims)
+    region.multiplies_masks |= any(bool(factor.free_symbols) and is_indicator(factor) for factor in (first, second))
+    return first * second
 
 
 def _div(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
@@ -391,7 +415,7 @@ _POINTWISE: Mapping[str, Rule] = {
     "add": _add(1),
     "sub": _add(-1),
     "rsub": _rsub,
-    "mul": _binary(lambda a, b: a * b),
+    "mul": _mul,
     "div": _div,
     "neg": _unary(lambda a: -a),
     "pow": _binary(lambda a, b: a**b, "input", "exponent"),
@@ -496,4 +520,5 @@ __all__ = [
     "is_indicator",
     "number",
     "reduce_indicators",
+    "tidy",
 ]

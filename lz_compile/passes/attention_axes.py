@@ -15,9 +15,9 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
+from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, MaskedRows
 from lz_compile.passes import masks_finite
-from lz_compile.passes.algebra import Leaf, Region
+from lz_compile.passes.algebra import INFINITY, Leaf, Region, indicators, tidy
 from lz_compile.passes.axes import Axis, Dims, atoms, axes_of, product
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.contraction import Factor
@@ -71,12 +71,15 @@ class AttentionEmitter:
     attrs: AttentionAttrs
     passed: Mapping[fx.Node, Dims]
     floor: float | None = None
+    fill: sympy.Expr = sympy.S.Zero
+    is_undefined_when_masked: bool = False
 
     def edge(self) -> dict[fx.Node, Dims]:
         """The nodes that the replacement reads, with their axes."""
         found: dict[fx.Node, Dims] = {operand.node: operand.dims for operand in (self.query, self.key, self.value)}
-        for expression in (self.query_gain, self.key_gain, self.keep, self.bias, self.output_gain):
-            for symbol in expression.free_symbols:
+        fill = self.fill if self.attrs.masked_rows == "fill" else sympy.S.Zero
+        for expression in (self.query_gain, self.key_gain, self.keep, self.bias, self.output_gain, fill):
+            for symbol in expression.free_symbols - {INFINITY}:
                 leaf = self.region.leaves[symbol]
                 found.setdefault(leaf.node, leaf.dims)
         if self.sinks is not None:
@@ -100,9 +103,11 @@ class AttentionEmitter:
         if self.keep != 1:
             found["mask"] = self._mask(builder, score_groups)
         if self.bias != 0:
-            found["bias"] = builder.evaluate(self.bias, self.region, score_groups, self.attrs.score_dtype)
+            found["bias"] = builder.evaluate(self.bias, self.region, score_groups, self._wide())
         if self.floor is not None:
             found["bias"] = found["bias"].clamp(min=self.floor)
+        if self.attrs.masked_rows == "fill":
+            found["fill"] = self._piecewise(builder, self.fill, score_groups)
         if self.sinks is not None:
             found["sinks"] = self._sinks(builder)
         return found
@@ -121,6 +126,21 @@ class AttentionEmitter:
         for part in parts[1:]:
             mask = torch.logical_and(mask, part)
         return mask
+
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self.attrs.score_dtype, torch.float32)
+
+    def _piecewise(self, builder: Builder, expression: sympy.Expr, groups: tuple[tuple[Axis, ...], ...]) -> Any:
+        """An expression that branches on masks, as nested selections."""
+        flags = indicators(expression)
+        if not flags:
+            return builder.evaluate(expression, self.region, groups, self._wide())
+        leaf = self.region.leaves[flags[0]]
+        on, off = (
+            self._piecewise(builder, sympy.expand(expression.xreplace({flags[0]: value})), groups)
+            for value in (sympy.S.One, sympy.S.Zero)
+        )
+        return torch.where(builder.arrange(builder.value(leaf.node), leaf.dims, groups), on, off)
 
     def _sinks(self, builder: Builder) -> Any:
         assert self.sinks is not None, "asked for only where there are sinks"
@@ -144,7 +164,11 @@ class AttentionEmitter:
     def match(self, op: str, core: Core, source_kernel: str | None = None) -> Match:
         """The finished match."""
         operands = {"query": self.query.node, "key": self.key.node, "value": self.value.node}
-        biases = {self.region.leaves[symbol].node for symbol in self.bias.free_symbols}
+        biases = {
+            self.region.leaves[symbol].node
+            for symbol in self.bias.free_symbols
+            if sympy.diff(self.bias, symbol).is_number and not masks_finite.is_bounded(self.region, symbol)
+        }
         read = dict(self.region.interior) | dict(self.passed)
         return Match(
             op=op,
@@ -152,7 +176,9 @@ class AttentionEmitter:
             facts=self._facts(),
             inputs=self.edge(),
             operands=operands,
-            fills={node: self.attrs.bias_is_finite for node in biases},
+            fills={node: self.attrs.bias_is_finite or self.region.multiplies_masks for node in biases},
+            masks=self._polarities(),
+            masked_rows_count=not self.is_undefined_when_masked,
             output=self.output,
             output_dims=self.output_dims,
             core=core.nodes,
@@ -162,6 +188,11 @@ class AttentionEmitter:
             where=where_of(self.output),
             source_kernel=source_kernel,
         )
+
+    def _polarities(self) -> dict[fx.Node, bool]:
+        """The boolean masks, True for one whose True keeps."""
+        factors = [(factor, next(iter(factor.free_symbols))) for factor in sympy.Mul.make_args(self.keep) if factor != 1]
+        return {self.region.leaves[flag].node: factor == flag for factor, flag in factors}
 
     def _facts(self) -> AttentionFacts:
         roles = self.roles
@@ -213,13 +244,15 @@ def assign_roles(
     if scale is None:
         raise RefusedError("SCALE_BY_SCORE", "the scale of the scores depends on query and key together", "use a bias")
     dtype = _kernel_dtype(inner, query, key, values, output)
+    if query_gain != 1 or key_gain != 1:  # the operands are scaled instead of the scores: not in fewer digits
+        dtype = _score_dtype(inner, dtype)
     keep = sympy.factor(inner.keep * found.keep)
     bias = inner.bias
     attrs = AttentionAttrs(
         scale=scale,
         dropout_p=found.dropout_p,
         softcap=inner.softcap,
-        masked_rows=_masked_rows(inner, found, keep, bias),
+        masked_rows=_masked_rows(region, inner, found),
         has_mask=keep != 1,
         has_bias=bias != 0,
         has_sinks=found.sinks is not None,
@@ -227,11 +260,12 @@ def assign_roles(
         enable_gqa=bool(roles.group),
         score_dtype=_score_dtype(inner, dtype),
     )
-    output_gain = sympy.expand(gain * values.factor)
-    floor = torch.finfo(attrs.score_dtype).min if inner.is_floored and bias != 0 else None
+    output_gain = tidy(sympy.expand(gain * values.factor))
+    floor = torch.finfo(torch.float32).min if inner.is_floored and bias != 0 else None
     return AttentionEmitter(
         region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
-        output_dims, dtype, attrs, passed, floor,
+        output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
+        found.rounds_masked_rows or (found.is_exponential and not inner.is_shifted),
     )  # fmt: skip
 
 
@@ -277,7 +311,7 @@ def _place_gain(
     region: Region, gain: sympy.Expr, query: Operand, key: Operand, roles: Roles
 ) -> tuple[float | None, sympy.Expr, sympy.Expr]:
     """Split a gain into a number, a factor of the query's rows and one of the keys."""
-    number, rest = sympy.expand(gain).as_coeff_Mul() if not isinstance(gain, sympy.Add) else (sympy.S.One, gain)
+    number, rest = tidy(sympy.expand(gain)).as_coeff_Mul() if not isinstance(gain, sympy.Add) else (sympy.S.One, gain)
     query_gain, key_gain = sympy.S.One, sympy.S.One
     rows = {axis for group in roles.rows for axis in group}
     for factor in sympy.Mul.make_args(rest):
@@ -309,11 +343,17 @@ def _score_dtype(inner: Scores, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, scores)
 
 
-def _masked_rows(inner: Scores, found: Probabilities, keep: sympy.Expr, bias: sympy.Expr) -> Any:
+def _masked_rows(region: Region, inner: Scores, found: Probabilities) -> MaskedRows:
+    """What a row without any kept key comes to in the source."""
     if found.zero_rows:
         return "zero"
-    if inner.is_floored:
+    if inner.fill is None or found.keep != 1:
+        return "mean" if inner.is_floored and found.keep == 1 else "nan"
+    if all(fill.coeff(INFINITY) != 0 for fill in inner.fills):
+        return "mean" if inner.is_floored else "nan"
+    values = {float(fill) for fill in inner.fills if fill.is_number}
+    is_uniform = len(inner.fills) == len(values) == 1
+    lowest = torch.finfo(tensor_of(inner.leaf.node).dtype).min  # type: ignore[union-attr]
+    if is_uniform and (masks_finite.is_bounded(region, inner.bias) or min(values) <= 0.99 * lowest):
         return "mean"
-    if found.keep != 1 or inner.fill_is_infinite or (keep == 1 and bias != 0):
-        return "nan"
-    return "mean" if keep != 1 else "nan"
+    return "fill"

@@ -7,6 +7,7 @@ requested layout.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -169,14 +170,23 @@ class Builder:
     # ---- expressions ------------------------------------------------------------------------------------------
 
     def evaluate(self, expression: sympy.Expr, region: Region, groups: Groups, dtype: torch.dtype) -> Any:
-        """An expression over leaves as tensor operations, every leaf arranged (broadcastable) to ``groups``."""
+        """An expression over leaves as tensor operations, every leaf arranged (broadcastable) to ``groups``.
+
+        A single leaf keeps its dtype; where something is computed, it is computed in ``dtype``.
+        """
+        if isinstance(expression, sympy.Symbol) and expression is not INFINITY:
+            return self._leaf_value(region.leaves[expression], groups)
+        return self._compute(expression, region, groups, dtype)
+
+    def _compute(self, expression: sympy.Expr, region: Region, groups: Groups, dtype: torch.dtype) -> Any:
+        if expression is INFINITY:
+            return math.inf
         if isinstance(expression, sympy.Symbol):
-            if expression is INFINITY:
-                return float("inf")
-            return self._leaf_value(region.leaves[expression], groups, dtype)
+            value = self._leaf_value(region.leaves[expression], groups)
+            return value if tensor_of(region.leaves[expression].node) is None else value.to(dtype)
         if not expression.free_symbols:
             return float(expression)
-        operands = [self.evaluate(argument, region, groups, dtype) for argument in expression.args]
+        operands = [self._compute(argument, region, groups, dtype) for argument in expression.args]
         if isinstance(expression, (sympy.Add, sympy.Mul)):
             combine = operator.add if isinstance(expression, sympy.Add) else operator.mul
             operands.sort(key=lambda operand: isinstance(operand, float))
@@ -191,13 +201,10 @@ class Builder:
             raise LookupError(f"no torch function for {expression.func}")
         return function(*operands)
 
-    def _leaf_value(self, leaf: Leaf, groups: Groups, dtype: torch.dtype) -> Any:
+    def _leaf_value(self, leaf: Leaf, groups: Groups) -> Any:
         value = self.value(leaf.node)
         tensor = tensor_of(leaf.node)
-        if tensor is None:
-            return value
-        arranged = self.arrange(value, leaf.dims, groups) if tensor.dim() else value
-        return arranged.to(dtype) if tensor.dtype == torch.bool else arranged
+        return value if tensor is None or not tensor.dim() else self.arrange(value, leaf.dims, groups)
 
 
 _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {

@@ -49,6 +49,14 @@ class Core:
                 "autocast or gradient mode changes between scores and output",
                 "enter or leave the mode outside of the attention",
             )
+        for node in self.nodes:
+            call = effects.calls[node]
+            if call is not None and call.is_inplace and effects.owner(node) not in inside:
+                raise RefusedError(
+                    "OPERAND_MUTATED",
+                    f"{node.name} writes into memory of {effects.owner(node).name}, which others may read",
+                    "use the out-of-place form of that operation",
+                )
         for node, reader in readers.items():
             writer = None if node in inside else effects.overwritten_after(node, reader, self.output)
             if writer is not None:

@@ -102,11 +102,9 @@ class Effects:
         after = max(self.position[start], self.position[node])
         return next((m.node for m in self._between(node, after, self.position[stop])), None)
 
-    def is_private(self, call: Call) -> bool:
-        """Whether an in-place call overwrites a tensor that only its own chain of in-place calls can see."""
-        whole = self._whole(call.node)
-        origin = self.calls.get(whole)
-        return origin is not None and origin.name not in _VIEWS
+    def owner(self, node: fx.Node) -> fx.Node:
+        """The node that allocated the memory which ``node`` shares (``node`` itself where it made its own)."""
+        return self._path(node)[0]
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """The node that first produced this very tensor (in-place results are their input)."""

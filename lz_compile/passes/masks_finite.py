@@ -1,29 +1,60 @@
-"""Whether an additive mask can hold ``-inf``: read off the graph that made it."""
+"""What an additive bias can hold, read off the graph that made it: infinities, masking constants, or neither."""
 
 from __future__ import annotations
 
 import math
 
 import sympy
+import torch
 from torch import fx
 
 from lz_compile.passes.algebra import INFINITY, Region
+from lz_compile.passes.scores import MASKING_FILL
 from lz_compile.passes.view import Call, tensor_of
 
 _KEEPS = frozenset(
     "transpose t permute view reshape flatten unflatten expand expand_as unsqueeze squeeze contiguous clone getitem select "
     "narrow repeat tile repeat_interleave index_select gather to float type_as triu tril detach".split()
 )
+_BOUNDED = _KEEPS | frozenset(
+    "mul add sub neg abs tanh sigmoid embedding index where masked_fill cat stack arange linear pow exp2 unflatten".split()
+)
 _CONSTANT_FILLS = {"full": "#1", "full_like": "#1", "new_full": "#2", "tensor": "input", "scalar_tensor": "input"}
 _CONSTANTS = frozenset({"zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_ones", "arange"})
 
 
 def is_finite(region: Region, bias: sympy.Expr) -> bool:
-    """True only where every leaf of ``bias`` provably holds no infinity (one leaf at most: sums may overflow)."""
-    symbols = bias.free_symbols
-    if bias.has(INFINITY) or len(symbols) > 1 or (symbols and sympy.diff(bias, *symbols) != 1):
+    """True only where ``bias`` provably holds no infinity.
+
+    One of its terms may be a mask with the smallest number of its dtype; more of them could overflow when added.
+    """
+    if bias.has(INFINITY):
         return False
-    return all(_is_finite(region, region.leaves[symbol].node) for symbol in symbols)
+    large = [symbol for symbol in bias.free_symbols if not _is_bounded(region, region.leaves[symbol].node)]
+    if len(large) > 1:
+        return False
+    return all(sympy.diff(bias, symbol) == 1 and _is_finite(region, region.leaves[symbol].node) for symbol in large)
+
+
+def is_bounded(region: Region, bias: sympy.Expr) -> bool:
+    """True only where ``bias`` is of the order of scores: made from parameters, positions and moderate constants."""
+    return not bias.has(INFINITY) and all(_is_bounded(region, region.leaves[symbol].node) for symbol in bias.free_symbols)
+
+
+def _is_bounded(region: Region, node: object, depth: int = 24) -> bool:
+    if isinstance(node, (int, float)):
+        return abs(node) < -MASKING_FILL
+    if not isinstance(node, fx.Node) or depth == 0:
+        return isinstance(node, (str, torch.dtype, torch.device, slice, type(None), type(Ellipsis)))
+    tensor, call = tensor_of(node), region.effects.calls.get(node)
+    if isinstance(tensor, torch.nn.Parameter) or node.op == "get_attr":
+        return True
+    if tensor is not None and not tensor.is_floating_point():
+        return True
+    if call is None or call.is_inplace or call.name not in _BOUNDED:
+        return False
+    arguments = [item for value in call.arguments.values() for item in (value if isinstance(value, (tuple, list)) else (value,))]
+    return all(_is_bounded(region, value, depth - 1) for value in arguments)
 
 
 def _is_finite(region: Region, node: object) -> bool:

@@ -40,7 +40,8 @@ class Match:
     ``inputs`` are the nodes at its edge with their axes, ``core`` the nodes that a rewrite makes superfluous (in graph
     order, ``output`` last), ``read`` every node between edge and output with the axes of its dimensions, and ``facts``
     the op's own description of sizes and dtypes for kernel selection. ``fills`` names the inputs that may hold masking
-    constants, with True where they are known to be finite. ``source_kernel`` is the kernel that the source itself calls.
+    constants, with True where they are known to be finite, ``masks`` the boolean ones, with True where True keeps. ``source_kernel`` is the kernel that the source itself calls;
+    ``masked_rows_count`` is False where the source's rounding alone decides what a row without any kept element gives.
     """
 
     op: str
@@ -49,6 +50,7 @@ class Match:
     inputs: Mapping[fx.Node, Dims]
     operands: Mapping[str, fx.Node]
     fills: Mapping[fx.Node, bool]
+    masks: Mapping[fx.Node, bool]
     output: fx.Node
     output_dims: Dims
     core: tuple[fx.Node, ...]
@@ -57,6 +59,7 @@ class Match:
     ambient: Ambient
     where: str
     source_kernel: str | None = None
+    masked_rows_count: bool = True
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import sympy
 from torch import fx
 
 from lz_compile.passes import contraction
-from lz_compile.passes.algebra import DROPOUT, NAN_TO_NUM, Leaf, Region, is_indicator, reduce_indicators
+from lz_compile.passes.algebra import DROPOUT, NAN_TO_NUM, Leaf, Region, is_indicator, reduce_indicators, tidy
 from lz_compile.passes.axes import Axis, Dims, atoms, shape_of
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import RefusedError
@@ -25,7 +25,9 @@ class Probabilities:
     """``gain * dropout(softmax(scores over keys))``; rows that have nothing to normalise give zero if ``zero_rows``.
 
     ``sinks`` is the leaf of a column that takes part in the normalisation only. ``unnormalised`` is the expression that
-    still has to be divided by its sum over the keys, where that division comes after the values.
+    still has to be divided by its sum over the keys, where that division comes after the values. ``is_exponential``:
+    spelled with ``exp``, which may overflow or underflow where the maximum was not subtracted. ``rounds_masked_rows``:
+    ``exp(s - logsumexp(s))`` is not normalised where ``s`` is so large that the sum's logarithm is rounded away.
     """
 
     scores: sympy.Expr
@@ -36,6 +38,8 @@ class Probabilities:
     zero_rows: bool = False
     sinks: Leaf | None = None
     unnormalised: sympy.Expr | None = None
+    is_exponential: bool = False
+    rounds_masked_rows: bool = False
 
 
 def read(region: Region, node: fx.Node, dims: Dims, reader: fx.Node, keys: tuple[Axis, ...]) -> Probabilities | None:
@@ -79,7 +83,7 @@ _PROBE = sympy.Symbol("probe", positive=True)
 
 
 def _is_zero(expression: sympy.Expr) -> bool:
-    return bool(sympy.expand(expression) == 0)
+    return bool(tidy(sympy.expand(expression)) == 0)
 
 
 def _softmax_leaf(region: Region, expression: sympy.Expr) -> sympy.Symbol | None:
@@ -128,7 +132,7 @@ def _through_shift(effects: Effects, node: fx.Node) -> fx.Node:
 
 def _from_softmax(region: Region, expression: sympy.Expr, symbol: sympy.Symbol, keys: tuple[Axis, ...]) -> Probabilities:
     leaf = region.leaves[symbol]
-    gain = sympy.diff(expression, symbol)
+    gain = tidy(sympy.diff(expression, symbol))
     if gain.has(symbol) or not _is_zero(expression.xreplace({symbol: sympy.S.Zero})):
         raise RefusedError(
             "PROBABILITIES_CHANGED",
@@ -169,7 +173,7 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
     sums = _sums(region, expression, keys)
     if not sums:
         scores, keep = _logarithm(expression)
-        return Probabilities(scores, dims, keep=keep, unnormalised=expression)
+        return Probabilities(scores, dims, keep=keep, unnormalised=expression, is_exponential=True)
     if len(sums) > 1:
         raise RefusedError("DENOMINATOR_UNCLEAR", "several sums divide the exponentials", "divide by one sum")
     total = sums[0]
@@ -188,7 +192,8 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
             "normalise by the sum over the same, equally masked, exponentials",
         )
     scores, keep = _logarithm(summand)
-    return Probabilities(scores, dims, gain, keep)
+    is_logarithm = _reduces(region, total) == "logsumexp"
+    return Probabilities(scores, dims, gain, keep, is_exponential=not is_logarithm, rounds_masked_rows=is_logarithm)
 
 
 def divided_by_sum(
@@ -209,7 +214,7 @@ def _ratio(expression: sympy.Expr, total: sympy.Symbol, summand: sympy.Expr, is_
     left = sympy.powsimp(expression * whole / summand)
     if left.free_symbols:
         left = sympy.simplify(left) if left.has(sympy.exp) else sympy.cancel(left)
-    return left
+    return tidy(left)
 
 
 def _is_factor(denominator: sympy.Expr, total: sympy.Symbol) -> bool:

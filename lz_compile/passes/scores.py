@@ -7,20 +7,23 @@ order in which a model scales, masks, caps and biases does not matter here.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import sympy
 
-from lz_compile.passes.algebra import FLOORED, INFINITY, Leaf, Region, indicators, is_indicator, reduce_indicators
+from lz_compile.passes.algebra import FLOORED, INFINITY, Leaf, Region, indicators, reduce_indicators, tidy
 from lz_compile.passes.axes import Axis, atoms
 from lz_compile.passes.contraction import Factor
 from lz_compile.passes.match import RefusedError
 
 #: Fills at or below this are masking constants: no score of a trained model comes near them, and ``exp`` of the
-#: difference is zero in every dtype. -1e4 is the least negative one in common use (BERT, GPT-2).
-MASKING_FILL = -1e4
+#: difference is zero in every dtype. -1e4 (BERT, GPT-2) is the least negative one in common use, and often scaled after.
+MASKING_FILL = -1e3
 
-#: exp(x) is 0 in float64 below this, so a row's kept scores may differ from the fill by this much at least.
+#: The most masks on one score that are told apart (every combination of them is looked at).
+MOST_MASKS = 5
+
 _PROBE = sympy.Symbol("probe", real=True)
 
 
@@ -28,8 +31,10 @@ _PROBE = sympy.Symbol("probe", real=True)
 class Scores:
     """``keep ? softcap(gain * product) + bias : fill`` for the product of ``query`` and ``key`` over ``summed``.
 
-    ``gain``, ``bias`` and ``keep`` (an indicator) are expressions over the region's leaves; ``fill_is_infinite`` tells
-    whether a row that keeps nothing gives NaN or the mean of its values; so does ``is_floored``, for biases.
+    ``gain``, ``bias`` and ``keep`` (an indicator) are expressions over the region's leaves. ``fill`` is the bias as it is
+    before the mask is known, so also where it does not keep; ``fills`` holds its value there, for every combination of
+    masks. ``is_floored`` says that scores are bounded from below by a number that only ``-inf`` falls short of,
+    ``is_shifted`` that their maximum was subtracted.
     """
 
     leaf: Leaf
@@ -39,9 +44,11 @@ class Scores:
     gain: sympy.Expr
     bias: sympy.Expr
     keep: sympy.Expr
-    fill_is_infinite: bool
+    fill: sympy.Expr | None
+    fills: frozenset[sympy.Expr]
     softcap: float | None
     is_floored: bool = False
+    is_shifted: bool = False
 
 
 def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scores | None:
@@ -54,13 +61,15 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
     if not products:
         return None
     product = products[0]
-    expression = _without_shift(region, expression, keys)
+    given, expression = expression, _without_shift(region, expression, keys)
+    is_shifted = given != expression
     floors = list(expression.atoms(FLOORED))
     while expression.has(FLOORED):
         expression = expression.replace(FLOORED, lambda inner: inner)
     expression, cap, capped = _split_softcap(expression, product)
     gain, bias = _affine(reduce_indicators(expression), capped if cap is not None else product)
-    keep, gain, bias, infinite = _split_mask(gain, bias)
+    keep, gain, offset, fills = _split_mask(gain, bias)
+    bias, fill = offset, (bias if keep != 1 else None)
     if cap is not None:
         gain, cap = _inner_scale(cap, capped, gain, product)
     leaf = region.leaves[product]
@@ -69,7 +78,7 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
     if set(atoms(keys)) & _axes(left):
         left, right = right, left
     summed = atoms(leaf.contraction.summed)
-    return Scores(leaf, left, right, summed, gain, bias, keep, infinite, cap, is_floored=bool(floors))
+    return Scores(leaf, left, right, summed, gain, bias, keep, fill, fills, cap, bool(floors), is_shifted)
 
 
 def _ordered(expression: sympy.Expr) -> list[sympy.Symbol]:
@@ -94,7 +103,7 @@ def _without_shift(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...
     for symbol in expression.free_symbols:
         leaf = region.leaves.get(symbol)
         if leaf is not None and not leaf.axes & set(atoms(keys)) and _is_maximum(region, leaf):
-            if sympy.diff(expression, symbol) == -1:
+            if sympy.expand(sympy.diff(expression, symbol)).is_number:
                 shifts[symbol] = sympy.S.Zero
     return expression.xreplace(shifts) if shifts else expression
 
@@ -126,41 +135,50 @@ def _affine(expression: sympy.Expr, variable: sympy.Symbol) -> tuple[sympy.Expr,
             "the scores are not an affine function of query times key",
             "scale, mask, bias or tanh-cap the scores; other functions have no kernel",
         )
-    return sympy.expand(gain), sympy.expand(expression.xreplace({variable: sympy.S.Zero}))
+    return tidy(sympy.expand(gain)), tidy(sympy.expand(expression.xreplace({variable: sympy.S.Zero})))
 
 
-def _split_mask(gain: sympy.Expr, bias: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr, bool]:
-    """Factor the indicators out of ``gain``; where one of them is off, the scores must be a large negative fill."""
-    keep: sympy.Expr = sympy.S.One
-    infinite = False
+def _split_mask(
+    gain: sympy.Expr, offset: sympy.Expr
+) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr, frozenset[sympy.Expr]]:
+    """Factor the indicators out of ``gain``; where one of them is off, the scores must be a large negative fill.
+
+    Returns:
+        the mask, the gain and the offset where it keeps, and the offsets where it does not.
+    """
+    kept: dict[sympy.Symbol, sympy.Expr] = {}
     for flag in indicators(gain):
-        off, on = gain.xreplace({flag: sympy.S.Zero}), gain.xreplace({flag: sympy.S.One})
-        if off != 0 and on != 0:
-            continue
-        kept, dropped = (sympy.S.One, sympy.S.Zero) if off == 0 else (sympy.S.Zero, sympy.S.One)
-        infinite |= _check_fill(reduce_indicators(bias.xreplace({flag: dropped})))
-        keep *= flag if off == 0 else 1 - flag
-        gain = sympy.expand(gain.xreplace({flag: kept}))
-        bias = reduce_indicators(bias.xreplace({flag: kept}))
+        off, on = (tidy(sympy.expand(gain.xreplace({flag: value}))) for value in (sympy.S.Zero, sympy.S.One))
+        if off == 0 or on == 0:
+            kept[flag] = sympy.S.One if off == 0 else sympy.S.Zero
+            gain = on if off == 0 else off
     if indicators(gain):
         raise RefusedError("MASK_SCALES_SCORES", f"a mask changes the scale of the scores ({gain})", "mask with a fill")
-    return keep, gain, bias, infinite
+    if len(kept) > MOST_MASKS:
+        raise RefusedError("TOO_MANY_MASKS", f"{len(kept)} masks are combined on the scores", "combine the masks first")
+    keep = sympy.Mul(*(flag if value == 1 else 1 - flag for flag, value in kept.items()))
+    fills = set()
+    for values in itertools.product((sympy.S.Zero, sympy.S.One), repeat=len(kept)):
+        chosen = dict(zip(kept, values, strict=True))
+        if chosen != kept:
+            fills.add(reduce_indicators(offset.xreplace(chosen)))
+    for fill in fills:
+        _check_fill(fill)
+    return keep, gain, reduce_indicators(offset.xreplace(kept)), frozenset(fills)
 
 
-def _check_fill(fill: sympy.Expr) -> bool:
-    """Whether the fill of masked scores is infinite; refuses one that is not large and negative."""
-    for flag in indicators(fill):  # nested masks: every combination must be a fill
+def _check_fill(fill: sympy.Expr) -> None:
+    """Refuse a fill of masked scores that is not large and negative, whatever masks are left in it."""
+    for flag in indicators(fill):
         _check_fill(reduce_indicators(fill.xreplace({flag: sympy.S.Zero})))
         fill = reduce_indicators(fill.xreplace({flag: sympy.S.One}))
     infinite = fill.coeff(INFINITY)
-    constant = fill.as_coeff_Add()[0]
-    if infinite.is_negative or (infinite == 0 and constant <= MASKING_FILL):
-        return bool(infinite.is_negative)
-    raise RefusedError(
-        "MASK_FILL_NOT_NEGLIGIBLE",
-        f"masked scores are set to {fill}, which still has weight after the softmax",
-        f"fill with -inf, torch.finfo(dtype).min or anything up to {MASKING_FILL:g}",
-    )
+    if not infinite.is_negative and (infinite != 0 or fill.as_coeff_Add()[0] > MASKING_FILL):
+        raise RefusedError(
+            "MASK_FILL_NOT_NEGLIGIBLE",
+            f"masked scores are set to {fill}, which still has weight after the softmax",
+            f"fill with -inf, torch.finfo(dtype).min or anything up to {MASKING_FILL:g}",
+        )
 
 
 def _inner_scale(
@@ -173,9 +191,5 @@ def _inner_scale(
             "SOFTCAP_NOT_UNDERSTOOD", f"the cap is not c * tanh(scores / c) ({outer} * tanh({argument}))", "cap plainly"
         )
     del capped
-    return sympy.expand(inner * outer), float(outer)
+    return tidy(sympy.expand(inner * outer)), float(outer)
 
-
-def is_plain_mask(expression: sympy.Expr) -> bool:
-    """Whether an expression is an indicator that some leaf decides."""
-    return bool(expression.free_symbols) and is_indicator(expression)

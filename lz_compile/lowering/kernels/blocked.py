@@ -25,6 +25,7 @@ def attention(
     *,
     mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    fill: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     attrs: AttentionAttrs,
 ) -> torch.Tensor:
@@ -43,7 +44,7 @@ def attention(
         scores = _scores(rows, part.keys(key_t), attrs)
         if attrs.enable_gqa:
             scores = scores.reshape(batch, heads, stop - start, limit)
-        scores = _masked(scores, part, mask, bias, attrs)
+        scores = _masked(scores, part, mask, bias, fill, attrs)
         weights = _softmax(scores, None if sinks is None else part.queries(sinks), attrs).to(value.dtype)
         if attrs.enable_gqa:
             weights = weights.reshape(batch, kv_heads, -1, limit)
@@ -79,16 +80,27 @@ def block_bounds(queries: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, queries)) for start in range(0, queries, size)]
 
 
+def _wide(attrs: AttentionAttrs) -> torch.dtype:
+    """Everything between the two products is computed in float32 at least; Inductor keeps it in registers."""
+    return torch.float64 if attrs.score_dtype == torch.float64 else torch.float32
+
+
 def _scores(query: torch.Tensor, key_t: torch.Tensor, attrs: AttentionAttrs) -> torch.Tensor:
     scale = query.shape[-1] ** -0.5 if attrs.scale is None else attrs.scale
-    scores = query.to(attrs.score_dtype) @ key_t.to(attrs.score_dtype) * scale
+    product = query.to(attrs.score_dtype) @ key_t.to(attrs.score_dtype)
+    scores = product.to(_wide(attrs)) * scale
     if attrs.softcap is not None:
         scores = torch.tanh(scores / attrs.softcap) * attrs.softcap
     return scores
 
 
 def _masked(
-    scores: torch.Tensor, part: _Part, mask: torch.Tensor | None, bias: torch.Tensor | None, attrs: AttentionAttrs
+    scores: torch.Tensor,
+    part: _Part,
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    fill: torch.Tensor | float | None,
+    attrs: AttentionAttrs,
 ) -> torch.Tensor:
     """Scores with the block's bias added and its masked elements filled."""
     if bias is not None:
@@ -99,17 +111,19 @@ def _masked(
         keep = causal if keep is None else torch.logical_and(keep, causal)
     if keep is None:
         return scores
-    fill = torch.finfo(attrs.score_dtype).min if attrs.masked_rows == "mean" else -math.inf
+    if fill is None:
+        fill = torch.finfo(scores.dtype).min if attrs.masked_rows == "mean" else -math.inf
+    elif not isinstance(fill, float):
+        fill = part.keys(part.queries(fill)).to(scores.dtype)
     return torch.where(keep, scores, fill)
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, attrs: AttentionAttrs) -> torch.Tensor:
-    """Probabilities, normalised in float32 at least."""
+    """Probabilities, in the dtype of the scores."""
     if sinks is not None:
         column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
-    wide = torch.float64 if attrs.score_dtype == torch.float64 else torch.float32
-    weights = torch.softmax(scores, -1, dtype=wide)
+    weights = torch.softmax(scores, -1)
     if sinks is not None:
         weights = weights[..., :-1]
     if attrs.masked_rows == "zero":

@@ -50,9 +50,11 @@ def _merge(
     """One mask for SDPA: boolean where nothing is added, additive otherwise.
 
     A finite fill is added in float32 for float16 operands: float16's smallest number is not small enough to swallow a
-    score, and rows that are masked completely would not come out as the mean of the values.
+    score, and rows that are masked completely would not come out as the mean of the values. A bias that is wider than the
+    operands stays so.
     """
-    additive = torch.float32 if dtype == torch.float16 else dtype
+    is_wider = bias is not None and bias.dtype.itemsize > dtype.itemsize
+    additive = torch.float32 if dtype == torch.float16 or is_wider else dtype
     if mask is None:
         return bias if bias is None else bias.to(additive)
     if bias is None and attrs.masked_rows != "mean":

@@ -5,6 +5,7 @@ Canonical layout, in which every kernel takes and returns it:
     query  [B, Hq, Sq, D]       key  [B, Hk, Sk, D]       value  [B, Hk, Sk, E]      result  [B, Hq, Sq, E]
     mask   bool, True keeps, broadcastable to [B, Hq, Sq, Sk]
     bias   float, added to the scaled (and capped) scores, broadcastable to [B, Hq, Sq, Sk]
+    fill   float, the score of an element that the mask drops, where ``masked_rows == "fill"``; broadcastable likewise
     sinks  float, an extra score that takes part in the softmax and has no value, broadcastable to [B, Hq, Sq, 1]
 
 ``Hq`` is a multiple of ``Hk``: query head ``h`` reads key head ``h // (Hq // Hk)``.
@@ -21,8 +22,8 @@ import torch
 from lz_compile.passes.axes import Size
 
 #: What a row gives whose every key is masked: NaN (softmax over ``-inf``), the mean of all values (softmax over equal
-#: finite fills), or zero.
-MaskedRows: TypeAlias = Literal["nan", "mean", "zero"]
+#: finite fills), zero, or the softmax over fills that differ (given as the operand ``fill``).
+MaskedRows: TypeAlias = Literal["nan", "mean", "zero", "fill"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def reference(
     *,
     mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    fill: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     attrs: AttentionAttrs,
 ) -> torch.Tensor:
@@ -92,7 +94,9 @@ def reference(
         causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         mask = causal if mask is None else mask & causal
     if mask is not None:
-        fill = torch.finfo(scores.dtype).min if attrs.masked_rows == "mean" else -math.inf
+        if fill is None:
+            lowest = torch.finfo(scores.dtype).min if attrs.masked_rows == "mean" else -math.inf
+            fill = torch.full((), lowest, dtype=scores.dtype, device=scores.device)
         scores = torch.where(mask, scores, fill)
     if sinks is not None:
         column = sinks.expand(*scores.shape[:-1], 1)
@@ -116,6 +120,7 @@ def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
         "dropout": attrs.dropout_p > 0 and f"dropout of {attrs.dropout_p:g}",
         "softcap": attrs.softcap is not None and f"scores capped at {attrs.softcap}",
         "sinks": attrs.has_sinks and "an attention sink in the softmax",
+        "masked_row_fill": attrs.masked_rows == "fill" and "fills of masked scores that differ within a row",
         "training": facts.needs_grad and "gradients",
         "bias_gradient": facts.bias_needs_grad and "a gradient of the bias",
         "value_dim": facts.value_dim != facts.head_dim and f"head dim {facts.head_dim}, value dim {facts.value_dim}",

@@ -14,8 +14,8 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.passes import contraction, probabilities, scores
-from lz_compile.passes.algebra import INFINITY, Region
+from lz_compile.passes import contraction, layout, probabilities, scores
+from lz_compile.passes.algebra import INFINITY, Region, tidy
 from lz_compile.passes.attention_axes import assign_roles
 from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, fresh, shape_of
 from lz_compile.passes.contraction import Contraction, Factor
@@ -87,44 +87,54 @@ class _Reader:
             return None
         dims = fresh(shape_of(tensor_of(self.call.node)))  # type: ignore[arg-type]
         outer = contraction.read(self.region, self.call, dims)
-        if outer is None or not outer.summed:
-            return None
+        return None if outer is None else self._match_product(outer, self.call.node, dims)
+
+    def _match_product(self, outer: Contraction, output: fx.Node, output_dims: Dims) -> Match | None:
+        """Whichever factor of ``outer`` is the probabilities; the result is ``output``."""
         for weights, value in ((outer.left, outer.right), (outer.right, outer.left)):
-            if self.region.reaches(weights.node, _SOFTMAX):
-                found = self._match(outer, weights, value)
+            if outer.summed and self.region.reaches(weights.node, _SOFTMAX):
+                found = self._match(outer, weights, value, output, output_dims)
                 if found is not None:
                     return found
         return None
 
-    def _match(self, outer: Contraction, weights: Factor, value: Factor) -> Match | None:
+    def _match(
+        self, outer: Contraction, weights: Factor, value: Factor, output: fx.Node, output_dims: Dims
+    ) -> Match | None:
         keys = atoms(outer.summed)
-        found = probabilities.read(self.region, weights.node, weights.dims, self.call.node, keys)
+        found = probabilities.read(self.region, weights.node, weights.dims, outer.call.node, keys)
         if found is None:
             return None
         inner = scores.read(self.region, found.scores, keys)
         if inner is None:
+            _refuse_unread_function(self.region, found.scores)
             return None
         if outer.addend is not None:
             raise RefusedError("OUTPUT_ACCUMULATES", "the product with the values is added to a tensor", "add it after")
-        output, output_dims, gain = self._output(outer, found)
+        gain = tidy(sympy.expand(found.gain * outer.coefficient))
+        if found.unnormalised is not None:
+            if output is outer.call.node:
+                return self._match_quotient(outer.call.node)
+            product = self.region.leaf(outer.call.node, outer.dims)
+            quotient = self.region.express(output, output_dims)
+            divided = probabilities.divided_by_sum(self.region, quotient, product, found, keys)
+            if divided is None:
+                return None
+            gain = divided
         self._check_gain(gain, keys)
         core = find_core(self.region.effects, inner.leaf.node, output)
         return self._build(inner, found, keys, value, core, output, output_dims, gain)
 
-    def _output(self, outer: Contraction, found: probabilities.Probabilities) -> tuple[fx.Node, Dims, sympy.Expr]:
-        """The node that holds the result: the contraction, or the division by the sum that comes after it."""
-        node, gain = outer.call.node, sympy.expand(found.gain * outer.coefficient)
-        if found.unnormalised is None:
-            return node, outer.dims, gain
-        product = self.region.leaf(node, outer.dims, contraction_=outer)
-        for user in node.users:
-            reader = self.region.effects.calls[user]
-            if reader is None or reader.name not in ("div", "mul"):
-                continue
-            expression = self.region.express(user, outer.dims)
-            left = probabilities.divided_by_sum(self.region, expression, product, found, atoms(outer.summed))
-            if left is not None:
-                return user, outer.dims, left
+    def _match_quotient(self, product: fx.Node) -> Match | None:
+        """The division by the sum of the exponentials that comes after the values: read again from there."""
+        for candidate in _quotients(self.region.effects, product):
+            self.region = Region(self.region.effects, expand_masks=self.region.expand_masks)
+            dims = fresh(shape_of(tensor_of(candidate)))  # type: ignore[arg-type]
+            self.region.express(candidate, dims)
+            outer = next((x.contraction for x in self.region.leaves.values() if x.node is product and x.contraction), None)
+            found = None if outer is None else self._match_product(outer, candidate, dims)
+            if found is not None:
+                return found
         raise RefusedError(
             "NOT_NORMALISED", "the exponentials are never divided by their sum", "divide by the sum over the keys"
         )
@@ -153,6 +163,39 @@ class _Reader:
         emitter = assign_roles(self.region, inner, found, keys, value, output, output_dims, gain)
         core.check(self.region.effects, self.region.readers)
         return emitter.match(OP, core)
+
+
+def _quotients(effects: Effects, product: fx.Node) -> list[fx.Node]:
+    """Divisions (or products with a reciprocal) of ``product``, behind layout changes and casts."""
+    found, queue = [], [product]
+    while queue:
+        for user in queue.pop().users:
+            call = effects.calls[user]
+            if call is not None and call.name in ("div", "mul"):
+                found.append(user)
+            elif call is not None and (layout.rearranges(call) or call.name in ("to", "type_as", "float")):
+                queue.append(user)
+    return found
+
+
+def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
+    """Refuse where the scores are a product of two computed tensors behind a function that has no reading here."""
+    for symbol in expression.free_symbols & region.leaves.keys():
+        node: fx.Node = region.leaves[symbol].node
+        shape = shape_of(tensor_of(node)) if tensor_of(node) is not None else None
+        call = region.effects.calls[node]
+        while call is not None and call.name not in contraction.PRODUCTS and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+            if tensor_of(node) is None or shape_of(tensor_of(node)) != shape:  # type: ignore[arg-type]
+                break
+            inner = region.effects.calls[node]
+            if inner is not None and inner.name in contraction.PRODUCTS - {"linear", "addmm"}:
+                raise RefusedError(
+                    "SCORES_NOT_AFFINE",
+                    f"the scores pass through {call.name}",
+                    "scale, mask, bias or tanh-cap the scores; other functions have no kernel",
+                )
+            call = inner
 
 
 def _softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:

@@ -1,0 +1,1 @@
+"""Reference models in plain PyTorch, one architecture per file: what tests and benchmarks compile."""

@@ -1,0 +1,128 @@
+"""Dynamo graphs to test on, and an independent reading of axes: as index arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from lz_compile.passes.axes import Axis, Dims, atoms, shape_of
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.view import Call, read, tensor_of
+
+Symbols = Mapping[sympy.Symbol, int]
+
+
+def capture(fn: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> fx.GraphModule:
+    """The one graph that Dynamo makes of ``fn(*inputs)``, with example values; nothing of ours has touched it.
+
+    The inputs are copied, so that an ``fn`` that writes into them leaves the caller's alone.
+    """
+    captured: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        captured.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    copies = [value.clone() if isinstance(value, Tensor) and value.is_leaf else value for value in inputs]
+    torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*copies)
+    assert len(captured) == 1, f"expected one graph, Dynamo made {len(captured)}"
+    return captured[0]
+
+
+def output_of(module: fx.GraphModule) -> fx.Node:
+    """The node that the graph returns (the first one)."""
+    returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
+    return returned[0] if isinstance(returned, (tuple, list)) else returned
+
+
+def placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    """The tensor inputs, in the order in which Dynamo met them."""
+    return [node for node in module.graph.nodes if node.op == "placeholder" and tensor_of(node) is not None]
+
+
+def calls(module: fx.GraphModule) -> list[Call]:
+    """Every call in the graph, as the view reads it."""
+    return [call for call in map(read, module.graph.nodes) if call is not None]
+
+
+def call_named(module: fx.GraphModule, name: str) -> Call:
+    """The only call of that name."""
+    found = [call for call in calls(module) if call.name == name]
+    assert len(found) == 1, f"expected one {name}, the graph calls {[call.name for call in calls(module)]}"
+    return found[0]
+
+
+def effects_of(module: fx.GraphModule) -> Effects:
+    """The effects of its graph."""
+    return Effects(module.graph)
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.values: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.values[n] = value.clone() if isinstance(value, Tensor) else value
+        return value
+
+
+def run(module: fx.GraphModule, *inputs: Any) -> dict[fx.Node, Any]:
+    """The value of every node at the moment it is made, for real inputs in the order of :func:`placeholders`."""
+    recorder = _Recorder(module)
+    recorder.run(*arguments(module, *inputs))
+    return recorder.values
+
+
+def arguments(module: fx.GraphModule, *inputs: Tensor) -> list[Any]:
+    """``inputs`` with the symbolic sizes between them that the graph takes as well."""
+    sizes = symbols(module, *inputs)
+    tensors = iter(inputs)
+    given: list[Any] = []
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        is_size = isinstance(node.meta["example_value"], torch.SymInt)
+        given.append(int(sizes[node.meta["example_value"].node.expr]) if is_size else next(tensors))
+    return given
+
+
+def symbols(module: fx.GraphModule, *inputs: Tensor) -> Symbols:
+    """The number behind every symbolic size, for real inputs in the order of :func:`placeholders`."""
+    found: dict[sympy.Symbol, int] = {}
+    for node, value in zip(placeholders(module), inputs, strict=True):
+        for extent, size in zip(shape_of(tensor_of(node)), value.shape, strict=True):
+            if isinstance(extent, sympy.Symbol):
+                found[extent] = size
+    return found
+
+
+def number_of(size: int | sympy.Expr, known: Symbols) -> int:
+    """An extent as a number."""
+    return size if isinstance(size, int) else int(size.subs(known))
+
+
+def at(tensor: Tensor, dims: Dims, axes: Sequence[Axis], known: Symbols | None = None) -> Tensor:
+    """``tensor`` at every index: one dimension per axis of ``axes``, its own dimensions indexed as ``dims`` say.
+
+    This is what axes mean, by way of index arrays and without any layout operation.
+    """
+    known = known or {}
+    sizes = [number_of(axis.size, known) for axis in axes]
+    order = list(axes)
+    index = []
+    for dim in dims:
+        position = torch.zeros([1] * len(sizes), dtype=torch.int64)
+        for axis in atoms(dim):
+            size = sizes[order.index(axis)]
+            spread = [size if other is axis else 1 for other in order]
+            position = position * size + torch.arange(size).reshape(spread)
+        index.append(position)
+    picked = tensor[tuple(index)] if index else tensor
+    return picked.expand(sizes)

@@ -1,0 +1,482 @@
+"""Every kernel against the reference of its op, over drawn shapes, masks, layouts and dtypes; and what it says of itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from lz_compile import clear_reports, reports
+from lz_compile.backend import layerzero
+from lz_compile.lowering import ops
+from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, features, reference
+from lz_compile.passes import validate
+from lz_compile.runtime.registry import KernelSpec, kernels
+from lz_compile.runtime.select import select
+
+#: Absolute and relative error against float64 that a kernel may have.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+DTYPES = tuple(TOLERANCE)
+#: Gradients are sums over rows, and their terms were rounded once more.
+GRADIENT_SLACK = 4
+
+KERNELS = {spec.kernel_id: spec for spec in kernels("attention").values() if spec.call is not None}
+HERE = [name for name, spec in KERNELS.items() if {"*", "cpu"} & spec.platforms]
+for_every_kernel = pytest.mark.parametrize("kernel", HERE)
+for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+drawn = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "layerzero"))
+    torch._dynamo.reset()
+    validate.forget()
+    clear_reports()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention to compute: extents, attributes and the extents that its masks have (the others are 1)."""
+
+    batch: int = 2
+    kv_heads: int = 2
+    groups: int = 1
+    queries: int = 5
+    keys: int = 7
+    head_dim: int = 4
+    value_dim: int = 4
+    attrs: AttentionAttrs = AttentionAttrs()
+    mask_is_full: tuple[bool, ...] = (True, True, True, True)
+    bias_is_full: tuple[bool, ...] = (True, True, True, True)
+    sinks_are_full: tuple[bool, ...] = (False, True, False)
+    rows_fully_masked: bool = False
+    is_token_major: bool = False
+    seed: int = 0
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.groups
+
+    @property
+    def scores(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.queries, self.keys
+
+
+def _operands(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(*extents: int) -> Tensor:
+        return torch.randn(extents, generator=generator, dtype=torch.float64).to(dtype)
+
+    def heads_of(count: int, length: int, dim: int) -> Tensor:
+        if case.is_token_major:
+            return normal(case.batch, length, count, dim).transpose(1, 2)
+        return normal(case.batch, count, length, dim)
+
+    found = {
+        "query": heads_of(case.heads, case.queries, case.head_dim),
+        "key": heads_of(case.kv_heads, case.keys, case.head_dim),
+        "value": heads_of(case.kv_heads, case.keys, case.value_dim),
+    }
+    if case.attrs.has_mask:
+        found["mask"] = _keep(case, case.mask_is_full, generator)
+    if case.attrs.masked_rows == "fill":
+        found["fill"] = normal(*_chosen(case.scores, case.bias_is_full)) * 4 - 8
+    if case.attrs.has_bias:
+        bias = normal(*_chosen(case.scores, case.bias_is_full)).to(case.attrs.score_dtype)
+        if not case.attrs.bias_is_finite:
+            bias = bias.masked_fill(~_keep(case, case.bias_is_full, generator), -math.inf)
+        found["bias"] = bias
+    if case.attrs.has_sinks:
+        found["sinks"] = normal(*_chosen(case.scores[:3], case.sinks_are_full), 1)
+    return found
+
+
+def _chosen(extents: tuple[int, ...], is_full: tuple[bool, ...]) -> tuple[int, ...]:
+    return tuple(extent if full else 1 for extent, full in zip(extents, is_full, strict=True))
+
+
+def _keep(case: Case, is_full: tuple[bool, ...], generator: torch.Generator) -> Tensor:
+    keep = torch.rand(_chosen(case.scores, is_full), generator=generator) < 0.6
+    keep[..., 0] = True
+    if case.rows_fully_masked:
+        keep.view(-1, keep.shape[-1])[::2] = False
+    return keep
+
+
+def _doubled(operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.double() if x.is_floating_point() else x for name, x in operands.items()}
+
+
+def _assert_near(actual: Tensor, expected: Tensor, case: Case, slack: float = 1.0) -> None:
+    is_rounded = case.attrs.score_dtype in (torch.float16, torch.bfloat16)
+    tolerance = slack * max(TOLERANCE[actual.dtype], TOLERANCE[case.attrs.score_dtype]) * (4 if is_rounded else 1)
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def _runs_right(kernel: str, case: Case, dtype: torch.dtype) -> None:
+    case = replace(case, attrs=replace(case.attrs, score_dtype=torch.promote_types(case.attrs.score_dtype, dtype)))
+    operands = _operands(case, dtype)
+    actual = KERNELS[kernel].call(**operands, attrs=case.attrs)
+    assert actual.dtype == dtype
+    _assert_near(actual, reference(**_doubled(operands), attrs=_in_float64(case.attrs)), case)
+
+
+def _in_float64(attrs: AttentionAttrs) -> AttentionAttrs:
+    return replace(attrs, score_dtype=torch.float64)
+
+
+_FULL = st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans())
+
+
+@st.composite
+def _cases(draw: st.DrawFn, supports: frozenset[str]) -> Case:
+    def maybe(feature: str) -> bool:
+        return feature in supports and draw(st.booleans())
+
+    head_dim = draw(st.integers(1, 8))
+    has_mask, has_bias = maybe("bool_mask"), maybe("float_mask")
+    is_causal = not has_mask and not has_bias and maybe("causal")
+    outcomes = ["nan", "mean", "zero", *(["fill"] if has_mask and "masked_row_fill" in supports else [])]
+    groups = draw(st.integers(2, 3)) if maybe("gqa") else 1
+    attrs = AttentionAttrs(
+        scale=draw(st.sampled_from([None, 0.3, -0.5, 1.0])),
+        is_causal=is_causal,
+        softcap=2.0 if maybe("softcap") else None,
+        masked_rows=draw(st.sampled_from(outcomes)),
+        has_mask=has_mask,
+        has_bias=has_bias,
+        has_sinks=maybe("sinks"),
+        bias_is_finite=draw(st.booleans()),
+        enable_gqa=groups > 1,
+    )
+    return Case(
+        batch=draw(st.integers(1, 2)),
+        kv_heads=draw(st.integers(1, 3)),
+        groups=groups,
+        queries=draw(st.sampled_from([1, 2, 5, 16, 17, 33])),
+        keys=draw(st.sampled_from([1, 2, 3, 7, 18])),
+        head_dim=head_dim,
+        value_dim=draw(st.integers(1, 6)) if maybe("value_dim") else head_dim,
+        attrs=attrs,
+        mask_is_full=draw(_FULL),
+        bias_is_full=draw(_FULL),
+        sinks_are_full=draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
+        rows_fully_masked=draw(st.booleans()),
+        is_token_major=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+# ---- numerics ------------------------------------------------------------------------------------------------------
+
+
+@for_every_dtype
+@for_every_kernel
+def test_a_kernel_gives_what_the_reference_gives_in_float64(kernel, dtype):
+    @drawn
+    @given(_cases(KERNELS[kernel].supports))
+    def holds(case: Case) -> None:
+        _runs_right(kernel, case, dtype)
+
+    holds()
+
+
+@for_every_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_scores_may_be_rounded_where_the_source_rounds_them(kernel, dtype):
+    @drawn
+    @given(_cases(KERNELS[kernel].supports - {"sinks"}))
+    def holds(case: Case) -> None:
+        _runs_right(kernel, replace(case, attrs=replace(case.attrs, score_dtype=dtype)), dtype)
+
+    holds()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@for_every_kernel
+def test_gradients_are_those_of_the_reference_in_float64(kernel, dtype):
+    @drawn
+    @given(_cases(KERNELS[kernel].supports))
+    def holds(case: Case) -> None:
+        attrs = replace(case.attrs, bias_is_finite=True, score_dtype=dtype)
+        case = replace(case, attrs=attrs, rows_fully_masked=case.rows_fully_masked and attrs.masked_rows != "nan")
+        operands = _operands(case, dtype)
+        expected = _gradients(reference, _doubled(operands), _in_float64(attrs))
+        actual = _gradients(KERNELS[kernel].call, operands, attrs)
+        for name, gradient in actual.items():
+            _assert_near(gradient, expected[name], case, GRADIENT_SLACK)
+
+    assert {"training", "bias_gradient"} <= KERNELS[kernel].supports, "this kernel needs another test"
+    holds()
+
+
+def _gradients(call: Callable[..., Tensor], operands: Mapping[str, Tensor], attrs: AttentionAttrs) -> dict[str, Tensor]:
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in operands.items() if x.is_floating_point()}
+    out = call(**{**operands, **leaves}, attrs=attrs)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape).to(out.dtype)
+    return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), weight), strict=True))
+
+
+@pytest.mark.parametrize("masked_rows", ["nan", "mean", "zero"])
+@for_every_dtype
+@for_every_kernel
+def test_a_row_without_keys_gives_what_the_source_would_give(kernel, dtype, masked_rows):
+    attrs = AttentionAttrs(has_mask=True, masked_rows=masked_rows)
+    case = Case(attrs=attrs, rows_fully_masked=True)
+    operands = _operands(case, dtype)
+    actual = KERNELS[kernel].call(**operands, attrs=replace(attrs, score_dtype=torch.promote_types(torch.float32, dtype)))
+    row = actual[0, 0, 0]
+    assert not operands["mask"][0, 0, 0].any()
+    if masked_rows == "nan":
+        assert row.isnan().all()
+    elif masked_rows == "zero":
+        assert (row == 0).all()
+    else:
+        torch.testing.assert_close(row, operands["value"][0, 0].mean(0), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+_CAUSAL_AND = {
+    "mask": AttentionAttrs(is_causal=True, has_mask=True),
+    "mask_with_mean": AttentionAttrs(is_causal=True, has_mask=True, masked_rows="mean"),
+    "mask_with_zero": AttentionAttrs(is_causal=True, has_mask=True, masked_rows="zero"),
+    "mask_with_fill": AttentionAttrs(is_causal=True, has_mask=True, masked_rows="fill"),
+    "bias": AttentionAttrs(is_causal=True, has_bias=True, bias_is_finite=True),
+    "mask_and_bias": AttentionAttrs(is_causal=True, has_mask=True, has_bias=True, bias_is_finite=True),
+}
+
+
+@pytest.mark.parametrize("attrs", _CAUSAL_AND.values(), ids=_CAUSAL_AND)
+@for_every_kernel
+def test_causality_goes_together_with_every_mask_that_a_kernel_takes(kernel, attrs):
+    _skip_if_refused(kernel, attrs)
+    _runs_right(kernel, Case(queries=33, keys=33, attrs=attrs, rows_fully_masked=True), torch.float32)
+
+
+@pytest.mark.parametrize("attrs", _CAUSAL_AND.values(), ids=_CAUSAL_AND)
+@for_every_kernel
+def test_causality_goes_together_with_the_gradient_of_every_mask(kernel, attrs):
+    _skip_if_refused(kernel, attrs)
+    case = Case(attrs=attrs)
+    operands = _operands(case, torch.float32)
+    expected = _gradients(reference, _doubled(operands), _in_float64(attrs))
+    for name, gradient in _gradients(KERNELS[kernel].call, operands, attrs).items():
+        _assert_near(gradient, expected[name], case, GRADIENT_SLACK)
+
+
+def _skip_if_refused(kernel: str, attrs: AttentionAttrs) -> None:
+    needed = set(features(attrs, _facts()))
+    if not needed <= KERNELS[kernel].supports:
+        pytest.skip(f"{kernel} does not claim {sorted(needed - KERNELS[kernel].supports)}")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(513, 513), (700, 300), (530, 2), (1, 600), (64, 65)])
+@for_every_kernel
+def test_long_sequences_are_cut_into_blocks_without_a_seam(kernel, queries, keys, is_causal):
+    attrs = AttentionAttrs(is_causal=is_causal, enable_gqa=True)
+    _runs_right(kernel, Case(1, 1, 2, queries, keys, 3, 2, attrs=attrs), torch.float32)
+
+
+@for_every_kernel
+def test_large_scores_do_not_overflow(kernel):
+    operands = {name: x * 300 for name, x in _operands(Case(), torch.float32).items()}
+    attrs = AttentionAttrs(scale=1.0)
+    actual = KERNELS[kernel].call(**operands, attrs=attrs)
+    torch.testing.assert_close(actual.double(), reference(**_doubled(operands), attrs=attrs), atol=1.0, rtol=1e-3)
+
+
+def test_the_reference_agrees_with_pytorch():
+    case = Case(groups=3, value_dim=6, attrs=AttentionAttrs(is_causal=True, enable_gqa=True, masked_rows="zero"))
+    operands = _operands(case, torch.float64)
+    expected = torch.nn.functional.scaled_dot_product_attention(**operands, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(reference(**operands, attrs=case.attrs), expected)
+
+
+# ---- what a kernel says of itself ----------------------------------------------------------------------------------
+
+
+def _facts(**changes: Any) -> AttentionFacts:
+    default = AttentionFacts(
+        batch=2, heads=2, kv_heads=2, query_len=5, key_len=7, head_dim=4, value_dim=4, dtype=torch.float32, device="cpu"
+    )
+    return replace(default, **changes)
+
+
+def _drops_some_and_keeps_the_mean(kernel: str) -> None:
+    attrs = AttentionAttrs(dropout_p=0.5)
+    operands = _operands(Case(queries=64, keys=64, attrs=attrs), torch.float32)
+    operands["value"] = torch.ones_like(operands["value"])
+    torch.manual_seed(0)
+    out = torch.stack([KERNELS[kernel].call(**operands, attrs=attrs) for _ in range(16)])
+    assert out.std() > 0.01
+    assert abs(out.mean() - 1) < 0.02
+
+
+def _follows_symbolic_lengths(kernel: str) -> None:
+    counter = CompileCounter()
+    attrs = AttentionAttrs(is_causal=True)
+    compiled = torch.compile(lambda **x: KERNELS[kernel].call(**x, attrs=attrs), backend=counter, dynamic=True)
+    for length in (5, 9, 40, 70):
+        operands = _operands(Case(queries=length, keys=length, attrs=attrs), torch.float32)
+        torch.testing.assert_close(compiled(**operands), reference(**operands, attrs=attrs))
+    assert counter.frame_count == 1
+
+
+def _runs(**changes: Any) -> Callable[[str], None]:
+    return lambda kernel: _runs_right(kernel, Case(**changes), torch.float32)
+
+
+def _trains(*names: str) -> Callable[[str], None]:
+    def demonstrate(kernel: str) -> None:
+        attrs = AttentionAttrs(has_bias="bias" in names, bias_is_finite=True)
+        operands = _operands(Case(attrs=attrs), torch.float32)
+        expected = _gradients(reference, _doubled(operands), attrs)
+        actual = _gradients(KERNELS[kernel].call, operands, attrs)
+        for name in names:
+            torch.testing.assert_close(actual[name].double(), expected[name], atol=1e-4, rtol=1e-4)
+
+    return demonstrate
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What asks for a feature, and what shows that a kernel has it."""
+
+    attrs: AttentionAttrs
+    facts: AttentionFacts
+    demonstrate: Callable[[str], None]
+
+
+_SYMBOLIC = sympy.Symbol("s0", integer=True, positive=True)
+_CAUSAL, _GQA = AttentionAttrs(is_causal=True), AttentionAttrs(enable_gqa=True)
+_CAPPED, _SINKS = AttentionAttrs(softcap=1.5), AttentionAttrs(has_sinks=True)
+_MASKED, _BIASED = AttentionAttrs(has_mask=True), AttentionAttrs(has_bias=True)
+_FILLED = AttentionAttrs(has_mask=True, masked_rows="fill")
+
+FEATURES: Mapping[str, Feature] = {
+    "causal": Feature(_CAUSAL, _facts(), _runs(attrs=_CAUSAL)),
+    "gqa": Feature(_GQA, _facts(heads=6), _runs(groups=3, attrs=_GQA)),
+    "bool_mask": Feature(_MASKED, _facts(), _runs(attrs=_MASKED, rows_fully_masked=True)),
+    "float_mask": Feature(_BIASED, _facts(), _runs(attrs=_BIASED, rows_fully_masked=True)),
+    "masked_row_fill": Feature(_FILLED, _facts(), _runs(attrs=_FILLED, rows_fully_masked=True)),
+    "dropout": Feature(AttentionAttrs(dropout_p=0.5), _facts(), _drops_some_and_keeps_the_mean),
+    "softcap": Feature(_CAPPED, _facts(), _runs(attrs=_CAPPED)),
+    "sinks": Feature(_SINKS, _facts(), _runs(attrs=_SINKS)),
+    "training": Feature(AttentionAttrs(), _facts(needs_grad=True), _trains("query", "key", "value")),
+    "bias_gradient": Feature(_BIASED, _facts(bias_needs_grad=True), _trains("bias")),
+    "value_dim": Feature(AttentionAttrs(), _facts(value_dim=6), _runs(value_dim=6)),
+    "dynamic_causal": Feature(_CAUSAL, _facts(query_len=_SYMBOLIC), _follows_symbolic_lengths),
+}
+
+
+def test_the_table_of_features_above_is_complete():
+    everything = features(
+        AttentionAttrs(
+            is_causal=True,
+            enable_gqa=True,
+            has_mask=True,
+            has_bias=True,
+            dropout_p=0.1,
+            softcap=1.0,
+            has_sinks=True,
+            masked_rows="fill",
+        ),
+        _facts(query_len=_SYMBOLIC, value_dim=6, needs_grad=True, bias_needs_grad=True),
+    )
+    assert set(everything) == set(FEATURES)
+    assert features(AttentionAttrs(), _facts()) == {}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_claims_only_features_that_the_op_knows(kernel):
+    assert KERNELS[kernel].supports <= set(FEATURES)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@for_every_kernel
+def test_a_claimed_feature_works_and_one_not_claimed_is_refused_with_a_reason(kernel, feature):
+    row = FEATURES[feature]
+    against = _against(kernel, row.attrs, row.facts)
+    if feature in KERNELS[kernel].supports:
+        assert f"{feature.upper()}_UNSUPPORTED" not in against
+        row.demonstrate(kernel)
+    else:
+        cause = features(row.attrs, row.facts)[feature]
+        assert against[f"{feature.upper()}_UNSUPPORTED"] == f"{kernel} does not take {cause}"
+
+
+def _against(kernel: str, attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
+    match = SimpleNamespace(op="attention", attributes=attrs, facts=facts)
+    candidates = select(match, {}).candidates
+    chosen = next(candidate for candidate in candidates if candidate.kernel.kernel_id == kernel)
+    return {reason.code: reason.message for reason in chosen.against}
+
+
+@for_every_kernel
+def test_a_dtype_that_is_not_claimed_is_refused_with_a_reason(kernel):
+    for dtype in (torch.float8_e4m3fn, torch.int8, torch.complex64):
+        against = _against(kernel, AttentionAttrs(), _facts(dtype=dtype))
+        assert f"not {str(dtype).removeprefix('torch.')}" in against["DTYPE_UNSUPPORTED"]
+
+
+@pytest.mark.parametrize("kernel", [name for name, spec in KERNELS.items() if "*" not in spec.platforms])
+def test_a_platform_that_is_not_claimed_is_refused_with_a_reason(kernel):
+    assert "not tpu" in _against(kernel, AttentionAttrs(), _facts(device="tpu"))["PLATFORM_MISMATCH"]
+
+
+def test_inductor_takes_what_no_other_kernel_takes():
+    everything = AttentionAttrs(softcap=1.0, has_sinks=True, is_causal=True)
+    match = SimpleNamespace(op="attention", attributes=everything, facts=_facts(dtype=torch.int8, device="tpu"))
+    assert select(match, {}).kernel.kernel_id == "inductor"
+
+
+# ---- in a compiled model -------------------------------------------------------------------------------------------
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    scores = (query @ key.transpose(-2, -1) * 0.4).masked_fill(~keep, -math.inf)
+    return scores.softmax(-1) @ value
+
+
+@for_every_dtype
+@for_every_kernel
+def test_a_locked_kernel_runs_in_a_compiled_model(kernel, dtype):
+    case = Case(batch=2, kv_heads=2, groups=2, queries=9, keys=11, head_dim=16, value_dim=16, attrs=_MASKED)
+    operands = list(_operands(case, dtype).values())
+    compiled = torch.compile(_grouped, backend=layerzero, options={"layerzero.lock": {"attention": kernel}})
+    actual = compiled(*operands)
+    (match,) = reports()[-1].matches
+    assert (match.kernel, match.rewritten, match.why) == (kernel, True, "locked")
+    exact = _grouped(*(x.double() if x.is_floating_point() else x for x in operands))
+    source_error = (_grouped(*operands).double() - exact).abs().max().item()
+    tolerance = TOLERANCE[dtype] + 2 * source_error
+    torch.testing.assert_close(actual.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+# ---- completeness --------------------------------------------------------------------------------------------------
+
+
+def test_every_op_has_kernels_that_this_file_tests():
+    tested = {"attention": KERNELS}
+    for op in ops.names():
+        assert {name for name, spec in kernels(op).items() if spec.call is not None} == set(tested[op])
+
+
+@pytest.mark.parametrize("spec", KERNELS.values(), ids=KERNELS)
+def test_a_kernel_claims_the_dtypes_that_this_file_tests(spec: KernelSpec):
+    assert spec.dtypes <= {str(dtype).removeprefix("torch.") for dtype in DTYPES}
