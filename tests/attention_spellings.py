@@ -383,6 +383,12 @@ RULES: dict[str, Callable[..., bool]] = {
         not rows_fully_masked
         or (mask in USER_MASKS - {"additive_inf"} and _is_uniform_when_masked(dtype, mask_apply, fill, mask))
     ),
+    "an integer mask is not known to be zeros and ones, so it cannot scale the scores": lambda mask, mask_apply: (
+        mask != "integer" or mask_apply != "mix"
+    ),
+    "the smallest float64 overflows when it is folded into a power of two": lambda dtype, fill, exponential: (
+        dtype != torch.float64 or fill != "min" or exponential not in ("exp2", "exp2_folded")
+    ),
     "a masked row is stable": lambda rows_fully_masked, softmax, shift, exponential, bias: (
         not rows_fully_masked or (bias == "none" and (softmax in BUILTIN or _is_stable(softmax, shift, exponential)))
     ),

@@ -16,10 +16,15 @@ from lz_compile.passes.view import Call, read, tensor_of
 Symbols = Mapping[sympy.Symbol, int]
 
 
-def capture(fn: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> fx.GraphModule:
+def capture(fn: Callable[..., Any], *inputs: Any, dynamic: bool | Sequence[int] | None = None) -> fx.GraphModule:
     """The one graph that Dynamo makes of ``fn(*inputs)``, with example values; nothing of ours has touched it.
 
     The inputs are copied, so that an ``fn`` that writes into them leaves the caller's alone.
+
+    Args:
+        fn: what to trace.
+        inputs: its arguments.
+        dynamic: as for ``torch.compile``, or the dimensions that are symbolic in every tensor that has them.
     """
     captured: list[fx.GraphModule] = []
 
@@ -29,15 +34,23 @@ def capture(fn: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -
 
     torch._dynamo.reset()
     copies = [value.clone() if isinstance(value, Tensor) and value.is_leaf else value for value in inputs]
-    torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*copies)
+    if isinstance(dynamic, Sequence):
+        for value in copies:
+            torch._dynamo.mark_dynamic(value, [dim for dim in dynamic if dim < value.dim()])
+    wanted = None if isinstance(dynamic, Sequence) else dynamic
+    torch.compile(fn, backend=backend, dynamic=wanted, fullgraph=True)(*copies)
     assert len(captured) == 1, f"expected one graph, Dynamo made {len(captured)}"
     return captured[0]
 
 
+def outputs_of(module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that the graph returns."""
+    return list(next(node for node in module.graph.nodes if node.op == "output").args[0])
+
+
 def output_of(module: fx.GraphModule) -> fx.Node:
     """The node that the graph returns (the first one)."""
-    returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
-    return returned[0] if isinstance(returned, (tuple, list)) else returned
+    return outputs_of(module)[0]
 
 
 def placeholders(module: fx.GraphModule) -> list[fx.Node]:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sympy
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from lz_compile import clear_reports, reports
+from lz_compile import reports
 from lz_compile.backend import layerzero
 from lz_compile.lowering import ops
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, features, reference
-from lz_compile.passes import validate
 from lz_compile.runtime.registry import KernelSpec, kernels
 from lz_compile.runtime.select import select
 
@@ -34,17 +33,7 @@ KERNELS = {spec.kernel_id: spec for spec in kernels("attention").values() if spe
 HERE = [name for name, spec in KERNELS.items() if {"*", "cpu"} & spec.platforms]
 for_every_kernel = pytest.mark.parametrize("kernel", HERE)
 for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-drawn = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-
-
-@pytest.fixture(autouse=True)
-def _fresh(tmp_path, monkeypatch):
-    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "layerzero"))
-    torch._dynamo.reset()
-    validate.forget()
-    clear_reports()
+drawn = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ class Case:
     keys: int = 7
     head_dim: int = 4
     value_dim: int = 4
-    attrs: AttentionAttrs = AttentionAttrs()
+    attrs: AttentionAttrs = field(default_factory=AttentionAttrs)
     mask_is_full: tuple[bool, ...] = (True, True, True, True)
     bias_is_full: tuple[bool, ...] = (True, True, True, True)
     sinks_are_full: tuple[bool, ...] = (False, True, False)
@@ -238,7 +227,9 @@ def test_a_row_without_keys_gives_what_the_source_would_give(kernel, dtype, mask
     attrs = AttentionAttrs(has_mask=True, masked_rows=masked_rows)
     case = Case(attrs=attrs, rows_fully_masked=True)
     operands = _operands(case, dtype)
-    actual = KERNELS[kernel].call(**operands, attrs=replace(attrs, score_dtype=torch.promote_types(torch.float32, dtype)))
+    actual = KERNELS[kernel].call(
+        **operands, attrs=replace(attrs, score_dtype=torch.promote_types(torch.float32, dtype))
+    )
     row = actual[0, 0, 0]
     assert not operands["mask"][0, 0, 0].any()
     if masked_rows == "nan":

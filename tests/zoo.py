@@ -340,7 +340,7 @@ _ENCODERS = [
     _family("xlnet", "encoder", 2, _tokens("right"), _UNBOUNDED, classes="XLNet", d_head=16, d_inner=80, note="einsum over (token, batch, head, dim); shifted relative scores added before the scale", dtypes=(torch.float32,)),
     _family("funnel", "encoder", 5, _tokens("right"), _LAYERS_BY_SIDE, classes="Funnel", d_head=16, d_inner=80, block_sizes=[2, 1], num_decoder_layers=2, note="einsum; pooled queries; bias masked by 1e6"),
     _family("xlm", "encoder", 2, _tokens("right"), _TEXT, classes="XLM", note="q divided by the scale; masked_fill in place"),
-    _family("lilt", "encoder", 4, _boxed, _TEXT, classes="Lilt", hidden_size=96, channel_shrink_ratio=2, note="two score products, each the other's bias"),
+    _family("lilt", "encoder", 4, _boxed, _TEXT, classes="Lilt", hidden_size=96, channel_shrink_ratio=2, expressible=0, note="two score products, each the other's bias: both stay needed"),
     _family("nystromformer", "encoder", 2, _tokens(), _TEXT, classes="Nystromformer", num_landmarks=32, segment_means_seq_len=32, conv_kernel_size=5),
 ]  # fmt: skip  # one line a family
 

@@ -238,6 +238,12 @@ def number(value: Any) -> sympy.Expr:
     return tidy(sympy.sympify(plain))
 
 
+def specialised(value: Any) -> Any:
+    """A symbolic float (a module's attribute under ``dynamic=True``) as a number, under a guard of Dynamo's."""
+    known = value_of(value)
+    return float(known) if isinstance(known, torch.SymFloat) else known
+
+
 def tidy(expression: sympy.Expr) -> sympy.Expr:
     """The expression with every float that is a whole number as an integer (sympy holds ``1.0 != 1``)."""
     whole = {x: sympy.Integer(int(x)) for x in expression.atoms(sympy.Float) if abs(x) < _EXACT and x == sympy.Float(int(x))}
@@ -338,7 +344,7 @@ def _masked_fill(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
 
 def _dropout(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     inner = region.operand(call, "input", dims)
-    p = call.get("p", 0.5)
+    p = specialised(call.get("p", 0.5))
     return inner if not call.get("training", True) or p == 0 else DROPOUT(inner, sympy.Float(p))
 
 

@@ -126,8 +126,11 @@ class Builder:
         Axes that a group has and the value lacks have size one; with ``expand``, or where a group is present in part
         only, they are repeated.
         """
-        flat = [axis for dim in dims for axis in atoms(dim)]
         wanted = [atoms(group) for group in groups]
+        if [atoms(dim) for dim in dims] == [group if dim else () for group, dim in zip(wanted, dims, strict=False)]:
+            if len(dims) == len(wanted) and not (expand and any(group and not dim for group, dim in zip(wanted, dims, strict=True))):
+                return value
+        flat = [axis for dim in dims for axis in atoms(dim)]
         order = [flat.index(axis) for group in wanted for axis in group if axis in flat]
         if len(order) != len(flat):
             raise LookupError(f"axes {flat} do not all belong to the groups {wanted}")

@@ -22,6 +22,9 @@ class Attributes(Protocol):
     def to_dict(self) -> dict[str, Any]:
         """Names and values for reports."""
 
+    def deterministic(self) -> Attributes:
+        """The same without what is random (dropout), for comparisons."""
+
 
 class Emitter(Protocol):
     """How a match is put into a kernel's form: canonical operands in, the original's layout out."""

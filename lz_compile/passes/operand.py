@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes import layout
-from lz_compile.passes.algebra import Region, number
+from lz_compile.passes.algebra import Region, number, specialised
 from lz_compile.passes.axes import Dims, LayoutError
 from lz_compile.passes.contraction import Factor
 from lz_compile.passes.match import RefusedError
@@ -76,7 +76,7 @@ def _step(region: Region, call: Call, dims: Dims) -> tuple[fx.Node, Dims, sympy.
     inner = region.seen_by(call.node, call.input)
     if call.name in ("to", "float", "double", "half", "bfloat16", "type_as", "type"):
         return (inner, dims, sympy.S.One) if is_lossless(source.dtype, result.dtype) else None
-    if call.name == "dropout" and (not call.get("training", True) or call.get("p", 0.5) == 0):
+    if call.name == "dropout" and (not call.get("training", True) or specialised(call.get("p", 0.5)) == 0):
         return inner, dims, sympy.S.One
     if call.name in ("mul", "div") and source.dtype == result.dtype and source.shape == result.shape:
         constant = call.get("other")

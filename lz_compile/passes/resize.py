@@ -80,7 +80,7 @@ def replacement(match: Match, call: KernelCall, sizes: Sizes) -> Callable[..., A
 
     def run(*inputs: Any) -> Any:
         values = dict(zip(match.inputs, inputs, strict=True))
-        return emit(Builder(values.__getitem__, sizes=sizes), match, call)
+        return emit(Builder(values.__getitem__, sizes=sizes), match, call, match.attributes.deterministic())
 
     return run
 
@@ -104,7 +104,7 @@ def _data_inputs(node: fx.Node) -> list[fx.Node]:
     call = read(node)
     if call is None:
         return []
-    if call.name in layout.SIZED or call.name in ("type_as", "getitem") or is_constant(call):
+    if call.name in layout.SIZED or call.name in ("type_as", "getitem", "dropout") or is_constant(call):
         return [call.input] if isinstance(call.input, fx.Node) and not is_constant(call) else []
     return list(node.all_input_nodes)
 
@@ -160,7 +160,7 @@ def _with_dtype(value: Any, dtype: torch.dtype) -> Any:
 def _resized(graph: fx.Graph, match: Match, call: Call, source: fx.Node, sizes: Sizes) -> fx.Node:
     dims = match.read[call.node]
     extents = shape(dims, sizes)
-    if call.name == "expand":
+    if call.name in ("expand", "expand_as"):
         return graph.call_method("expand", (source, *extents))
     if call.name in ("repeat", "tile", "repeat_interleave"):
         inner = layout.read_input_dims(call, dims)

@@ -11,7 +11,7 @@ from torch import fx
 from lz_compile.passes import layout
 from lz_compile.passes.axes import Dims
 from lz_compile.passes.builder import Builder, GraphBuilder
-from lz_compile.passes.match import Match
+from lz_compile.passes.match import Attributes, Match
 from lz_compile.passes.view import read, tensor_of
 
 KernelCall = Callable[..., Any]
@@ -53,10 +53,10 @@ def splice(graph: fx.Graph, match: Match, call: KernelCall) -> list[fx.Node]:
     return [node for node in builder.created if not _erase_if_unused(graph, node)]
 
 
-def emit(builder: Builder, match: Match, call: KernelCall) -> Any:
-    """Operands, kernel and result in the graph of ``builder``; the proxy of the result."""
+def emit(builder: Builder, match: Match, call: KernelCall, attributes: Attributes) -> Any:
+    """Operands, kernel and result, over the tensors or proxies of ``builder``."""
     operands = match.emitter.operands(builder)
-    value = call(**operands, attrs=match.attributes)
+    value = call(**operands, attrs=attributes)
     return match.emitter.result(builder, value)
 
 
@@ -66,7 +66,7 @@ def _live(read: Mapping[fx.Node, Dims], core: tuple[fx.Node, ...]) -> dict[fx.No
 
 
 def _emit(builder: Builder, match: Match, call: KernelCall) -> fx.Node:
-    result: fx.Proxy = emit(builder, match, call)
+    result: fx.Proxy = emit(builder, match, call, match.attributes)
     old, new = tensor_of(match.output), tensor_of(result.node)
     if old is None or new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
         raise RewriteError(

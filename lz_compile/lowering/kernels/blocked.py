@@ -69,10 +69,6 @@ class _Part:
     def keys(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.all_keys or tensor.shape[-1] == 1 else tensor[..., : self.limit]
 
-    def causal(self, device: torch.device) -> torch.Tensor:
-        rows = torch.arange(self.start, self.stop, device=device).unsqueeze(-1)
-        return rows >= torch.arange(self.limit, device=device)
-
 
 def block_bounds(queries: int) -> list[tuple[int, int]]:
     """The half-open ranges of queries that are computed together."""
@@ -107,7 +103,7 @@ def _masked(
         scores = scores + part.keys(part.queries(bias))
     keep = None if mask is None else part.keys(part.queries(mask))
     if attrs.is_causal:
-        causal = part.causal(scores.device)
+        causal = torch.ones_like(scores[0, 0], dtype=torch.bool).tril(part.start)
         keep = causal if keep is None else torch.logical_and(keep, causal)
     if keep is None:
         return scores

@@ -55,10 +55,12 @@ def _merge(
     """
     is_wider = bias is not None and bias.dtype.itemsize > dtype.itemsize
     additive = torch.float32 if dtype == torch.float16 or is_wider else dtype
+    if bias is not None and bias.dtype != additive:
+        bias = bias.to(additive)
     if mask is None:
-        return bias if bias is None else bias.to(additive)
+        return bias
     if bias is None and attrs.masked_rows != "mean":
         return mask
     fill = torch.finfo(additive).min if attrs.masked_rows == "mean" else -math.inf
-    kept = torch.zeros_like(mask, dtype=additive) if bias is None else bias.to(additive)
+    kept = torch.zeros_like(mask, dtype=additive) if bias is None else bias
     return kept.masked_fill(torch.logical_not(mask), fill)

@@ -14,7 +14,7 @@ Canonical layout, in which every kernel takes and returns it:
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -41,6 +41,10 @@ class AttentionAttrs:
     bias_is_finite: bool = False
     enable_gqa: bool = False
     score_dtype: torch.dtype = torch.float32
+
+    def deterministic(self) -> AttentionAttrs:
+        """The same without dropout."""
+        return replace(self, dropout_p=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Names and values, those at their default left out (``scale`` always stays)."""

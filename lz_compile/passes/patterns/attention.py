@@ -183,8 +183,8 @@ def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
     for symbol in expression.free_symbols & region.leaves.keys():
         node: fx.Node = region.leaves[symbol].node
         shape = shape_of(tensor_of(node)) if tensor_of(node) is not None else None
-        call = region.effects.calls[node]
-        while call is not None and call.name not in contraction.PRODUCTS and len(node.all_input_nodes) == 1:
+        call = outermost = region.effects.calls[node]
+        while outermost is not None and call is not None and call.name not in contraction.PRODUCTS and len(node.all_input_nodes) == 1:
             node = node.all_input_nodes[0]
             if tensor_of(node) is None or shape_of(tensor_of(node)) != shape:  # type: ignore[arg-type]
                 break
@@ -192,7 +192,7 @@ def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
             if inner is not None and inner.name in contraction.PRODUCTS - {"linear", "addmm"}:
                 raise RefusedError(
                     "SCORES_NOT_AFFINE",
-                    f"the scores pass through {call.name}",
+                    f"the scores pass through {outermost.name}",
                     "scale, mask, bias or tanh-cap the scores; other functions have no kernel",
                 )
             call = inner

@@ -1,0 +1,1 @@
+"""Measurements, one script per claim; run from the repository root: ``python -m benchmarks.attention``."""

@@ -1,0 +1,121 @@
+"""One attention, spelled out: eager, Inductor, layerzero's choice, and every kernel of layerzero's by itself.
+
+Forms, over 8 heads of 64 by default:
+
+- ``causal``: a mask made inside as transformers makes it, with 0 or the dtype's lowest number to be added;
+- ``bias``: the same mask given as an input, so that nobody can know what it says;
+- ``full``: no mask;
+- ``decode``: one query, as many keys as ``--keys`` says, no mask.
+
+    python -m benchmarks.attention [--forms causal full] [--lengths 512 2048] [--dtypes bfloat16] [--training] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.arguments import parse, parser
+from benchmarks.harness import EAGER, INDUCTOR, LAYERZERO, Function, Run, Variant, compiled, measure, prepare
+from benchmarks.publish import Publication, summary_table, timing_table
+from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.select import INDUCTOR as LEFT_TO_INDUCTOR
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+FORMS = ("causal", "bias", "full", "decode")
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention as transformers spells it (``eager_attention_forward``), for ``[B, H, T, D]``."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * query.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores + mask
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous()
+
+
+def additive_mask(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A causal mask as transformers makes it (``eager_mask``)."""
+    keep = torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None]
+    zero = torch.zeros((), dtype=dtype, device=device)
+    return torch.where(keep, zero, torch.finfo(dtype).min)[None, None]
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention under a mask that is made here."""
+    return attention(query, key, value, additive_mask(query.shape[2], key.shape[2], query.dtype, query.device))
+
+
+def case_of(form: str, length: int, dtype: torch.dtype, settings: argparse.Namespace) -> tuple[Function, list[Tensor]]:
+    """The function of a form, and its inputs."""
+    queries, keys = (1, settings.keys) if form == "decode" else (length, length)
+    generator = torch.Generator(settings.device).manual_seed(0)
+
+    def draw(tokens: int) -> Tensor:
+        shape = (settings.batch, settings.heads, tokens, settings.head_dim)
+        tensor = torch.randn(shape, generator=generator, device=settings.device).to(dtype)
+        return tensor.requires_grad_(settings.training)
+
+    inputs = [draw(queries), draw(keys), draw(keys)]
+    if form == "bias":
+        return attention, [*inputs, additive_mask(queries, keys, dtype, settings.device)]
+    return (causal_attention if form == "causal" else attention), inputs
+
+
+def runner(inputs: Sequence[Tensor], *, is_training: bool) -> Run:
+    """Run a function on the inputs; in training, also backward from a fixed gradient."""
+    if not is_training:
+        return lambda function: function(*inputs)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+
+    def forward_and_backward(function: Function) -> list[Tensor]:
+        output = function(*inputs)
+        return [output, *torch.autograd.grad(output, wanted, torch.ones_like(output))]
+
+    return forward_and_backward
+
+
+def locked_elsewhere(variant: Variant) -> bool:
+    """Whether a kernel was locked and another one ran, because the locked one refused."""
+    return variant.name not in (EAGER, INDUCTOR, LAYERZERO) and variant.kernels != f"1x {variant.name}"
+
+
+def run_case(form: str, length: int, dtype: torch.dtype, settings: argparse.Namespace) -> Case:
+    """Check, time and keep one case."""
+    torch._dynamo.reset()
+    function, inputs = case_of(form, length, dtype, settings)
+    locks = [kernel for kernel in kernels("attention") if kernel != LEFT_TO_INDUCTOR]
+    prepared = prepare(compiled(function, locks), runner(inputs, is_training=settings.training))
+    refused = {variant.name: variant.refusals for variant in prepared.variants if locked_elsewhere(variant)}
+    prepared = prepared.without(refused)
+    timings = measure(prepared.variants, settings.device, rounds=settings.rounds)
+    case = {"form": form, "dtype": str(dtype).removeprefix("torch."), "length": length}
+    publication.add_timings(case, prepared, timings, refused=refused)
+
+
+def main() -> None:
+    """Run every case."""
+    options = parser(__doc__)
+    options.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    options.add_argument("--heads", type=int, default=8)
+    options.add_argument("--head-dim", type=int, default=64)
+    options.add_argument("--keys", type=int, default=2048, help="keys of the decode form")
+    options.add_argument("--training", action="store_true", help="time forward and backward together")
+    settings = parse(options, LENGTHS)
+    name = "attention_training" if settings.training else "attention"
+    sizes = {"batch": settings.batch, "heads": settings.heads, "head_dim": settings.head_dim}
+    publication = Publication(name, settings.device, is_quick=settings.quick, **sizes)
+    for form, dtype in itertools.product(settings.forms, settings.dtypes):
+        for length in [settings.keys] if form == "decode" else settings.lengths:
+            with torch.set_grad_enabled(settings.training):
+                run_case(publication, form, length, dtype, settings)
+    publication.show(timing_table(name, publication.rows), summary_table(publication.rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Several spellings of one computation, checked against eager and timed in turns in one process.
+
+A slow spell of the machine then hits every variant alike, and ratios are taken within a round, where they are paired.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import lz_compile
+from lz_compile.backend import layerzero
+
+EAGER, INDUCTOR, LAYERZERO = "eager", "inductor", "layerzero"
+
+#: The largest relative error (2-norm over the last axis) that any row of an output may have against eager. The models'
+#: own rounding adds up over layers; a wrong mask or scale errs by about 1.
+TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.float16: 3e-2,
+    torch.bfloat16: 1e-1,
+}
+
+Function = Callable[..., Any]
+Run = Callable[[Function], Any]
+
+
+class DisagreementError(AssertionError):
+    """A variant computes something else than eager: its time means nothing."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A callable that has run once and agrees with eager.
+
+    ``kernels`` is what layerzero ran for what it recognised, with how often ("4x torch.sdpa"), ``refusals`` why not
+    something else. ``difference`` is the largest absolute difference from eager, ``row_error`` the largest relative
+    error of a row. ``first_call_s`` contains the compile, which is short where Inductor's caches are warm.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    first_call_s: float
+    kernels: str
+    refusals: tuple[str, ...]
+    difference: float
+    row_error: float
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    """Median and the quartiles around it."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quartiles:
+        """The quartiles of one value or more."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
+
+    def __truediv__(self, unit: float) -> Quartiles:
+        return Quartiles(self.low / unit, self.median / unit, self.high / unit)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time per call in every round."""
+
+    rounds_us: tuple[float, ...]
+
+    @property
+    def latency_us(self) -> Quartiles:
+        """Its quartiles over the rounds."""
+        return Quartiles.of(self.rounds_us)
+
+    def relative_to(self, base: Timing) -> Quartiles:
+        """This latency over the other's, paired by round: below 1 is faster."""
+        return Quartiles.of([own / other for own, other in zip(self.rounds_us, base.rounds_us, strict=True)])
+
+
+def compiled(model: Function, locks: Sequence[str] = (), op: str = "attention") -> dict[str, Function]:
+    """The model in eager, by Inductor, by layerzero, and by layerzero with ``op`` locked to each of ``locks``."""
+    functions: dict[str, Function] = {
+        EAGER: model,
+        INDUCTOR: torch.compile(model, backend="inductor", dynamic=False),
+        LAYERZERO: torch.compile(model, backend=layerzero, dynamic=False),
+    }
+    for kernel in locks:
+        options: dict[str, Any] = {"layerzero.lock": {op: kernel}}
+        functions[kernel] = torch.compile(model, backend=layerzero, dynamic=False, options=options)
+    return functions
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The variants that agree with eager, and what was found with those that do not."""
+
+    variants: tuple[Variant, ...]
+    disagreements: Mapping[str, str]
+
+    def without(self, names: Container[str]) -> Prepared:
+        """All but some variants."""
+        return replace(self, variants=tuple(variant for variant in self.variants if variant.name not in names))
+
+
+def prepare(functions: Mapping[str, Function], run: Run, *, is_cold: bool = False) -> Prepared:
+    """Compile every function by running it once, and hold its outputs against eager's.
+
+    A variant that disagrees is left out, so that it cannot be timed; whoever publishes the rest must name it.
+
+    Args:
+        functions: as :func:`compiled` gives them; the one called ``eager`` is the reference.
+        run: calls a function and returns the tensors that must agree (outputs, and gradients in training).
+        is_cold: give every function empty caches of Inductor, so that ``first_call_s`` can be compared.
+    """
+    expected = tensors(run(functions[EAGER]))
+    variants, disagreements = [], {}
+    for name, function in functions.items():
+        try:
+            variants.append(_prepare(name, function, run, expected, is_cold))
+        except DisagreementError as error:
+            disagreements[name] = str(error)
+    return Prepared(tuple(variants), disagreements)
+
+
+def _prepare(name: str, function: Function, run: Run, expected: Sequence[Tensor], is_cold: bool) -> Variant:
+    before = len(lz_compile.reports())
+    with _fresh_caches() if is_cold else contextlib.nullcontext():
+        start = time.perf_counter()
+        outputs = tensors(run(function))
+        first_call_s = time.perf_counter() - start
+    difference, row_error = compare(name, outputs, expected)
+    report = lz_compile.Report(lz_compile.reports()[before:])
+    kernels = Counter(match.kernel for match in report.matches)
+    refusals = [str(reason) for match in report.matches for reason in match.reasons]
+    return Variant(
+        name=name,
+        call=lambda: run(function),
+        first_call_s=first_call_s,
+        kernels=", ".join(f"{count}x {kernel}" for kernel, count in kernels.most_common()),
+        refusals=tuple(dict.fromkeys([*refusals, *(f"{event.code}: {event.message}" for event in report.events)])),
+        difference=difference,
+        row_error=row_error,
+    )
+
+
+def _fresh_caches() -> contextlib.AbstractContextManager[None]:
+    from torch._inductor.utils import fresh_cache
+
+    context: contextlib.AbstractContextManager[None] = fresh_cache()
+    return context
+
+
+def tensors(output: Any) -> list[Tensor]:
+    """The floating-point tensors of an output, in a fixed order."""
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def compare(name: str, outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float]:
+    """The largest absolute difference, and the largest relative error of a row.
+
+    A row smaller than its tensor's mean row is held against the mean row.
+
+    Raises:
+        DisagreementError: the outputs differ in number or shape, or by more than :data:`TOLERANCE`.
+    """
+    if [output.shape for output in outputs] != [output.shape for output in expected]:
+        shapes = ([tuple(output.shape) for output in found] for found in (outputs, expected))
+        raise DisagreementError("comparing {} with eager: shapes {}, eager's {}".format(name, *shapes))
+    difference, row_error = 0.0, 0.0
+    for output, reference in zip(outputs, expected, strict=True):
+        wide, deviation = reference.double(), output.double() - reference.double()
+        norms = wide.norm(dim=-1)
+        errors = deviation.norm(dim=-1) / norms.clamp_min(norms.mean()).clamp_min(1e-30)
+        error = errors.nan_to_num(nan=float("inf")).max().item()
+        if error > TOLERANCE[reference.dtype]:
+            raise DisagreementError(
+                f"comparing {name} with eager: a row of {tuple(reference.shape)} {reference.dtype} has a relative error "
+                f"of {error:.2e}, rounding explains up to {TOLERANCE[reference.dtype]:.0e}; see lz_compile.explain"
+            )
+        difference, row_error = max(difference, deviation.abs().max().item()), max(row_error, error)
+    return difference, row_error
+
+
+def measure(
+    variants: Sequence[Variant], device: torch.device, *, rounds: int = 15, block_ms: float = 20.0
+) -> dict[str, Timing]:
+    """Time the variants in turns.
+
+    A round gives every variant one block of calls, long enough for the clock; the order rotates from round to round.
+    """
+    calls = {variant.name: (variant.call, _calls_per_block(variant.call, device, block_ms)) for variant in variants}
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(rounds):
+            shift = number % len(names)
+            for name in names[shift:] + names[:shift]:
+                call, count = calls[name]
+                times[name].append(_block_s(call, count, device) / count * 1e6)
+    finally:
+        gc.enable()
+    return {name: Timing(tuple(values)) for name, values in times.items()}
+
+
+def _calls_per_block(call: Callable[[], Any], device: torch.device, block_ms: float) -> int:
+    """Also the warm-up: two blocks at least."""
+    _block_s(call, 2, device)
+    return max(1, min(1000, round(block_ms / 1e3 / _block_s(call, 2, device) * 2)))
+
+
+def _block_s(call: Callable[[], Any], count: int, device: torch.device) -> float:
+    _synchronise(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    _synchronise(device)
+    return time.perf_counter() - start
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,46 @@
+"""The backend without Inductor: graphs are rewritten and validated as in a compile, and then run eagerly. Fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.compiler import process
+from lz_compile.options import split
+from lz_compile.runtime.report import GraphReport, Report
+
+
+class Rewriting:
+    """A `torch.compile` backend that rewrites and runs eagerly; `report` holds what it did, `graphs` what it made."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = {f"layerzero.{name}": value for name, value in options.items()}
+        self.report = Report([])
+        self.graphs: list[fx.GraphModule] = []
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run(graph: fx.GraphModule, _inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
+            self.report.graphs.append(report)
+            self.graphs.append(graph)
+            return graph.forward
+
+        return process(module, inputs, split(self._options)[0], run)
+
+    def why_not(self) -> str:
+        """Everything that speaks against a rewrite, for a failing assertion."""
+        reasons = [str(reason) for match in self.report.matches for reason in match.reasons]
+        misses = [f"{miss.reason} ({miss.where})" for miss in self.report.near_misses]
+        events = [f"{event.code}: {event.message}" for event in self.report.events]
+        return "\n".join(["not rewritten:", *reasons, *misses, *events])
+
+
+def rewritten(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None, **options: Any) -> Any:
+    """The function's result after a rewrite that must happen in every graph match."""
+    torch._dynamo.reset()
+    backend = Rewriting(**options)
+    result = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
+    assert any(match.rewritten for match in backend.report.matches), backend.why_not()
+    return result

@@ -1,0 +1,44 @@
+"""Every test starts from a clean Dynamo, an empty report and a cache of the session's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+# Before torch and lz_compile are imported: both read these once.
+CACHE = tempfile.mkdtemp(prefix="lz_compile_tests_")
+os.environ["LAYERZERO_CACHE_DIR"] = CACHE
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors here are small; threads only make tests wait for each other
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch  # noqa: E402 - reads the variables above
+import torch._dynamo  # noqa: E402 - reads the variables above
+from hypothesis import settings  # noqa: E402 - keeps the imports of this file together
+
+from lz_compile import clear_reports  # noqa: E402 - reads the variables above
+
+logging.getLogger("torch.__trace").propagate = False  # pytest would keep and print every record of Dynamo
+
+settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def clean_compiler() -> Iterator[None]:
+    """Forget compiled code and reports, and make random numbers repeat."""
+    torch._dynamo.reset()
+    clear_reports()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+    clear_reports()
+
+
+def pytest_sessionfinish() -> None:
+    """Remove the session's cache."""
+    shutil.rmtree(CACHE, ignore_errors=True)

@@ -1,0 +1,235 @@
+"""The attention recogniser: equivalent spellings, lookalikes, attributes, and what users have reported of Inductor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_near_misses import near_misses
+from attention_spellings import TOLERANCES, Spelling, spellings
+from backends import Rewriting, rewritten
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import Tensor
+
+import lz_compile
+from lz_compile.backend import layerzero
+
+many = settings(
+    max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+)
+some = settings(many, max_examples=60)
+
+
+def check(spelling: Spelling, got: Tensor, inputs: tuple[Tensor, ...]) -> None:
+    tolerance = TOLERANCES[spelling.dtype]
+    want = spelling.reference(*inputs)
+    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@given(spelling=spellings())
+@many
+def test_every_spelling_is_rewritten_and_gives_the_same(spelling: Spelling) -> None:
+    inputs = spelling.inputs(0)
+    check(spelling, rewritten(spelling.build(), *inputs), inputs)
+
+
+@given(spelling=spellings())
+@some
+def test_every_spelling_runs_on_the_blocked_kernel(spelling: Spelling) -> None:
+    inputs = spelling.inputs(1)
+    check(spelling, rewritten(spelling.build(), *inputs, lock={"attention": "lz.blocked"}), inputs)
+
+
+@given(spelling=spellings())
+@some
+def test_every_spelling_is_rewritten_with_symbolic_sizes(spelling: Spelling) -> None:
+    inputs = spelling.inputs(2)
+    check(spelling, rewritten(spelling.build(), *inputs, dynamic=True), inputs)
+
+
+@given(spelling=spellings(dtype=torch.float64, rows_fully_masked=False))
+@some
+def test_gradients_of_every_spelling_are_those_of_the_reference(spelling: Spelling) -> None:
+    def leaves() -> tuple[Tensor, ...]:
+        return tuple(x.requires_grad_() if x.is_floating_point() else x for x in spelling.inputs(3))
+
+    ours, theirs = leaves(), leaves()
+    got, want = rewritten(spelling.build(), *ours), spelling.reference(*theirs)
+    weight = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).reshape(want.shape)
+    (got * weight).sum().backward()
+    (want * weight).sum().backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", near_misses())
+def test_lookalikes_are_left_alone_with_their_reason(name: str) -> None:
+    function, inputs, reason = near_misses()[name]
+    backend = Rewriting()
+    got = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    torch.testing.assert_close(got, function(*near_misses()[name].inputs))
+    assert not any(match.rewritten for match in backend.report.matches)
+    refusals = [str(miss.reason) for miss in backend.report.near_misses]
+    assert any(reason in refusal for refusal in refusals), refusals
+    assert all(miss.edit and miss.where for miss in backend.report.near_misses)
+
+
+# ---- what users have reported of Inductor, written anew -------------------------------------------------------------
+
+
+def heads(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32).to(dtype)
+
+
+def through_inductor(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    lz_compile.clear_reports()
+    got: Tensor = torch.compile(function, backend=layerzero, fullgraph=True)(*inputs)
+    (report,) = lz_compile.reports()
+    assert [match.rewritten for match in report.matches] == [True], report.to_dict()
+    return got
+
+
+def test_pytorch_195782_mask_added_from_the_left() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.softmax(mask + torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(16), dim=-1) @ v
+
+    inputs = heads(2, 4, 19, 16), heads(2, 4, 23, 16), heads(2, 4, 23, 16), heads(2, 1, 19, 23)
+    torch.testing.assert_close(through_inductor(attention, *inputs), attention(*inputs))
+
+
+def test_pytorch_195412_scale_multiplied_instead_of_divided() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.transpose(-2, -1)) * 0.25
+        return F.softmax(scores + mask, dim=-1) @ v
+
+    inputs = heads(2, 4, 19, 16), heads(2, 4, 23, 16), heads(2, 4, 23, 16), heads(2, 1, 19, 23)
+    torch.testing.assert_close(through_inductor(attention, *inputs), attention(*inputs))
+
+
+def test_pytorch_195784_half_operands_with_a_float32_mask() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.transpose(-2, -1)) / 4.0 + mask
+        return F.softmax(scores, dim=-1).to(v.dtype) @ v
+
+    q, k, v = (heads(2, 4, length, 16, dtype=torch.float16) for length in (19, 23, 23))
+    mask = torch.zeros(2, 1, 19, 23).masked_fill(heads(2, 1, 19, 23) > 1, torch.finfo(torch.float32).min)
+    got, want = through_inductor(attention, q, k, v, mask), attention(q, k, v, mask)
+    torch.testing.assert_close(got, want, rtol=5e-3, atol=5e-3)
+
+
+def test_pytorch_119760_gpt2_mask_sliced_from_a_buffer() -> None:
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bias", torch.tril(torch.ones(64, 64, dtype=torch.bool)).view(1, 1, 64, 64))
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = torch.matmul(q, k.transpose(-1, -2)) / (v.size(-1) ** 0.5)
+            causal = self.bias[:, :, k.size(-2) - q.size(-2) : k.size(-2), : k.size(-2)]
+            fill = torch.full([], torch.finfo(scores.dtype).min, dtype=scores.dtype)
+            return F.softmax(torch.where(causal, scores, fill), dim=-1) @ v
+
+    model, inputs = Attention(), (heads(2, 4, 19, 16), heads(2, 4, 23, 16), heads(2, 4, 23, 16))
+    torch.testing.assert_close(through_inductor(model, *inputs), model(*inputs))
+
+
+def test_pytorch_195320_key_permuted_to_batch_head_dim_time() -> None:
+    def attention(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        q, v = x.permute(0, 2, 1, 3), z.permute(0, 2, 1, 3)
+        k = y.permute(0, 2, 3, 1)
+        return (torch.matmul(q, k) * 0.25).softmax(-1).matmul(v)
+
+    inputs = heads(2, 16, 4, 16), heads(2, 16, 4, 16), heads(2, 16, 4, 16)  # square, so that a wrong reading fits
+    torch.testing.assert_close(through_inductor(attention, *inputs), attention(*inputs))
+
+
+# ---- attributes -----------------------------------------------------------------------------------------------------
+
+
+def attributes(function: Callable[..., Any], *inputs: Tensor) -> dict[str, Any]:
+    backend = Rewriting()
+    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    (match,) = backend.report.matches
+    return match.attributes
+
+
+def qkv() -> tuple[Tensor, Tensor, Tensor]:
+    return heads(2, 4, 19, 16), heads(2, 4, 23, 16), heads(2, 4, 23, 16)
+
+
+def test_softcap_is_an_attribute() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.tanh((q @ k.mT) * 0.25 / 30.0) * 30.0
+        return scores.softmax(-1) @ v
+
+    found = attributes(attention, *qkv())
+    assert found["softcap"] == pytest.approx(30.0) and found["scale"] == pytest.approx(0.25)
+    torch.testing.assert_close(rewritten(attention, *qkv()), attention(*qkv()))
+
+
+def test_sinks_are_reported_as_attention() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        scores = torch.cat([(q @ k.mT) * 0.25, sink.reshape(1, -1, 1, 1).expand(2, -1, 19, 1)], dim=-1)
+        return scores.softmax(-1)[..., :-1] @ v
+
+    inputs = (*qkv(), heads(4))
+    assert attributes(attention, *inputs)["has_sinks"]
+    torch.testing.assert_close(rewritten(attention, *inputs), attention(*inputs))
+
+
+def test_dropout_in_training_is_an_attribute_and_has_the_right_mean() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.dropout((q @ k.mT * 0.25).softmax(-1), 0.25, training=True) @ v
+
+    inputs = heads(1, 1, 1, 16), heads(1, 1, 4096, 16) * 0, torch.ones(1, 1, 4096, 4)
+    assert attributes(attention, *inputs)["dropout_p"] == 0.25
+    mean = rewritten(attention, *inputs, lock={"attention": "torch.sdpa"}).mean()
+    assert abs(mean - 1) < 0.05
+    assert abs(rewritten(attention, *inputs, lock={"attention": "lz.blocked"}).mean() - 1) < 0.05
+
+
+def test_a_mask_that_is_only_ever_added_is_used_as_it_is() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
+
+    backend = Rewriting(lock={"attention": "torch.sdpa"})
+    torch.compile(attention, backend=backend)(*qkv(), torch.zeros(2, 1, 19, 23))
+    (call,) = [n for n in backend.graphs[0].graph.nodes if n.target is F.scaled_dot_product_attention]
+    assert call.kwargs["attn_mask"].op == "placeholder"
+
+
+def test_rows_that_mask_everything_stay_nan_with_an_infinite_fill() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return (q @ k.mT).masked_fill(~keep, -math.inf).softmax(-1) @ v
+
+    keep = torch.ones(2, 1, 19, 23, dtype=torch.bool)
+    keep[:, :, 3] = False
+    got = rewritten(attention, *qkv(), keep, lock={"attention": "torch.sdpa"})
+    assert got[:, :, 3].isnan().all() and not got[:, :, 4].isnan().any()
+
+
+def test_a_direct_sdpa_call_is_recognised_and_can_be_given_another_kernel() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    found = attributes(attention, *qkv())
+    assert found["is_causal"]
+    got = rewritten(attention, *qkv(), lock={"attention": "lz.blocked"})
+    torch.testing.assert_close(got, attention(*qkv()))
+
+
+def test_rewriting_twice_changes_nothing() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * 0.25).softmax(-1) @ v
+
+    first, second = Rewriting(lock={"attention": "torch.sdpa"}), Rewriting(lock={"attention": "torch.sdpa"})
+    torch.compile(attention, backend=first)(*qkv())
+    before = str(first.graphs[0].graph)
+    second(first.graphs[0], qkv())
+    assert str(first.graphs[0].graph) == before
+    assert [match.reasons[0].code for match in second.report.matches] == ["ALREADY_THIS_KERNEL"]

@@ -1,0 +1,587 @@
+"""Validation: a wrong kernel never gets into a graph, whatever is wrong with it; and what was proven is remembered."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._dynamo.exc import BackendCompilerFailed
+
+from lz_compile import clear_reports, reports
+from lz_compile.backend import layerzero
+from lz_compile.errors import RewriteFailedError
+from lz_compile.lowering.kernels import torch_sdpa
+from lz_compile.passes import pipeline, validate
+from lz_compile.runtime import registry
+from lz_compile.runtime.report import MatchReport
+
+Kernel = Callable[..., Any]
+RIGHT: Kernel = torch_sdpa.attention
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """Kernels are planted here: no verdict may be left for another test, nor be found."""
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "layerzero"))
+    validate.forget()
+    yield
+    monkeypatch.undo()
+    validate.forget()
+    registry.kernels.cache_clear()
+
+
+@pytest.fixture
+def plant(monkeypatch) -> Callable[[Kernel], None]:
+    """Replaces the code of the kernel `torch.sdpa`."""
+
+    def plant(call: Kernel) -> None:
+        monkeypatch.setattr(torch_sdpa, "attention", call)
+        registry.kernels.cache_clear()
+
+    return plant
+
+
+LOCK = {"layerzero.lock": {"attention": "torch.sdpa"}}
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (query @ key.transpose(-2, -1) * 0.3).softmax(-1) @ value
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    return (query @ key.transpose(-2, -1) * 0.3).masked_fill(~keep, -math.inf).softmax(-1) @ value
+
+
+def biased(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    return (query @ key.transpose(-2, -1) * 0.3 + bias).softmax(-1) @ value
+
+
+def grouped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    key, value = (x[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for x in (key, value))
+    return plain(query, key, value)
+
+
+def operands(*, heads: int = 3, kv_heads: int = 3, requires_grad: bool = False, **_: Any) -> list[Tensor]:
+    shapes = (2, heads, 7, 16), (2, kv_heads, 11, 16), (2, kv_heads, 11, 16)
+    return [torch.randn(shape, requires_grad=requires_grad) for shape in shapes]
+
+
+def keep(*extents: int) -> Tensor:
+    mask = torch.rand(extents) < 0.7
+    mask[..., 0] = True
+    return mask
+
+
+def only_match() -> MatchReport:
+    (report,) = reports()
+    (match,) = report.matches
+    return match
+
+
+# ---- wrong kernels -------------------------------------------------------------------------------------------------
+
+
+def with_the_default_scale(query, key, value, *, attrs, **masks):
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+def without_the_mask(query, key, value, *, attrs, mask=None, bias=None):
+    return F.scaled_dot_product_attention(query, key, value, scale=attrs.scale)
+
+
+def with_the_mask_inverted(query, key, value, *, attrs, mask):
+    return RIGHT(query, key, value, mask=mask.logical_not(), attrs=attrs)
+
+
+def with_the_mask_of_the_first_batch(query, key, value, *, attrs, mask):
+    return RIGHT(query, key, value, mask=mask[:1], attrs=attrs)
+
+
+def with_the_mask_transposed_where_it_is_square(query, key, value, *, attrs, mask):
+    return RIGHT(query, key, value, mask=mask.mT if mask.shape[-1] == mask.shape[-2] else mask, attrs=attrs)
+
+
+def with_the_bias_scaled(query, key, value, *, attrs, bias):
+    return RIGHT(query, key, value, bias=bias * attrs.scale, attrs=attrs)
+
+
+def with_the_bias_after_the_softmax(query, key, value, *, attrs, bias):
+    return ((query @ key.mT * attrs.scale).softmax(-1) + bias) @ value
+
+
+def with_zeros_for_masked_rows(query, key, value, *, attrs, mask):
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=attrs.scale)
+
+
+def with_the_mean_for_masked_rows(query, key, value, *, attrs, mask):
+    low = torch.finfo(query.dtype).min
+    return (query @ key.mT * attrs.scale).masked_fill(mask.logical_not(), low).softmax(-1) @ value
+
+
+def with_heads_in_tiled_order(query, key, value, *, attrs):
+    times = query.shape[1] // key.shape[1]
+    return plain_with(query, key.repeat(1, times, 1, 1), value.repeat(1, times, 1, 1), attrs)
+
+
+def with_heads_reversed(query, key, value, *, attrs):
+    return plain_with(query, key, value, attrs).flip(1)
+
+
+def with_batches_reversed(query, key, value, *, attrs):
+    return plain_with(query, key, value, attrs).flip(0)
+
+
+def with_the_key_as_value(query, key, value, *, attrs):
+    return plain_with(query, key, key, attrs)
+
+
+def with_query_and_key_exchanged(query, key, value, *, attrs):
+    return (key @ query.mT * attrs.scale).softmax(-2).mT @ value
+
+
+def with_the_softmax_over_queries(query, key, value, *, attrs):
+    return (query @ key.mT * attrs.scale).softmax(-2) @ value
+
+
+def with_a_causal_mask(query, key, value, *, attrs):
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=attrs.scale)
+
+
+def without_the_last_key(query, key, value, *, attrs):
+    return plain_with(query, key[:, :, :-1], value[:, :, :-1], attrs)
+
+
+def with_the_value_detached(query, key, value, *, attrs):
+    return plain_with(query, key, value.detach(), attrs)
+
+
+def with_the_probabilities_detached(query, key, value, *, attrs):
+    return (query @ key.mT * attrs.scale).softmax(-1).detach() @ value
+
+
+def with_the_gradient_of_the_key_doubled(query, key, value, *, attrs):
+    return plain_with(query, 2 * key - key.detach(), value, attrs)
+
+
+def with_memory_read_as_if_it_were_contiguous(query, key, value, *, attrs):
+    query, key, value = (x.as_strided(x.shape, torch.empty(x.shape).stride()) for x in (query, key, value))
+    return plain_with(query, key, value, attrs)
+
+
+def without_the_maximum_taken_off(query, key, value, *, attrs):
+    weights = (query @ key.mT * attrs.scale).exp()
+    return weights @ value / weights.sum(-1, keepdim=True)
+
+
+def with_scores_clamped(query, key, value, *, attrs):
+    return (query @ key.mT * attrs.scale).clamp(-30, 30).softmax(-1) @ value
+
+
+def in_bfloat16(query, key, value, *, attrs):
+    return plain_with(query.bfloat16(), key.bfloat16(), value.bfloat16(), attrs).to(query.dtype)
+
+
+def with_noise(query, key, value, *, attrs):
+    out = plain_with(query, key, value, attrs)
+    return out + 1e-3 * torch.rand_like(out)
+
+
+def with_a_constant_where_a_head_is_alone(query, key, value, *, attrs):
+    return plain_with(query, key, value, attrs) * (0 if query.shape[1] == 1 or query.shape[0] == 1 else 1)
+
+
+def with_nothing_but_nan(query, key, value, *, attrs):
+    return plain_with(query, key, value, attrs) * math.nan
+
+
+def plain_with(query: Any, key: Any, value: Any, attrs: Any) -> Any:
+    return (query @ key.transpose(-2, -1) * attrs.scale).softmax(-1) @ value
+
+
+UNMASKED: Mapping[Kernel, str] = {
+    with_the_default_scale: "output with plain",
+    with_heads_reversed: "output with plain",
+    with_batches_reversed: "output with plain",
+    with_the_key_as_value: "output with plain",
+    with_query_and_key_exchanged: "output with plain",
+    with_the_softmax_over_queries: "output with plain",
+    with_a_causal_mask: "output with plain",
+    without_the_last_key: "output with plain",
+    with_memory_read_as_if_it_were_contiguous: "output with large",
+    without_the_maximum_taken_off: "output with large",
+    with_scores_clamped: "output with large",
+    in_bfloat16: "output with plain",
+    with_noise: "output with plain",
+    with_a_constant_where_a_head_is_alone: "output with ones",
+    with_nothing_but_nan: "output with plain",
+}
+MASKED: Mapping[Kernel, str] = {
+    without_the_mask: "output with plain",
+    with_the_mask_inverted: "output with plain",
+    with_the_mask_of_the_first_batch: "output with plain",
+    with_zeros_for_masked_rows: "output with masked rows",
+    with_the_mean_for_masked_rows: "output with masked rows",
+}
+GRADIENTS: Mapping[Kernel, str] = {
+    with_the_value_detached: "gradient of l_value_ with plain",
+    with_the_probabilities_detached: "gradient of l_query_ with plain",
+    with_the_gradient_of_the_key_doubled: "gradient of l_key_ with plain",
+}
+
+
+def is_caught(function: Callable[..., Tensor], args: list[Tensor], reason: str) -> None:
+    """The planted kernel was chosen, found to be wrong, named, and left out of the graph."""
+    actual = torch.compile(function, backend=layerzero, options=LOCK)(*args)
+    match = only_match()
+    assert not match.rewritten
+    assert match.kernel == "inductor"
+    assert [found.code for found in match.reasons] == ["VALIDATION_FAILED"]
+    assert match.reasons[0].message.startswith(reason), match.reasons
+    assert match.validation["ok"] is False
+    (event,) = reports()[0].events
+    assert event.code == "VALIDATION_FAILED"
+    assert event.message.startswith(f"torch.sdpa for attention at {match.where} is quarantined: {reason}")
+    expected = function(*args)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+    leaves = [arg for arg in args if arg.requires_grad]
+    if leaves:
+        gradients = torch.autograd.grad(expected.sum(), leaves)
+        torch.testing.assert_close(torch.autograd.grad(actual.sum(), leaves), gradients)
+
+
+def named(kernel: Kernel) -> str:
+    return kernel.__name__
+
+
+@pytest.mark.parametrize("kernel", UNMASKED, ids=named)
+def test_a_wrong_kernel_is_caught(plant, kernel):
+    plant(kernel)
+    is_caught(plain, operands(), UNMASKED[kernel])
+
+
+@pytest.mark.parametrize("kernel", MASKED, ids=named)
+def test_a_kernel_that_treats_masks_wrongly_is_caught(plant, kernel):
+    plant(kernel)
+    is_caught(masked, [*operands(), keep(2, 1, 7, 11)], MASKED[kernel])
+
+
+@pytest.mark.parametrize("kernel", GRADIENTS, ids=named)
+def test_a_kernel_with_a_wrong_gradient_is_caught(plant, kernel):
+    plant(kernel)
+    is_caught(plain, operands(requires_grad=True), GRADIENTS[kernel])
+
+
+@pytest.mark.parametrize("kernel", GRADIENTS, ids=named)
+def test_a_wrong_gradient_does_not_matter_where_there_are_none(plant, kernel):
+    plant(kernel)
+    torch.compile(plain, backend=layerzero, options=LOCK)(*operands())
+    assert only_match().rewritten
+
+
+def test_shared_heads_in_the_wrong_order_are_caught(plant):
+    plant(with_heads_in_tiled_order)
+    is_caught(grouped, operands(heads=6), "output with plain")
+
+
+def test_a_mask_transposed_where_it_is_square_is_caught(plant):
+    plant(with_the_mask_transposed_where_it_is_square)
+    args = [torch.randn(2, 3, 9, 16) for _ in range(3)]
+    is_caught(masked, [*args, keep(2, 3, 9, 9)], "output with")
+
+
+@pytest.mark.parametrize("kernel", [with_the_bias_scaled, with_the_bias_after_the_softmax], ids=named)
+def test_a_wrong_bias_is_caught(plant, kernel):
+    plant(kernel)
+    is_caught(biased, [*operands(), torch.randn(3, 7, 11)], "output with plain")
+
+
+def test_a_bias_that_gets_no_gradient_is_caught(plant):
+    def detached(query, key, value, *, attrs, bias):
+        return RIGHT(query, key, value, bias=bias.detach(), attrs=attrs)
+
+    plant(detached)
+    is_caught(biased, [*operands(), torch.randn(3, 7, 11, requires_grad=True)], "gradient of l_bias_ with plain")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", [with_the_default_scale, with_heads_reversed, without_the_last_key], ids=named)
+def test_a_wrong_kernel_is_caught_in_every_dtype(plant, kernel, dtype):
+    plant(kernel)
+    args = [arg.to(dtype) for arg in operands()]
+    actual = torch.compile(plain, backend=layerzero, options=LOCK)(*args)
+    assert [reason.code for reason in only_match().reasons] == ["VALIDATION_FAILED"]
+    tolerance = {torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    torch.testing.assert_close(actual, plain(*args), atol=tolerance, rtol=tolerance)
+
+
+def test_a_right_kernel_that_sums_in_another_order_passes(plant):
+    def in_pieces(query, key, value, *, attrs):
+        scores = query[..., ::2] @ key[..., ::2].mT + query[..., 1::2] @ key[..., 1::2].mT
+        weights = (scores * attrs.scale).softmax(-1)
+        return weights[..., 1:] @ value[:, :, 1:] + weights[..., :1] @ value[:, :, :1]
+
+    plant(in_pieces)
+    args = operands(requires_grad=True)
+    actual = torch.compile(plain, backend=layerzero, options=LOCK)(*args)
+    assert only_match().rewritten
+    torch.testing.assert_close(actual, plain(*args))
+
+
+def test_a_kernel_that_rounds_less_than_the_source_passes(plant):
+    def widened(query, key, value, *, attrs):
+        return plain_with(query.float(), key.float(), value.float(), attrs).to(query.dtype)
+
+    plant(widened)
+    torch.compile(plain, backend=layerzero, options=LOCK)(*[arg.bfloat16() for arg in operands()])
+    match = only_match()
+    assert match.rewritten
+    assert match.validation["error"] <= match.validation["source_error"]
+
+
+def test_strict_mode_raises_for_a_wrong_kernel(plant):
+    plant(with_heads_reversed)
+    with pytest.raises(BackendCompilerFailed) as failure:
+        torch.compile(plain, backend=layerzero, options={**LOCK, "layerzero.strict": True})(*operands())
+    assert isinstance(failure.value.inner_exception, RewriteFailedError)
+    assert "torch.sdpa for attention" in str(failure.value)
+    assert "is quarantined: output with plain: off by" in str(failure.value)
+
+
+# ---- what a verdict holds for --------------------------------------------------------------------------------------
+
+
+def counting(kernel: Kernel) -> tuple[Kernel, list[Any]]:
+    calls: list[Any] = []
+
+    def counted(query: Any, key: Any, value: Any, **rest: Any) -> Any:
+        if not isinstance(query, fx.Proxy):
+            calls.append(tuple(query.shape) + tuple(key.shape))
+        return kernel(query, key, value, **rest)
+
+    return counted, calls
+
+
+def layers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    total = plain(query, key, value)
+    for index in range(1, 5):
+        total = total + plain(query + index, key, value)
+    return total
+
+
+def test_equal_layers_are_proven_once(plant):
+    kernel, calls = counting(RIGHT)
+    plant(kernel)
+    torch.compile(layers, backend=layerzero, options=LOCK)(*operands())
+    origins = [match.validation["origin"] for match in reports()[0].matches]
+    assert origins == ["run", "memory", "memory", "memory", "memory"]
+    assert len(calls) == reports()[0].matches[0].validation["cases"]
+
+
+def test_a_wrong_kernel_is_refused_from_memory_too(plant):
+    plant(with_heads_reversed)
+    args = operands()
+    actual = torch.compile(layers, backend=layerzero, options=LOCK)(*args)
+    assert [match.rewritten for match in reports()[0].matches] == [False] * 5
+    assert [match.kernel for match in reports()[0].matches] == ["inductor"] * 5
+    torch.testing.assert_close(actual, layers(*args))
+
+
+def origin_of(function: Callable[..., Tensor], args: list[Tensor]) -> str:
+    torch._dynamo.reset()
+    clear_reports()
+    torch.compile(function, backend=layerzero, options=LOCK)(*args)
+    assert only_match().rewritten
+    return only_match().validation["origin"]
+
+
+def test_a_verdict_is_read_from_disk_when_memory_has_forgotten_it():
+    args = operands()
+    assert origin_of(plain, args) == "run"
+    assert origin_of(plain, args) == "disk"
+
+
+def test_a_verdict_holds_for_other_large_sizes_of_the_same_structure():
+    assert origin_of(plain, [torch.randn(2, 3, length, 16) for length in (64, 96, 96)]) == "run"
+    assert origin_of(plain, [torch.randn(2, 3, length, 16) for length in (80, 200, 200)]) == "disk"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param(lambda args: [arg.double() for arg in args], id="dtype"),
+        pytest.param(lambda args: [arg.requires_grad_() for arg in args], id="gradients"),
+        pytest.param(lambda args: [args[0], args[1], args[2][..., :8]], id="value_dim"),
+        pytest.param(lambda args: [arg[:, :1] for arg in args], id="single_head"),
+    ],
+)
+def test_a_verdict_does_not_hold_for_another(changed):
+    assert origin_of(plain, operands()) == "run"
+    assert origin_of(plain, changed(operands())) == "run"
+
+
+def test_a_verdict_does_not_hold_for_another_spelling_or_scale():
+    args = operands()
+    assert origin_of(plain, args) == "run"
+    assert origin_of(lambda q, k, v: (q @ k.transpose(-2, -1) * 0.4).softmax(-1) @ v, args) == "run"
+    assert origin_of(lambda q, k, v: (q * 0.3 @ k.transpose(-2, -1)).softmax(-1) @ v, args) == "run"
+
+
+def test_a_verdict_does_not_hold_under_autocast():
+    args = operands()
+    assert origin_of(plain, args) == "run"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert origin_of(plain, args) == "run"
+
+
+CHILD = """
+import json, torch, lz_compile
+from lz_compile.backend import layerzero
+def plain(query, key, value):
+    return (query @ key.transpose(-2, -1) * 0.3).softmax(-1) @ value
+torch.compile(plain, backend=layerzero)(*[torch.randn(2, 3, length, 16) for length in (7, 11, 11)])
+(match,) = lz_compile.reports()[0].matches
+print(json.dumps([match.rewritten, match.validation["origin"]]))
+"""
+
+
+def test_a_verdict_is_read_from_disk_by_another_process(tmp_path):
+    root = str(Path(__file__).resolve().parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "LAYERZERO_CACHE_DIR": str(tmp_path / "shared")}
+    lines = [
+        subprocess.run(
+            [sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    ]
+    assert [json.loads(line) for line in lines] == [[True, "run"], [True, "disk"]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "{}", '{"ok": true, "unknown": 1}', '{"ok": "maybe"}', '{"error": 0.0}', "\x00\xff"],
+    ids=["empty", "cut", "list", "null", "no_fields", "unknown_field", "wrong_type", "missing_field", "binary"],
+)
+def test_a_corrupt_record_is_computed_again(tmp_path, text):
+    args = operands()
+    assert origin_of(plain, args) == "run"
+    (path,) = (tmp_path / "layerzero").rglob("*.json")
+    right = path.read_text()
+    path.write_text(text)
+    assert origin_of(plain, args) == "run"
+    assert json.loads(path.read_text()).keys() == json.loads(right).keys()
+
+
+def test_a_cache_that_cannot_be_written_is_an_event_and_nothing_more(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "file"))
+    args = operands()
+    actual = torch.compile(plain, backend=layerzero, options=LOCK)(*args)
+    assert only_match().rewritten
+    assert {event.code for event in reports()[0].events} <= {"STORE_UNREADABLE", "STORE_UNWRITABLE"}
+    assert "STORE_UNWRITABLE" in {event.code for event in reports()[0].events}
+    torch.testing.assert_close(actual, plain(*args))
+
+
+def test_no_temporary_file_is_left_beside_a_record(tmp_path):
+    origin_of(plain, operands())
+    assert [path.suffix for path in (tmp_path / "layerzero").rglob("*") if path.is_file()] == [".json"]
+
+
+# ---- what validation must not do -----------------------------------------------------------------------------------
+
+
+def test_the_state_of_random_numbers_is_left_alone():
+    args = [*operands(requires_grad=True), keep(2, 1, 7, 11)]
+    torch.manual_seed(3)
+    random.seed(3)
+    before, python_before = torch.get_rng_state(), random.getstate()
+    torch.compile(masked, backend=layerzero, options=LOCK)(*args)
+    assert only_match().validation["origin"] == "run"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert random.getstate() == python_before
+
+
+def test_the_state_of_random_numbers_is_left_alone_when_a_kernel_fails(plant):
+    def fails(*_, **__):
+        torch.randn(3)
+        raise ZeroDivisionError("planted")
+
+    plant(fails)
+    args = operands()
+    before = torch.get_rng_state()
+    torch.compile(plain, backend=layerzero, options=LOCK)(*args)
+    assert [reason.code for reason in only_match().reasons] == ["REWRITE_FAILED"]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_inputs_of_the_user_are_not_touched(plant):
+    def overwriting(query, key, value, *, attrs):
+        out = plain_with(query, key, value, attrs)
+        if not isinstance(query, fx.Proxy):
+            query.detach().zero_()
+        return out
+
+    plant(overwriting)
+    args = operands(requires_grad=True)
+    again = [arg.detach().clone() for arg in args]
+    torch.compile(plain, backend=layerzero, options=LOCK)(*args)
+    assert [torch.equal(*pair) for pair in zip(args, again, strict=True)] == [True] * 3
+    assert [arg.grad for arg in args] == [None] * 3
+
+
+def test_long_sequences_are_proven_at_small_sizes(plant):
+    kernel, calls = counting(RIGHT)
+    plant(kernel)
+    args = [torch.randn(1, 1, 4096, 8) for _ in range(3)]
+    start = time.perf_counter()
+    pipeline_seconds = _pipeline_seconds(args)
+    assert only_match().rewritten
+    assert max(extent for shape in calls for extent in shape) <= 64
+    assert pipeline_seconds <= time.perf_counter() - start
+    assert only_match().validation["seconds"] < 2
+
+
+def _pipeline_seconds(args: list[Tensor]) -> float:
+    """The stages of ours on a graph of long sequences, which is never run."""
+    seconds = []
+
+    def rewrite_only(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        from lz_compile.options import Options
+        from lz_compile.runtime.report import new_report
+
+        start = time.perf_counter()
+        pipeline.rewrite(module, Options(), new_report())
+        seconds.append(time.perf_counter() - start)
+        return lambda *_: (torch.empty(()),)
+
+    torch.compile(plain, backend=rewrite_only)(*args)
+    return seconds[0]
+
+
+def test_a_batch_of_symbolic_size_is_proven_at_small_sizes(plant):
+    kernel, calls = counting(RIGHT)
+    plant(kernel)
+    args = operands()
+    torch.testing.assert_close(torch.compile(plain, backend=layerzero, dynamic=True)(*args), plain(*args))
+    assert only_match().rewritten
+    assert max(extent for shape in calls for extent in shape) <= 64
+
+
+def test_sizes_stay_as_different_as_they_were(plant):
+    kernel, calls = counting(RIGHT)
+    plant(kernel)
+    torch.compile(plain, backend=layerzero, options=LOCK)(*[torch.randn(9, 10, length, 11) for length in (12, 13, 13)])
+    batch, heads, queries, dim, _, _, keys, _ = calls[0]
+    assert len({batch, heads, queries, keys, dim}) == 5
