@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,20 +53,32 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return attention(query, key, value, additive_mask(query.shape[2], key.shape[2], query.dtype, query.device))
 
 
-def case_of(form: str, length: int, dtype: torch.dtype, settings: argparse.Namespace) -> tuple[Function, list[Tensor]]:
-    """The function of a form, and its inputs."""
-    queries, keys = (1, settings.keys) if form == "decode" else (length, length)
-    generator = torch.Generator(settings.device).manual_seed(0)
+@dataclass(frozen=True)
+class Case:
+    """One form at one length, in one dtype."""
 
-    def draw(tokens: int) -> Tensor:
-        shape = (settings.batch, settings.heads, tokens, settings.head_dim)
-        tensor = torch.randn(shape, generator=generator, device=settings.device).to(dtype)
-        return tensor.requires_grad_(settings.training)
+    form: str
+    dtype: torch.dtype
+    length: int
 
-    inputs = [draw(queries), draw(keys), draw(keys)]
-    if form == "bias":
-        return attention, [*inputs, additive_mask(queries, keys, dtype, settings.device)]
-    return (causal_attention if form == "causal" else attention), inputs
+    def build(self, settings: argparse.Namespace) -> tuple[Function, list[Tensor]]:
+        """The function, and its inputs."""
+        queries = 1 if self.form == "decode" else self.length
+        generator = torch.Generator(settings.device).manual_seed(0)
+
+        def draw(tokens: int) -> Tensor:
+            shape = (settings.batch, settings.heads, tokens, settings.head_dim)
+            tensor = torch.randn(shape, generator=generator, device=settings.device).to(self.dtype)
+            return tensor.requires_grad_(settings.training)
+
+        inputs = [draw(queries), draw(self.length), draw(self.length)]
+        if self.form == "bias":
+            return attention, [*inputs, additive_mask(queries, self.length, self.dtype, settings.device)]
+        return (causal_attention if self.form == "causal" else attention), inputs
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {"form": self.form, "dtype": str(self.dtype).removeprefix("torch."), "length": self.length}
 
 
 def runner(inputs: Sequence[Tensor], *, is_training: bool) -> Run:
@@ -85,17 +99,16 @@ def locked_elsewhere(variant: Variant) -> bool:
     return variant.name not in (EAGER, INDUCTOR, LAYERZERO) and variant.kernels != f"1x {variant.name}"
 
 
-def run_case(form: str, length: int, dtype: torch.dtype, settings: argparse.Namespace) -> Case:
+def run_case(case: Case, settings: argparse.Namespace, publication: Publication) -> None:
     """Check, time and keep one case."""
     torch._dynamo.reset()
-    function, inputs = case_of(form, length, dtype, settings)
+    function, inputs = case.build(settings)
     locks = [kernel for kernel in kernels("attention") if kernel != LEFT_TO_INDUCTOR]
     prepared = prepare(compiled(function, locks), runner(inputs, is_training=settings.training))
     refused = {variant.name: variant.refusals for variant in prepared.variants if locked_elsewhere(variant)}
     prepared = prepared.without(refused)
     timings = measure(prepared.variants, settings.device, rounds=settings.rounds)
-    case = {"form": form, "dtype": str(dtype).removeprefix("torch."), "length": length}
-    publication.add_timings(case, prepared, timings, refused=refused)
+    publication.add_timings(case.to_dict(), prepared, timings, refused=refused)
 
 
 def main() -> None:
@@ -113,7 +126,7 @@ def main() -> None:
     for form, dtype in itertools.product(settings.forms, settings.dtypes):
         for length in [settings.keys] if form == "decode" else settings.lengths:
             with torch.set_grad_enabled(settings.training):
-                run_case(publication, form, length, dtype, settings)
+                run_case(Case(form, dtype, length), settings, publication)
     publication.show(timing_table(name, publication.rows), summary_table(publication.rows))
 
 

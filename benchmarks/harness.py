@@ -190,8 +190,8 @@ def compare(name: str, outputs: Sequence[Tensor], expected: Sequence[Tensor]) ->
         error = errors.nan_to_num(nan=float("inf")).max().item()
         if error > TOLERANCE[reference.dtype]:
             raise DisagreementError(
-                f"comparing {name} with eager: a row of {tuple(reference.shape)} {reference.dtype} has a relative error "
-                f"of {error:.2e}, rounding explains up to {TOLERANCE[reference.dtype]:.0e}; see lz_compile.explain"
+                f"comparing {name} with eager: a row of {tuple(reference.shape)} {reference.dtype} has a relative "
+                f"error of {error:.2e}, rounding gives {TOLERANCE[reference.dtype]:.0e} at most; see lz_compile.explain"
             )
         difference, row_error = max(difference, deviation.abs().max().item()), max(row_error, error)
     return difference, row_error

@@ -119,12 +119,12 @@ def timing_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 def summary_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """By dtype: layerzero against Inductor, and its choice against the best compiled variant that was measured.
 
-    A case counts as slower than Inductor where three rounds of four were.
+    The mean is the geometric one. A case counts as slower than Inductor where three rounds of four were.
     """
     columns = (
         "dtype",
         "cases",
-        "of inductor (geometric mean)",
+        "of inductor (mean)",
         "best",
         "worst",
         "slower",

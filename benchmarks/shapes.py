@@ -24,7 +24,7 @@ T5_TARGET = 4  # times shorter than the source
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model and its input are; heads are 64 wide. Images have the square number of patches next to ``length``."""
+    """How large a model and its input are; heads are 64 wide. Images have about ``length`` patches."""
 
     length: int
     layers: int = 4
@@ -88,7 +88,7 @@ def _llama(size: Size) -> Built:
 
 def _gpt2(size: Size) -> Built:
     sizes = {"n_embd": size.hidden, "n_layer": size.layers, "n_head": size.heads, "n_positions": max(size.length, 512)}
-    return _transformers("gpt2", size, **sizes), {"input_ids": _ids(size)}
+    return _transformers("gpt2", size, **sizes, bos_token_id=1, eos_token_id=2), {"input_ids": _ids(size)}
 
 
 def _bert(size: Size) -> Built:

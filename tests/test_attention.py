@@ -22,6 +22,7 @@ many = settings(
     max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
 some = settings(many, max_examples=60)
+few = settings(many, max_examples=12)  # Dynamo alone takes seconds where every size is symbolic
 
 
 def check(spelling: Spelling, got: Tensor, inputs: tuple[Tensor, ...]) -> None:
@@ -44,8 +45,9 @@ def test_every_spelling_runs_on_the_blocked_kernel(spelling: Spelling) -> None:
     check(spelling, rewritten(spelling.build(), *inputs, lock={"attention": "lz.blocked"}), inputs)
 
 
-@given(spelling=spellings())
-@some
+@pytest.mark.slow
+@given(spelling=spellings(flat_mask="none"))
+@few
 def test_every_spelling_is_rewritten_with_symbolic_sizes(spelling: Spelling) -> None:
     inputs = spelling.inputs(2)
     check(spelling, rewritten(spelling.build(), *inputs, dynamic=True), inputs)

@@ -1,5 +1,6 @@
 """Attention calls spelled out: what is replaced, what it computes, and what is refused."""
 
+import functools
 import math
 import warnings
 
@@ -9,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from lz_compile.errors import RewriteFailedError
-from lz_compile.passes import inline as inline_pass
-from lz_compile.passes.attention_calls import BODIES
+from lz_compile.passes.attention_calls import BODIES, multi_head_attention
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.inline import Inlined, inline
-from lz_compile.passes.match import Match
+from lz_compile.passes.inline_proof import difference
+from lz_compile.passes.match import Match, RefusedError
 from lz_compile.passes.patterns.attention import recognise
 from lz_compile.runtime import events
 
@@ -359,19 +360,53 @@ def test_appended_keys_are_refused(options, name):
     assert refused(attention(**options), x, x, x) == f"{name} adds or replaces keys and values after their projection"
 
 
+def test_given_keys_are_refused():
+    call, x = functional(attention()), tokens()
+    static = torch.randn(BATCH * HEADS, QUERIES, EMBED // HEADS)
+    text = refused(call, x, x, x, static_k=static, static_v=static)
+    assert text == "static_k adds or replaces keys and values after their projection"
+
+
+def test_a_causal_hint_without_its_mask_is_refused():
+    x, weight = tokens(), torch.randn(3 * EMBED, EMBED)
+    options = {"bias_k": None, "bias_v": None, "add_zero_attn": False, "dropout_p": 0.0, "out_proj_bias": None}
+    with pytest.raises(RefusedError, match="is_causal is a hint about attn_mask, and there is none"):
+        multi_head_attention(x, x, x, EMBED, HEADS, weight, None, out_proj_weight=weight, is_causal=True, **options)
+
+
+def test_a_native_mask_of_unknown_type_is_refused():
+    module, mask = attention().module, torch.rand(BATCH, HEADS, 5, 5) > 0.6
+
+    def function(x):
+        weights = (module.in_proj_weight, module.in_proj_bias, module.out_proj.weight, module.out_proj.bias)
+        return torch._native_multi_head_attention(x, x, x, EMBED, HEADS, *weights, mask, False, True)[0]
+
+    with torch.no_grad():
+        assert refused(function, tokens(5, batch_first=True)) == "mask_type None of a mask is not documented"
+
+
+def test_inlining_twice_changes_nothing():
+    x = tokens()
+    _, _, recorder = run(attention(True), x, x, x)
+    (graph,) = recorder.graphs
+    before = str(graph)
+    assert inline(graph) == []
+    assert str(graph) == before
+
+
 @pytest.fixture
 def wrong_body(monkeypatch):
-    """A spelling that forgets the output projection's bias."""
+    """A spelling that is one percent off."""
     right = BODIES[F.multi_head_attention_forward]
 
+    @functools.wraps(right)
     def wrong(*args, **kwargs):
         return right(*args, **kwargs) * 1.01
 
-    wrong.__signature__ = __import__("inspect").signature(right)
     monkeypatch.setitem(BODIES, F.multi_head_attention_forward, wrong)
-    inline_pass.difference.cache_clear()
+    difference.cache_clear()
     yield
-    inline_pass.difference.cache_clear()
+    difference.cache_clear()
 
 
 @pytest.mark.usefixtures("wrong_body")
@@ -383,7 +418,7 @@ def test_a_wrong_spelling_is_an_event_and_changes_nothing():
     assert len(recorder.calls_left) == 1
     assert not recorder.targets("linear"), "what was emitted is erased again"
     assert [event.code for event in seen] == ["INLINE_FAILED"]
-    assert "the output is off by" in seen[0].message
+    assert "the output in torch.float64 is off by" in seen[0].message
 
 
 @pytest.mark.usefixtures("wrong_body")
@@ -399,7 +434,7 @@ def test_a_wrong_spelling_raises_if_strict():
 
 
 def test_a_structure_is_proven_once():
-    inline_pass.difference.cache_clear()
+    difference.cache_clear()
     model = nn.TransformerEncoder(encoder_layer(), 4, enable_nested_tensor=False).train()
     check(model, tokens(batch_first=True), count=4)
-    assert inline_pass.difference.cache_info().misses == 2, "the first layer's input wants no gradient"
+    assert difference.cache_info().misses == 2, "the first layer's input wants no gradient"

@@ -8,7 +8,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from lz_compile import clear_reports, reports
 from lz_compile.backend import layerzero
 from lz_compile.errors import RewriteFailedError
 from lz_compile.lowering.kernels import torch_sdpa
+from lz_compile.options import Options
 from lz_compile.passes import pipeline, validate
 from lz_compile.runtime import registry
-from lz_compile.runtime.report import MatchReport
+from lz_compile.runtime.report import MatchReport, new_report
 
 Kernel = Callable[..., Any]
 RIGHT: Kernel = torch_sdpa.attention
@@ -147,10 +147,6 @@ def with_the_key_as_value(query, key, value, *, attrs):
     return plain_with(query, key, key, attrs)
 
 
-def with_query_and_key_exchanged(query, key, value, *, attrs):
-    return (key @ query.mT * attrs.scale).softmax(-2).mT @ value
-
-
 def with_the_softmax_over_queries(query, key, value, *, attrs):
     return (query @ key.mT * attrs.scale).softmax(-2) @ value
 
@@ -215,7 +211,6 @@ UNMASKED: Mapping[Kernel, str] = {
     with_heads_reversed: "output with plain",
     with_batches_reversed: "output with plain",
     with_the_key_as_value: "output with plain",
-    with_query_and_key_exchanged: "output with plain",
     with_the_softmax_over_queries: "output with plain",
     with_a_causal_mask: "output with plain",
     without_the_last_key: "output with plain",
@@ -312,7 +307,18 @@ def test_a_bias_that_gets_no_gradient_is_caught(plant):
         return RIGHT(query, key, value, bias=bias.detach(), attrs=attrs)
 
     plant(detached)
-    is_caught(biased, [*operands(), torch.randn(3, 7, 11, requires_grad=True)], "gradient of l_bias_ with plain")
+    args = [*operands(requires_grad=True), torch.randn(3, 7, 11, requires_grad=True)]
+    is_caught(biased, args, "gradient of l_bias_ with plain")
+
+
+def test_a_kernel_that_gives_no_gradient_at_all_is_caught(plant):
+    plant(lambda query, key, value, *, attrs: plain_with(query, key, value, attrs).detach())
+    args = operands(requires_grad=True)
+    actual = torch.compile(plain, backend=layerzero, options=LOCK)(*args)
+    assert not only_match().rewritten
+    assert only_match().reasons
+    gradients = torch.autograd.grad(plain(*args).sum(), args)
+    torch.testing.assert_close(torch.autograd.grad(actual.sum(), args), gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -470,8 +476,8 @@ def test_a_verdict_is_read_from_disk_by_another_process(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "{}", '{"ok": true, "unknown": 1}', '{"ok": "maybe"}', '{"error": 0.0}', "\x00\xff"],
-    ids=["empty", "cut", "list", "null", "no_fields", "unknown_field", "wrong_type", "missing_field", "binary"],
+    ["", "{", "[]", "null", "{}", '{"ok": true, "unknown": 1}', '{"error": 0.0}', "\x00\xff"],
+    ids=["empty", "cut", "list", "null", "no_fields", "unknown_field", "missing_field", "binary"],
 )
 def test_a_corrupt_record_is_computed_again(tmp_path, text):
     args = operands()
@@ -545,29 +551,15 @@ def test_long_sequences_are_proven_at_small_sizes(plant):
     kernel, calls = counting(RIGHT)
     plant(kernel)
     args = [torch.randn(1, 1, 4096, 8) for _ in range(3)]
-    start = time.perf_counter()
-    pipeline_seconds = _pipeline_seconds(args)
+    torch.compile(plain, backend=rewrite_and_run_nothing)(*args)
     assert only_match().rewritten
     assert max(extent for shape in calls for extent in shape) <= 64
-    assert pipeline_seconds <= time.perf_counter() - start
     assert only_match().validation["seconds"] < 2
 
 
-def _pipeline_seconds(args: list[Tensor]) -> float:
-    """The stages of ours on a graph of long sequences, which is never run."""
-    seconds = []
-
-    def rewrite_only(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        from lz_compile.options import Options
-        from lz_compile.runtime.report import new_report
-
-        start = time.perf_counter()
-        pipeline.rewrite(module, Options(), new_report())
-        seconds.append(time.perf_counter() - start)
-        return lambda *_: (torch.empty(()),)
-
-    torch.compile(plain, backend=rewrite_only)(*args)
-    return seconds[0]
+def rewrite_and_run_nothing(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    pipeline.rewrite(module, Options(), new_report())
+    return lambda *_: (torch.empty(()),)
 
 
 def test_a_batch_of_symbolic_size_is_proven_at_small_sizes(plant):

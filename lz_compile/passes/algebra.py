@@ -178,14 +178,12 @@ class Region:
         value = call.get(name)
         tensor = tensor_of(value)
         if tensor is None:
-            return number(value_of(value)) if _number(value) is not None else self._symbolic(value)
+            return self.scalar(value)
         return self.express(value, broadcast_from(dims, shape_of(tensor)), call.node)
 
-    def _symbolic(self, value: Any) -> sympy.Expr:
-        """A symbolic number (``SymInt``/``SymFloat``) as a leaf without axes."""
-        if isinstance(value, fx.Node):
-            return self.leaf(value, ())
-        raise LayoutError(f"no reading for the argument {value!r}")
+    def scalar(self, value: Any) -> sympy.Expr:
+        """A number; a symbolic one (``SymInt``, ``SymFloat``) is a leaf without axes."""
+        return self.leaf(value, ()) if isinstance(value, fx.Node) else number(value)
 
     def _product(self, call: Call, dims: Dims) -> sympy.Expr:
         product = contraction.read(self, call, dims)
@@ -304,14 +302,14 @@ def _binary(function: Callable[[sympy.Expr, sympy.Expr], sympy.Expr], *names: st
 
 def _add(sign: int) -> Rule:
     def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-        alpha = number(call.get("alpha", 1))
+        alpha = region.scalar(call.get("alpha", 1))
         return region.operand(call, "input", dims) + sign * alpha * region.operand(call, "other", dims)
 
     return rule
 
 
 def _rsub(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    return region.operand(call, "other", dims) - number(call.get("alpha", 1)) * region.operand(call, "input", dims)
+    return region.operand(call, "other", dims) - region.scalar(call.get("alpha", 1)) * region.operand(call, "input", dims)
 
 
 def _mul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
@@ -350,7 +348,7 @@ def _dropout(region: Region, call: Call, dims: Dims) -> sympy.Expr:
 
 def _addcmul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     product = region.operand(call, "tensor1", dims) * region.operand(call, "tensor2", dims)
-    return region.operand(call, "input", dims) + number(call.get("value", 1)) * product
+    return region.operand(call, "input", dims) + region.scalar(call.get("value", 1)) * product
 
 
 def _lerp(region: Region, call: Call, dims: Dims) -> sympy.Expr:

@@ -112,9 +112,8 @@ def _merged_mask(attn_mask: Any, key_padding_mask: Any, num_heads: int, dtype: t
     """What is added to the scores, broadcastable to ``(N, H, L, S)``; None where there is nothing."""
     merged = None
     if attn_mask is not None:
-        merged = _additive(attn_mask, dtype)
-        is_shared = len(attn_mask.shape) == 2
-        merged = merged.unsqueeze(0).unsqueeze(0) if is_shared else merged.unflatten(0, (-1, num_heads))
+        bias, is_shared = _additive(attn_mask, dtype), len(attn_mask.shape) == 2
+        merged = bias.unsqueeze(0).unsqueeze(0) if is_shared else bias.unflatten(0, (-1, num_heads))
     if key_padding_mask is None:
         return merged
     padding = _additive(key_padding_mask, dtype).unsqueeze(1).unsqueeze(1)
@@ -156,9 +155,6 @@ def _attention_by_softmax(projected: list[Any], mask: Any, num_heads: int, embed
     if dropout_p > 0.0:
         probabilities = F.dropout(probabilities, p=dropout_p)
     return torch.bmm(probabilities, value).transpose(0, 1).reshape(length * batch, embed_dim)
-
-
-# ---- the fast paths of eval mode ------------------------------------------------------------------------------------
 
 
 def native_multi_head_attention(  # noqa: PLR0917 - the signature of the function that it spells out
@@ -230,9 +226,8 @@ def transformer_encoder_layer(  # noqa: PLR0917 - the signature of the function 
         hidden = F.linear(x, ffn_weight_1, ffn_bias_1)
         # aten._addmm_activation has the exact GELU on a CPU, the tanh approximation on accelerators
         approximate = "none" if src.device.type == "cpu" else "tanh"
-        return F.linear(
-            F.gelu(hidden, approximate=approximate) if use_gelu else F.relu(hidden), ffn_weight_2, ffn_bias_2
-        )
+        hidden = F.gelu(hidden, approximate=approximate) if use_gelu else F.relu(hidden)
+        return F.linear(hidden, ffn_weight_2, ffn_bias_2)
 
     first = (norm_weight_1, norm_bias_1, eps)
     second = (norm_weight_2, norm_bias_2, eps)
@@ -244,8 +239,11 @@ def transformer_encoder_layer(  # noqa: PLR0917 - the signature of the function 
 
 
 #: What is spelled out, by the function that Dynamo leaves in its graph.
-BODIES: Mapping[Any, Callable[..., Any]] = {
-    F.multi_head_attention_forward: multi_head_attention,
-    torch._native_multi_head_attention: native_multi_head_attention,
-    torch._transformer_encoder_layer_fwd: transformer_encoder_layer,
+BODIES: Mapping[Any, Callable[..., Any]] = {F.multi_head_attention_forward: multi_head_attention} | {
+    getattr(torch, name): body
+    for name, body in (
+        ("_native_multi_head_attention", native_multi_head_attention),
+        ("_transformer_encoder_layer_fwd", transformer_encoder_layer),
+    )
+    if hasattr(torch, name)  # private names; a torch without them leaves none in its graphs
 }

@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx.proxy import GraphAppendingTracer
 
 from lz_compile.passes.algebra import INFINITY, Leaf, Region
-from lz_compile.passes.axes import Axis, Dims, Size, atoms, product
+from lz_compile.passes.axes import Axis, Dims, as_size, atoms, product
 from lz_compile.passes.effects import Ambient, ambient_context
 from lz_compile.passes.view import tensor_of
 
@@ -246,8 +246,17 @@ class GraphBuilder(Builder):
         self.created: list[fx.Node] = []
         self._template = template
         self._ambient = ambient
-        tracer = _Tracer(graph, self._finish)
-        super().__init__(lambda node: TensorProxy(node, tracer), shape_sources=shape_sources)
+        self._tracer = _Tracer(graph, self._finish)
+        super().__init__(lambda node: TensorProxy(node, self._tracer), shape_sources=shape_sources)
+
+    def _symbolic(self, axis: Axis) -> Any:
+        for node in self._tracer.graph.nodes:
+            if node is self._template:
+                break
+            value = node.meta.get("example_value")
+            if isinstance(value, torch.SymInt) and as_size(value) == axis.size:
+                return self.value(node)
+        return super()._symbolic(axis)
 
     def _finish(self, node: fx.Node) -> None:
         self.created.append(node)

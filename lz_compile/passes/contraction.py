@@ -78,12 +78,10 @@ def _matmul(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Contractio
 
 
 def _with_addend(region: Region, call: Call, dims: Dims, product: Contraction | None) -> Contraction | None:
-    from lz_compile.passes.algebra import number
-
     added = call.input
     if product is None or tensor_of(added) is None:
         return None
-    weight, coefficient = number(call.get("beta", 1)), number(call.get("alpha", 1))
+    weight, coefficient = region.scalar(call.get("beta", 1)), region.scalar(call.get("alpha", 1))
     added_dims = broadcast_from(dims, shape_of(tensor_of(added)))  # type: ignore[arg-type]
     if weight == 0:
         region.interior.setdefault(added, added_dims)

@@ -84,9 +84,8 @@ def _replace(graph: fx.Graph, node: fx.Node, ambient: Ambient) -> fx.Node:
 
 
 def _emit(builder: GraphBuilder, node: fx.Node, arguments: Mapping[str, Any], replaced: fx.Node) -> fx.Node:
-    proxies = {
-        operand: builder.value(operand) for operand in node.all_input_nodes
-    }  # one each: bodies ask "key is value"
+    # one proxy for each node: bodies ask which of their arguments are the same
+    proxies = {operand: builder.value(operand) for operand in node.all_input_nodes}
     output: fx.Node = BODIES[node.target](**fx.map_arg(dict(arguments), proxies.__getitem__)).node
     (expected, given) = (
         (tensor.dtype, tensor.device, tensor.shape, tensor.stride())

@@ -11,6 +11,7 @@ from torch import fx
 from lz_compile.errors import RewriteFailedError
 from lz_compile.options import Options
 from lz_compile.passes.effects import Effects
+from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.match import Match, NearMiss
 from lz_compile.passes.patterns import recognisers
 from lz_compile.passes.rewrite import splice
@@ -23,7 +24,7 @@ from lz_compile.runtime.store import Store
 
 
 def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> None:
-    """Recognise, choose, prove and splice in place, in ``module`` and in the bodies of its higher-order operators.
+    """Inline, recognise, choose, prove and splice in place, in ``module`` and in the bodies of its higher-order operators.
 
     Whatever fails leaves the subgraph that it concerns untouched and is an event in ``report``.
 
@@ -32,8 +33,9 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
     """
     for path, graph_module in _graphs(module):
         before = len(report.matches)
+        is_inlined = _inline(graph_module.graph, options, report)
         _rewrite_graph(graph_module.graph, path, options, report)
-        if any(match.rewritten for match in report.matches[before:]):
+        if is_inlined or any(match.rewritten for match in report.matches[before:]):
             graph_module.graph.lint()
             graph_module.recompile()
 
@@ -55,6 +57,14 @@ def _rewrite_graph(graph: fx.Graph, path: str, options: Options, report: GraphRe
             _fail("REWRITE_FAILED", f"{match.op} at {match.where} is left to Inductor", error, options)
             entry.kernel, entry.rewritten = INDUCTOR, False
             entry.reasons.append(Reason("REWRITE_FAILED", f"{type(error).__name__}: {error}"))
+
+
+def _inline(graph: fx.Graph, options: Options, report: GraphReport) -> bool:
+    """Spell out calls that hide an attention; whether there was one."""
+    with _timed(report, "inline"):
+        found = inline(graph, strict=options.strict)
+    report.near_misses.extend(MissReport.of(miss) for miss in found if isinstance(miss, NearMiss))
+    return any(isinstance(each, Inlined) for each in found)
 
 
 def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> list[Match]:

@@ -27,6 +27,7 @@ from lz_compile.passes.view import Call, tensor_of, where_of
 from lz_compile.reasons import Reason
 
 OP = "attention"
+_SCORES = contraction.PRODUCTS - {"linear", "addmm"}
 _SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 
 
@@ -61,11 +62,19 @@ def _from_call(effects: Effects, call: Call) -> Match | NearMiss | None:
             refused = refused or NearMiss(OP, call.node, refusal.reason, refusal.edit, where_of(call.node))
         except MutatedError as error:
             return NearMiss(OP, call.node, *_mutated(error), where_of(call.node))
-        except LayoutError:
-            return refused
+        except LayoutError as error:
+            return refused or _unclear(region, call, error)
         else:
             return found or refused
     return refused
+
+
+def _unclear(region: Region, call: Call, error: LayoutError) -> NearMiss | None:
+    """A near miss where a softmax over a product could not be read for its layout."""
+    if not any(region.reaches(node, _SOFTMAX) and region.reaches(node, _SCORES) for node in call.node.all_input_nodes):
+        return None
+    reason = Reason("LAYOUT_UNCLEAR", f"the dimensions do not come apart into axes: {error}")
+    return NearMiss(OP, call.node, reason, "reshape along whole heads and positions", where_of(call.node))
 
 
 def _mutated(error: MutatedError) -> tuple[Reason, str]:
@@ -189,7 +198,7 @@ def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
             if tensor_of(node) is None or shape_of(tensor_of(node)) != shape:  # type: ignore[arg-type]
                 break
             inner = region.effects.calls[node]
-            if inner is not None and inner.name in contraction.PRODUCTS - {"linear", "addmm"}:
+            if inner is not None and inner.name in _SCORES:
                 raise RefusedError(
                     "SCORES_NOT_AFFINE",
                     f"the scores pass through {outermost.name}",

@@ -1,0 +1,247 @@
+"""Inductor's caches: a second process hits them, and neither our source nor our decisions can meet a stale result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from lz_compile.compiler import _cache_key
+from lz_compile.lowering.inductor import _Fingerprint
+from lz_compile.runtime import fingerprint
+from lz_compile.runtime.report import GraphReport, MatchReport
+from lz_compile.runtime.store import Store, cache_directory
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CHILD = """
+import json, os, torch, lz_compile
+from torch._dynamo.utils import counters
+from lz_compile.runtime import fingerprint
+if "TEST_SOURCE_HASH" in os.environ:
+    import lz_compile.compiler, lz_compile.runtime.store
+    for module in (fingerprint, lz_compile.compiler, lz_compile.runtime.store):
+        module.source_hash = lambda: os.environ["TEST_SOURCE_HASH"]
+from lz_compile.backend import layerzero
+
+def attention(query, key, value):
+    return (query @ key.transpose(-2, -1) * 0.25).softmax(-1) @ value
+
+def run(requires_grad, backend, options):
+    torch.manual_seed(0)
+    args = [torch.randn(2, 3, length, 16, requires_grad=requires_grad) for length in (7, 11, 11)]
+    out = torch.compile(attention, backend=backend, options=options)(*args)
+    torch.testing.assert_close(out, attention(*args))
+    if requires_grad:
+        expected = torch.autograd.grad(attention(*args).sum(), args)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), args), expected)
+
+lock = {"layerzero.lock": {"attention": os.environ["TEST_LOCK"]}}
+found = {}
+for name, requires_grad in (("inference", False), ("training", True)):
+    torch._dynamo.reset()
+    counters.clear()
+    run(requires_grad, layerzero, lock)
+    found[name] = {
+        "fx_hit": counters["inductor"]["fxgraph_cache_hit"],
+        "fx_miss": counters["inductor"]["fxgraph_cache_miss"],
+        "fx_bypass": counters["inductor"]["fxgraph_cache_bypass"],
+        "aot_hit": counters["aot_autograd"]["autograd_cache_hit"],
+        "aot_miss": counters["aot_autograd"]["autograd_cache_miss"],
+        "aot_bypass": counters["aot_autograd"]["autograd_cache_bypass"],
+        "origins": [m.validation and m.validation["origin"] for r in lz_compile.reports() for m in r.matches],
+        "kernels": [m.kernel for r in lz_compile.reports() for m in r.matches],
+    }
+    lz_compile.clear_reports()
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process with cache directories of its own, which later ones share."""
+
+    directory: Path
+
+    def run(self, *, lock: str = "torch.sdpa", source_hash: str | None = None) -> dict[str, dict]:
+        given = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor"),
+            "LAYERZERO_CACHE_DIR": str(self.directory / "layerzero"),
+            "TEST_LOCK": lock,
+            **({} if source_hash is None else {"TEST_SOURCE_HASH": source_hash}),
+        }
+        done = subprocess.run([sys.executable, "-c", CHILD], env=given, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    """The processes that the tests below ask about, each run once; all share their caches."""
+    process = Process(tmp_path_factory.mktemp("caches"))
+    return {
+        "first": process.run(),
+        "second": process.run(),
+        "other_lock": process.run(lock="lz.blocked"),
+        "untouched": process.run(lock="inductor"),
+        "other_source": process.run(source_hash="changed"),
+        "other_source_again": process.run(source_hash="changed"),
+    }
+
+
+MODES = ["inference", "training"]
+
+
+def _was_compiled(found: dict) -> bool:
+    return (found["aot_hit"], found["fx_hit"]) == (0, 0) and found["aot_miss"] == 1 and found["fx_miss"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_process_compiles_and_proves(processes, mode):
+    found = processes["first"][mode]
+    assert _was_compiled(found)
+    assert (found["origins"], found["kernels"]) == (["run"], ["torch.sdpa"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_second_process_hits_every_cache(processes, mode):
+    found = processes["second"][mode]
+    assert (found["aot_hit"], found["aot_miss"]) == (1, 0)
+    assert found["fx_hit"] == processes["first"][mode]["fx_miss"]
+    assert found["fx_miss"] == 0
+    assert (found["origins"], found["kernels"]) == (["disk"], ["torch.sdpa"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("process", ["first", "second", "other_lock", "untouched", "other_source"])
+def test_no_cache_is_passed_by(processes, process, mode):
+    found = processes[process][mode]
+    assert (found["aot_bypass"], found["fx_bypass"]) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("process", ["other_lock", "untouched"])
+def test_another_decision_misses(processes, process, mode):
+    found = processes[process][mode]
+    assert _was_compiled(found)
+    assert found["kernels"] == [{"other_lock": "lz.blocked", "untouched": "inductor"}[process]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_change_of_our_source_misses_everywhere(processes, mode):
+    found = processes["other_source"][mode]
+    assert _was_compiled(found)
+    assert found["origins"] == ["run"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_changed_source_hits_its_own_entries(processes, mode):
+    found = processes["other_source_again"][mode]
+    assert (found["aot_hit"], found["aot_miss"], found["fx_miss"]) == (1, 0, 0)
+    assert found["origins"] == ["disk"]
+
+
+# ---- keys ----------------------------------------------------------------------------------------------------------
+
+
+def _report(**changes: object) -> GraphReport:
+    match = MatchReport("attention", "file:1", "", {"scale": 0.25}, kernel="torch.sdpa", rewritten=True)
+    for name, value in changes.items():
+        setattr(match, name, value)
+    return GraphReport(0, [match])
+
+
+def test_the_key_changes_with_every_decision_and_with_nothing_else(monkeypatch):
+    same = [_report(), _report(where="file:2"), _report(validation={"origin": "disk"}), _report(why="locked")]
+    assert len({_cache_key(report) for report in same}) == 1
+    different = [
+        _report(),
+        GraphReport(0),
+        _report(kernel="lz.blocked"),
+        _report(rewritten=False),
+        _report(attributes={"scale": 0.5}),
+    ]
+    assert len({_cache_key(report) for report in different}) == len(different)
+    before = _cache_key(_report())
+    monkeypatch.setattr("lz_compile.compiler.source_hash", lambda: "changed")
+    assert _cache_key(_report()) != before
+
+
+def test_the_source_hash_covers_every_python_and_json_file(tmp_path, monkeypatch):
+    package = tmp_path / "lz_compile"
+    for name in ("a.py", "runtime/fingerprint.py", "lowering/kernels/k.json", "notes.txt"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("1")
+    monkeypatch.setattr(fingerprint, "__file__", str(package / "runtime" / "fingerprint.py"))
+    seen = []
+    for name in (None, "a.py", "lowering/kernels/k.json", "notes.txt"):
+        if name:
+            (package / name).write_text("2")
+        seen.append(fingerprint.source_hash.__wrapped__())
+    (package / "a.py").rename(package / "b.py")
+    seen.append(fingerprint.source_hash.__wrapped__())
+    assert seen[2] == seen[3]
+    assert len(set(seen)) == 4
+
+
+class _Users(CustomGraphPass):
+    def __init__(self, uuid: object) -> None:
+        self._uuid = uuid
+
+    def __call__(self, graph: fx.Graph) -> None:
+        raise AssertionError("not called here")
+
+    def uuid(self) -> object:
+        return self._uuid
+
+
+def test_a_pass_of_the_user_keeps_its_part_in_the_key():
+    assert _Fingerprint("ours", None).uuid() == "ours"
+    assert _Fingerprint("ours", _Users("theirs")).uuid() == ("ours", "theirs")
+    assert _Fingerprint("ours", _Users(None)).uuid() is None
+    assert _Fingerprint("ours", lambda graph: None).uuid() is None
+
+
+# ---- our own store -------------------------------------------------------------------------------------------------
+
+
+def test_the_store_gives_back_what_it_was_given(tmp_path):
+    store = Store("kind", tmp_path)
+    assert store.load("key") is None
+    store.save("key", {"a": [1, None, "ü"]})
+    store.save("key", {"a": 2})
+    assert store.load("key") == {"a": 2}
+    assert Store("kind", tmp_path).load("key") == {"a": 2}
+    assert Store("another_kind", tmp_path).load("key") is None
+
+
+def test_the_store_is_kept_apart_by_versions_of_torch_and_of_our_source(tmp_path, monkeypatch):
+    Store("kind", tmp_path).save("key", {"a": 1})
+    monkeypatch.setattr("lz_compile.runtime.store.source_hash", lambda: "changed")
+    assert Store("kind", tmp_path).load("key") is None
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    assert Store("kind", tmp_path).load("key") is None
+
+
+def test_the_directory_comes_from_the_environment_or_the_platform(monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    assert cache_directory() == tmp_path
+    monkeypatch.delenv("LAYERZERO_CACHE_DIR")
+    assert cache_directory().name == "layerzero"

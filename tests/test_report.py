@@ -1,0 +1,536 @@
+"""What is told: reports for people and machines, dumps, the structured trace, the log, and the graphs themselves."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import expecttest
+import pytest
+import rich
+import torch
+import torch.nn.functional as F
+from backends import Rewriting
+from rich.console import Console
+from torch import Tensor, fx
+from torch._dynamo.testing import EagerAndRecordGraphs, normalize_gm
+
+import lz_compile
+from lz_compile import GraphReport, Report, clear_reports, explain, reports
+from lz_compile.backend import layerzero
+from lz_compile.reasons import Reason
+from lz_compile.runtime import events
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _no_dump_directory(monkeypatch):
+    monkeypatch.delenv("LAYERZERO_DUMP", raising=False)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (query @ key.transpose(-2, -1) * 0.25).softmax(-1) @ value
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    return (query @ key.transpose(-2, -1) * 0.25).masked_fill(~keep, -math.inf).softmax(-1) @ value
+
+
+def returning_weights(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    weights = (query @ key.transpose(-2, -1)).softmax(-1)
+    return weights @ value, weights
+
+
+def operands() -> list[Tensor]:
+    return [torch.randn(2, 3, length, 16) for length in (7, 11, 11)]
+
+
+ATTENTION_LINE = f"{__file__}:{attention.__code__.co_firstlineno + 1}"
+WEIGHTS_LINE = f"{__file__}:{returning_weights.__code__.co_firstlineno + 2}"
+
+
+def stable(value: Any) -> Any:
+    """A report without what differs from run to run."""
+    if isinstance(value, dict):
+        numbers = ("error", "source_error", "grad_error", "relative_latency")
+        return {
+            key: ("..." if found is not None and key in numbers else stable(found))
+            for key, found in value.items()
+            if key not in ("seconds", "graph_id")
+        }
+    if isinstance(value, list):
+        return [stable(item) for item in value]
+    return value.replace(str(ROOT) + "/", "") if isinstance(value, str) else value
+
+
+def printed(report: Report, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(report)
+    return console.file.getvalue()
+
+
+# ---- explain -------------------------------------------------------------------------------------------------------
+
+
+def test_explain_tells_what_was_recognised_and_what_runs_it():
+    report = explain(attention, *operands(), print_report=False)
+    assert isinstance(report, Report)
+    (match,) = report.matches
+    assert (match.op, match.kernel, match.rewritten, match.graph) == ("attention", "torch.sdpa", True, "")
+    assert match.where == ATTENTION_LINE
+    assert match.attributes["scale"] == 0.25
+    assert report.near_misses == []
+    assert report.events == []
+
+
+def test_explain_takes_keyword_inputs_options_and_dynamic_shapes():
+    query, key, value = operands()
+    lock = {"layerzero.lock": {"attention": "inductor"}}
+    report = explain(attention, query, value=value, key=key, options=lock, dynamic=True, print_report=False)
+    assert [match.kernel for match in report.matches] == ["inductor"]
+
+
+def test_explain_leaves_an_earlier_compile_of_the_model_as_it_is():
+    args = operands()
+    compiled = torch.compile(attention, backend=layerzero)
+    expected = compiled(*args)
+    explain(attention, *args, print_report=False)
+    before = len(reports())
+    torch.testing.assert_close(compiled(*args), expected)
+    assert len(reports()) == before
+
+
+def test_explain_again_tells_the_same_again():
+    args = operands()
+    first, second = (explain(attention, *args, print_report=False) for _ in range(2))
+    assert len(first.matches) == len(second.matches) == 1
+
+
+def test_explain_prints_only_where_it_is_asked_to(capsys):
+    explain(attention, *operands(), print_report=False)
+    assert capsys.readouterr().out == ""
+    explain(attention, *operands())
+    assert "torch.sdpa" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_explain_leaves_the_module_alone():
+    module = torch.nn.Linear(4, 4)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    explain(module, torch.randn(2, 4), print_report=False)
+    assert {name: torch.equal(value, before[name]) for name, value in module.state_dict().items()} == dict.fromkeys(
+        before, True
+    )
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+# ---- JSON ----------------------------------------------------------------------------------------------------------
+
+
+class Snapshots(expecttest.TestCase):
+    """Texts that a reviewer reads; `EXPECTTEST_ACCEPT=1` rewrites them."""
+
+    def test_a_report_as_json(self):
+        torch._dynamo.reset()
+        clear_reports()
+
+        def both(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out = (query @ key.transpose(-2, -1) * 0.25).softmax(-1) @ value
+            return out + F.softplus(query @ key.transpose(-2, -1)).softmax(-1) @ value
+
+        report = explain(both, *operands(), print_report=False).to_dict()
+        text = re.sub(r":\d+\"", ':LINE"', json.dumps(stable(json.loads(json.dumps(report))), indent=1))
+        text = re.sub(r'"origin": "\w+"', '"origin": "..."', text)
+        self.assertExpectedInline(text, """\
+{
+ "schema_version": "1.0",
+ "graphs": [
+  {
+   "matches": [
+    {
+     "op": "attention",
+     "kernel": "torch.sdpa",
+     "rewritten": true,
+     "where": "tests/test_report.py:LINE",
+     "graph": "",
+     "attributes": {
+      "scale": 0.25,
+      "bias_is_finite": true
+     },
+     "why": "expected at 0.8 of Inductor's latency",
+     "reasons": [],
+     "candidates": [
+      {
+       "kernel": "torch.sdpa",
+       "relative_latency": "...",
+       "against": []
+      },
+      {
+       "kernel": "lz.blocked",
+       "relative_latency": "...",
+       "against": []
+      },
+      {
+       "kernel": "inductor",
+       "relative_latency": "...",
+       "against": []
+      }
+     ],
+     "validation": {
+      "ok": true,
+      "error": "...",
+      "source_error": "...",
+      "grad_error": null,
+      "cases": 3,
+      "reason": "",
+      "origin": "..."
+     }
+    }
+   ],
+   "near_misses": [
+    {
+     "op": "attention",
+     "where": "tests/test_report.py:LINE",
+     "reason": {
+      "code": "SCORES_NOT_AFFINE",
+      "message": "the scores pass through softplus"
+     },
+     "edit": "scale, mask, bias or tanh-cap the scores; other functions have no kernel"
+    }
+   ],
+   "events": []
+  }
+ ]
+}""")
+
+    def test_a_graph_before_and_after(self):
+        recorded = EagerAndRecordGraphs()
+        torch._dynamo.reset()
+        torch.compile(masked, backend=recorded)(*operands(), torch.rand(2, 1, 7, 11) < 2)
+        self.assertExpectedInline(shown(recorded.graphs[0]), """\
+class GraphModule(torch.nn.Module):
+    def forward(self, L_key_: "f32[2, 3, 11, 16]", L_query_: "f32[2, 3, 7, 16]", L_keep_: "b8[2, 1, 7, 11]", L_value_: "f32[2, 3, 11, 16]"):
+        l_key_ = L_key_
+        l_query_ = L_query_
+        l_keep_ = L_keep_
+        l_value_ = L_value_
+
+        transpose: "f32[2, 3, 16, 11]" = l_key_.transpose(-2, -1);  l_key_ = None
+        matmul: "f32[2, 3, 7, 11]" = l_query_ @ transpose;  l_query_ = transpose = None
+        mul: "f32[2, 3, 7, 11]" = matmul * 0.25;  matmul = None
+        invert: "b8[2, 1, 7, 11]" = ~l_keep_;  l_keep_ = None
+        masked_fill: "f32[2, 3, 7, 11]" = mul.masked_fill(invert, -inf);  mul = invert = None
+        softmax: "f32[2, 3, 7, 11]" = masked_fill.softmax(-1);  masked_fill = None
+        matmul_1: "f32[2, 3, 7, 16]" = softmax @ l_value_;  softmax = l_value_ = None
+        return (matmul_1,)
+""")
+        rewriting = Rewriting(lock={"attention": "torch.sdpa"})
+        torch._dynamo.reset()
+        torch.compile(masked, backend=rewriting)(*operands(), torch.rand(2, 1, 7, 11) < 2)
+        self.assertExpectedInline(shown(rewriting.graphs[0]), """\
+class GraphModule(torch.nn.Module):
+    def forward(self, L_key_: "f32[2, 3, 11, 16]", L_query_: "f32[2, 3, 7, 16]", L_keep_: "b8[2, 1, 7, 11]", L_value_: "f32[2, 3, 11, 16]"):
+        l_key_ = L_key_
+        l_query_ = L_query_
+        l_keep_ = L_keep_
+        l_value_ = L_value_
+
+        transpose: "f32[2, 3, 16, 11]" = l_key_.transpose(-2, -1);  transpose = None
+        invert: "b8[2, 1, 7, 11]" = ~l_keep_;  l_keep_ = None
+        logical_not: "b8[2, 1, 7, 11]" = torch.logical_not(invert);  invert = None
+        scaled_dot_product_attention: "f32[2, 3, 7, 16]" = torch._C._nn.scaled_dot_product_attention(l_query_, l_key_, l_value_, attn_mask = logical_not, dropout_p = 0.0, is_causal = False, scale = 0.25, enable_gqa = False);  l_query_ = l_key_ = l_value_ = None
+        any_1: "b8[2, 1, 7, 1]" = logical_not.any(-1, keepdim = True);  logical_not = None
+        where: "f32[2, 3, 7, 16]" = torch.where(any_1, scaled_dot_product_attention, nan);  any_1 = scaled_dot_product_attention = None
+        return (where,)
+""")
+
+    def test_a_printed_report(self):
+        torch._dynamo.reset()
+        clear_reports()
+        report = explain(returning_weights, *operands(), print_report=False)
+        report.graphs[0].seconds.clear()
+        text = printed(report, 160).replace(WEIGHTS_LINE, "HERE".ljust(len(WEIGHTS_LINE)))
+        self.assertExpectedInline("\n".join(line.rstrip() for line in text.splitlines()), """""")
+
+
+def shown(module: fx.GraphModule) -> str:
+    return normalize_gm(module.print_readable(print_output=False))
+
+
+MATCH_KEYS = {
+    "op", "kernel", "rewritten", "where", "graph", "attributes", "why", "reasons", "candidates", "validation",
+}  # fmt: skip
+VALIDATION_KEYS = {"ok", "error", "source_error", "grad_error", "cases", "reason", "origin", "seconds"}
+
+
+def test_json_has_the_same_keys_whatever_happened():
+    def everything(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, key, value) + returning_weights(query, key, value)[1] @ value
+
+    locks = ("torch.sdpa", "inductor")
+    found = [
+        explain(everything, *operands(), options={"layerzero.lock": {"attention": lock}}, print_report=False).to_dict()
+        for lock in locks
+    ]
+    for report in found:
+        assert json.loads(json.dumps(report)) == report
+        assert set(report) == {"schema_version", "graphs"}
+        for graph in report["graphs"]:
+            assert set(graph) == {"graph_id", "matches", "near_misses", "events", "seconds"}
+            assert graph["matches"]
+            for match in graph["matches"]:
+                assert set(match) == MATCH_KEYS
+                assert match["validation"] is None or set(match["validation"]) == VALIDATION_KEYS
+                for candidate in match["candidates"]:
+                    assert set(candidate) == {"kernel", "relative_latency", "against"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_json_of_every_dtype_is_json(dtype):
+    args = [arg.to(dtype) for arg in operands()]
+    report = explain(masked, *args, torch.rand(2, 1, 7, 11) < 0.5, print_report=False, dynamic=True)
+    assert len(report.matches) == 1
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False)) == report.to_dict()
+
+
+def test_json_of_a_wrong_kernel_is_json_too(monkeypatch, tmp_path):
+    from lz_compile.lowering.kernels import torch_sdpa
+    from lz_compile.passes import validate
+    from lz_compile.runtime import registry
+
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch_sdpa, "attention", lambda query, key, value, *, attrs: query @ key.mT @ value / 0.0)
+    validate.forget()
+    registry.kernels.cache_clear()
+    report = explain(attention, *operands(), print_report=False)
+    monkeypatch.undo()
+    validate.forget()
+    registry.kernels.cache_clear()
+    assert [reason.code for reason in report.matches[0].reasons] == ["VALIDATION_FAILED"]
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False)) == report.to_dict()
+    assert "VALIDATION_FAILED" in printed(report)
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+def test_a_printed_report_shows_kernel_place_and_reasons():
+    text = printed(explain(attention, *operands(), print_report=False), width=400)
+    assert "torch.sdpa" in text
+    assert ATTENTION_LINE in text
+    assert "expected at 0.8 of Inductor's latency" in text
+    assert "scale=0.25" in text
+    for stage in ("recognise", "select", "validate", "rewrite", "compile"):
+        assert stage in text
+
+
+def test_a_printed_report_shows_why_a_kernel_cannot_run():
+    def capped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (torch.tanh(query @ key.transpose(-2, -1) / 5) * 5).softmax(-1) @ value
+
+    text = printed(explain(capped, *operands(), print_report=False), width=400)
+    assert "torch.sdpa: torch.sdpa does not take scores capped at 5" in text
+
+
+def test_near_misses_are_listed_with_the_edit_that_would_make_them_match():
+    report = explain(returning_weights, *operands(), print_report=False)
+    (miss,) = report.near_misses
+    assert report.matches == []
+    assert miss.reason.code == "INTERIOR_USED"
+    assert miss.edit == "do not return or reuse the scores or probabilities (output_attentions=False)"
+    assert miss.where == WEIGHTS_LINE
+    text = printed(report, width=500)
+    assert "Near misses" in text
+    assert miss.edit in text
+    assert str(miss.reason) in text
+    assert WEIGHTS_LINE in text
+
+
+def test_nothing_to_tell_is_told():
+    report = explain(torch.sin, torch.randn(3), print_report=False)
+    assert "Nothing recognised in 1 graph(s)." in printed(report)
+    assert Report([]).to_dict() == {"schema_version": "1.0", "graphs": []}
+    assert "Nothing recognised in 0 graph(s)." in printed(Report([]))
+
+
+def test_brackets_in_texts_are_not_taken_for_styles():
+    graph = GraphReport(0, events=[events.Event("CODE", "a [bold]bracket[/bold] and [/]")])
+    assert "a [bold]bracket[/bold] and [/]" in printed(Report([graph]))
+
+
+def test_reports_print_with_rich(capsys):
+    explain(attention, *operands(), print_report=False)
+    rich.print(Report(reports()))
+    assert "Matches" in capsys.readouterr().out
+
+
+def test_a_reason_prints_code_and_message():
+    assert str(Reason("HEAD_DIM_INVALID", "head_dim 320")) == "[HEAD_DIM_INVALID] head_dim 320"
+
+
+# ---- the list of reports -------------------------------------------------------------------------------------------
+
+
+def test_reports_are_kept_in_order_until_they_are_cleared():
+    for function in (attention, returning_weights, torch.sin):
+        args = operands() if function is not torch.sin else [torch.randn(3)]
+        torch.compile(function, backend=layerzero)(*args)
+    assert [(len(report.matches), len(report.near_misses)) for report in reports()] == [(1, 0), (0, 1), (0, 0)]
+    assert [report.graph_id for report in reports()] == [0, 1, 2]
+    clear_reports()
+    assert reports() == []
+
+
+def test_the_list_of_reports_is_a_copy():
+    reports().append(GraphReport(7))
+    assert reports() == []
+
+
+def test_the_public_names_are_there_and_others_are_not():
+    for name in lz_compile.__all__:
+        assert getattr(lz_compile, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'explane'"):
+        _ = lz_compile.explane
+
+
+# ---- events --------------------------------------------------------------------------------------------------------
+
+
+def test_events_are_collected_by_everyone_who_listens_in_this_thread():
+    with events.collect() as outer:
+        events.record("FIRST", "one")
+        with events.collect() as inner:
+            events.record("SECOND", "two", ValueError("three"))
+        events.record("THIRD", "four")
+    assert [event.code for event in outer] == ["FIRST", "SECOND", "THIRD"]
+    assert [event.to_dict() for event in inner] == [{"code": "SECOND", "message": "two: ValueError: three"}]
+
+
+def test_equal_lists_of_events_are_told_apart():
+    """`list.remove` compares by value: an inner listener that heard the same must not silence the outer one."""
+    with events.collect() as outer:
+        with events.collect():
+            pass
+        events.record("HEARD", "after the inner one left")
+    assert [event.code for event in outer] == ["HEARD"]
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
+def test_graphs_and_report_are_written_into_a_directory(tmp_path, monkeypatch, by):
+    directory = tmp_path / "new" / "dump"
+    options = {"layerzero.dump": str(directory)} if by == "option" else None
+    if by == "environment":
+        monkeypatch.setenv("LAYERZERO_DUMP", str(directory))
+    torch.compile(attention, backend=layerzero, options=options)(*operands())
+    stem = f"{os.getpid()}.graph0"
+    assert sorted(path.name for path in directory.iterdir()) == [
+        f"{stem}.after.py",
+        f"{stem}.before.py",
+        f"{stem}.report.json",
+    ]
+    before, after = ((directory / f"{stem}.{stage}.py").read_text() for stage in ("before", "after"))
+    assert "softmax" in before
+    assert "scaled_dot_product_attention" not in before
+    assert "softmax" not in after.replace("scaled_dot_product_attention", "").split("# File")[-1]
+    assert "scaled_dot_product_attention" in after
+    assert json.loads((directory / f"{stem}.report.json").read_text()) == reports()[0].to_dict()
+
+
+def test_every_graph_has_files_of_its_own(tmp_path):
+    def broken(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        first = attention(query, key, value)
+        torch._dynamo.graph_break()
+        return first.sin()
+
+    torch.compile(broken, backend=layerzero, options={"layerzero.dump": tmp_path})(*operands())
+    assert len(list(tmp_path.glob("*.report.json"))) == 2
+
+
+def test_clearing_the_reports_overwrites_no_files(tmp_path):
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.compile(attention, backend=layerzero, options={"layerzero.dump": tmp_path})(*operands())
+        clear_reports()
+    assert len(list(tmp_path.glob("*.report.json"))) == 2
+
+
+def test_a_report_is_written_even_where_the_compile_fails(tmp_path):
+    def fails(graph: fx.Graph) -> None:
+        raise ZeroDivisionError("planted")
+
+    options = {"layerzero.dump": tmp_path, "post_grad_custom_post_pass": fails, "force_disable_caches": True}
+    with pytest.raises(Exception, match="planted"):
+        torch.compile(attention, backend=layerzero, options=options)(*operands())
+    (path,) = tmp_path.glob("*.report.json")
+    assert [event["code"] for event in json.loads(path.read_text())["events"]] == ["COMPILE_FAILED"]
+
+
+# ---- logs ----------------------------------------------------------------------------------------------------------
+
+CHILD = """
+import torch
+from lz_compile.backend import layerzero
+def attention(query, key, value):
+    return (query @ key.transpose(-2, -1) * 0.25).softmax(-1) @ value
+def capped(query, key, value):
+    weights = (query @ key.transpose(-2, -1)).softmax(-1)
+    return weights @ value, weights
+args = [torch.randn(2, 3, length, 16) for length in (7, 11, 11)]
+for function in (attention, capped):
+    torch.compile(function, backend=layerzero)(*args)
+"""
+
+
+def child(tmp_path: Path, **environment: str) -> str:
+    """What a process with these variables writes to its error stream."""
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "LAYERZERO_CACHE_DIR": str(tmp_path / "cache"), **environment}
+    return subprocess.run([sys.executable, "-c", CHILD], env=given, capture_output=True, text=True, check=True).stderr
+
+
+def test_torch_logs_tells_decisions(tmp_path):
+    text = child(tmp_path, TORCH_LOGS="+lz_compile")
+    assert "torch.sdpa" in text
+    assert "attention" in text
+    assert "INTERIOR_USED" in text
+
+
+def test_without_torch_logs_nothing_is_said(tmp_path):
+    assert child(tmp_path) == ""
+
+
+def test_the_structured_trace_holds_graphs_and_report(tmp_path):
+    child(tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
+    (log,) = (tmp_path / "trace").glob("*.log")
+    lines = [line for line in log.read_text().splitlines() if '"artifact"' in line]
+    artifacts = [json.loads(line[line.index("{") :])["artifact"] for line in lines]
+    ours = [row for row in artifacts if row["name"].startswith("layerzero_")]
+    assert (
+        ours
+        == [
+            {"name": "layerzero_before", "encoding": "string"},
+            {"name": "layerzero_after", "encoding": "string"},
+            {"name": "layerzero_report", "encoding": "json"},
+        ]
+        * 2
+    )
+    assert '"kernel": "torch.sdpa"' in log.read_text()
+
+
+def test_a_fault_goes_into_the_log_with_its_traceback(monkeypatch):
+    heard = []
+    monkeypatch.setattr(events.logger, "warning", lambda *args, **kwargs: heard.append((args, kwargs)))
+    error = ValueError("planted")
+    events.record("CODE", "doing something", error)
+    ((text, *values), kwargs) = heard[0]
+    assert text % tuple(values) == "[CODE] doing something: ValueError: planted"
+    assert kwargs["exc_info"] is error
