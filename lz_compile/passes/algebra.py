@@ -19,6 +19,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from lz_compile.passes import contraction, layout
 from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, broadcast_from, resolve, shape_of
@@ -183,6 +184,7 @@ class Region:
 
     def scalar(self, value: Any) -> sympy.Expr:
         """A number; a symbolic one (``SymInt``, ``SymFloat``) is a leaf without axes."""
+        value = specialised(value)
         return self.leaf(value, ()) if isinstance(value, fx.Node) else number(value)
 
     def _product(self, call: Call, dims: Dims) -> sympy.Expr:
@@ -237,9 +239,15 @@ def number(value: Any) -> sympy.Expr:
 
 
 def specialised(value: Any) -> Any:
-    """A symbolic float (a module's attribute under ``dynamic=True``) as a number, under a guard of Dynamo's."""
+    """A Python float of the model (symbolic under ``dynamic=True``) as a number, under a guard of Dynamo's.
+
+    Numbers computed from symbolic sizes stay symbolic.
+    """
     known = value_of(value)
-    return float(known) if isinstance(known, torch.SymFloat) else known
+    if not isinstance(known, torch.SymFloat):
+        return value
+    is_plain = all(symbol_is_type(symbol, SymT.FLOAT) for symbol in known.node.expr.free_symbols)
+    return float(known) if is_plain else value
 
 
 def tidy(expression: sympy.Expr) -> sympy.Expr:

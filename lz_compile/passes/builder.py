@@ -198,7 +198,7 @@ class Builder:
                 result = combine(result, operand)
             return result
         if isinstance(expression, sympy.Pow):
-            return torch.pow(*operands)
+            return operator.pow(*operands)
         function = _FUNCTIONS.get(expression.func)
         if function is None:
             raise LookupError(f"no torch function for {expression.func}")

@@ -10,7 +10,7 @@ from torch import fx
 from lz_compile.passes import layout
 from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.match import RefusedError
-from lz_compile.passes.view import where_of
+from lz_compile.passes.view import read, where_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Core:
         """
         inside = set(self.nodes)
         for node in self.nodes[:-1]:
-            outside = [user for user in node.users if user not in inside and not _is_dead(effects, user)]
+            outside = [user for user in node.users if user not in inside and not is_dead(user)]
             if outside:
                 raise RefusedError(
                     "INTERIOR_USED",
@@ -67,10 +67,15 @@ class Core:
                 )
 
 
-def _is_dead(effects: Effects, node: fx.Node) -> bool:
+def is_dead(node: fx.Node) -> bool:
     """Whether nobody looks at a rearranged value (models reshape just to name a thing)."""
-    call = effects.calls[node]
-    return not node.users and call is not None and layout.rearranges(call)
+    call = read(node)
+    return call is not None and layout.rearranges(call) and all(is_dead(user) for user in node.users)
+
+
+def dead_users(node: fx.Node) -> set[fx.Node]:
+    """Everything that is made of ``node`` and that nobody looks at."""
+    return {each for user in node.users if is_dead(user) for each in {user} | dead_users(user)}
 
 
 def find_core(effects: Effects, first: fx.Node, output: fx.Node) -> Core:
@@ -93,6 +98,6 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node) -> Core:
         return depends[node]
 
     visit(output)
-    dead = {user for node in (first, *order[:-1]) for user in node.users if _is_dead(effects, user)}
+    dead = {user for node in (first, *order) if node is not output for user in dead_users(node)}
     nodes = sorted({first, *order} | dead, key=effects.position.__getitem__)
     return Core((*(node for node in nodes if node is not output), output), effects.ambient(output))

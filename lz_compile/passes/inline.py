@@ -19,6 +19,7 @@ from torch import fx
 from lz_compile.errors import RewriteFailedError
 from lz_compile.passes.attention_calls import BODIES, REFUSED
 from lz_compile.passes.builder import GraphBuilder
+from lz_compile.passes.core import dead_users, is_dead
 from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.inline_proof import Structure, TensorSpec, difference
 from lz_compile.passes.match import NearMiss, RefusedError
@@ -78,8 +79,9 @@ def _replace(graph: fx.Graph, node: fx.Node, ambient: Ambient) -> fx.Node:
         raise
     for result in results:
         result.replace_all_uses_with(output)
-    _erase(graph, [node, *node.users])
-    _erase(graph, [created for created in builder.created if created is not output])
+    superfluous = {node, *node.users, *(each for user in node.users for each in dead_users(user))}
+    superfluous.update(created for created in builder.created if created is not output)
+    _erase(graph, [each for each in graph.nodes if each in superfluous])
     return output
 
 
@@ -110,7 +112,7 @@ def _results(node: fx.Node) -> list[fx.Node]:
     for user in node.users:
         if user.target is not operator.getitem:
             raise RefusedError(REFUSED, "its pair of results is passed on as a whole", "unpack it")
-        if user.args[1] == 1 and user.users:
+        if user.args[1] == 1 and not is_dead(user):
             raise RefusedError(REFUSED, "its attention weights are used", "call it with need_weights=False")
     results = [user for user in node.users if user.args[1] == 0]
     if not results:

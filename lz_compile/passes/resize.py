@@ -18,7 +18,7 @@ from lz_compile.passes.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.match import Match
 from lz_compile.passes.rewrite import KernelCall, emit
-from lz_compile.passes.view import Call, read, tensor_of
+from lz_compile.passes.view import Call, hint_of, is_symbolic, read, tensor_of
 
 Sizes = Mapping[Axis, int]
 
@@ -93,7 +93,7 @@ def _between(match: Match) -> list[fx.Node]:
     needed = set(stack)
     while stack:
         for operand in _data_inputs(stack.pop()):
-            if operand not in needed and operand not in match.inputs:
+            if operand not in needed and operand not in match.inputs and not is_symbolic(operand):
                 needed.add(operand)
                 stack.append(operand)
     return [node for node in match.output.graph.nodes if node in needed]
@@ -127,14 +127,14 @@ def _copy(
         return graph.call_function(torch.full, (extents, constant_value(call) or 0), {"dtype": kind, "device": example.device})
     if call is not None and call.name == "type_as" and example is not None:
         return graph.call_method("to", (values[call.input], dtype or example.dtype))
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, n))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n] if n in values else hint_of(n))
     if call is not None and call.name == "dropout":
         return graph.call_function(torch.nn.functional.dropout, (args[0], 0.0))
     if call is not None and call.name == "getitem" and isinstance(args[1], tuple):
-        args = (args[0], tuple(slice(None) if _is_symbolic(item) else item for item in args[1]))
+        args = (args[0], tuple(slice(None) if _has_node(item) else item for item in node.args[1]))
     target: Any = node.target
     if call is not None and call.name == "scaled_dot_product_attention":
-        named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, lambda n: values.get(n, n)))
+        named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, values.__getitem__))
         args, kwargs = tuple(named.pop(name) for name in ("query", "key", "value")), named
     if dtype is not None:
         args, kwargs = _with_dtype((args, kwargs), dtype)
@@ -143,7 +143,7 @@ def _copy(
     return graph.create_node(node.op, target, args, kwargs)
 
 
-def _is_symbolic(item: Any) -> bool:
+def _has_node(item: Any) -> bool:
     return isinstance(item, slice) and any(isinstance(part, fx.Node) for part in (item.start, item.stop, item.step))
 
 

@@ -25,7 +25,7 @@ from lz_compile.passes.effects import ambient_context
 from lz_compile.passes.match import Match
 from lz_compile.passes.resize import Sizes, original, replacement, representative_sizes, shape
 from lz_compile.passes.rewrite import KernelCall
-from lz_compile.passes.view import tensor_of, value_of
+from lz_compile.passes.view import hint_of, tensor_of, value_of
 from lz_compile.runtime.store import Store
 
 #: Absolute and relative slack against the float64 reference, by dtype. On top of it a replacement may err :data:`SLACK`
@@ -217,7 +217,7 @@ def _inputs(match: Match, sizes: Sizes, case: Case) -> list[Any]:
 def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
     example = value_of(node)
     if not isinstance(example, torch.Tensor):
-        return _number(example)
+        return hint_of(node)
     extents = shape(match.inputs[node], sizes)
     if example.dtype == torch.bool:
         keep = _mask(extents, example.device, case.masked_rows)
@@ -239,11 +239,6 @@ def _finite_fill(match: Match, node: fx.Node, dtype: torch.dtype) -> float:
     """The lowest number for one of the masks, a usual one for others: two lowest numbers would add up to infinity."""
     lowest = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).min
     return lowest if node is next(iter(match.fills)) else -1e4
-
-
-def _number(example: Any) -> Any:
-    hint = getattr(getattr(example, "node", None), "hint", None)
-    return hint if hint is not None else 0.5
 
 
 def _mask(extents: tuple[int, ...], device: torch.device, masked_rows: bool) -> torch.Tensor:

@@ -206,6 +206,17 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_symbolic(node: Any) -> bool:
+    """Whether a node is a symbolic number."""
+    return isinstance(value_of(node), (torch.SymInt, torch.SymFloat))
+
+
+def hint_of(node: Any) -> int | float:
+    """The number that a symbolic number was traced with (0.5 where there is none, as for data-dependent ones)."""
+    hint = getattr(getattr(value_of(node), "node", None), "hint", None)
+    return hint if isinstance(hint, (int, float)) else 0.5
+
+
 def where_of(node: fx.Node) -> str:
     """``file:line`` of the user's code that made this node, ``<unknown>`` where Dynamo kept none."""
     trace = node.meta.get("stack_trace") or ""
