@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ Symbols = Mapping[sympy.Symbol, int]
 
 
 def capture(fn: Callable[..., Any], *inputs: Any, dynamic: bool | Sequence[int] | None = None) -> fx.GraphModule:
-    """The one graph that Dynamo makes of ``fn(*inputs)``, with example values; nothing of ours has touched it.
+    """The first graph that Dynamo makes of ``fn(*inputs)``, with example values; nothing of ours has touched it.
 
     The inputs are copied, so that an ``fn`` that writes into them leaves the caller's alone.
 
@@ -26,21 +27,29 @@ def capture(fn: Callable[..., Any], *inputs: Any, dynamic: bool | Sequence[int] 
         inputs: its arguments.
         dynamic: as for ``torch.compile``, or the dimensions that are symbolic in every tensor that has them.
     """
-    captured: list[fx.GraphModule] = []
-
-    def backend(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-        captured.append(module)
-        return module.forward
-
     torch._dynamo.reset()
     copies = [value.clone() if isinstance(value, Tensor) and value.is_leaf else value for value in inputs]
     if isinstance(dynamic, Sequence):
         for value in copies:
             torch._dynamo.mark_dynamic(value, [dim for dim in dynamic if dim < value.dim()])
     wanted = None if isinstance(dynamic, Sequence) else dynamic
-    torch.compile(fn, backend=backend, dynamic=wanted, fullgraph=True)(*copies)
-    assert len(captured) == 1, f"expected one graph, Dynamo made {len(captured)}"
-    return captured[0]
+    try:
+        torch.compile(fn, backend=_stop_with, dynamic=wanted, fullgraph=True)(*copies)
+    except _Captured as stopped:
+        return stopped.module
+    raise AssertionError("Dynamo made no graph")
+
+
+class _Captured(BaseException):
+    """Carries a graph out of Dynamo, past everything that it would do to run it (guards alone take as long again)."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__()
+        self.module = module
+
+
+def _stop_with(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+    raise _Captured(module)
 
 
 def outputs_of(module: fx.GraphModule) -> list[fx.Node]:
@@ -56,6 +65,16 @@ def output_of(module: fx.GraphModule) -> fx.Node:
 def placeholders(module: fx.GraphModule) -> list[fx.Node]:
     """The tensor inputs, in the order in which Dynamo met them."""
     return [node for node in module.graph.nodes if node.op == "placeholder" and tensor_of(node) is not None]
+
+
+def in_order(module: fx.GraphModule, named: Mapping[str, Tensor]) -> list[Tensor]:
+    """Inputs by their names in the traced function, in the order of :func:`placeholders`."""
+    return [named[node.name.removeprefix("l_").removesuffix("_")] for node in placeholders(module)]
+
+
+def parameters_of(fn: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters."""
+    return list(inspect.signature(fn).parameters)
 
 
 def calls(module: fx.GraphModule) -> list[Call]:

@@ -1,5 +1,7 @@
 """Pointwise expressions: one meaning for all spellings, and the numbers that eager gives."""
 
+# ruff: noqa: PLW0108 - a lambda names the inputs that it is given, and Dynamo traces it as a user's function
+
 from __future__ import annotations
 
 import math
@@ -27,10 +29,23 @@ from lz_compile.passes.algebra import (
     reduce_indicators,
     tidy,
 )
-from lz_compile.passes.axes import Axis, LayoutError, axes_of, fresh, shape_of
+from lz_compile.passes.axes import Axis, LayoutError, atoms, axes_of, fresh, shape_of
 from lz_compile.passes.builder import Builder
-from lz_compile.passes.view import tensor_of
-from tests.graphs import at, call_named, capture, effects_of, output_of, outputs_of, placeholders, run, symbols
+from lz_compile.passes.layout import read_input_dims
+from lz_compile.passes.view import read, tensor_of
+from tests.graphs import (
+    at,
+    call_named,
+    capture,
+    effects_of,
+    in_order,
+    output_of,
+    outputs_of,
+    parameters_of,
+    placeholders,
+    run,
+    symbols,
+)
 
 ROWS, COLUMNS = 3, 4
 EPSILON = 1e-6
@@ -59,7 +74,7 @@ INPUTS = inputs()
 
 def captured(fn: Callable[..., Any]) -> fx.GraphModule:
     """The graph of ``fn``, whose parameter names choose its inputs."""
-    return capture(fn, *[INPUTS[name] for name in fn.__code__.co_varnames[: fn.__code__.co_argcount]])
+    return capture(fn, *[INPUTS[name] for name in parameters_of(fn)])
 
 
 def expressed(module: fx.GraphModule, *, expand_masks: bool = True) -> tuple[sympy.Expr, Region, tuple[Any, ...]]:
@@ -73,12 +88,22 @@ def expressed(module: fx.GraphModule, *, expand_masks: bool = True) -> tuple[sym
 def canonical(fn: Callable[..., Any], *, expand_masks: bool = True) -> sympy.Expr:
     """The expression with leaves named by what they are and how they lie in the result."""
     expression, region, dims = expressed(captured(fn), expand_masks=expand_masks)
-    place = {axis: position for position, axis in enumerate(axes_of(dims))}
+    place = {axis: str(position) for position, dim in enumerate(dims) for axis in atoms(dim)}
+
+    def described(node: fx.Node, leaf_dims: Any) -> str:
+        call = read(node)
+        while call is not None and (source := read_input_dims(call, leaf_dims)) is not None:
+            node, leaf_dims = call.input, source
+            call = read(node)
+        runs = [list(dict.fromkeys(place.get(axis, "summed") for axis in atoms(dim))) for dim in leaf_dims if dim]
+        return f"{node.name if call is None else call.name}{runs}"
+
     names = {}
     for symbol, leaf in region.leaves.items():
-        layout = [[place.get(axis, "summed") for axis in dim] for dim in leaf.dims]
-        name = f"{leaf.kind}:{leaf.node.name if leaf.node.op == 'placeholder' else 'call'}{layout}"
-        names[symbol] = sympy.Symbol(name, real=True, integer=symbol.is_integer)
+        product = leaf.contraction
+        factors = () if product is None else (product.left, product.right)
+        name = " ".join(sorted(described(f.node, f.dims) for f in factors)) or described(leaf.node, leaf.dims)
+        names[symbol] = sympy.Symbol(f"{leaf.kind}:{name}", real=True, integer=symbol.is_integer)
     return expression.xreplace(names)
 
 
@@ -246,7 +271,7 @@ DIFFERENT: Sequence[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = [
     (lambda a, b: a - b, lambda a, b: b - a),
     (lambda a, b, m: torch.where(m, a, b), lambda a, b, m: torch.where(m, b, a)),
     (lambda a, c: a * torch.rsqrt(c * c + EPSILON), lambda a, c: a * torch.rsqrt(c * c)),
-    (lambda q: q[:, :3] @ q[:, :3], lambda q: q[:, :3].t() @ q[:, :3]),
+    (lambda k: k[:4] @ k[:4], lambda k: k[:4].t() @ k[:4]),
     (lambda a, m, n: a * (m & n), lambda a, m, n: a * (m | n)),
     (lambda a: a.masked_fill(a > 0, 0.0), lambda a: a.masked_fill(a < 0, 0.0)),
     (lambda a: a // 1, lambda a: a / 1),
@@ -264,7 +289,7 @@ DIFFERENT: Sequence[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = [
 @pytest.mark.parametrize("pair", range(len(DIFFERENT)))
 def test_what_computes_something_else_is_another_expression(pair: int) -> None:
     first, second = (canonical(fn) for fn in DIFFERENT[pair])
-    assert not are_equal(first, second) or (first.is_Symbol and second.is_Symbol and "call" in str(first))
+    assert not are_equal(first, second)
 
 
 # ---- against eager --------------------------------------------------------------------------------------------------
@@ -378,7 +403,7 @@ def check_code(texts: Sequence[str]) -> None:
     scope: dict[str, Any] = {"torch": torch, "F": F}
     exec(f"def program({', '.join(NAMES)}):\n    return [{', '.join(f'({text}) + 0 * a' for text in texts)}]", scope)
     module = capture(scope["program"], *[INPUTS[name] for name in NAMES])
-    given_inputs = [INPUTS[node.name[2:-1]] for node in placeholders(module)]
+    given_inputs = in_order(module, INPUTS)
     for node, text in zip(outputs_of(module), texts, strict=True):
         try:
             check(module, given_inputs, node)
@@ -392,7 +417,7 @@ def test_every_pointwise_operation_computes_what_eager_does(rule: int) -> None:
     check_code([GROW[rule].format("c", "d", "b", "~n"), GROW[rule].format("d", "a", "d", "m & n")])
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(pointwise(), min_size=4, max_size=4))
 def test_random_pointwise_expressions_compute_what_eager_does(texts: list[str]) -> None:
     check_code(texts)
@@ -410,7 +435,7 @@ def test_random_pointwise_expressions_compute_what_eager_does(texts: list[str]) 
 def test_expressions_of_symbolic_sizes_compute_what_eager_does(fn: Callable[..., Tensor]) -> None:
     given_inputs = torch.rand(5, 7, dtype=torch.float64), torch.rand(7, dtype=torch.float64)
     module = capture(fn, *given_inputs, dynamic=True)
-    check(module, given_inputs, output_of(module))
+    check(module, in_order(module, dict(zip("ab", given_inputs, strict=True))), output_of(module))
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------
@@ -457,11 +482,10 @@ def test_arithmetic_on_booleans_means_what_it_does_in_torch(text: str) -> None:
     [
         "torch.full((4,), 2.7, dtype=torch.int64) * a",
         "torch.full((4,), 5, dtype=torch.bool) * a",
-        "torch.tensor(1e-9, dtype=torch.float16) * a",
-        "torch.tensor(-1e30, dtype=torch.float16).clamp(min=-1.0) * a",
+        "torch.where(m, torch.tensor(-1e30, dtype=torch.float16), a)",
+        "torch.where(m, torch.tensor(1e39), a)",
         "torch.tensor(2.5, dtype=torch.int32) * a",
         "torch.full_like(m, 3) * a",
-        "torch.full((), 0.3, dtype=torch.bfloat16) * a",
         "a.new_tensor(3, dtype=torch.int32) * a",
     ],
 )
@@ -627,8 +651,7 @@ def check_leaves_at_the_end(fn: Callable[..., Tensor], *, expand_masks: bool = T
     if any(effects.overwritten_after(node, reader, end) is not None for node, reader in region.readers.items()):
         return
     interpreter = fx.Interpreter(module, garbage_collect_values=False)
-    names = [node.name[2:-1] for node in placeholders(module)]
-    interpreter.run(*[INPUTS[name].clone() for name in names])
+    interpreter.run(*[value.clone() for value in in_order(module, INPUTS)])
     axes = axes_of(dims)
     leaves = {s: at(interpreter.env[leaf.node], leaf.dims, axes) for s, leaf in region.leaves.items()}
     expected = at(interpreter.env[output], dims, axes)
@@ -722,8 +745,8 @@ def _relu_by_position(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
 
 
 def _floor_divided(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-    bias = b * 7
-    bias //= 2
+    bias = alias = b * 7
+    alias //= 2
     return q @ k + bias
 
 

@@ -1,7 +1,10 @@
 """Every spelling of a sum of products, rebuilt from nothing but its axes."""
 
+# ruff: noqa: PLW0108 - a lambda names the inputs that it is given, and Dynamo traces it as a user's function
+
 from __future__ import annotations
 
+import contextlib
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +22,7 @@ from lz_compile.passes.axes import Dims, atoms, axes_of, fresh, shape_of
 from lz_compile.passes.contraction import Contraction, Factor
 from lz_compile.passes.effects import MutatedError
 from lz_compile.passes.view import read, tensor_of
-from tests.graphs import capture, effects_of, number_of, output_of, outputs_of, placeholders, run, symbols
+from tests.graphs import capture, effects_of, in_order, number_of, output_of, outputs_of, parameters_of, run, symbols
 
 
 def contraction_of(module: fx.GraphModule, node: fx.Node | None = None) -> Contraction | None:
@@ -65,11 +68,9 @@ def rebuilt(found: Contraction, values: dict[fx.Node, Any], known: Any) -> Tenso
 def check(fn: Callable[..., Tensor], *inputs: Tensor, dynamic: bool | None = None) -> Contraction:
     """``fn`` is read as a contraction, and its axes give the same numbers."""
     module = capture(fn, *inputs, dynamic=dynamic)
-    named = {f"l_{name}_": value for name, value in zip("abcd", inputs, strict=False)}
-    given_inputs = [named[node.name] for node in placeholders(module)]
     found = contraction_of(module)
     assert found is not None, "no contraction is read"
-    compare(found, module, output_of(module), given_inputs)
+    compare(found, module, output_of(module), in_order(module, dict(zip(parameters_of(fn), inputs, strict=True))))
     return found
 
 
@@ -144,12 +145,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 @pytest.mark.parametrize("case", SPELLINGS)
 def test_the_axes_of_a_contraction_give_its_numbers(case: str) -> None:
     fn, inputs = SPELLINGS[case]
-    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-    module = capture(fn, *inputs)
-    named = {f"l_{name}_": value for name, value in zip(names, inputs, strict=True)}
-    found = contraction_of(module)
-    assert found is not None, "no contraction is read"
-    compare(found, module, output_of(module), [named[node.name] for node in placeholders(module)])
+    check(fn, *inputs)
 
 
 def test_coefficients_and_addends_are_told_apart() -> None:
@@ -197,7 +193,7 @@ def einsums(draw: st.DrawFn) -> tuple[str, tuple[Tensor, Tensor]]:
     return equation, (operands[0], operands[1])
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.lists(einsums(), min_size=4, max_size=4))
 def test_einsum_in_any_letter_order_is_read_by_its_axes(drawn: list[tuple[str, tuple[Tensor, Tensor]]]) -> None:
     runnable = []
@@ -232,7 +228,7 @@ def broadcast_pairs(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return pair[0], pair[1]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.lists(st.tuples(broadcast_pairs(), st.tuples(*[st.sampled_from([1, 2, 4])] * 3)), min_size=4, max_size=4))
 def test_matmul_with_any_broadcast_batch_is_read_by_its_axes(drawn) -> None:
     inputs = []
@@ -245,7 +241,7 @@ def test_matmul_with_any_broadcast_batch_is_read_by_its_axes(drawn) -> None:
         compare(found, module, node, inputs)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.data())
 def test_a_multiply_and_sum_over_any_dimensions_is_read_by_its_axes(data: st.DataObject) -> None:
     inputs, reductions = [], []
@@ -318,10 +314,8 @@ def test_a_product_that_was_overwritten_before_its_sum_is_not_the_product() -> N
         product[0] = 0
         return product.sum(-1)
 
-    try:
+    with contextlib.suppress(MutatedError):  # saying so is as good
         assert contraction_of(capture(fn, rand(2, 3), rand(2, 3))) is None
-    except MutatedError:
-        pass
 
 
 def test_a_product_that_was_scaled_in_place_before_its_sum_is_not_the_plain_product() -> None:

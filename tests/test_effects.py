@@ -1,5 +1,7 @@
 """Overwritten tensors and changed modes, against what really happens in memory."""
 
+# ruff: noqa: PLW0108 - a lambda names the inputs that it is given, and Dynamo traces it as a user's function
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lz_compile.passes.effects import Ambient, Effects, ambient_context
 from lz_compile.passes.view import tensor_of
-from tests.graphs import call_named, capture, effects_of, output_of, placeholders
+from tests.graphs import call_named, capture, effects_of, in_order, output_of, placeholders
 
 X = torch.rand(4, 6) + 1
 
@@ -301,7 +303,8 @@ def test_whatever_shares_memory_has_the_same_owner(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["positive", "unary_plus", "dropout_in_eval", "einsum_of_one", "broadcast_tensors", "T", "narrow", "expand_as"]
+    "case",
+    ["positive", "unary_plus", "dropout_in_eval", "einsum_of_one", "broadcast_tensors", "T", "narrow", "expand_as"],
 )
 def test_a_write_into_the_owner_is_seen_through_every_alias(case: str) -> None:
     def fn(x: Tensor) -> Tensor:
@@ -389,7 +392,7 @@ def compiled(text: str) -> Callable[..., Any] | None:
     return scope["program"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(programs())
 def test_readers_in_random_programs_see_what_effects_say(text: str) -> None:
     program = compiled(text)
@@ -397,8 +400,7 @@ def test_readers_in_random_programs_see_what_effects_say(text: str) -> None:
         return
     inputs = torch.rand(4, 6, generator=torch.Generator().manual_seed(1)), torch.rand(3, 2)
     module = capture(program, *inputs)
-    named = {"l_x_": inputs[0], "l_y_": inputs[1]}
-    values = [named[node.name] for node in placeholders(module)]
+    values = in_order(module, {"x": inputs[0], "y": inputs[1]})
     check_against_memory(module, *values)
     check_overwrites(module, *values)
 

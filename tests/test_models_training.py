@@ -21,22 +21,20 @@ VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 29, 24, 3, 2, 10, 4
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, with attention spelled out."""
+    """Normalised, spelled-out attention with a residual; nothing else, since every other kernel is only compile time."""
 
     def __init__(self, dropout: float, kv_heads: int) -> None:
         super().__init__()
         dim = WIDTH // HEADS
         self.kv_heads = kv_heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
         self.query = nn.Linear(WIDTH, WIDTH)
         self.key, self.value = nn.Linear(WIDTH, kv_heads * dim), nn.Linear(WIDTH, kv_heads * dim)
         self.out = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_1(x), keep)
-        return x + self.mlp(self.norm_2(x))
+        return x + self.attention(self.norm(x), keep)
 
     def attention(self, x: Tensor, keep: Tensor) -> Tensor:
         query = self.query(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
@@ -218,9 +216,10 @@ def test_the_loss_may_be_compiled_with_the_model():
     assert_same_gradients(ours, eager)
 
 
+@pytest.mark.slow
 def test_sequences_of_several_lengths_train_with_few_compiles():
     eager, ours, compiled = twins(torch.float64)
-    for length in (6, 9, 13, 17, 20):
+    for length in (6, 9, 13, 20):
         (tokens,) = batches(1, length)
         loss_of(eager, tokens).backward()
         loss_of(compiled, tokens).backward()
@@ -250,13 +249,3 @@ def test_dropout_is_active_in_training_and_gone_in_evaluation():
     assert (mean - eager(tokens)).abs().mean() < 0.5 * (first - eager(tokens)).abs().mean()
     ours.eval()
     torch.testing.assert_close(compiled(tokens), eager(tokens))
-
-
-def test_gradients_of_gradients_fail_as_they_do_under_inductor():
-    _, ours, compiled = twins(torch.float64)
-    (tokens,) = batches(1)
-    parameter = ours.head.weight
-    (gradient,) = torch.autograd.grad(loss_of(compiled, tokens), parameter, create_graph=True)
-    assert_fired()
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
-        torch.autograd.grad(gradient.square().sum(), parameter)

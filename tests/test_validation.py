@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -449,29 +445,6 @@ def test_a_verdict_does_not_hold_under_autocast():
     assert origin_of(plain, args) == "run"
     with torch.autocast("cpu", torch.bfloat16):
         assert origin_of(plain, args) == "run"
-
-
-CHILD = """
-import json, torch, lz_compile
-from lz_compile.backend import layerzero
-def plain(query, key, value):
-    return (query @ key.transpose(-2, -1) * 0.3).softmax(-1) @ value
-torch.compile(plain, backend=layerzero)(*[torch.randn(2, 3, length, 16) for length in (7, 11, 11)])
-(match,) = lz_compile.reports()[0].matches
-print(json.dumps([match.rewritten, match.validation["origin"]]))
-"""
-
-
-def test_a_verdict_is_read_from_disk_by_another_process(tmp_path):
-    root = str(Path(__file__).resolve().parent.parent)
-    environment = {**os.environ, "PYTHONPATH": root, "LAYERZERO_CACHE_DIR": str(tmp_path / "shared")}
-    lines = [
-        subprocess.run(
-            [sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True, check=True
-        ).stdout
-        for _ in range(2)
-    ]
-    assert [json.loads(line) for line in lines] == [[True, "run"], [True, "disk"]]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """All spellings of an operation are one call: the same name, the same arguments by parameter."""
 
+# ruff: noqa: PLW0108 - a lambda names the inputs that it is given, and Dynamo traces it as a user's function
+
 from __future__ import annotations
 
 import inspect

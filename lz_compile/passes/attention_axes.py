@@ -179,6 +179,7 @@ class AttentionEmitter:
             fills={node: self.attrs.bias_is_finite or self.region.multiplies_masks for node in biases},
             masks=self._polarities(),
             masked_rows_count=not self.is_undefined_when_masked,
+            masked_rows_are_finite=self.attrs.masked_rows in ("mean", "fill"),
             output=self.output,
             output_dims=self.output_dims,
             core=core.nodes,
@@ -257,6 +258,7 @@ def assign_roles(
         has_bias=bias != 0,
         has_sinks=found.sinks is not None,
         bias_is_finite=inner.is_floored or masks_finite.is_finite(region, bias),
+        bias_can_mask=not masks_finite.is_bounded(region, bias),
         enable_gqa=bool(roles.group),
         score_dtype=_score_dtype(inner, dtype),
     )

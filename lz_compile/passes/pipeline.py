@@ -15,11 +15,11 @@ from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.match import Match, NearMiss
 from lz_compile.passes.patterns import recognisers
 from lz_compile.passes.rewrite import splice
-from lz_compile.passes.validate import Validation, validate
+from lz_compile.passes.validate import validate
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events
 from lz_compile.runtime.report import GraphReport, MatchReport, MissReport
-from lz_compile.runtime.select import INDUCTOR, Decision, select
+from lz_compile.runtime.select import INDUCTOR, select
 from lz_compile.runtime.store import Store
 
 
@@ -84,33 +84,31 @@ def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> list[M
 
 
 def _apply(graph: fx.Graph, match: Match, entry: MatchReport, options: Options, report: GraphReport) -> None:
+    """Rewrite with the best kernel that proves to be right; each that does not is quarantined."""
     with _timed(report, "select"):
         decision = select(match, options.lock)
     entry.decide(decision)
-    if decision.kernel.call is None:
-        entry.reasons.append(Reason("LEFT_TO_INDUCTOR", "Inductor's own code is expected to be the fastest"))
-        return
-    if decision.kernel.kernel_id == match.source_kernel:
-        entry.reasons.append(Reason("ALREADY_THIS_KERNEL", f"the source calls {match.source_kernel} itself"))
-        return
-    with _timed(report, "validate"):
-        verdict = validate(match, decision.kernel.kernel_id, decision.kernel.call, Store("validation"))
-    entry.validation = verdict.to_dict()
-    if not verdict.ok:
-        _quarantine(match, decision, verdict, entry, options)
-        return
-    with _timed(report, "rewrite"):
-        splice(graph, match, decision.kernel.call)
-    entry.rewritten = True
-
-
-def _quarantine(match: Match, decision: Decision, verdict: Validation, entry: MatchReport, options: Options) -> None:
-    text = f"{decision.kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"
-    events.record("VALIDATION_FAILED", text)
-    entry.kernel = INDUCTOR
-    entry.reasons.append(Reason("VALIDATION_FAILED", verdict.reason))
-    if options.strict:
-        raise RewriteFailedError(text)
+    for kernel in decision.ranking:
+        entry.kernel = kernel.kernel_id
+        if kernel.call is None:
+            entry.reasons.append(Reason("LEFT_TO_INDUCTOR", "Inductor's own code is expected to be the fastest"))
+            return
+        if kernel.kernel_id == match.source_kernel:
+            entry.reasons.append(Reason("ALREADY_THIS_KERNEL", f"the source calls {match.source_kernel} itself"))
+            return
+        with _timed(report, "validate"):
+            verdict = validate(match, kernel.kernel_id, kernel.call, Store("validation"))
+        entry.validation = verdict.to_dict()
+        if verdict.ok:
+            with _timed(report, "rewrite"):
+                splice(graph, match, kernel.call)
+            entry.rewritten = True
+            return
+        text = f"{kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"
+        events.record("VALIDATION_FAILED", text)
+        entry.reasons.append(Reason("VALIDATION_FAILED", f"{kernel.kernel_id}: {verdict.reason}"))
+        if options.strict:
+            raise RewriteFailedError(text)
 
 
 def _fail(code: str, text: str, error: Exception, options: Options) -> None:

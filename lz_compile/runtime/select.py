@@ -44,6 +44,12 @@ class Decision:
     why: str
     candidates: tuple[Candidate, ...]
 
+    @property
+    def ranking(self) -> list[KernelSpec]:
+        """The kernel, and what to take instead if it proves wrong, in order; the last one is always right."""
+        others = [each.kernel for each in self.candidates if not each.against and each.kernel is not self.kernel]
+        return [self.kernel, *others]
+
 
 def select(match: Match, locks: Mapping[str, str]) -> Decision:
     """The kernel for a match.

@@ -28,7 +28,11 @@ MaskedRows: TypeAlias = Literal["nan", "mean", "zero", "fill"]
 
 @dataclass(frozen=True)
 class AttentionAttrs:
-    """The attributes of one attention; ``scale`` multiplies ``query @ key^T`` (None: the op's default, ``D ** -0.5``)."""
+    """The attributes of one attention.
+
+    ``scale`` multiplies ``query @ key^T`` (None: the op's default, ``D ** -0.5``); ``bias_can_mask`` says that the bias may
+    hold masking constants, ``bias_is_finite`` that these are no infinities.
+    """
 
     scale: float | None = None
     is_causal: bool = False
@@ -39,6 +43,7 @@ class AttentionAttrs:
     has_bias: bool = False
     has_sinks: bool = False
     bias_is_finite: bool = False
+    bias_can_mask: bool = False
     enable_gqa: bool = False
     score_dtype: torch.dtype = torch.float32
 
@@ -126,6 +131,9 @@ def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
         "sinks": attrs.has_sinks and "an attention sink in the softmax",
         "masked_row_fill": attrs.masked_rows == "fill" and "fills of masked scores that differ within a row",
         "training": facts.needs_grad and "gradients",
+        "masked_row_gradient": facts.needs_grad
+        and (attrs.masked_rows == "mean" or (attrs.bias_can_mask and attrs.masked_rows != "zero"))
+        and "gradients of rows whose every key is masked by a finite number",
         "bias_gradient": facts.bias_needs_grad and "a gradient of the bias",
         "value_dim": facts.value_dim != facts.head_dim and f"head dim {facts.head_dim}, value dim {facts.value_dim}",
         "dynamic_causal": attrs.is_causal and symbolic and f"a causal mask with symbolic {' and '.join(symbolic)}",

@@ -38,6 +38,7 @@ def match_sdpa_call(effects: Effects, call: Call) -> Match | None:
         has_mask=keep != 1,
         has_bias=bias != 0,
         bias_is_finite=masks_finite.is_finite(region, bias),
+        bias_can_mask=not masks_finite.is_bounded(region, bias),
         enable_gqa=bool(roles.group),
     )
     query, key, value = (
