@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 import lz_compile
 from benchmarks.publish import Publication, table_of
 from tests import zoo
 
+COUNTS = ("instances", "expressible", "matches", "rewritten", "near_misses", "events")
 QUICK_FAMILIES = ("gpt2", "llama", "bert", "t5", "vit", "whisper")
 
 
@@ -31,7 +33,8 @@ def cover(name: str) -> dict[str, Any]:
     }
     start = time.perf_counter()
     try:
-        model, inputs = family.build()
+        model, tensors = family.build()
+        inputs: dict[str, Any] = dict(tensors)
         with torch.no_grad():
             report = lz_compile.explain(model, print_report=False, **inputs)
     except Exception as error:  # noqa: BLE001 one broken model must not hide the others; it is reported as such
@@ -47,24 +50,26 @@ def cover(name: str) -> dict[str, Any]:
 
 def coverage_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A line per family, and the totals."""
-    counts = ("instances", "expressible", "matches", "rewritten", "near misses", "events")
-    table = table_of(
-        "attention in transformers", ["family", "kind", *counts, "s", "why not"], left=("family", "kind", "why not")
-    )
-    totals = dict.fromkeys(counts, 0)
-    for row in rows:
-        misses, events = row.get("near_misses", []), row.get("events", [])
-        found = [row[name] for name in ("instances", "expressible")]
-        found += [row.get("matches", 0), row.get("rewritten", 0), len(misses), len(events)]
-        why = [*dict.fromkeys(miss["reason"] for miss in misses), *dict.fromkeys(event["message"] for event in events)]
-        why += [row["error"]] if "error" in row else []
-        table.add_row(
-            *row["case"].values(), *map(str, found), str(row.get("seconds", "")), "\n".join(why).replace("[", r"\[")
-        )
-        totals = {name: totals[name] + count for name, count in zip(counts, found, strict=True)}
+    text = ("family", "kind", "why not")
+    table = table_of("attention in transformers", ["family", "kind", *COUNTS, "s", "why not"], left=text)
+    counts = [[_count(row, name) for name in COUNTS] for row in rows]
+    for row, found in zip(rows, counts, strict=True):
+        table.add_row(*row["case"].values(), *map(str, found), str(row.get("seconds", "")), _why_not(row))
     table.add_section()
-    table.add_row(f"{len(rows)} families", "", *map(str, totals.values()), "", "")
+    table.add_row(f"{len(rows)} families", "", *(str(sum(column)) for column in zip(*counts, strict=True)), "", "")
     return table
+
+
+def _count(row: Mapping[str, Any], name: str) -> int:
+    value = row.get(name, 0)
+    return value if isinstance(value, int) else len(value)
+
+
+def _why_not(row: Mapping[str, Any]) -> str:
+    texts = [miss["reason"] for miss in row.get("near_misses", [])]
+    texts += [event["message"] for event in row.get("events", [])]
+    texts += [row["error"]] if "error" in row else []
+    return escape("\n".join(dict.fromkeys(texts)))
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def compiled(model: Function, locks: Sequence[str] = (), op: str = "attention") 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The variants that agree with eager, and what was found with those that do not."""
+    """The variants that agree with eager, and what is wrong with the others, by name."""
 
     variants: tuple[Variant, ...]
     disagreements: Mapping[str, str]
@@ -121,7 +121,7 @@ class Prepared:
 def prepare(functions: Mapping[str, Function], run: Run, *, is_cold: bool = False) -> Prepared:
     """Compile every function by running it once, and hold its outputs against eager's.
 
-    A variant that disagrees is left out, so that it cannot be timed; whoever publishes the rest must name it.
+    A variant that disagrees or fails is left out, so that it cannot be timed; whoever publishes the rest must name it.
 
     Args:
         functions: as :func:`compiled` gives them; the one called ``eager`` is the reference.
@@ -130,11 +130,17 @@ def prepare(functions: Mapping[str, Function], run: Run, *, is_cold: bool = Fals
     """
     expected = tensors(run(functions[EAGER]))
     variants, disagreements = [], {}
+    if is_cold:
+        _start_inductor()
+    limit = 8 + len(functions)  # past it Dynamo runs eager and says nothing; every variant counts
     for name, function in functions.items():
         try:
-            variants.append(_prepare(name, function, run, expected, is_cold))
+            with torch._dynamo.config.patch(recompile_limit=limit):
+                variants.append(_prepare(name, function, run, expected, is_cold))
         except DisagreementError as error:
             disagreements[name] = str(error)
+        except Exception as error:  # noqa: BLE001 a variant that fails is named like a wrong one; the rest is measured
+            disagreements[name] = f"running {name}: {type(error).__name__}: {error}"
     return Prepared(tuple(variants), disagreements)
 
 
@@ -157,6 +163,12 @@ def _prepare(name: str, function: Function, run: Run, expected: Sequence[Tensor]
         difference=difference,
         row_error=row_error,
     )
+
+
+def _start_inductor() -> None:
+    """Compile something small, so that the first variant does not pay for what Inductor sets up once in a process."""
+    with _fresh_caches():
+        torch.compile(lambda x: x.sin() + 1, backend="inductor")(torch.ones(64))
 
 
 def _fresh_caches() -> contextlib.AbstractContextManager[None]:

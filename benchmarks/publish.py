@@ -18,7 +18,7 @@ from benchmarks.environment import environment, slug
 from benchmarks.harness import EAGER, INDUCTOR, LAYERZERO, Prepared, Quartiles, Timing, Variant
 
 ROOT = Path(__file__).parent
-WIDTH = 160  # of tables that go to a file or a pipe
+WIDTH = 200  # of tables that go to a file or a pipe
 
 
 class Publication:
@@ -60,9 +60,7 @@ class Publication:
         Raises:
             SystemExit: a variant disagreed with eager.
         """
-        console = Console()
-        console.width = console.width if console.is_terminal else WIDTH
-        console.print(*tables, sep="\n")
+        print_table(*tables)
         for row in self.rows:
             for name, refused in row.get("refused", {}).items():
                 print(_title(row["case"]), f"{name} refused", "; ".join(refused), sep=" | ")
@@ -84,11 +82,20 @@ def print_environment(record: Mapping[str, Any]) -> None:
     print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
 
 
+def print_table(*tables: Any) -> None:
+    """Print what rich can draw, as wide as it needs to be where no terminal sets the width."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    console.print(*tables, sep="\n")
+
+
 def table_of(title: str, columns: Sequence[str], left: Sequence[str] = ()) -> Table:
     """An empty table of numbers; the columns in ``left`` hold text."""
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+        is_text = column in left
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     return table
 
 

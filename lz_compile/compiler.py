@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from lz_compile.errors import LayerZeroError, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options, split
 from lz_compile.passes import pipeline
@@ -40,17 +41,18 @@ def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run
     dump = Dump(options.dump, report.graph_id)
     with events.collect() as happened:
         try:
-            dump.graph("before", module)
             snapshot = inductor.Snapshot(module)
-            pipeline.rewrite(module, options, report)
-            dump.graph("after", module)
+            _rewrite(module, options, report, dump, snapshot)
             start = time.perf_counter()
             try:
                 return run(module, inputs, report)
             except Exception as error:
-                if options.strict or not any(match.rewritten for match in report.matches):
+                if not snapshot.differs():
                     raise
-                events.record("COMPILE_FAILED", "compiling the rewritten graph; the original one is compiled", error)
+                text = "compiling the rewritten graph"
+                if options.strict:
+                    raise RewriteFailedError(f"{text}: {type(error).__name__}: {error}") from error
+                events.record("COMPILE_FAILED", f"{text}; the original one is compiled", error)
                 snapshot.restore()
                 _unmark(report)
                 return run(module, inputs, report)
@@ -60,6 +62,25 @@ def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run
             report.events.extend(happened)
             dump.report(report)
             _count(report)
+
+
+def _rewrite(
+    module: fx.GraphModule, options: Options, report: GraphReport, dump: Dump, snapshot: inductor.Snapshot
+) -> None:
+    """Rewrite in place; whatever fails here leaves the graph as it was."""
+    try:
+        dump.graph("before", module)
+        pipeline.rewrite(module, options, report)
+        dump.graph("after", module)
+    except LayerZeroError:
+        raise
+    except Exception as error:
+        text = "rewriting the graph"
+        if options.strict:
+            raise RewriteFailedError(f"{text}: {type(error).__name__}: {error}") from error
+        events.record("REWRITE_FAILED", f"{text}; the original one is compiled", error)
+        snapshot.restore()
+        _unmark(report)
 
 
 def _unmark(report: GraphReport) -> None:
@@ -75,8 +96,11 @@ def _cache_key(report: GraphReport) -> str:
 
 def _count(report: GraphReport) -> None:
     for match in report.matches:
+        state = "rewritten" if match.rewritten else "left as it is"
+        events.logger.info("%s at %s: %s, %s (%s)", match.op, match.where, match.kernel, state, match.why)
         inductor.count(match.op)
         if match.rewritten:
             inductor.count(f"{match.op}.rewritten")
     for miss in report.near_misses:
+        events.logger.info("%s at %s: near miss, %s; %s", miss.op, miss.where, miss.reason, miss.edit)
         inductor.count(f"{miss.op}.near_miss")

@@ -14,12 +14,12 @@ class OptionError(LayerZeroError, ValueError):
     """An option of ours that does not exist or has a wrong value."""
 
 
-class UnknownKernelError(LayerZeroError, ValueError):
+class UnknownKernelError(OptionError):
     """A lock names a kernel that an operation does not have."""
 
-    def __init__(self, operation: str, kernel_id: str, valid: Sequence[str]) -> None:
+    def __init__(self, operation: str, kernel_id: object, valid: Sequence[str]) -> None:
         super().__init__(
-            f"locking {operation}: no kernel '{kernel_id}'{nearest(kernel_id, valid)}; valid are {', '.join(sorted(valid))}"
+            f"locking {operation}: no kernel '{kernel_id}'{nearest(str(kernel_id), valid)}; valid are {', '.join(sorted(valid))}"
         )
 
 

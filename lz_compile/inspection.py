@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from lz_compile.compiler import process
+from lz_compile.lowering import inductor
 from lz_compile.options import split
 from lz_compile.runtime.report import GraphReport, Report
 
@@ -48,7 +49,8 @@ def explain(
 
         return process(module, inputs, ours, run)
 
-    torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    with inductor.unlimited_recompiles():
+        torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
     report = Report(found)
     if print_report:
         rich.print(report)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lz_compile.errors import OptionError, nearest
+from lz_compile.errors import OptionError, UnknownKernelError, nearest
 from lz_compile.lowering import ops
+from lz_compile.runtime.registry import kernels
 
 PREFIX = "layerzero."
 
@@ -49,8 +50,10 @@ def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
         if not isinstance(value, _TYPES[name]):
             wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
             raise OptionError(f"reading options: '{PREFIX}{name}' takes {wanted}, not {type(value).__name__} {value!r}")
-    for op in ours.get("lock", {}):
+    for op, kernel_id in ours.get("lock", {}).items():
         if op not in ops.names():
             raise OptionError(f"reading options: no op '{op}' to lock{nearest(op, ops.names())}; valid are {', '.join(ops.names())}")
+        if kernel_id not in kernels(op):
+            raise UnknownKernelError(op, kernel_id, list(kernels(op)))
     ours.setdefault("dump", os.environ.get("LAYERZERO_DUMP"))
     return Options(**ours), rest

@@ -98,7 +98,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then SwiGLU: ``down(silu(gate(x)) * up(x))``. Each reads a normalised input and adds to the residual."""
+    """Attention, then SwiGLU (``down(silu(gate(x)) * up(x))``); both read a normed input and add to the residual."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -316,15 +316,6 @@ def test_a_write_into_the_owner_is_seen_through_every_alias(case: str) -> None:
     check_against_memory(capture(fn, X), X)
 
 
-def test_a_list_of_tensors_may_be_written_at_once() -> None:
-    def fn(x: Tensor) -> Tensor:
-        y, z = x * 2, x * 3
-        torch._foreach_mul_([y, z], 2.0)
-        return y + z
-
-    check_against_memory(capture(fn, X), X)
-
-
 # ---- programs -------------------------------------------------------------------------------------------------------
 
 VIEWS = [

@@ -226,15 +226,10 @@ def test_chains_that_never_cross_a_border_are_always_read(data: st.DataObject) -
 #: Chains over x of shape (batch, length, 12) with symbolic batch and length, as models write them.
 DYNAMIC: dict[str, Step] = {
     "split_heads": lambda x: x.view(x.shape[0], x.shape[1], 3, 4).transpose(1, 2),
-    "split_heads_inferred": lambda x: x.view(x.size(0), -1, 3, 4).permute(0, 2, 1, 3),
-    "unflatten_heads": lambda x: x.unflatten(-1, (3, -1)).movedim(2, 1),
     "heads_into_batch": lambda x: x.view(*x.shape[:2], 3, 4).transpose(1, 2).reshape(-1, x.shape[1], 4),
     "merge_and_back": lambda x: x.flatten(0, 1).view(x.shape[0], x.shape[1], -1),
     "merge_heads": lambda x: (
         x.unflatten(2, (3, 4)).transpose(1, 2).transpose(1, 2).contiguous().view(x.shape[0], -1, 12)
-    ),
-    "repeat_heads": lambda x: (
-        x.view(x.shape[0], -1, 3, 4)[:, :, :, None, :].expand(-1, -1, -1, 2, -1).reshape(x.shape[0], x.shape[1], 6, 4)
     ),
     "repeat_interleaved_heads": lambda x: (
         x.view(x.shape[0], x.shape[1], 3, 4).transpose(1, 2).repeat_interleave(2, dim=1)

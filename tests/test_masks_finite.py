@@ -168,7 +168,7 @@ def test_a_bias_of_parameters_is_bounded() -> None:
 
 BOUNDED: dict[str, Bias] = {
     "positions": lambda m, x: (torch.arange(SIZE)[None, :] - torch.arange(SIZE)[:, None]).float() * -0.5,
-    "slopes": lambda m, x: 2.0 ** (-(torch.arange(SIZE)[:, None].float())) * torch.arange(SIZE).float().abs(),
+    "slopes": lambda m, x: torch.pow(torch.tensor(0.5), torch.arange(SIZE))[:, None] * torch.arange(SIZE).float(),
     "mask_itself": lambda m, x: m.float(),
 }
 

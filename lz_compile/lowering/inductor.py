@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
@@ -56,6 +58,12 @@ def compile_graph(
     return compiled
 
 
+def unlimited_recompiles() -> AbstractContextManager[Any]:
+    """Dynamo's recompile limit set aside: past it, it would run a function eagerly without asking a backend."""
+    manager: AbstractContextManager[Any] = dynamo_config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30)
+    return manager
+
+
 class Snapshot:
     """The nodes of a graph module as they are, to be put back if the rewritten graph does not compile.
 
@@ -66,11 +74,19 @@ class Snapshot:
     def __init__(self, module: fx.GraphModule) -> None:
         self._graphs = [(child, _copy(child.graph)) for child in module.modules() if isinstance(child, fx.GraphModule)]
 
+    def differs(self) -> bool:
+        """Whether any of the graphs has been changed since."""
+        return any(_targets(module.graph) != _targets(graph) for module, graph in self._graphs)
+
     def restore(self) -> None:
         """Put the graphs back."""
         for module, graph in self._graphs:
             module.graph = graph
             module.recompile()
+
+
+def _targets(graph: fx.Graph) -> list[tuple[str, Any]]:
+    return [(node.op, node.target) for node in graph.nodes]
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

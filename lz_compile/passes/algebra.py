@@ -309,7 +309,10 @@ def _binary(function: Callable[[sympy.Expr, sympy.Expr], sympy.Expr], *names: st
 
 
 def _add(sign: int) -> Rule:
-    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+        if _is_boolean(call):
+            first, second = (region.operand(call, name, dims) for name in ("input", "other"))
+            return first + second - first * second if sign > 0 and is_indicator(first) and is_indicator(second) else None
         alpha = region.scalar(call.get("alpha", 1))
         return region.operand(call, "input", dims) + sign * alpha * region.operand(call, "other", dims)
 
@@ -503,8 +506,19 @@ def constant_value(call: Call) -> int | float | None:
     if call.name not in _CONSTANTS or tensor_of(call.node) is None:
         return None
     filled = _CONSTANTS[call.name]
-    if filled is not None:
-        return filled
+    value = filled if filled is not None else _fill_value(call)
+    return None if value is None else _rounded(value, tensor_of(call.node).dtype)  # type: ignore[union-attr]
+
+
+def _rounded(value: float, dtype: torch.dtype) -> int | float:
+    """The number as ``dtype`` holds it, where that is another value and not just fewer digits."""
+    if dtype.is_floating_point and abs(value) <= torch.finfo(dtype).max:
+        return value
+    held: int | float = torch.tensor(value, dtype=torch.float64).to(dtype).item()
+    return held
+
+
+def _fill_value(call: Call) -> int | float | None:
     if "fill_value" in call.arguments:
         return _number(call.get("fill_value"))
     position = {"full": "#1", "full_like": "#1", "new_full": "#2", "new_tensor": "#1"}.get(call.name, "input")

@@ -22,6 +22,7 @@ from lz_compile.passes.axes import Axis, Dims, atoms, axes_of, product
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.contraction import Factor
 from lz_compile.passes.core import Core
+from lz_compile.passes.effects import grad_enabled
 from lz_compile.passes.match import Match, RefusedError
 from lz_compile.passes.operand import Operand, is_lossless, peel
 from lz_compile.passes.probabilities import Probabilities
@@ -173,7 +174,7 @@ class AttentionEmitter:
         return Match(
             op=op,
             attributes=self.attrs,
-            facts=self._facts(),
+            facts=self._facts(grad_enabled(core.ambient)),
             inputs=self.edge(),
             operands=operands,
             fills={node: self.attrs.bias_is_finite or self.region.multiplies_masks for node in biases},
@@ -195,10 +196,9 @@ class AttentionEmitter:
         factors = [(factor, next(iter(factor.free_symbols))) for factor in sympy.Mul.make_args(self.keep) if factor != 1]
         return {self.region.leaves[flag].node: factor == flag for factor, flag in factors}
 
-    def _facts(self) -> AttentionFacts:
+    def _facts(self, enabled: bool) -> AttentionFacts:
         roles = self.roles
         grads = [tensor_of(node) for node in self.edge()]
-        enabled = torch.is_grad_enabled()
         bias = [self.region.leaves[symbol].node for symbol in self.bias.free_symbols]
         return AttentionFacts(
             batch=product(axis.size for axis in roles.batch),
@@ -294,7 +294,8 @@ def _roles(
     queries = _query_axis(region, inner, own, set(keys))
     group = tuple(axis for axis in own if axis not in queries)
     shared = [axis for axis in axes_of(found.dims) if axis in shared]
-    kv_heads = tuple(shared[-1:]) if len(shared) > 1 else ()
+    # A single axis is the heads (of a batch of one), unless query heads share it: then it is the batch (MQA).
+    kv_heads = tuple(shared[-1:]) if len(shared) > 1 or not group else ()
     return Roles(tuple(shared[: len(shared) - len(kv_heads)]), kv_heads, group, queries, keys, features, value_features)
 
 

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import sympy
 import torch
+from torch.utils._sympy.functions import FloorDiv
 
 Size: TypeAlias = "int | sympy.Expr"
 Shape: TypeAlias = "tuple[Size, ...]"
@@ -88,11 +89,17 @@ def fresh(shape: Sequence[Size]) -> Dims:
 def _quotient(large: Size, small: Size) -> Size | None:
     """``large / small`` where that is exact, else None."""
     if isinstance(large, int) and isinstance(small, int):
-        return large // small if large % small == 0 else None
-    ratio = sympy.cancel(sympy.sympify(large) / sympy.sympify(small))
+        return large // small if small and large % small == 0 else None
+    ratio = sympy.cancel(_exact(large) / _exact(small))
     if ratio.as_numer_denom()[1] != 1:
         return None
     return int(ratio) if ratio.is_Integer else ratio
+
+
+def _exact(size: Size) -> sympy.Expr:
+    """Floor divisions as fractions: torch infers an extent (``-1``) only where the division is exact."""
+    expression = sympy.sympify(size)
+    return expression.replace(FloorDiv, lambda over, under: over / under) if expression.has(FloorDiv) else expression
 
 
 def take(queue: list[Axis], size: Size) -> tuple[Axis, ...]:

@@ -23,6 +23,9 @@ from lz_compile.passes.axes import Axis, Dims, as_size, atoms, product
 from lz_compile.passes.effects import Ambient, ambient_context
 from lz_compile.passes.view import tensor_of
 
+#: In the metadata of every node that is ours: what a kernel emitted is not recognised again.
+EMITTED = "layerzero_emitted"
+
 Groups = Sequence[Sequence[Axis]]
 
 
@@ -263,6 +266,7 @@ class GraphBuilder(Builder):
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self._template.meta:
                 node.meta[key] = self._template.meta[key]
+        node.meta[EMITTED] = True
         node.meta["example_value"] = self._fake(node)
 
     def _fake(self, node: fx.Node) -> Any:

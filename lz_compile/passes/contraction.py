@@ -14,6 +14,7 @@ import sympy
 from torch import fx
 
 from lz_compile.passes.axes import Axis, Dims, Shape, broadcast_from, shape_of
+from lz_compile.passes.effects import MutatedError
 from lz_compile.passes.view import Call, tensor_of
 
 if TYPE_CHECKING:
@@ -146,7 +147,11 @@ def _labels(term: str, rank: int) -> list[str]:
 def is_product_sum(region: Region, call: Call) -> bool:
     """Whether a ``sum`` adds up products of two tensors (a quick look; :func:`read` decides)."""
     source = region.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
-    return source is not None and source.name == "mul" and all(tensor_of(a) is not None for a in source.node.args)
+    return source is not None and _is_product(source)
+
+
+def _is_product(call: Call) -> bool:
+    return call.name == "mul" and tensor_of(call.input) is not None and tensor_of(call.get("other")) is not None
 
 
 def _multiply_sum(region: Region, call: Call, dims: Dims) -> Contraction | None:
@@ -158,8 +163,10 @@ def _multiply_sum(region: Region, call: Call, dims: Dims) -> Contraction | None:
         return None
     source, summed = inner
     product = region.effects.calls[region.seen_by(call.node, call.input)]
-    if product is None or product.name != "mul":
+    if product is None or product.is_inplace or not _is_product(product):
         return None
+    if region.effects.is_opaque(product.node, call.node):
+        raise MutatedError(product.node)
     factors: list[Factor] = []
     for name in ("input", "other"):
         node = region.seen_by(product.node, product.get(name))

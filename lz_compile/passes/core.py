@@ -29,7 +29,7 @@ class Core:
 
         Args:
             effects: of the graph.
-            readers: for every value that was read, the node that reads it first; none may change after that.
+            readers: for every input, the node that reads it first; none may change from then on.
 
         Raises:
             RefusedError: with the reason.
@@ -57,8 +57,10 @@ class Core:
                     f"{node.name} writes into memory of {effects.owner(node).name}, which others may read",
                     "use the out-of-place form of that operation",
                 )
+        if any("_increment_nesting" in name for name in self.ambient.other):
+            raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
         for node, reader in readers.items():
-            writer = None if node in inside else effects.overwritten_after(node, reader, self.output)
+            writer = reader if effects.writes(reader, node) else effects.overwritten_after(node, reader, self.output)
             if writer is not None:
                 raise RefusedError(
                     "OPERAND_MUTATED",

@@ -19,8 +19,10 @@ _VIEWS = frozenset(
     "transpose permute t mT movedim view reshape flatten unflatten ravel view_as reshape_as expand expand_as unsqueeze "
     "squeeze contiguous alias getitem select narrow chunk split unbind tensor_split detach to type_as diagonal unfold "
     "as_strided getattr view_as_real view_as_complex real imag float half bfloat16 double type positive hsplit vsplit "
-    "split_with_sizes broadcast_tensors squeeze_ unsqueeze_ transpose_ t_ chunk swapaxes".split()
+    "split_with_sizes broadcast_tensors swapaxes dropout pos adjoint conj resolve_conj resolve_neg cpu cuda atleast_1d "
+    "atleast_2d atleast_3d slice einsum T mT H mH data values ravel view_as_real numpy_T".split()
 )
+_OVERLAPPING = frozenset({"expand", "expand_as", "unfold", "as_strided", "broadcast_to", "broadcast_tensors"})
 _SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit"})
 #: In-place calls whose result is not a pointwise function of what was there.
 _WRITERS = frozenset({"setitem", "copy", "index_put", "index_copy", "index_add", "scatter", "index_fill"})
@@ -102,6 +104,16 @@ class Effects:
         after = max(self.position[start], self.position[node])
         return next((m.node for m in self._between(node, after, self.position[stop])), None)
 
+    def writes(self, writer: fx.Node, node: fx.Node) -> bool:
+        """Whether ``writer`` itself overwrites memory of ``node``."""
+        return bool(self._mutations) and any(
+            m.node is writer and self._overlap(self._path(node), self._path(m.target)) for m in self._mutations
+        )
+
+    def is_overwritten(self, node: fx.Node) -> bool:
+        """Whether anything in the graph overwrites memory of ``node`` after it was made."""
+        return bool(self._mutations) and bool(self._between(node, self.position[node], len(self.position)))
+
     def owner(self, node: fx.Node) -> fx.Node:
         """The node that allocated the memory which ``node`` shares (``node`` itself where it made its own)."""
         return self._path(node)[0]
@@ -118,10 +130,23 @@ class Effects:
         """From the storage's owner to ``node``, through views and in-place results."""
         path = [node]
         call = self.calls.get(node)
-        while call is not None and (call.name in _VIEWS or call.is_inplace) and isinstance(call.input, fx.Node):
-            path.append(call.input)
-            call = self.calls.get(call.input)
+        while call is not None and (call.name in _VIEWS or call.is_inplace):
+            source = self._aliased(call)
+            if source is None:
+                break
+            path.append(source)
+            call = self.calls.get(source)
         return path[::-1]
+
+    def _aliased(self, call: Call) -> fx.Node | None:
+        """The input whose memory a view shows."""
+        source = call.input if isinstance(call.input, fx.Node) else next(iter(call.node.all_input_nodes), None)
+        joined = self.calls.get(source) if source is not None and call.name == "getitem" else None
+        if joined is not None and joined.name == "broadcast_tensors":
+            index = call.arguments.get("#1")
+            picked = joined.node.args[index] if isinstance(index, int) else None
+            return picked if isinstance(picked, fx.Node) else source
+        return source
 
     def _between(self, node: fx.Node, start: int, stop: int) -> list[_Mutation]:
         path = self._path(node)
@@ -132,9 +157,10 @@ class Effects:
     def _overlap(self, first: list[fx.Node], second: list[fx.Node]) -> bool:
         if first[0] is not second[0]:
             return False
-        for one, other in zip(first, second, strict=False):
+        for depth, (one, other) in enumerate(zip(first, second, strict=False)):
             if one is not other:
-                return not self._are_disjoint_pieces(one, other)
+                names = {call.name for call in map(self.calls.get, first[:depth]) if call is not None}
+                return bool(names & _OVERLAPPING) or not self._are_disjoint_pieces(one, other)
         return True
 
     def _are_disjoint_pieces(self, one: fx.Node, other: fx.Node) -> bool:
@@ -150,7 +176,9 @@ def _overwritten(call: Call) -> list[fx.Node]:
     """The tensors that a call writes into."""
     targets: list[Any] = []
     if call.is_inplace or call.name == "setitem":
-        targets.append(call.input)
+        targets.extend(call.input if isinstance(call.input, (tuple, list)) else (call.input,))
+    if isinstance(call.node.target, torch._ops.HigherOrderOperator) and _writes_inside(call.node):
+        targets.extend(call.node.all_input_nodes)
     if "out" in call.arguments:
         out = call.arguments["out"]
         targets.extend(out if isinstance(out, (tuple, list)) else (out,))
@@ -161,13 +189,20 @@ def _overwritten(call: Call) -> list[fx.Node]:
     return [target for target in targets if isinstance(target, fx.Node)]
 
 
+def _writes_inside(node: fx.Node) -> bool:
+    """Whether a graph that a higher-order operator calls overwrites anything."""
+    owner = node.graph.owning_module
+    bodies = [getattr(owner, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
+    calls = (read(inner) for body in bodies if isinstance(body, fx.GraphModule) for inner in body.graph.nodes)
+    return any(_overwritten(call) for call in calls if call is not None)
+
+
 def _ambient_of(graph: fx.Graph, calls: Mapping[fx.Node, Call | None]) -> dict[fx.Node, Ambient]:
     ambient: dict[fx.Node, Ambient] = {}
     autocast: list[tuple[Any, ...]] = []
     other: list[str] = []
     grad: bool | None = None
     for node in graph.nodes:
-        call = calls[node]
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == "_enter_autocast":
             autocast.append(tuple(node.args))
@@ -175,12 +210,17 @@ def _ambient_of(graph: fx.Graph, calls: Mapping[fx.Node, Call | None]) -> dict[f
             autocast.pop()
         elif name == "_set_grad_enabled":
             grad = bool(node.args[0])
-        elif call is not None and name.startswith("_enter_") or name in ("_sdpa_kernel_variadic", "_sdpa_kernel"):
+        elif name.startswith("_enter_") or name.endswith("_increment_nesting") or name.startswith("_sdpa_kernel"):
             other.append(node.name)
-        elif name.startswith("_exit_") and other:
+        elif (name.startswith("_exit_") or name.endswith("_decrement_nesting")) and other:
             other.pop()
         ambient[node] = Ambient(tuple(autocast), grad, tuple(other))
     return ambient
+
+
+def grad_enabled(ambient: Ambient) -> bool:
+    """Whether gradients are recorded under ``ambient``."""
+    return torch.is_grad_enabled() if ambient.grad is None else ambient.grad
 
 
 def ambient_context(ambient: Ambient) -> list[Any]:

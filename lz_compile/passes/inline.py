@@ -18,7 +18,7 @@ from torch import fx
 
 from lz_compile.errors import RewriteFailedError
 from lz_compile.passes.attention_calls import BODIES, REFUSED
-from lz_compile.passes.builder import GraphBuilder
+from lz_compile.passes.builder import EMITTED, GraphBuilder
 from lz_compile.passes.core import dead_users, is_dead
 from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.inline_proof import Structure, TensorSpec, difference
@@ -79,6 +79,8 @@ def _replace(graph: fx.Graph, node: fx.Node, ambient: Ambient) -> fx.Node:
         raise
     for result in results:
         result.replace_all_uses_with(output)
+    for created in builder.created:
+        created.meta.pop(EMITTED, None)  # spelled out to be recognised
     superfluous = {node, *node.users, *(each for user in node.users for each in dead_users(user))}
     superfluous.update(created for created in builder.created if created is not output)
     _erase(graph, [each for each in graph.nodes if each in superfluous])

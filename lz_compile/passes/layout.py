@@ -47,6 +47,10 @@ def _matrix_transpose(_call: Call, _shape: Shape, dims: Dims) -> Dims:
     return (*dims[:-2], dims[-1], dims[-2]) if len(dims) > 1 else dims
 
 
+def _reverse(_call: Call, _shape: Shape, dims: Dims) -> Dims:
+    return dims[::-1]
+
+
 def _permute(call: Call, _shape: Shape, dims: Dims) -> Dims:
     order = call.get("dims") or call.positional()
     return _permuted(tuple(order), dims)
@@ -150,6 +154,7 @@ _READERS: Mapping[str, Reader] = {
     "transpose": _transpose,
     "t": _matrix_transpose,
     "mT": _matrix_transpose,
+    "T": _reverse,
     "permute": _permute,
     "movedim": _movedim,
     "view": _regroup,
@@ -199,10 +204,11 @@ def read_input_dims(call: Call, dims: Dims) -> Dims | None:
     if source is None:
         return None
     name = call.name
-    if name == "getattr" and call.arguments.get("#1") in ("T", "mT"):
-        name = "mT"
+    if name == "getattr" and call.arguments.get("#1") in ("mT", "T"):
+        name = str(call.arguments["#1"])
     reader = _READERS.get(name)
-    if reader is None or (name == "view" and isinstance(call.arguments.get("#1"), torch.dtype)):
+    is_cast = name == "view" and any(isinstance(value, torch.dtype) for value in call.arguments.values())
+    if reader is None or is_cast or call.is_inplace:  # in place, the input's shape is no longer known
         return None
     if name == "getitem" and not _indexes_layout(call):
         return None

@@ -8,8 +8,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.passes.algebra import INFINITY, Region
-from lz_compile.passes.scores import MASKING_FILL
+from lz_compile.passes.algebra import INFINITY, Region, constant_value
 from lz_compile.passes.view import Call, tensor_of
 
 _KEEPS = frozenset(
@@ -17,9 +16,11 @@ _KEEPS = frozenset(
     "narrow repeat tile repeat_interleave index_select gather to float type_as triu tril detach".split()
 )
 _BOUNDED = _KEEPS | frozenset(
-    "mul add sub neg abs tanh sigmoid embedding index where masked_fill cat stack arange linear pow exp2 unflatten".split()
+    "mul add sub neg abs tanh sigmoid embedding index where masked_fill cat stack arange linear pow unflatten".split()
 )
-_CONSTANT_FILLS = {"full": "#1", "full_like": "#1", "new_full": "#2", "tensor": "input", "scalar_tensor": "input"}
+_CONSTANT_FILLS = frozenset({"full", "full_like", "new_full", "tensor", "scalar_tensor"})
+#: Factors and terms up to this are part of a bias; masking constants are larger, products of two of these are not.
+_MODERATE = 30.0
 _CONSTANTS = frozenset({"zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_ones", "arange"})
 
 
@@ -30,10 +31,14 @@ def is_finite(region: Region, bias: sympy.Expr) -> bool:
     """
     if bias.has(INFINITY):
         return False
-    large = [symbol for symbol in bias.free_symbols if not _is_bounded(region, region.leaves[symbol].node)]
+    symbols = bias.free_symbols
+    is_sum = all(sympy.diff(bias, symbol) == 1 for symbol in symbols) and bias.as_coeff_Add()[0] >= 0
+    if not is_sum or region.expand_masks:  # casts in between, which may overflow, are not seen when masks are expanded
+        return not symbols or (bias.is_polynomial(*symbols) and is_bounded(region, bias) and not region.expand_masks)
+    large = [symbol for symbol in symbols if not _is_bounded(region, region.leaves[symbol].node)]
     if len(large) > 1:
         return False
-    return all(sympy.diff(bias, symbol) == 1 and _is_finite(region, region.leaves[symbol].node) for symbol in large)
+    return all(_is_finite(region, region.leaves[symbol].node) for symbol in large)
 
 
 def is_bounded(region: Region, bias: sympy.Expr) -> bool:
@@ -43,7 +48,7 @@ def is_bounded(region: Region, bias: sympy.Expr) -> bool:
 
 def _is_bounded(region: Region, node: object, depth: int = 24) -> bool:
     if isinstance(node, (int, float)):
-        return abs(node) < -MASKING_FILL
+        return abs(node) <= _MODERATE
     if not isinstance(node, fx.Node) or depth == 0:
         return isinstance(node, (str, torch.dtype, torch.device, slice, type(None), type(Ellipsis)))
     tensor, call = tensor_of(node), region.effects.calls.get(node)
@@ -51,8 +56,12 @@ def _is_bounded(region: Region, node: object, depth: int = 24) -> bool:
         return True
     if tensor is not None and not tensor.is_floating_point():
         return True
-    if call is None or call.is_inplace or call.name not in _BOUNDED:
+    if call is None or call.is_inplace or call.name not in _BOUNDED or region.effects.is_overwritten(node):
         return False
+    if call.name == "pow" and not _is_decay(region, call):
+        return False
+    if call.name == "arange":
+        return True
     arguments = [item for value in call.arguments.values() for item in (value if isinstance(value, (tuple, list)) else (value,))]
     return all(_is_bounded(region, value, depth - 1) for value in arguments)
 
@@ -65,13 +74,27 @@ def _is_finite(region: Region, node: object) -> bool:
     tensor, call = tensor_of(node), region.effects.calls.get(node)
     if tensor is not None and not tensor.is_floating_point():
         return True
-    if call is None or call.is_inplace:
+    if call is None or call.is_inplace or region.effects.is_overwritten(node):
         return False
     if call.name in _CONSTANTS:
         return True
     if call.name in _CONSTANT_FILLS:
-        return _is_finite(region, call.get("fill_value", call.arguments.get(_CONSTANT_FILLS[call.name])))
+        value = constant_value(call)
+        return value is not None and math.isfinite(value)
     return _is_finite_call(region, call)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max if dtype.is_floating_point else 0.0
+
+
+def _is_decay(region: Region, call: Call) -> bool:
+    """Powers of a constant between 0 and 1 to whole numbers, as the slopes of ALiBi are."""
+    base = region.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+    value = call.input if base is None else constant_value(base)
+    exponent = tensor_of(call.get("exponent"))
+    is_whole = exponent is not None and not exponent.is_floating_point()
+    return isinstance(value, (int, float)) and 0 < value <= 1 and is_whole
 
 
 def _is_finite_call(region: Region, call: Call) -> bool:
@@ -83,6 +106,6 @@ def _is_finite_call(region: Region, call: Call) -> bool:
         return False
     result = tensor_of(call.node)
     source = tensor_of(call.input)
-    if result is None or source is None or result.dtype.itemsize < source.dtype.itemsize:
+    if result is None or source is None or _largest(result.dtype) < _largest(source.dtype):
         return False
     return _is_finite(region, call.input)

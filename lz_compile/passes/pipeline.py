@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import fx
 
-from lz_compile.errors import RewriteFailedError
+from lz_compile.errors import LayerZeroError, RewriteFailedError
 from lz_compile.options import Options
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.inline import Inlined, inline
@@ -48,9 +49,11 @@ def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
 
 
 def _rewrite_graph(graph: fx.Graph, path: str, options: Options, report: GraphReport) -> None:
-    for match in _recognise(graph, options, report):
-        entry = MatchReport(op=match.op, where=match.where, graph=path, attributes=match.attributes.to_dict())
-        report.matches.append(entry)
+    matches = _recognise(graph, options, report)
+    entries = [MatchReport(op=m.op, where=m.where, graph=path, attributes=m.attributes.to_dict()) for m in matches]
+    report.matches.extend(entries)
+    # Last to first: a match may read what an earlier one computes, and names the node that is still there.
+    for match, entry in reversed(list(zip(matches, entries, strict=True))):
         try:
             _apply(graph, match, entry, options, report)
         except Exception as error:
@@ -70,10 +73,9 @@ def _inline(graph: fx.Graph, options: Options, report: GraphReport) -> bool:
 def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> list[Match]:
     matches: list[Match] = []
     with _timed(report, "recognise"):
-        effects = Effects(graph)
         for op, recognise in recognisers().items():
             try:
-                for found in recognise(graph, effects):
+                for found in recognise(graph, Effects(graph)):
                     if isinstance(found, NearMiss):
                         report.near_misses.append(MissReport.of(found))
                     else:
@@ -97,7 +99,8 @@ def _apply(graph: fx.Graph, match: Match, entry: MatchReport, options: Options, 
             entry.reasons.append(Reason("ALREADY_THIS_KERNEL", f"the source calls {match.source_kernel} itself"))
             return
         with _timed(report, "validate"):
-            verdict = validate(match, kernel.kernel_id, kernel.call, Store("validation"))
+            proven = functools.partial(kernel.call, **kernel.validation_arguments)
+            verdict = validate(match, kernel.kernel_id, proven, Store("validation"))
         entry.validation = verdict.to_dict()
         if verdict.ok:
             with _timed(report, "rewrite"):
@@ -112,7 +115,7 @@ def _apply(graph: fx.Graph, match: Match, entry: MatchReport, options: Options, 
 
 
 def _fail(code: str, text: str, error: Exception, options: Options) -> None:
-    if isinstance(error, RewriteFailedError):
+    if isinstance(error, LayerZeroError):
         raise error
     events.record(code, text, error)
     if options.strict:

@@ -14,7 +14,7 @@ from torch import fx
 
 from lz_compile.passes import layout
 from lz_compile.passes.algebra import constant_value, is_constant
-from lz_compile.passes.axes import Axis, Dims, atoms, axes_of
+from lz_compile.passes.axes import Axis, Dims, Size, atoms, axes_of
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.match import Match
 from lz_compile.passes.rewrite import KernelCall, emit
@@ -35,9 +35,13 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
         ones: axes that get size one, to try broadcasts.
     """
     axes = _all_axes(match)
-    large = sorted({axis.size for axis in axes if not _is_small(axis)}, key=lambda size: (isinstance(size, int), str(size)))
+    large = sorted({axis.size for axis in axes if not _is_small(axis)}, key=_by_size)
     assigned = {size: 2 * _SMALL + _STEP * index for index, size in enumerate(large)}
     return {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}  # type: ignore[misc]
+
+
+def _by_size(size: Size) -> tuple[int, str]:
+    return (size, "") if isinstance(size, int) else (0, str(size))
 
 
 def _is_small(axis: Axis) -> bool:

@@ -50,6 +50,10 @@ def splice(graph: fx.Graph, match: Match, call: KernelCall) -> list[fx.Node]:
     for node in reversed(match.core):
         if not node.users:
             graph.erase_node(node)
+    for node in reversed(list(match.read)):
+        call = read(node) if node in graph.nodes else None
+        if call is not None and not node.users and layout.rearranges(call) and not call.is_inplace:
+            graph.erase_node(node)
     return [node for node in builder.created if not _erase_if_unused(graph, node)]
 
 

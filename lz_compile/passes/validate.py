@@ -21,11 +21,12 @@ import torch
 from torch import fx
 
 from lz_compile.passes.axes import Axis, axes_of
-from lz_compile.passes.effects import ambient_context
+from lz_compile.passes.effects import ambient_context, grad_enabled
 from lz_compile.passes.match import Match
 from lz_compile.passes.resize import Sizes, original, replacement, representative_sizes, shape
 from lz_compile.passes.rewrite import KernelCall
 from lz_compile.passes.view import hint_of, tensor_of, value_of
+from lz_compile.runtime import events
 from lz_compile.runtime.store import Store
 
 #: Absolute and relative slack against the float64 reference, by dtype. On top of it a replacement may err :data:`SLACK`
@@ -102,9 +103,8 @@ def validate(match: Match, kernel_id: str, call: KernelCall, store: Store) -> Va
     known = _memory.get(key)
     if known is not None:
         return replace(known, origin="memory", seconds=time.perf_counter() - start)
-    stored = store.load(key)
-    if stored is not None:
-        verdict = Validation(**stored)
+    verdict = _stored(store, key)
+    if verdict is not None:
         _memory[key] = verdict
         return replace(verdict, origin="disk", seconds=time.perf_counter() - start)
     verdict = _run(match, call)
@@ -113,9 +113,18 @@ def validate(match: Match, kernel_id: str, call: KernelCall, store: Store) -> Va
     return replace(verdict, seconds=time.perf_counter() - start)
 
 
+def _stored(store: Store, key: str) -> Validation | None:
+    record = store.load(key)
+    try:
+        return None if record is None else Validation(**record)
+    except TypeError as error:
+        events.record("STORE_UNREADABLE", "a validation record has other fields; the rewrite is validated again", error)
+        return None
+
+
 def cases(match: Match) -> Iterator[Case]:
     """The input sets that a match is tried on."""
-    wants_grad = any(_wants_grad(node) for node in match.inputs) and torch.is_grad_enabled()
+    wants_grad = any(_wants_grad(node) for node in match.inputs) and grad_enabled(match.ambient)
     has_mask = any(_is_mask(node) or node in match.fills for node in match.inputs)
     yield Case("plain", gradients=wants_grad)
     # In half precision larger scores are rounded by whole units, and which key wins a row is a matter of luck.
@@ -311,7 +320,7 @@ def _key(match: Match, kernel_id: str) -> str:
     """A hash of everything that the verdict depends on, and of nothing else (no names, no real sizes)."""
     sizes = representative_sizes(match)
     order: dict[fx.Node, str] = {}
-    lines = [f"{match.op} {kernel_id} {match.attributes!r} {match.ambient!r} {torch.is_grad_enabled()}"]
+    lines = [f"{match.op} {kernel_id} {match.attributes!r} {match.ambient!r} {grad_enabled(match.ambient)}"]
     for index, node in enumerate(match.inputs):
         order[node] = f"i{index}"
         tensor = tensor_of(node)

@@ -7,6 +7,7 @@ and the recognisers.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -121,11 +122,16 @@ _SYNONYMS: Mapping[str, str] = {
 }
 
 # Keyword spellings of the same parameter.
-_PARAMETER_SYNONYMS: Mapping[str, str] = {"self": "input", "axis": "dim", "mat2": "other", "keepdims": "keepdim"}
+_PARAMETER_SYNONYMS: Mapping[str, str] = {"self": "input", "axis": "dim", "mat2": "other", "keepdims": "keepdim"} | {
+    "train": "training",
+    "axis0": "dim0",
+    "axis1": "dim1",
+    "mat1": "batch1",
+}
 
 _INPLACE_OPERATORS: Mapping[Any, str] = {
     getattr(operator, f"i{name}"): name
-    for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "matmul")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
     if hasattr(operator, f"i{name}")
 }
 
@@ -168,6 +174,8 @@ def _spelled(name: str) -> tuple[str, bool]:
 
 @cache
 def _function_name(target: Any) -> tuple[str, bool]:
+    if target is operator.imatmul:  # tensors have no in-place product: it makes a new one
+        return "matmul", False
     if target in _INPLACE_OPERATORS:
         return _SYNONYMS.get(_INPLACE_OPERATORS[target], _INPLACE_OPERATORS[target]), True
     if isinstance(target, torch._ops.OpOverload):
@@ -192,7 +200,30 @@ def read(node: fx.Node) -> Call | None:
         arguments[signature[position] if position < len(signature) else f"#{position}"] = value
     for key, value in node.kwargs.items():
         arguments[_PARAMETER_SYNONYMS.get(key, key)] = value
-    return Call(name, node, arguments, is_inplace or arguments.get("inplace") is True)
+    if name == "addmm" and "other" in arguments:
+        arguments["batch2"] = arguments.pop("other")
+    if name in ("softmax", "log_softmax") and isinstance(arguments.get("dtype"), bool):  # aten._softmax(x, dim, half_to_float)
+        del arguments["dtype"]
+    return Call(name, node, arguments, is_inplace or _inplace_flag(node))
+
+
+def _inplace_flag(node: fx.Node) -> bool:
+    """Whether ``inplace=True`` was given, by keyword or by position."""
+    if node.kwargs.get("inplace") is True:
+        return True
+    position = _inplace_position(node.target) if node.op == "call_function" else None
+    return position is not None and position < len(node.args) and node.args[position] is True
+
+
+@cache
+def _inplace_position(target: Any) -> int | None:
+    if not getattr(target, "__module__", "").startswith("torch.nn.functional"):
+        return None
+    try:
+        parameters = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return None
+    return parameters.index("inplace") if "inplace" in parameters else None
 
 
 def value_of(node: Any) -> Any:

@@ -50,4 +50,4 @@ def collect() -> Iterator[list[Event]]:
     try:
         yield found
     finally:
-        _sinks.open.remove(found)
+        _sinks.open.pop()

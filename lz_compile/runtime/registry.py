@@ -35,7 +35,8 @@ class KernelSpec:
     """One kernel for one operation.
 
     ``call`` is None for the kernel that leaves the subgraph alone. ``supports`` names features (see the op's
-    ``features``); ``"*"`` stands for everything.
+    ``features``); ``"*"`` stands for everything. ``validation_arguments`` make the small sizes of a proof meet what large
+    ones meet, such as several blocks.
     """
 
     kernel_id: str
@@ -45,6 +46,7 @@ class KernelSpec:
     dtypes: frozenset[str]
     supports: frozenset[str]
     call: Callable[..., Any] | None
+    validation_arguments: Mapping[str, Any] = field(default_factory=dict)
     prior: tuple[Prior, ...] = field(default=())
 
 
@@ -79,6 +81,7 @@ def _spec(module: str, operation: str, descriptor: Mapping[str, Any], entry: Map
         dtypes=frozenset(entry.get("dtypes", ())),
         supports=frozenset(entry.get("supports", ())),
         call=getattr(implementation, operation, None),
+        validation_arguments=entry.get("validation_arguments", {}),
         prior=tuple(
             Prior(row["platform"], frozenset(row["dtypes"]), row["relative_latency"], row.get("min_query_len", 0))
             for row in entry.get("prior", ())

@@ -29,7 +29,7 @@ def tables(report: Report) -> Iterator[Any]:
 def _rows(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column in ("op", "kernel", "stage", "code"))
     for row in rows:
         table.add_row(*(cell.replace("[", r"\[") for cell in row))
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -131,13 +132,14 @@ class Report:
 
 
 _reports: list[GraphReport] = []
+_ids = itertools.count()
 _lock = threading.Lock()
 
 
 def new_report() -> GraphReport:
     """A report for the next graph, kept with the others."""
     with _lock:
-        report = GraphReport(graph_id=len(_reports))
+        report = GraphReport(graph_id=next(_ids))
         _reports.append(report)
     return report
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lz_compile.errors import UnknownKernelError
 from lz_compile.lowering import ops
 from lz_compile.passes.match import Match
 from lz_compile.reasons import Reason
@@ -57,16 +56,11 @@ def select(match: Match, locks: Mapping[str, str]) -> Decision:
     Args:
         match: what to run.
         locks: kernel ids by op; a locked kernel is taken whatever its prior, if it can run.
-
-    Raises:
-        UnknownKernelError: a lock names no kernel of the op.
     """
     found = kernels(match.op)
     candidates = sorted((_candidate(spec, match) for spec in found.values()), key=_rank)
     locked = locks.get(match.op)
     if locked is not None:
-        if locked not in found:
-            raise UnknownKernelError(match.op, locked, list(found))
         chosen = next(candidate for candidate in candidates if candidate.kernel.kernel_id == locked)
         if not chosen.against:
             return Decision(chosen.kernel, "locked", tuple(candidates))

@@ -13,7 +13,7 @@ import torch
 
 from lz_compile.lowering.ops.attention import AttentionAttrs
 
-#: Queries per block, and the most blocks that are unrolled (each one is compiled code).
+#: Queries per block, and the most blocks that are unrolled (each one is compiled code). Proofs use small blocks.
 BLOCK = 256
 MAX_BLOCKS = 16
 
@@ -28,16 +28,19 @@ def attention(
     fill: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     attrs: AttentionAttrs,
+    block: int = BLOCK,
 ) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``); causality needs static lengths."""
     batch, heads, queries, _ = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     key_t = key.transpose(-2, -1)
-    bounds = block_bounds(queries) if isinstance(queries, int) else [(0, queries)]
+    bounds = block_bounds(queries, block) if isinstance(queries, int) else [(0, queries)]
+    # Where masked keys have a finite fill they count in a row that masks every key.
+    skips = attrs.is_causal and (mask is None or attrs.masked_rows in ("nan", "zero"))
     blocks = []
     for start, stop in bounds:
-        limit = min(stop, keys) if attrs.is_causal else keys
-        part = _Part(start, stop, limit, whole=len(bounds) == 1, all_keys=not attrs.is_causal or limit == keys)
+        limit = min(stop, keys) if skips else keys
+        part = _Part(start, stop, limit, whole=len(bounds) == 1, all_keys=not skips or limit == keys)
         rows = part.queries(query)
         if attrs.enable_gqa:
             rows = rows.reshape(batch, kv_heads, -1, rows.shape[-1])
@@ -45,11 +48,17 @@ def attention(
         if attrs.enable_gqa:
             scores = scores.reshape(batch, heads, stop - start, limit)
         scores = _masked(scores, part, mask, bias, fill, attrs)
-        weights = _softmax(scores, None if sinks is None else part.queries(sinks), attrs).to(value.dtype)
+        weights, total = _exponentials(scores, None if sinks is None else part.queries(sinks))
+        if attrs.dropout_p:
+            weights = torch.nn.functional.dropout(weights, attrs.dropout_p)
+        weights = weights.to(value.dtype)
         if attrs.enable_gqa:
             weights = weights.reshape(batch, kv_heads, -1, limit)
         out = weights @ (value if part.all_keys else value[:, :, :limit])
-        blocks.append(out.reshape(batch, heads, stop - start, out.shape[-1]) if attrs.enable_gqa else out)
+        if attrs.enable_gqa:
+            out = out.reshape(batch, heads, stop - start, out.shape[-1])
+        out = (out / total).to(value.dtype)
+        blocks.append(torch.nan_to_num(out) if attrs.masked_rows == "zero" else out)
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
 
@@ -70,9 +79,9 @@ class _Part:
         return tensor if self.all_keys or tensor.shape[-1] == 1 else tensor[..., : self.limit]
 
 
-def block_bounds(queries: int) -> list[tuple[int, int]]:
-    """The half-open ranges of queries that are computed together."""
-    size = max(BLOCK, -(-queries // MAX_BLOCKS)) if queries > 2 * BLOCK else (16 if 16 < queries <= 64 else queries)
+def block_bounds(queries: int, block: int) -> list[tuple[int, int]]:
+    """The half-open ranges of queries that are computed together: at most :data:`MAX_BLOCKS`, one for up to two blocks."""
+    size = max(block, -(-queries // MAX_BLOCKS)) if queries > 2 * block else queries
     return [(start, min(start + size, queries)) for start in range(0, queries, size)]
 
 
@@ -114,14 +123,16 @@ def _masked(
     return torch.where(keep, scores, fill)
 
 
-def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, attrs: AttentionAttrs) -> torch.Tensor:
-    """Probabilities, in the dtype of the scores."""
+def _exponentials(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``exp(scores - maximum)`` and its sum over the keys (and sinks).
+
+    The values are divided by the sum after the product, which is a pass over the output instead of one over the scores.
+    Inductor does not take this form for one of its own attention patterns, which rewrite it wrongly for some views
+    (pytorch issue 195320).
+    """
+    largest = scores.amax(-1, keepdim=True).detach()
     if sinks is not None:
-        column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], -1)
-    weights = torch.softmax(scores, -1)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    if attrs.masked_rows == "zero":
-        weights = torch.nan_to_num(weights)
-    return torch.nn.functional.dropout(weights, attrs.dropout_p) if attrs.dropout_p else weights
+        largest = torch.maximum(largest, sinks.detach().to(scores.dtype))
+    weights = torch.exp(scores - largest)
+    total = weights.sum(-1, keepdim=True)
+    return weights, total if sinks is None else total + torch.exp(sinks.to(scores.dtype) - largest)

@@ -24,6 +24,10 @@ def attention(
     SDPA gives zero for a row that masks every key with ``-inf`` (or with a boolean mask); where the source gives NaN or
     the mean of the values there, that is restored.
     """
+    is_causal = attrs.is_causal
+    if is_causal and (mask is not None or bias is not None):  # SDPA takes one or the other
+        causal = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril()
+        mask, is_causal = causal if mask is None else torch.logical_and(mask, causal), False
     merged = _merge(mask, bias, attrs, query.dtype)
     out = F.scaled_dot_product_attention(
         query,
@@ -31,7 +35,7 @@ def attention(
         value,
         attn_mask=merged,
         dropout_p=attrs.dropout_p,
-        is_causal=attrs.is_causal,
+        is_causal=is_causal,
         scale=attrs.scale,
         enable_gqa=attrs.enable_gqa,
     )

@@ -19,6 +19,7 @@ from lz_compile.passes.algebra import INFINITY, Region, tidy
 from lz_compile.passes.attention_axes import assign_roles
 from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, fresh, shape_of
 from lz_compile.passes.contraction import Contraction, Factor
+from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.core import Core, find_core
 from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.match import Match, NearMiss, RefusedError
@@ -36,7 +37,7 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
     covered: set[fx.Node] = set()
     for node in graph.nodes:
         call = effects.calls[node]
-        if call is None or tensor_of(node) is None:
+        if call is None or tensor_of(node) is None or EMITTED in node.meta:
             continue
         found = _from_call(effects, call)
         if isinstance(found, Match):
@@ -170,7 +171,8 @@ class _Reader:
         if inner.bias.has(INFINITY):
             raise RefusedError("MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({inner.bias})", "use where")
         emitter = assign_roles(self.region, inner, found, keys, value, output, output_dims, gain)
-        core.check(self.region.effects, self.region.readers)
+        readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
+        core.check(self.region.effects, readers)
         return emitter.match(OP, core)
 
 
@@ -228,7 +230,7 @@ def _unread_anchors(graph: fx.Graph, effects: Effects, covered: set[fx.Node]) ->
     """Softmaxes over a product of two computed tensors that reach no values."""
     for node in graph.nodes:
         call = effects.calls[node]
-        if call is None or call.name != "softmax" or node in covered or tensor_of(call.input) is None:
+        if call is None or call.name != "softmax" or node in covered or EMITTED in node.meta or tensor_of(call.input) is None:
             continue
         region = Region(effects)
         dims = fresh(shape_of(tensor_of(node)))  # type: ignore[arg-type]
