@@ -18,9 +18,8 @@ class UnknownKernelError(OptionError):
     """A lock names a kernel that an operation does not have."""
 
     def __init__(self, operation: str, kernel_id: object, valid: Sequence[str]) -> None:
-        super().__init__(
-            f"locking {operation}: no kernel '{kernel_id}'{nearest(str(kernel_id), valid)}; valid are {', '.join(sorted(valid))}"
-        )
+        hint = nearest(str(kernel_id), valid)
+        super().__init__(f"locking {operation}: no kernel '{kernel_id}'{hint}; valid are {', '.join(sorted(valid))}")
 
 
 class RewriteFailedError(LayerZeroError):

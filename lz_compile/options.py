@@ -52,7 +52,9 @@ def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
             raise OptionError(f"reading options: '{PREFIX}{name}' takes {wanted}, not {type(value).__name__} {value!r}")
     for op, kernel_id in ours.get("lock", {}).items():
         if op not in ops.names():
-            raise OptionError(f"reading options: no op '{op}' to lock{nearest(op, ops.names())}; valid are {', '.join(ops.names())}")
+            raise OptionError(
+                f"reading options: no op '{op}' to lock{nearest(op, ops.names())}; valid are {', '.join(ops.names())}"
+            )
         if kernel_id not in kernels(op):
             raise UnknownKernelError(op, kernel_id, list(kernels(op)))
     ours.setdefault("dump", os.environ.get("LAYERZERO_DUMP"))

@@ -647,7 +647,9 @@ def check_leaves_at_the_end(fn: Callable[..., Tensor], *, expand_masks: bool = T
     effects, output = effects_of(module), output_of(module)
     end = next(iter(output.users))
     readers = {leaf.node: region.readers.get(leaf.node, leaf.node) for leaf in region.leaves.values()}
-    if any(effects.writes(reader, node) or effects.overwritten_after(node, reader, end) for node, reader in readers.items()):
+    if any(
+        effects.writes(reader, node) or effects.overwritten_after(node, reader, end) for node, reader in readers.items()
+    ):
         return
     interpreter = fx.Interpreter(module, garbage_collect_values=False)
     interpreter.run(*[value.clone() for value in in_order(module, INPUTS)])

@@ -247,7 +247,8 @@ def test_softcap_is_an_attribute() -> None:
         return scores.softmax(-1) @ v
 
     found = attributes(attention, *qkv())
-    assert found["softcap"] == pytest.approx(30.0) and found["scale"] == pytest.approx(0.25)
+    assert found["softcap"] == pytest.approx(30.0)
+    assert found["scale"] == pytest.approx(0.25)
     torch.testing.assert_close(rewritten(attention, *qkv()), attention(*qkv()))
 
 
@@ -289,7 +290,8 @@ def test_rows_that_mask_everything_stay_nan_with_an_infinite_fill() -> None:
     keep = torch.ones(2, 1, 19, 23, dtype=torch.bool)
     keep[:, :, 3] = False
     got = rewritten(attention, *qkv(), keep, lock={"attention": "torch.sdpa"})
-    assert got[:, :, 3].isnan().all() and not got[:, :, 4].isnan().any()
+    assert got[:, :, 3].isnan().all()
+    assert not got[:, :, 4].isnan().any()
 
 
 def test_a_direct_sdpa_call_is_recognised_and_can_be_given_another_kernel() -> None:

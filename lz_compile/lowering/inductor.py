@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 
 
 def config_of(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def config_of(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-class _Fingerprint(CustomGraphPass):  # type: ignore[misc]
+class _Fingerprint(CustomGraphPass):
     """Changes no graph: puts our source and our decisions into Inductor's cache keys, around a pass of the user's."""
 
     def __init__(self, key: str, inner: Any) -> None:
@@ -54,13 +54,14 @@ def compile_graph(
     name = "post_grad_custom_pre_pass"
     inner = config.get(name, getattr(inductor_config, name))
     patches = {**config, name: _Fingerprint(cache_key, inner)}
-    compiled: Callable[..., Any] = compile_fx(module, inputs, config_patches=patches)
-    return compiled
+    return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=patches))
 
 
 def unlimited_recompiles() -> AbstractContextManager[Any]:
     """Dynamo's recompile limit set aside: past it, it would run a function eagerly without asking a backend."""
-    manager: AbstractContextManager[Any] = dynamo_config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30)
+    manager: AbstractContextManager[Any] = dynamo_config.patch(
+        recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30
+    )
     return manager
 
 
@@ -109,5 +110,3 @@ def count(name: str, amount: int = 1) -> None:
 def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
     """Put a text into the structured trace, where tlparse shows it."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
-
-

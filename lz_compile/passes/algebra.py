@@ -53,6 +53,7 @@ class Leaf:
 
     @property
     def axes(self) -> frozenset[Axis]:
+        """Everything that the leaf depends on."""
         return frozenset(axis for dim in self.dims for axis in atoms(dim))
 
 
@@ -109,7 +110,9 @@ class Region:
             return False
         inputs = node.all_input_nodes
         is_plain = call.name in _POINTWISE or _is_cast(call)
-        return is_constant(call) or (is_plain and bool(inputs) and all(self._is_constant(operand) for operand in inputs))
+        return is_constant(call) or (
+            is_plain and bool(inputs) and all(self._is_constant(operand) for operand in inputs)
+        )
 
     def seen_by(self, reader: fx.Node, node: fx.Node) -> fx.Node:
         """The value of ``node`` that ``reader`` sees; remembered, because nothing may overwrite it after that."""
@@ -252,7 +255,9 @@ def specialised(value: Any) -> Any:
 
 def tidy(expression: sympy.Expr) -> sympy.Expr:
     """The expression with every float that is a whole number as an integer (sympy holds ``1.0 != 1``)."""
-    whole = {x: sympy.Integer(int(x)) for x in expression.atoms(sympy.Float) if abs(x) < _EXACT and x == sympy.Float(int(x))}
+    whole = {
+        x: sympy.Integer(int(x)) for x in expression.atoms(sympy.Float) if abs(x) < _EXACT and x == sympy.Float(int(x))
+    }
     return expression.xreplace(whole) if whole else expression
 
 
@@ -289,7 +294,9 @@ def indicators(expression: sympy.Expr) -> list[sympy.Symbol]:
 def reduce_indicators(expression: sympy.Expr) -> sympy.Expr:
     """Expand, with ``m**n`` as ``m`` for every boolean leaf."""
     expanded = tidy(sympy.expand(expression))
-    powers = {power: power.base for power in expanded.atoms(sympy.Pow) if power.base.is_Symbol and power.base.is_integer}
+    powers = {
+        power: power.base for power in expanded.atoms(sympy.Pow) if power.base.is_Symbol and power.base.is_integer
+    }
     powers = {power: base for power, base in powers.items() if power.exp.is_positive}
     return tidy(sympy.expand(expanded.xreplace(powers))) if powers else expanded
 
@@ -312,7 +319,9 @@ def _add(sign: int) -> Rule:
     def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
         if _is_boolean(call):
             first, second = (region.operand(call, name, dims) for name in ("input", "other"))
-            return first + second - first * second if sign > 0 and is_indicator(first) and is_indicator(second) else None
+            return (
+                first + second - first * second if sign > 0 and is_indicator(first) and is_indicator(second) else None
+            )
         alpha = region.scalar(call.get("alpha", 1))
         return region.operand(call, "input", dims) + sign * alpha * region.operand(call, "other", dims)
 
@@ -320,7 +329,9 @@ def _add(sign: int) -> Rule:
 
 
 def _rsub(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    return region.operand(call, "other", dims) - region.scalar(call.get("alpha", 1)) * region.operand(call, "input", dims)
+    return region.operand(call, "other", dims) - region.scalar(call.get("alpha", 1)) * region.operand(
+        call, "input", dims
+    )
 
 
 def _mul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
@@ -394,7 +405,11 @@ def _logic(function: Callable[..., sympy.Expr], arity: int) -> Rule:
     def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
         if not _is_boolean(call):
             return None
-        arguments = call if "other" not in call.arguments else Call(call.name, call.node, {**call.arguments, "#1": call.get("other")})
+        arguments = (
+            call
+            if "other" not in call.arguments
+            else Call(call.name, call.node, {**call.arguments, "#1": call.get("other")})
+        )
         operands = [region.operand(arguments, name, dims) for name in names]
         return function(*operands) if all(is_indicator(operand) for operand in operands) else None
 
@@ -465,7 +480,9 @@ _THROUGH = frozenset({"sum", "amax", "max", "cat", "getitem", "narrow", "detach"
 
 #: What makes a value worth reading rather than taking as a leaf.
 ANCHORS = contraction.PRODUCTS | _NORMALISING
-_CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "type", "bool", "_to_copy", "convert_element_type"})
+_CASTS = frozenset(
+    {"to", "float", "half", "bfloat16", "double", "type_as", "type", "bool", "_to_copy", "convert_element_type"}
+)
 _CONSTANTS: Mapping[str, float | None] = {
     "tensor": None,
     "scalar_tensor": None,
@@ -529,20 +546,22 @@ def _fill_value(call: Call) -> int | float | None:
 def _is_max_values(effects: Effects, call: Call) -> bool:
     """``x.max(dim)[0]``: the values of a maximum over a dimension."""
     source = effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
-    return source is not None and source.name == "max" and source.get("dim") is not None and call.arguments.get("#1") == 0
+    return (
+        source is not None and source.name == "max" and source.get("dim") is not None and call.arguments.get("#1") == 0
+    )
 
 
 __all__ = [
     "DROPOUT",
-    "constant_value",
-    "is_constant",
+    "FLOORED",
     "INFINITY",
     "NAN_TO_NUM",
     "Leaf",
-    "FLOORED",
     "MutatedError",
     "Region",
+    "constant_value",
     "indicators",
+    "is_constant",
     "is_indicator",
     "number",
     "reduce_indicators",

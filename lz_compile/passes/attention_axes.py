@@ -44,10 +44,12 @@ class Roles:
 
     @property
     def heads(self) -> tuple[Axis, ...]:
+        """Query heads: those of the key, each with its group."""
         return self.kv_heads + self.group
 
     @property
     def rows(self) -> tuple[tuple[Axis, ...], ...]:
+        """The groups of axes of a row of scores."""
         return (self.batch, self.heads, self.queries)
 
 
@@ -177,7 +179,7 @@ class AttentionEmitter:
             facts=self._facts(grad_enabled(core.ambient)),
             inputs=self.edge(),
             operands=operands,
-            fills={node: self.attrs.bias_is_finite or self.region.multiplies_masks for node in biases},
+            fills=dict.fromkeys(biases, self.attrs.bias_is_finite or self.region.multiplies_masks),
             masks=self._polarities(),
             masked_rows_count=not self.is_undefined_when_masked,
             masked_rows_are_finite=self.attrs.masked_rows in ("mean", "fill"),
@@ -193,7 +195,9 @@ class AttentionEmitter:
 
     def _polarities(self) -> dict[fx.Node, bool]:
         """The boolean masks, True for one whose True keeps."""
-        factors = [(factor, next(iter(factor.free_symbols))) for factor in sympy.Mul.make_args(self.keep) if factor != 1]
+        factors = [
+            (factor, next(iter(factor.free_symbols))) for factor in sympy.Mul.make_args(self.keep) if factor != 1
+        ]
         return {self.region.leaves[flag].node: factor == flag for factor, flag in factors}
 
     def _facts(self, enabled: bool) -> AttentionFacts:
@@ -284,10 +288,12 @@ def _roles(
     in_query, in_key, in_value = (set(axes_of(operand.dims)) for operand in (query, key, value))
     features = atoms(inner.summed)
     weights = set(axes_of(found.dims))
-    order = [axis for axis in axes_of(output_dims)]
+    order = axes_of(output_dims)
     value_features = tuple(axis for axis in order if axis in in_value and axis not in weights)
     rows = [axis for axis in order if axis in weights and axis not in keys]
-    if (in_query | in_key | in_value) - {*features, *keys, *value_features, *rows} or len(set(features)) != len(features):
+    if (in_query | in_key | in_value) - {*features, *keys, *value_features, *rows} or len(set(features)) != len(
+        features
+    ):
         raise RefusedError("AXES_UNCLEAR", "an axis of the operands has no role in an attention", "write it plainly")
     own = [axis for axis in rows if axis in in_query and axis not in in_key and axis not in in_value]
     shared = [axis for axis in rows if axis not in own]

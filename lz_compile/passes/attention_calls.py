@@ -22,7 +22,7 @@ REFUSED = "MHA_CALL_NOT_INLINED"
 CAUSAL = "causal"  # the mask that the hint stands for; only SDPA is told
 
 
-def multi_head_attention(  # noqa: PLR0917 - the signature of the function that it spells out
+def multi_head_attention(
     query: Any,
     key: Any,
     value: Any,
@@ -157,7 +157,7 @@ def _attention_by_softmax(projected: list[Any], mask: Any, num_heads: int, embed
     return torch.bmm(probabilities, value).transpose(0, 1).reshape(length * batch, embed_dim)
 
 
-def native_multi_head_attention(  # noqa: PLR0917 - the signature of the function that it spells out
+def native_multi_head_attention(
     query: Any,
     key: Any,
     value: Any,
@@ -194,7 +194,7 @@ def native_multi_head_attention(  # noqa: PLR0917 - the signature of the functio
     return F.linear(output.transpose(1, 2).flatten(-2), proj_weight, proj_bias)
 
 
-def transformer_encoder_layer(  # noqa: PLR0917 - the signature of the function that it spells out
+def transformer_encoder_layer(
     src: Any,
     embed_dim: int,
     num_heads: int,

@@ -115,7 +115,9 @@ class Builder:
                     size = self.value(node).size(position)
                     divisor = product(others)
                     return size if divisor == 1 else operator.floordiv(size, divisor)
-        raise LookupError(f"no tensor at the edge of the match has the symbolic extent {axis.size} on a dimension of its own")
+        raise LookupError(
+            f"no tensor at the edge of the match has the symbolic extent {axis.size} on a dimension of its own"
+        )
 
     def size(self, axes: Sequence[Axis]) -> Any:
         """The product of the sizes of ``axes``."""
@@ -130,8 +132,9 @@ class Builder:
         only, they are repeated.
         """
         wanted = [atoms(group) for group in groups]
-        if [atoms(dim) for dim in dims] == [group if dim else () for group, dim in zip(wanted, dims, strict=False)]:
-            if len(dims) == len(wanted) and not (expand and any(group and not dim for group, dim in zip(wanted, dims, strict=True))):
+        if len(dims) == len(wanted):
+            pairs = [(atoms(dim), group) for dim, group in zip(dims, wanted, strict=True)]
+            if all(own == group or not (own or (expand and group)) for own, group in pairs):
                 return value
         flat = [axis for dim in dims for axis in atoms(dim)]
         order = [flat.index(axis) for group in wanted for axis in group if axis in flat]
@@ -146,7 +149,9 @@ class Builder:
     def _spread(self, value: Any, groups: list[list[tuple[Axis, bool]]], expand: bool) -> Any:
         """Insert, repeat and merge dimensions of a value that has one dimension per owned axis, in group order."""
         present = [bool(group) and (expand or any(owned for _, owned in group)) for group in groups]
-        missing = [axis for group, is_there in zip(groups, present, strict=True) if is_there for axis, own in group if not own]
+        missing = [
+            axis for group, is_there in zip(groups, present, strict=True) if is_there for axis, own in group if not own
+        ]
         given: list[Any] = []
         full: list[Any] = []
         for group, is_there in zip(groups, present, strict=True):
@@ -157,7 +162,10 @@ class Builder:
         if missing:
             value = value.expand(full)
         if any(len(group) > 1 for group, is_there in zip(groups, present, strict=True) if is_there):
-            merged = [self.size([axis for axis, _ in g]) if is_there else 1 for g, is_there in zip(groups, present, strict=True)]
+            merged = [
+                self.size([axis for axis, _ in g]) if is_there else 1
+                for g, is_there in zip(groups, present, strict=True)
+            ]
             value = value.reshape(merged)
         return value
 
@@ -230,7 +238,6 @@ def _product(sizes: Sequence[Any]) -> Any:
     for size in sizes:
         total = size if isinstance(total, int) and total == 1 else total * size
     return total
-
 
 
 class GraphBuilder(Builder):

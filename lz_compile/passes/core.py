@@ -22,6 +22,7 @@ class Core:
 
     @property
     def output(self) -> fx.Node:
+        """The last node."""
         return self.nodes[-1]
 
     def check(self, effects: Effects, readers: Mapping[fx.Node, fx.Node]) -> None:
@@ -92,9 +93,12 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node) -> Core:
         depends[node] = False
         if effects.position[node] > start:
             inputs = [effects.current(operand, node) for operand in node.all_input_nodes]
-            depends[node] = any([visit(operand) for operand in inputs])
+            found = [visit(operand) for operand in inputs]  # all of them, for their place in the order
+            depends[node] = any(found)
             if any(effects.is_opaque(operand, node) for operand in inputs if depends[operand]):
-                raise RefusedError("OPERAND_MUTATED", f"part of what {node.name} reads is overwritten", "use torch.where")
+                raise RefusedError(
+                    "OPERAND_MUTATED", f"part of what {node.name} reads is overwritten", "use torch.where"
+                )
         if depends[node]:
             order.append(node)
         return depends[node]

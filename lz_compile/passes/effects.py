@@ -150,9 +150,7 @@ class Effects:
 
     def _between(self, node: fx.Node, start: int, stop: int) -> list[_Mutation]:
         path = self._path(node)
-        return [
-            m for m in self._mutations if start < m.position < stop and self._overlap(path, self._path(m.target))
-        ]
+        return [m for m in self._mutations if start < m.position < stop and self._overlap(path, self._path(m.target))]
 
     def _overlap(self, first: list[fx.Node], second: list[fx.Node]) -> bool:
         if first[0] is not second[0]:
@@ -210,7 +208,7 @@ def _ambient_of(graph: fx.Graph, calls: Mapping[fx.Node, Call | None]) -> dict[f
             autocast.pop()
         elif name == "_set_grad_enabled":
             grad = bool(node.args[0])
-        elif name.startswith("_enter_") or name.endswith("_increment_nesting") or name.startswith("_sdpa_kernel"):
+        elif name.startswith(("_enter_", "_sdpa_kernel")) or name.endswith("_increment_nesting"):
             other.append(node.name)
         elif (name.startswith("_exit_") or name.endswith("_decrement_nesting")) and other:
             other.pop()

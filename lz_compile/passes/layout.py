@@ -180,7 +180,18 @@ _READERS: Mapping[str, Reader] = {
 
 #: Operations whose arguments hold extents; re-running them at other sizes needs new ones.
 SIZED = frozenset(
-    {"view", "reshape", "unflatten", "expand", "repeat", "tile", "repeat_interleave", "view_as", "reshape_as", "expand_as"}
+    {
+        "view",
+        "reshape",
+        "unflatten",
+        "expand",
+        "repeat",
+        "tile",
+        "repeat_interleave",
+        "view_as",
+        "reshape_as",
+        "expand_as",
+    }
 )
 
 

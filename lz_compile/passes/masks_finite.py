@@ -43,7 +43,9 @@ def is_finite(region: Region, bias: sympy.Expr) -> bool:
 
 def is_bounded(region: Region, bias: sympy.Expr) -> bool:
     """True only where ``bias`` is of the order of scores: made from parameters, positions and moderate constants."""
-    return not bias.has(INFINITY) and all(_is_bounded(region, region.leaves[symbol].node) for symbol in bias.free_symbols)
+    return not bias.has(INFINITY) and all(
+        _is_bounded(region, region.leaves[symbol].node) for symbol in bias.free_symbols
+    )
 
 
 def _is_bounded(region: Region, node: object, depth: int = 24) -> bool:
@@ -62,7 +64,9 @@ def _is_bounded(region: Region, node: object, depth: int = 24) -> bool:
         return False
     if call.name == "arange":
         return True
-    arguments = [item for value in call.arguments.values() for item in (value if isinstance(value, (tuple, list)) else (value,))]
+    arguments = [
+        item for value in call.arguments.values() for item in (value if isinstance(value, (tuple, list)) else (value,))
+    ]
     return all(_is_bounded(region, value, depth - 1) for value in arguments)
 
 

@@ -43,9 +43,11 @@ class Match:
     ``inputs`` are the nodes at its edge with their axes, ``core`` the nodes that a rewrite makes superfluous (in graph
     order, ``output`` last), ``read`` every node between edge and output with the axes of its dimensions, and ``facts``
     the op's own description of sizes and dtypes for kernel selection. ``fills`` names the inputs that may hold masking
-    constants, with True where they are known to be finite, ``masks`` the boolean ones, with True where True keeps. ``source_kernel`` is the kernel that the source itself calls;
-    ``masked_rows_count`` is False where the source's rounding alone decides what a row without any kept element gives,
-    ``masked_rows_are_finite`` is True where such a row gives finite numbers.
+    constants, with True where they are known to be finite, ``masks`` the boolean ones, with True where True keeps.
+
+    ``source_kernel`` is the kernel that the source itself calls. ``masked_rows_count`` is False where the source's
+    rounding alone decides what a row without any kept element gives, ``masked_rows_are_finite`` is True where such a row
+    gives finite numbers.
     """
 
     op: str

@@ -34,6 +34,7 @@ class Operand:
 
     @property
     def dtype(self) -> torch.dtype:
+        """As of the tensor."""
         tensor = tensor_of(self.node)
         assert tensor is not None, "operands are tensors"
         return tensor.dtype
@@ -50,7 +51,9 @@ def peel(region: Region, factor: Factor, reader: fx.Node, passed: dict[fx.Node, 
     node, dims, scale = region.seen_by(reader, factor.node), factor.dims, sympy.S.One
     tensor = tensor_of(node)
     if tensor is None or not tensor.is_floating_point():
-        raise RefusedError("DTYPE_UNSUPPORTED", f"{node.name} is no floating-point tensor", "use floating-point operands")
+        raise RefusedError(
+            "DTYPE_UNSUPPORTED", f"{node.name} is no floating-point tensor", "use floating-point operands"
+        )
     entered = tensor.dtype
     while True:
         call = effects.calls[node]

@@ -56,7 +56,7 @@ def _rewrite_graph(graph: fx.Graph, path: str, options: Options, report: GraphRe
     for match, entry in reversed(list(zip(matches, entries, strict=True))):
         try:
             _apply(graph, match, entry, options, report)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
             _fail("REWRITE_FAILED", f"{match.op} at {match.where} is left to Inductor", error, options)
             entry.kernel, entry.rewritten = INDUCTOR, False
             entry.reasons.append(Reason("REWRITE_FAILED", f"{type(error).__name__}: {error}"))
@@ -80,7 +80,7 @@ def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> list[M
                         report.near_misses.append(MissReport.of(found))
                     else:
                         matches.append(found)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 as above
                 _fail("RECOGNISER_FAILED", f"recognising {op}", error, options)
     return matches
 
@@ -129,5 +129,3 @@ def _timed(report: GraphReport, stage: str) -> Iterator[None]:
         yield
     finally:
         report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start
-
-

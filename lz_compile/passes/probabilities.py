@@ -130,7 +130,9 @@ def _through_shift(effects: Effects, node: fx.Node) -> fx.Node:
     return node
 
 
-def _from_softmax(region: Region, expression: sympy.Expr, symbol: sympy.Symbol, keys: tuple[Axis, ...]) -> Probabilities:
+def _from_softmax(
+    region: Region, expression: sympy.Expr, symbol: sympy.Symbol, keys: tuple[Axis, ...]
+) -> Probabilities:
     leaf = region.leaves[symbol]
     gain = tidy(sympy.diff(expression, symbol))
     if gain.has(symbol) or not _is_zero(expression.xreplace({symbol: sympy.S.Zero})):
@@ -273,6 +275,8 @@ def _logarithm(summand: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
             scores += sympy.log(factor)
         else:
             raise RefusedError(
-                "NOT_AN_EXPONENTIAL", f"the normalised weights are not exponentials of scores ({factor})", "exponentiate"
+                "NOT_AN_EXPONENTIAL",
+                f"the normalised weights are not exponentials of scores ({factor})",
+                "exponentiate",
             )
     return scores, keep

@@ -37,7 +37,7 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
     axes = _all_axes(match)
     large = sorted({axis.size for axis in axes if not _is_small(axis)}, key=_by_size)
     assigned = {size: 2 * _SMALL + _STEP * index for index, size in enumerate(large)}
-    return {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}  # type: ignore[misc]
+    return {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}
 
 
 def _by_size(size: Size) -> tuple[int, str]:
@@ -128,14 +128,16 @@ def _copy(
     if call is not None and is_constant(call) and example is not None and node in match.read:
         kind = _with_dtype(example.dtype, dtype) if dtype is not None else example.dtype
         extents = shape(match.read[node], sizes)
-        return graph.call_function(torch.full, (extents, constant_value(call) or 0), {"dtype": kind, "device": example.device})
+        return graph.call_function(
+            torch.full, (extents, constant_value(call) or 0), {"dtype": kind, "device": example.device}
+        )
     if call is not None and call.name == "type_as" and example is not None:
         return graph.call_method("to", (values[call.input], dtype or example.dtype))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n] if n in values else hint_of(n))
     if call is not None and call.name == "dropout":
         return graph.call_function(torch.nn.functional.dropout, (args[0], 0.0))
     if call is not None and call.name == "getitem" and isinstance(args[1], tuple):
-        args = (args[0], tuple(slice(None) if _has_node(item) else item for item in node.args[1]))
+        args = (args[0], tuple(slice(None) if _has_node(item) else item for item in call.arguments["#1"]))
     target: Any = node.target
     if call is not None and call.name == "scaled_dot_product_attention":
         named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, values.__getitem__))

@@ -47,12 +47,12 @@ def splice(graph: fx.Graph, match: Match, call: KernelCall) -> list[fx.Node]:
             graph.erase_node(node)
         raise
     match.output.replace_all_uses_with(result)
+    superfluous = set(match.core)
     for node in reversed(match.core):
-        if not node.users:
-            graph.erase_node(node)
+        _erase_if_unused(graph, node)
     for node in reversed(list(match.read)):
-        call = read(node) if node in graph.nodes else None
-        if call is not None and not node.users and layout.rearranges(call) and not call.is_inplace:
+        step = None if node in superfluous or node.users else read(node)
+        if step is not None and layout.rearranges(step) and not step.is_inplace:
             graph.erase_node(node)
     return [node for node in builder.created if not _erase_if_unused(graph, node)]
 
@@ -82,7 +82,11 @@ def _emit(builder: Builder, match: Match, call: KernelCall) -> fx.Node:
 
 
 def _describe(tensor: torch.Tensor | None) -> str:
-    return "value that is no tensor" if tensor is None else f"{tensor.dtype} tensor {tuple(tensor.shape)} on {tensor.device}"
+    return (
+        "value that is no tensor"
+        if tensor is None
+        else f"{tensor.dtype} tensor {tuple(tensor.shape)} on {tensor.device}"
+    )
 
 
 def _shows_strides(node: fx.Node) -> bool:

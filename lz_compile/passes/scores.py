@@ -102,9 +102,10 @@ def _without_shift(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...
     shifts = {}
     for symbol in expression.free_symbols:
         leaf = region.leaves.get(symbol)
-        if leaf is not None and not leaf.axes & set(atoms(keys)) and _is_maximum(region, leaf):
-            if sympy.expand(sympy.diff(expression, symbol)).is_number:
-                shifts[symbol] = sympy.S.Zero
+        if leaf is None or leaf.axes & set(atoms(keys)) or not _is_maximum(region, leaf):
+            continue
+        if sympy.expand(sympy.diff(expression, symbol)).is_number:
+            shifts[symbol] = sympy.S.Zero
     return expression.xreplace(shifts) if shifts else expression
 
 
@@ -115,9 +116,7 @@ def _is_maximum(region: Region, leaf: Leaf) -> bool:
     return call is not None and call.name in ("amax", "max")
 
 
-def _split_softcap(
-    expression: sympy.Expr, product: sympy.Symbol
-) -> tuple[sympy.Expr, sympy.Expr | None, sympy.Symbol]:
+def _split_softcap(expression: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr | None, sympy.Symbol]:
     """Replace ``tanh(... product ...)`` by a probe; its argument is the cap's."""
     capped = [term for term in expression.atoms(sympy.tanh) if term.has(product)]
     if not capped:
@@ -192,4 +191,3 @@ def _inner_scale(
         )
     del capped
     return tidy(sympy.expand(inner * outer)), float(outer)
-

@@ -128,7 +128,9 @@ def cases(match: Match) -> Iterator[Case]:
     has_mask = any(_is_mask(node) or node in match.fills for node in match.inputs)
     yield Case("plain", gradients=wants_grad)
     # In half precision larger scores are rounded by whole units, and which key wins a row is a matter of luck.
-    is_half = any(tensor.dtype.itemsize == 2 for tensor in map(tensor_of, match.operands.values()) if tensor is not None)
+    is_half = any(
+        tensor.dtype.itemsize == 2 for tensor in map(tensor_of, match.operands.values()) if tensor is not None
+    )
     yield Case("large", magnitude=4.0 if is_half else 12.0, is_strided=True)
     yield Case("ones", ones=True)
     if has_mask and match.masked_rows_count:
@@ -296,7 +298,9 @@ def _compiled(graph: fx.Graph) -> Callable[..., Any]:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _evaluate(function: Callable[..., Any], match: Match, inputs: list[Any], gradients: bool, exact: bool = False) -> list[torch.Tensor]:
+def _evaluate(
+    function: Callable[..., Any], match: Match, inputs: list[Any], gradients: bool, exact: bool = False
+) -> list[torch.Tensor]:
     with ExitStack() as stack:
         if exact:
             stack.enter_context(torch.autocast(tensor_of(match.output).device.type, enabled=False))  # type: ignore[union-attr]
@@ -310,7 +314,10 @@ def _evaluate(function: Callable[..., Any], match: Match, inputs: list[Any], gra
     leaves = [value for value in inputs if isinstance(value, torch.Tensor) and value.requires_grad]
     weight = torch.linspace(-1.0, 1.0, output.numel(), device=output.device).reshape(output.shape).to(output.dtype)
     grads = torch.autograd.grad(output, leaves, weight, allow_unused=True)
-    return [output.detach(), *(torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True))]
+    return [
+        output.detach(),
+        *(torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)),
+    ]
 
 
 # ---- structure -----------------------------------------------------------------------------------------------------

@@ -150,10 +150,12 @@ class Call:
     is_inplace: bool = False
 
     def get(self, parameter: str, default: Any = None) -> Any:
+        """An argument by its parameter's name."""
         return self.arguments.get(parameter, default)
 
     @property
     def input(self) -> Any:
+        """The first argument."""
         return self.arguments.get("input")
 
     def positional(self) -> tuple[Any, ...]:
@@ -202,7 +204,9 @@ def read(node: fx.Node) -> Call | None:
         arguments[_PARAMETER_SYNONYMS.get(key, key)] = value
     if name == "addmm" and "other" in arguments:
         arguments["batch2"] = arguments.pop("other")
-    if name in ("softmax", "log_softmax") and isinstance(arguments.get("dtype"), bool):  # aten._softmax(x, dim, half_to_float)
+    if name in ("softmax", "log_softmax") and isinstance(
+        arguments.get("dtype"), bool
+    ):  # aten._softmax(x, dim, half_to_float)
         del arguments["dtype"]
     return Call(name, node, arguments, is_inplace or _inplace_flag(node))
 

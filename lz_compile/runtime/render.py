@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -26,7 +26,7 @@ def tables(report: Report) -> Iterator[Any]:
     yield _times(report)
 
 
-def _rows(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+def _rows(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column in ("op", "kernel", "stage", "code"))
@@ -40,7 +40,9 @@ def _matches(report: Report) -> Table:
     for match in report.matches:
         validation = match.validation or {}
         proof = f"{validation['error']:.1e} (source {validation['source_error']:.1e})" if validation.get("ok") else "-"
-        rows.append((match.op, match.kernel, "yes" if match.rewritten else "no", _text(match), _why(match), proof, match.where))
+        rows.append(
+            (match.op, match.kernel, "yes" if match.rewritten else "no", _text(match), _why(match), proof, match.where)
+        )
     columns = ("op", "kernel", "rewritten", "attributes", "why", "error against float64", "where")
     return _rows("Matches", columns, rows)
 

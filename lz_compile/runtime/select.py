@@ -81,7 +81,9 @@ def _candidate(spec: KernelSpec, match: Match) -> Candidate:
 def _reasons(spec: KernelSpec, match: Match, dtype: str) -> list[Reason]:
     facts, reasons = match.facts, []
     if not {"*", facts.device} & spec.platforms:
-        reasons.append(Reason("PLATFORM_MISMATCH", f"{spec.kernel_id} runs on {sorted(spec.platforms)}, not {facts.device}"))
+        reasons.append(
+            Reason("PLATFORM_MISMATCH", f"{spec.kernel_id} runs on {sorted(spec.platforms)}, not {facts.device}")
+        )
     if not {"*", dtype} & spec.dtypes:
         reasons.append(Reason("DTYPE_UNSUPPORTED", f"{spec.kernel_id} takes {sorted(spec.dtypes)}, not {dtype}"))
     if "*" not in spec.supports:
@@ -95,7 +97,9 @@ def _relative_latency(spec: KernelSpec, facts: Any, dtype: str) -> float:
     rows = [
         row
         for row in spec.prior
-        if row.platform in ("*", facts.device) and {"*", dtype} & row.dtypes and row.min_query_len <= _hint(facts.query_len)
+        if row.platform in ("*", facts.device)
+        and {"*", dtype} & row.dtypes
+        and row.min_query_len <= _hint(facts.query_len)
     ]
     return max(rows, key=lambda row: row.min_query_len).relative_latency if rows else 1.0
 

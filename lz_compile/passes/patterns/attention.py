@@ -18,8 +18,8 @@ from lz_compile.passes import contraction, layout, probabilities, scores
 from lz_compile.passes.algebra import INFINITY, Region, tidy
 from lz_compile.passes.attention_axes import assign_roles
 from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, fresh, shape_of
-from lz_compile.passes.contraction import Contraction, Factor
 from lz_compile.passes.builder import EMITTED
+from lz_compile.passes.contraction import Contraction, Factor
 from lz_compile.passes.core import Core, find_core
 from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.match import Match, NearMiss, RefusedError
@@ -92,7 +92,9 @@ class _Reader:
 
     def match(self) -> Match | None:
         if not any(
-            self.region.reaches(node, _SOFTMAX) for node in self.call.node.all_input_nodes if tensor_of(node) is not None
+            self.region.reaches(node, _SOFTMAX)
+            for node in self.call.node.all_input_nodes
+            if tensor_of(node) is not None
         ):
             return None
         dims = fresh(shape_of(tensor_of(self.call.node)))  # type: ignore[arg-type]
@@ -141,7 +143,9 @@ class _Reader:
             self.region = Region(self.region.effects, expand_masks=self.region.expand_masks)
             dims = fresh(shape_of(tensor_of(candidate)))  # type: ignore[arg-type]
             self.region.express(candidate, dims)
-            outer = next((x.contraction for x in self.region.leaves.values() if x.node is product and x.contraction), None)
+            outer = next(
+                (x.contraction for x in self.region.leaves.values() if x.node is product and x.contraction), None
+            )
             found = None if outer is None else self._match_product(outer, candidate, dims)
             if found is not None:
                 return found
@@ -169,7 +173,9 @@ class _Reader:
         gain: sympy.Expr,
     ) -> Match:
         if inner.bias.has(INFINITY):
-            raise RefusedError("MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({inner.bias})", "use where")
+            raise RefusedError(
+                "MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({inner.bias})", "use where"
+            )
         emitter = assign_roles(self.region, inner, found, keys, value, output, output_dims, gain)
         readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
         core.check(self.region.effects, readers)
@@ -193,9 +199,15 @@ def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
     """Refuse where the scores are a product of two computed tensors behind a function that has no reading here."""
     for symbol in expression.free_symbols & region.leaves.keys():
         node: fx.Node = region.leaves[symbol].node
-        shape = shape_of(tensor_of(node)) if tensor_of(node) is not None else None
+        tensor = tensor_of(node)
+        shape = None if tensor is None else shape_of(tensor)
         call = outermost = region.effects.calls[node]
-        while outermost is not None and call is not None and call.name not in contraction.PRODUCTS and len(node.all_input_nodes) == 1:
+        while (
+            outermost is not None
+            and call is not None
+            and call.name not in contraction.PRODUCTS
+            and len(node.all_input_nodes) == 1
+        ):
             node = node.all_input_nodes[0]
             if tensor_of(node) is None or shape_of(tensor_of(node)) != shape:  # type: ignore[arg-type]
                 break
@@ -230,7 +242,13 @@ def _unread_anchors(graph: fx.Graph, effects: Effects, covered: set[fx.Node]) ->
     """Softmaxes over a product of two computed tensors that reach no values."""
     for node in graph.nodes:
         call = effects.calls[node]
-        if call is None or call.name != "softmax" or node in covered or EMITTED in node.meta or tensor_of(call.input) is None:
+        if (
+            call is None
+            or call.name != "softmax"
+            or node in covered
+            or EMITTED in node.meta
+            or tensor_of(call.input) is None
+        ):
             continue
         region = Region(effects)
         dims = fresh(shape_of(tensor_of(node)))  # type: ignore[arg-type]
@@ -242,7 +260,9 @@ def _unread_anchors(graph: fx.Graph, effects: Effects, covered: set[fx.Node]) ->
             continue
         if inner is not None and not any(_is_parameter(factor.node) for factor in (inner.query, inner.key)):
             refusal = RefusedError(
-                "NO_VALUES", "the probabilities meet no values in this graph", "multiply values by them in the same graph"
+                "NO_VALUES",
+                "the probabilities meet no values in this graph",
+                "multiply values by them in the same graph",
             )
             yield NearMiss(OP, node, refusal.reason, refusal.edit, where_of(node))
 
@@ -251,4 +271,3 @@ def _is_parameter(node: fx.Node) -> bool:
     while node.op != "placeholder" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return isinstance(node.meta.get("example_value"), torch.nn.Parameter)
-

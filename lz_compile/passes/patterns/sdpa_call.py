@@ -77,9 +77,10 @@ def _roles(shapes: list[Shape], enable_gqa: bool) -> tuple[Roles, list[Dims]]:
     has_heads = len(longest) > 3
     heads = leading[-1] if has_heads else ()
     batch = tuple(axis for dim in (leading[:-1] if has_heads else leading) for axis in dim)
-    kv_heads, group = heads, ()  # type: tuple[Axis, ...], tuple[Axis, ...]
+    kv_heads: tuple[Axis, ...] = heads
+    group: tuple[Axis, ...] = ()
     if enable_gqa and has_heads and key[-3] != query[-3]:
-        ratio = query[-3] / key[-3] if not isinstance(query[-3], int) else query[-3] // key[-3]  # type: ignore[operator]
+        ratio = query[-3] / key[-3] if not isinstance(query[-3], int) else query[-3] // key[-3]
         kv_heads, group = regroup(heads, (key[-3], ratio))
     roles = Roles(batch, kv_heads, group, queries, keys, features, value_features)
     lead = (*leading[:-1], kv_heads) if has_heads else leading
@@ -116,5 +117,3 @@ def _scale(region: Region, call: Call, query: Shape) -> tuple[float | None, symp
         return 1.0, region.leaf(scale, ())
     size = query[-1]
     return (float(size) ** -0.5 if isinstance(size, int) else None), sympy.S.One
-
-
