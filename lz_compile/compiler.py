@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import fx
 
+from lz_compile import pipeline
 from lz_compile.errors import LayerZeroError, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options, split
-from lz_compile.passes import pipeline
 from lz_compile.runtime import events
 from lz_compile.runtime.dump import Dump
 from lz_compile.runtime.fingerprint import source_hash

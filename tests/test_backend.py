@@ -17,14 +17,13 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import checkpoint
 
-from lz_compile import reports
+from lz_compile import pipeline, reports, validate
 from lz_compile.backend import layerzero
 from lz_compile.compiler import process
 from lz_compile.errors import OptionError, RewriteFailedError, UnknownKernelError
 from lz_compile.lowering import inductor
 from lz_compile.lowering.kernels import torch_sdpa
 from lz_compile.options import Options
-from lz_compile.passes import pipeline, validate
 from lz_compile.runtime import registry
 from lz_compile.runtime.report import MatchReport, new_report
 

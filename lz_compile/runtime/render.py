@@ -36,14 +36,15 @@ def _rows(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]])
 
 
 def _matches(report: Report) -> Table:
-    rows = []
+    """A row for each kind of match: layers that differ in nothing but their place share one."""
+    places: dict[tuple[str, ...], list[str]] = {}
     for match in report.matches:
         validation = match.validation or {}
         proof = f"{validation['error']:.1e} (source {validation['source_error']:.1e})" if validation.get("ok") else "-"
-        rows.append(
-            (match.op, match.kernel, "yes" if match.rewritten else "no", _text(match), _why(match), proof, match.where)
-        )
-    columns = ("op", "kernel", "rewritten", "attributes", "why", "error against float64", "where")
+        row = (match.op, match.kernel, "yes" if match.rewritten else "no", _text(match), _why(match), proof)
+        places.setdefault(row, []).append(match.where)
+    rows = [(str(len(where)), *row, "\n".join(dict.fromkeys(where))) for row, where in places.items()]
+    columns = ("#", "op", "kernel", "rewritten", "attributes", "why", "error against float64", "where")
     return _rows("Matches", columns, rows)
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lz_compile.lowering import ops
-from lz_compile.passes.match import Match
 from lz_compile.reasons import Reason
 from lz_compile.runtime.registry import KernelSpec, kernels
+
+if TYPE_CHECKING:
+    from lz_compile.passes.match import Match
 
 INDUCTOR = "inductor"
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
-from lz_compile.passes.axes import Size
+if TYPE_CHECKING:
+    from lz_compile.passes.axes import Size
 
 #: What a row gives whose every key is masked: NaN (softmax over ``-inf``), the mean of all values (softmax over equal
 #: finite fills), zero, or the softmax over fills that differ (given as the operand ``fill``).
