@@ -55,7 +55,7 @@ def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
             raise OptionError(
                 f"reading options: no op '{op}' to lock{nearest(op, ops.names())}; valid are {', '.join(ops.names())}"
             )
-        if kernel_id not in kernels(op):
+        if not isinstance(kernel_id, str) or kernel_id not in kernels(op):
             raise UnknownKernelError(op, kernel_id, list(kernels(op)))
     ours.setdefault("dump", os.environ.get("LAYERZERO_DUMP"))
     return Options(**ours), rest

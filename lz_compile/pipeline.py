@@ -90,10 +90,17 @@ def _apply(graph: fx.Graph, match: Match, entry: MatchReport, options: Options, 
     with _timed(report, "select"):
         decision = select(match, options.lock)
     entry.decide(decision)
+    if decision.refused_lock is not None:
+        events.record(decision.refused_lock.code, f"{match.op} at {match.where}: {decision.refused_lock.message}")
+        entry.reasons.append(decision.refused_lock)
+        if options.strict:
+            raise RewriteFailedError(str(decision.refused_lock))
     for kernel in decision.ranking:
         entry.kernel = kernel.kernel_id
         if kernel.call is None:
-            entry.reasons.append(Reason("LEFT_TO_INDUCTOR", "Inductor's own code is expected to be the fastest"))
+            if all(reason.code == "LOCK_NOT_POSSIBLE" for reason in entry.reasons):
+                text = "Inductor's own code is expected to be the fastest"
+                entry.reasons.append(Reason("LEFT_TO_INDUCTOR", text))
             return
         if kernel.kernel_id == match.source_kernel:
             entry.reasons.append(Reason("ALREADY_THIS_KERNEL", f"the source calls {match.source_kernel} itself"))

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,7 @@ import torch._dynamo  # noqa: E402 - reads the variables above
 from hypothesis import settings  # noqa: E402 - keeps the imports of this file together
 
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
+from lz_compile.runtime import registry, select  # noqa: E402 - reads the variables above
 
 logging.getLogger("torch.__trace").propagate = False  # pytest would keep and print every record of Dynamo
 
@@ -37,6 +39,22 @@ def clean_compiler() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     clear_reports()
+
+
+@pytest.fixture
+def sdpa_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed prior, for tests of what happens around a choice: SDPA before Inductor before everything else."""
+    order = {"torch.sdpa": 0.8, "inductor": 1.0}
+
+    def ranked(operation: str) -> dict[str, registry.KernelSpec]:
+        found = registry.kernels(operation)
+        anywhere = frozenset({"*"})
+        return {
+            name: replace(spec, prior=(registry.Prior("*", anywhere, order.get(name, 1.5)),))
+            for name, spec in found.items()
+        }
+
+    monkeypatch.setattr(select, "kernels", ranked)
 
 
 def pytest_sessionfinish() -> None:

@@ -343,6 +343,17 @@ def _trains(*names: str) -> Callable[[str], None]:
     return demonstrate
 
 
+def _trains_where_rows_are_masked(kernel: str) -> None:
+    attrs = AttentionAttrs(has_mask=True, masked_rows="mean")
+    operands = _operands(Case(attrs=attrs), torch.float32)
+    operands["mask"] = operands["mask"].clone()
+    operands["mask"][..., :2, :] = False
+    expected = _gradients(reference, _doubled(operands), attrs)
+    actual = _gradients(KERNELS[kernel].call, operands, attrs)
+    for name in ("query", "key", "value"):
+        torch.testing.assert_close(actual[name].double(), expected[name], atol=1e-4, rtol=1e-4)
+
+
 @dataclass(frozen=True)
 class Feature:
     """What asks for a feature, and what shows that a kernel has it."""
@@ -368,6 +379,9 @@ FEATURES: Mapping[str, Feature] = {
     "softcap": Feature(_CAPPED, _facts(), _runs(attrs=_CAPPED)),
     "sinks": Feature(_SINKS, _facts(), _runs(attrs=_SINKS)),
     "training": Feature(AttentionAttrs(), _facts(needs_grad=True), _trains("query", "key", "value")),
+    "masked_row_gradient": Feature(
+        AttentionAttrs(has_mask=True, masked_rows="mean"), _facts(needs_grad=True), _trains_where_rows_are_masked
+    ),
     "bias_gradient": Feature(_BIASED, _facts(bias_needs_grad=True), _trains("bias")),
     "value_dim": Feature(AttentionAttrs(), _facts(value_dim=6), _runs(value_dim=6)),
     "dynamic_causal": Feature(_CAUSAL, _facts(query_len=_SYMBOLIC), _follows_symbolic_lengths),
@@ -385,6 +399,7 @@ def test_the_table_of_features_above_is_complete():
             softcap=1.0,
             has_sinks=True,
             masked_rows="fill",
+            bias_can_mask=True,
         ),
         _facts(query_len=_SYMBOLIC, value_dim=6, needs_grad=True, bias_needs_grad=True),
     )

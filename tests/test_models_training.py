@@ -17,6 +17,8 @@ from lz_compile import reports
 from lz_compile.backend import layerzero
 from lz_compile.runtime.report import MatchReport
 
+pytestmark = pytest.mark.usefixtures("sdpa_first")
+
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 29, 24, 3, 2, 10, 4
 
 

@@ -16,6 +16,7 @@ import torch
 from lz_compile.errors import UnknownKernelError
 from lz_compile.lowering import ops
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
+from lz_compile.options import split
 from lz_compile.passes.patterns import recognisers
 from lz_compile.runtime import events, registry
 from lz_compile.runtime.registry import KERNELS, SCHEMA_VERSION, KernelSpec, Prior, kernels
@@ -59,6 +60,8 @@ SCHEMA: dict[str, Any] = {
                         "platforms": _names(PLATFORMS),
                         "dtypes": _names(DTYPES),
                         "supports": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+                        "prior_source": {"type": "string"},
+                        "validation_arguments": {"type": "object"},
                         "prior": {
                             "type": "array",
                             "items": {
@@ -275,7 +278,7 @@ def test_a_lock_on_another_op_says_nothing():
 
 def test_a_lock_on_an_unknown_kernel_names_the_nearest():
     with pytest.raises(UnknownKernelError, match=r"no kernel 'lz\.blokced' \(did you mean 'lz\.blocked'\?\)"):
-        select(_match(), {"attention": "lz.blokced"})
+        split({"layerzero.lock": {"attention": "lz.blokced"}})
 
 
 def test_a_decision_prints_as_json():
@@ -320,7 +323,11 @@ def test_a_kernel_takes_the_operands_of_its_op_as_the_reference_does(op):
     for spec in kernels(op).values():
         if spec.call is None:
             continue
-        taken = inspect.signature(spec.call).parameters
+        taken = {
+            name: parameter
+            for name, parameter in inspect.signature(spec.call).parameters.items()
+            if name not in spec.validation_arguments
+        }
         assert {name: p.kind for name, p in taken.items()} == {name: given[name].kind for name in taken}
         needed = {"sinks": "sinks", "fill": "masked_row_fill", "mask": "bool_mask", "bias": "float_mask"}
         missing = {needed.get(name, name) for name in set(given) - set(taken)}

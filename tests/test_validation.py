@@ -14,13 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dynamo.exc import BackendCompilerFailed
 
-from lz_compile import clear_reports, pipeline, reports, validate
+from lz_compile import clear_reports, pipeline, reports
 from lz_compile.backend import layerzero
 from lz_compile.errors import RewriteFailedError
 from lz_compile.lowering.kernels import torch_sdpa
 from lz_compile.options import Options
+from lz_compile.passes import validate
 from lz_compile.runtime import registry
 from lz_compile.runtime.report import MatchReport, new_report
+
+pytestmark = pytest.mark.usefixtures("sdpa_first")
 
 Kernel = Callable[..., Any]
 RIGHT: Kernel = torch_sdpa.attention

@@ -509,6 +509,11 @@ def _is_cast(call: Call) -> bool:
     return result.is_floating_point() or result.dtype == torch.bool
 
 
+def is_pointwise(call: Call) -> bool:
+    """Whether the call has a reading as a pointwise operation, or is a cast."""
+    return call.name in _POINTWISE or call.name in _CASTS
+
+
 def _is_transparent(call: Call) -> bool:
     return _is_cast(call) or layout.rearranges(call)
 
@@ -563,6 +568,7 @@ __all__ = [
     "indicators",
     "is_constant",
     "is_indicator",
+    "is_pointwise",
     "number",
     "reduce_indicators",
     "tidy",

@@ -52,6 +52,10 @@ class Core:
             )
         for node in self.nodes:
             call = effects.calls[node]
+            if call is not None and "out" in call.arguments:
+                raise RefusedError(
+                    "OPERAND_MUTATED", f"{node.name} writes into a given tensor (out=)", "use its result"
+                )
             if call is not None and call.is_inplace and effects.owner(node) not in inside:
                 raise RefusedError(
                     "OPERAND_MUTATED",

@@ -6,14 +6,15 @@ and while autocast and gradient modes stay the same. This module says when.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from lz_compile.passes.view import Call, read
+from lz_compile.passes.view import Call, read, tensor_of
 
 _VIEWS = frozenset(
     "transpose permute t mT movedim view reshape flatten unflatten ravel view_as reshape_as expand expand_as unsqueeze "
@@ -154,7 +155,7 @@ class Effects:
 
     def _overlap(self, first: list[fx.Node], second: list[fx.Node]) -> bool:
         if first[0] is not second[0]:
-            return False
+            return _may_share(first[0], second[0]) or _share_storage(first[-1], second[-1])
         for depth, (one, other) in enumerate(zip(first, second, strict=False)):
             if one is not other:
                 names = {call.name for call in map(self.calls.get, first[:depth]) if call is not None}
@@ -168,6 +169,20 @@ class Effects:
         parent = self.calls.get(first.input) if isinstance(first.input, fx.Node) else None
         is_split = parent is not None and parent.name in _SPLITS and first.input is second.input
         return is_split and first.arguments.get("#1") != second.arguments.get("#1")
+
+
+def _may_share(one: fx.Node, other: fx.Node) -> bool:
+    """Two inputs of a graph may be views of each other, which nothing in the graph tells; parameters are not."""
+    inputs = [tensor_of(node) for node in (one, other) if node.op == "placeholder"]
+    return len(inputs) == 2 and not any(isinstance(each, torch.nn.Parameter) for each in inputs)
+
+
+def _share_storage(one: fx.Node, other: fx.Node) -> bool:
+    """Whether Dynamo's own values of two nodes are the same memory, whatever made them so."""
+    first, second = tensor_of(one), tensor_of(other)
+    if first is None or second is None or first.is_sparse or second.is_sparse:
+        return False
+    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
 
 
 def _overwritten(call: Call) -> list[fx.Node]:
@@ -221,6 +236,13 @@ def grad_enabled(ambient: Ambient) -> bool:
     return torch.is_grad_enabled() if ambient.grad is None else ambient.grad
 
 
+@contextmanager
+def _grad_mode(enabled: bool) -> Iterator[None]:
+    """Like ``torch.set_grad_enabled``, which takes effect as soon as it is made."""
+    with torch.set_grad_enabled(enabled):
+        yield
+
+
 def ambient_context(ambient: Ambient) -> list[Any]:
     """Context managers that bring about ``ambient`` (its autocast regions and gradient mode), outermost first."""
     managers: list[Any] = [
@@ -228,5 +250,5 @@ def ambient_context(ambient: Ambient) -> list[Any]:
         for device, dtype, enabled, cache_enabled in ambient.autocast
     ]
     if ambient.grad is not None:
-        managers.append(torch.set_grad_enabled(ambient.grad))
+        managers.append(_grad_mode(ambient.grad))
     return managers

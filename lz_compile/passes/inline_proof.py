@@ -96,7 +96,7 @@ def _as_float64(value: Any) -> Any:
 
 def _sample(target: Any, structure: Structure, masks_rows: bool, has_gradients: bool) -> dict[str, Any]:
     """Small arguments with the flags, dtypes and devices of ``structure``."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     given = dict(structure)
     sizes = _sizes(given)
     sample: dict[str, Any] = {}
@@ -144,7 +144,7 @@ def _mask(extents: list[int], dtype: torch.dtype, masks_rows: bool) -> torch.Ten
 
 def _run(call: Callable[..., Any], sample: Mapping[str, Any], ambient: Ambient | None) -> dict[str, torch.Tensor]:
     """The output, and the gradients of all arguments that want one; without ``ambient``, no autocast."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     leaves = {name: value for name, value in sample.items() if isinstance(value, torch.Tensor) and value.requires_grad}
     device = next(value.device for value in sample.values() if isinstance(value, torch.Tensor))
     no_autocast = [torch.autocast(device.type, enabled=False)]

@@ -54,10 +54,13 @@ def _is_bounded(region: Region, node: object, depth: int = 24) -> bool:
     if not isinstance(node, fx.Node) or depth == 0:
         return isinstance(node, (str, torch.dtype, torch.device, slice, type(None), type(Ellipsis)))
     tensor, call = tensor_of(node), region.effects.calls.get(node)
-    if isinstance(tensor, torch.nn.Parameter) or node.op == "get_attr":
+    if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:  # what is trained is no mask
         return True
     if tensor is not None and not tensor.is_floating_point():
         return True
+    value = None if call is None else constant_value(call)
+    if value is not None and not region.effects.is_overwritten(node):
+        return abs(value) <= _MODERATE
     if call is None or call.is_inplace or call.name not in _BOUNDED or region.effects.is_overwritten(node):
         return False
     if call.name == "pow" and not _is_decay(region, call):

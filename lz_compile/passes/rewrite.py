@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes import layout
+from lz_compile.passes import contraction, layout
+from lz_compile.passes.algebra import is_pointwise
 from lz_compile.passes.axes import Dims
 from lz_compile.passes.builder import Builder, GraphBuilder
 from lz_compile.passes.match import Attributes, Match
@@ -77,7 +78,10 @@ def _emit(builder: Builder, match: Match, call: KernelCall) -> fx.Node:
             f"rewriting {match.op} at {match.where}: expected a {_describe(old)}, the kernel gives a {_describe(new)}"
         )
     if new.stride() != old.stride() and _shows_strides(match.output):
-        result = result.contiguous() if old.is_contiguous() else result.clone(memory_format=torch.preserve_format)
+        strides = old.stride()
+        order = sorted(range(old.dim()), key=lambda dim: -strides[dim])
+        back = [order.index(dim) for dim in range(old.dim())]
+        result = result.permute(order).contiguous().permute(back)
     return result.node
 
 
@@ -89,19 +93,28 @@ def _describe(tensor: torch.Tensor | None) -> str:
     )
 
 
+#: Readers to which the strides of what they read make no difference that anyone can see.
+_AGNOSTIC = contraction.PRODUCTS | {"contiguous", "layer_norm", "rms_norm", "sum", "mean"}
+
+
 def _shows_strides(node: fx.Node) -> bool:
-    """Whether strides of ``node`` matter to someone: a ``view`` that needs them, an output, or in-place writes."""
+    """Whether strides of ``node`` matter to someone: a ``view`` that needs them, an output, or who knows what."""
     queue, seen = list(node.users), set()
     while queue:
         user = queue.pop()
-        if user in seen:
+        call = None if user in seen else read(user)
+        if user in seen or (call is not None and call.name in _AGNOSTIC):
             continue
         seen.add(user)
-        call = read(user)
-        if call is None or call.name in ("view", "view_as", "as_strided", "stride") or call.is_inplace:
+        if call is None or call.is_inplace or call.name in ("view", "view_as"):
             return True
-        if layout.is_view(call):
-            queue.extend(user.users)
+        if (
+            not layout.is_view(call)
+            and not is_pointwise(call)
+            and call.name not in ("chunk", "split", "unbind", "getitem")
+        ):
+            return True
+        queue.extend(user.users)
     return False
 
 

@@ -18,8 +18,9 @@ from lz_compile.passes.contraction import Factor
 from lz_compile.passes.match import RefusedError
 
 #: Fills at or below this are masking constants: no score of a trained model comes near them, and ``exp`` of the
-#: difference is zero in every dtype. -1e4 (BERT, GPT-2) is the least negative one in common use, and often scaled after.
-MASKING_FILL = -1e3
+#: difference is zero in every dtype. -1e4 (BERT, GPT-2) is the least negative one in common use; it
+#: may be scaled together with the scores.
+MASKING_FILL = -1e4
 
 #: The most masks on one score that are told apart (every combination of them is looked at).
 MOST_MASKS = 5
@@ -161,22 +162,23 @@ def _split_mask(
         chosen = dict(zip(kept, values, strict=True))
         if chosen != kept:
             fills.add(reduce_indicators(offset.xreplace(chosen)))
+    factor = min(1.0, abs(float(gain))) if gain.is_number else 1.0
     for fill in fills:
-        _check_fill(fill)
+        _check_fill(fill, MASKING_FILL * factor)
     return keep, gain, reduce_indicators(offset.xreplace(kept)), frozenset(fills)
 
 
-def _check_fill(fill: sympy.Expr) -> None:
+def _check_fill(fill: sympy.Expr, limit: float) -> None:
     """Refuse a fill of masked scores that is not large and negative, whatever masks are left in it."""
     for flag in indicators(fill):
-        _check_fill(reduce_indicators(fill.xreplace({flag: sympy.S.Zero})))
+        _check_fill(reduce_indicators(fill.xreplace({flag: sympy.S.Zero})), limit)
         fill = reduce_indicators(fill.xreplace({flag: sympy.S.One}))
     infinite = fill.coeff(INFINITY)
-    if not infinite.is_negative and (infinite != 0 or fill.as_coeff_Add()[0] > MASKING_FILL):
+    if not infinite.is_negative and (infinite != 0 or fill.as_coeff_Add()[0] > limit * (1 - 1e-9)):
         raise RefusedError(
             "MASK_FILL_NOT_NEGLIGIBLE",
             f"masked scores are set to {fill}, which still has weight after the softmax",
-            f"fill with -inf, torch.finfo(dtype).min or anything up to {MASKING_FILL:g}",
+            f"fill with -inf, torch.finfo(dtype).min or anything up to {limit:g}",
         )
 
 

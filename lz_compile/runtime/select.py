@@ -39,11 +39,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """The kernel for a match, why, and every candidate from the best to the worst."""
+    """The kernel for a match, why, and every candidate from the best to the worst; why a lock was not followed."""
 
     kernel: KernelSpec
     why: str
     candidates: tuple[Candidate, ...]
+    refused_lock: Reason | None = None
 
     @property
     def ranking(self) -> list[KernelSpec]:
@@ -62,12 +63,15 @@ def select(match: Match, locks: Mapping[str, str]) -> Decision:
     found = kernels(match.op)
     candidates = sorted((_candidate(spec, match) for spec in found.values()), key=_rank)
     locked = locks.get(match.op)
+    refused = None
     if locked is not None:
         chosen = next(candidate for candidate in candidates if candidate.kernel.kernel_id == locked)
         if not chosen.against:
             return Decision(chosen.kernel, "locked", tuple(candidates))
+        refused = Reason("LOCK_NOT_POSSIBLE", "; ".join(reason.message for reason in chosen.against))
     best = next(candidate for candidate in candidates if not candidate.against)
-    return Decision(best.kernel, f"expected at {best.relative_latency:g} of Inductor's latency", tuple(candidates))
+    why = f"expected at {best.relative_latency:g} of Inductor's latency"
+    return Decision(best.kernel, why, tuple(candidates), refused)
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float]:

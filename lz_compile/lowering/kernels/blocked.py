@@ -48,7 +48,9 @@ def attention(
         if attrs.enable_gqa:
             scores = scores.reshape(batch, heads, stop - start, limit)
         scores = _masked(scores, part, mask, bias, fill, attrs)
-        weights, total = _exponentials(scores, None if sinks is None else part.queries(sinks))
+        weights, total = _exponentials(scores, None if sinks is None else part.queries(sinks), attrs)
+        if value.dtype == torch.float16:  # sums of unnormalised values may leave its range
+            weights, total = weights / total, torch.ones_like(total)
         if attrs.dropout_p:
             weights = torch.nn.functional.dropout(weights, attrs.dropout_p)
         weights = weights.to(value.dtype)
@@ -57,8 +59,7 @@ def attention(
         out = weights @ (value if part.all_keys else value[:, :, :limit])
         if attrs.enable_gqa:
             out = out.reshape(batch, heads, stop - start, out.shape[-1])
-        out = (out / total).to(value.dtype)
-        blocks.append(torch.nan_to_num(out) if attrs.masked_rows == "zero" else out)
+        blocks.append((out / total).to(value.dtype))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
 
@@ -92,8 +93,11 @@ def _wide(attrs: AttentionAttrs) -> torch.dtype:
 
 def _scores(query: torch.Tensor, key_t: torch.Tensor, attrs: AttentionAttrs) -> torch.Tensor:
     scale = query.shape[-1] ** -0.5 if attrs.scale is None else attrs.scale
-    product = query.to(attrs.score_dtype) @ key_t.to(attrs.score_dtype)
-    scores = product.to(_wide(attrs)) * scale
+    query, key_t = query.to(attrs.score_dtype), key_t.to(attrs.score_dtype)
+    if attrs.score_dtype == torch.float16:  # the product without its scale may leave float16's range
+        scores = ((query * scale) @ key_t).to(_wide(attrs))
+    else:
+        scores = (query @ key_t).to(_wide(attrs)) * scale
     if attrs.softcap is not None:
         scores = torch.tanh(scores / attrs.softcap) * attrs.softcap
     return scores
@@ -123,7 +127,9 @@ def _masked(
     return torch.where(keep, scores, fill)
 
 
-def _exponentials(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _exponentials(
+    scores: torch.Tensor, sinks: torch.Tensor | None, attrs: AttentionAttrs
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``exp(scores - maximum)`` and its sum over the keys (and sinks).
 
     The values are divided by the sum after the product, which is a pass over the output instead of one over the scores.
@@ -133,6 +139,10 @@ def _exponentials(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[tor
     largest = scores.amax(-1, keepdim=True).detach()
     if sinks is not None:
         largest = torch.maximum(largest, sinks.detach().to(scores.dtype))
+    if attrs.masked_rows == "zero":
+        largest = torch.where(largest == -math.inf, 0.0, largest)
     weights = torch.exp(scores - largest)
     total = weights.sum(-1, keepdim=True)
-    return weights, total if sinks is None else total + torch.exp(sinks.to(scores.dtype) - largest)
+    if sinks is not None:
+        total = total + torch.exp(sinks.to(scores.dtype) - largest)
+    return weights, torch.where(total == 0, 1.0, total) if attrs.masked_rows == "zero" else total

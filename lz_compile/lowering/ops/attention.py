@@ -133,8 +133,8 @@ def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
         "masked_row_fill": attrs.masked_rows == "fill" and "fills of masked scores that differ within a row",
         "training": facts.needs_grad and "gradients",
         "masked_row_gradient": facts.needs_grad
-        and (attrs.masked_rows == "mean" or (attrs.bias_can_mask and attrs.masked_rows != "zero"))
-        and "gradients of rows whose every key is masked by a finite number",
+        and (attrs.bias_can_mask or (attrs.has_mask and attrs.masked_rows in ("mean", "zero")))
+        and "gradients of rows whose every key is masked",
         "bias_gradient": facts.bias_needs_grad and "a gradient of the bias",
         "value_dim": facts.value_dim != facts.head_dim and f"head dim {facts.head_dim}, value dim {facts.value_dim}",
         "dynamic_causal": attrs.is_causal and symbolic and f"a causal mask with symbolic {' and '.join(symbolic)}",

@@ -37,7 +37,8 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
     covered: set[fx.Node] = set()
     for node in graph.nodes:
         call = effects.calls[node]
-        if call is None or tensor_of(node) is None or EMITTED in node.meta:
+        tensor = tensor_of(node)
+        if call is None or tensor is None or EMITTED in node.meta or 0 in shape_of(tensor):
             continue
         found = _from_call(effects, call)
         if isinstance(found, Match):

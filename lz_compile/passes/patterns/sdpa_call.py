@@ -34,7 +34,7 @@ def match_sdpa_call(effects: Effects, call: Call) -> Match | None:
         scale=scale,
         is_causal=is_causal,
         dropout_p=dropout_p,
-        masked_rows="zero",
+        masked_rows="zero" if keep != 1 or bias != 0 else "nan",
         has_mask=keep != 1,
         has_bias=bias != 0,
         bias_is_finite=masks_finite.is_finite(region, bias),
