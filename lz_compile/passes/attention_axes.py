@@ -182,7 +182,8 @@ class AttentionEmitter:
             fills=dict.fromkeys(biases, self.attrs.bias_is_finite or self.region.multiplies_masks),
             masks=self._polarities(),
             masked_rows_count=not self.is_undefined_when_masked,
-            masked_rows_are_finite=self.attrs.masked_rows in ("mean", "fill", "zero"),
+            masked_rows_are_finite=self.floor is None
+            and (self.keep == 1 or self.attrs.masked_rows in ("mean", "fill", "zero")),
             output=self.output,
             output_dims=self.output_dims,
             core=core.nodes,

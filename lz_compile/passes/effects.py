@@ -140,7 +140,9 @@ class Effects:
         return path[::-1]
 
     def _aliased(self, call: Call) -> fx.Node | None:
-        """The input whose memory a view shows."""
+        """The input whose memory a view shows; None where it is no view after all."""
+        if call.name == "einsum" and len(call.node.all_input_nodes) > 1:  # of one tensor it may be a transpose
+            return None
         source = call.input if isinstance(call.input, fx.Node) else next(iter(call.node.all_input_nodes), None)
         joined = self.calls.get(source) if source is not None and call.name == "getitem" else None
         if joined is not None and joined.name == "broadcast_tensors":

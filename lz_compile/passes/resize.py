@@ -73,6 +73,7 @@ def original(match: Match, sizes: Sizes, dtype: torch.dtype | None = None) -> fx
     """
     graph = fx.Graph()
     values = {node: graph.placeholder(node.name) for node in match.inputs}
+    values.update({older: values[newer] for older, newer in _overwritten(match).items()})
     for node in _between(match):
         values[node] = _copy(graph, match, node, values, sizes, dtype)
     graph.output(values[match.output])
@@ -94,13 +95,24 @@ def _between(match: Match) -> list[fx.Node]:
     calls = {node: read(node) for node in match.core}
     written = [node for node, call in calls.items() if call is not None and call.is_inplace]
     stack = [match.output, *written]
-    needed = set(stack)
+    needed, given = set(stack), {*match.inputs, *_overwritten(match)}
     while stack:
         for operand in _data_inputs(stack.pop()):
-            if operand not in needed and operand not in match.inputs and not is_symbolic(operand):
+            if operand not in needed and operand not in given and not is_symbolic(operand):
                 needed.add(operand)
                 stack.append(operand)
     return [node for node in match.output.graph.nodes if node in needed]
+
+
+def _overwritten(match: Match) -> dict[fx.Node, fx.Node]:
+    """Tensors that were overwritten in place to become an input: whoever reads them later reads that input."""
+    found = {}
+    for newer in match.inputs:
+        call = read(newer)
+        while call is not None and call.is_inplace and isinstance(call.input, fx.Node):
+            found[call.input] = newer
+            call = read(call.input)
+    return {older: newer for older, newer in found.items() if older not in match.inputs}
 
 
 def _data_inputs(node: fx.Node) -> list[fx.Node]:

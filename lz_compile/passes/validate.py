@@ -136,8 +136,7 @@ def cases(match: Match) -> Iterator[Case]:
         yield Case("ones", ones=True)
     if has_mask and match.masked_rows_count:
         # A row that is masked by -inf has NaN gradients, whatever computes them.
-        is_finite = not match.masks or match.masked_rows_are_finite
-        yield Case("masked rows", masked_rows=True, gradients=wants_grad and is_finite)
+        yield Case("masked rows", masked_rows=True, gradients=wants_grad and match.masked_rows_are_finite)
     if match.masked_rows_count and any(not is_finite for is_finite in match.fills.values()):
         yield Case("infinite fills", masked_rows=True, infinite=True)
 

@@ -56,8 +56,8 @@ def _from_call(effects: Effects, call: Call) -> Match | NearMiss | None:
     if call.name not in contraction.PRODUCTS and call.name != "sum":
         return None
     refused: NearMiss | None = None
-    for expand_masks in (False, True):
-        region = Region(effects, expand_masks=expand_masks)
+    for expand_masks, expand_inplace in ((False, True), (True, True), (False, False)):
+        region = Region(effects, expand_masks=expand_masks, expand_inplace=expand_inplace)
         try:
             found = _Reader(region, call).match()
         except RefusedError as refusal:
@@ -141,7 +141,8 @@ class _Reader:
     def _match_quotient(self, product: fx.Node) -> Match | None:
         """The division by the sum of the exponentials that comes after the values: read again from there."""
         for candidate in _quotients(self.region.effects, product):
-            self.region = Region(self.region.effects, expand_masks=self.region.expand_masks)
+            given = self.region
+            self.region = Region(given.effects, expand_masks=given.expand_masks, expand_inplace=given.expand_inplace)
             dims = fresh(shape_of(tensor_of(candidate)))  # type: ignore[arg-type]
             self.region.express(candidate, dims)
             outer = next(
