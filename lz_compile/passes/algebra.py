@@ -62,8 +62,8 @@ class Region:
     """Expressions over one graph, its leaves by symbol, and every node that was read through with its axes.
 
     ``readers`` holds the first node that reads each value. ``expand_masks`` reads values that hold no contraction, too,
-    which are leaves otherwise; without ``expand_inplace``, what was computed in place is a leaf. ``multiplies_masks`` is set where a mask is applied as a factor, so that an infinite value
-    behind it would be NaN.
+    which are leaves otherwise; without ``expand_inplace``, what was computed in place is a leaf. ``multiplies_masks`` is
+    set where a mask is applied as a factor, so that an infinite value behind it would be NaN.
     """
 
     effects: Effects
