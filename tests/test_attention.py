@@ -314,3 +314,86 @@ def test_rewriting_twice_changes_nothing() -> None:
     second(first.graphs[0], qkv())
     assert str(first.graphs[0].graph) == before
     assert not second.report.matches
+
+
+# ---- numbers at the edge ----------------------------------------------------------------------------------------------
+
+
+def test_rows_that_give_zero_leave_the_gradient_of_the_values_finite() -> None:
+    keep = torch.rand(2, 1, 19, 23, generator=torch.Generator().manual_seed(0)) > 0.5
+    keep[:, :, 3] = False
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * 0.25).masked_fill(~keep, -math.inf).softmax(-1).nan_to_num(0.0) @ v
+
+    ours = [x.requires_grad_() for x in qkv()]
+    rewritten(attention, *ours).sum().backward()
+    assert not ours[2].grad.isnan().any()
+
+
+@pytest.mark.parametrize("kernel", ["torch.sdpa", "lz.blocked"])
+def test_float16_does_not_overflow_where_the_source_does_not(kernel: str) -> None:
+    q, k = heads(1, 2, 64, 16, dtype=torch.float16), heads(1, 2, 8192, 16, dtype=torch.float16) * 0.1
+    v = torch.full((1, 2, 8192, 16), 10.0, dtype=torch.float16)
+    got = rewritten(lambda q, k, v: (q @ k.mT * 0.25).softmax(-1) @ v, q, k, v, lock={"attention": kernel})
+    torch.testing.assert_close(got, torch.full_like(got, 10.0), rtol=1e-2, atol=1e-2)
+    q, k, v = (heads(1, 2, 64, 64, dtype=torch.float16) for _ in range(3))
+    q[..., 0], k[..., 0] = 600, 300
+    got = rewritten(lambda q, k, v: (q * 0.125 @ k.mT).softmax(-1) @ v, q, k, v, lock={"attention": kernel})
+    assert not got.isnan().any()
+
+
+def test_nan_in_a_query_stays_nan_when_sdpa_is_replaced() -> None:
+    q, k, v = qkv()
+    q[0, 0, 3] = math.nan
+    got = rewritten(F.scaled_dot_product_attention, q, k, v, lock={"attention": "lz.blocked"})
+    assert got[0, 0, 3].isnan().all()
+
+
+def test_inputs_that_alias_each_other_are_not_read_too_late() -> None:
+    def attention(q: Tensor, k: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT) * 0.25
+        b.mul_(2)
+        return scores.softmax(-1) @ v
+
+    q, k, v = qkv()
+    ours, theirs = k.clone(), k.clone()
+    got = torch.compile(attention, backend=Rewriting())(q, ours, ours.view(8, 23, 16), v)
+    torch.testing.assert_close(got, attention(q, theirs, theirs.view(8, 23, 16), v))
+
+
+def test_a_product_written_into_a_given_tensor_is_left_alone() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.zeros(2, 4, 19, 16)
+        shown = out.view(8, 19, 16)
+        torch.matmul((q @ k.mT * 0.25).softmax(-1), v, out=out)
+        return shown + 1
+
+    got = torch.compile(attention, backend=Rewriting())(*qkv())
+    torch.testing.assert_close(got, attention(*qkv()))
+
+
+def test_strides_that_show_behind_other_operations_stay() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (((q @ k.mT) * 0.25).softmax(-1) @ v * 2).view(-1, 16)
+
+    inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv()]
+    torch.testing.assert_close(rewritten(attention, *inputs, lock={"attention": "torch.sdpa"}), attention(*inputs))
+
+
+def test_the_same_tensor_may_be_query_key_and_value() -> None:
+    def attention(x: Tensor) -> Tensor:
+        return (x @ x.mT * 0.25).softmax(-1) @ x
+
+    torch.testing.assert_close(rewritten(attention, heads(2, 4, 19, 16)), attention(heads(2, 4, 19, 16)))
+
+
+def test_a_lock_that_cannot_be_followed_says_so() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (torch.tanh((q @ k.mT) * 0.25 / 30.0) * 30.0).softmax(-1) @ v
+
+    backend = Rewriting(lock={"attention": "torch.sdpa"})
+    torch.compile(attention, backend=backend)(*qkv())
+    (match,) = backend.report.matches
+    assert match.reasons[0].code == "LOCK_NOT_POSSIBLE"
+    assert "softcap" in match.reasons[0].message or "capped" in match.reasons[0].message
