@@ -49,7 +49,9 @@ def attention(
             scores = scores.reshape(batch, heads, stop - start, limit)
         scores = _masked(scores, part, mask, bias, fill, attrs)
         weights, total = _exponentials(scores, None if sinks is None else part.queries(sinks), attrs)
-        if value.dtype == torch.float16:  # sums of unnormalised values may leave its range
+        # Sums of unnormalised values may leave float16's range; and a gradient through the sum and one through the
+        # product cancel in rows with one strong key, which they do not where only one of them is rounded to 16 bits.
+        if value.dtype == torch.float16 or (value.dtype == torch.bfloat16 and torch.is_grad_enabled()):
             weights, total = weights / total, torch.ones_like(total)
         if attrs.dropout_p:
             weights = torch.nn.functional.dropout(weights, attrs.dropout_p)
