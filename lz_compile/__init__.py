@@ -6,17 +6,45 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lz_compile.inspection import explain
+    from lz_compile.runtime.policy import avoid, configure, disabled, load_config, lock, prefer, unlock
+    from lz_compile.runtime.registration import register_kernel
+    from lz_compile.runtime.registry import KernelInfo, list_kernels, unregister_kernel
     from lz_compile.runtime.report import GraphReport, Report, clear_reports, reports
 
 __version__ = "0.1.0"
-__all__ = ["GraphReport", "Report", "__version__", "clear_reports", "explain", "reports"]
+__all__ = [
+    "GraphReport",
+    "KernelInfo",
+    "Report",
+    "__version__",
+    "avoid",
+    "clear_reports",
+    "configure",
+    "disabled",
+    "explain",
+    "list_kernels",
+    "load_config",
+    "lock",
+    "prefer",
+    "register_kernel",
+    "reports",
+    "unlock",
+    "unregister_kernel",
+]
 
 _HOMES = {
+    "KernelInfo": "lz_compile.runtime.registry",
+    "list_kernels": "lz_compile.runtime.registry",
+    "register_kernel": "lz_compile.runtime.registration",
+    "unregister_kernel": "lz_compile.runtime.registry",
     "explain": "lz_compile.inspection",
     "GraphReport": "lz_compile.runtime.report",
     "Report": "lz_compile.runtime.report",
     "clear_reports": "lz_compile.runtime.report",
     "reports": "lz_compile.runtime.report",
+    **dict.fromkeys(
+        ("avoid", "configure", "disabled", "load_config", "lock", "prefer", "unlock"), "lz_compile.runtime.policy"
+    ),
 }
 
 

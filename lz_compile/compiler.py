@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from lz_compile import pipeline
 from lz_compile.errors import LayerZeroError, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options, split
-from lz_compile.runtime import events
+from lz_compile.runtime import events, policy
 from lz_compile.runtime.dump import Dump
 from lz_compile.runtime.fingerprint import source_hash
 from lz_compile.runtime.report import GraphReport, new_report
@@ -26,7 +27,7 @@ def compile_with_inductor(
     module: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | None
 ) -> Callable[..., Any]:
     """Rewrite ``module`` in place and compile it; on failure of the rewritten graph, compile the original one."""
-    ours, rest = split(options)
+    ours, rest = split(options, mode)
     config = inductor.config_of(mode, rest)
 
     def run(graph: fx.GraphModule, graph_inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
@@ -95,9 +96,10 @@ def _cache_key(report: GraphReport) -> str:
 
 
 def _count(report: GraphReport) -> None:
+    level = logging.WARNING if policy.current().settings.log_selections else logging.INFO
     for match in report.matches:
         state = "rewritten" if match.rewritten else "left as it is"
-        events.logger.info("%s at %s: %s, %s (%s)", match.op, match.where, match.kernel, state, match.why)
+        events.logger.log(level, "%s at %s: %s, %s (%s)", match.op, match.where, match.kernel, state, match.why)
         inductor.count(match.op)
         if match.rewritten:
             inductor.count(f"{match.op}.rewritten")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from lz_compile.reasons import Reason
 
 
 class LayerZeroError(Exception):
@@ -26,7 +28,110 @@ class RewriteFailedError(LayerZeroError):
     """In strict mode: something of ours failed that would otherwise fall back to Inductor."""
 
 
+class ConfigError(LayerZeroError, ValueError):
+    """A configuration (file, environment variable, call) that cannot be followed as it is written."""
+
+
 def nearest(name: str, valid: Sequence[str]) -> str:
     """``" (did you mean 'x'?)"``, or nothing where no valid name is close."""
     close = difflib.get_close_matches(name, valid, n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+class GradientUnsupportedError(LayerZeroError, RuntimeError):
+    """A kernel without a backward is given an input that requires a gradient, while gradients are recorded."""
+
+    def __init__(self, operator: str, position: int) -> None:
+        super().__init__(
+            f"calling {operator}: expected inputs without gradients, for it has no backward; argument {position} requires "
+            "one. Call it under torch.no_grad(), or choose a kernel that supports 'training'"
+        )
+
+
+class OperatorRedefinedError(LayerZeroError, ValueError):
+    """A name of an operator is used a second time, for another function."""
+
+    def __init__(self, operator: str, function: object) -> None:
+        name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
+        super().__init__(
+            f"defining {operator} as {name}: the name already stands for another function (or another fake or fallback). "
+            "Give the operator a name of its own"
+        )
+
+
+class KernelExecutionError(LayerZeroError, RuntimeError):
+    """A kernel raised while it ran, and falling back is switched off."""
+
+    def __init__(self, kernel_id: str, error: BaseException) -> None:
+        self.kernel_id = kernel_id
+        super().__init__(
+            f"running {kernel_id}: expected a result, received {type(error).__name__}: {error}. Switch fallback_enabled "
+            f"on to complete on the reference, or avoid {kernel_id}"
+        )
+
+
+class NoKernelFoundError(LayerZeroError):
+    """No kernel can run an operation; ``failures`` says why, kernel by kernel."""
+
+    def __init__(self, operation: str, failures: Mapping[str, Sequence[Reason]]) -> None:
+        self.operation = operation
+        self.failures = {kernel_id: tuple(reasons) for kernel_id, reasons in failures.items()}
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        lines = [f"No kernel available for '{self.operation}'", "", "Candidate failures:"]
+        for kernel_id, reasons in self.failures.items():
+            lines += [f"  {kernel_id}:", *(f"    - [{reason.code}] {reason.message}" for reason in reasons)]
+        if not self.failures:
+            lines.append("  no kernel is registered for it")
+        return "\n".join([*lines, "Lift one of these, or switch fallback_enabled on to run the reference."])
+
+
+class MeasurementError(LayerZeroError, ValueError):
+    """A measurement that the performance database must not hold."""
+
+    def __init__(self, kernel_id: str, problem: str) -> None:
+        super().__init__(f"storing a measurement of {kernel_id}: {problem}. Leave out what could not be measured")
+
+
+class CapabilitiesError(LayerZeroError, ValueError):
+    """A capabilities descriptor that says something wrong, or too little."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(
+            f"reading capabilities {name}: {problem}. Correct it (lz_compile/lowering/kernels.schema.json is its schema); "
+            "its kernels are disabled until then"
+        )
+
+
+class FormulaError(LayerZeroError, ValueError):
+    """A formula over sizes that cannot be evaluated."""
+
+    def __init__(self, formula: str, problem: str) -> None:
+        super().__init__(f"evaluating '{formula}': {problem}")
+
+
+class KernelUnavailableError(LayerZeroError, ImportError):
+    """A kernel is to be called whose library or adapter is not there; ``reason`` says why."""
+
+    def __init__(self, kernel_id: str, reason: Reason) -> None:
+        self.reason = reason
+        super().__init__(
+            f"calling {kernel_id}: expected a kernel that can be imported, received {reason}. "
+            "Install what it needs, or choose another kernel"
+        )
+
+
+class RegistrationError(LayerZeroError, ValueError):
+    """A kernel that cannot be registered as described."""
+
+    def __init__(self, kernel_id: object, problem: str) -> None:
+        super().__init__(f"registering kernel '{kernel_id}': {problem}")
+
+
+class UnknownOperationError(LayerZeroError, ValueError):
+    """An operation that there is not."""
+
+    def __init__(self, doing: str, operation: object, valid: Sequence[str]) -> None:
+        hint = nearest(str(operation), valid)
+        super().__init__(f"{doing}: no operation '{operation}'{hint}; valid are {', '.join(sorted(valid))}")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lz_compile.errors import OptionError, UnknownKernelError, nearest
-from lz_compile.lowering import ops
+from lz_compile.runtime import policy
+from lz_compile.runtime.context import operations
 from lz_compile.runtime.registry import kernels
+
+if TYPE_CHECKING:
+    from lz_compile.runtime.verdict import Policy
 
 PREFIX = "layerzero."
 
@@ -19,23 +23,40 @@ class Options:
     """``options={"layerzero.<name>": value}``.
 
     ``strict`` raises where a fault of ours would fall back to Inductor; ``dump`` is a directory for graphs and reports
-    (default: ``$LAYERZERO_DUMP``); ``lock`` names a kernel per op, as in ``{"attention": "torch.sdpa"}``.
+    (default: ``$LAYERZERO_DUMP``); ``lock`` names a kernel per op, as in ``{"attention": "torch.sdpa"}``. With ``tune``
+    ``"on-miss"`` (the default of ``mode="max-autotune"``), what was never measured at these sizes is measured while
+    compiling, for ``tune_budget_s`` seconds per graph at most; ``"off"`` measures nothing.
     """
 
     strict: bool = False
     dump: str | None = None
     lock: Mapping[str, str] = field(default_factory=dict)
+    tune: str | None = None
+    tune_budget_s: float = 60.0
+
+    def tunes(self, policy: Policy) -> bool:
+        """Whether what was never measured is measured while compiling."""
+        settings = policy.settings
+        wanted = settings.perfdb.auto_tune if self.tune is None else self.tune == "on-miss"
+        return wanted and settings.enabled and settings.perfdb.enabled
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "strict": (bool,),
     "dump": (str, os.PathLike),
     "lock": (Mapping,),
+    "tune": (str,),
+    "tune_budget_s": (int, float),
 }
+_TUNE = ("off", "on-miss")
 
 
-def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
+def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[Options, dict[str, Any]]:
     """Our options, and the rest for Inductor (which checks its own).
+
+    Args:
+        options: as given to ``torch.compile``.
+        mode: as given to ``torch.compile``; the autotuning ones measure what was never measured.
 
     Raises:
         OptionError: an unknown ``layerzero.*`` name, or a value of the wrong type.
@@ -50,12 +71,19 @@ def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
         if not isinstance(value, _TYPES[name]):
             wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
             raise OptionError(f"reading options: '{PREFIX}{name}' takes {wanted}, not {type(value).__name__} {value!r}")
+    if ours.get("tune", "off") not in _TUNE:
+        hint, valid_text = nearest(ours["tune"], _TUNE), ", ".join(_TUNE)
+        raise OptionError(f"reading options: '{PREFIX}tune' cannot be '{ours['tune']}'{hint}; valid are {valid_text}")
     for op, kernel_id in ours.get("lock", {}).items():
-        if op not in ops.names():
+        if op not in operations():
+            valid_text = ", ".join(operations())
             raise OptionError(
-                f"reading options: no op '{op}' to lock{nearest(op, ops.names())}; valid are {', '.join(ops.names())}"
+                f"reading options: no op '{op}' to lock{nearest(op, operations())}; valid are {valid_text}"
             )
         if not isinstance(kernel_id, str) or kernel_id not in kernels(op):
             raise UnknownKernelError(op, kernel_id, list(kernels(op)))
     ours.setdefault("dump", os.environ.get("LAYERZERO_DUMP"))
+    ours.setdefault("strict", policy.current().settings.strict_mode)
+    if mode is not None and mode.startswith("max-autotune"):
+        ours.setdefault("tune", "on-miss")
     return Options(**ours), rest

@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -15,13 +16,18 @@ from lz_compile.passes.effects import Effects
 from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.match import Match, NearMiss
 from lz_compile.passes.patterns import recognisers
-from lz_compile.passes.rewrite import splice
-from lz_compile.passes.validate import validate
+from lz_compile.passes.rewrite import Recipes, splice
+from lz_compile.passes.symbolic_sizes import symbolic_sizes
+from lz_compile.passes.validate import Validation, validate
 from lz_compile.reasons import Reason
-from lz_compile.runtime import events
+from lz_compile.runtime import events, policy
+from lz_compile.runtime.context import of_match
+from lz_compile.runtime.estimate import INDUCTOR
+from lz_compile.runtime.registry import KernelSpec
 from lz_compile.runtime.report import GraphReport, MatchReport, MissReport
-from lz_compile.runtime.select import INDUCTOR, select
+from lz_compile.runtime.select import Decision, Problem, select
 from lz_compile.runtime.store import Store
+from lz_compile.runtime.verdict import Policy
 
 
 def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> None:
@@ -49,17 +55,70 @@ def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
 
 
 def _rewrite_graph(graph: fx.Graph, path: str, options: Options, report: GraphReport) -> None:
-    matches = _recognise(graph, options, report)
+    effects = Effects(graph)
+    matches = _recognise(graph, effects, options, report)
     entries = [MatchReport(op=m.op, where=m.where, graph=path, attributes=m.attributes.to_dict()) for m in matches]
     report.matches.extend(entries)
+    known = _Known(policy.current().with_locks(options.lock))
+    if options.tunes(known.policy) and matches:
+        with _timed(report, "tune"):
+            _tune(matches, effects, known, options)
     # Last to first: a match may read what an earlier one computes, and names the node that is still there.
     for match, entry in reversed(list(zip(matches, entries, strict=True))):
         try:
-            _apply(graph, match, entry, options, report)
+            _apply(graph, match, entry, options, report, known)
         except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
             _fail("REWRITE_FAILED", f"{match.op} at {match.where} is left to Inductor", error, options)
             entry.kernel, entry.rewritten = INDUCTOR, False
             entry.reasons.append(Reason("REWRITE_FAILED", f"{type(error).__name__}: {error}"))
+
+
+@dataclass
+class _Known:
+    """What was decided, proven and emitted in one graph, by the kind of match (and kernel)."""
+
+    policy: Policy
+    problems: dict[int, Problem] = field(default_factory=dict)
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    verdicts: dict[tuple[int, str], Validation] = field(default_factory=dict)
+    recipes: Recipes = field(default_factory=Recipes)
+
+    def problem(self, match: Match) -> Problem:
+        """What a kernel is to be chosen for."""
+        key = id(match.kind)
+        if key not in self.problems:
+            self.problems[key] = Problem(of_match(match.kind), match.source_kernel, symbols=symbolic_sizes(match.kind))
+        return self.problems[key]
+
+    def decide(self, match: Match) -> Decision:
+        """The kernel for a match."""
+        key = id(match.kind)
+        if key not in self.decisions:
+            self.decisions[key] = select(self.problem(match), self.policy)
+        return self.decisions[key]
+
+    def prove(self, match: Match, kernel: KernelSpec) -> Validation:
+        """Whether a kernel may replace a match."""
+        assert kernel.call is not None, "leaving a match alone needs no proof"
+        key = (id(match.kind), kernel.kernel_id)
+        if key in self.verdicts:
+            return replace(self.verdicts[key], origin="memory", seconds=0.0)
+        proven = functools.partial(kernel.call, **kernel.validation_arguments)
+        self.verdicts[key] = validate(match.kind, kernel.identity, proven, Store("validation"))
+        return self.verdicts[key]
+
+
+def _tune(matches: list[Match], effects: Effects, known: _Known, options: Options) -> None:
+    """Measure what is not measured yet, each kind of match with its surroundings, while the budget lasts."""
+    from lz_compile import tuning
+
+    deadline = time.perf_counter() + options.tune_budget_s
+    for match in {id(match.kind): match.kind for match in matches}.values():
+        try:
+            problem = known.problem(match)
+            known.problems[id(match)] = tuning.tune_match(match, effects, problem, known.policy, deadline)
+        except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
+            _fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error, options)
 
 
 def _inline(graph: fx.Graph, options: Options, report: GraphReport) -> bool:
@@ -70,12 +129,12 @@ def _inline(graph: fx.Graph, options: Options, report: GraphReport) -> bool:
     return any(isinstance(each, Inlined) for each in found)
 
 
-def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> list[Match]:
+def _recognise(graph: fx.Graph, effects: Effects, options: Options, report: GraphReport) -> list[Match]:
     matches: list[Match] = []
     with _timed(report, "recognise"):
         for op, recognise in recognisers().items():
             try:
-                for found in recognise(graph, Effects(graph)):
+                for found in recognise(graph, effects):
                     if isinstance(found, NearMiss):
                         report.near_misses.append(MissReport.of(found))
                     else:
@@ -85,11 +144,13 @@ def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> list[M
     return matches
 
 
-def _apply(graph: fx.Graph, match: Match, entry: MatchReport, options: Options, report: GraphReport) -> None:
+def _apply(
+    graph: fx.Graph, match: Match, entry: MatchReport, options: Options, report: GraphReport, known: _Known
+) -> None:
     """Rewrite with the best kernel that proves to be right; each that does not is quarantined."""
     with _timed(report, "select"):
-        decision = select(match, options.lock)
-    entry.decide(decision)
+        decision = known.decide(match)
+    entry.decide(decision, known.problem(match))
     if decision.refused_lock is not None:
         events.record(decision.refused_lock.code, f"{match.op} at {match.where}: {decision.refused_lock.message}")
         entry.reasons.append(decision.refused_lock)
@@ -97,6 +158,12 @@ def _apply(graph: fx.Graph, match: Match, entry: MatchReport, options: Options, 
             raise RewriteFailedError(str(decision.refused_lock))
     for kernel in decision.ranking:
         entry.kernel = kernel.kernel_id
+        missing = kernel.load()
+        if missing is not None:
+            entry.reasons.append(missing)
+            if options.strict:
+                raise RewriteFailedError(str(missing))
+            continue
         if kernel.call is None:
             if all(reason.code == "LOCK_NOT_POSSIBLE" for reason in entry.reasons):
                 text = "Inductor's own code is expected to be the fastest"
@@ -106,12 +173,11 @@ def _apply(graph: fx.Graph, match: Match, entry: MatchReport, options: Options, 
             entry.reasons.append(Reason("ALREADY_THIS_KERNEL", f"the source calls {match.source_kernel} itself"))
             return
         with _timed(report, "validate"):
-            proven = functools.partial(kernel.call, **kernel.validation_arguments)
-            verdict = validate(match, kernel.kernel_id, proven, Store("validation"))
+            verdict = known.prove(match, kernel)
         entry.validation = verdict.to_dict()
         if verdict.ok:
             with _timed(report, "rewrite"):
-                splice(graph, match, kernel.call)
+                splice(graph, match, kernel.call, known.recipes)
             entry.rewritten = True
             return
         text = f"{kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"

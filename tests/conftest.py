@@ -14,6 +14,7 @@ import pytest
 # Before torch and lz_compile are imported: both read these once.
 CACHE = tempfile.mkdtemp(prefix="lz_compile_tests_")
 os.environ["LAYERZERO_CACHE_DIR"] = CACHE
+os.environ["XDG_CONFIG_HOME"] = CACHE  # a developer's own layerzero.yaml must not steer the tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors here are small; threads only make tests wait for each other
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -22,7 +23,7 @@ import torch._dynamo  # noqa: E402 - reads the variables above
 from hypothesis import settings  # noqa: E402 - keeps the imports of this file together
 
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
-from lz_compile.runtime import registry, select  # noqa: E402 - reads the variables above
+from lz_compile.runtime import policy, registry, select  # noqa: E402 - reads the variables above
 
 logging.getLogger("torch.__trace").propagate = False  # pytest would keep and print every record of Dynamo
 
@@ -32,13 +33,32 @@ settings.load_profile("ci")
 
 @pytest.fixture(autouse=True)
 def clean_compiler() -> Iterator[None]:
-    """Forget compiled code and reports, and make random numbers repeat."""
-    torch._dynamo.reset()
-    clear_reports()
+    """Forget compiled code, reports and what was configured, and make random numbers repeat."""
+    _forget()
     torch.manual_seed(0)
     yield
+    _forget()
+
+
+def _forget() -> None:
     torch._dynamo.reset()
     clear_reports()
+    policy.reset()
+
+
+@pytest.fixture(autouse=True)
+def kernels_first(request: pytest.FixtureRequest, clean_compiler: None) -> None:
+    """Rewrite whatever can be: at the small sizes of tests, Inductor's own code would be preferred to most kernels.
+
+    A test of choices asks for ``sdpa_first`` or ``no_preference``.
+    """
+    if not {"sdpa_first", "no_preference"} & set(request.fixturenames):
+        policy.prefer("lz.blocked", "torch.sdpa")
+
+
+@pytest.fixture
+def no_preference() -> None:
+    """Choose as a program does that configures nothing."""
 
 
 @pytest.fixture

@@ -68,11 +68,11 @@ def planted(monkeypatch):
 
     def plant(call: Callable[..., Any]) -> None:
         monkeypatch.setattr(torch_sdpa, "attention", call)
-        registry.kernels.cache_clear()
+        registry.reload()
 
     yield plant
     monkeypatch.undo()
-    registry.kernels.cache_clear()
+    registry.reload()
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

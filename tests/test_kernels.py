@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +19,10 @@ from lz_compile import reports
 from lz_compile.backend import layerzero
 from lz_compile.lowering import ops
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, features, reference
+from lz_compile.runtime import policy
+from lz_compile.runtime.context import of_facts
 from lz_compile.runtime.registry import KernelSpec, kernels
-from lz_compile.runtime.select import select
+from lz_compile.runtime.select import Problem, select
 
 #: Absolute and relative error against float64 that a kernel may have.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -29,9 +30,14 @@ DTYPES = tuple(TOLERANCE)
 #: Gradients are sums over rows, and their terms were rounded once more.
 GRADIENT_SLACK = 4
 
-KERNELS = {spec.kernel_id: spec for spec in kernels("attention").values() if spec.call is not None}
-HERE = [name for name, spec in KERNELS.items() if {"*", "cpu"} & spec.platforms]
-for_every_kernel = pytest.mark.parametrize("kernel", HERE)
+
+def runs_here(spec: KernelSpec) -> bool:
+    """Whether a kernel runs on the CPU; those of GPU libraries are in test_library_adapters.py."""
+    return spec.implementation is not None and bool({"*", "cpu"} & spec.platforms) and spec.availability() is None
+
+
+KERNELS = {spec.kernel_id: spec for spec in kernels("attention").values() if runs_here(spec)}
+for_every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 drawn = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -370,7 +376,7 @@ _MASKED, _BIASED = AttentionAttrs(has_mask=True), AttentionAttrs(has_bias=True)
 _FILLED = AttentionAttrs(has_mask=True, masked_rows="fill")
 
 FEATURES: Mapping[str, Feature] = {
-    "causal": Feature(_CAUSAL, _facts(), _runs(attrs=_CAUSAL)),
+    "causal": Feature(_CAUSAL, _facts(query_len=7), _runs(attrs=_CAUSAL)),
     "gqa": Feature(_GQA, _facts(heads=6), _runs(groups=3, attrs=_GQA)),
     "bool_mask": Feature(_MASKED, _facts(), _runs(attrs=_MASKED, rows_fully_masked=True)),
     "float_mask": Feature(_BIASED, _facts(), _runs(attrs=_BIASED, rows_fully_masked=True)),
@@ -384,6 +390,7 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "bias_gradient": Feature(_BIASED, _facts(bias_needs_grad=True), _trains("bias")),
     "value_dim": Feature(AttentionAttrs(), _facts(value_dim=6), _runs(value_dim=6)),
+    "causal_rectangular": Feature(_CAUSAL, _facts(query_len=4, key_len=7), _runs(queries=4, keys=7, attrs=_CAUSAL)),
     "dynamic_causal": Feature(_CAUSAL, _facts(query_len=_SYMBOLIC), _follows_symbolic_lengths),
 }
 
@@ -426,10 +433,7 @@ def test_a_claimed_feature_works_and_one_not_claimed_is_refused_with_a_reason(ke
 
 
 def _against(kernel: str, attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
-    match = SimpleNamespace(op="attention", attributes=attrs, facts=facts)
-    candidates = select(match, {}).candidates
-    chosen = next(candidate for candidate in candidates if candidate.kernel.kernel_id == kernel)
-    return {reason.code: reason.message for reason in chosen.against}
+    return {reason.code: reason.message for reason in KERNELS[kernel].check(of_facts("attention", attrs, facts))}
 
 
 @for_every_kernel
@@ -446,8 +450,9 @@ def test_a_platform_that_is_not_claimed_is_refused_with_a_reason(kernel):
 
 def test_inductor_takes_what_no_other_kernel_takes():
     everything = AttentionAttrs(softcap=1.0, has_sinks=True, is_causal=True)
-    match = SimpleNamespace(op="attention", attributes=everything, facts=_facts(dtype=torch.int8, device="tpu"))
-    assert select(match, {}).kernel.kernel_id == "inductor"
+    facts = _facts(dtype=torch.int8, device="tpu")
+    problem = Problem(of_facts("attention", everything, facts))
+    assert select(problem, policy.current()).kernel.kernel_id == "inductor"
 
 
 # ---- in a compiled model -------------------------------------------------------------------------------------------
@@ -467,7 +472,7 @@ def test_a_locked_kernel_runs_in_a_compiled_model(kernel, dtype):
     compiled = torch.compile(_grouped, backend=layerzero, options={"layerzero.lock": {"attention": kernel}})
     actual = compiled(*operands)
     (match,) = reports()[-1].matches
-    assert (match.kernel, match.rewritten, match.why) == (kernel, True, "locked")
+    assert (match.kernel, match.rewritten, match.why) == (kernel, True, "locked by options['layerzero.lock']")
     exact = _grouped(*(x.double() if x.is_floating_point() else x for x in operands))
     source_error = (_grouped(*operands).double() - exact).abs().max().item()
     tolerance = TOLERANCE[dtype] + 2 * source_error
@@ -480,7 +485,7 @@ def test_a_locked_kernel_runs_in_a_compiled_model(kernel, dtype):
 def test_every_op_has_kernels_that_this_file_tests():
     tested = {"attention": KERNELS}
     for op in ops.names():
-        assert {name for name, spec in kernels(op).items() if spec.call is not None} == set(tested[op])
+        assert {name for name, spec in kernels(op).items() if runs_here(spec)} == set(tested[op])
 
 
 @pytest.mark.parametrize("spec", KERNELS.values(), ids=KERNELS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_an_option_without_our_prefix_is_inductors_even_if_we_have_one_of_that_n
 def test_an_unknown_name_gives_the_nearest_and_all_valid_ones(name, hint):
     with pytest.raises(OptionError) as failure:
         split({f"layerzero.{name}": True})
-    valid = "valid are layerzero.strict, layerzero.dump, layerzero.lock"
+    valid = f"valid are {', '.join(f'layerzero.{field.name}' for field in fields(Options))}"
     assert str(failure.value) == f"reading options: no option 'layerzero.{name}'{hint}; {valid}"
 
 

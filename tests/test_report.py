@@ -359,11 +359,11 @@ def test_json_of_a_wrong_kernel_is_json_too(monkeypatch, tmp_path):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch_sdpa, "attention", lambda query, key, value, *, attrs: query @ key.mT @ value / 0.0)
     validate.forget()
-    registry.kernels.cache_clear()
+    registry.reload()
     report = explain(attention, *operands(), print_report=False)
     monkeypatch.undo()
     validate.forget()
-    registry.kernels.cache_clear()
+    registry.reload()
     assert [reason.code for reason in report.matches[0].reasons] == ["VALIDATION_FAILED"]
     assert json.loads(json.dumps(report.to_dict(), allow_nan=False)) == report.to_dict()
     assert "VALIDATION_FAILED" in printed(report)

@@ -37,7 +37,7 @@ def _own_cache(tmp_path, monkeypatch):
     yield
     monkeypatch.undo()
     validate.forget()
-    registry.kernels.cache_clear()
+    registry.reload()
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def plant(monkeypatch) -> Callable[[Kernel], None]:
 
     def plant(call: Kernel) -> None:
         monkeypatch.setattr(torch_sdpa, "attention", call)
-        registry.kernels.cache_clear()
+        registry.reload()
 
     return plant
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
@@ -15,6 +16,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging._internal import trace_structured
+from torch.fx.experimental.proxy_tensor import make_fx
+
+if TYPE_CHECKING:
+    import sympy
 
 
 def config_of(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -55,6 +60,13 @@ def compile_graph(
     inner = config.get(name, getattr(inductor_config, name))
     patches = {**config, name: _Fingerprint(cache_key, inner)}
     return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=patches))
+
+
+def compile_apart(function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a function for given inputs by Inductor, apart from the graph that is being compiled now (to measure it)."""
+    with torch._guards.tracing(None):
+        module = make_fx(function)(*inputs)
+        return cast("Callable[..., Any]", compile_fx(module, inputs))
 
 
 def unlimited_recompiles() -> AbstractContextManager[Any]:
@@ -110,3 +122,39 @@ def count(name: str, amount: int = 1) -> None:
 def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
     """Put a text into the structured trace, where tlparse shows it."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
+
+
+@dataclass(frozen=True)
+class SymbolicSize:
+    """What is known of a symbolic size: the one of the trace (None for one that data decides), the least and the most."""
+
+    hint: int | None = None
+    lower: int = 0
+    upper: int | None = None
+
+
+def range_of(size: torch.SymInt) -> SymbolicSize:
+    """What is known of a symbolic integer, its declared range (``mark_dynamic(min=, max=)``) and guards included."""
+    return _known(size.node.expr, size.node.shape_env)
+
+
+def symbolic_size(expression: sympy.Expr, tensors: Iterable[torch.Tensor]) -> SymbolicSize:
+    """What is known of an expression over the symbols of fake tensors; adds no guard."""
+    environments = (getattr(getattr(tensor, "fake_mode", None), "shape_env", None) for tensor in tensors)
+    environment = next((each for each in environments if each is not None), None)
+    return SymbolicSize() if environment is None else _known(expression, environment)
+
+
+def _known(expression: sympy.Expr, environment: Any) -> SymbolicSize:
+    if hasattr(environment, "guarding_hint_or_throw"):  # since 2.12; the older name warns there
+        hint = environment.guarding_hint_or_throw(expression) if environment.has_guarding_hint(expression) else None
+    else:
+        hint = environment.size_hint(expression, allow_none=True)
+    bounds = environment.bound_sympy(expression)
+    least = max(_finite(bounds.lower) or 0, 0)
+    return SymbolicSize(None if hint is None else int(hint), least, _finite(bounds.upper))
+
+
+def _finite(bound: Any) -> int | None:
+    """A bound as a number, None where it is infinite or stands for that (``sys.maxsize``)."""
+    return int(bound) if bound.is_Integer and abs(bound) < 1 << 62 else None

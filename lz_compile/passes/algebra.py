@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
+import sympy.tensor.tensor  # sympy's first addition imports it: that is no part of a compile
 import torch
 from torch import fx
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -127,10 +128,7 @@ class Region:
 
     def reaches(self, node: fx.Node, goal: frozenset[str]) -> bool:
         """Whether a call named in ``goal`` is found behind pointwise and layout operations only."""
-        found = self.effects.reached.get((node, goal))
-        if found is None:
-            found = self.effects.reached[node, goal] = self._search(node, goal)
-        return found
+        return self.effects.reaches(node, goal, lambda: self._search(node, goal))
 
     def _search(self, node: fx.Node, goal: frozenset[str]) -> bool:
         call = self.effects.calls.get(node)

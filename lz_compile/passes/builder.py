@@ -7,16 +7,19 @@ requested layout.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 from torch.fx.proxy import GraphAppendingTracer
+from torch.utils import _pytree as pytree
 
 from lz_compile.passes.algebra import INFINITY, Leaf, Region
 from lz_compile.passes.axes import Axis, Dims, as_size, atoms, product
@@ -69,6 +72,18 @@ class _Tracer(GraphAppendingTracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return TensorProxy(node, self)
+
+    def subgraph(self, name: str, function: Callable[..., Any], parameters: Sequence[str]) -> fx.Proxy:
+        """A function for a higher-order operator to call: a graph of its own beside the graph, and the node that names it."""
+        body = fx.Graph()
+        tracer = GraphAppendingTracer(body)
+        body.output(function(*(fx.Proxy(body.placeholder(each), tracer) for each in parameters)).node)
+        owner = self.graph.owning_module
+        assert owner is not None, f"the graph that {name} is put beside belongs to no module"
+        taken = (f"{name}_{index}" for index in itertools.count())
+        path = next(path for path in taken if not hasattr(owner, path))
+        owner.add_module(path, fx.GraphModule(torch.nn.Module(), body))
+        return self.create_proxy("get_attr", path, (), {})
 
 
 class Builder:
@@ -240,6 +255,12 @@ def _product(sizes: Sequence[Any]) -> Any:
     return total
 
 
+def provenance(template: fx.Node) -> dict[str, Any]:
+    """The metadata that says where a node comes from, and that it is ours, for what replaces ``template``."""
+    keys = ("stack_trace", "nn_module_stack", "source_fn_stack")
+    return {key: template.meta[key] for key in keys if key in template.meta} | {EMITTED: True}
+
+
 class GraphBuilder(Builder):
     """A builder that appends nodes to ``graph``, with complete metadata.
 
@@ -248,16 +269,22 @@ class GraphBuilder(Builder):
         template: the node being replaced; its source position is that of the new nodes.
         ambient: the modes that the new nodes will run under.
         shape_sources: nodes with known dims, where symbolic extents may be read from.
+        renamed: the nodes to take instead of others (see :class:`~lz_compile.passes.match.Match`).
     """
 
     def __init__(
-        self, graph: fx.Graph, template: fx.Node, ambient: Ambient, shape_sources: Mapping[fx.Node, Dims]
+        self,
+        graph: fx.Graph,
+        template: fx.Node,
+        ambient: Ambient,
+        shape_sources: Mapping[fx.Node, Dims],
+        renamed: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
     ) -> None:
         self.created: list[fx.Node] = []
         self._template = template
         self._ambient = ambient
         self._tracer = _Tracer(graph, self._finish)
-        super().__init__(lambda node: TensorProxy(node, self._tracer), shape_sources=shape_sources)
+        super().__init__(lambda node: TensorProxy(renamed.get(node, node), self._tracer), shape_sources=shape_sources)
 
     def _symbolic(self, axis: Axis) -> Any:
         for node in self._tracer.graph.nodes:
@@ -270,14 +297,17 @@ class GraphBuilder(Builder):
 
     def _finish(self, node: fx.Node) -> None:
         self.created.append(node)
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-            if key in self._template.meta:
-                node.meta[key] = self._template.meta[key]
-        node.meta[EMITTED] = True
-        node.meta["example_value"] = self._fake(node)
+        node.meta.update(provenance(self._template))
+        if node.op != "get_attr":
+            node.meta["example_value"] = self._fake(node)
+
+    def _example(self, node: fx.Node) -> Any:
+        if node.op == "get_attr" and "example_value" not in node.meta:  # a graph, not a tensor
+            return operator.attrgetter(str(node.target))(self._tracer.graph.owning_module)
+        return node.meta["example_value"]
 
     def _fake(self, node: fx.Node) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["example_value"])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._example)
         fake_mode = tensor_of(self._template).fake_mode  # type: ignore[union-attr]
         with ExitStack() as stack:
             for manager in ambient_context(self._ambient):
@@ -285,4 +315,16 @@ class GraphBuilder(Builder):
             stack.enter_context(fake_mode)
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                return _without_autograd(node.target, args, kwargs)
             return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _without_autograd(operator: torch._ops.HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+    """The example values of a higher-order operator: its autograd would trace graphs, in another fake mode than theirs."""
+    wants_grad = torch.is_grad_enabled() and any(
+        isinstance(operand, torch.Tensor) and operand.requires_grad for operand in pytree.tree_leaves((args, kwargs))
+    )
+    with torch.no_grad():
+        outputs = operator(*args, **kwargs)
+    return pytree.tree_map_only(torch.Tensor, lambda output: output.requires_grad_(wants_grad), outputs)

@@ -6,9 +6,9 @@ and while autocast and gradient modes stay the same. This module says when.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,12 +53,37 @@ class _Mutation:
     target: fx.Node
 
 
+@dataclass
+class Look:
+    """What a reader looked at: the nodes whose calls it read, and what it asked of :meth:`algebra.Region.reaches`."""
+
+    nodes: set[fx.Node] = field(default_factory=set)
+    reached: set[tuple[fx.Node, frozenset[str]]] = field(default_factory=set)
+
+
+class _Calls(dict[fx.Node, "Call | None"]):
+    """Every node's call; notes who is asked for while somebody watches."""
+
+    look: Look | None = None
+
+    def __getitem__(self, node: fx.Node) -> Call | None:
+        if self.look is not None:
+            self.look.nodes.add(node)
+        return super().__getitem__(node)
+
+    def get(self, node: Any, default: Any = None) -> Any:
+        if self.look is not None and isinstance(node, fx.Node):
+            self.look.nodes.add(node)
+        return super().get(node, default)
+
+
 class Effects:
     """Mutations and ambient modes of one graph, indexed once."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.position: Mapping[fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
-        self.calls: Mapping[fx.Node, Call | None] = {node: read(node) for node in graph.nodes}
+        self._calls = _Calls((node, read(node)) for node in graph.nodes)
+        self.calls: Mapping[fx.Node, Call | None] = self._calls
         self._mutations = [
             _Mutation(self.position[node], node, target)
             for node, call in self.calls.items()
@@ -66,8 +91,30 @@ class Effects:
             for target in _overwritten(call)
         ]
         self._ambient = _ambient_of(graph, self.calls)
-        #: Answers of :meth:`algebra.Region.reaches`, kept here because they hold for the whole graph.
-        self.reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
+        self._reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
+
+    @property
+    def has_mutations(self) -> bool:
+        """Whether anything in the graph is overwritten in place."""
+        return bool(self._mutations)
+
+    @contextmanager
+    def watched(self) -> Iterator[Look]:
+        """Everything that is looked at inside."""
+        look = self._calls.look = Look()
+        try:
+            yield look
+        finally:
+            self._calls.look = None
+
+    def reaches(self, node: fx.Node, goal: frozenset[str], search: Callable[[], bool]) -> bool:
+        """The answer of ``search``, which holds for the whole graph and is asked for once."""
+        if self._calls.look is not None:
+            self._calls.look.reached.add((node, goal))
+        found = self._reached.get((node, goal))
+        if found is None:
+            found = self._reached[node, goal] = search()
+        return found
 
     def ambient(self, node: fx.Node) -> Ambient:
         """The modes that ``node`` runs under."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import fx
@@ -48,6 +48,9 @@ class Match:
     ``source_kernel`` is the kernel that the source itself calls. ``masked_rows_count`` is False where the source's
     rounding alone decides what a row without any kept element gives, ``masked_rows_are_finite`` is True where such a row
     gives finite numbers.
+
+    A match that equals an earlier one but for its place has that as its ``prototype``; ``renamed`` gives, for the nodes of
+    the prototype, its own, and the emitter speaks of the prototype's.
     """
 
     op: str
@@ -67,6 +70,13 @@ class Match:
     source_kernel: str | None = None
     masked_rows_count: bool = True
     masked_rows_are_finite: bool = False
+    prototype: Match | None = None
+    renamed: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Match:
+        """The first of the matches that are equal but for their place."""
+        return self.prototype or self
 
 
 @dataclass(frozen=True)

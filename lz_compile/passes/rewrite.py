@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ from torch import fx
 
 from lz_compile.passes import contraction, layout
 from lz_compile.passes.algebra import is_pointwise
-from lz_compile.passes.axes import Dims
-from lz_compile.passes.builder import Builder, GraphBuilder
+from lz_compile.passes.builder import Builder, GraphBuilder, provenance
 from lz_compile.passes.match import Attributes, Match
 from lz_compile.passes.view import read, tensor_of
 
@@ -22,7 +22,49 @@ class RewriteError(Exception):
     """The replacement does not look like what it replaces (shape, dtype or device)."""
 
 
-def splice(graph: fx.Graph, match: Match, call: KernelCall) -> list[fx.Node]:
+@dataclass(frozen=True)
+class _Recipe:
+    """The nodes that were emitted for one match; ``given`` are the prototype's names of what they read."""
+
+    steps: tuple[tuple[fx.Node, Any, Any], ...]
+    result: fx.Node
+    given: Mapping[fx.Node, fx.Node]
+    shows_strides: bool
+
+
+class Recipes:
+    """What was emitted in one graph for matches that have twins, by match and kernel."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, KernelCall], _Recipe] = {}
+
+    def keep(self, match: Match, call: KernelCall, created: Sequence[fx.Node], result: fx.Node, shows: bool) -> None:
+        """Note what was emitted, if it reads nothing but the match's own nodes and inputs of the graph."""
+        own = {mine: node for node, mine in match.renamed.items()} or {n: n for n in {**match.inputs, **match.read}}
+        read = {operand for node in created for operand in node.all_input_nodes}.difference(created)
+        if all(node in own or node.op == "placeholder" for node in read):
+            steps = tuple((node, node.args, node.kwargs) for node in created)
+            self._found[id(match.kind), call] = _Recipe(steps, result, own, shows)
+
+    def follow(self, graph: fx.Graph, match: Match, call: KernelCall, shows: bool) -> fx.Node | None:
+        """The nodes again for a twin, at the graph's insertion point; None where there is no recipe that fits."""
+        recipe = self._found.get((id(match.kind), call))
+        if recipe is None or recipe.shows_strides != shows:
+            return None
+        made: dict[fx.Node, fx.Node] = {}
+
+        def local(node: fx.Node) -> fx.Node:
+            named = recipe.given.get(node, node)
+            return made.get(node) or match.renamed.get(named, named)
+
+        for node, *arguments in recipe.steps:
+            args, kwargs = fx.map_arg(arguments, local)
+            made[node] = graph.create_node(node.op, node.target, args, kwargs)
+            made[node].meta = {**node.meta, **provenance(match.output)}
+        return made[recipe.result]
+
+
+def splice(graph: fx.Graph, match: Match, call: KernelCall, recipes: Recipes) -> None:
     """Replace ``match.output`` by the kernel's nodes and erase what became superfluous.
 
     Either the whole replacement is made or, on any exception, the graph is as it was.
@@ -31,22 +73,17 @@ def splice(graph: fx.Graph, match: Match, call: KernelCall) -> list[fx.Node]:
         graph: the graph that the match was found in.
         match: what to replace.
         call: the kernel, a function of the op's canonical operands and ``attrs`` (see ``lowering/ops``).
-
-    Returns:
-        the new nodes, in graph order.
+        recipes: what was emitted for equal matches of this graph.
 
     Raises:
         RewriteError: the replacement's shape, dtype or device differs.
     """
-    sources = {**match.inputs, **_live(match.read, match.core)}
-    builder = GraphBuilder(graph, match.output, match.ambient, sources)
-    try:
-        with graph.inserting_before(match.output):
-            result = _emit(builder, match, call)
-    except BaseException:
-        for node in reversed(builder.created):
-            graph.erase_node(node)
-        raise
+    shows_strides = _shows_strides(match.output)
+    with graph.inserting_before(match.output):
+        result = recipes.follow(graph, match, call, shows_strides)
+        if result is None:
+            result, created = _emit(graph, match, call, shows_strides)
+            recipes.keep(match, call, created, result, shows_strides)
     match.output.replace_all_uses_with(result)
     superfluous = set(match.core)
     for node in reversed(match.core):
@@ -55,7 +92,6 @@ def splice(graph: fx.Graph, match: Match, call: KernelCall) -> list[fx.Node]:
         step = None if node in superfluous or node.users else read(node)
         if step is not None and layout.rearranges(step) and not step.is_inplace:
             graph.erase_node(node)
-    return [node for node in builder.created if not _erase_if_unused(graph, node)]
 
 
 def emit(builder: Builder, match: Match, call: KernelCall, attributes: Attributes) -> Any:
@@ -65,19 +101,29 @@ def emit(builder: Builder, match: Match, call: KernelCall, attributes: Attribute
     return match.emitter.result(builder, value)
 
 
-def _live(read: Mapping[fx.Node, Dims], core: tuple[fx.Node, ...]) -> dict[fx.Node, Dims]:
-    """The nodes that were read and that stay after the rewrite."""
-    return {node: dims for node, dims in read.items() if node not in core}
+def _emit(graph: fx.Graph, match: Match, call: KernelCall, shows_strides: bool) -> tuple[fx.Node, list[fx.Node]]:
+    """The node that replaces the match's output, and every node that was made for it."""
+    kind = match.kind
+    sources = {**kind.inputs, **{node: dims for node, dims in kind.read.items() if node not in kind.core}}
+    builder = GraphBuilder(graph, match.output, match.ambient, sources, match.renamed)
+    try:
+        result = _replacement(builder, match, call, shows_strides)
+    except BaseException:
+        for node in reversed(builder.created):
+            graph.erase_node(node)
+        raise
+    unused = [node for node in reversed(builder.created) if node is not result and _erase_if_unused(graph, node)]
+    return result, [node for node in builder.created if node not in unused]
 
 
-def _emit(builder: Builder, match: Match, call: KernelCall) -> fx.Node:
+def _replacement(builder: GraphBuilder, match: Match, call: KernelCall, shows_strides: bool) -> fx.Node:
     result: fx.Proxy = emit(builder, match, call, match.attributes)
     old, new = tensor_of(match.output), tensor_of(result.node)
     if old is None or new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
         raise RewriteError(
             f"rewriting {match.op} at {match.where}: expected a {_describe(old)}, the kernel gives a {_describe(new)}"
         )
-    if new.stride() != old.stride() and _shows_strides(match.output):
+    if shows_strides and new.stride() != old.stride():
         strides = old.stride()
         order = sorted(range(old.dim()), key=lambda dim: -strides[dim])
         back = [order.index(dim) for dim in range(old.dim())]

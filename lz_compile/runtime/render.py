@@ -60,7 +60,8 @@ def _why(match: MatchReport) -> str:
     for candidate in match.candidates:
         if candidate["kernel"] != match.kernel:
             against = "; ".join(reason["message"] for reason in candidate["against"])
-            lines.append(f"{candidate['kernel']}: {against or format(candidate['relative_latency'], 'g')}")
+            latency = f"{candidate['relative_latency']:.3g} {candidate['origin']}"
+            lines.append(f"{candidate['kernel']}: {against or latency}")
     return "\n".join(line for line in lines if line)
 
 

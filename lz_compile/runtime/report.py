@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from lz_compile.passes.match import NearMiss
-    from lz_compile.runtime.select import Decision
+    from lz_compile.runtime.select import Decision, Problem
 
 SCHEMA_VERSION = "1.0"
 
@@ -23,7 +23,8 @@ SCHEMA_VERSION = "1.0"
 class MatchReport:
     """One recognised op: where it is, which kernel runs it and why, and how its rewrite was proven.
 
-    ``graph`` is the path of the nested graph it was found in ("" for the outermost).
+    ``graph`` is the path of the nested graph it was found in ("" for the outermost); ``context`` is what the kernel was
+    chosen for, ``guards`` are the questions about symbolic sizes that the choice depends on.
     """
 
     op: str
@@ -36,11 +37,15 @@ class MatchReport:
     reasons: list[Reason] = field(default_factory=list)
     candidates: list[dict[str, Any]] = field(default_factory=list)
     validation: dict[str, Any] | None = None
+    context: dict[str, Any] | None = None
+    guards: list[str] = field(default_factory=list)
 
-    def decide(self, decision: Decision) -> None:
-        """Note a decision and every candidate's reasons."""
+    def decide(self, decision: Decision, problem: Problem) -> None:
+        """Note a decision, what it was made for and every candidate's reasons."""
         self.kernel = decision.kernel.kernel_id
         self.why = decision.why
+        self.context = problem.to_dict()
+        self.guards = list(decision.asked)
         self.candidates = [candidate.to_dict() for candidate in decision.candidates]
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,6 +59,8 @@ class MatchReport:
             "attributes": self.attributes,
             "why": self.why,
             "reasons": [reason.to_dict() for reason in self.reasons],
+            "context": self.context,
+            "guards": self.guards,
             "candidates": self.candidates,
             "validation": self.validation,
         }

@@ -1,50 +1,92 @@
-"""Choose a kernel for a match: filter by capability, then by the expected latency.
+"""Choose a kernel: filter by what can run, expect a latency for each, and decide, with a reason for every candidate.
 
-The expectation is the descriptors' documented prior, relative to Inductor's own code for the untouched subgraph (1.0).
-Every candidate keeps its reasons, for and against.
+Policy comes first (locks, exclusions), then capabilities, health and memory, then latencies: measured where there are
+measurements, the shipped priors elsewhere. Leaving the subgraph to Inductor is a candidate like any other and the one
+that is taken when nothing is better by more than the noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from lz_compile.lowering import ops
 from lz_compile.reasons import Reason
-from lz_compile.runtime.registry import KernelSpec, kernels
+from lz_compile.runtime import decision_tree, health, perfdb
+from lz_compile.runtime.bucket_limits import limit, within
+from lz_compile.runtime.buckets import Sample, tree, winner
+from lz_compile.runtime.context import SelectionContext
+from lz_compile.runtime.decision_tree import Leaf, Node
+from lz_compile.runtime.estimate import INDUCTOR, Estimate, estimates, fixed_part
+from lz_compile.runtime.kernel import KernelSpec
+from lz_compile.runtime.machine import environment
+from lz_compile.runtime.perf_record import PerfRecord
+from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.verdict import Policy, Verdict
 
-if TYPE_CHECKING:
-    from lz_compile.passes.match import Match
+#: What a kernel must save of Inductor's latency, beyond the noise, to be taken.
+MARGIN = 0.03
+#: Points of a preference or an aversion; 100 points are Inductor's speed (layerzero_spec 5.2).
+PREFERRED, AVOIDED = 20.0, -50.0
+#: Kernels that one symbol may lead to: Dynamo compiles that often, and gives up at eight.
+MAX_OUTCOMES = 6
+#: The sizes of a symbol that are looked at: 16 to 16,384.
+POWERS = tuple(1 << power for power in range(4, 15))
 
-INDUCTOR = "inductor"
+
+class Symbols(Protocol):
+    """The symbolic sizes of a match (``passes/symbolic_sizes.py``)."""
+
+    @property
+    def symbols(self) -> Mapping[str, Any]:
+        """Every symbol by name."""
+
+    def at(self, values: Mapping[str, int]) -> dict[str, int]:
+        """Every size, with the symbols at ``values``."""
+
+    def names_in(self, dims: tuple[str, ...]) -> list[str]:
+        """The symbols that the sizes of some dims depend on."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel that was considered: ``against`` holds the reasons why it cannot run (empty: it can)."""
+    """A kernel that was considered: ``against`` holds the reasons why it cannot run (empty: it can).
+
+    ``score`` is its speed in percent of Inductor's, plus what preferences add.
+    """
 
     kernel: KernelSpec
     against: tuple[Reason, ...]
-    relative_latency: float
+    estimate: Estimate
+    score: float
+    notes: tuple[Reason, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         return {
             "kernel": self.kernel.kernel_id,
-            "relative_latency": self.relative_latency,
+            "score": round(self.score, 2),
+            **self.estimate.to_dict(),
             "against": [reason.to_dict() for reason in self.against],
+            "notes": [reason.to_dict() for reason in self.notes],
         }
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The kernel for a match, why, and every candidate from the best to the worst; why a lock was not followed."""
+    """The kernel for a problem, why, and every candidate from the best to the worst; why a lock was not followed.
+
+    ``tree`` is the decision over symbolic sizes that ``kernel`` is one leaf of; ``asked`` are the questions that became
+    guards, with their answers.
+    """
 
     kernel: KernelSpec
     why: str
     candidates: tuple[Candidate, ...]
     refused_lock: Reason | None = None
+    tree: Node | None = None
+    asked: tuple[str, ...] = field(default=())
 
     @property
     def ranking(self) -> list[KernelSpec]:
@@ -53,63 +95,225 @@ class Decision:
         return [self.kernel, *others]
 
 
-def select(match: Match, locks: Mapping[str, str]) -> Decision:
-    """The kernel for a match.
+@dataclass(frozen=True)
+class Problem:
+    """What to choose a kernel for: the context, what the source calls itself, and what surrounds it.
 
-    Args:
-        match: what to run.
-        locks: kernel ids by op; a locked kernel is taken whatever its prior, if it can run.
+    ``symbols`` are given where sizes are symbolic and questions about them may become guards.
     """
-    found = kernels(match.op)
-    candidates = sorted((_candidate(spec, match) for spec in found.values()), key=_rank)
-    locked = locks.get(match.op)
-    refused = None
-    if locked is not None:
-        chosen = next(candidate for candidate in candidates if candidate.kernel.kernel_id == locked)
-        if not chosen.against:
-            return Decision(chosen.kernel, "locked", tuple(candidates))
-        refused = Reason("LOCK_NOT_POSSIBLE", "; ".join(reason.message for reason in chosen.against))
-    best = next(candidate for candidate in candidates if not candidate.against)
-    why = f"expected at {best.relative_latency:g} of Inductor's latency"
-    return Decision(best.kernel, why, tuple(candidates), refused)
+
+    context: SelectionContext
+    source_kernel: str | None = None
+    surroundings: str = ""
+    symbols: Symbols | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {
+            **self.context.to_dict(),
+            "source_kernel": self.source_kernel,
+            "surroundings": self.surroundings,
+        }
 
 
-def _rank(candidate: Candidate) -> tuple[bool, float]:
-    return bool(candidate.against), candidate.relative_latency
+def select(problem: Problem, policy: Policy) -> Decision:
+    """The kernel for a problem under a policy."""
+    return _Selection(problem, policy).decide()
 
 
-def _candidate(spec: KernelSpec, match: Match) -> Candidate:
-    facts = match.facts
-    dtype = str(facts.dtype).removeprefix("torch.")
-    return Candidate(spec, tuple(_reasons(spec, match, dtype)), _relative_latency(spec, facts, dtype))
+class _Selection:
+    def __init__(self, problem: Problem, policy: Policy) -> None:
+        self.problem, self.policy = problem, policy
+        self.context = _with_settings(problem.context, policy)
+        self.verdict: Verdict = policy.verdict(self.context)
+        self.specs = list(kernels(self.context.operation).values())
+        self.against = {spec.kernel_id: tuple(self._against(spec)) for spec in self.specs}
+        self.records = self._records()
 
+    def decide(self) -> Decision:
+        """Locks, then latencies."""
+        sizes = self.context.hints()
+        candidates = self._candidates(sizes)
+        refused = None
+        if self.verdict.lock is not None:
+            locked = next((c for c in candidates if c.kernel.kernel_id == self.verdict.lock), None)
+            if locked is not None and not locked.against:
+                return Decision(locked.kernel, f"locked by {self.verdict.lock_origin}", tuple(candidates))
+            text = "; ".join(reason.message for reason in locked.against) if locked else "no such kernel here"
+            refused = Reason("LOCK_NOT_POSSIBLE", f"{self.verdict.lock} ({self.verdict.lock_origin}): {text}")
+        if self.problem.symbols is not None and self._guardable():
+            return replace(self._over_symbols(self.problem.symbols, candidates), refused_lock=refused)
+        kernel_id, why = winner(self._sample(sizes), INDUCTOR, MARGIN, self._preference())
+        return Decision(self._spec(kernel_id), self._why(candidates, kernel_id, why), tuple(candidates), refused)
 
-def _reasons(spec: KernelSpec, match: Match, dtype: str) -> list[Reason]:
-    facts, reasons = match.facts, []
-    if not {"*", facts.device} & spec.platforms:
-        reasons.append(
-            Reason("PLATFORM_MISMATCH", f"{spec.kernel_id} runs on {sorted(spec.platforms)}, not {facts.device}")
+    # ---- one size -----------------------------------------------------------------------------------------------
+
+    def _candidates(self, sizes: Mapping[str, int]) -> list[Candidate]:
+        expected = self._estimates(sizes)
+        found = [
+            Candidate(
+                spec,
+                self.against[spec.kernel_id],
+                expected[spec.kernel_id],
+                self._score(spec, expected[spec.kernel_id]),
+                tuple(self._notes(spec)),
+            )
+            for spec in self.specs
+        ]
+        return sorted(found, key=lambda each: (bool(each.against), -each.score, -each.kernel.priority))
+
+    def _estimates(self, sizes: Mapping[str, int]) -> dict[str, Estimate]:
+        problem = self.problem
+        return estimates(
+            self.context,
+            self.specs,
+            sizes,
+            self.records,
+            source_kernel=problem.source_kernel,
+            surroundings=problem.surroundings,
         )
-    if not {"*", dtype} & spec.dtypes:
-        reasons.append(Reason("DTYPE_UNSUPPORTED", f"{spec.kernel_id} takes {sorted(spec.dtypes)}, not {dtype}"))
-    if "*" not in spec.supports:
-        for feature, cause in ops.features(match).items():
-            if feature not in spec.supports:
-                reasons.append(Reason(f"{feature.upper()}_UNSUPPORTED", f"{spec.kernel_id} does not take {cause}"))
-    return reasons
+
+    def _sample(self, sizes: Mapping[str, int], dims: Mapping[str, int] | None = None) -> Sample:
+        """The candidates that can run, with the latencies that their scores stand for."""
+        expected = self._estimates(sizes)
+        runnable = [spec for spec in self.specs if not self.against[spec.kernel_id]]
+        return Sample(
+            dict(sizes if dims is None else dims),
+            {spec.kernel_id: 100 / self._score(spec, expected[spec.kernel_id]) for spec in runnable},
+            {spec.kernel_id: expected[spec.kernel_id].noise for spec in runnable if spec.kernel_id != INDUCTOR},
+        )
+
+    def _score(self, spec: KernelSpec, estimate: Estimate) -> float:
+        score = 100 / estimate.relative_latency
+        preference = self.verdict.preference(spec.kernel_id)
+        if preference is not None:
+            score += max(PREFERRED - preference[0], 1.0)
+        if self.verdict.avoided(spec.kernel_id) is not None:
+            score += AVOIDED
+        return max(score, 1.0)
+
+    def _preference(self) -> list[str]:
+        """Of kernels that are equally fast, the first one is taken."""
+        return [spec.kernel_id for spec in sorted(self.specs, key=lambda spec: -spec.priority)]
+
+    def _why(self, candidates: Sequence[Candidate], kernel_id: str, why: str) -> str:
+        estimate = next(each.estimate for each in candidates if each.kernel.kernel_id == kernel_id)
+        preference = self.verdict.preference(kernel_id)
+        by = f" (preferred by {preference[1]})" if preference is not None else ""
+        if kernel_id == INDUCTOR:
+            return f"nothing is expected to be faster than Inductor's own code{by}"
+        if estimate.origin == "assumed":
+            return f"never measured here, assumed to be as fast as Inductor's code{by}"
+        verb = "measured" if estimate.origin == "measured" else "expected"
+        return f"{verb} at {estimate.relative_latency:.3g} of Inductor's latency{by}"
+
+    # ---- symbolic sizes -------------------------------------------------------------------------------------------
+
+    def _guardable(self) -> list[str]:
+        """The symbols that a decision may depend on: those of the op's bucketed sizes, lengths before batch and heads."""
+        symbols = self.problem.symbols
+        if symbols is None:
+            return []
+        groups = sorted(ops.module(self.context.op).BUCKETED_DIMS, key=len)
+        names = dict.fromkeys(name for dims in groups for name in symbols.names_in(dims))
+        return [name for name in names if name in symbols.symbols][:2]
+
+    def _over_symbols(self, symbols: Symbols, candidates: Sequence[Candidate]) -> Decision:
+        names = self._guardable()
+        hints = {name: symbol.hint for name, symbol in symbols.symbols.items()}
+        samples = []
+        for point in _points({name: symbols.symbols[name] for name in names}):
+            samples.append(self._sample(symbols.at({**hints, **point}), point))
+        found = tree(samples, names, INDUCTOR, MARGIN, preference=self._preference(), reach=float("inf"))
+        declared = {name: _range(symbols.symbols[name]) for name in names if symbols.symbols[name].is_declared}
+        if declared:
+            found = within(found, declared, {name: hints[name] for name in names}, samples)
+        found = limit(found, samples, MAX_OUTCOMES)
+        asked: list[str] = []
+
+        def is_below(name: str, edge: int) -> bool:
+            answer = bool(symbols.symbols[name].is_below(edge))
+            asked.append(f"{name} {'<' if answer else '>='} {edge}")
+            return answer
+
+        leaf: Leaf = decision_tree.evaluate(found, is_below)
+        kernel_id = leaf.kernel or INDUCTOR
+        why = f"{self._why(candidates, kernel_id, leaf.why)}{' while ' + ' and '.join(asked) if asked else ''}"
+        return Decision(self._spec(kernel_id), why, tuple(candidates), tree=found, asked=tuple(asked))
+
+    # ---- what speaks for and against ------------------------------------------------------------------------------
+
+    def _against(self, spec: KernelSpec) -> list[Reason]:
+        if spec.kernel_id == INDUCTOR:
+            return []
+        if not self.policy.settings.enabled:
+            return [Reason("POLICY_DISABLED", f"selection is switched off ({self._origin('enabled')})")]
+        reasons = list(spec.check(self.context))
+        retired = health.retired(spec.kernel_id)
+        if retired is not None:
+            reasons.append(retired)
+        origin = self.verdict.excluded(spec.kernel_id)
+        if origin is not None:
+            reasons.append(Reason("POLICY_EXCLUDED", f"{spec.kernel_id} is forbidden by {origin}"))
+        return reasons
+
+    def _notes(self, spec: KernelSpec) -> list[Reason]:
+        preference, avoided = self.verdict.preference(spec.kernel_id), self.verdict.avoided(spec.kernel_id)
+        notes = []
+        if preference is not None:
+            notes.append(Reason("POLICY_PREFERRED", f"preferred by {preference[1]}"))
+        if avoided is not None:
+            notes.append(Reason("POLICY_AVOIDED", f"avoided by {avoided}"))
+        return notes
+
+    def _origin(self, setting: str) -> str:
+        value = self.policy.values.get(setting)
+        return "default" if value is None else value.origin
+
+    def _spec(self, kernel_id: str) -> KernelSpec:
+        return next(spec for spec in self.specs if spec.kernel_id == kernel_id)
+
+    def _records(self) -> list[PerfRecord]:
+        settings = self.policy.settings.perfdb
+        if not settings.enabled or not self.policy.settings.enabled:
+            return []
+        return records_of(self.problem, self.context, settings.path)
 
 
-def _relative_latency(spec: KernelSpec, facts: Any, dtype: str) -> float:
-    rows = [
-        row
-        for row in spec.prior
-        if row.platform in ("*", facts.device)
-        and {"*", dtype} & row.dtypes
-        and row.min_query_len <= _hint(facts.query_len)
-    ]
-    return max(rows, key=lambda row: row.min_query_len).relative_latency if rows else 1.0
+def records_of(problem: Problem, context: SelectionContext, path: str | None) -> list[PerfRecord]:
+    """The measurements that share a problem's fixed part, in this environment."""
+    where = environment(context.device_type)
+    fixed = fixed_part(context, problem.source_kernel)
+    return database_at(path).curve(context.operation, context.dtype_name, where, fixed)
 
 
-def _hint(size: Any) -> int:
-    """A symbolic length counts as long."""
-    return size if isinstance(size, int) else 1 << 20
+def database_at(path: str | None) -> perfdb.PerfDB:
+    """The database of measurements, by default that of the user's cache directory."""
+    from pathlib import Path
+
+    return perfdb.database(None if path is None else Path(path).expanduser())
+
+
+def _with_settings(context: SelectionContext, policy: Policy) -> SelectionContext:
+    settings = policy.settings
+    return replace(
+        context,
+        requires_deterministic=context.requires_deterministic or settings.deterministic,
+        memory_headroom_bytes=settings.memory_headroom_bytes
+        if settings.memory_headroom_bytes is not None
+        else context.memory_headroom_bytes,
+    )
+
+
+def _range(symbol: Any) -> tuple[int, int | None]:
+    return symbol.lower, symbol.upper
+
+
+def _points(symbols: Mapping[str, Any]) -> list[dict[str, int]]:
+    """A grid of powers of two over the symbols' ranges, with the sizes that the graph was traced with."""
+    points: list[dict[str, int]] = [{}]
+    for name, symbol in symbols.items():
+        inside = [size for size in POWERS if symbol.lower <= size and (symbol.upper is None or size <= symbol.upper)]
+        sizes = sorted({*inside, symbol.hint})
+        points = [{**point, name: size} for point in points for size in sizes]
+    return points

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 
 from lz_compile.runtime import events
+from lz_compile.runtime.directories import cache_directory
 from lz_compile.runtime.fingerprint import source_hash
 
-
-def cache_directory() -> Path:
-    """``$LAYERZERO_CACHE_DIR``, or the user's cache directory of the platform."""
-    configured = os.environ.get("LAYERZERO_CACHE_DIR")
-    return Path(configured) if configured else Path(platformdirs.user_cache_dir("layerzero", appauthor=False))
+__all__ = ["Store", "cache_directory"]
 
 
 class Store:

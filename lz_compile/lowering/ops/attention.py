@@ -14,6 +14,7 @@ Canonical layout, in which every kernel takes and returns it:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 #: What a row gives whose every key is masked: NaN (softmax over ``-inf``), the mean of all values (softmax over equal
 #: finite fills), zero, or the softmax over fills that differ (given as the operand ``fill``).
 MaskedRows: TypeAlias = Literal["nan", "mean", "zero", "fill"]
+
+
+#: Sizes that a measurement must have exactly, and those that it may differ in within a bucket (a product is one size).
+EXACT_DIMS = ("head_dim", "value_dim")
+BUCKETED_DIMS = (("seq_len_q",), ("seq_len_k",), ("batch_size", "num_heads"))
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,117 @@ def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
         and "gradients of rows whose every key is masked",
         "bias_gradient": facts.bias_needs_grad and "a gradient of the bias",
         "value_dim": facts.value_dim != facts.head_dim and f"head dim {facts.head_dim}, value dim {facts.value_dim}",
+        "causal_rectangular": attrs.is_causal
+        and facts.query_len != facts.key_len
+        and f"a causal mask over {facts.query_len} queries and {facts.key_len} keys",
         "dynamic_causal": attrs.is_causal and symbolic and f"a causal mask with symbolic {' and '.join(symbolic)}",
     }
     return {name: text for name, text in needed.items() if isinstance(text, str)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a model's source would spell it.
+
+    Both take what projections give, ``[B, S, H * D]``, and give what the next one takes: the layout changes around an
+    attention are part of what it costs.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    attrs: AttentionAttrs
+    facts: AttentionFacts
+
+    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The problem with a kernel over the canonical operands."""
+
+        def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
+            operands = dict(zip(("query", "key", "value"), self._heads(query, key, value), strict=True))
+            if mask:
+                operands["mask" if self.attrs.has_mask else "bias"] = mask[0]
+            return self._merged(call(**operands, attrs=self.attrs))
+
+        return run
+
+    def as_written(self) -> Callable[..., torch.Tensor]:
+        """The problem as models spell it: two products, a softmax in float32, keys and values repeated for each group."""
+
+        def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
+            query, key, value = self._heads(query, key, value)
+            batch, kv_heads, keys, _ = key.shape
+            groups = query.shape[1] // kv_heads
+            if groups > 1:
+                key, value = (
+                    each[:, :, None].expand(batch, kv_heads, groups, keys, each.shape[-1]).flatten(1, 2)
+                    for each in (key, value)
+                )
+            scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
+            if mask and self.attrs.has_bias:
+                scores = scores + mask[0]
+            elif mask:
+                scores = scores.masked_fill(torch.logical_not(mask[0]), -math.inf)
+            if self.attrs.is_causal:
+                keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+                scores = scores.masked_fill(torch.logical_not(keep), -math.inf)
+            weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+            return self._merged(torch.nn.functional.dropout(weights, self.attrs.dropout_p) @ value)
+
+        return run
+
+    def _heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        counts = (self.facts.heads, self.facts.kv_heads, self.facts.kv_heads)
+        return [
+            tensor.unflatten(-1, (count, -1)).transpose(1, 2) for tensor, count in zip(tensors, counts, strict=True)
+        ]
+
+    def _merged(self, output: torch.Tensor) -> torch.Tensor:
+        return output.transpose(1, 2).flatten(2)
+
+
+def sample(
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_causal: bool = False,
+    mask: Literal["none", "bool", "float"] = "none",
+    is_training: bool = False,
+) -> Sample:
+    """A problem of given sizes (by the names that descriptors use) with random inputs."""
+
+    def random(length: int, heads: int, dim: int) -> torch.Tensor:
+        tensor = torch.randn(sizes["batch_size"], length, heads * dim, device=device, dtype=torch.float32)
+        return tensor.to(dtype).requires_grad_(is_training)
+
+    inputs = [
+        random(sizes["seq_len_q"], sizes["num_heads"], sizes["head_dim"]),
+        random(sizes["seq_len_k"], sizes["num_kv_heads"], sizes["head_dim"]),
+        random(sizes["seq_len_k"], sizes["num_kv_heads"], sizes["value_dim"]),
+    ]
+    if mask != "none":
+        keep = torch.rand(sizes["batch_size"], 1, sizes["seq_len_q"], sizes["seq_len_k"], device=device) > 0.1
+        keep[..., 0] = True
+        lowest = torch.finfo(dtype).min
+        inputs.append(keep if mask == "bool" else torch.zeros_like(keep, dtype=dtype).masked_fill(~keep, lowest))
+    attrs = AttentionAttrs(
+        is_causal=is_causal,
+        has_mask=mask == "bool",
+        has_bias=mask == "float",
+        bias_is_finite=mask == "float",
+        bias_can_mask=mask == "float",
+        masked_rows="mean" if mask == "float" else "nan",
+        enable_gqa=sizes["num_heads"] != sizes["num_kv_heads"],
+        score_dtype=dtype,
+    )
+    facts = AttentionFacts(
+        batch=sizes["batch_size"],
+        heads=sizes["num_heads"],
+        kv_heads=sizes["num_kv_heads"],
+        query_len=sizes["seq_len_q"],
+        key_len=sizes["seq_len_k"],
+        head_dim=sizes["head_dim"],
+        value_dim=sizes["value_dim"],
+        dtype=dtype,
+        device=device.type,
+        needs_grad=is_training,
+    )
+    return Sample(tuple(inputs), attrs, facts)

@@ -20,3 +20,6 @@ def recognisers() -> Mapping[str, Recogniser]:
     """All recognisers by op, in alphabetical order."""
     modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     return {module.__name__.rpartition(".")[2]: module.recognise for module in modules if hasattr(module, "recognise")}
+
+
+recognisers()  # imported with the package: the first compile does not pay for it

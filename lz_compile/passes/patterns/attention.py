@@ -24,6 +24,7 @@ from lz_compile.passes.core import Core, find_core
 from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.match import Match, NearMiss, RefusedError
 from lz_compile.passes.patterns.sdpa_call import match_sdpa_call
+from lz_compile.passes.twins import Twins
 from lz_compile.passes.view import Call, tensor_of, where_of
 from lz_compile.reasons import Reason
 
@@ -35,12 +36,13 @@ _SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
     """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
     covered: set[fx.Node] = set()
+    twins = Twins(effects)
     for node in graph.nodes:
         call = effects.calls[node]
         tensor = tensor_of(node)
         if call is None or tensor is None or EMITTED in node.meta or 0 in shape_of(tensor):
             continue
-        found = _from_call(effects, call)
+        found = _from_call(effects, call, twins)
         if isinstance(found, Match):
             covered.update(found.core)
         if isinstance(found, NearMiss):
@@ -50,11 +52,21 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
     yield from _unread_anchors(graph, effects, covered)
 
 
-def _from_call(effects: Effects, call: Call) -> Match | NearMiss | None:
+def _from_call(effects: Effects, call: Call, twins: Twins) -> Match | NearMiss | None:
+    if call.name not in contraction.PRODUCTS and call.name not in ("sum", "scaled_dot_product_attention"):
+        return None
+    found: Match | NearMiss | None = twins.find(call.node)
+    if found is None:
+        with twins.watch() as look:
+            found = _read(effects, call)
+        if isinstance(found, Match):
+            twins.remember(found, call.node, look)
+    return found
+
+
+def _read(effects: Effects, call: Call) -> Match | NearMiss | None:
     if call.name == "scaled_dot_product_attention":
         return match_sdpa_call(effects, call)
-    if call.name not in contraction.PRODUCTS and call.name != "sum":
-        return None
     refused: NearMiss | None = None
     for expand_masks, expand_inplace in ((False, True), (True, True), (False, False)):
         region = Region(effects, expand_masks=expand_masks, expand_inplace=expand_inplace)

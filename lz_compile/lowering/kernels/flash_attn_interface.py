@@ -1,0 +1,43 @@
+"""FlashAttention 3 for Hopper, of the package ``flash_attn_3``: ``flash_attn_interface.flash_attn_func``."""
+
+from __future__ import annotations
+
+import torch
+
+from lz_compile.lowering.opaque import opaque
+from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering.token_major import attend, fake, fallback, square
+
+
+def _flash_attn_3(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    is_causal: bool,
+    softcap: float | None,
+) -> torch.Tensor:
+    from flash_attn_interface import flash_attn_func
+
+    causal = square(query, key, is_causal)
+    out = flash_attn_func(query, key, value, softmax_scale=scale, causal=causal, softcap=softcap or 0.0)
+    result: torch.Tensor = out[0] if isinstance(out, tuple) else out  # some versions add the logsumexp
+    return result.contiguous()
+
+
+_operator = opaque("flash_attn_3", _flash_attn_3, fake, fallback=fallback, kernel_id="flash_attn.v3")
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    fill: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    attrs: AttentionAttrs,
+) -> torch.Tensor:
+    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without masks, sinks and dropout."""
+    return attend(_operator, query, key, value, attrs, mask, bias, fill, sinks)

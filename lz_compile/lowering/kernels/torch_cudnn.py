@@ -1,0 +1,43 @@
+"""cuDNN's fused attention, as PyTorch calls it: ``aten::_scaled_dot_product_cudnn_attention``.
+
+The operator itself and not ``scaled_dot_product_attention`` under ``sdpa_kernel``: which kernel that picks is decided again
+at run time, and a mode is no part of a graph's node.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lz_compile.lowering.kernels import torch_sdpa
+from lz_compile.lowering.ops.attention import AttentionAttrs
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    fill: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    attrs: AttentionAttrs,
+) -> torch.Tensor:
+    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without masks, sinks and dropout."""
+    assert all(operand is None for operand in (mask, bias, fill, sinks)), "torch.cudnn is given a mask or sinks"
+    assert (attrs.dropout_p, attrs.softcap) == (0, None), "torch.cudnn is asked for dropout or capped scores"
+    if isinstance(key.shape[2], int) and key.shape[2] == 1:  # cuDNN takes no single key
+        return torch_sdpa.attention(query, key, value, attrs=attrs)
+    outputs = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        query,
+        key,
+        value,
+        None,
+        True,  # the logsumexp, which the backward reads
+        0.0,
+        attrs.is_causal,
+        False,
+        scale=attrs.scale,
+    )
+    result: torch.Tensor = outputs[0]
+    return result

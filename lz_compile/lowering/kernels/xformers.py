@@ -1,0 +1,52 @@
+"""xFormers' memory-efficient attention: ``xformers.ops.memory_efficient_attention_forward``.
+
+Its ``LowerTriangularMask`` starts at the first query and the first key, as our causality does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lz_compile.lowering.opaque import opaque
+from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering.token_major import attend, fake, fallback, unit_stride
+
+
+def _xformers(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    is_causal: bool,
+    softcap: float | None,
+) -> torch.Tensor:
+    from xformers.ops import LowerTriangularMask, memory_efficient_attention_forward
+
+    assert softcap is None, "xformers is asked for capped scores"
+    query, key, value = unit_stride(query, key, value)
+    groups, per_group = key.shape[2], query.shape[2] // key.shape[2]
+    if per_group > 1:  # one more dimension: the key heads, and the query heads that share each of them
+        query = query.unflatten(2, (groups, per_group))
+        key = key.unsqueeze(3).expand(-1, -1, -1, per_group, -1)
+        value = value.unsqueeze(3).expand(-1, -1, -1, per_group, -1)
+    bias = LowerTriangularMask() if is_causal else None
+    out: torch.Tensor = memory_efficient_attention_forward(query, key, value, attn_bias=bias, scale=scale)
+    return (out.flatten(2, 3) if per_group > 1 else out).contiguous()
+
+
+_operator = opaque("xformers", _xformers, fake, fallback=fallback, kernel_id="xformers")
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    fill: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    attrs: AttentionAttrs,
+) -> torch.Tensor:
+    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without masks, sinks and dropout."""
+    return attend(_operator, query, key, value, attrs, mask, bias, fill, sinks)

@@ -1,0 +1,199 @@
+"""A match with the pointwise chain around it, as a graph of its own: what a kernel is measured in.
+
+Inductor fuses the pointwise and layout operations before and after an op into its own code. A kernel that it cannot see
+into breaks that fusion and must pay for it, so candidates are measured with what surrounds them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.passes import layout
+from lz_compile.passes.algebra import is_pointwise
+from lz_compile.passes.effects import Effects, ambient_context
+from lz_compile.passes.match import Match
+from lz_compile.passes.rewrite import KernelCall, Recipes, splice
+from lz_compile.passes.view import is_symbolic, read, tensor_of, value_of, where_of
+
+#: How many operations are taken in before the match, and after it.
+_REACH = 16
+
+Binding = Mapping[sympy.Symbol, int]
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Part of a graph: a match and what Inductor may fuse with it.
+
+    ``inputs`` are the nodes of the original graph that the excerpt reads, ``nodes`` those that it holds, in graph order,
+    ``outputs`` those of them that others read. ``surroundings`` is a hash of the operations around the match, empty
+    where there are none.
+    """
+
+    match: Match
+    inputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    surroundings: str
+
+    def function(self, call: KernelCall | None) -> Callable[..., Any]:
+        """The excerpt as a function of its inputs, with the match run by ``call`` (None: as the source spells it)."""
+        graph, copies = self._copied()
+        module = fx.GraphModule(torch.nn.Module(), graph)
+        if call is not None:
+            copies = dict(zip(copies, module.graph.nodes, strict=False))
+            splice(module.graph, _moved(self.match, copies), call, Recipes())
+            module.recompile()
+        managers = self.match.ambient
+
+        def run(*inputs: Any) -> Any:
+            with ExitStack() as stack:
+                for manager in ambient_context(managers):
+                    stack.enter_context(manager)
+                return module(*inputs)
+
+        return run
+
+    def _copied(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.inputs:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = copy.copy(node.meta)
+        for node in self.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = copy.copy(node.meta)
+        graph.output(tuple(copies[node] for node in self.outputs))
+        return graph, copies
+
+    def make_inputs(self, binding: Binding) -> list[Any]:
+        """Random inputs of the real sizes, layouts and dtypes, with numbers in place of symbols."""
+        return [_make_input(value_of(node), binding) for node in self.inputs]
+
+
+def excerpt(match: Match, effects: Effects) -> Excerpt:
+    """A match with its surroundings, as far as they are pointwise or change the layout, under the match's own modes."""
+    core = _between(match)
+    held = dict.fromkeys(core)
+    if not effects.has_mutations:
+        _take_before(match, effects, held)
+        _take_after(match, effects, held)
+    nodes = tuple(node for node in match.output.graph.nodes if node in held)
+    inputs = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in held)
+    outputs = tuple(node for node in nodes if any(user not in held for user in node.users)) or (nodes[-1],)
+    around = [node for node in nodes if node not in core]
+    text = "\n".join(f"{node.op} {node.target} {len(node.all_input_nodes)}" for node in around)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16] if around else ""
+    return Excerpt(match, tuple(inputs), nodes, outputs, digest)
+
+
+def _between(match: Match) -> set[fx.Node]:
+    """Everything that the match's output needs, back to its inputs; sizes are inputs like any other."""
+    needed, stack = {match.output}, [match.output]
+    while stack:
+        for operand in stack.pop().all_input_nodes:
+            if operand in needed or operand in match.inputs or is_symbolic(operand) or operand.op == "placeholder":
+                continue
+            needed.add(operand)
+            stack.append(operand)
+    return needed | set(match.core)
+
+
+def _take_before(match: Match, effects: Effects, held: dict[fx.Node, None]) -> None:
+    """What only the match reads, upwards from its inputs."""
+    queue = list(match.inputs)
+    taken = 0
+    while queue and taken < _REACH:
+        node = queue.pop(0)
+        if node in held or not _is_fusible(node, match, effects) or any(user not in held for user in node.users):
+            continue
+        held[node] = None
+        taken += 1
+        queue.extend(node.all_input_nodes)
+
+
+def _take_after(match: Match, effects: Effects, held: dict[fx.Node, None]) -> None:
+    queue = list(match.output.users)
+    taken = 0
+    while queue and taken < _REACH:
+        node = queue.pop(0)
+        if node in held or not _is_fusible(node, match, effects):
+            continue
+        if any(effects.position[operand] > effects.position[match.output] for operand in _strangers(node, held)):
+            continue
+        held[node] = None
+        taken += 1
+        queue.extend(node.users)
+
+
+def _strangers(node: fx.Node, held: Mapping[fx.Node, None]) -> list[fx.Node]:
+    return [operand for operand in node.all_input_nodes if operand not in held and tensor_of(operand) is not None]
+
+
+def _is_fusible(node: fx.Node, match: Match, effects: Effects) -> bool:
+    call = read(node)
+    if call is None or tensor_of(node) is None or call.is_inplace or effects.ambient(node) != match.ambient:
+        return False
+    return is_pointwise(call) or layout.is_view(call) or layout.rearranges(call)
+
+
+def _moved(match: Match, copies: Mapping[fx.Node, fx.Node]) -> Match:
+    """The match as found in a copy of its graph."""
+    kind = match.kind
+    renamed = {node: copies[match.renamed.get(node, node)] for node in {**kind.inputs, **kind.read} | _all(kind)}
+    return replace(
+        match,
+        output=copies[match.output],
+        core=tuple(copies[node] for node in match.core),
+        read={copies[node]: dims for node, dims in match.read.items() if node in copies},
+        inputs={copies[node]: dims for node, dims in match.inputs.items()},
+        where=where_of(match.output),
+        prototype=kind,
+        renamed=renamed,
+    )
+
+
+def _all(match: Match) -> dict[fx.Node, None]:
+    return dict.fromkeys((*match.core, *match.operands.values()))
+
+
+def _make_input(value: Any, binding: Binding) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return _number(value, binding)
+    shape = [_number(size, binding) for size in value.shape]
+    strides = [_number(stride, binding) for stride in value.stride()]
+    tensor = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+    if value.dtype == torch.bool:
+        tensor.copy_(torch.rand(shape, device=value.device) > 0.1)
+    elif value.is_floating_point() or value.is_complex():
+        tensor.copy_(torch.randn(shape, device=value.device))
+    else:
+        tensor.zero_()
+    return tensor.requires_grad_() if value.requires_grad else tensor
+
+
+def _number(value: Any, binding: Binding) -> Any:
+    if not isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value
+    expression = value.node.expr.xreplace(dict(binding))
+    return int(expression) if isinstance(value, torch.SymInt) else float(expression)
+
+
+def symbols(values: Sequence[Any]) -> set[sympy.Symbol]:
+    """The symbols in the sizes of tensors and in symbolic numbers."""
+    found: set[sympy.Symbol] = set()
+    for value in values:
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, (torch.SymInt, torch.SymFloat)):
+                found |= size.node.expr.free_symbols
+    return found

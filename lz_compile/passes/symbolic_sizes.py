@@ -1,0 +1,99 @@
+"""Symbolic sizes of a match: their ranges, the dims that they give, and questions that become guards of Dynamo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lz_compile.lowering import inductor
+from lz_compile.passes.axes import Size, as_size
+from lz_compile.passes.view import value_of
+from lz_compile.runtime.context import sizes_of
+
+if TYPE_CHECKING:
+    import sympy
+
+    from lz_compile.passes.match import Match
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One symbol: the size that the graph was traced with and its range (``upper`` None: without end).
+
+    ``is_declared`` says that the user declared the range: no guard may cut it.
+    """
+
+    expression: sympy.Symbol
+    size: torch.SymInt
+    hint: int | None
+    lower: int
+    upper: int | None
+
+    @property
+    def name(self) -> str:
+        """As torch prints it (``s77``)."""
+        return str(self.expression)
+
+    @property
+    def is_declared(self) -> bool:
+        """Whether the range is the user's: every symbol is 2 or more, and has an end only where one was declared."""
+        return self.upper is not None or self.lower > 2
+
+    def is_below(self, edge: int) -> bool:
+        """Whether the size is below ``edge``: asked of torch, so that the answer becomes a guard of the compiled code."""
+        return bool(self.size < edge)
+
+
+@dataclass(frozen=True)
+class SymbolicSizes:
+    """The sizes of a match over its symbols."""
+
+    symbols: Mapping[str, Symbol]
+    sizes: Mapping[str, Size]
+
+    def at(self, values: Mapping[str, int]) -> dict[str, int]:
+        """Every size as a number, with the symbols at ``values``."""
+        numbers = {self.symbols[name].expression: value for name, value in values.items()}
+        return {name: s if isinstance(s, int) else max(int(s.xreplace(numbers)), 0) for name, s in self.sizes.items()}
+
+    def names_in(self, dims: tuple[str, ...]) -> list[str]:
+        """The symbols that the sizes of some dims depend on."""
+        found: dict[str, None] = {}
+        for dim in dims:
+            size = self.sizes[dim]
+            if not isinstance(size, int):
+                found.update(dict.fromkeys(sorted(str(symbol) for symbol in size.free_symbols)))
+        return list(found)
+
+
+def symbolic_sizes(match: Match) -> SymbolicSizes | None:
+    """The sizes of a match, None where all of them are numbers.
+
+    A symbol that no input of the graph shows (one that data decides) is missing from ``symbols``.
+    """
+    sizes: dict[str, Size] = sizes_of(match.op, match.facts)
+    wanted = {symbol for size in sizes.values() if not isinstance(size, int) for symbol in size.free_symbols}
+    if not wanted:
+        return None
+    found: dict[str, Symbol] = {}
+    for node in match.output.graph.nodes:
+        if len(found) == len(wanted) or node is match.output:
+            break
+        value = value_of(node)
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            _add(size, wanted, found)
+    return SymbolicSizes(found, sizes)
+
+
+def _add(size: Any, wanted: set[Any], found: dict[str, Symbol]) -> None:
+    if not isinstance(size, torch.SymInt):
+        return
+    expression = as_size(size)
+    if isinstance(expression, int) or expression not in wanted or str(expression) in found:
+        return
+    known = inductor.range_of(size)
+    if known.hint is not None:
+        found[str(expression)] = Symbol(expression, size, known.hint, known.lower, known.upper)

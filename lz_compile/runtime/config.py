@@ -1,0 +1,349 @@
+"""Configuration as data: the keys of ``layerzero.yaml`` and of ``configure()``, checked, as a layer of a policy.
+
+A wrong key, type or name is an error that says where it stands and what would be right. A key whose value asks for
+something that does not exist yet is an error as well: nothing that is written down is ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from lz_compile.errors import ConfigError, nearest
+from lz_compile.runtime import names, rules
+from lz_compile.runtime.names import Invalid, dotted
+from lz_compile.runtime.rules import Lock, Rule, Statement
+from lz_compile.runtime.settings import Layer, Value
+
+if TYPE_CHECKING:
+    import yaml
+
+KeyPath = tuple[str | int, ...]
+VERSION = 1
+
+_CHOICES: Mapping[str, tuple[object, ...]] = {"version": (VERSION,), "backend_isolation": ("in_process", "subprocess")}
+_NOT_YET: Mapping[tuple[str, object], str] = {
+    ("plan_mode", True): "kernels are chosen one operation at a time; leave plan_mode at false",
+    ("graph_strict_mode", True): "kernels are not captured on trial; leave graph_strict_mode at false",
+    ("backend_isolation", "subprocess"): "kernels run in this process; leave backend_isolation at 'in_process'",
+}
+
+
+class PerfDBKeys(msgspec.Struct, forbid_unknown_fields=True):
+    """Keys under ``perfdb``; defaults are those of ``PerfDBSettings``."""
+
+    enabled: bool | UnsetType = UNSET
+    path: Any = UNSET
+    auto_tune: bool | UnsetType = UNSET
+    tune_samples: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+
+
+class CacheKeys(msgspec.Struct, forbid_unknown_fields=True):
+    """Keys under ``cache``; defaults are those of ``CacheSettings``."""
+
+    enabled: bool | UnsetType = UNSET
+    max_size: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+    ttl_seconds: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
+
+
+class RuleKeys(msgspec.Struct, forbid_unknown_fields=True):
+    """Keys of one entry of ``rules``."""
+
+    match: dict[str, Any]
+    prefer: str | list[str] = []
+    avoid: str | list[str] = []
+    forbid: str | list[str] = []
+    prefer_sources: list[str] = []
+    avoid_sources: list[str] = []
+    lock: str | UnsetType = UNSET
+
+
+class Keys(msgspec.Struct, forbid_unknown_fields=True):
+    """Keys of the whole; defaults are those of ``Settings``."""
+
+    version: int | UnsetType = UNSET
+    enabled: bool | UnsetType = UNSET
+    fallback_enabled: bool | UnsetType = UNSET
+    log_selections: bool | UnsetType = UNSET
+    explain_enabled: bool | UnsetType = UNSET
+    deterministic: bool | UnsetType = UNSET
+    strict_mode: bool | UnsetType = UNSET
+    plan_mode: bool | UnsetType = UNSET
+    allow_adaptation: bool | UnsetType = UNSET
+    graph_strict_mode: bool | UnsetType = UNSET
+    backend_isolation: str | UnsetType = UNSET
+    memory_headroom_mb: Annotated[int, Meta(ge=0)] | UnsetType | None = UNSET
+    prefer_sources: list[str] | UnsetType = UNSET
+    avoid_sources: list[str] | UnsetType = UNSET
+    locks: dict[str, Any] | UnsetType = UNSET
+    perfdb: PerfDBKeys | UnsetType = UNSET
+    cache: CacheKeys | UnsetType = UNSET
+    rules: list[RuleKeys] | UnsetType = UNSET
+
+
+#: Keys that are no settings but say something about kernels.
+_ABOUT_KERNELS = ("version", "prefer_sources", "avoid_sources", "locks", "rules")
+
+
+def read(path: str | os.PathLike[str]) -> Layer:
+    """The layer that a YAML file describes.
+
+    Raises:
+        ConfigError: the file cannot be read, or says something that cannot be followed; with file, line and key.
+    """
+    import yaml
+
+    file = Path(path).expanduser().absolute()
+    try:
+        loader = yaml.SafeLoader(file.read_bytes())
+        try:
+            node = loader.get_single_node()
+            lines = {} if node is None else dict(_lines(node))
+            data = {} if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+        return layer({} if data is None else data, str(file), file.parent)
+    except OSError as error:
+        raise ConfigError(f"reading the configuration {file}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"reading {file}{_mark(error)}: not plain YAML: {_cause(error)}") from error
+    except _Duplicate as problem:
+        raise ConfigError(f"reading {file}, line {problem.line}: {problem}") from None
+    except Invalid as problem:
+        raise ConfigError(f"reading {file}{_line(lines, problem.path)}: {problem}") from None
+
+
+def arguments(values: Mapping[str, Any]) -> Layer:
+    """The layer that the arguments of ``configure`` describe.
+
+    Raises:
+        ConfigError: a name or a value is wrong.
+    """
+    try:
+        return layer(values, "lz.configure()", Path.cwd())
+    except Invalid as problem:
+        raise ConfigError(f"configuring {problem}") from None
+
+
+def layer(data: object, origin: str, directory: Path) -> Layer:
+    """The layer that the data describe.
+
+    Args:
+        data: keys as in ``layerzero.yaml``.
+        origin: where they come from, for reports.
+        directory: against which relative paths are meant.
+
+    Raises:
+        Invalid: with the path of the key.
+    """
+    keys = _converted(data)
+    values = [Value(name, value, origin) for name, value in _values(keys, directory)]
+    return Layer(tuple(values), _locks(keys, origin), _sources(keys, origin), _rules(keys, origin))
+
+
+def _converted(data: object) -> Keys:
+    try:
+        return msgspec.convert(data, Keys)
+    except msgspec.ValidationError as error:
+        text, _, location = str(error).partition(" - at `")
+        path = _parsed(location.rstrip("`"))
+        if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", text, re.DOTALL):
+            valid = list(_struct(path).__struct_fields__)
+            hint = nearest(unknown[1], valid)
+            raise Invalid((*path, unknown[1]), f"no key '{unknown[1]}'{hint}; valid are {', '.join(valid)}") from None
+        if "key" in location.partition("$")[0]:
+            raise Invalid(path, "expected keys that are text") from None
+        if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
+            raise Invalid(path, f"expected a key '{missing[1]}', received none") from None
+        received = _at(data, path)
+        raise Invalid(path, f"{_expected(text)}, received {type(received).__name__} {received!r}") from None
+
+
+_TERMS = {"object": "a mapping", "array": "a list", "null": "None"}
+
+
+def _expected(text: str) -> str:
+    """What msgspec expected, in words of YAML and Python."""
+    wanted = re.sub(r", got `.*", "", text).replace("`", "").replace("Expected", "expected")
+    return re.sub(r"\b(object|array|null)\b", lambda match: _TERMS[match[1]], wanted).replace(" | ", " or ")
+
+
+def _parsed(location: str) -> KeyPath:
+    """A path as msgspec writes it: ``$.rules[0].prefer``."""
+    parts = re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", location)
+    return tuple(int(index) if index else name for name, index in parts)
+
+
+def _struct(path: KeyPath) -> Any:
+    by_name = {"perfdb": PerfDBKeys, "cache": CacheKeys, "rules": RuleKeys}
+    return by_name[str(path[0])] if path else Keys
+
+
+def _at(data: Any, path: KeyPath) -> Any:
+    for part in path:
+        data = data[part]
+    return data
+
+
+def _values(keys: Keys, directory: Path) -> Iterator[tuple[str, Any]]:
+    given = msgspec.structs.asdict(keys)
+    for name, valid in _CHOICES.items():
+        value = given[name]
+        if value is not UNSET and value not in valid:
+            listed = " or ".join(repr(choice) for choice in valid)
+            hint = nearest(str(value), [str(choice) for choice in valid])
+            raise Invalid((name,), f"expected {listed}, received {value!r}{hint}")
+    for name, value in given.items():
+        if value is UNSET or name in _ABOUT_KERNELS:
+            continue
+        if isinstance(value, msgspec.Struct):
+            group = msgspec.structs.asdict(value)
+            yield from (
+                (f"{name}.{leaf}", _path(v, directory) if leaf == "path" else v)
+                for leaf, v in group.items()
+                if v is not UNSET
+            )
+            continue
+        if (name, value) in _NOT_YET:
+            raise Invalid((name,), f"{value!r} is not supported yet: {_NOT_YET[name, value]}")
+        yield name, value
+
+
+def _path(value: object, directory: Path) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        raise Invalid(("perfdb", "path"), f"expected a path, received {type(value).__name__} {value!r}")
+    return str(directory / Path(value).expanduser())
+
+
+def _locks(keys: Keys, origin: str) -> tuple[Lock, ...]:
+    found = []
+    for operation, kernel_id in ({} if keys.locks is UNSET else keys.locks).items():
+        if not isinstance(kernel_id, str):
+            received = f"received {type(kernel_id).__name__} {kernel_id!r}"
+            raise Invalid(("locks", operation), f"expected the id of a kernel, {received}")
+        try:
+            names.check_lock(operation, kernel_id)
+        except Invalid as problem:
+            raise problem.below("locks", operation) from None
+        found.append(Lock(operation, kernel_id, origin))
+    return tuple(found)
+
+
+def _sources(keys: Keys, origin: str) -> tuple[Statement, ...]:
+    prefer = [] if keys.prefer_sources is UNSET else keys.prefer_sources
+    avoid = [] if keys.avoid_sources is UNSET else keys.avoid_sources
+    return _statements({"avoid_sources": avoid, "prefer_sources": prefer}, origin)
+
+
+def _statements(listed: Mapping[str, str | list[str]], origin: str) -> tuple[Statement, ...]:
+    """The statements of one place, checked; the keys are those of a rule."""
+    found: dict[str, Statement] = {}
+    for key, wanted in listed.items():
+        kind = rules.KINDS[key.removesuffix("_sources")]
+        for index, pattern in enumerate([wanted] if isinstance(wanted, str) else wanted):
+            path = (key,) if isinstance(wanted, str) else (key, index)
+            _check(kind, key, pattern, path)
+            if found.setdefault(pattern, Statement(kind, pattern, origin)).kind != kind:
+                raise Invalid(path, f"'{pattern}' stands under '{found[pattern].kind}' as well; keep one of them")
+    return tuple(found.values())
+
+
+def _check(kind: str, key: str, pattern: str, path: KeyPath) -> None:
+    try:
+        (names.check_source if key.endswith("_sources") else names.check_kernels)(pattern)
+    except Invalid as problem:
+        raise problem.below(*path) from None
+    if kind == "forbid" and pattern == names.INCUMBENT:
+        raise Invalid(path, f"'{pattern}' cannot be forbidden: it is what runs where nothing else may; use 'avoid'")
+
+
+def _rules(keys: Keys, origin: str) -> tuple[Rule, ...]:
+    found = []
+    for index, entry in enumerate([] if keys.rules is UNSET else keys.rules):
+        try:
+            found.append(_rule(entry, f"rule {index + 1} of {origin}"))
+        except Invalid as problem:
+            raise problem.below("rules", index) from None
+    return tuple(found)
+
+
+def _rule(entry: RuleKeys, origin: str) -> Rule:
+    if not entry.match:
+        raise Invalid(("match",), "expected a condition, received none; what holds always stands outside of rules")
+    try:
+        conditions = tuple(rules.condition(key, wanted) for key, wanted in sorted(entry.match.items()))
+    except Invalid as problem:
+        raise problem.below("match") from None
+    listed = {key: getattr(entry, key) for key in ("forbid", "avoid", "avoid_sources", "prefer", "prefer_sources")}
+    statements = _statements(listed, origin)
+    if entry.lock is UNSET and not statements:
+        raise Invalid((), f"the rule says nothing; expected one of {', '.join(listed)}, lock")
+    rule = Rule(origin, conditions, statements, None if entry.lock is UNSET else entry.lock)
+    _check_lock(rule)
+    return rule
+
+
+def _check_lock(rule: Rule) -> None:
+    """A rule locks the operations that it matches, and must say which these are."""
+    if rule.lock is None:
+        return
+    if not rule.operations:
+        raise Invalid(("lock",), "expected 'operation' among the conditions of a rule that locks, received none")
+    try:
+        for operation in rule.operations:
+            names.check_lock(operation, rule.lock)
+    except Invalid as problem:
+        raise problem.below("lock") from None
+
+
+class _Duplicate(Exception):
+    def __init__(self, path: KeyPath, line: int, first: int) -> None:
+        super().__init__(f"the key '{dotted(path)}' stands twice, first in line {first}; keep one of them")
+        self.line = line
+
+
+def _lines(node: yaml.Node, path: KeyPath = (), seen: set[int] | None = None) -> Iterator[tuple[KeyPath, int]]:
+    """The line of every key and entry; what an alias repeats is read once."""
+    from yaml import MappingNode, SequenceNode
+
+    seen = set() if seen is None else seen
+    yield path, node.start_mark.line + 1
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, SequenceNode):
+        for index, child in enumerate(node.value):
+            yield from _lines(child, (*path, index), seen)
+    elif isinstance(node, MappingNode):
+        first: dict[str, int] = {}
+        for key, child in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in first:
+                raise _Duplicate((*path, name), line, first[name])
+            first[name] = line
+            yield from _lines(child, (*path, name), seen)
+            yield (*path, name), line
+
+
+def _line(lines: Mapping[KeyPath, int], path: KeyPath) -> str:
+    while path and path not in lines:
+        path = path[:-1]
+    return f", line {lines[path]}" if path in lines else ""
+
+
+def _mark(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f", line {mark.line + 1}"
+
+
+def _cause(error: yaml.YAMLError) -> str:
+    parts = [getattr(error, "context", None), getattr(error, "problem", None)]
+    return ", ".join(part for part in parts if part) or str(error)

@@ -1,0 +1,95 @@
+"""Integer formulas over named sizes, as descriptors hold them: ``batch_size * max(128, -(-seq_len_q // 16)) * 4``.
+
+Nothing but integers, names, ``+ - * //``, ``min`` and ``max`` exists in them.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Collection, Mapping
+from functools import cache, reduce
+
+from lz_compile.errors import FormulaError, nearest
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+_FUNCTIONS: Mapping[str, Callable[[int, int], int]] = {"min": min, "max": max}
+
+
+def evaluate(formula: str, sizes: Mapping[str, int]) -> int:
+    """The value of a formula, which must not be negative.
+
+    Raises:
+        FormulaError: it is no formula, a name in it has no size, or it divides by zero or gives a negative number.
+    """
+    check(formula, sizes)
+    try:
+        value = _value(_parse(formula), sizes)
+    except ZeroDivisionError:
+        raise FormulaError(formula, f"it divides by zero where {dict(sizes)}") from None
+    if value < 0:
+        raise FormulaError(formula, f"it gives {value} where {dict(sizes)}")
+    return value
+
+
+def check(formula: str, names: Collection[str]) -> None:
+    """Refuse what is no formula over ``names``.
+
+    Raises:
+        FormulaError: with what is wrong.
+    """
+    for name in sorted(_names(formula) - set(names)):
+        hint = nearest(name, list(names))
+        raise FormulaError(formula, f"no size '{name}'{hint}; valid are {', '.join(sorted(names))}")
+
+
+@cache
+def _parse(formula: str) -> ast.expr:
+    try:
+        return ast.parse(formula, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise FormulaError(formula, f"it does not parse: {error}") from None
+
+
+@cache
+def _names(formula: str) -> frozenset[str]:
+    """The names of sizes in a formula, every part of which is checked on the way."""
+
+    def visit(node: ast.expr) -> frozenset[str]:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return frozenset()
+        if isinstance(node, ast.Name):
+            return frozenset({node.id})
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return visit(node.operand)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return visit(node.left) | visit(node.right)
+        if isinstance(node, ast.Call) and _is_function(node):
+            return frozenset[str]().union(*map(visit, node.args))
+        text = ast.unparse(node)
+        raise FormulaError(formula, f"'{text}' is none of: integer, name, + - * //, min(a, b), max(a, b)")
+
+    return visit(_parse(formula))
+
+
+def _is_function(node: ast.Call) -> bool:
+    return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and bool(node.args) and not node.keywords
+
+
+def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
+    if isinstance(node, ast.Constant):
+        return int(node.value)  # type: ignore[arg-type]
+    if isinstance(node, ast.Name):
+        return sizes[node.id]
+    if isinstance(node, ast.UnaryOp):
+        return -_value(node.operand, sizes)
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_value(node.left, sizes), _value(node.right, sizes))
+    assert isinstance(node, ast.Call), "checked"
+    assert isinstance(node.func, ast.Name), "checked"
+    return reduce(_FUNCTIONS[node.func.id], (_value(argument, sizes) for argument in node.args))

@@ -1,0 +1,125 @@
+"""The names that a configuration may use: operations with their variants, kernels, and the sources of kernels.
+
+A pattern is a name or a glob. A name stands for itself and everything below it (``attention`` for ``attention.causal``,
+``flash_attn`` for ``flash_attn.v2``), and so does ``name.*``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from lz_compile.errors import nearest
+from lz_compile.lowering import ops
+from lz_compile.runtime import registry
+from lz_compile.runtime.context import operations
+
+#: The kernel that leaves a match to Inductor. It is what remains when nothing else may run: it cannot be forbidden.
+INCUMBENT = "inductor"
+
+_SOURCE = re.compile(r"[A-Za-z0-9_.\-]+")
+
+
+class Invalid(Exception):
+    """What is wrong at one key of a configuration; whoever knows where it was read makes a ``ConfigError`` of it."""
+
+    def __init__(self, path: tuple[str | int, ...], text: str) -> None:
+        super().__init__(text)
+        self.path, self.text = path, text
+
+    def below(self, *path: str | int) -> Invalid:
+        """The same, seen from a key further up."""
+        return Invalid((*path, *self.path), self.text)
+
+    def __str__(self) -> str:
+        return f"{dotted(self.path)}: {self.text}" if self.path else self.text
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    """A key path as text: ``rules[1].prefer``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether a pattern stands for several names by its spelling."""
+    return any(sign in pattern for sign in "*?[")
+
+
+def covers(pattern: str, name: str) -> bool:
+    """Whether a pattern names ``name`` or something above it."""
+    if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*"):
+        return True
+    return pattern.endswith(".*") and fnmatchcase(name, pattern[:-2])
+
+
+def covers_kernel(pattern: str, kernel: Any) -> bool:
+    """Whether a pattern names a kernel (a ``KernelSpec``), by its id or by its source."""
+    return covers(pattern, kernel.kernel_id) or any(fnmatchcase(source, pattern) for source in sources_of(kernel))
+
+
+def sources_of(kernel: Any) -> set[str]:
+    """What a kernel's source is called: its backend and the first part of its id."""
+    named = {kernel.kernel_id.partition(".")[0], getattr(kernel, "source", ""), getattr(kernel, "backend", "")}
+    return {name for name in named if isinstance(name, str) and _SOURCE.fullmatch(name)}
+
+
+def ops_covered(pattern: str) -> list[str]:
+    """The ops of which a pattern names at least a variant.
+
+    Raises:
+        Invalid: there is none.
+    """
+    found = sorted({name.partition(".")[0] for name in operations() if covers(pattern, name)})
+    if not found:
+        raise Invalid((), _unknown("operation", pattern, sorted(operations())))
+    return found
+
+
+def check_kernels(pattern: str, of_ops: Iterable[str] | None = None) -> None:
+    """Refuse a pattern that names no kernel and no source.
+
+    Raises:
+        Invalid: with the nearest name that there is.
+    """
+    known = _kernels(of_ops)
+    if not any(covers_kernel(pattern, kernel) for kernel in known):
+        valid = {kernel.kernel_id for kernel in known} | {source for kernel in known for source in sources_of(kernel)}
+        raise Invalid((), _unknown("kernel or source", pattern, sorted(valid)))
+
+
+def check_source(pattern: str) -> None:
+    """Refuse a pattern that names no source of kernels.
+
+    Raises:
+        Invalid: with the nearest name that there is; a kernel's id says where kernels are named.
+    """
+    known = _kernels(None)
+    valid = sorted({source for kernel in known for source in sources_of(kernel)})
+    if any(fnmatchcase(source, pattern) for source in valid):
+        return
+    if any(covers_kernel(pattern, kernel) for kernel in known):
+        raise Invalid((), f"'{pattern}' names kernels, not a source; name them under 'prefer' or 'avoid' of a rule")
+    raise Invalid((), _unknown("source", pattern, valid))
+
+
+def check_lock(operation: str, kernel_id: str) -> None:
+    """Refuse to lock an operation that there is not, or to a kernel that one of its ops does not have.
+
+    Raises:
+        Invalid: with the nearest name that there is.
+    """
+    for op in ops_covered(operation):
+        valid = sorted(registry.kernels(op))
+        if kernel_id not in valid:
+            single = "; a lock names one kernel" if is_glob(kernel_id) else ""
+            raise Invalid((), _unknown("kernel", kernel_id, valid, f" for {op}") + single)
+
+
+def _kernels(of_ops: Iterable[str] | None) -> list[Any]:
+    return [kernel for op in (ops.names() if of_ops is None else of_ops) for kernel in registry.kernels(op).values()]
+
+
+def _unknown(what: str, name: str, valid: list[str], where: str = "") -> str:
+    return f"no {what} '{name}'{where}{nearest(name, valid)}; valid are {', '.join(valid)}"

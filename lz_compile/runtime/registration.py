@@ -1,0 +1,208 @@
+"""``lz.register_kernel``: a Python function as a kernel, with limits that are checked when it is registered."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, get_args
+
+import torch
+
+from lz_compile.errors import RegistrationError, UnknownOperationError, nearest
+from lz_compile.reasons import Reason
+from lz_compile.runtime import health, registry
+from lz_compile.runtime.context import SelectionContext, name_of, operations
+from lz_compile.runtime.hardware import GENERATIONS, INSTRUCTION_SETS
+from lz_compile.runtime.kernel import KernelSpec
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: How often each id was registered in this process.
+_registrations: Counter[str] = Counter()
+
+
+def register_kernel(
+    *,
+    operation: str,
+    kernel_id: str,
+    platform: str | Sequence[str],
+    supported_dtypes: Iterable[torch.dtype | str],
+    supports: Iterable[str] = (),
+    is_traceable: bool = False,
+    min_sm: int | None = None,
+    max_sm: int | None = None,
+    supported_generations: Iterable[str] = (),
+    min_tensor_core_generation: int | None = None,
+    instruction_set: str | None = None,
+    requires_isa: Iterable[str] = (),
+    min_head_dim: int | None = None,
+    max_head_dim: int | None = None,
+    head_dim_multiple: int = 1,
+    max_seq_len: int | None = None,
+    requires_layouts: Iterable[str] = ("BHSD",),
+    produces_layout: str | None = None,
+    requires_last_dim_stride1: bool = False,
+    is_cuda_graph_safe: bool = False,
+    deterministic: bool = False,
+    priority: int = 50,
+    fuses_ops: Iterable[str] = (),
+    transform_cost_hint: int = 0,
+    workspace: str = "0",
+    grid: Mapping[str, str | None] | None = None,
+    package: str | None = None,
+    backend_version: str | None = None,
+    check: Callable[[SelectionContext], Iterable[Reason]] | None = None,
+    **unknown: Any,
+) -> Callable[[Function], Function]:
+    """Make a function a kernel; a decorator that leaves the function as it is.
+
+    The function takes the op's canonical operands and ``attrs`` (see ``lowering/ops/attention.py``), or ``(q, k, v)`` and
+    any of ``scale=None, causal=True, attn_mask=None, dropout_p=0.0, enable_gqa=False, softcap=None, sinks=None``. It must
+    give a new tensor and leave its inputs as they are. What is not declared is not supported; causality is where the
+    function takes ``causal`` or ``is_causal``, or computes ``attention.causal``. A kernel of the same id is replaced, which
+    is an event.
+
+    Args:
+        operation: an op or a variant: ``attention``, ``attention.causal``, ``attention.full``.
+        kernel_id: such as ``my_org.attention``; what stands before the first dot is its source.
+        platform: ``cpu``, ``cuda``, ``rocm``, ``xpu``, ``mps`` or ``*``, or several of them.
+        supported_dtypes: of query, key and value.
+        supports: features that it has: ``gqa``, ``bool_mask``, ``float_mask``, ``dropout``, ``training``, ...
+        is_traceable: it consists of torch functions and becomes part of the compiled graph, instead of one opaque call.
+        min_sm: the oldest SM version, 80 for 8.0.
+        max_sm: the first SM version that is too new.
+        supported_generations: of GPUs, such as ``hopper``; by default all.
+        min_tensor_core_generation: of NVIDIA's tensor cores.
+        instruction_set: ``mma.sync``, ``wgmma`` or ``tcgen05.mma``, if it needs one.
+        requires_isa: what a CPU must have, such as ``avx512_bf16``.
+        min_head_dim: the smallest head dim.
+        max_head_dim: the largest head dim.
+        head_dim_multiple: what a head dim must be a multiple of.
+        max_seq_len: the longest sequence.
+        requires_layouts: ``BHSD`` or ``BSHD``: how it takes query, key and value.
+        produces_layout: how it gives its result, by default as it takes the query.
+        requires_last_dim_stride1: features must lie next to one another.
+        is_cuda_graph_safe: CUDA graphs may capture it.
+        deterministic: same bits for same inputs.
+        priority: 0 to 100, where nothing was measured.
+        fuses_ops: other operations that it computes along.
+        transform_cost_hint: rough relative cost of the layout that it needs.
+        workspace: bytes beside operands and result, a formula over sizes: ``"batch_size * num_heads * seq_len_q * 4"``.
+        grid: of a CUDA launch, formulas for ``x``, ``y``, ``z`` (blocks) and ``threads`` (per block).
+        package: the distribution that it needs.
+        backend_version: the versions of that which will do (PEP 440).
+        check: further reasons against a problem.
+        unknown: nothing; a misspelt argument is told the nearest one.
+
+    Raises:
+        RegistrationError: an argument is unknown or wrong, or the function cannot do what is declared.
+        UnknownOperationError: there is no such operation.
+    """
+    given = {name: value for name, value in locals().items() if name not in ("unknown", "check", "is_traceable")}
+    if unknown:
+        valid = [name for name in inspect.signature(register_kernel).parameters if name != "unknown"]
+        name = next(iter(unknown))
+        raise RegistrationError(kernel_id, f"no argument '{name}'{nearest(name, valid)}; valid are {', '.join(valid)}")
+    if operation not in operations():
+        raise UnknownOperationError(f"registering kernel '{kernel_id}'", operation, operations())
+
+    def decorate(function: Function) -> Function:
+        registry.register(_spec(function, given, is_traceable=is_traceable, check=check))
+        health.restore(kernel_id)  # what failed under this name was another function
+        return function
+
+    return decorate
+
+
+def _spec(
+    function: Callable[..., Any],
+    given: dict[str, Any],
+    *,
+    is_traceable: bool,
+    check: Callable[[SelectionContext], Iterable[Reason]] | None,
+) -> KernelSpec:
+    from lz_compile.runtime.convention import Convention, RegisteredFunction, code_digest, operator_name
+
+    kernel_id, operation = given["kernel_id"], given["operation"]
+    described = _described(kernel_id, function, given, is_opaque=not is_traceable)
+    if operation.partition(".")[0] != "attention":
+        text = f"functions for {operation} take the op's operands and attrs, and is_traceable=True"
+        if not is_traceable or "attrs" not in inspect.signature(function).parameters:
+            raise RegistrationError(kernel_id, text)
+        return replace(described, implementation=function, extra_check=check)
+    convention = Convention.of(kernel_id, operation, function, is_traceable=is_traceable)
+    supports = convention.supports(_names(given["supports"]))
+    is_token_major = "BHSD" not in described.requires_layouts
+    if is_token_major and convention.takes_attrs:
+        raise RegistrationError(kernel_id, "a function with attrs takes the op's canonical layout BHSD")
+    layout = described.produces_layout or ("BSHD" if is_token_major else "BHSD")
+    generation = _registrations[kernel_id]
+    _registrations[kernel_id] += 1
+    implementation = RegisteredFunction(
+        function,
+        convention,
+        is_token_major=is_token_major,
+        gives_token_major=layout == "BSHD",
+        takes_float_mask="float_mask" in supports,
+        is_cuda_graph_safe=described.is_cuda_graph_safe,
+        name=operator_name(kernel_id, function, generation),
+    )
+    capabilities_hash = f"{described.capabilities_hash}/{sorted(supports)}/{code_digest(function)}"
+    return replace(
+        described,
+        supports=supports,
+        supports_scale=convention.supports_scale,
+        produces_layout=layout,
+        implementation=implementation,
+        extra_check=check,
+        capabilities_hash=hashlib.sha256(capabilities_hash.encode()).hexdigest(),
+    )
+
+
+def _described(kernel_id: str, function: Callable[..., Any], given: dict[str, Any], *, is_opaque: bool) -> KernelSpec:
+    """The kernel as a descriptor of its own would describe it, checked in the same way."""
+    from lz_compile.runtime import capabilities
+
+    values = {name: value for name, value in given.items() if name not in ("operation", "platform", "supported_dtypes")}
+    package, backend_version = values.pop("package"), values.pop("backend_version")
+    values["platforms"] = _known(kernel_id, "platform", _names(given["platform"]), get_args(capabilities.Platform))
+    dtypes = [name_of(each) if isinstance(each, torch.dtype) else each for each in given["supported_dtypes"]]
+    values["dtypes"] = _known(kernel_id, "dtype", dtypes, get_args(capabilities.Dtype))
+    values["requires_layouts"] = _known(kernel_id, "layout", _names(given["requires_layouts"]), ("BHSD", "BSHD"))
+    generations = [name for _, name, _ in GENERATIONS]
+    wanted = [name for name in _names(given["supported_generations"]) if not name.startswith("gfx")]
+    _known(kernel_id, "generation", wanted, generations)
+    if given["instruction_set"] is not None:
+        _known(kernel_id, "instruction set", [given["instruction_set"]], list(INSTRUCTION_SETS))
+    for name in ("supports", "supported_generations", "requires_isa", "fuses_ops"):
+        values[name] = _names(given[name])
+    source = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}, registered"
+    descriptor = {
+        "backend": kernel_id.partition(".")[0],
+        "source": source,
+        "package": package,
+        "backend_version": backend_version,
+        "ops": {given["operation"]: [{**values, "is_opaque": is_opaque}]},
+    }
+    try:
+        (spec,) = registry.specs_of(capabilities.build(descriptor), "").values()
+    except ValueError as error:  # msgspec's errors are ValueErrors too
+        raise RegistrationError(kernel_id, str(error)) from error
+    return spec
+
+
+def _names(value: str | Iterable[str]) -> list[str]:
+    """Several names, or one."""
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _known(kernel_id: str, what: str, names: list[str], valid: Sequence[str]) -> list[str]:
+    for name in names:
+        if name not in valid:
+            raise RegistrationError(
+                kernel_id, f"no {what} '{name}'{nearest(str(name), list(valid))}; valid are {', '.join(valid)}"
+            )
+    return names

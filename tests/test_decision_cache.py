@@ -1,0 +1,438 @@
+"""The cache of decisions: bounds, age, one computation per key under concurrency, and what an invalidation reaches."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lz_compile.errors import OptionError
+from lz_compile.runtime.decision_cache import DecisionCache, SelectionCacheConfig
+
+PATIENCE_S = 30  # a deadlock fails the test instead of hanging it
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Observed(DecisionCache[str]):
+    """Counts the lookups that have found another thread's computation to wait for."""
+
+    waiters = 0
+
+    def _join(self, shard, key, flight):
+        found = super()._join(shard, key, flight)
+        self.waiters += found is not flight
+        return found
+
+    def wait_with(self, threads: int, go_on: threading.Event, compute: Callable[[], str]) -> list[object]:
+        """What threads get that are all waiting when `go_on` is set."""
+        release = threading.Thread(target=lambda: wait_until(lambda: self.waiters == threads) or go_on.set())
+        release.start()
+        found = in_threads(threads, lambda _: self.get_or_compute("key", compute))
+        release.join(PATIENCE_S)
+        return found
+
+
+def one_shard(entries: int, **more) -> SelectionCacheConfig:
+    return SelectionCacheConfig(num_shards=1, max_entries_per_shard=entries, **more)
+
+
+def in_threads(count: int, work: Callable[[int], object]) -> list[object]:
+    """What `work(i)` returned or raised, in as many threads."""
+    found: list[object] = [None] * count
+
+    def run(index: int) -> None:
+        try:
+            found[index] = work(index)
+        except BaseException as error:  # noqa: BLE001 the test looks at it
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    return found
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    for _ in range(PATIENCE_S * 1000):
+        if holds():
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError("waited in vain")
+
+
+def start_held(cache: DecisionCache[str], key: str, end: Callable[[], str]) -> tuple[threading.Thread, threading.Event]:
+    """A thread that is inside the computation of `key` when this returns; it ends as `end` says once the event is set."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def compute() -> str:
+        inside.set()
+        assert go_on.wait(PATIENCE_S)
+        return end()
+
+    def run() -> None:
+        with contextlib.suppress(Exception, KeyboardInterrupt):  # what waiters see is what is tested
+            cache.get_or_compute(key, compute)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert inside.wait(PATIENCE_S)
+    return thread, go_on
+
+
+def raising(error: BaseException) -> Callable[[], str]:
+    def end() -> str:
+        raise error
+
+    return end
+
+
+def never() -> str:
+    raise AssertionError("computed although there is a value")
+
+
+def test_a_value_is_computed_once_and_then_found():
+    cache: DecisionCache[str] = DecisionCache()
+    assert cache.get("key") is None
+    assert cache.get_or_compute("key", lambda: "sdpa") == "sdpa"
+    assert cache.get_or_compute("key", never) == "sdpa"
+    assert cache.get("key") == "sdpa"
+    assert cache.statistics().to_dict() == {
+        "hits": 2,
+        "misses": 2,
+        "computations": 1,
+        "evictions": 0,
+        "expirations": 0,
+        "entries": 1,
+    }
+
+
+def test_putting_replaces_a_value_and_keeps_the_count_of_its_hits():
+    cache: DecisionCache[str] = DecisionCache()
+    assert cache.put("key", "old")
+    cache.get("key")
+    assert cache.put("key", "new")
+    assert cache.get("key") == "new"
+    statistics = cache.statistics()
+    assert (statistics.hits, statistics.entries, statistics.computations) == (2, 1, 0)
+
+
+@pytest.mark.parametrize("name", ["num_shards", "max_entries_per_shard", "entry_ttl_seconds"])
+def test_a_bound_that_is_not_positive_is_refused_by_name(name):
+    with pytest.raises(OptionError, match=f"expected {name} above 0, received 0"):
+        SelectionCacheConfig(**{name: 0})
+
+
+def test_the_default_holds_ten_thousand_entries_for_a_minute():
+    config = SelectionCacheConfig()
+    assert config.num_shards * config.max_entries_per_shard == 10_240
+    assert config.entry_ttl_seconds == 60
+
+
+def test_an_entry_lives_as_long_as_configured_and_not_longer():
+    clock = Clock()
+    cache: DecisionCache[str] = DecisionCache(one_shard(4, entry_ttl_seconds=10.0), clock=clock)
+    cache.put("key", "value")
+    clock.now = 9.9
+    assert cache.get("key") == "value"
+    clock.now = 10.0
+    assert cache.get("key") is None
+    statistics = cache.statistics()
+    assert (statistics.expirations, statistics.entries, statistics.evictions) == (1, 0, 0)
+
+
+def test_an_entry_that_is_too_old_is_computed_again():
+    clock = Clock()
+    cache: DecisionCache[str] = DecisionCache(one_shard(4, entry_ttl_seconds=10.0), clock=clock)
+    cache.get_or_compute("key", lambda: "old")
+    clock.now = 11
+    assert cache.get_or_compute("key", lambda: "new") == "new"
+    assert cache.get("key") == "new"
+    assert cache.statistics().expirations == 1
+
+
+def test_a_full_shard_evicts_the_oldest_entry_that_was_not_used():
+    cache: DecisionCache[int] = DecisionCache(one_shard(3))
+    for key in ("a", "b", "c"):
+        cache.put(key, 1)
+    cache.get("a")
+    cache.put("d", 1)
+    assert [key for key in "abcd" if cache.get(key)] == ["a", "c", "d"]
+    assert cache.statistics().evictions == 1
+
+
+def test_a_hit_saves_an_entry_once_and_not_for_ever():
+    cache: DecisionCache[int] = DecisionCache(one_shard(2))
+    cache.put("a", 1)
+    cache.put("b", 1)
+    cache.get("a")
+    cache.put("c", 1)  # evicts b, passes over a
+    cache.put("d", 1)  # a was not used since, but stands behind c now
+    cache.put("e", 1)
+    assert cache.get("a") is None
+
+
+def test_where_every_entry_was_used_the_oldest_goes():
+    cache: DecisionCache[int] = DecisionCache(one_shard(3))
+    for key in "abc":
+        cache.put(key, 1)
+        cache.get(key)
+    cache.put("d", 1)
+    assert [key for key in "abcd" if cache.get(key)] == ["b", "c", "d"]
+
+
+def test_what_is_too_old_makes_room_before_anything_is_evicted():
+    clock = Clock()
+    cache: DecisionCache[int] = DecisionCache(one_shard(2, entry_ttl_seconds=10.0), clock=clock)
+    cache.put("old", 1)
+    clock.now = 5
+    cache.put("young", 1)
+    cache.get("old")
+    clock.now = 12
+    cache.put("new", 1)
+    statistics = cache.statistics()
+    assert (cache.get("young"), cache.get("new")) == (1, 1)
+    assert (statistics.expirations, statistics.evictions) == (1, 0)
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["get", "put", "compute", "age", "invalidate"]), st.integers(0, 7)), max_size=80
+)
+
+
+@given(operations, st.integers(1, 3), st.integers(1, 3))
+def test_the_cache_agrees_with_a_dict_that_may_forget_and_stays_within_its_bounds(steps, shards, room):
+    clock = Clock()
+    config = SelectionCacheConfig(num_shards=shards, max_entries_per_shard=room, entry_ttl_seconds=5.0)
+    cache: DecisionCache[int] = DecisionCache(config, clock=clock)
+    stored: dict[int, tuple[int, float]] = {}
+    lookups = 0
+    for number, (what, key) in enumerate(steps):
+        if what == "age":
+            clock.now += key
+        elif what == "invalidate":
+            cache.invalidate(lambda other, key=key: other % 2 == key % 2)
+            stored = {other: value for other, value in stored.items() if other % 2 != key % 2}
+        elif what == "put":
+            cache.put(key, number)
+            stored[key] = (number, clock.now)
+        else:
+            lookups += 1
+            found = cache.get(key) if what == "get" else cache.get_or_compute(key, lambda number=number: number)
+            if found == number and what == "compute":
+                stored[key] = (number, clock.now)
+            elif found is not None:
+                assert found == stored[key][0]
+                assert clock.now - stored[key][1] < 5
+        statistics = cache.statistics()
+        assert statistics.entries <= shards * room
+        assert statistics.hits + statistics.misses == lookups
+        assert len(cache._live) == statistics.entries
+
+
+def test_many_threads_compute_every_key_once():
+    cache: DecisionCache[int] = DecisionCache()
+    computed: Counter[int] = Counter()
+    start = threading.Barrier(16)
+
+    def work(index: int) -> int:
+        def compute(key: int) -> int:
+            computed[key] += 1
+            threading.Event().wait(0.002)  # others arrive meanwhile
+            return key * 2
+
+        start.wait(PATIENCE_S)
+        for turn in range(400):
+            key = (turn + 7 * index) % 50
+            assert cache.get_or_compute(key, lambda key=key: compute(key)) == key * 2
+        return index
+
+    assert in_threads(16, work) == list(range(16))
+    statistics = cache.statistics()
+    assert set(computed.values()) == {1}
+    assert len(computed) == statistics.computations == statistics.entries == 50
+    assert statistics.hits + statistics.misses <= 16 * 400
+
+
+def test_without_deduplication_every_thread_computes_for_itself():
+    cache: DecisionCache[str] = DecisionCache(SelectionCacheConfig(enable_deduplication=False))
+    together = threading.Barrier(2)
+
+    def compute() -> str:
+        together.wait(PATIENCE_S)  # passes only where both compute at once
+        return "value"
+
+    assert in_threads(2, lambda _: cache.get_or_compute("key", compute)) == ["value", "value"]
+    assert cache.statistics().computations == 2
+
+
+def test_waiters_get_the_result_of_the_one_that_computed():
+    cache = Observed()
+    _, go_on = start_held(cache, "key", lambda: "value")
+    assert cache.wait_with(3, go_on, never) == ["value"] * 3
+    assert cache.statistics().computations == 1
+
+
+def test_waiters_get_the_exception_of_the_one_that_computed_and_the_next_caller_computes():
+    cache = Observed()
+    error = ValueError("no kernel")
+    thread, go_on = start_held(cache, "key", raising(error))
+    assert all(raised is error for raised in cache.wait_with(3, go_on, never))
+    thread.join(PATIENCE_S)
+    assert cache.statistics().entries == 0
+    assert cache.get_or_compute("key", lambda: "value") == "value"
+
+
+def test_an_interrupt_leaves_no_waiter_hanging_and_one_of_them_computes():
+    cache = Observed()
+    _, go_on = start_held(cache, "key", raising(KeyboardInterrupt()))
+    computed = []
+
+    def compute() -> str:
+        computed.append(1)
+        return "value"
+
+    assert cache.wait_with(3, go_on, compute) == ["value"] * 3
+    assert computed == [1]
+    assert cache.statistics().computations == 2
+
+
+def test_who_waited_when_something_was_invalidated_gets_what_it_waited_for():
+    cache = Observed()
+    thread, go_on = start_held(cache, "key", lambda: "old")
+    release = threading.Event()
+    invalidating = threading.Thread(target=lambda: release.wait(PATIENCE_S) and cache.invalidate() == 0 and go_on.set())
+    invalidating.start()
+    assert cache.wait_with(2, release, never) == ["old"] * 2
+    thread.join(PATIENCE_S)
+    assert cache.get("key") is None
+
+
+def test_an_interrupt_reaches_its_own_caller():
+    cache: DecisionCache[str] = DecisionCache()
+    with pytest.raises(KeyboardInterrupt):
+        cache.get_or_compute("key", raising(KeyboardInterrupt()))
+    assert cache.get_or_compute("key", lambda: "value") == "value"
+
+
+def test_a_computation_may_ask_for_its_own_key():
+    cache: DecisionCache[str] = DecisionCache()
+
+    def outer() -> str:
+        return "outer of " + cache.get_or_compute("key", lambda: "inner")
+
+    (found,) = in_threads(1, lambda _: cache.get_or_compute("key", outer))
+    assert found == "outer of inner"
+    assert cache.get("key") == "outer of inner"
+
+
+def test_two_computations_that_need_each_others_keys_do_not_wait_for_each_other():
+    first: DecisionCache[str] = DecisionCache()
+    second: DecisionCache[str] = DecisionCache()
+    together = threading.Barrier(2)
+
+    def crossing(own: DecisionCache[str], other: DecisionCache[str]) -> str:
+        def compute() -> str:
+            together.wait(PATIENCE_S)
+            return "through " + other.get_or_compute("key", lambda: "the other")
+
+        return own.get_or_compute("key", compute)
+
+    found = in_threads(2, lambda index: crossing(first, second) if index else crossing(second, first))
+    assert all(str(value).startswith("through ") for value in found), found
+
+
+def test_invalidating_forgets_what_the_predicate_holds_for():
+    cache: DecisionCache[int] = DecisionCache()
+    for key in range(10):
+        cache.put(key, key + 1)
+    assert cache.invalidate(lambda key: key < 3) == 3
+    assert [key for key in range(10) if cache.get(key)] == list(range(3, 10))
+    assert cache.invalidate() == 7
+    statistics = cache.statistics()
+    assert (statistics.entries, statistics.expirations, statistics.evictions) == (0, 0, 0)
+
+
+def test_clearing_forgets_everything_and_keeps_the_statistics():
+    cache: DecisionCache[int] = DecisionCache()
+    cache.put("key", 1)
+    cache.get("key")
+    cache.clear()
+    assert cache.get("key") is None
+    assert cache.statistics().hits == 1
+
+
+def test_a_predicate_may_use_the_cache():
+    cache: DecisionCache[int] = DecisionCache(one_shard(10))
+    cache.put("key", 1)
+    found = in_threads(1, lambda _: cache.invalidate(lambda key: cache.get(key) == 1))
+    assert found == [1]
+
+
+def test_what_was_being_computed_when_something_was_invalidated_is_not_stored():
+    cache: DecisionCache[str] = DecisionCache()
+    thread, go_on = start_held(cache, "key", lambda: "old")
+    cache.invalidate()
+    go_on.set()
+    thread.join(PATIENCE_S)
+    assert cache.get("key") is None
+
+
+def test_who_asks_after_an_invalidation_does_not_get_what_began_before():
+    cache: DecisionCache[str] = DecisionCache()
+    thread, go_on = start_held(cache, "key", lambda: "old")
+    cache.invalidate()
+    assert in_threads(1, lambda _: cache.get_or_compute("key", lambda: "new")) == ["new"]
+    go_on.set()
+    thread.join(PATIENCE_S)
+    assert cache.get("key") == "new"
+
+
+def test_a_value_worked_out_under_an_old_generation_is_refused():
+    cache: DecisionCache[str] = DecisionCache()
+    generation = cache.generation
+    assert cache.put("key", "early", generation=generation)
+    cache.invalidate()
+    assert not cache.put("key", "late", generation=generation)
+    assert cache.get("key") is None
+    assert cache.put("key", "now", generation=cache.generation)
+
+
+def test_concurrent_invalidations_never_leave_an_older_version():
+    cache: DecisionCache[int] = DecisionCache(SelectionCacheConfig(num_shards=2))
+    version = [0]
+    stop = threading.Event()
+
+    def change() -> None:
+        for _ in range(300):
+            version[0] += 1
+            cache.invalidate()
+        stop.set()
+
+    def read(_: int) -> None:
+        while not stop.is_set():
+            before = version[0]
+            # between the two lines of `change` the entry of the version before is still right
+            assert cache.get_or_compute("key", lambda: version[0]) >= before - 1
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    assert in_threads(4, read) == [None] * 4
+    changing.join(PATIENCE_S)
+    assert cache.get_or_compute("key", lambda: version[0]) == 300

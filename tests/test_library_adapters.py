@@ -1,0 +1,501 @@
+"""Adapters of other libraries' attention, run on the CPU against fakes that have the libraries' recorded signatures."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._inductor.utils import run_and_get_code
+
+from lz_compile.lowering import inductor
+from lz_compile.lowering.kernels import flashinfer as flashinfer_adapter
+from lz_compile.lowering.kernels import torch_cudnn, torch_flex
+from lz_compile.lowering.ops.attention import AttentionAttrs, reference
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.patterns import recognisers
+from lz_compile.passes.rewrite import Recipes, splice
+from lz_compile.runtime import events, health
+from lz_compile.runtime.registry import kernels
+from tests.library_fakes import (
+    RECORDS,
+    FlashAttention,
+    FlashAttention3,
+    FlashInfer,
+    Library,
+    XFormers,
+    installed,
+    parameters_in,
+)
+
+KERNELS = Path(torch_cudnn.__file__).parent
+#: Every adapter; ``inductor`` is none, it leaves the subgraph alone.
+DESCRIPTORS = {
+    path.stem: json.loads(path.read_text()) for path in sorted(KERNELS.glob("*.json")) if path.stem != "inductor"
+}
+LIBRARIES: dict[str, Callable[[], Library]] = {
+    "flash_attn": FlashAttention,
+    "flash_attn_interface": FlashAttention3,
+    "flashinfer": FlashInfer,
+    "xformers": XFormers,
+}
+#: Absolute and relative error that rounding to a dtype explains.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+for_every_library = pytest.mark.parametrize("name", LIBRARIES)
+
+
+def adapter(name: str) -> Callable[..., Tensor]:
+    return importlib.import_module(f"lz_compile.lowering.kernels.{name}").attention
+
+
+def supports(name: str) -> set[str]:
+    return {feature for kernel in DESCRIPTORS[name]["ops"]["attention"] for feature in kernel["supports"]}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered() -> Iterator[None]:
+    flashinfer_adapter._planned.cache_clear()
+    yield
+    flashinfer_adapter._planned.cache_clear()
+    for kernel_id in list(health.retirements()):
+        health.restore(kernel_id)
+
+
+def operands(
+    dtype: torch.dtype = torch.float32,
+    *,
+    batch: int = 2,
+    queries: int = 9,
+    keys: int = 9,
+    kv_heads: int = 2,
+    dim: int = 8,
+) -> list[Tensor]:
+    shapes = [(batch, 4, queries, dim), (batch, kv_heads, keys, dim), (batch, kv_heads, keys, dim)]
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def assert_near(actual: Tensor, given: Sequence[Tensor], attrs: AttentionAttrs, **masks: Tensor) -> None:
+    exact = {name: x.double() if x.is_floating_point() else x for name, x in masks.items()}
+    expected = reference(*(x.double() for x in given), **exact, attrs=attrs)
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def spliced(
+    fn: Callable[..., Tensor], kernel: Callable[..., Tensor], backend: str = "inductor"
+) -> Callable[..., Tensor]:
+    """``fn`` compiled with its attention replaced by ``kernel``."""
+
+    def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        matches = list(recognisers()["attention"](module.graph, Effects(module.graph)))
+        assert len(matches) == 1, matches
+        splice(module.graph, matches[0], kernel, Recipes())
+        module.graph.lint()
+        module.recompile()
+        if backend == "inductor":
+            return inductor.compile_graph(module, inputs, {}, "tests")
+        from torch._dynamo.backends.registry import lookup_backend
+
+        return lookup_backend(backend)(module, inputs)
+
+    return torch.compile(fn, backend=compile_graph)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, **options)
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+_CASES = {
+    "plain": (AttentionAttrs(), {}),
+    "scale": (AttentionAttrs(scale=0.3), {}),
+    "causal": (AttentionAttrs(is_causal=True), {}),
+    "gqa": (AttentionAttrs(enable_gqa=True, scale=0.3), {}),
+    "gqa_causal": (AttentionAttrs(enable_gqa=True, is_causal=True), {}),
+    "one_sequence": (AttentionAttrs(enable_gqa=True, is_causal=True), {"batch": 1}),
+    "other_keys": (AttentionAttrs(), {"keys": 14}),
+    "softcap": (AttentionAttrs(softcap=2.0), {}),
+    "softcap_causal": (AttentionAttrs(softcap=2.0, is_causal=True), {"batch": 1}),
+}
+
+
+@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
+@for_every_library
+def test_an_adapter_gives_what_the_reference_gives(name, dtype, case):
+    attrs, sizes = _CASES[case]
+    if attrs.softcap is not None and "softcap" not in supports(name):
+        pytest.skip(f"{name} does not claim softcap")
+    given = operands(dtype, **{"kv_heads": 2 if attrs.enable_gqa else 4, **sizes})
+    with installed(LIBRARIES[name]()) as library:
+        actual = adapter(name)(*given, attrs=attrs)
+    assert library.calls
+    assert actual.dtype == dtype
+    assert not health.retirements()
+    assert_near(actual, given, attrs)
+
+
+@for_every_library
+def test_an_adapter_takes_operands_in_any_memory_layout(name):
+    attrs = AttentionAttrs(is_causal=True)
+    given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands(kv_heads=4)]
+    given[1] = given[1].mT.contiguous().mT
+    with installed(LIBRARIES[name]()) as library:
+        actual = adapter(name)(*given, attrs=attrs)
+    assert library.calls
+    assert not health.retirements()
+    assert_near(actual, given, attrs)
+
+
+def test_flash_attention_3_may_return_the_logsumexp_too():
+    given = operands(kv_heads=4)
+    with installed(FlashAttention3(gives_lse=True)) as library:
+        actual = adapter("flash_attn_interface")(*given, attrs=AttentionAttrs())
+    assert library.calls
+    assert not health.retirements()
+    assert_near(actual, given, AttentionAttrs())
+
+
+def test_flashinfer_plans_a_batch_once_for_its_sizes():
+    with installed(FlashInfer()) as library:
+        for _ in range(3):
+            adapter("flashinfer")(*operands(), attrs=AttentionAttrs(enable_gqa=True))
+        assert library.calls == ["plan", "run", "run", "run"]
+        adapter("flashinfer")(*operands(queries=5), attrs=AttentionAttrs(enable_gqa=True))
+        assert library.calls[4:] == ["plan", "run"]
+
+
+# ---- causality over unequal lengths ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (9, 5), (1, 9)])
+@for_every_library
+def test_causality_starts_at_the_first_query_and_key_whatever_the_library_does(name, queries, keys):
+    attrs = AttentionAttrs(is_causal=True)
+    given = operands(queries=queries, keys=keys, kv_heads=4)
+    with installed(LIBRARIES[name]()) as library:
+        actual = adapter(name)(*given, attrs=attrs)
+    assert_near(actual, given, attrs)
+    if "causal_rectangular" in supports(name):
+        assert library.calls
+    else:
+        assert not library.calls, "the library would have aligned it at the last query and key"
+
+
+def test_libraries_that_align_causality_at_the_end_do_not_claim_unequal_lengths():
+    assert {name for name in LIBRARIES if "causal_rectangular" in supports(name)} == {"xformers"}
+
+
+# ---- in compiled code ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@for_every_library
+def test_an_adapter_runs_inside_code_that_inductor_compiled(name, dtype, is_causal):
+    given = operands(dtype)
+    attrs = AttentionAttrs(is_causal=is_causal, enable_gqa=True, scale=0.4)
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = attention(query * 1.5, key, value, is_causal=is_causal, enable_gqa=True, scale=0.4)
+        return out.transpose(1, 2).flatten(2) + 1
+
+    with installed(LIBRARIES[name]()) as library, torch.no_grad():
+        actual = spliced(model, adapter(name))(*given)
+    assert library.calls
+    assert not health.retirements()
+    query = given[0] * 1.5
+    assert_near((actual - 1).unflatten(2, (4, -1)).transpose(1, 2), [query, *given[1:]], attrs)
+
+
+@for_every_library
+def test_lengths_may_be_symbolic_in_compiled_code(name):
+    with installed(LIBRARIES[name]()) as library, torch.no_grad():
+        compiled = spliced(lambda q, k, v: attention(q, k, v).cos(), adapter(name))
+        for length in (5, 9, 13):
+            given = operands(queries=length, keys=length + 2, kv_heads=4)
+            for tensor in given:
+                torch._dynamo.mark_dynamic(tensor, 2)
+            torch.testing.assert_close(compiled(*given), attention(*given).cos(), atol=1e-5, rtol=1e-5)
+    assert library.calls
+    assert not health.retirements()
+
+
+@for_every_library
+def test_a_library_that_fails_while_it_runs_is_completed_by_pytorch_and_retired(name):
+    given = operands()
+    attrs = AttentionAttrs(enable_gqa=True)
+    with installed(LIBRARIES[name]()) as library, torch.no_grad(), events.collect() as happened:
+        library.fails = True
+        compiled = spliced(lambda q, k, v: attention(q, k, v, enable_gqa=True) * 1, adapter(name))
+        for _ in range(2):
+            assert_near(compiled(*given), given, attrs)
+    assert len([call for call in library.calls if call != "plan"]) == 1, "what is retired is not tried again"
+    (kernel,) = DESCRIPTORS[name]["ops"]["attention"]
+    assert "no kernel image is available" in str(health.retired(kernel["kernel_id"]))
+    assert "KERNEL_FAILED" in {event.code for event in happened}
+
+
+@for_every_library
+def test_a_mask_that_no_descriptor_claims_is_our_own_bug(name):
+    query, key, value = operands(kv_heads=4)
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)
+    with pytest.raises(AssertionError, match="is given a mask"):
+        adapter(name)(query, key, value, mask=mask, attrs=AttentionAttrs(has_mask=True))
+
+
+# ---- cuDNN -----------------------------------------------------------------------------------------------------------
+
+
+def _cudnn(query, key, value, bias, lse, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+    assert bias is None
+    assert lse
+    assert not dropout_p
+    assert not debug
+    out = attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
+    empty = torch.empty(0)
+    shape = (*query.shape[:3], 1)
+    return out, torch.zeros(shape), empty, empty, query.shape[2], key.shape[2], empty.sum(), empty.sum(), empty
+
+
+def _cudnn_backward(grad, query, key, value, *rest, scale=None):
+    """By hand: operators below autograd cannot ask it."""
+    is_causal, groups = rest[-1], query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = query @ keys.mT * scale
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    weights = scores.softmax(-1)
+    of_weights = grad @ values.mT
+    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+    of_keys, of_values = of_scores.mT @ query, weights.mT @ grad
+    return of_scores @ keys, *(x.unflatten(1, (-1, groups)).sum(2) for x in (of_keys, of_values))
+
+
+@pytest.fixture
+def cudnn_on_cpu() -> Iterator[None]:
+    """PyTorch's cuDNN operators, computed by its CPU kernels; schema, fake and autograd formula are PyTorch's own."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_cudnn_attention", _cudnn, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", _cudnn_backward, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.usefixtures("cudnn_on_cpu")
+def test_cudnn_attention_and_its_gradients_are_the_references(is_causal):
+    attrs = AttentionAttrs(is_causal=is_causal, enable_gqa=True, scale=0.3)
+    given = operands(keys=14)
+    leaves = [x.clone().requires_grad_() for x in given]
+    exact = [x.double().requires_grad_() for x in given]
+    model = spliced(
+        lambda q, k, v: attention(q, k, v, is_causal=is_causal, enable_gqa=True, scale=0.3) * 2, torch_cudnn.attention
+    )
+    out = model(*leaves)
+    assert_near(out.detach() / 2, given, attrs)
+    expected = torch.autograd.grad(reference(*exact, attrs=attrs).square().sum(), exact)
+    actual = torch.autograd.grad((out / 2).square().sum(), leaves)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_single_key_is_not_for_cudnn():
+    given = operands(keys=1)
+    attrs = AttentionAttrs(enable_gqa=True)
+    assert_near(torch_cudnn.attention(*given, attrs=attrs), given, attrs)
+
+
+def test_cudnn_attention_is_called_as_pytorch_declares_it():
+    schema = torch.ops.aten._scaled_dot_product_cudnn_attention.default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names[:8] == ("query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask".split())
+    assert "scale" in names
+    assert schema.returns[0].name == "output"
+
+
+# ---- FlexAttention ---------------------------------------------------------------------------------------------------
+
+_KEEP = torch.rand(2, 1, 9, 14, generator=torch.Generator().manual_seed(1)) > 0.4
+_KEEP[..., 0] = True
+_KEEP[0, 0, 3] = False
+_BIAS = torch.randn(1, 4, 9, 14, generator=torch.Generator().manual_seed(2))
+_BIAS_WITH_ROW = _BIAS.clone()
+_BIAS_WITH_ROW[:, :, 5] = -torch.inf
+_BIAS_LOWEST = _BIAS.clone()
+_BIAS_LOWEST[:, :, 5] = torch.finfo(torch.float32).min
+
+_FLEX = {
+    "plain": (AttentionAttrs(scale=0.3), {}),
+    "causal": (AttentionAttrs(is_causal=True), {}),
+    "softcap": (AttentionAttrs(softcap=2.0, is_causal=True), {}),
+    "gqa": (AttentionAttrs(enable_gqa=True), {}),
+    "mask_nan": (AttentionAttrs(has_mask=True), {"mask": _KEEP}),
+    "mask_mean": (AttentionAttrs(has_mask=True, masked_rows="mean"), {"mask": _KEEP}),
+    "mask_zero": (AttentionAttrs(has_mask=True, masked_rows="zero"), {"mask": _KEEP}),
+    "mask_causal": (AttentionAttrs(has_mask=True, is_causal=True), {"mask": _KEEP}),
+    "mask_of_keys": (AttentionAttrs(has_mask=True), {"mask": _KEEP[:, :, :1]}),
+    "bias": (AttentionAttrs(has_bias=True, bias_is_finite=True), {"bias": _BIAS}),
+    "bias_nan": (AttentionAttrs(has_bias=True), {"bias": _BIAS_WITH_ROW}),
+    "bias_zero": (AttentionAttrs(has_bias=True, masked_rows="zero"), {"bias": _BIAS_WITH_ROW}),
+    "bias_mean": (AttentionAttrs(has_bias=True, bias_is_finite=True, masked_rows="mean"), {"bias": _BIAS_LOWEST}),
+    "both": (AttentionAttrs(has_bias=True, has_mask=True, softcap=3.0), {"bias": _BIAS_WITH_ROW, "mask": _KEEP}),
+    "both_mean": (
+        AttentionAttrs(has_bias=True, has_mask=True, masked_rows="mean"),
+        {"bias": _BIAS_WITH_ROW, "mask": _KEEP},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _FLEX)
+def test_flex_attention_gives_what_the_reference_gives(case):
+    attrs, masks = _FLEX[case]
+    given = operands(keys=14, kv_heads=2 if attrs.enable_gqa else 4, dim=16)
+    given[2] = torch.cat([given[2], given[2] + 1], -1)[..., :24]
+    assert_near(torch_flex.attention(*given, **masks, attrs=attrs), given, attrs, **masks)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_flex_attention_is_a_node_with_graphs_of_its_own_and_has_gradients(has_mask, is_dynamic):
+    seen: list[fx.Graph] = []
+
+    def kernel(query, *args, **kwargs):
+        if isinstance(query, fx.Proxy):
+            seen.append(query.tracer.graph)
+        return torch_flex.attention(query, *args, **kwargs)
+
+    def model(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+        scores = torch.tanh(query @ key.mT * 0.3 / 5.0) * 5.0
+        if has_mask:
+            scores = scores.masked_fill(~keep, -torch.inf)
+        return scores.softmax(-1) @ value * 2
+
+    keep = _KEEP.clone()
+    keep[0, 0, 3, 1] = True
+    given = [x.requires_grad_() for x in operands(keys=14, kv_heads=4, dim=16)]
+    if is_dynamic:
+        for tensor in given:
+            torch._dynamo.mark_dynamic(tensor, 2)
+        if has_mask:
+            torch._dynamo.mark_dynamic(keep, [2, 3])
+    out = spliced(model, kernel, backend="aot_eager")(*given, keep)
+    expected = model(*given, keep)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    actual = torch.autograd.grad(out.square().sum(), given)
+    for one, other in zip(actual, torch.autograd.grad(expected.square().sum(), given), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    (graph,) = seen
+    nodes = [node for node in graph.nodes if node.target is torch.ops.higher_order.flex_attention]
+    assert len(nodes) == 1
+    assert isinstance(nodes[0].meta["example_value"], tuple)
+    bodies = [getattr(graph.owning_module, node.target) for node in graph.nodes if node.op == "get_attr"]
+    assert len(bodies) == 2
+    assert all(isinstance(body, fx.GraphModule) for body in bodies)
+
+
+def test_inductor_compiles_the_node_of_flex_attention(monkeypatch):
+    """As far as its template for CPUs goes: no gradients, nothing pointwise after it."""
+    monkeypatch.setitem(torch_flex._OPTIONS, "OUTPUT_LOGSUMEXP", False)
+
+    def model(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+        scores = torch.tanh(query @ key.mT * 0.3 / 5.0) * 5.0
+        return scores.masked_fill(keep, -torch.inf).softmax(-1) @ value
+
+    given = operands(queries=20, keys=28, kv_heads=4, dim=16)
+    drop = torch.ones(20, 28, dtype=torch.bool).triu(1)
+
+    def kernel(query, key, value, *, mask, attrs):
+        return torch_flex.attention(query, key, value, attrs=replace(attrs, is_causal=True, has_mask=False))
+
+    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+        compiled, (code,) = run_and_get_code(spliced(model, kernel), *given, drop)
+        torch.testing.assert_close(compiled, model(*given, drop), atol=1e-5, rtol=1e-5)
+    assert "flex_attention" in code
+
+
+# ---- what is said of them --------------------------------------------------------------------------------------------
+
+ENTRIES = [(name, kernel) for name, found in DESCRIPTORS.items() for kernel in found["ops"]["attention"]]
+_CANONICAL = list(inspect.signature(reference).parameters)
+
+
+@pytest.mark.parametrize(("name", "kernel"), ENTRIES, ids=[kernel["kernel_id"] for _, kernel in ENTRIES])
+def test_every_kernel_has_an_adapter_with_the_ops_signature_and_a_source(name, kernel):
+    assert len(DESCRIPTORS[name]["source"]) > 10
+    module = importlib.import_module(f"lz_compile.lowering.kernels.{name}")
+    function = getattr(module, kernel.get("function") or "attention", None)
+    parameters = inspect.signature(function).parameters
+    taken = [each for each in parameters if each in _CANONICAL]
+    assert taken == [each for each in _CANONICAL if each in taken]
+    assert {"query", "key", "value", "attrs"} <= set(taken)
+    others = set(parameters) - set(_CANONICAL)
+    assert all(parameters[each].default is not inspect.Parameter.empty for each in others)
+
+
+@for_every_library
+def test_a_kernel_behind_an_opaque_op_claims_no_gradients(name):
+    for kernel in DESCRIPTORS[name]["ops"]["attention"]:
+        assert kernel["is_opaque"]
+        assert not {"training", "bias_gradient", "masked_row_gradient", "dropout"} & set(kernel["supports"])
+
+
+@for_every_library
+def test_a_kernel_that_no_cuda_graph_may_capture_tells_inductor_so(name):
+    (kernel,) = DESCRIPTORS[name]["ops"]["attention"]
+    operator = importlib.import_module(f"lz_compile.lowering.kernels.{name}")._operator
+    inner = getattr(torch.ops.layerzero, f"{operator._schema.name.partition('::')[2]}_kernel").default
+    assert (torch.Tag.cudagraph_unsafe not in inner.tags) == kernel["is_cuda_graph_safe"]
+
+
+@for_every_library
+def test_a_library_that_is_not_installed_is_the_reason_why_its_kernel_is_not_used(name):
+    package = DESCRIPTORS[name]["package"]
+    (kernel,) = DESCRIPTORS[name]["ops"]["attention"]
+    reason = kernels("attention")[kernel["kernel_id"]].availability()
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        assert reason is not None
+        assert reason.code == "NOT_INSTALLED"
+        assert package in reason.message
+    else:
+        assert reason is None or reason.code == "BACKEND_VERSION_UNSUPPORTED"
+
+
+def test_importing_an_adapter_imports_no_library():
+    modules = [f"lz_compile.lowering.kernels.{name}" for name in DESCRIPTORS]
+    libraries = [found["module"].partition(".")[0] for found in DESCRIPTORS.values() if found.get("module")]
+    program = (
+        f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+        f"print([name for name in {libraries} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert set(libraries) >= {"flash_attn", "flash_attn_interface", "flashinfer", "xformers"}
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=[f"{each['module']}.{each['name']}" for each in RECORDS])
+def test_recorded_signatures_are_those_of_the_installed_library(record):
+    try:
+        distribution = importlib.metadata.distribution(record["distribution"])
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"needs {record['distribution']}; its signature is recorded from version {record['version']}")
+    source = Path(str(distribution.locate_file(record["file"].removeprefix("hopper/")))).read_text()
+    name = record["name"]
+    assert parameters_in(source, name) == record["parameters"]
