@@ -6,8 +6,6 @@ A slow spell of the machine then hits every variant alike, and ratios are taken 
 from __future__ import annotations
 
 import contextlib
-import gc
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -20,6 +18,13 @@ from torch.utils import _pytree as pytree
 
 import lz_compile
 from lz_compile.backend import layerzero
+from lz_compile.runtime.measure import Quartiles, Timing
+from lz_compile.runtime.measure import measure as time_in_turns
+
+__all__ = [
+    "EAGER", "INDUCTOR", "LAYERZERO", "DisagreementError", "Function", "Prepared", "Quartiles", "Run", "Timing", "Variant",
+    "compare", "compiled", "measure", "prepare", "tensors",
+]  # fmt: skip
 
 EAGER, INDUCTOR, LAYERZERO = "eager", "inductor", "layerzero"
 
@@ -56,41 +61,6 @@ class Variant:
     refusals: tuple[str, ...]
     difference: float
     row_error: float
-
-
-@dataclass(frozen=True)
-class Quartiles:
-    """Median and the quartiles around it."""
-
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Quartiles:
-        """The quartiles of one value or more."""
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
-
-    def __truediv__(self, unit: float) -> Quartiles:
-        return Quartiles(self.low / unit, self.median / unit, self.high / unit)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Time per call in every round."""
-
-    rounds_us: tuple[float, ...]
-
-    @property
-    def latency_us(self) -> Quartiles:
-        """Its quartiles over the rounds."""
-        return Quartiles.of(self.rounds_us)
-
-    def relative_to(self, base: Timing) -> Quartiles:
-        """This latency over the other's, paired by round: below 1 is faster."""
-        return Quartiles.of([own / other for own, other in zip(self.rounds_us, base.rounds_us, strict=True)])
 
 
 def compiled(model: Function, locks: Sequence[str] = (), op: str = "attention") -> dict[str, Function]:
@@ -212,41 +182,5 @@ def compare(name: str, outputs: Sequence[Tensor], expected: Sequence[Tensor]) ->
 def measure(
     variants: Sequence[Variant], device: torch.device, *, rounds: int = 15, block_ms: float = 20.0
 ) -> dict[str, Timing]:
-    """Time the variants in turns.
-
-    A round gives every variant one block of calls, long enough for the clock; the order rotates from round to round.
-    """
-    calls = {variant.name: (variant.call, _calls_per_block(variant.call, device, block_ms)) for variant in variants}
-    names = list(calls)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(rounds):
-            shift = number % len(names)
-            for name in names[shift:] + names[:shift]:
-                call, count = calls[name]
-                times[name].append(_block_s(call, count, device) / count * 1e6)
-    finally:
-        gc.enable()
-    return {name: Timing(tuple(values)) for name, values in times.items()}
-
-
-def _calls_per_block(call: Callable[[], Any], device: torch.device, block_ms: float) -> int:
-    """Also the warm-up: two blocks at least."""
-    _block_s(call, 2, device)
-    return max(1, min(1000, round(block_ms / 1e3 / _block_s(call, 2, device) * 2)))
-
-
-def _block_s(call: Callable[[], Any], count: int, device: torch.device) -> float:
-    _synchronise(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    _synchronise(device)
-    return time.perf_counter() - start
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Time the variants in turns (see :func:`lz_compile.runtime.measure.measure`)."""
+    return time_in_turns({variant.name: variant.call for variant in variants}, device, rounds=rounds, block_ms=block_ms)

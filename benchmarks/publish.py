@@ -37,6 +37,10 @@ class Publication:
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row, and write everything that there is."""
         self.rows.append(row)
+        self.write()
+
+    def write(self) -> None:
+        """Write everything that there is."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.record, indent=2) + "\n")
 

@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lz_compile.inspection import explain
+    from lz_compile.runtime.dispatch_table import DispatchTable
+    from lz_compile.runtime.loaded_tables import load_dispatch_table, unload_dispatch_table
     from lz_compile.runtime.policy import avoid, configure, disabled, load_config, lock, prefer, unlock
     from lz_compile.runtime.registration import register_kernel
     from lz_compile.runtime.registry import KernelInfo, list_kernels, unregister_kernel
     from lz_compile.runtime.report import GraphReport, Report, clear_reports, reports
+    from lz_compile.solving import save_decisions, solve
 
 __version__ = "0.1.0"
 __all__ = [
+    "DispatchTable",
     "GraphReport",
     "KernelInfo",
     "Report",
@@ -24,15 +28,24 @@ __all__ = [
     "explain",
     "list_kernels",
     "load_config",
+    "load_dispatch_table",
     "lock",
     "prefer",
     "register_kernel",
     "reports",
+    "save_decisions",
+    "solve",
+    "unload_dispatch_table",
     "unlock",
     "unregister_kernel",
 ]
 
 _HOMES = {
+    "DispatchTable": "lz_compile.runtime.dispatch_table",
+    "load_dispatch_table": "lz_compile.runtime.loaded_tables",
+    "unload_dispatch_table": "lz_compile.runtime.loaded_tables",
+    "save_decisions": "lz_compile.solving",
+    "solve": "lz_compile.solving",
     "KernelInfo": "lz_compile.runtime.registry",
     "list_kernels": "lz_compile.runtime.registry",
     "register_kernel": "lz_compile.runtime.registration",

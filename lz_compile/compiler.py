@@ -28,12 +28,17 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Rewrite ``module`` in place and compile it; on failure of the rewritten graph, compile the original one."""
     ours, rest = split(options, mode)
-    config = inductor.config_of(mode, rest)
+    return process(module, inputs, ours, inductor_runner(mode, rest))
 
-    def run(graph: fx.GraphModule, graph_inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
-        return inductor.compile_graph(graph, graph_inputs, config, _cache_key(report))
 
-    return process(module, inputs, ours, run)
+def inductor_runner(mode: str | None, options: dict[str, Any]) -> Runner:
+    """Compiles a rewritten graph with Inductor, under its mode and options; the decisions are part of its cache keys."""
+    config = inductor.config_of(mode, options)
+
+    def run(graph: fx.GraphModule, inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
+        return inductor.compile_graph(graph, inputs, config, _cache_key(report))
+
+    return run
 
 
 def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run: Runner) -> Callable[..., Any]:

@@ -17,11 +17,11 @@ class OptionError(LayerZeroError, ValueError):
 
 
 class UnknownKernelError(OptionError):
-    """A lock names a kernel that an operation does not have."""
+    """A kernel is named (in a lock, say) that an operation does not have."""
 
-    def __init__(self, operation: str, kernel_id: object, valid: Sequence[str]) -> None:
+    def __init__(self, operation: str, kernel_id: object, valid: Sequence[str], *, doing: str = "locking") -> None:
         hint = nearest(str(kernel_id), valid)
-        super().__init__(f"locking {operation}: no kernel '{kernel_id}'{hint}; valid are {', '.join(sorted(valid))}")
+        super().__init__(f"{doing} {operation}: no kernel '{kernel_id}'{hint}; valid are {', '.join(sorted(valid))}")
 
 
 class RewriteFailedError(LayerZeroError):
@@ -135,3 +135,18 @@ class UnknownOperationError(LayerZeroError, ValueError):
     def __init__(self, doing: str, operation: object, valid: Sequence[str]) -> None:
         hint = nearest(str(operation), valid)
         super().__init__(f"{doing}: no operation '{operation}'{hint}; valid are {', '.join(sorted(valid))}")
+
+
+class DispatchTableError(LayerZeroError, ValueError):
+    """A dispatch table, or a lock file of decisions, that cannot be followed here."""
+
+    def __init__(self, path: object, problem: str, kind: str = "dispatch_table") -> None:
+        again = "Save the decisions again (lz.save_decisions)" if kind == "lock" else "Solve again (lz.solve)"
+        super().__init__(f"loading {'decisions' if kind == 'lock' else 'dispatch table'} {path}: {problem}. {again}")
+
+
+class SolveError(LayerZeroError, ValueError):
+    """A model cannot be solved for the buckets that were asked for."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"solving a model: {problem}")

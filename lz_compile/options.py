@@ -25,7 +25,8 @@ class Options:
     ``strict`` raises where a fault of ours would fall back to Inductor; ``dump`` is a directory for graphs and reports
     (default: ``$LAYERZERO_DUMP``); ``lock`` names a kernel per op, as in ``{"attention": "torch.sdpa"}``. With ``tune``
     ``"on-miss"`` (the default of ``mode="max-autotune"``), what was never measured at these sizes is measured while
-    compiling, for ``tune_budget_s`` seconds per graph at most; ``"off"`` measures nothing.
+    compiling, for ``tune_budget_s`` seconds per graph at most; ``"off"`` measures nothing. ``dispatch_table`` is the path of
+    a table (:func:`lz_compile.solve`) or lock file (:func:`lz_compile.save_decisions`) whose decisions are followed.
     """
 
     strict: bool = False
@@ -33,6 +34,7 @@ class Options:
     lock: Mapping[str, str] = field(default_factory=dict)
     tune: str | None = None
     tune_budget_s: float = 60.0
+    dispatch_table: str | os.PathLike[str] | None = None
 
     def tunes(self, policy: Policy) -> bool:
         """Whether what was never measured is measured while compiling."""
@@ -47,6 +49,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "lock": (Mapping,),
     "tune": (str,),
     "tune_budget_s": (int, float),
+    "dispatch_table": (str, os.PathLike),
 }
 _TUNE = ("off", "on-miss")
 

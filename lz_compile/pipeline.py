@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -20,9 +20,10 @@ from lz_compile.passes.rewrite import Recipes, splice
 from lz_compile.passes.symbolic_sizes import symbolic_sizes
 from lz_compile.passes.validate import Validation, validate
 from lz_compile.reasons import Reason
-from lz_compile.runtime import events, policy
+from lz_compile.runtime import events, loaded_tables, policy
 from lz_compile.runtime.context import of_match
 from lz_compile.runtime.estimate import INDUCTOR
+from lz_compile.runtime.loaded_tables import Loaded
 from lz_compile.runtime.registry import KernelSpec
 from lz_compile.runtime.report import GraphReport, MatchReport, MissReport
 from lz_compile.runtime.select import Decision, Problem, select
@@ -37,11 +38,13 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
 
     Raises:
         RewriteFailedError: something failed and ``options.strict`` is set.
+        DispatchTableError: the table of ``options`` is refused and ``options.strict`` is set.
     """
+    tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
     for path, graph_module in _graphs(module):
         before = len(report.matches)
         is_inlined = _inline(graph_module.graph, options, report)
-        _rewrite_graph(graph_module.graph, path, options, report)
+        _rewrite_graph(graph_module.graph, path, options, report, tables)
         if is_inlined or any(match.rewritten for match in report.matches[before:]):
             graph_module.graph.lint()
             graph_module.recompile()
@@ -54,12 +57,18 @@ def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
             yield path, child
 
 
-def _rewrite_graph(graph: fx.Graph, path: str, options: Options, report: GraphReport) -> None:
-    effects = Effects(graph)
+def _rewrite_graph(
+    graph: fx.Graph, path: str, options: Options, report: GraphReport, tables: Sequence[Loaded]
+) -> None:
+    try:
+        effects = Effects(graph)
+    except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+        _fail("RECOGNISER_FAILED", "reading a graph", error, options)
+        return
     matches = _recognise(graph, effects, options, report)
     entries = [MatchReport(op=m.op, where=m.where, graph=path, attributes=m.attributes.to_dict()) for m in matches]
     report.matches.extend(entries)
-    known = _Known(policy.current().with_locks(options.lock))
+    known = _Known(policy.current().with_locks(options.lock), tables)
     if options.tunes(known.policy) and matches:
         with _timed(report, "tune"):
             _tune(matches, effects, known, options)
@@ -78,6 +87,7 @@ class _Known:
     """What was decided, proven and emitted in one graph, by the kind of match (and kernel)."""
 
     policy: Policy
+    tables: Sequence[Loaded]
     problems: dict[int, Problem] = field(default_factory=dict)
     decisions: dict[int, Decision] = field(default_factory=dict)
     verdicts: dict[tuple[int, str], Validation] = field(default_factory=dict)
@@ -94,7 +104,7 @@ class _Known:
         """The kernel for a match."""
         key = id(match.kind)
         if key not in self.decisions:
-            self.decisions[key] = select(self.problem(match), self.policy)
+            self.decisions[key] = select(self.problem(match), self.policy, self.tables)
         return self.decisions[key]
 
     def prove(self, match: Match, kernel: KernelSpec) -> Validation:
@@ -116,6 +126,8 @@ def _tune(matches: list[Match], effects: Effects, known: _Known, options: Option
     for match in {id(match.kind): match.kind for match in matches}.values():
         try:
             problem = known.problem(match)
+            if loaded_tables.find(problem.context, problem.source_kernel, known.tables) != (None, None):
+                continue
             known.problems[id(match)] = tuning.tune_match(match, effects, problem, known.policy, deadline)
         except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
             _fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error, options)
@@ -156,6 +168,9 @@ def _apply(
         entry.reasons.append(decision.refused_lock)
         if options.strict:
             raise RewriteFailedError(str(decision.refused_lock))
+    if decision.refused_table is not None:
+        events.record(decision.refused_table.code, f"{match.op} at {match.where}: {decision.refused_table.message}")
+        entry.reasons.append(decision.refused_table)
     for kernel in decision.ranking:
         entry.kernel = kernel.kernel_id
         missing = kernel.load()
@@ -165,7 +180,7 @@ def _apply(
                 raise RewriteFailedError(str(missing))
             continue
         if kernel.call is None:
-            if all(reason.code == "LOCK_NOT_POSSIBLE" for reason in entry.reasons):
+            if all(reason.code in ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE") for reason in entry.reasons):
                 text = "Inductor's own code is expected to be the fastest"
                 entry.reasons.append(Reason("LEFT_TO_INDUCTOR", text))
             return

@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +46,6 @@ class Measured:
 
     context: SelectionContext
     latency_us: Mapping[str, float]
-    noise: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -308,23 +307,44 @@ def measure_forms(
         samples: rounds (default: the policy's ``perfdb.tune_samples``).
         budget_s: for the timing, not for the compiling.
     """
-    device = _device_of(inputs)
+    calls = compile_forms(context, specs, form, inputs)
+    settings = policy.current().settings.perfdb
+    rounds = samples or settings.tune_samples
+    timings = measure(calls, _device_of(inputs), rounds=rounds, block_ms=10.0, budget_s=budget_s)
+    keep(context, specs, timings, sizes, source_kernel=source_kernel, surroundings=surroundings)
+    return Measured(context, {kernel_id: timing.latency_us.median for kernel_id, timing in timings.items()})
+
+
+def compile_forms(
+    context: SelectionContext, specs: Sequence[KernelSpec], form: Form, inputs: Sequence[Any]
+) -> dict[str, Callable[[], Any]]:
+    """Every kernel's form of a problem, compiled and run once, as something to time; what fails is an event."""
     calls: dict[str, Callable[[], Any]] = {}
     for spec in specs:
         try:
             calls[spec.kernel_id] = _prepared(form(spec.call), inputs, context.is_training)
         except Exception as error:  # noqa: BLE001 a kernel that does not run here is named and left out
-            events.record("MEASUREMENT_FAILED", f"{spec.kernel_id} for {context.operation} at {dict(sizes)}", error)
+            events.record("MEASUREMENT_FAILED", f"{spec.kernel_id} for {context.operation} {context.hints()}", error)
+    return calls
+
+
+def keep(
+    context: SelectionContext,
+    specs: Iterable[KernelSpec],
+    timings: Mapping[str, Timing],
+    sizes: Sizes,
+    *,
+    source_kernel: str | None = None,
+    surroundings: str = "",
+) -> None:
+    """Put the timings of one problem into the database, unless the policy has none."""
     settings = policy.current().settings.perfdb
-    timings = measure(calls, device, rounds=samples or settings.tune_samples, block_ms=10.0, budget_s=budget_s)
-    by_id = {spec.kernel_id: spec for spec in specs}
-    records = [
-        _record(by_id[kernel_id], timing, context, sizes, source_kernel, surroundings)
-        for kernel_id, timing in timings.items()
-    ]
     if settings.enabled:
-        database_at(settings.path).put(records)
-    return Measured(context, {record.kernel_id: record.median_us for record in records})
+        by_id = {spec.kernel_id: spec for spec in specs}
+        database_at(settings.path).put(
+            _record(by_id[kernel_id], timing, context, sizes, source_kernel, surroundings)
+            for kernel_id, timing in timings.items()
+        )
 
 
 def _device_of(inputs: Iterable[Any]) -> torch.device:

@@ -10,8 +10,8 @@ import torch
 
 from lz_compile.lowering import inductor
 from lz_compile.passes.axes import Size, as_size
-from lz_compile.passes.view import value_of
-from lz_compile.runtime.context import sizes_of
+from lz_compile.passes.view import tensor_of, value_of
+from lz_compile.runtime.context import UNKNOWN_SIZE, sizes_of
 
 if TYPE_CHECKING:
     import sympy
@@ -23,14 +23,20 @@ if TYPE_CHECKING:
 class Symbol:
     """One symbol: the size that the graph was traced with and its range (``upper`` None: without end).
 
-    ``is_declared`` says that the user declared the range: no guard may cut it.
+    ``is_declared`` says that the user declared the range: no guard may cut it. ``size`` is None where data decides the
+    size: nothing can be asked about it, and ``hint`` is a guess.
     """
 
     expression: sympy.Symbol
-    size: torch.SymInt
-    hint: int | None
+    size: torch.SymInt | None
+    hint: int
     lower: int
     upper: int | None
+
+    @property
+    def is_askable(self) -> bool:
+        """Whether a question about it can become a guard."""
+        return self.size is not None
 
     @property
     def name(self) -> str:
@@ -44,6 +50,7 @@ class Symbol:
 
     def is_below(self, edge: int) -> bool:
         """Whether the size is below ``edge``: asked of torch, so that the answer becomes a guard of the compiled code."""
+        assert self.size is not None, f"{self.name} < {edge} is asked of a size that data decides"
         return bool(self.size < edge)
 
 
@@ -55,8 +62,8 @@ class SymbolicSizes:
     sizes: Mapping[str, Size]
 
     def at(self, values: Mapping[str, int]) -> dict[str, int]:
-        """Every size as a number, with the symbols at ``values``."""
-        numbers = {self.symbols[name].expression: value for name, value in values.items()}
+        """Every size as a number, with the symbols at ``values``, the others as they were traced."""
+        numbers = {symbol.expression: values.get(name, symbol.hint) for name, symbol in self.symbols.items()}
         return {name: s if isinstance(s, int) else max(int(s.xreplace(numbers)), 0) for name, s in self.sizes.items()}
 
     def names_in(self, dims: tuple[str, ...]) -> list[str]:
@@ -70,10 +77,7 @@ class SymbolicSizes:
 
 
 def symbolic_sizes(match: Match) -> SymbolicSizes | None:
-    """The sizes of a match, None where all of them are numbers.
-
-    A symbol that no input of the graph shows (one that data decides) is missing from ``symbols``.
-    """
+    """The sizes of a match, None where all of them are numbers."""
     sizes: dict[str, Size] = sizes_of(match.op, match.facts)
     wanted = {symbol for size in sizes.values() if not isinstance(size, int) for symbol in size.free_symbols}
     if not wanted:
@@ -85,6 +89,10 @@ def symbolic_sizes(match: Match) -> SymbolicSizes | None:
         value = value_of(node)
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
             _add(size, wanted, found)
+    tensors = [tensor for tensor in map(tensor_of, match.operands.values()) if tensor is not None]
+    for symbol in wanted:
+        if str(symbol) not in found:  # no node shows it by itself, as u0 in a length of 2 * u0
+            found[str(symbol)] = _symbol(symbol, None, inductor.symbolic_size(symbol, tensors))
     return SymbolicSizes(found, sizes)
 
 
@@ -94,6 +102,10 @@ def _add(size: Any, wanted: set[Any], found: dict[str, Symbol]) -> None:
     expression = as_size(size)
     if isinstance(expression, int) or expression not in wanted or str(expression) in found:
         return
-    known = inductor.range_of(size)
-    if known.hint is not None:
-        found[str(expression)] = Symbol(expression, size, known.hint, known.lower, known.upper)
+    found[str(expression)] = _symbol(expression, size, inductor.range_of(size))
+
+
+def _symbol(expression: sympy.Symbol, size: torch.SymInt | None, known: inductor.SymbolicSize) -> Symbol:
+    guess = UNKNOWN_SIZE if known.upper is None else min(UNKNOWN_SIZE, known.upper)
+    hint = max(known.lower, guess) if known.hint is None else known.hint
+    return Symbol(expression, None if known.hint is None else size, hint, known.lower, known.upper)

@@ -76,6 +76,11 @@ class PerfDB:
     ) -> None:
         self.close()
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is anything to look up: reading alone makes no file."""
+        return self._opened is not None or self.path.exists()
+
     def put(self, records: Iterable[PerfRecord]) -> None:
         """Store ``records``, all or none; each replaces an older measurement of the same key.
 

@@ -13,16 +13,18 @@ from typing import Any, Protocol
 
 from lz_compile.lowering import ops
 from lz_compile.reasons import Reason
-from lz_compile.runtime import decision_tree, health, perfdb
+from lz_compile.runtime import decision_tree, health, loaded_tables, perfdb
 from lz_compile.runtime.bucket_limits import limit, within
 from lz_compile.runtime.buckets import Sample, tree, winner
 from lz_compile.runtime.context import SelectionContext
 from lz_compile.runtime.decision_tree import Leaf, Node
 from lz_compile.runtime.estimate import INDUCTOR, Estimate, estimates, fixed_part
 from lz_compile.runtime.kernel import KernelSpec
+from lz_compile.runtime.loaded_tables import Loaded
 from lz_compile.runtime.machine import environment
 from lz_compile.runtime.perf_record import PerfRecord
 from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.table_trees import MAX_SIZE, over_symbols, samples_of
 from lz_compile.runtime.verdict import Policy, Verdict
 
 #: What a kernel must save of Inductor's latency, beyond the noise, to be taken.
@@ -75,7 +77,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """The kernel for a problem, why, and every candidate from the best to the worst; why a lock was not followed.
+    """The kernel for a problem, why, and every candidate from the best to the worst; why a lock or table was not followed.
 
     ``tree`` is the decision over symbolic sizes that ``kernel`` is one leaf of; ``asked`` are the questions that became
     guards, with their answers.
@@ -87,6 +89,7 @@ class Decision:
     refused_lock: Reason | None = None
     tree: Node | None = None
     asked: tuple[str, ...] = field(default=())
+    refused_table: Reason | None = None
 
     @property
     def ranking(self) -> list[KernelSpec]:
@@ -116,35 +119,45 @@ class Problem:
         }
 
 
-def select(problem: Problem, policy: Policy) -> Decision:
-    """The kernel for a problem under a policy."""
-    return _Selection(problem, policy).decide()
+def select(problem: Problem, policy: Policy, tables: Sequence[Loaded] | None = None) -> Decision:
+    """The kernel for a problem under a policy, and under dispatch tables (None: those that this process loaded)."""
+    return _Selection(problem, policy, loaded_tables.active() if tables is None else tables).decide()
 
 
 class _Selection:
-    def __init__(self, problem: Problem, policy: Policy) -> None:
+    def __init__(self, problem: Problem, policy: Policy, tables: Sequence[Loaded] = ()) -> None:
         self.problem, self.policy = problem, policy
         self.context = _with_settings(problem.context, policy)
         self.verdict: Verdict = policy.verdict(self.context)
         self.specs = list(kernels(self.context.operation).values())
         self.against = {spec.kernel_id: tuple(self._against(spec)) for spec in self.specs}
         self.records = self._records()
+        self.table, self.table_tree = self._table(tables)
+        self.asked: list[str] = []
+        self.allowed = MAX_OUTCOMES
 
     def decide(self) -> Decision:
-        """Locks, then latencies."""
+        """Locks, then dispatch tables, then latencies."""
         sizes = self.context.hints()
         candidates = self._candidates(sizes)
         refused = None
         if self.verdict.lock is not None:
             locked = next((c for c in candidates if c.kernel.kernel_id == self.verdict.lock), None)
             if locked is not None and not locked.against:
-                return Decision(locked.kernel, f"locked by {self.verdict.lock_origin}", tuple(candidates))
+                why = f"locked by {self.verdict.lock_origin}"
+                return Decision(locked.kernel, why, tuple(candidates), refused_table=self._outvoted(locked.kernel))
             text = "; ".join(reason.message for reason in locked.against) if locked else "no such kernel here"
             refused = Reason("LOCK_NOT_POSSIBLE", f"{self.verdict.lock} ({self.verdict.lock_origin}): {text}")
+        decision, refused_table = self._by_table(candidates)
+        if decision is None:
+            decision = self._by_latency(sizes, candidates)
+        return replace(decision, refused_lock=refused, refused_table=refused_table)
+
+    def _by_latency(self, sizes: Mapping[str, int], candidates: Sequence[Candidate]) -> Decision:
         if self.problem.symbols is not None and self._guardable():
-            return replace(self._over_symbols(self.problem.symbols, candidates), refused_lock=refused)
+            return self._over_symbols(self.problem.symbols, candidates)
         kernel_id, why = winner(self._sample(sizes), INDUCTOR, MARGIN, self._preference())
-        return Decision(self._spec(kernel_id), self._why(candidates, kernel_id, why), tuple(candidates), refused)
+        return Decision(self._spec(kernel_id), self._why(candidates, kernel_id, why), tuple(candidates))
 
     # ---- one size -----------------------------------------------------------------------------------------------
 
@@ -225,21 +238,86 @@ class _Selection:
         for point in _points({name: symbols.symbols[name] for name in names}):
             samples.append(self._sample(symbols.at({**hints, **point}), point))
         found = tree(samples, names, INDUCTOR, MARGIN, preference=self._preference(), reach=float("inf"))
-        declared = {name: _range(symbols.symbols[name]) for name in names if symbols.symbols[name].is_declared}
-        if declared:
-            found = within(found, declared, {name: hints[name] for name in names}, samples)
-        found = limit(found, samples, MAX_OUTCOMES)
-        asked: list[str] = []
+        found = self._undivided(found, symbols, {name: hints[name] for name in names}, samples)
+        found = limit(found, samples, self.allowed)
+        leaf = self._answer(found, symbols)
+        kernel_id = leaf.kernel or INDUCTOR
+        why = f"{self._why(candidates, kernel_id, leaf.why)}{self._while()}"
+        return Decision(self._spec(kernel_id), why, tuple(candidates), tree=found, asked=tuple(self.asked))
+
+    def _undivided(self, node: Node, symbols: Symbols, at: Mapping[str, int], samples: Sequence[Sample] = ()) -> Node:
+        """The tree without questions inside of declared ranges; without samples, these get the kernel for ``at``."""
+        declared = {name: _range(symbols.symbols[name]) for name in at if symbols.symbols[name].is_declared}
+        return within(node, declared, at, samples) if declared else node
+
+    def _answer(self, node: Node, symbols: Symbols) -> Leaf:
+        """The leaf of the sizes that are compiled for; every question becomes a guard."""
 
         def is_below(name: str, edge: int) -> bool:
             answer = bool(symbols.symbols[name].is_below(edge))
-            asked.append(f"{name} {'<' if answer else '>='} {edge}")
+            self.asked.append(f"{name} {'<' if answer else '>='} {edge}")
             return answer
 
-        leaf: Leaf = decision_tree.evaluate(found, is_below)
-        kernel_id = leaf.kernel or INDUCTOR
-        why = f"{self._why(candidates, kernel_id, leaf.why)}{' while ' + ' and '.join(asked) if asked else ''}"
-        return Decision(self._spec(kernel_id), why, tuple(candidates), tree=found, asked=tuple(asked))
+        return decision_tree.evaluate(node, is_below)
+
+    def _while(self) -> str:
+        return f" while {' and '.join(self.asked)}" if self.asked else ""
+
+    # ---- dispatch tables ------------------------------------------------------------------------------------------
+
+    def _table(self, tables: Sequence[Loaded]) -> tuple[Loaded, Node] | tuple[None, None]:
+        """The first table that speaks of the problem, and its decision over symbolic sizes."""
+        if not self.policy.settings.enabled:
+            return None, None
+        return loaded_tables.find(self.context, self.problem.source_kernel, tables)
+
+    def _by_table(self, candidates: Sequence[Candidate]) -> tuple[Decision | None, Reason | None]:
+        """What the table says; None, with a reason if that kernel cannot run, where runtime selection is to decide."""
+        if self.table is None or self.table_tree is None:
+            return None, None
+        symbols, node = self.problem.symbols, self.table_tree
+        if symbols is None:
+            leaf = decision_tree.choose(node, self.context.hints())
+        else:
+            over = self._table_over_symbols(node, symbols)
+            if over is None:
+                return None, None
+            node, leaf = over, self._answer(over, symbols)
+        if leaf.kernel is None:
+            return None, None
+        candidate = next((each for each in candidates if each.kernel.kernel_id == leaf.kernel), None)
+        if candidate is None or candidate.against:
+            against = "; ".join(reason.message for reason in candidate.against) if candidate else "no such kernel here"
+            return None, self._not_possible(leaf.kernel, against)
+        why = f"by dispatch table {self.table.path}{self._while()}"
+        return Decision(candidate.kernel, why, tuple(candidates), tree=node, asked=tuple(self.asked)), None
+
+    def _table_over_symbols(self, node: Node, symbols: Symbols) -> Node | None:
+        """The table's decision over symbols; of a declared range, the kernel of its largest size."""
+        if any(name not in symbols.symbols for name in symbols.names_in(tuple(self.context.dims))):
+            return None
+        over = over_symbols(node, symbols)
+        if over is None:
+            return None
+        known = symbols.symbols
+        largest = {name: MAX_SIZE if symbol.upper is None else symbol.upper for name, symbol in known.items()}
+        over = self._undivided(over, symbols, largest)
+        over = limit(over, samples_of(over, list(known)), MAX_OUTCOMES)
+        self.allowed = max(MAX_OUTCOMES - sum(1 for _ in decision_tree.leaves(over)) + 1, 1)
+        return over
+
+    def _outvoted(self, locked: KernelSpec) -> Reason | None:
+        """That a lock names another kernel than the table."""
+        if self.table is None or self.table_tree is None:
+            return None
+        kernel_id = decision_tree.choose(self.table_tree, self.context.hints()).kernel
+        if kernel_id in (None, locked.kernel_id):
+            return None
+        return self._not_possible(kernel_id, f"{locked.kernel_id} is locked by {self.verdict.lock_origin}")
+
+    def _not_possible(self, kernel_id: str | None, why: str) -> Reason:
+        path = "" if self.table is None else self.table.path
+        return Reason("TABLE_KERNEL_NOT_POSSIBLE", f"{kernel_id} (dispatch table {path}): {why}")
 
     # ---- what speaks for and against ------------------------------------------------------------------------------
 
@@ -275,16 +353,19 @@ class _Selection:
 
     def _records(self) -> list[PerfRecord]:
         settings = self.policy.settings.perfdb
-        if not settings.enabled or not self.policy.settings.enabled:
+        runnable = [name for name, reasons in self.against.items() if not reasons]
+        if not settings.enabled or not self.policy.settings.enabled or runnable == [INDUCTOR]:
             return []
         return records_of(self.problem, self.context, settings.path)
 
 
 def records_of(problem: Problem, context: SelectionContext, path: str | None) -> list[PerfRecord]:
     """The measurements that share a problem's fixed part, in this environment."""
-    where = environment(context.device_type)
+    database = database_at(path)
+    if not database.exists:
+        return []
     fixed = fixed_part(context, problem.source_kernel)
-    return database_at(path).curve(context.operation, context.dtype_name, where, fixed)
+    return database.curve(context.operation, context.dtype_name, environment(context.device_type), fixed)
 
 
 def database_at(path: str | None) -> perfdb.PerfDB:

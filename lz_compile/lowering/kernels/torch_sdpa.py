@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +19,19 @@ def attention(
     mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     attrs: AttentionAttrs,
+    sdpa: Callable[..., torch.Tensor] = F.scaled_dot_product_attention,
 ) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``).
 
     SDPA gives zero for a row that masks every key with ``-inf`` (or with a boolean mask); where the source gives NaN or
-    the mean of the values there, that is restored.
+    the mean of the values there, that is restored. ``sdpa`` is the function that is called, or one that does the same.
     """
     is_causal = attrs.is_causal
     if is_causal and (mask is not None or bias is not None):  # SDPA takes one or the other
         causal = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril()
         mask, is_causal = causal if mask is None else torch.logical_and(mask, causal), False
     merged = _merge(mask, bias, attrs, query.dtype)
-    out = F.scaled_dot_product_attention(
+    out = sdpa(
         query,
         key,
         value,

@@ -1,0 +1,200 @@
+"""What choosing a kernel is worth: how much slower the chosen one is than the best, tuned and untuned.
+
+For every problem of a grid the kernels are compiled once and timed twice, apart. The first time fills a database, from
+which selection chooses; the second time says what that choice costs. Claims: the tuned choice loses less than 3 % in the
+geometric mean and never more than 5 % to Inductor's own code; the untuned one, by priors alone, less than 10 %.
+
+    python -m benchmarks.selection [--rounds 15] [--quick]
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+
+from benchmarks.arguments import parse, parser
+from benchmarks.harness import Quartiles
+from benchmarks.publish import Publication, rounded, table_of
+from lz_compile import tuning
+from lz_compile.lowering.ops import attention
+from lz_compile.runtime import policy
+from lz_compile.runtime.context import of_facts
+from lz_compile.runtime.estimate import INDUCTOR
+from lz_compile.runtime.measure import Timing, measure
+from lz_compile.runtime.select import Decision, Problem, select
+
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+LIMITS = {"tuned": 1.03, "untuned": 1.10, "worst against inductor": 1.05}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention to choose a kernel for."""
+
+    dtype: torch.dtype
+    queries: int
+    keys: int
+    is_causal: bool = False
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    mask: Literal["none", "bool", "float"] = "none"
+
+    def sizes(self) -> dict[str, int]:
+        """By the names that descriptors use."""
+        return {
+            "batch_size": self.batch,
+            "num_heads": self.heads,
+            "num_kv_heads": self.kv_heads,
+            "seq_len_q": self.queries,
+            "seq_len_k": self.keys,
+            "head_dim": self.head_dim,
+            "value_dim": self.head_dim,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a row's title."""
+        kind = "causal" if self.is_causal else "full"
+        return {"dtype": str(self.dtype).removeprefix("torch."), "kind": kind, "mask": self.mask, **self.sizes()}
+
+
+def grid(dtypes: Sequence[torch.dtype], longest: int) -> list[Case]:
+    """Prefill, causal or not, with and without groups, batches and masks, wider heads, and decoding."""
+    return [case for dtype in dtypes for case in _cases(dtype) if max(case.queries, case.keys) <= longest]
+
+
+def _cases(dtype: torch.dtype) -> Iterator[Case]:
+    for length in LENGTHS:
+        for is_causal in (False, True):
+            yield Case(dtype, length, length, is_causal)
+    for length in (128, 512, 1024, 2048):
+        yield Case(dtype, length, length, is_causal=True, kv_heads=2)
+    for length in (64, 256, 1024):
+        yield Case(dtype, length, length, batch=4)
+    for length in (256, 1024):
+        yield Case(dtype, length, length, is_causal=True, head_dim=128)
+        yield Case(dtype, length, length, mask="bool")
+        yield Case(dtype, length, length, mask="float")
+    for keys in (128, 512, 1024, 2048, 4096):
+        yield Case(dtype, 1, keys)
+    for keys in (512, 2048):
+        yield Case(dtype, 1, keys, batch=8)
+        yield Case(dtype, 1, keys, kv_heads=2)
+
+
+def run_case(case: Case, device: torch.device, rounds: int, publication: Publication) -> None:
+    """Time, choose, time again."""
+    sample = attention.sample(case.sizes(), case.dtype, device, is_causal=case.is_causal, mask=case.mask)
+    context = of_facts("attention", sample.attrs, sample.facts, device=device)
+    specs = tuning.runnable(context)
+    untuned = _choose(context)
+
+    def form(call: Any) -> Any:
+        return sample.as_written() if call is None else sample.with_kernel(call)
+
+    with torch.no_grad():
+        calls = tuning.compile_forms(context, specs, form, sample.inputs)
+        tuning.keep(context, specs, measure(calls, device, rounds=rounds), case.sizes())
+        start = time.perf_counter()
+        tuned = _choose(context)
+        select_s = time.perf_counter() - start
+        timings = measure(calls, device, rounds=rounds)
+    row: dict[str, Any] = {
+        "case": case.to_dict(),
+        "latency_us": {name: rounded(timing.latency_us) for name, timing in timings.items()},
+        "best": min(timings, key=lambda name: timings[name].latency_us.median),
+        "select_ms": round(select_s * 1e3, 3),
+        **{name: _outcome(chosen, timings) for name, chosen in (("tuned", tuned), ("untuned", untuned))},
+    }
+    publication.add(row)
+    title = " ".join(str(value) for value in row["case"].values())
+    print(title, row["tuned"]["kernel"], f"{row['tuned']['regret']:.3f}", row["untuned"]["kernel"],
+          f"{row['untuned']['regret']:.3f}", sep=" | ", flush=True)  # fmt: skip
+
+
+def _choose(context: Any) -> Decision:
+    return select(Problem(context), policy.current())
+
+
+def _outcome(decision: Decision, timings: dict[str, Timing]) -> dict[str, Any]:
+    """What a choice costs: over the best kernel's median, and over Inductor's, paired by round."""
+    own = timings[decision.kernel.kernel_id]
+    best = min(timing.latency_us.median for timing in timings.values())
+    return {
+        "kernel": decision.kernel.kernel_id,
+        "why": decision.why,
+        "regret": round(own.latency_us.median / best, 4),
+        "of_inductor": rounded(own.relative_to(timings[INDUCTOR])),
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Geometric means and worst cases."""
+    found: dict[str, Any] = {"cases": len(rows)}
+    for name in ("tuned", "untuned"):
+        regrets = [row[name]["regret"] for row in rows]
+        of_inductor = [row[name]["of_inductor"]["median"] for row in rows]
+        found[name] = {
+            "regret": round(_geometric_mean(regrets), 4),
+            "worst_regret": max(regrets),
+            "of_inductor": round(_geometric_mean(of_inductor), 4),
+            "worst_of_inductor": max(of_inductor),
+        }
+    found["select_ms"] = rounded(Quartiles.of([row["select_ms"] for row in rows]))
+    return found
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def summary_table(found: dict[str, Any]) -> Table:
+    """A line for each way to choose."""
+    columns = ["choice", "regret", "claim", "worst regret", "of inductor", "worst of inductor", "claim"]
+    table = table_of(f"{found['cases']} problems: chosen over best, geometric means", columns, left=("choice",))
+    for name in ("tuned", "untuned"):
+        row, limit, worst = found[name], LIMITS[name], LIMITS["worst against inductor"]
+        holds = "-" if name == "untuned" else _claim(row["worst_of_inductor"], worst)
+        table.add_row(
+            name,
+            f"{row['regret']:.4f}",
+            _claim(row["regret"], limit),
+            f"{row['worst_regret']:.3f}",
+            f"{row['of_inductor']:.3f}",
+            f"{row['worst_of_inductor']:.3f}",
+            holds,
+        )
+    return table
+
+
+def _claim(value: float, limit: float) -> str:
+    return f"< {limit:g} {'holds' if value < limit else 'FAILS'}"
+
+
+def main() -> None:
+    """Run the grid with an empty database of its own."""
+    settings = parse(parser(__doc__), LENGTHS)
+    longest = max(settings.lengths) if settings.quick else LENGTHS[-1]
+    cases = grid(settings.dtypes, longest)
+    publication = Publication("selection", settings.device, is_quick=settings.quick, rounds=settings.rounds)
+    with tempfile.TemporaryDirectory(prefix="lz-selection-") as directory:
+        policy.configure(perfdb={"path": str(Path(directory) / "perfdb.sqlite")})
+        for case in cases:
+            run_case(case, settings.device, settings.rounds, publication)
+    found = summary(publication.rows)
+    publication.record["summary"] = found
+    publication.write()
+    publication.show(summary_table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""``doctor``: what is installed, what works, what is remembered, and what to do about what is not as it should be."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import rich
+import torch
+
+from lz_compile import __version__, installation
+from lz_compile.installation import CacheState, Compilers, Configuration, Measurements
+from lz_compile.lowering import ops
+from lz_compile.reasons import Reason
+from lz_compile.runtime import health
+from lz_compile.runtime.context import SelectionContext
+from lz_compile.runtime.events import Event
+from lz_compile.runtime.hardware import Hardware, hardware
+from lz_compile.runtime.kernel import KernelSpec
+from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.report import reports
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+SCHEMA_VERSION = "1.0"
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Something that is not as it should be: ``code`` for machines, ``message`` says what is found, ``advice`` what to do."""
+
+    code: str
+    message: str
+    advice: str
+
+    def to_dict(self) -> dict[str, str]:
+        """As stable JSON."""
+        return {"code": self.code, "message": self.message, "advice": self.advice}
+
+
+@dataclass(frozen=True)
+class KernelState:
+    """A kernel on this machine: the devices that it can run on, or why there is none."""
+
+    operation: str
+    kernel_id: str
+    source: str
+    package: str | None
+    version: str | None
+    devices: tuple[str, ...]
+    reasons: tuple[Reason, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        found = {**vars(self), "devices": list(self.devices)}
+        return {**found, "reasons": [reason.to_dict() for reason in self.reasons]}
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """The state of this installation; ``issues`` is empty where nothing is wrong."""
+
+    software: Mapping[str, str]
+    hardware: tuple[tuple[str, Hardware], ...]
+    compilers: Compilers
+    kernels: tuple[KernelState, ...]
+    caches: tuple[CacheState, ...]
+    measurements: Measurements
+    configuration: Configuration
+    retired: Mapping[str, Reason]
+    failures: tuple[health.KernelFailures, ...]
+    events: tuple[Event, ...]
+    issues: tuple[Issue, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "issues": [issue.to_dict() for issue in self.issues],
+            "software": dict(self.software),
+            "hardware": [{"device": device, **each.to_dict()} for device, each in self.hardware],
+            "compilers": self.compilers.to_dict(),
+            "kernels": [each.to_dict() for each in self.kernels],
+            "caches": [each.to_dict() for each in self.caches],
+            "measurements": self.measurements.to_dict(),
+            "policy": self.configuration.to_dict(),
+            "retired": {name: reason.to_dict() for name, reason in self.retired.items()},
+            "failures": [each.to_dict() for each in self.failures],
+            "events": [event.to_dict() for event in self.events],
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Issues first, then a table for each subject."""
+        from lz_compile.runtime.render import diagnosis
+
+        yield from diagnosis(self)
+
+
+def doctor(print_report: bool = True) -> DoctorReport:
+    """What is installed and works on this machine, and what to do about what does not.
+
+    Kernel descriptors, plugins and installed libraries are looked at anew, and a small function is compiled with Inductor,
+    which takes some seconds. No kernel runs.
+
+    Args:
+        print_report: print it as tables.
+    """
+    device = installation.default_device()
+    happened = installation.read_again()
+    configuration = installation.configuration()
+    perfdb_path = configuration.policy.settings.perfdb.path
+    found = DoctorReport(
+        software=_software(),
+        hardware=tuple((str(each), hardware(each)) for each in installation.devices()),
+        compilers=installation.compilers(device),
+        kernels=tuple(_kernels()),
+        caches=tuple(installation.caches(perfdb_path)),
+        measurements=installation.measurements(configuration.policy, device),
+        configuration=configuration,
+        retired=health.retirements(),
+        failures=tuple(health.failures()),
+        events=(*happened, *(event for report in reports() for event in report.events)),
+    )
+    report = DoctorReport(**{**vars(found), "issues": tuple(_issues(found, happened, device))})
+    if print_report:
+        rich.print(report)
+    return report
+
+
+def _software() -> dict[str, str]:
+    from lz_compile.runtime import machine
+
+    details = machine.environment_details("cpu")
+    return {
+        "lz_compile": __version__,
+        "torch": details["torch"],
+        "triton": details["triton"],
+        "cuda": torch.version.cuda or "none",
+        "hip": torch.version.hip or "none",
+        "python": platform.python_version(),
+        "system": details["system"],
+    }
+
+
+def _kernels() -> Iterator[KernelState]:
+    places = installation.devices()
+    for op in ops.names():
+        problems = {str(place): installation.plain_problem(op, place) for place in places}
+        for spec in kernels(op).values():
+            yield _kernel(spec, problems)
+
+
+def _kernel(spec: KernelSpec, problems: Mapping[str, SelectionContext]) -> KernelState:
+    against = {place: installation.reasons_on(spec, problem) for place, problem in problems.items()}
+    usable = tuple(place for place, reasons in against.items() if not reasons)
+    reasons = () if usable else tuple(dict.fromkeys(reason for each in against.values() for reason in each))
+    return KernelState(
+        spec.operation, spec.kernel_id, spec.source, spec.package, spec.version, usable, reasons
+    )
+
+
+# ---- issues ----------------------------------------------------------------------------------------------------------
+
+
+def _issues(report: DoctorReport, happened: Sequence[Event], device: torch.device) -> Iterator[Issue]:
+    yield from _about_configuration(report.configuration)
+    yield from _about_compilers(report, device)
+    yield from (Issue(event.code, event.message, _ADVICE.get(event.code, "See the message.")) for event in happened)
+    yield from _about_kernels(report)
+    yield from _about_caches(report)
+    yield from _about_measurements(report.measurements)
+    for name, reason in report.retired.items():
+        advice = "Report the failure to the kernel's authors; it is tried again in a new process."
+        yield Issue(reason.code, f"{name} is retired: {reason.message}", advice)
+
+
+#: What to do about an event of reading descriptors and plugins.
+_ADVICE: Mapping[str, str] = {
+    "CAPABILITIES_SCHEMA_MISMATCH": "Correct the descriptor or update the plugin; its kernels are disabled until then.",
+    "BACKEND_IMPORT_FAILED": "Reinstall the library in a version that fits this PyTorch; its kernels are disabled until then.",
+}
+
+
+def _about_configuration(configuration: Configuration) -> Iterator[Issue]:
+    if configuration.error is not None:
+        advice = "Correct it: until then every compile raises this error."
+        yield Issue("CONFIG_INVALID", configuration.error, advice)
+    for event in configuration.unknown_variables:
+        yield Issue("VARIABLE_UNKNOWN", event.message, "Correct its name, or unset it: it has no effect.")
+    settings = configuration.policy.settings
+    if not settings.enabled:
+        value = configuration.policy.values["enabled"]
+        text = f"selection is switched off by {value.origin}"
+        yield Issue("POLICY_DISABLED", text, "Take that back to have kernels chosen: everything is left to Inductor.")
+    if not settings.fallback_enabled:
+        text = f"fallback_enabled is switched off by {configuration.policy.values['fallback_enabled'].origin}"
+        yield Issue("FALLBACK_DISABLED", text, "Switch it on unless a failing kernel is to stop the program.")
+
+
+def _about_compilers(report: DoctorReport, device: torch.device) -> Iterator[Issue]:
+    found = report.compilers
+    if device.type == "cpu" and found.cxx_version is None:
+        advice = "Install a C++ compiler (g++ 11 or newer), or name one in CXX: Inductor compiles for the CPU with it."
+        yield Issue("COMPILER_MISSING", f"there is no C++ compiler '{found.cxx}'", advice)
+    if device.type in ("cuda", "xpu") and found.triton is None:
+        text = f"Triton is not installed, and Inductor compiles for {device.type} with it"
+        yield Issue("TRITON_MISSING", text, "Install the triton that this PyTorch was built with.")
+    if found.error is not None:
+        advice = "torch.compile itself does not work here; run it with TORCH_LOGS=+inductor to see why."
+        yield Issue("INDUCTOR_FAILED", f"compiling a small function with Inductor for {device}: {found.error}", advice)
+    built_for = torch.version.cuda or torch.version.hip
+    if built_for and not torch.cuda.is_available():
+        advice = "Check the driver (nvidia-smi, rocminfo) and CUDA_VISIBLE_DEVICES; everything runs on the CPU."
+        yield Issue("GPU_NOT_USABLE", f"this PyTorch is built for CUDA or ROCm {built_for} and finds no device", advice)
+
+
+def _about_kernels(report: DoctorReport) -> Iterator[Issue]:
+    for kernel in report.kernels:
+        for reason in kernel.reasons:
+            if reason.code == "BACKEND_VERSION_UNSUPPORTED":
+                advice = f"Install a version of {kernel.package} in that range to use {kernel.kernel_id}."
+                yield Issue(reason.code, f"{kernel.kernel_id}: {reason.message}", advice)
+
+
+def _about_caches(report: DoctorReport) -> Iterator[Issue]:
+    for cache in report.caches:
+        if cache.problem is not None:
+            advice = "Make it writable, or set LAYERZERO_CACHE_DIR to a directory that is: nothing is remembered now."
+            text = f"nothing can be written to {cache.path} ({cache.name}): {cache.problem}"
+            yield Issue("CACHE_UNWRITABLE", text, advice)
+
+
+def _about_measurements(found: Measurements) -> Iterator[Issue]:
+    for event in found.events:
+        yield Issue(event.code, event.message, "Tune again, in a cache directory that can be written.")
+    if not found.enabled:
+        text = "the database of measurements is switched off (perfdb.enabled)"
+        yield Issue("PERFDB_DISABLED", text, "Switch it on: priors, which come from other machines, decide now.")
+    elif not found.here:
+        rows = int(found.statistics.get("rows", 0))
+        text = "nothing was measured in this environment"
+        if rows:
+            text += f"; the {rows} measurements there are were made on other hardware or software, or other threads"
+        advice = "Run 'python -m lz_compile tune' on the sizes of your models: until then priors decide."
+        yield Issue("NOT_MEASURED", text, advice)

@@ -1,0 +1,218 @@
+"""``readiness_check``: may this installation go into production? (layerzero_spec, appendix G)"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lz_compile import installation
+from lz_compile.errors import LayerZeroError
+from lz_compile.installation import Configuration
+from lz_compile.lowering import ops
+from lz_compile.runtime import health, names
+from lz_compile.runtime.estimate import INDUCTOR
+from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.rules import Lock
+from lz_compile.runtime.select import Problem, select
+from lz_compile.runtime.settings import Layer, Value
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+SCHEMA_VERSION = "1.0"
+Status = Literal["pass", "warn", "fail"]
+#: What can run does not depend on what was measured: the database stays closed.
+_UNMEASURED = Layer(values=(Value("perfdb.enabled", False, "readiness_check"),))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One condition of production; ``text`` says what was found, and what to do where that is not enough."""
+
+    name: str
+    status: Status
+    text: str
+
+    def to_dict(self) -> dict[str, str]:
+        """As stable JSON."""
+        return {"name": self.name, "status": self.status, "text": self.text}
+
+
+@dataclass(frozen=True)
+class ReadinessReport:
+    """Every check, in order; those that warn do not count against readiness."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed."""
+        return all(check.status != "fail" for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {"schema_version": SCHEMA_VERSION, "ok": self.ok, "checks": [check.to_dict() for check in self.checks]}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """A row for each check."""
+        from lz_compile.runtime.render import readiness
+
+        yield from readiness(self)
+
+
+def readiness_check(dispatch_table: str | os.PathLike[str] | None = None) -> ReadinessReport:
+    """Whether this machine, as it is installed and configured, may run in production.
+
+    Kernel descriptors, plugins and installed libraries are looked at anew. Nothing is compiled and no kernel runs.
+
+    Args:
+        dispatch_table: a file that ``lz.solve`` wrote.
+    """
+    device = installation.default_device()
+    configuration = installation.configuration()
+    return ReadinessReport(
+        (
+            *_capabilities(),
+            *_policy(configuration),
+            *_kernels(configuration, device),
+            *_locks(configuration, device),
+            *_health(),
+            *_caches(configuration),
+            *_measurements(configuration, device),
+            *_safety(configuration, device),
+            *_dispatch_table(dispatch_table),
+        )
+    )
+
+
+def _capabilities() -> Iterator[Check]:
+    count, errors = installation.broken_descriptors()
+    problems = list(dict.fromkeys([*(str(error) for error in errors), *_reading_problems(bool(errors))]))
+    if problems:
+        yield Check("capabilities", "fail", "; ".join(problems))
+    else:
+        yield Check("capabilities", "pass", f"{count} descriptors and every plugin are valid")
+
+
+def _reading_problems(are_descriptors_broken: bool) -> list[str]:
+    happened = installation.read_again()
+    return [
+        event.message
+        for event in happened
+        if not (are_descriptors_broken and event.code == "CAPABILITIES_SCHEMA_MISMATCH")
+    ]
+
+
+def _policy(configuration: Configuration) -> Iterator[Check]:
+    if configuration.error is not None:
+        yield Check("policy", "fail", configuration.error)
+        return
+    for event in configuration.unknown_variables:
+        yield Check("policy", "warn", event.message)
+    if not configuration.unknown_variables:
+        yield Check("policy", "pass", configuration.policy.file or "no file, valid")
+
+
+def _kernels(configuration: Configuration, device: torch.device) -> Iterator[Check]:
+    for op in ops.names():
+        decision = select(Problem(installation.plain_problem(op, device)), configuration.policy.overlaid(_UNMEASURED))
+        able = [each.kernel.kernel_id for each in decision.candidates if not each.against]
+        able = sorted(set(able) - {INDUCTOR})
+        if able:
+            yield Check(f"kernels for {op}", "pass", f"on {device}: {', '.join(able)}")
+        else:
+            text = f"nothing but Inductor runs {op} on {device}; install a library, or lift what the policy forbids"
+            yield Check(f"kernels for {op}", "fail", text)
+
+
+def _locks(configuration: Configuration, device: torch.device) -> Iterator[Check]:
+    locks = [lock for layer in configuration.policy.layers for lock in layer.locks if lock.kernel_id is not None]
+    problems = [text for lock in locks for text in _lock_problems(lock, device)]
+    if problems:
+        yield Check("locks", "fail", "; ".join(problems))
+    else:
+        yield Check("locks", "pass", f"{len(locks)} locks, all possible here" if locks else "none")
+
+
+def _lock_problems(lock: Lock, device: torch.device) -> Iterator[str]:
+    if lock.kernel_id is None or lock.kernel_id == INDUCTOR:
+        return
+    for op in names.ops_covered(lock.operation):
+        spec = kernels(op).get(lock.kernel_id)
+        problem = f"{lock.operation} is locked by {lock.origin} to {lock.kernel_id}"
+        if spec is None:
+            yield f"{problem}, which is no kernel of {op}"
+        else:
+            reasons = installation.reasons_on(spec, installation.plain_problem(op, device))
+            yield from (f"{problem}: {reason.message}" for reason in reasons)
+
+
+def _health() -> Iterator[Check]:
+    retired = health.retirements()
+    if retired:
+        told = "; ".join(f"{name}: {reason.message}" for name, reason in retired.items())
+        yield Check("retired kernels", "fail", told)
+    else:
+        yield Check("retired kernels", "pass", "none")
+
+
+def _caches(configuration: Configuration) -> Iterator[Check]:
+    for cache in installation.caches(configuration.policy.settings.perfdb.path):
+        if cache.problem is None:
+            yield Check(f"cache: {cache.name}", "pass", f"{cache.path} ({cache.files} files)")
+        else:
+            text = f"{cache.path} cannot be written: {cache.problem}. Set LAYERZERO_CACHE_DIR"
+            yield Check(f"cache: {cache.name}", "fail", text)
+
+
+def _measurements(configuration: Configuration, device: torch.device) -> Iterator[Check]:
+    found = installation.measurements(configuration.policy, device)
+    if found.events:
+        yield Check("measurements", "fail", "; ".join(event.message for event in found.events))
+    elif not found.enabled:
+        yield Check("measurements", "warn", "switched off (perfdb.enabled): priors decide")
+    elif not found.here:
+        text = f"none of this environment in {found.path}: priors decide. Run 'python -m lz_compile tune'"
+        yield Check("measurements", "warn", text)
+    else:
+        count = sum(found.here.values())
+        yield Check("measurements", "pass", f"{count} of this environment ({found.statistics['journal_mode']} mode)")
+
+
+def _safety(configuration: Configuration, device: torch.device) -> Iterator[Check]:
+    settings = configuration.policy.settings
+    if settings.fallback_enabled:
+        yield Check("fallback", "pass", "a kernel that fails is retired, its call completes on the reference")
+    else:
+        yield Check("fallback", "warn", "switched off (fallback_enabled): a kernel that fails stops the program")
+    if device.type != "cpu" and settings.memory_headroom_mb is None:
+        text = "memory_headroom_mb is not set: kernels may take any workspace"
+        yield Check("memory headroom", "warn", text)
+
+
+def _dispatch_table(path: str | os.PathLike[str] | None) -> Iterator[Check]:
+    load = _loader()
+    if path is None:
+        yield Check("dispatch table", "pass", "none given: kernels are chosen while compiling")
+    elif load is None:
+        yield Check("dispatch table", "fail", f"{os.fspath(path)}: this version reads no dispatch tables")
+    else:
+        try:
+            load(path)
+        except (LayerZeroError, OSError) as error:
+            yield Check("dispatch table", "fail", str(error))
+        else:
+            yield Check("dispatch table", "pass", f"{os.fspath(path)} is valid on this machine")
+
+
+def _loader() -> Callable[[Any], Any] | None:
+    try:
+        from lz_compile.runtime import dispatch_table  # type: ignore[attr-defined,unused-ignore]
+    except ImportError:
+        return None
+    load: Callable[[Any], Any] = dispatch_table.load
+    return load

@@ -1,0 +1,276 @@
+"""Which kernel an eager attention runs: one fused call, chosen like those of compiled graphs, found again in under 2 us.
+
+A decision is found by a key of everything that its validity depends on: shapes, dtypes, devices, the order in memory,
+attributes, gradients, and the versions of policy, kernels and health, which change in this process only. What other
+processes measure meanwhile, environment variables that change and the memory that is left are noticed when an entry is
+too old (``cache.ttl_seconds``, a minute): to ask the database at each call would cost more than all else.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from lz_compile.errors import NoKernelFoundError
+from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.runtime import events, health, memory, policy, registry
+from lz_compile.runtime.context import from_tensors
+from lz_compile.runtime.decision_cache import DecisionCache, SelectionCacheConfig
+from lz_compile.runtime.kernel import KernelSpec
+from lz_compile.runtime.select import SDPA, Decision, Problem, select
+from lz_compile.runtime.settings import CacheSettings
+from lz_compile.runtime.verdict import Policy
+
+#: Runs an attention over query, key, value and mask: a kernel, with everything else bound to it.
+Run: TypeAlias = Callable[..., torch.Tensor]
+
+_SHARDS = 256
+
+
+class _Decisions:
+    """The cache of this process, by the policy's settings; ``cache`` is None where they switch it off."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._settings: CacheSettings | None = None
+        self.cache: DecisionCache[Run] | None = None
+
+    def follow(self, settings: CacheSettings) -> DecisionCache[Run] | None:
+        """The cache with these settings; what an older one holds is dropped."""
+        if settings != self._settings:
+            with self._lock:
+                if settings != self._settings:
+                    self.cache = DecisionCache(_bounds(settings)) if settings.enabled else None
+                    self._settings = settings
+        return self.cache
+
+
+def _bounds(settings: CacheSettings) -> SelectionCacheConfig:
+    shards = min(_SHARDS, settings.max_size)
+    return SelectionCacheConfig(shards, math.ceil(settings.max_size / shards), settings.ttl_seconds)
+
+
+_decisions = _Decisions()
+
+
+def plan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    layout: str,
+) -> Run:
+    """What to call with these tensors, or with others of which the key holds: ``plan(...)(query, key, value, mask)``.
+
+    Raises:
+        ValueError: the tensors are no attention's.
+        NoKernelFoundError: no kernel can run, and falling back is switched off.
+        ConfigError: the configuration is wrong.
+    """
+    # Every field costs 30 to 100 ns here and 15 to 40 in the hash; a stride is asked for as part of all of them, which is
+    # quicker than by its position.
+    names = (
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.get_device(),
+        value.get_device(),
+        query.stride()[-1] == key.stride()[-1] == value.stride()[-1] == 1,
+        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad, _wants_grad(mask)),
+        None if mask is None else mask.dtype,
+        causal,
+        scale,
+        dropout_p,
+        layout,
+        torch.are_deterministic_algorithms_enabled(),
+        query.is_cuda and torch.cuda.is_current_stream_capturing(),
+        policy.version(),
+        registry.version(),
+        health.version(),
+    )
+    cache = _decisions.cache
+    found = None if cache is None else cache.get(names)
+    if found is not None:
+        return found
+    return _planned(names, _Call(query, key, value, mask, causal, scale, dropout_p, layout))
+
+
+def _wants_grad(mask: torch.Tensor | None) -> bool:
+    return mask is not None and mask.requires_grad
+
+
+def forget() -> None:
+    """Forget every decision."""
+    if _decisions.cache is not None:
+        _decisions.cache.clear()
+
+
+def statistics() -> dict[str, int]:
+    """What the cache of decisions did so far; empty where it is switched off."""
+    return {} if _decisions.cache is None else _decisions.cache.statistics().to_dict()
+
+
+def _planned(names: tuple[Any, ...], call: _Call) -> Run:
+    present = policy.current()
+    cache = _decisions.follow(present.settings.cache)
+    if cache is None:
+        return call.plan(present)
+    if names[-3] != policy.version():  # the environment changed: what is decided now is found by the next call's key
+        return call.plan(present)
+    return cache.get_or_compute(names, partial(call.plan, present))
+
+
+class _Call:
+    """One eager attention for which no decision is known."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float | None,
+        dropout_p: float,
+        layout: str,
+    ) -> None:
+        _check(query, key, value)
+        context = from_tensors(
+            query, key, value, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p, layout=layout
+        )
+        if not context.is_cuda_graph_capturing:
+            context = replace(context, memory_headroom_bytes=memory.headroom_bytes(query.device))
+        self.context, self.layout, self.device = context, layout, query.device
+        self.mask_name = "mask" if context.attn_mask_type == "bool" else "bias"
+        self.attrs = AttentionAttrs(
+            scale=scale,
+            is_causal=causal,
+            dropout_p=dropout_p,
+            masked_rows="zero",
+            has_mask=context.attn_mask_type == "bool",
+            has_bias=context.attn_mask_type == "float",
+            enable_gqa="gqa" in context.features,
+        )
+
+    def plan(self, present: Policy) -> Run:
+        """Choose, and bind everything but the tensors."""
+        run = self._run(self._kernel(present), present)
+        if self.layout == "BHSD":
+            return run
+        return partial(_transposed, run)
+
+    def _kernel(self, present: Policy) -> KernelSpec | None:
+        """The kernel to run; None: SDPA, whatever speaks against it."""
+        settings = present.settings
+        if not settings.enabled:
+            return None
+        try:
+            decision = select(Problem(self.context, SDPA, is_eager=True), present)
+            return _loaded(decision, self.context.operation)
+        except NoKernelFoundError as error:
+            if not settings.fallback_enabled:
+                raise
+            events.record("NO_KERNEL", f"{self.context.operation} runs on {SDPA} all the same", error)
+            return None
+
+    def _run(self, kernel: KernelSpec | None, present: Policy) -> Run:
+        settings = present.settings
+        sdpa = self._sdpa()
+        if kernel is None or kernel.kernel_id == SDPA:
+            run, kernel_id = sdpa, SDPA
+        else:
+            assert kernel.call is not None, f"{kernel.kernel_id} cannot be called eagerly"
+            run, kernel_id = partial(_canonical, kernel.call, self.attrs, self.mask_name), kernel.kernel_id
+        if settings.debug and self.device.type != "cpu":
+            run = partial(_synchronised, run, self.device)
+        if run is sdpa and settings.fallback_enabled:
+            return run
+        return partial(_guarded, kernel_id, run, sdpa, settings.fallback_enabled)
+
+    def _sdpa(self) -> Run:
+        """What every kernel is measured against and falls back to: one call of C++ where it does without help."""
+        attrs = self.attrs
+        if attrs.is_causal and (attrs.has_mask or attrs.has_bias):
+            from lz_compile.lowering.kernels import torch_sdpa
+
+            return partial(_canonical, torch_sdpa.attention, attrs, self.mask_name)
+        given = {"dropout_p": attrs.dropout_p, "is_causal": attrs.is_causal, "scale": attrs.scale}
+        given["enable_gqa"] = attrs.enable_gqa
+        return partial(F.scaled_dot_product_attention, **{name: each for name, each in given.items() if each})
+
+
+def _loaded(decision: Decision, operation: str) -> KernelSpec:
+    """The kernel of a decision, or the best of the others where its library does not import."""
+    if decision.refused_lock is not None:
+        events.record(decision.refused_lock.code, f"{operation}: {decision.refused_lock.message}")
+    failures = {}
+    for kernel in decision.ranking:
+        missing = kernel.load()
+        if missing is None:
+            return kernel
+        failures[kernel.kernel_id] = [missing]
+    raise NoKernelFoundError(operation, failures)
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse what no kernel could take, before one reads memory that is not there."""
+    for name, tensor in (("key", key), ("value", value)):
+        for what in ("dtype", "device"):
+            ours, other = getattr(query, what), getattr(tensor, what)
+            if ours != other:
+                raise ValueError(
+                    f"lz.attention: expected {name} with the {what} of query, {ours}, received {other}. Convert one of them"
+                )
+
+
+def _canonical(
+    kernel: Run,
+    attrs: AttentionAttrs,
+    mask_name: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """A kernel over the op's canonical operands."""
+    if mask is None:
+        return kernel(query, key, value, attrs=attrs)
+    return kernel(query, key, value, attrs=attrs, **{mask_name: mask})
+
+
+def _transposed(
+    run: Run, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Over ``[B, S, H, D]``: views, nothing is moved."""
+    return run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask).transpose(1, 2)
+
+
+def _synchronised(run: Run, device: torch.device, *operands: torch.Tensor | None) -> torch.Tensor:
+    """With ``debug``: errors of the device are raised by the call that caused them."""
+    result = run(*operands)
+    torch.accelerator.synchronize(device)
+    return result
+
+
+def _guarded(
+    kernel_id: str, run: Run, sdpa: Run, fallback_enabled: bool, *operands: torch.Tensor | None
+) -> torch.Tensor:
+    def complete(*operands: torch.Tensor | None) -> torch.Tensor:
+        forget()  # every decision in which the kernel took part: it may be retired, or the memory may be full
+        return sdpa(*operands)
+
+    return health.guarded(kernel_id, run, complete, *operands, fallback_enabled=fallback_enabled)
