@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import rich
-import torch
 from torch import fx
 
 from lz_compile.compiler import process
@@ -50,7 +49,7 @@ def explain(
         return process(module, inputs, ours, run)
 
     with inductor.unlimited_recompiles():
-        torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
+        inductor.compile_apart(model, backend, dynamic)(*args, **kwargs)
     report = Report(found)
     if print_report:
         rich.print(report)

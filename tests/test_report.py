@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import math
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from backends import Rewriting
 from rich.console import Console
 from torch import Tensor, fx
-from torch._dynamo.testing import EagerAndRecordGraphs, normalize_gm
+from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs, normalize_gm
 
 import lz_compile
 from lz_compile import GraphReport, Report, clear_reports, explain, reports
@@ -116,6 +117,17 @@ def test_explain_again_tells_the_same_again():
     args = operands()
     first, second = (explain(attention, *args, print_report=False) for _ in range(2))
     assert len(first.matches) == len(second.matches) == 1
+
+
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="needs PyTorch 2.13 or newer"
+)
+def test_explaining_often_does_not_use_up_the_recompiles_of_the_model():
+    compiles = CompileCounter()
+    for length in range(2, 2 + torch._dynamo.config.recompile_limit + 2):
+        explain(attention, *(torch.randn(1, 2, length, 8) for _ in range(3)), print_report=False)
+    torch.compile(attention, backend=compiles, fullgraph=True)(*operands())
+    assert compiles.frame_count == 1
 
 
 def test_explain_prints_only_where_it_is_asked_to(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -55,6 +56,15 @@ def compile_graph(
     inner = config.get(name, getattr(inductor_config, name))
     patches = {**config, name: _Fingerprint(cache_key, inner)}
     return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=patches))
+
+
+def compile_apart(model: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
+    """``torch.compile`` whose entries in Dynamo's cache do not count against the recompile limit of other compiles.
+
+    PyTorch before 2.13 has no such thing; entries count there.
+    """
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+    return cast("Callable[..., Any]", torch.compile(model, backend=backend, dynamic=dynamic, **apart))
 
 
 def unlimited_recompiles() -> AbstractContextManager[Any]:
