@@ -262,6 +262,42 @@ def test_sinks_are_reported_as_attention() -> None:
     torch.testing.assert_close(rewritten(attention, *inputs), attention(*inputs))
 
 
+CUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "to_the_last": lambda p: p[..., :-1],
+    "to_a_number": lambda p: p[..., :23],
+    "from_zero": lambda p: p[..., 0:23:1],
+    "every_extent": lambda p: p[:2, :4, :19, :23],
+    "to_a_size": lambda p: p[..., : p.shape[-1] - 1],
+    "narrow": lambda p: p.narrow(-1, 0, 23),
+}
+
+
+def _with_sink(cut: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        scores = torch.cat([(q @ k.mT) * 0.25, sink.reshape(1, -1, 1, 1).expand(2, -1, q.shape[2], 1)], dim=-1)
+        return cut(scores.softmax(-1)) @ v
+
+    return attention
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_sink_is_cut_off_in_any_way(cut: str, dynamic: bool | None) -> None:
+    if cut == "every_extent" and dynamic:
+        pytest.skip("under symbolic sizes these numbers select")
+    attention, inputs = _with_sink(CUTS[cut]), (*qkv(), heads(4))
+    got = rewritten(attention, *inputs, dynamic=dynamic, strict=True)
+    torch.testing.assert_close(got, attention(*inputs))
+
+
+@pytest.mark.parametrize("cut", [lambda p: p[..., 1:], lambda p: p.narrow(-1, 1, 23)], ids=["slice", "narrow"])
+def test_a_first_key_that_is_cut_off_is_no_sink(cut: Callable[[Tensor], Tensor]) -> None:
+    backend, inputs = Rewriting(strict=True), (*qkv(), heads(4))
+    got = torch.compile(_with_sink(cut), backend=backend, fullgraph=True)(*inputs)
+    torch.testing.assert_close(got, _with_sink(cut)(*inputs))
+    assert not backend.report.matches
+
+
 def test_dropout_in_training_is_an_attribute_and_has_the_right_mean() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.dropout((q @ k.mT * 0.25).softmax(-1), 0.25, training=True) @ v
