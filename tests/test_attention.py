@@ -227,6 +227,101 @@ def test_overwritten_values_give_what_eager_gives(attention: Callable[..., Tenso
     assert not backend.report.events, backend.why_not()
 
 
+# ---- shapes that are changed in place -----------------------------------------------------------------------------------
+
+
+def _key_of_the_graph_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = k * 1
+    k.transpose_(-2, -1)
+    return (q @ k * 0.25).softmax(-1) @ v
+
+
+def _input_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k.swapaxes_(-2, -1)
+    return (q @ k * 0.25).softmax(-1) @ v
+
+
+def _value_squeezed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    v = v[None] * 1
+    v.squeeze_(0)
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+def _matrices_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = k[0, 0] * 1
+    k.t_()
+    return (q[0, 0] @ k * 0.25).softmax(-1) @ v[0, 0]
+
+
+def _key_transposed_after_it_was_read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    k = k * 1
+    scores = q @ k.mT * 0.25
+    k.transpose_(-2, -1)
+    return scores.softmax(-1) @ v, k * 2
+
+
+def _key_unsqueezed_after_it_was_read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    k = k * 1
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k)
+    k.unsqueeze_(0)
+    return scores.softmax(-1) @ v, k * 2
+
+
+def _scores_transposed_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.25
+    scores.transpose_(-2, -1)
+    scores.transpose_(-2, -1)
+    return scores.softmax(-1) @ v
+
+
+def _output_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = (q @ k.mT * 0.25).softmax(-1) @ v
+    out.transpose_(1, 2)
+    return out
+
+
+def _call_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = F.scaled_dot_product_attention(q, k, v)
+    out.transpose_(1, 2)
+    return out
+
+
+def _quotient_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.25
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    out = weights @ v / weights.sum(-1, keepdim=True)
+    out.transpose_(1, 2)
+    return out
+
+
+RESHAPED: dict[Callable[..., Any], str | None] = {
+    _key_of_the_graph_transposed: None,
+    _input_transposed: None,
+    _value_squeezed: None,
+    _matrices_transposed: None,
+    _key_transposed_after_it_was_read: "OPERAND_RESHAPED",
+    _key_unsqueezed_after_it_was_read: "OPERAND_RESHAPED",
+    _scores_transposed_twice: "SCORES_NOT_AFFINE",
+    _output_transposed: "OPERAND_RESHAPED",
+    _call_transposed: "OPERAND_RESHAPED",
+    _quotient_transposed: "OPERAND_RESHAPED",
+}
+
+
+@pytest.mark.parametrize("attention", RESHAPED)
+def test_shapes_changed_in_place_are_read_or_refused(attention: Callable[..., Any]) -> None:
+    backend = Rewriting(strict=True, lock={"attention": "lz.blocked"})
+    got = torch.compile(attention, backend=backend)(*(x.clone() for x in qkv()))
+    torch.testing.assert_close(got, attention(*(x.clone() for x in qkv())))
+    refusals = [miss.reason.code for miss in backend.report.near_misses]
+    if RESHAPED[attention] is None:
+        assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+        assert not refusals
+    else:
+        assert not backend.report.matches
+        assert refusals == [RESHAPED[attention]]
+
+
 # ---- attributes -----------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,8 @@ from lz_compile.reasons import Reason
 
 OP = "attention"
 _SCORES = contraction.PRODUCTS - {"linear", "addmm"}
+#: Calls that may be the last one of an attention (a division may follow).
+_LAST = contraction.PRODUCTS | {"sum", "scaled_dot_product_attention"}
 _SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 
 
@@ -51,10 +53,21 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
 
 
 def _from_call(effects: Effects, call: Call) -> Match | NearMiss | None:
+    if call.name not in _LAST:
+        return None
+    reshaped = effects.reshaped_after_read(_behind(effects, call.node), call.node)
+    if reshaped is not None:
+        return _reshaped(effects, call, *reshaped)
+    found = _read(effects, call)
+    if isinstance(found, Match):
+        reshaped = effects.reshaped_after_read(found.core, found.output)
+        return found if reshaped is None else _reshaped(effects, call, *reshaped)
+    return found
+
+
+def _read(effects: Effects, call: Call) -> Match | NearMiss | None:
     if call.name == "scaled_dot_product_attention":
         return match_sdpa_call(effects, call)
-    if call.name not in contraction.PRODUCTS and call.name != "sum":
-        return None
     refused: NearMiss | None = None
     for expand_masks, expand_inplace in ((False, True), (True, True), (False, False)):
         region = Region(effects, expand_masks=expand_masks, expand_inplace=expand_inplace)
@@ -77,6 +90,37 @@ def _unclear(region: Region, call: Call, error: LayoutError) -> NearMiss | None:
         return None
     reason = Reason("LAYOUT_UNCLEAR", f"the dimensions do not come apart into axes: {error}")
     return NearMiss(OP, call.node, reason, "reshape along whole heads and positions", where_of(call.node))
+
+
+def _reshaped(effects: Effects, call: Call, node: fx.Node, writer: fx.Node) -> NearMiss | None:
+    """A near miss where an attention holds a tensor whose shape, as far as Dynamo tells, is a later one."""
+    region = Region(effects)
+    is_attention = call.name == "scaled_dot_product_attention" or any(
+        region.reaches(operand, _SOFTMAX) for operand in call.node.all_input_nodes
+    )
+    if not is_attention:
+        return None
+    reason = Reason("OPERAND_RESHAPED", f"{node.name} changes its shape in place by {writer.name}, after it is read")
+    edit = f"use the out-of-place form of {str(writer.target).rstrip('_')}"
+    return NearMiss(OP, call.node, reason, edit, where_of(call.node))
+
+
+def _behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
+    """What an attention that ends at ``node`` may consist of: everything up to the second product from there."""
+    if not effects.reshapes:
+        return set()
+    found: set[fx.Node] = set()
+    queue = [(node, 0)]
+    while queue:
+        current, products = queue.pop()
+        call = effects.calls.get(current)
+        if current in found or call is None:
+            continue
+        found.add(current)
+        products += call.name in _LAST - {"sum"}
+        if products <= 2:  # noqa: PLR2004 the product with the values and the one of query and key
+            queue.extend((operand, products) for operand in current.all_input_nodes)
+    return found
 
 
 def _mutated(error: MutatedError) -> tuple[Reason, str]:
