@@ -63,8 +63,9 @@ def compile_apart(model: Callable[..., Any], backend: Callable[..., Any], dynami
 
     PyTorch before 2.13 has no such thing; entries count there.
     """
-    apart = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
-    return cast("Callable[..., Any]", torch.compile(model, backend=backend, dynamic=dynamic, **apart))
+    has_regions = "isolate_recompiles" in signature(torch.compile).parameters
+    apart: dict[str, Any] = {"isolate_recompiles": True} if has_regions else {}
+    return torch.compile(model, backend=backend, dynamic=dynamic, **apart)
 
 
 def unlimited_recompiles() -> AbstractContextManager[Any]:

@@ -180,8 +180,9 @@ def _index(call: Call, extents: tuple[int, ...] | None) -> Any:
 
 def _cut(item: slice | None, extent: int) -> slice | None:
     """A slice from the start up to a number as one of ``extent``; others stay."""
-    is_leading = item is not None and item.start in (None, 0) and item.step in (None, 1)
-    is_counted = is_leading and (isinstance(item.stop, fx.Node) or (isinstance(item.stop, int) and item.stop >= 0))
+    if item is None or item.start not in (None, 0) or item.step not in (None, 1):
+        return item
+    is_counted = isinstance(item.stop, fx.Node) or (isinstance(item.stop, int) and item.stop >= 0)
     return slice(extent) if is_counted else item
 
 

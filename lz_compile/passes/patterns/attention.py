@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import sympy
-import torch
 from torch import fx
 
 from lz_compile.passes import contraction, layout, probabilities, scores
@@ -24,6 +23,7 @@ from lz_compile.passes.core import Core, find_core
 from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.match import Match, NearMiss, RefusedError
 from lz_compile.passes.patterns.sdpa_call import match_sdpa_call
+from lz_compile.passes.unread import has_scores, unread
 from lz_compile.passes.view import Call, tensor_of, where_of
 from lz_compile.reasons import Reason
 
@@ -49,7 +49,7 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
             covered.update(_softmaxes_behind(effects, node))
         if found is not None:
             yield found
-    yield from _unread_anchors(graph, effects, covered)
+    yield from unread(OP, graph, effects, covered)
 
 
 def _from_call(effects: Effects, call: Call) -> Match | NearMiss | None:
@@ -118,7 +118,7 @@ def _behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
             continue
         found.add(current)
         products += call.name in _LAST - {"sum"}
-        if products <= 2:  # noqa: PLR2004 the product with the values and the one of query and key
+        if products <= 2:
             queue.extend((operand, products) for operand in current.all_input_nodes)
     return found
 
@@ -159,7 +159,12 @@ class _Reader:
         self, outer: Contraction, weights: Factor, value: Factor, output: fx.Node, output_dims: Dims
     ) -> Match | None:
         keys = atoms(outer.summed)
-        found = probabilities.read(self.region, weights.node, weights.dims, outer.call.node, keys)
+        try:
+            found = probabilities.read(self.region, weights.node, weights.dims, outer.call.node, keys)
+        except RefusedError:
+            if has_scores(self.region, weights.node):
+                raise
+            return None  # the softmax of a router or a classifier
         if found is None:
             return None
         inner = scores.read(self.region, found.scores, keys)
@@ -282,38 +287,3 @@ def _softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
             found.add(current)
         queue.extend(current.all_input_nodes)
     return found
-
-
-def _unread_anchors(graph: fx.Graph, effects: Effects, covered: set[fx.Node]) -> Iterator[NearMiss]:
-    """Softmaxes over a product of two computed tensors that reach no values."""
-    for node in graph.nodes:
-        call = effects.calls[node]
-        if (
-            call is None
-            or call.name != "softmax"
-            or node in covered
-            or EMITTED in node.meta
-            or tensor_of(call.input) is None
-        ):
-            continue
-        region = Region(effects)
-        dims = fresh(shape_of(tensor_of(node)))  # type: ignore[arg-type]
-        try:
-            expression = region.express(call.input, dims, node)
-            keys = atoms(dims[(call.get("dim") or -1) % len(dims)])
-            inner = scores.read(region, expression, keys)
-        except (RefusedError, MutatedError, LayoutError):
-            continue
-        if inner is not None and not any(_is_parameter(factor.node) for factor in (inner.query, inner.key)):
-            refusal = RefusedError(
-                "NO_VALUES",
-                "the probabilities meet no values in this graph",
-                "multiply values by them in the same graph",
-            )
-            yield NearMiss(OP, node, refusal.reason, refusal.edit, where_of(node))
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    while node.op != "placeholder" and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-    return isinstance(node.meta.get("example_value"), torch.nn.Parameter)
