@@ -425,6 +425,74 @@ def test_rows_that_mask_everything_stay_nan_with_an_infinite_fill() -> None:
     assert not got[:, :, 4].isnan().any()
 
 
+KEPT = torch.rand(2, 1, 19, 23, generator=torch.Generator().manual_seed(0)) < 0.6
+KEPT[..., 0] = True
+KEPT[:, :, 3] = False
+FLOAT32_MIN = torch.finfo(torch.float32).min
+ADDITIVE = torch.zeros(2, 1, 19, 23).masked_fill(~KEPT, -1e9)
+
+
+def _filled(fill: float, dtype: torch.dtype) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT * 0.25).masked_fill(~KEPT, fill).to(dtype)
+        return scores.float().softmax(-1).to(dtype) @ v.to(dtype)
+
+    return attention
+
+
+def _half_where(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.where(KEPT, (q @ k.mT * 0.25).half(), -1e9).softmax(-1) @ v.half()
+
+
+def _half_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.zeros(2, 1, 19, 23).masked_fill(~KEPT, -1e9).half()
+    return ((q @ k.mT * 0.25).half() + mask).softmax(-1) @ v.half()
+
+
+def _two_fills(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT * 0.25).masked_fill(~KEPT[:1], -1e4).masked_fill(~KEPT, -1e9)
+    return scores.half().softmax(-1) @ v.half()
+
+
+def _added_before_the_cast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25 + ADDITIVE).half().softmax(-1) @ v.half()
+
+
+def _floored_before_the_cast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT * 0.25).masked_fill(~KEPT, -math.inf).clamp(min=FLOAT32_MIN)
+    return scores.half().softmax(-1) @ v.half()
+
+
+#: What a row of masked keys gives in eager mode, or the refusal.
+OVERFLOWING: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "-1e9 in float16": (_filled(-1e9, torch.float16), "nan"),
+    "-1e4 in float16": (_filled(-1e4, torch.float16), "mean"),
+    "-1e9 in bfloat16": (_filled(-1e9, torch.bfloat16), "mean"),
+    "float32's least number in bfloat16": (_filled(FLOAT32_MIN, torch.bfloat16), "nan"),
+    "where": (_half_where, "nan"),
+    "a mask of its own": (_half_mask, "nan"),
+    "two fills": (_two_fills, "fill"),
+    "added": (_added_before_the_cast, "MASK_MAY_OVERFLOW"),
+    "a floor": (_floored_before_the_cast, "SCORES_NOT_READ"),
+}
+
+
+@pytest.mark.parametrize("kernel", ["torch.sdpa", "lz.blocked"])
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_a_fill_that_a_cast_makes_infinite_gives_what_it_gives_in_eager(name: str, kernel: str) -> None:
+    attention, expected = OVERFLOWING[name]
+    backend = Rewriting(lock={"attention": kernel})
+    got, want = torch.compile(attention, backend=backend)(*qkv()), attention(*qkv())
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert want[:, :, 3].isnan().any() == (expected != "mean")
+    if expected in ("nan", "mean", "fill"):
+        (match,) = backend.report.matches
+        assert match.attributes.get("masked_rows", "nan") == expected
+        assert match.rewritten, backend.why_not()
+    else:
+        assert [miss.reason.code for miss in backend.report.near_misses] == [expected]
+
+
 def test_a_direct_sdpa_call_is_recognised_and_can_be_given_another_kernel() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)

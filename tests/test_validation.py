@@ -300,6 +300,20 @@ def test_a_wrong_bias_is_caught(plant, kernel):
     is_caught(biased, [*operands(), torch.randn(3, 7, 11)], "output with plain")
 
 
+def test_a_mean_is_caught_where_the_source_gives_nan_by_its_dtype_alone(plant):
+    def overflowing(query, key, value, keep):
+        scores = (query @ key.transpose(-2, -1) * 0.3).masked_fill(~keep, -1e9).half()
+        return scores.softmax(-1) @ value.half()
+
+    def in_float32(query, key, value, *, attrs, mask):
+        return with_the_mean_for_masked_rows(query.float(), key.float(), value.float(), attrs=attrs, mask=mask).half()
+
+    plant(in_float32)
+    torch.compile(overflowing, backend=layerzero, options=LOCK)(*operands(), keep(2, 1, 7, 11))
+    (reason,) = only_match().reasons
+    assert reason.message.startswith("torch.sdpa: output with masked rows")
+
+
 def test_a_kernel_that_gives_no_gradient_at_all_is_caught(plant):
     plant(lambda query, key, value, *, attrs: plain_with(query, key, value, attrs).detach())
     args = operands(requires_grad=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
-from lz_compile.passes import contraction, layout, probabilities, scores
+from lz_compile.passes import contraction, layout, masks_finite, probabilities, scores
 from lz_compile.passes.algebra import INFINITY, Region, tidy
 from lz_compile.passes.attention_axes import assign_roles
 from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, fresh, shape_of
@@ -226,6 +226,14 @@ class _Reader:
         if inner.bias.has(INFINITY):
             raise RefusedError(
                 "MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({inner.bias})", "use where"
+            )
+        narrowed = inner.bias.free_symbols & self.region.narrowed
+        if narrowed and not masks_finite.is_bounded(self.region, inner.bias):
+            raise RefusedError(
+                "MASK_MAY_OVERFLOW",
+                f"scores with the mask {self.region.leaves[min(narrowed, key=str)].node.name} are cast to a dtype of"
+                " smaller range, in which a finite mask may be infinite",
+                "cast the product before the mask is added",
             )
         emitter = assign_roles(self.region, inner, found, keys, value, output, output_dims, gain)
         readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
