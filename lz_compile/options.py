@@ -19,17 +19,20 @@ class Options:
     """``options={"layerzero.<name>": value}``.
 
     ``strict`` raises where a fault of ours would fall back to Inductor; ``dump`` is a directory for graphs and reports
-    (default: ``$LAYERZERO_DUMP``); ``lock`` names a kernel per op, as in ``{"attention": "torch.sdpa"}``.
+    (default: ``$LAYERZERO_DUMP``); ``assume_finite`` promises operands without NaN and infinities, so that kernels need not
+    treat them as the source does; ``lock`` names a kernel per op, as in ``{"attention": "torch.sdpa"}``.
     """
 
     strict: bool = False
     dump: str | None = None
+    assume_finite: bool = False
     lock: Mapping[str, str] = field(default_factory=dict)
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "strict": (bool,),
     "dump": (str, os.PathLike),
+    "assume_finite": (bool,),
     "lock": (Mapping,),
 }
 

@@ -50,6 +50,8 @@ def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
 
 def _rewrite_graph(graph: fx.Graph, path: str, options: Options, report: GraphReport) -> None:
     matches = _recognise(graph, options, report)
+    if options.assume_finite:
+        matches = [match.assuming_finite() for match in matches]
     entries = [MatchReport(op=m.op, where=m.where, graph=path, attributes=m.attributes.to_dict()) for m in matches]
     report.matches.extend(entries)
     # Last to first: a match may read what an earlier one computes, and names the node that is still there.

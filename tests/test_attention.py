@@ -549,6 +549,80 @@ def test_nan_in_a_query_stays_nan_when_sdpa_is_replaced() -> None:
     assert got[0, 0, 3].isnan().all()
 
 
+def _poisoned() -> tuple[Tensor, Tensor, Tensor]:
+    """One query is NaN; of the last five keys, which every mask below drops, four are NaN and one is infinite."""
+    q, k, v = qkv()
+    q[0, 0, 3] = math.nan
+    k[:, :, -5:] = math.nan
+    k[:, :, -4] = math.inf
+    return q, k, v
+
+
+KEYS = torch.arange(23) < 18
+SOME = torch.rand(2, 1, 19, 23, generator=torch.Generator().manual_seed(1)) < 0.6
+SOME[..., 0] = True
+SELECTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked_fill": lambda s: s.masked_fill(~KEYS, -math.inf).softmax(-1),
+    "a finite fill": lambda s: s.masked_fill(~KEYS, -1e9).softmax(-1),
+    "where": lambda s: torch.where(SOME & KEYS, s, -math.inf).softmax(-1),
+    "two masks": lambda s: torch.where(KEYS, torch.where(SOME, s, -1e4), -1e9).softmax(-1),
+    "before the scale": lambda s: (s.masked_fill(~KEYS, -math.inf) * 0.5).softmax(-1),
+    "zeros for NaN": lambda s: s.masked_fill(~KEYS, -math.inf).softmax(-1).nan_to_num(0.0),
+}
+
+
+@pytest.mark.parametrize("mask", SELECTED)
+def test_nan_in_masked_keys_is_ignored_where_the_source_ignores_it(mask: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return SELECTED[mask](q @ k.mT * 0.25) @ v
+
+    backend = Rewriting()
+    got = torch.compile(attention, backend=backend, fullgraph=True)(*_poisoned())
+    torch.testing.assert_close(got, attention(*_poisoned()), equal_nan=True)
+    assert got[0, 0, 4].isfinite().all()
+    (match,) = backend.report.matches
+    assert (match.kernel, match.rewritten) == ("lz.blocked", True), backend.why_not()
+    assert match.attributes["selects_masked"]
+    against = {candidate["kernel"]: candidate["against"] for candidate in match.candidates}
+    assert "MASKED_NAN_UNSUPPORTED" in [reason["code"] for reason in against["torch.sdpa"]]
+
+
+@pytest.mark.parametrize("mask", SELECTED)
+def test_a_promise_of_finite_operands_lets_sdpa_take_selecting_masks(mask: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return SELECTED[mask](q @ k.mT * 0.25) @ v
+
+    backend = Rewriting(lock={"attention": "torch.sdpa"}, assume_finite=True)
+    torch.testing.assert_close(torch.compile(attention, backend=backend)(*qkv()), attention(*qkv()))
+    (match,) = backend.report.matches
+    assert match.rewritten
+    assert match.kernel == ("torch.sdpa" if mask != "two masks" else "lz.blocked")
+
+
+@pytest.mark.parametrize("kernel", ["torch.sdpa", "lz.blocked"])
+def test_nan_in_masked_keys_is_passed_on_where_the_source_passes_it_on(kernel: str) -> None:
+    mask = torch.zeros(23).masked_fill(~KEYS, -math.inf)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
+
+    got = rewritten(attention, *_poisoned(), lock={"attention": kernel}, strict=True)
+    torch.testing.assert_close(got, attention(*_poisoned()), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keys", [7, 15, 16, 23])
+def test_a_query_of_nan_gives_nan_in_its_row_only(keys: int, dtype: torch.dtype) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * 0.25).softmax(-1) @ v
+
+    q, k, v = (heads(2, 4, n, 16, dtype=dtype) for n in (19, keys, keys))
+    q[0, 0, 3] = math.nan
+    for kernel in ("torch.sdpa", "lz.blocked"):  # the first cannot where there are fewer keys than a register holds
+        got = rewritten(attention, q, k, v, lock={"attention": kernel})
+        torch.testing.assert_close(got, attention(q, k, v), equal_nan=True, rtol=2e-2, atol=2e-2)
+
+
 def test_inputs_that_alias_each_other_are_not_read_too_late() -> None:
     def attention(q: Tensor, k: Tensor, b: Tensor, v: Tensor) -> Tensor:
         scores = (q @ k.mT) * 0.25

@@ -63,7 +63,8 @@ class Region:
 
     ``readers`` holds the first node that reads each value. ``expand_masks`` reads values that hold no contraction, too,
     which are leaves otherwise; without ``expand_inplace``, what was computed in place is a leaf. ``multiplies_masks`` is
-    set where a mask is applied as a factor, so that an infinite value behind it would be NaN. ``narrowed`` holds the leaves
+    set where a mask is applied as a factor, so that an infinite value behind it would be NaN. ``selecting`` has the masks by
+    which products are selected, so that what is dropped does not matter even where it is NaN, ``narrowed`` holds the leaves
     of what was cast to a dtype of smaller range.
     """
 
@@ -74,6 +75,7 @@ class Region:
     expand_masks: bool = False
     expand_inplace: bool = True
     multiplies_masks: bool = False
+    selecting: set[sympy.Symbol] = field(default_factory=set)
     narrowed: set[sympy.Symbol] = field(default_factory=set)
     _symbols: dict[fx.Node, list[sympy.Symbol]] = field(default_factory=dict)
 
@@ -380,20 +382,25 @@ def _div(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     return region.operand(call, "input", dims) / region.operand(call, "other", dims)
 
 
-def _select(condition: sympy.Expr, chosen: sympy.Expr, otherwise: sympy.Expr) -> sympy.Expr | None:
-    return condition * chosen + (1 - condition) * otherwise if is_indicator(condition) else None
+def _select(region: Region, condition: sympy.Expr, chosen: sympy.Expr, otherwise: sympy.Expr) -> sympy.Expr | None:
+    if not is_indicator(condition):
+        return None
+    leaves = [region.leaves.get(symbol) for part in (chosen, otherwise) for symbol in part.free_symbols]
+    if any(leaf is not None and leaf.contraction is not None for leaf in leaves):
+        region.selecting |= condition.free_symbols
+    return condition * chosen + (1 - condition) * otherwise
 
 
 def _where(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     if call.get("input") is None or call.get("other") is None:
         return None
     parts = (region.operand(call, name, dims) for name in ("condition", "input", "other"))
-    return _select(*parts)
+    return _select(region, *parts)
 
 
 def _masked_fill(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     mask, value, kept = (region.operand(call, name, dims) for name in ("mask", "value", "input"))
-    return _select(mask, value, kept)
+    return _select(region, mask, value, kept)
 
 
 def _dropout(region: Region, call: Call, dims: Dims) -> sympy.Expr:
