@@ -204,7 +204,7 @@ def _explained(
         return process(module, inputs, ours, run)
 
     with inductor.unlimited_recompiles():
-        torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
+        inductor.compile_isolated(model, backend, dynamic)(*args, **kwargs)
     return found
 
 
@@ -280,7 +280,7 @@ def _selected(
         return run(module)
 
     with inductor.unlimited_recompiles():
-        torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
+        inductor.compile_isolated(model, backend, dynamic)(*args, **kwargs)
     return found
 
 

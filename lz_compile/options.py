@@ -23,7 +23,8 @@ class Options:
     """``options={"layerzero.<name>": value}``.
 
     ``strict`` raises where a fault of ours would fall back to Inductor; ``dump`` is a directory for graphs and reports
-    (default: ``$LAYERZERO_DUMP``); ``lock`` names a kernel per op, as in ``{"attention": "torch.sdpa"}``. With ``tune``
+    (default: ``$LAYERZERO_DUMP``); ``assume_finite`` promises operands without NaN and infinities, so that kernels need not
+    treat them as the source does; ``lock`` names a kernel per op, as in ``{"attention": "torch.sdpa"}``. With ``tune``
     ``"on-miss"`` (the default of ``mode="max-autotune"``), what was never measured at these sizes is measured while
     compiling, for ``tune_budget_s`` seconds per graph at most; ``"off"`` measures nothing. ``dispatch_table`` is the path of
     a table (:func:`lz_compile.solve`) or lock file (:func:`lz_compile.save_decisions`) whose decisions are followed.
@@ -31,6 +32,7 @@ class Options:
 
     strict: bool = False
     dump: str | None = None
+    assume_finite: bool = False
     lock: Mapping[str, str] = field(default_factory=dict)
     tune: str | None = None
     tune_budget_s: float = 60.0
@@ -46,6 +48,7 @@ class Options:
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "strict": (bool,),
     "dump": (str, os.PathLike),
+    "assume_finite": (bool,),
     "lock": (Mapping,),
     "tune": (str,),
     "tune_budget_s": (int, float),

@@ -66,6 +66,8 @@ def _rewrite_graph(
         _fail("RECOGNISER_FAILED", "reading a graph", error, options)
         return
     matches = _recognise(graph, effects, options, report)
+    if options.assume_finite:
+        matches = _assuming_finite(matches)
     entries = [MatchReport(op=m.op, where=m.where, graph=path, attributes=m.attributes.to_dict()) for m in matches]
     report.matches.extend(entries)
     known = _Known(policy.current().with_locks(options.lock), tables)
@@ -82,12 +84,21 @@ def _rewrite_graph(
             entry.reasons.append(Reason("REWRITE_FAILED", f"{type(error).__name__}: {error}"))
 
 
+def _assuming_finite(matches: list[Match]) -> list[Match]:
+    """The matches for inputs without NaN and infinities; twins stay twins."""
+    promised = {id(match): match.assuming_finite() for match in matches}
+    return [
+        found if match.prototype is None else replace(found, prototype=promised[id(match.prototype)])
+        for match, found in ((match, promised[id(match)]) for match in matches)
+    ]
+
+
 @dataclass
 class _Known:
     """What was decided, proven and emitted in one graph, by the kind of match (and kernel)."""
 
     policy: Policy
-    tables: Sequence[Loaded]
+    tables: Sequence[Loaded] = field(default_factory=loaded_tables.active)
     problems: dict[int, Problem] = field(default_factory=dict)
     decisions: dict[int, Decision] = field(default_factory=dict)
     verdicts: dict[tuple[int, str], Validation] = field(default_factory=dict)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from lz_compile import installation
-from lz_compile.errors import LayerZeroError
+from lz_compile.errors import DispatchTableError
 from lz_compile.installation import Configuration
 from lz_compile.lowering import ops
 from lz_compile.runtime import health, names
@@ -195,24 +195,14 @@ def _safety(configuration: Configuration, device: torch.device) -> Iterator[Chec
 
 
 def _dispatch_table(path: str | os.PathLike[str] | None) -> Iterator[Check]:
-    load = _loader()
+    from lz_compile.runtime.dispatch_table import DispatchTable
+
     if path is None:
         yield Check("dispatch table", "pass", "none given: kernels are chosen while compiling")
-    elif load is None:
-        yield Check("dispatch table", "fail", f"{os.fspath(path)}: this version reads no dispatch tables")
-    else:
-        try:
-            load(path)
-        except (LayerZeroError, OSError) as error:
-            yield Check("dispatch table", "fail", str(error))
-        else:
-            yield Check("dispatch table", "pass", f"{os.fspath(path)} is valid on this machine")
-
-
-def _loader() -> Callable[[Any], Any] | None:
+        return
     try:
-        from lz_compile.runtime import dispatch_table  # type: ignore[attr-defined,unused-ignore]
-    except ImportError:
-        return None
-    load: Callable[[Any], Any] = dispatch_table.load
-    return load
+        table = DispatchTable.load(os.fspath(path))
+    except DispatchTableError as error:
+        yield Check("dispatch table", "fail", str(error))
+    else:
+        yield Check("dispatch table", "pass", f"{os.fspath(path)}: {len(table.plans)} plans, valid on this machine")

@@ -227,6 +227,101 @@ def test_overwritten_values_give_what_eager_gives(attention: Callable[..., Tenso
     assert not backend.report.events, backend.why_not()
 
 
+# ---- shapes that are changed in place -----------------------------------------------------------------------------------
+
+
+def _key_of_the_graph_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = k * 1
+    k.transpose_(-2, -1)
+    return (q @ k * 0.25).softmax(-1) @ v
+
+
+def _input_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k.swapaxes_(-2, -1)
+    return (q @ k * 0.25).softmax(-1) @ v
+
+
+def _value_squeezed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    v = v[None] * 1
+    v.squeeze_(0)
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+def _matrices_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = k[0, 0] * 1
+    k.t_()
+    return (q[0, 0] @ k * 0.25).softmax(-1) @ v[0, 0]
+
+
+def _key_transposed_after_it_was_read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    k = k * 1
+    scores = q @ k.mT * 0.25
+    k.transpose_(-2, -1)
+    return scores.softmax(-1) @ v, k * 2
+
+
+def _key_unsqueezed_after_it_was_read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    k = k * 1
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k)
+    k.unsqueeze_(0)
+    return scores.softmax(-1) @ v, k * 2
+
+
+def _scores_transposed_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.25
+    scores.transpose_(-2, -1)
+    scores.transpose_(-2, -1)
+    return scores.softmax(-1) @ v
+
+
+def _output_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = (q @ k.mT * 0.25).softmax(-1) @ v
+    out.transpose_(1, 2)
+    return out
+
+
+def _call_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = F.scaled_dot_product_attention(q, k, v)
+    out.transpose_(1, 2)
+    return out
+
+
+def _quotient_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.25
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    out = weights @ v / weights.sum(-1, keepdim=True)
+    out.transpose_(1, 2)
+    return out
+
+
+RESHAPED: dict[Callable[..., Any], str | None] = {
+    _key_of_the_graph_transposed: None,
+    _input_transposed: None,
+    _value_squeezed: None,
+    _matrices_transposed: None,
+    _key_transposed_after_it_was_read: "OPERAND_RESHAPED",
+    _key_unsqueezed_after_it_was_read: "OPERAND_RESHAPED",
+    _scores_transposed_twice: "SCORES_NOT_AFFINE",
+    _output_transposed: "OPERAND_RESHAPED",
+    _call_transposed: "OPERAND_RESHAPED",
+    _quotient_transposed: "OPERAND_RESHAPED",
+}
+
+
+@pytest.mark.parametrize("attention", RESHAPED)
+def test_shapes_changed_in_place_are_read_or_refused(attention: Callable[..., Any]) -> None:
+    backend = Rewriting(strict=True, lock={"attention": "lz.blocked"})
+    got = torch.compile(attention, backend=backend)(*(x.clone() for x in qkv()))
+    torch.testing.assert_close(got, attention(*(x.clone() for x in qkv())))
+    refusals = [miss.reason.code for miss in backend.report.near_misses]
+    if RESHAPED[attention] is None:
+        assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+        assert not refusals
+    else:
+        assert not backend.report.matches
+        assert refusals == [RESHAPED[attention]]
+
+
 # ---- attributes -----------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +357,42 @@ def test_sinks_are_reported_as_attention() -> None:
     torch.testing.assert_close(rewritten(attention, *inputs), attention(*inputs))
 
 
+CUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "to_the_last": lambda p: p[..., :-1],
+    "to_a_number": lambda p: p[..., :23],
+    "from_zero": lambda p: p[..., 0:23:1],
+    "every_extent": lambda p: p[:2, :4, :19, :23],
+    "to_a_size": lambda p: p[..., : p.shape[-1] - 1],
+    "narrow": lambda p: p.narrow(-1, 0, 23),
+}
+
+
+def _with_sink(cut: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        scores = torch.cat([(q @ k.mT) * 0.25, sink.reshape(1, -1, 1, 1).expand(2, -1, q.shape[2], 1)], dim=-1)
+        return cut(scores.softmax(-1)) @ v
+
+    return attention
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_sink_is_cut_off_in_any_way(cut: str, dynamic: bool | None) -> None:
+    if cut == "every_extent" and dynamic:
+        pytest.skip("under symbolic sizes these numbers select")
+    attention, inputs = _with_sink(CUTS[cut]), (*qkv(), heads(4))
+    got = rewritten(attention, *inputs, dynamic=dynamic, strict=True)
+    torch.testing.assert_close(got, attention(*inputs))
+
+
+@pytest.mark.parametrize("cut", [lambda p: p[..., 1:], lambda p: p.narrow(-1, 1, 23)], ids=["slice", "narrow"])
+def test_a_first_key_that_is_cut_off_is_no_sink(cut: Callable[[Tensor], Tensor]) -> None:
+    backend, inputs = Rewriting(strict=True), (*qkv(), heads(4))
+    got = torch.compile(_with_sink(cut), backend=backend, fullgraph=True)(*inputs)
+    torch.testing.assert_close(got, _with_sink(cut)(*inputs))
+    assert not backend.report.matches
+
+
 def test_dropout_in_training_is_an_attribute_and_has_the_right_mean() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.dropout((q @ k.mT * 0.25).softmax(-1), 0.25, training=True) @ v
@@ -292,6 +423,74 @@ def test_rows_that_mask_everything_stay_nan_with_an_infinite_fill() -> None:
     got = rewritten(attention, *qkv(), keep, lock={"attention": "torch.sdpa"})
     assert got[:, :, 3].isnan().all()
     assert not got[:, :, 4].isnan().any()
+
+
+KEPT = torch.rand(2, 1, 19, 23, generator=torch.Generator().manual_seed(0)) < 0.6
+KEPT[..., 0] = True
+KEPT[:, :, 3] = False
+FLOAT32_MIN = torch.finfo(torch.float32).min
+ADDITIVE = torch.zeros(2, 1, 19, 23).masked_fill(~KEPT, -1e9)
+
+
+def _filled(fill: float, dtype: torch.dtype) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT * 0.25).masked_fill(~KEPT, fill).to(dtype)
+        return scores.float().softmax(-1).to(dtype) @ v.to(dtype)
+
+    return attention
+
+
+def _half_where(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.where(KEPT, (q @ k.mT * 0.25).half(), -1e9).softmax(-1) @ v.half()
+
+
+def _half_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.zeros(2, 1, 19, 23).masked_fill(~KEPT, -1e9).half()
+    return ((q @ k.mT * 0.25).half() + mask).softmax(-1) @ v.half()
+
+
+def _two_fills(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT * 0.25).masked_fill(~KEPT[:1], -1e4).masked_fill(~KEPT, -1e9)
+    return scores.half().softmax(-1) @ v.half()
+
+
+def _added_before_the_cast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25 + ADDITIVE).half().softmax(-1) @ v.half()
+
+
+def _floored_before_the_cast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT * 0.25).masked_fill(~KEPT, -math.inf).clamp(min=FLOAT32_MIN)
+    return scores.half().softmax(-1) @ v.half()
+
+
+#: What a row of masked keys gives in eager mode, or the refusal.
+OVERFLOWING: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "-1e9 in float16": (_filled(-1e9, torch.float16), "nan"),
+    "-1e4 in float16": (_filled(-1e4, torch.float16), "mean"),
+    "-1e9 in bfloat16": (_filled(-1e9, torch.bfloat16), "mean"),
+    "float32's least number in bfloat16": (_filled(FLOAT32_MIN, torch.bfloat16), "nan"),
+    "where": (_half_where, "nan"),
+    "a mask of its own": (_half_mask, "nan"),
+    "two fills": (_two_fills, "fill"),
+    "added": (_added_before_the_cast, "MASK_MAY_OVERFLOW"),
+    "a floor": (_floored_before_the_cast, "SCORES_NOT_READ"),
+}
+
+
+@pytest.mark.parametrize("kernel", ["torch.sdpa", "lz.blocked"])
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_a_fill_that_a_cast_makes_infinite_gives_what_it_gives_in_eager(name: str, kernel: str) -> None:
+    attention, expected = OVERFLOWING[name]
+    backend = Rewriting(lock={"attention": kernel})
+    got, want = torch.compile(attention, backend=backend)(*qkv()), attention(*qkv())
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert want[:, :, 3].isnan().any() == (expected != "mean")
+    if expected in ("nan", "mean", "fill"):
+        (match,) = backend.report.matches
+        assert match.attributes.get("masked_rows", "nan") == expected
+        assert match.rewritten, backend.why_not()
+    else:
+        assert [miss.reason.code for miss in backend.report.near_misses] == [expected]
 
 
 def test_a_direct_sdpa_call_is_recognised_and_can_be_given_another_kernel() -> None:
@@ -348,6 +547,80 @@ def test_nan_in_a_query_stays_nan_when_sdpa_is_replaced() -> None:
     q[0, 0, 3] = math.nan
     got = rewritten(F.scaled_dot_product_attention, q, k, v, lock={"attention": "lz.blocked"})
     assert got[0, 0, 3].isnan().all()
+
+
+def _poisoned() -> tuple[Tensor, Tensor, Tensor]:
+    """One query is NaN; of the last five keys, which every mask below drops, four are NaN and one is infinite."""
+    q, k, v = qkv()
+    q[0, 0, 3] = math.nan
+    k[:, :, -5:] = math.nan
+    k[:, :, -4] = math.inf
+    return q, k, v
+
+
+KEYS = torch.arange(23) < 18
+SOME = torch.rand(2, 1, 19, 23, generator=torch.Generator().manual_seed(1)) < 0.6
+SOME[..., 0] = True
+SELECTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked_fill": lambda s: s.masked_fill(~KEYS, -math.inf).softmax(-1),
+    "a finite fill": lambda s: s.masked_fill(~KEYS, -1e9).softmax(-1),
+    "where": lambda s: torch.where(SOME & KEYS, s, -math.inf).softmax(-1),
+    "two masks": lambda s: torch.where(KEYS, torch.where(SOME, s, -1e4), -1e9).softmax(-1),
+    "before the scale": lambda s: (s.masked_fill(~KEYS, -math.inf) * 0.5).softmax(-1),
+    "zeros for NaN": lambda s: s.masked_fill(~KEYS, -math.inf).softmax(-1).nan_to_num(0.0),
+}
+
+
+@pytest.mark.parametrize("mask", SELECTED)
+def test_nan_in_masked_keys_is_ignored_where_the_source_ignores_it(mask: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return SELECTED[mask](q @ k.mT * 0.25) @ v
+
+    backend = Rewriting()
+    got = torch.compile(attention, backend=backend, fullgraph=True)(*_poisoned())
+    torch.testing.assert_close(got, attention(*_poisoned()), equal_nan=True)
+    assert got[0, 0, 4].isfinite().all()
+    (match,) = backend.report.matches
+    assert (match.kernel, match.rewritten) == ("lz.blocked", True), backend.why_not()
+    assert match.attributes["selects_masked"]
+    against = {candidate["kernel"]: candidate["against"] for candidate in match.candidates}
+    assert "MASKED_NAN_UNSUPPORTED" in [reason["code"] for reason in against["torch.sdpa"]]
+
+
+@pytest.mark.parametrize("mask", SELECTED)
+def test_a_promise_of_finite_operands_lets_sdpa_take_selecting_masks(mask: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return SELECTED[mask](q @ k.mT * 0.25) @ v
+
+    backend = Rewriting(lock={"attention": "torch.sdpa"}, assume_finite=True)
+    torch.testing.assert_close(torch.compile(attention, backend=backend)(*qkv()), attention(*qkv()))
+    (match,) = backend.report.matches
+    assert match.rewritten
+    assert match.kernel == ("torch.sdpa" if mask != "two masks" else "lz.blocked")
+
+
+@pytest.mark.parametrize("kernel", ["torch.sdpa", "lz.blocked"])
+def test_nan_in_masked_keys_is_passed_on_where_the_source_passes_it_on(kernel: str) -> None:
+    mask = torch.zeros(23).masked_fill(~KEYS, -math.inf)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
+
+    got = rewritten(attention, *_poisoned(), lock={"attention": kernel}, strict=True)
+    torch.testing.assert_close(got, attention(*_poisoned()), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keys", [7, 15, 16, 23])
+def test_a_query_of_nan_gives_nan_in_its_row_only(keys: int, dtype: torch.dtype) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * 0.25).softmax(-1) @ v
+
+    q, k, v = (heads(2, 4, n, 16, dtype=dtype) for n in (19, keys, keys))
+    q[0, 0, 3] = math.nan
+    for kernel in ("torch.sdpa", "lz.blocked"):  # the first cannot where there are fewer keys than a register holds
+        got = rewritten(attention, q, k, v, lock={"attention": kernel})
+        torch.testing.assert_close(got, attention(q, k, v), equal_nan=True, rtol=2e-2, atol=2e-2)
 
 
 def test_inputs_that_alias_each_other_are_not_read_too_late() -> None:

@@ -83,8 +83,12 @@ def softplus_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.softplus(query @ key.transpose(-2, -1)).softmax(-1) @ value
 
 
+#: Lets SDPA take masks that select, too.
+FINITE = {"layerzero.assume_finite": True}
+
+
 def operands(length: int = 7, dtype: torch.dtype = torch.float32, *, requires_grad: bool = False) -> list[Tensor]:
-    shapes = (2, 3, length, 16), (2, 3, length + 4, 16), (2, 3, length + 4, 16)
+    shapes = (2, 3, length, 16), (2, 3, length + 12, 16), (2, 3, length + 12, 16)
     return [torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for shape in shapes]
 
 
@@ -163,7 +167,7 @@ def test_an_unknown_option_of_ours_names_the_valid_ones_and_the_nearest():
         compiled(options={"layerzero.strickt": True})(*operands())
     assert isinstance(failure.value.inner_exception, OptionError)
     assert "no option 'layerzero.strickt' (did you mean 'strict'?)" in str(failure.value)
-    assert "valid are layerzero.strict, layerzero.dump, layerzero.lock" in str(failure.value)
+    assert "valid are layerzero.strict, layerzero.dump, layerzero.assume_finite, layerzero.lock" in str(failure.value)
 
 
 def test_an_unknown_option_of_inductor_is_reported_in_inductors_words():
@@ -366,7 +370,7 @@ def test_a_causal_mask_over_symbolic_lengths_is_right():
         scores = (query @ key.transpose(-2, -1) * 0.3).masked_fill(~keep, -math.inf)
         return scores.softmax(-1) @ value
 
-    function = compiled(causal, dynamic=True)
+    function = compiled(causal, dynamic=True, options=FINITE)
     for length in LENGTHS:
         args = operands(length)
         torch.testing.assert_close(function(*args), causal(*args), atol=1e-5, rtol=1e-5)
@@ -518,7 +522,7 @@ class Causal(nn.Module):
 
 def test_a_module_with_parameters_and_buffers_is_followed():
     module, x = Causal(), torch.randn(3, 10, 24)
-    function = compiled(module)
+    function = compiled(module, options=FINITE)
     torch.testing.assert_close(function(x), module(x))
     assert_fired()
     with torch.no_grad():
@@ -540,7 +544,7 @@ def test_parameters_stay_known_as_parameters(monkeypatch, kernel):
         return module.forward
 
     monkeypatch.setattr(inductor, "compile_graph", read)
-    compiled(Causal(), options={"layerzero.lock": {"attention": kernel}})(torch.randn(3, 10, 24))
+    compiled(Causal(), options={"layerzero.lock": {"attention": kernel}, **FINITE})(torch.randn(3, 10, 24))
     assert [match.rewritten for match in matches()] == [kernel != "inductor"]
     assert known == {
         "L_self_modules_packed_parameters_weight_": (True, "L['self']._modules['packed']._parameters['weight']"),
@@ -615,11 +619,11 @@ def test_rewriting_twice_changes_nothing(function, kernel):
 
     def twice(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         for _ in range(2):
-            pipeline.rewrite(module, Options(lock={"attention": kernel}), new_report())
+            pipeline.rewrite(module, Options(lock={"attention": kernel}, assume_finite=True), new_report())
             codes.append(module.code)
         return module.forward
 
-    args = [*operands(40), torch.rand(2, 1, 40, 44) < 0.8]
+    args = [*operands(40), torch.rand(2, 1, 40, 52) < 0.8]
     torch.testing.assert_close(torch.compile(function, backend=twice)(*args), function(*args))
     assert reports()[0].matches[0].rewritten
     assert reports()[0].matches[0].kernel == kernel
@@ -787,7 +791,7 @@ def test_a_rewritten_graph_that_inductor_refuses_is_compiled_as_it_was(uncached,
 
 def test_a_module_whose_rewritten_graph_inductor_refuses_keeps_its_parameters(uncached):
     module, x = Causal(), torch.randn(3, 10, 24)
-    function = compiled(module)
+    function = compiled(module, options=FINITE)
     with inductor_config.patch(post_grad_custom_post_pass=Fails()):
         actual = function(x)
     assert event_codes() == ["COMPILE_FAILED"]

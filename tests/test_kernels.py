@@ -134,6 +134,45 @@ def _in_float64(attrs: AttentionAttrs) -> AttentionAttrs:
     return replace(attrs, score_dtype=torch.float64)
 
 
+@for_every_kernel
+def test_large_constant_float16_values_do_not_overflow(kernel: str) -> None:
+    operands = _operands(Case(keys=300), torch.float16)
+    operands["value"] = torch.full_like(operands["value"], 6e4)
+    actual = KERNELS[kernel].call(**operands, attrs=AttentionAttrs())
+    torch.testing.assert_close(actual, torch.full_like(actual, 6e4), rtol=1e-3, atol=0.0)
+
+
+@for_every_kernel
+def test_float16_products_beyond_its_range_are_scaled_into_it(kernel: str) -> None:
+    operands = _operands(Case(head_dim=16), torch.float16)
+    operands["query"][..., 0], operands["key"][..., 0] = 600.0, 300.0
+    attrs = AttentionAttrs(scale=2**-12, score_dtype=torch.float16)
+    actual = KERNELS[kernel].call(**operands, attrs=attrs)
+    expected = reference(**_doubled(operands), attrs=_in_float64(attrs))
+    torch.testing.assert_close(actual.double(), expected, rtol=4e-2, atol=4e-2)
+
+
+@for_every_kernel
+@for_every_dtype
+def test_one_query_of_nan_leaves_the_other_rows_alone(kernel: str, dtype: torch.dtype) -> None:
+    operands = _operands(Case(keys=20), dtype)
+    clean = KERNELS[kernel].call(**operands, attrs=AttentionAttrs())
+    operands["query"][0, 0, 0] = math.nan
+    actual = KERNELS[kernel].call(**operands, attrs=AttentionAttrs())
+    clean[0, 0, 0] = math.nan
+    torch.testing.assert_close(actual, clean, equal_nan=True)
+
+
+def test_masked_keys_of_nan_are_ignored_by_kernels_that_claim_it() -> None:
+    operands = _operands(Case(attrs=AttentionAttrs(has_mask=True)), torch.float32)
+    operands["mask"][..., -1] = False
+    operands["key"][:, :, -1] = math.nan
+    claiming = [name for name in HERE if {"masked_nan", "*"} & KERNELS[name].supports]
+    assert claiming
+    for name in claiming:
+        assert KERNELS[name].call(**operands, attrs=AttentionAttrs(has_mask=True)).isfinite().all()
+
+
 _FULL = st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans())
 
 

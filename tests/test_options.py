@@ -107,7 +107,7 @@ def test_options_hold_for_the_function_that_was_compiled_with_them():
     def attention(query, key, value):
         return (query @ key.mT).softmax(-1) @ value
 
-    args = [torch.randn(2, 3, length, 8) for length in (5, 7, 7)]
+    args = [torch.randn(2, 3, length, 8) for length in (5, 17, 17)]
     for kernel in ("inductor", "torch.sdpa"):
         torch._dynamo.reset()
         locked = torch.compile(attention, backend=layerzero, options={"layerzero.lock": {"attention": kernel}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import math
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from backends import Rewriting
 from rich.console import Console
 from torch import Tensor, fx
-from torch._dynamo.testing import EagerAndRecordGraphs, normalize_gm
+from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs, normalize_gm
 
 import lz_compile
 from lz_compile import GraphReport, Report, clear_reports, explain, reports
@@ -54,7 +55,7 @@ def returning_weights(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
 
 
 def operands() -> list[Tensor]:
-    return [torch.randn(2, 3, length, 16) for length in (7, 11, 11)]
+    return [torch.randn(2, 3, length, 16) for length in (7, 17, 17)]
 
 
 ATTENTION_LINE = f"{__file__}:{attention.__code__.co_firstlineno + 1}"
@@ -116,6 +117,17 @@ def test_explain_again_tells_the_same_again():
     args = operands()
     first, second = (explain(attention, *args, print_report=False) for _ in range(2))
     assert len(first.matches) == len(second.matches) == 1
+
+
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="needs PyTorch 2.13 or newer"
+)
+def test_explaining_often_does_not_use_up_the_recompiles_of_the_model():
+    compiles = CompileCounter()
+    for length in range(2, 2 + torch._dynamo.config.recompile_limit + 2):
+        explain(attention, *(torch.randn(1, 2, length, 8) for _ in range(3)), print_report=False)
+    torch.compile(attention, backend=compiles, fullgraph=True)(*operands())
+    assert compiles.frame_count == 1
 
 
 def test_explain_prints_only_where_it_is_asked_to(capsys):
@@ -220,42 +232,42 @@ class Snapshots(expecttest.TestCase):
     def test_a_graph_before_and_after(self):
         recorded = EagerAndRecordGraphs()
         torch._dynamo.reset()
-        torch.compile(masked, backend=recorded)(*operands(), torch.rand(2, 1, 7, 11) < 2)
+        torch.compile(masked, backend=recorded)(*operands(), torch.rand(2, 1, 7, 17) < 2)
         self.assertExpectedInline(
             shown(recorded.graphs[0]),
             """\
 class GraphModule(torch.nn.Module):
-    def forward(self, L_key_: "f32[2, 3, 11, 16]", L_query_: "f32[2, 3, 7, 16]", L_keep_: "b8[2, 1, 7, 11]", L_value_: "f32[2, 3, 11, 16]"):
+    def forward(self, L_key_: "f32[2, 3, 17, 16]", L_query_: "f32[2, 3, 7, 16]", L_keep_: "b8[2, 1, 7, 17]", L_value_: "f32[2, 3, 17, 16]"):
         l_key_ = L_key_
         l_query_ = L_query_
         l_keep_ = L_keep_
         l_value_ = L_value_
 
-        transpose: "f32[2, 3, 16, 11]" = l_key_.transpose(-2, -1);  l_key_ = None
-        matmul: "f32[2, 3, 7, 11]" = l_query_ @ transpose;  l_query_ = transpose = None
-        mul: "f32[2, 3, 7, 11]" = matmul * 0.25;  matmul = None
-        invert: "b8[2, 1, 7, 11]" = ~l_keep_;  l_keep_ = None
-        masked_fill: "f32[2, 3, 7, 11]" = mul.masked_fill(invert, -inf);  mul = invert = None
-        softmax: "f32[2, 3, 7, 11]" = masked_fill.softmax(-1);  masked_fill = None
+        transpose: "f32[2, 3, 16, 17]" = l_key_.transpose(-2, -1);  l_key_ = None
+        matmul: "f32[2, 3, 7, 17]" = l_query_ @ transpose;  l_query_ = transpose = None
+        mul: "f32[2, 3, 7, 17]" = matmul * 0.25;  matmul = None
+        invert: "b8[2, 1, 7, 17]" = ~l_keep_;  l_keep_ = None
+        masked_fill: "f32[2, 3, 7, 17]" = mul.masked_fill(invert, -inf);  mul = invert = None
+        softmax: "f32[2, 3, 7, 17]" = masked_fill.softmax(-1);  masked_fill = None
         matmul_1: "f32[2, 3, 7, 16]" = softmax @ l_value_;  softmax = l_value_ = None
         return (matmul_1,)
 """,
         )
-        rewriting = Rewriting(lock={"attention": "torch.sdpa"})
+        rewriting = Rewriting(lock={"attention": "torch.sdpa"}, assume_finite=True)
         torch._dynamo.reset()
-        torch.compile(masked, backend=rewriting)(*operands(), torch.rand(2, 1, 7, 11) < 2)
+        torch.compile(masked, backend=rewriting)(*operands(), torch.rand(2, 1, 7, 17) < 2)
         self.assertExpectedInline(
             shown(rewriting.graphs[0]),
             """\
 class GraphModule(torch.nn.Module):
-    def forward(self, L_key_: "f32[2, 3, 11, 16]", L_query_: "f32[2, 3, 7, 16]", L_keep_: "b8[2, 1, 7, 11]", L_value_: "f32[2, 3, 11, 16]"):
+    def forward(self, L_key_: "f32[2, 3, 17, 16]", L_query_: "f32[2, 3, 7, 16]", L_keep_: "b8[2, 1, 7, 17]", L_value_: "f32[2, 3, 17, 16]"):
         l_key_ = L_key_
         l_query_ = L_query_
         l_keep_ = L_keep_
         l_value_ = L_value_
 
-        invert: "b8[2, 1, 7, 11]" = ~l_keep_;  l_keep_ = None
-        logical_not: "b8[2, 1, 7, 11]" = torch.logical_not(invert);  invert = None
+        invert: "b8[2, 1, 7, 17]" = ~l_keep_;  l_keep_ = None
+        logical_not: "b8[2, 1, 7, 17]" = torch.logical_not(invert);  invert = None
         scaled_dot_product_attention: "f32[2, 3, 7, 16]" = torch._C._nn.scaled_dot_product_attention(l_query_, l_key_, l_value_, attn_mask = logical_not, dropout_p = 0.0, is_causal = False, scale = 0.25, enable_gqa = False);  l_query_ = l_key_ = l_value_ = None
         any_1: "b8[2, 1, 7, 1]" = logical_not.any(-1, keepdim = True);  logical_not = None
         where: "f32[2, 3, 7, 16]" = torch.where(any_1, scaled_dot_product_attention, nan);  any_1 = scaled_dot_product_attention = None
@@ -346,7 +358,7 @@ def test_json_has_the_same_keys_whatever_happened():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_json_of_every_dtype_is_json(dtype):
     args = [arg.to(dtype) for arg in operands()]
-    report = explain(masked, *args, torch.rand(2, 1, 7, 11) < 0.5, print_report=False, dynamic=True)
+    report = explain(masked, *args, torch.rand(2, 1, 7, 17) < 0.5, print_report=False, dynamic=True)
     assert len(report.matches) == 1
     assert json.loads(json.dumps(report.to_dict(), allow_nan=False)) == report.to_dict()
 
@@ -536,7 +548,7 @@ def attention(query, key, value):
 def capped(query, key, value):
     weights = (query @ key.transpose(-2, -1)).softmax(-1)
     return weights @ value, weights
-args = [torch.randn(2, 3, length, 16) for length in (7, 11, 11)]
+args = [torch.randn(2, 3, length, 16) for length in (7, 17, 17)]
 for function in (attention, capped):
     torch.compile(function, backend=layerzero)(*args)
 """

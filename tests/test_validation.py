@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def plant(monkeypatch) -> Callable[[Kernel], None]:
     return plant
 
 
-LOCK = {"layerzero.lock": {"attention": "torch.sdpa"}}
+LOCK = {"layerzero.lock": {"attention": "torch.sdpa"}, "layerzero.assume_finite": True}
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -298,6 +299,46 @@ def test_a_mask_transposed_where_it_is_square_is_caught(plant):
 def test_a_wrong_bias_is_caught(plant, kernel):
     plant(kernel)
     is_caught(biased, [*operands(), torch.randn(3, 7, 11)], "output with plain")
+
+
+def test_a_mean_is_caught_where_the_source_gives_nan_by_its_dtype_alone(plant):
+    def overflowing(query, key, value, keep):
+        scores = (query @ key.transpose(-2, -1) * 0.3).masked_fill(~keep, -1e9).half()
+        return scores.softmax(-1) @ value.half()
+
+    def in_float32(query, key, value, *, attrs, mask):
+        return with_the_mean_for_masked_rows(query.float(), key.float(), value.float(), attrs=attrs, mask=mask).half()
+
+    plant(in_float32)
+    torch.compile(overflowing, backend=layerzero, options=LOCK)(*operands(), keep(2, 1, 7, 11))
+    (reason,) = only_match().reasons
+    assert reason.message.startswith("torch.sdpa: output with masked rows")
+
+
+def test_a_kernel_that_passes_on_nan_from_masked_keys_is_caught(plant, monkeypatch):
+    monkeypatch.setattr(validate.Match, "assuming_finite", lambda match: match)
+    every = registry.kernels("attention")["lz.blocked"].supports
+    plant(RIGHT)
+    monkeypatch.setattr(
+        "lz_compile.runtime.select.kernels",
+        lambda op: {name: replace(spec, supports=spec.supports | every) for name, spec in registry.kernels(op).items()},
+    )
+    is_caught_first(masked, [*operands(), keep(2, 1, 7, 11)], "output with large")
+
+
+def test_a_kernel_that_hides_a_query_of_nan_is_caught(plant):
+    plant(lambda query, key, value, *, attrs: plain_with(query.nan_to_num(), key, value, attrs))
+    lock = {"layerzero.lock": {"attention": "torch.sdpa"}}
+    args = [torch.randn(2, 3, length, 16) for length in (7, 23, 23)]
+    torch.compile(plain, backend=layerzero, options=lock)(*args)
+    assert only_match().reasons[0].message.startswith("torch.sdpa: output with large")
+
+
+def is_caught_first(function: Callable[..., Tensor], args: list[Tensor], reason: str) -> None:
+    """The planted kernel was found to be wrong; another one runs."""
+    torch.compile(function, backend=layerzero, options=LOCK)(*args)
+    assert [found.code for found in only_match().reasons] == ["VALIDATION_FAILED"]
+    assert only_match().reasons[0].message.startswith(f"torch.sdpa: {reason}")
 
 
 def test_a_kernel_that_gives_no_gradient_at_all_is_caught(plant):

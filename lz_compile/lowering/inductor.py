@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -67,6 +68,16 @@ def compile_apart(function: Callable[..., Any], inputs: Sequence[Any]) -> Callab
     with torch._guards.tracing(None):
         module = make_fx(function)(*inputs)
         return cast("Callable[..., Any]", compile_fx(module, inputs))
+
+
+def compile_isolated(model: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
+    """``torch.compile`` whose entries in Dynamo's cache do not count against the recompile limit of other compiles.
+
+    PyTorch before 2.13 has no such thing; entries count there.
+    """
+    has_regions = "isolate_recompiles" in signature(torch.compile).parameters
+    apart: dict[str, Any] = {"isolate_recompiles": True} if has_regions else {}
+    return torch.compile(model, backend=backend, dynamic=dynamic, **apart)
 
 
 def unlimited_recompiles() -> AbstractContextManager[Any]:

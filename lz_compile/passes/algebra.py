@@ -64,7 +64,9 @@ class Region:
 
     ``readers`` holds the first node that reads each value. ``expand_masks`` reads values that hold no contraction, too,
     which are leaves otherwise; without ``expand_inplace``, what was computed in place is a leaf. ``multiplies_masks`` is
-    set where a mask is applied as a factor, so that an infinite value behind it would be NaN.
+    set where a mask is applied as a factor, so that an infinite value behind it would be NaN. ``selecting`` has the masks by
+    which products are selected, so that what is dropped does not matter even where it is NaN, ``narrowed`` holds the leaves
+    of what was cast to a dtype of smaller range.
     """
 
     effects: Effects
@@ -74,6 +76,8 @@ class Region:
     expand_masks: bool = False
     expand_inplace: bool = True
     multiplies_masks: bool = False
+    selecting: set[sympy.Symbol] = field(default_factory=set)
+    narrowed: set[sympy.Symbol] = field(default_factory=set)
     _symbols: dict[fx.Node, list[sympy.Symbol]] = field(default_factory=dict)
 
     def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
@@ -161,7 +165,7 @@ class Region:
         if expression is None:
             return self.leaf(call.node, dims)
         self.interior.setdefault(call.node, dims)
-        return expression
+        return self._held(call, expression)
 
     def _transparent(self, call: Call, dims: Dims) -> sympy.Expr | None:
         """The input's expression where the call rearranges or casts only."""
@@ -172,9 +176,29 @@ class Region:
             return None
         expression = self.express(call.input, source, call.node)
         self.interior.setdefault(call.node, dims)
-        if _is_cast(call) and tensor_of(call.node).dtype == torch.bool and not is_indicator(expression):  # type: ignore[union-attr]
+        if not _is_cast(call):
+            return expression
+        if tensor_of(call.node).dtype == torch.bool and not is_indicator(expression):  # type: ignore[union-attr]
             return self.leaf(call.node, dims)
-        return expression
+        if _narrows(call):
+            if expression.has(FLOORED):  # the floor itself may become an infinity
+                return self.leaf(call.node, dims)
+            whole = dict.fromkeys(expression.atoms(sympy.exp), sympy.S.One)  # probabilities: nothing large is left
+            self.narrowed |= expression.xreplace(whole).free_symbols
+        return self._held(call, expression)
+
+    def _held(self, call: Call, expression: sympy.Expr) -> sympy.Expr:
+        """The expression as the result's dtype holds it: constants beyond its range are infinities."""
+        dtype = tensor_of(call.node).dtype  # type: ignore[union-attr]
+        if not dtype.is_floating_point or not any(
+            abs(x) > torch.finfo(dtype).max for x in expression.atoms(sympy.Number)
+        ):
+            return expression
+        expanded = reduce_indicators(expression)
+        values = [symbol for symbol in expanded.free_symbols if not symbol.is_integer]
+        constant, rest = expanded.as_independent(*values, as_Add=True) if values else (expanded, sympy.S.Zero)
+        held = _overflowed(constant, dtype)
+        return expression if held == constant else rest + held
 
     def operand(self, call: Call, name: str, dims: Dims) -> sympy.Expr:
         """The expression of a (broadcast) argument of a pointwise call."""
@@ -238,6 +262,17 @@ def number(value: Any) -> sympy.Expr:
     if isinstance(plain, float) and math.isinf(plain):
         return INFINITY if plain > 0 else -INFINITY
     return tidy(sympy.sympify(plain))
+
+
+def _overflowed(constant: sympy.Expr, dtype: torch.dtype) -> sympy.Expr:
+    """A number, chosen by indicators, as ``dtype`` holds it."""
+    flags = indicators(constant)
+    if flags:
+        on, off = (_overflowed(constant.xreplace({flags[0]: value}), dtype) for value in (sympy.S.One, sympy.S.Zero))
+        return reduce_indicators(flags[0] * on + (1 - flags[0]) * off)
+    if constant.has(INFINITY) or not constant.is_number:
+        return constant
+    return number(_rounded(float(constant), dtype))
 
 
 def specialised(value: Any) -> Any:
@@ -345,20 +380,25 @@ def _div(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     return region.operand(call, "input", dims) / region.operand(call, "other", dims)
 
 
-def _select(condition: sympy.Expr, chosen: sympy.Expr, otherwise: sympy.Expr) -> sympy.Expr | None:
-    return condition * chosen + (1 - condition) * otherwise if is_indicator(condition) else None
+def _select(region: Region, condition: sympy.Expr, chosen: sympy.Expr, otherwise: sympy.Expr) -> sympy.Expr | None:
+    if not is_indicator(condition):
+        return None
+    leaves = [region.leaves.get(symbol) for part in (chosen, otherwise) for symbol in part.free_symbols]
+    if any(leaf is not None and leaf.contraction is not None for leaf in leaves):
+        region.selecting |= condition.free_symbols
+    return condition * chosen + (1 - condition) * otherwise
 
 
 def _where(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     if call.get("input") is None or call.get("other") is None:
         return None
     parts = (region.operand(call, name, dims) for name in ("condition", "input", "other"))
-    return _select(*parts)
+    return _select(region, *parts)
 
 
 def _masked_fill(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     mask, value, kept = (region.operand(call, name, dims) for name in ("mask", "value", "input"))
-    return _select(mask, value, kept)
+    return _select(region, mask, value, kept)
 
 
 def _dropout(region: Region, call: Call, dims: Dims) -> sympy.Expr:
@@ -506,6 +546,12 @@ def _is_cast(call: Call) -> bool:
     if source is None or result is None or source.device != result.device:
         return False
     return result.is_floating_point() or result.dtype == torch.bool
+
+
+def _narrows(call: Call) -> bool:
+    """Whether a cast goes to a dtype of smaller range."""
+    kinds = [tensor_of(node).dtype for node in (call.input, call.node)]  # type: ignore[union-attr]
+    return all(kind.is_floating_point for kind in kinds) and torch.finfo(kinds[1]).max < torch.finfo(kinds[0]).max
 
 
 def is_pointwise(call: Call) -> bool:

@@ -181,6 +181,9 @@ class AttentionEmitter:
             operands=operands,
             fills=dict.fromkeys(biases, self.attrs.bias_is_finite or self.region.multiplies_masks),
             masks=self._polarities(),
+            rows=self._rows(),
+            dropped=self._dropped(),
+            selecting=self._selecting(),
             masked_rows_count=not self.is_undefined_when_masked,
             masked_rows_are_finite=self.floor is None
             and (self.keep == 1 or self.attrs.masked_rows in ("mean", "fill", "zero")),
@@ -193,6 +196,27 @@ class AttentionEmitter:
             where=where_of(self.output),
             source_kernel=source_kernel,
         )
+
+    def _selecting(self) -> frozenset[fx.Node]:
+        flags = self.keep.free_symbols & self.region.selecting
+        return frozenset(self.region.leaves[flag].node for flag in flags)
+
+    def _rows(self) -> dict[fx.Node, tuple[Axis, ...]]:
+        """The query, where it is nothing else as well and NaN does not come from exponentials that overflow."""
+        rows = {axis for group in self.roles.rows for axis in group}
+        own = tuple(axis for axis in axes_of(self.query.dims) if axis in rows)
+        is_shared = self.query.node in (self.key.node, self.value.node)
+        is_open = self.attrs.nan_is_open or self.is_undefined_when_masked
+        return {} if is_shared or is_open or not own else {self.query.node: own}
+
+    def _dropped(self) -> dict[fx.Node, tuple[Axis, ...]]:
+        """The key, where a mask selects among its positions, it is nothing else as well, and NaN counts as above."""
+        masks = self.keep.free_symbols & self.region.selecting
+        is_selected = any(self.region.leaves[flag].axes & set(self.roles.keys) for flag in masks)
+        is_shared = self.key.node in (self.query.node, self.value.node)
+        if is_shared or self.is_undefined_when_masked or not is_selected:
+            return {}
+        return {self.key.node: self.roles.keys}
 
     def _polarities(self) -> dict[fx.Node, bool]:
         """The boolean masks, True for one whose True keeps."""
@@ -265,6 +289,8 @@ def assign_roles(
         bias_is_finite=inner.is_floored or masks_finite.is_finite(region, bias),
         bias_can_mask=not masks_finite.is_bounded(region, bias),
         enable_gqa=bool(roles.group),
+        selects_masked=bool(keep.free_symbols & region.selecting),
+        zeroes_nan=found.zero_rows,
         score_dtype=_score_dtype(inner, dtype),
     )
     output_gain = tidy(sympy.expand(gain * values.factor))

@@ -6,7 +6,7 @@ and while autocast and gradient modes stay the same. This module says when.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,8 @@ _OVERLAPPING = frozenset({"expand", "expand_as", "unfold", "as_strided", "broadc
 _SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit"})
 #: In-place calls whose result is not a pointwise function of what was there.
 _WRITERS = frozenset({"setitem", "copy", "index_put", "index_copy", "index_add", "scatter", "index_fill"})
+#: In-place calls that change the shape or strides of a tensor. Dynamo knows only what it is after the last of them.
+_RESHAPERS = frozenset({"transpose", "t", "squeeze", "unsqueeze", "as_strided", "resize", "resize_as", "set"})
 
 
 class MutatedError(Exception):
@@ -90,6 +92,8 @@ class Effects:
             if call is not None
             for target in _overwritten(call)
         ]
+        #: Calls that change the shape of a tensor in place.
+        self.reshapes = [m for m in self._mutations if _reshapes(self.calls[m.node])]
         self._ambient = _ambient_of(graph, self.calls)
         self._reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
 
@@ -162,6 +166,20 @@ class Effects:
         """Whether anything in the graph overwrites memory of ``node`` after it was made."""
         return bool(self._mutations) and bool(self._between(node, self.position[node], len(self.position)))
 
+    def reshaped_after_read(self, nodes: Collection[fx.Node], output: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """One of ``nodes`` and the call that changes its shape in place after another one read it (or, of ``output``, ever).
+
+        The shape that Dynamo notes for such a node is the later one.
+        """
+        for mutation in self.reshapes:
+            first = self._whole(mutation.target)
+            for node in nodes:
+                if self._whole(node) is first and self.position[node] < mutation.position:
+                    readers = {user for user in node.users if user in nodes and user is not mutation.node}
+                    if node is output or any(self.position[user] < mutation.position for user in readers):
+                        return node, mutation.node
+        return None
+
     def owner(self, node: fx.Node) -> fx.Node:
         """The node that allocated the memory which ``node`` shares (``node`` itself where it made its own)."""
         return self._path(node)[0]
@@ -218,6 +236,10 @@ class Effects:
         parent = self.calls.get(first.input) if isinstance(first.input, fx.Node) else None
         is_split = parent is not None and parent.name in _SPLITS and first.input is second.input
         return is_split and first.arguments.get("#1") != second.arguments.get("#1")
+
+
+def _reshapes(call: Call | None) -> bool:
+    return call is not None and call.is_inplace and call.name in _RESHAPERS
 
 
 def _may_share(one: fx.Node, other: fx.Node) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import fx
 
-from lz_compile.passes.axes import Dims
+from lz_compile.passes.axes import Axis, Dims
 from lz_compile.passes.effects import Ambient
 from lz_compile.reasons import Reason
 
@@ -21,6 +21,9 @@ class Attributes(Protocol):
 
     def to_dict(self) -> dict[str, Any]:
         """Names and values for reports."""
+
+    def assuming_finite(self) -> Attributes:
+        """The same without what asks for NaN and infinities to be treated as the source does."""
 
     def deterministic(self) -> Attributes:
         """The same without what is random (dropout), for comparisons."""
@@ -47,7 +50,8 @@ class Match:
 
     ``source_kernel`` is the kernel that the source itself calls. ``masked_rows_count`` is False where the source's
     rounding alone decides what a row without any kept element gives, ``masked_rows_are_finite`` is True where such a row
-    gives finite numbers.
+    gives finite numbers. ``rows`` and ``dropped`` name operands of which a slice along these axes may hold NaN
+    without the rest of the result noticing: any slice, or one that the masks in ``selecting`` drop.
 
     A match that equals an earlier one but for its place has that as its ``prototype``; ``renamed`` gives, for the nodes of
     the prototype, its own, and the emitter speaks of the prototype's.
@@ -70,6 +74,9 @@ class Match:
     source_kernel: str | None = None
     masked_rows_count: bool = True
     masked_rows_are_finite: bool = False
+    rows: Mapping[fx.Node, tuple[Axis, ...]] = field(default_factory=dict)
+    dropped: Mapping[fx.Node, tuple[Axis, ...]] = field(default_factory=dict)
+    selecting: frozenset[fx.Node] = frozenset()
     prototype: Match | None = None
     renamed: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -77,6 +84,10 @@ class Match:
     def kind(self) -> Match:
         """The first of the matches that are equal but for their place."""
         return self.prototype or self
+
+    def assuming_finite(self) -> Match:
+        """The same for inputs without NaN and infinities."""
+        return replace(self, attributes=self.attributes.assuming_finite(), rows={}, dropped={}, selecting=frozenset())
 
 
 @dataclass(frozen=True)

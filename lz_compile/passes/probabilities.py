@@ -17,7 +17,7 @@ from lz_compile.passes.algebra import DROPOUT, NAN_TO_NUM, Leaf, Region, is_indi
 from lz_compile.passes.axes import Axis, Dims, atoms, shape_of
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import RefusedError
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.view import Call, tensor_of
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _softmax_of(region: Region, leaf: Leaf) -> bool:
 def _without_sink(effects: Effects, leaf: Leaf) -> tuple[fx.Node, fx.Node] | None:
     """``(softmax, cat)`` where the leaf is a softmax over scores with one column more, without that column."""
     call = effects.calls[leaf.node]
-    if call is None or call.name not in ("getitem", "narrow") or tensor_of(call.input) is None:
+    if call is None or not _is_leading(call) or tensor_of(call.input) is None:
         return None
     whole = effects.calls.get(call.input)
     while whole is not None and whole.name in ("to", "type_as", "dropout", "float"):
@@ -116,6 +116,15 @@ def _without_sink(effects: Effects, leaf: Leaf) -> tuple[fx.Node, fx.Node] | Non
         return None
     sizes, kept = shape_of(tensor_of(whole.node)), shape_of(tensor_of(leaf.node))  # type: ignore[arg-type]
     return (whole.node, joined.node) if sizes[:-1] == kept[:-1] and sizes[-1] - kept[-1] == 1 else None
+
+
+def _is_leading(call: Call) -> bool:
+    """Whether the call takes the first columns, up to wherever."""
+    if call.name == "narrow":
+        return call.get("start") == 0  # type: ignore[no-any-return]
+    index = call.arguments.get("#1") if call.name == "getitem" else None
+    last = index[-1] if isinstance(index, tuple) and index else index
+    return isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1)
 
 
 def _through_shift(effects: Effects, node: fx.Node) -> fx.Node:
@@ -167,6 +176,7 @@ def _with_sink(region: Region, leaf: Leaf, joined: fx.Node, gain: sympy.Expr) ->
     if len(parts) != 2 or call.get("dim", 0) % len(leaf.dims) != len(leaf.dims) - 1:
         raise RefusedError("SINK_NOT_UNDERSTOOD", "the extra column is not one column of keys", "append one column")
     scores = region.express(parts[0], leaf.dims, joined)
+    region.interior.setdefault(leaf.node, leaf.dims)  # its slice may spell out the number of keys
     return Probabilities(scores, leaf.dims, gain, sinks=Leaf(parts[1], (*leaf.dims[:-1], ())))
 
 

@@ -148,8 +148,12 @@ def _copy(
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n] if n in values else hint_of(n))
     if call is not None and call.name == "dropout":
         return graph.call_function(torch.nn.functional.dropout, (args[0], 0.0))
-    if call is not None and call.name == "getitem" and isinstance(args[1], tuple):
-        args = (args[0], tuple(slice(None) if _has_node(item) else item for item in call.arguments["#1"]))
+    if call is not None and call.name == "getitem" and isinstance(args[1], (tuple, slice)):
+        dims = match.read.get(node)
+        args = (args[0], _index(call, None if dims is None else shape(dims, sizes)))
+    if call is not None and call.name == "narrow" and node in match.read:
+        extents, position = shape(match.read[node], sizes), call.get("dim")
+        return graph.call_method("narrow", (values[call.input], position, call.get("start"), extents[position]))
     target: Any = node.target
     if call is not None and call.name == "scaled_dot_product_attention":
         named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, values.__getitem__))
@@ -159,6 +163,27 @@ def _copy(
         if node.op == "call_method" and target in _DOWNCASTS:
             target = "double"
     return graph.create_node(node.op, target, args, kwargs)
+
+
+def _index(call: Call, extents: tuple[int, ...] | None) -> Any:
+    """The index of a ``getitem``; a leading slice ends where the resized result does, if its extents are known."""
+    given = call.arguments["#1"]
+    items = list(given) if isinstance(given, tuple) else [given]
+    is_plain = all(item is None or item is Ellipsis or isinstance(item, slice) for item in items)
+    if extents is not None and is_plain:
+        at = items.index(Ellipsis) if Ellipsis in items else len(items)
+        items[at : at + 1] = [slice(None)] * (len(extents) - len(items) + (at < len(items)))
+        items = [_cut(item, extent) for item, extent in zip(items, extents, strict=True)]
+    items = [slice(None) if _has_node(item) else item for item in items]
+    return tuple(items) if isinstance(given, tuple) or len(items) > 1 else items[0]
+
+
+def _cut(item: slice | None, extent: int) -> slice | None:
+    """A slice from the start up to a number as one of ``extent``; others stay."""
+    if item is None or item.start not in (None, 0) or item.step not in (None, 1):
+        return item
+    is_counted = isinstance(item.stop, fx.Node) or (isinstance(item.stop, int) and item.stop >= 0)
+    return slice(extent) if is_counted else item
 
 
 def _has_node(item: Any) -> bool:

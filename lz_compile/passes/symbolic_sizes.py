@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Symbol:
     """One symbol: the size that the graph was traced with and its range (``upper`` None: without end).
 
-    ``is_declared`` says that the user declared the range: no guard may cut it. ``size`` is None where data decides the
-    size: nothing can be asked about it, and ``hint`` is a guess.
+    ``is_declared`` says that the user declared the range: no guard may cut it. ``size`` is None where nothing can be asked,
+    because data decides the size; ``hint`` is then a guess.
     """
 
     expression: sympy.Symbol
@@ -32,11 +32,6 @@ class Symbol:
     hint: int
     lower: int
     upper: int | None
-
-    @property
-    def is_askable(self) -> bool:
-        """Whether a question about it can become a guard."""
-        return self.size is not None
 
     @property
     def name(self) -> str:
@@ -56,14 +51,16 @@ class Symbol:
 
 @dataclass(frozen=True)
 class SymbolicSizes:
-    """The sizes of a match over its symbols."""
+    """The sizes of a match over its symbols: those that can be asked about, and those that are ``hidden`` (data decides)."""
 
     symbols: Mapping[str, Symbol]
     sizes: Mapping[str, Size]
+    hidden: Mapping[str, Symbol] = field(default_factory=dict)
 
     def at(self, values: Mapping[str, int]) -> dict[str, int]:
         """Every size as a number, with the symbols at ``values``, the others as they were traced."""
-        numbers = {symbol.expression: values.get(name, symbol.hint) for name, symbol in self.symbols.items()}
+        known = {**self.symbols, **self.hidden}
+        numbers = {symbol.expression: values.get(name, symbol.hint) for name, symbol in known.items()}
         return {name: s if isinstance(s, int) else max(int(s.xreplace(numbers)), 0) for name, s in self.sizes.items()}
 
     def names_in(self, dims: tuple[str, ...]) -> list[str]:
@@ -93,7 +90,8 @@ def symbolic_sizes(match: Match) -> SymbolicSizes | None:
     for symbol in wanted:
         if str(symbol) not in found:  # no node shows it by itself, as u0 in a length of 2 * u0
             found[str(symbol)] = _symbol(symbol, None, inductor.symbolic_size(symbol, tensors))
-    return SymbolicSizes(found, sizes)
+    hidden = {name: symbol for name, symbol in found.items() if symbol.size is None}
+    return SymbolicSizes({name: symbol for name, symbol in found.items() if name not in hidden}, sizes, hidden)
 
 
 def _add(size: Any, wanted: set[Any], found: dict[str, Symbol]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.axes import Axis, axes_of
+from lz_compile.passes.axes import Axis, Dims, axes_of
 from lz_compile.passes.effects import ambient_context, grad_enabled
 from lz_compile.passes.match import Match
 from lz_compile.passes.resize import Sizes, original, replacement, representative_sizes, shape
@@ -77,7 +77,10 @@ class Validation:
 
 @dataclass(frozen=True)
 class Case:
-    """One set of adversarial inputs; scores, and so what rounding does to them, grow with ``magnitude`` squared."""
+    """One set of adversarial inputs; scores, and so what rounding does to them, grow with ``magnitude`` squared.
+
+    ``is_poisoned``: a row of the query is NaN, and so are keys that a selecting mask drops.
+    """
 
     name: str
     magnitude: float = 1.0
@@ -85,6 +88,7 @@ class Case:
     infinite: bool = False
     is_strided: bool = False
     ones: bool = False
+    is_poisoned: bool = False
     gradients: bool = False
 
 
@@ -131,7 +135,9 @@ def cases(match: Match) -> Iterator[Case]:
     is_half = any(
         tensor.dtype.itemsize == 2 for tensor in map(tensor_of, match.operands.values()) if tensor is not None
     )
-    yield Case("large", magnitude=4.0 if is_half else 12.0, is_strided=True)
+    yield Case(
+        "large", magnitude=4.0 if is_half else 12.0, is_strided=True, is_poisoned=bool(match.rows or match.dropped)
+    )
     if len(set(match.operands.values())) == len(match.operands):  # a tensor in two roles has each extent twice
         yield Case("ones", ones=True)
     if has_mask and match.masked_rows_count:
@@ -182,7 +188,8 @@ def _run_case(match: Match, call: KernelCall, case: Case) -> Validation:
     verdict = Validation(ok=True)
     for index, (name, expected, base, actual) in enumerate(zip(_names(match, case), truth, given, ours, strict=True)):
         slack = TOLERANCE[dtype if index == 0 else base.dtype] * case.magnitude**2
-        outcome = _compare(expected, base, actual, slack, may_overflow=not case.masked_rows)
+        # A lowest number that is added to float16 scores may overflow by rounding; one that is filled in does not.
+        outcome = _compare(expected, base, actual, slack, not case.masked_rows, not match.fills, case.is_poisoned)
         if index == 0:
             verdict = replace(verdict, error=outcome[0], source_error=outcome[1])
         else:
@@ -200,18 +207,30 @@ def _some_axes(match: Match) -> frozenset[Axis]:
 
 
 def _compare(
-    truth: torch.Tensor, given: torch.Tensor, ours: torch.Tensor, tolerance: float, may_overflow: bool
+    truth: torch.Tensor,
+    given: torch.Tensor,
+    ours: torch.Tensor,
+    tolerance: float,
+    may_overflow: bool,
+    keeps_nan: bool,
+    is_poisoned: bool,
 ) -> tuple[float, float, bool]:
     """Largest error of ours and of the original against float64, and whether ours is acceptable everywhere.
 
     Where the original overflows (``may_overflow``: nothing but overflow makes infinities or NaN here), ours may be finite.
+    Where it does not, ours is NaN where the original is, even if float64 is not (``keeps_nan``), and the NaN of what
+    ``is_poisoned`` stays, unless everything is NaN.
     """
     truth, given, ours = truth.double(), given.double(), ours.double()
     source_error = _finite_max((given - truth).abs())
     slack = SLACK * source_error + tolerance * (1 + truth.abs())
     near = ((ours - truth).abs() <= slack) | ((ours - given).abs() <= tolerance * (1 + given.abs()))
+    if keeps_nan and not may_overflow:
+        near &= ~given.isnan()
     same_special = (ours.isnan() & (truth.isnan() | given.isnan())) | (ours == truth) | (ours == given)
     overflowed = ours.isfinite() & ~(truth.isfinite() & given.isfinite()) if may_overflow else torch.zeros_like(near)
+    if is_poisoned and not truth.isnan().all():
+        overflowed &= ~truth.isnan()
     return _finite_max((ours - truth).abs()), source_error, bool((near | same_special | overflowed).all())
 
 
@@ -234,6 +253,10 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
     extents = shape(match.inputs[node], sizes)
     if example.dtype == torch.bool:
         keep = _mask(extents, example.device, case.masked_rows)
+        if case.is_poisoned and node in match.selecting:
+            for position in _dropped(match, sizes):
+                if position.keys() & set(axes_of(match.inputs[node])):
+                    _at(keep, match.inputs[node], position, sizes).fill_(False)
         return keep if match.masks.get(node, True) else ~keep
     magnitude = case.magnitude if node in match.operands.values() else 1.0
     value = torch.randn(extents, dtype=torch.float32) * magnitude
@@ -241,6 +264,8 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
         fill = -math.inf if case.infinite and not match.fills[node] else _finite_fill(match, node, example.dtype)
         value = torch.zeros(extents, dtype=torch.float64).masked_fill(~_mask(extents, value.device, True), fill)
     value = value.to(example.device, example.dtype)
+    if case.is_poisoned:
+        _poison(value, match, node, sizes)
     if case.is_strided and value.dim() > 1:
         value = value.transpose(0, -1).contiguous().transpose(0, -1)
     if case.gradients and example.requires_grad:
@@ -248,9 +273,35 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
     return value
 
 
+def _poison(value: torch.Tensor, match: Match, node: fx.Node, sizes: Sizes) -> None:
+    """NaN in the first of the ``rows``; NaN and infinities in what is ``dropped``."""
+    if node in match.rows:
+        _at(value, match.inputs[node], dict.fromkeys(match.rows[node], 0), sizes).fill_(math.nan)
+    if node in match.dropped:
+        for position, number in zip(_dropped(match, sizes), (math.nan, math.inf), strict=False):
+            _at(value, match.inputs[node], position, sizes).fill_(number)
+
+
+def _dropped(match: Match, sizes: Sizes) -> list[Mapping[Axis, int]]:
+    """Positions that a selecting mask drops: the last one, and the one before where that is not the first."""
+    axes = next(iter(match.dropped.values()), ())
+    last = {axis: sizes[axis] - 1 for axis in axes}
+    if not axes or sizes[axes[-1]] <= 2:
+        return [last] if axes else []
+    return [last, {**last, axes[-1]: sizes[axes[-1]] - 2}]
+
+
+def _at(value: torch.Tensor, dims: Dims, position: Mapping[Axis, int], sizes: Sizes) -> torch.Tensor:
+    """The slice of ``value`` at a position along some of its axes, as a view."""
+    axes = axes_of(dims)
+    return value.view([sizes[axis] for axis in axes])[tuple(position.get(axis, slice(None)) for axis in axes)]
+
+
 def _finite_fill(match: Match, node: fx.Node, dtype: torch.dtype) -> float:
-    """The lowest number for one of the masks, a usual one for others: two lowest numbers would add up to infinity."""
+    """The lowest number for one of the masks, a usual one for others, so that they do not add up to infinity."""
     lowest = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).min
+    if dtype == torch.float16 and len(match.fills) > 1:
+        lowest /= 2
     return lowest if node is next(iter(match.fills)) else -1e4
 
 
@@ -333,6 +384,7 @@ def _key(match: Match, kernel_id: str) -> str:
         tensor = tensor_of(node)
         kind = "number" if tensor is None else f"{tensor.dtype} {tensor.device.type} {tensor.requires_grad}"
         lines.append(f"i{index} {kind} {shape(match.inputs[node], sizes)} {match.fills.get(node)}")
+        lines.append(f"{node in match.rows} {node in match.dropped} {node in match.selecting}")
     graph = original(match, sizes)
     names = {node: f"n{index}" for index, node in enumerate(graph.nodes)}
     for node, name in names.items():

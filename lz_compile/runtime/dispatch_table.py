@@ -158,9 +158,7 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             DispatchTableError: it cannot be read, is of another schema, contradicts itself, or was made for other hardware
                 or other kernels.
         """
-        table = read(path)
-        table.check(path)
-        return table
+        return load(path)
 
     def check(self, path: str | Path) -> None:
         """Whether the table holds here and now.
@@ -248,6 +246,17 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         differences = [str(found) for each in self.kernels if (found := each.difference()) is not None]
         if differences:
             yield f"expected the kernels that it was made with, received {'; '.join(differences)}"
+
+
+def load(path: str | Path) -> DispatchTable:
+    """The table in a file, if it holds on this machine.
+
+    Raises:
+        DispatchTableError: as for :meth:`DispatchTable.load`.
+    """
+    table = read(path)
+    table.check(path)
+    return table
 
 
 def read(path: str | Path) -> DispatchTable:

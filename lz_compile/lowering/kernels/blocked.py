@@ -49,6 +49,7 @@ def attention(
             scores = scores.reshape(batch, heads, stop - start, limit)
         scores = _masked(scores, part, mask, bias, fill, attrs)
         weights, total = _exponentials(scores, None if sinks is None else part.queries(sinks), attrs)
+        is_number = total > 0 if attrs.zeroes_nan else None
         # Sums of unnormalised values may leave float16's range; and a gradient through the sum and one through the
         # product cancel in rows with one strong key, which they do not where only one of them is rounded to 16 bits.
         if value.dtype == torch.float16 or (value.dtype == torch.bfloat16 and torch.is_grad_enabled()):
@@ -61,7 +62,8 @@ def attention(
         out = weights @ (value if part.all_keys else value[:, :, :limit])
         if attrs.enable_gqa:
             out = out.reshape(batch, heads, stop - start, out.shape[-1])
-        blocks.append((out / total).to(value.dtype))
+        out = out / total if is_number is None else torch.where(is_number, out / total, 0.0)
+        blocks.append(out.to(value.dtype))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
 

@@ -24,7 +24,8 @@ def attention(
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``).
 
     SDPA gives zero for a row that masks every key with ``-inf`` (or with a boolean mask); where the source gives NaN or
-    the mean of the values there, that is restored. ``sdpa`` is the function that is called, or one that does the same.
+    the mean of the values there, that is restored. It adds masks, so that NaN in a masked score is passed on. ``sdpa`` is
+    the function that is called, or one that does the same.
     """
     is_causal = attrs.is_causal
     if is_causal and (mask is not None or bias is not None):  # SDPA takes one or the other

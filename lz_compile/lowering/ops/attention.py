@@ -32,13 +32,20 @@ MaskedRows: TypeAlias = Literal["nan", "mean", "zero", "fill"]
 EXACT_DIMS = ("head_dim", "value_dim")
 BUCKETED_DIMS = (("seq_len_q",), ("seq_len_k",), ("batch_size", "num_heads"))
 
+#: Without a mask, PyTorch's CPU kernel gives zero, not NaN, for a row of NaN in fewer keys than a vector register holds
+#: (16 float32 with AVX-512).
+FEW_KEYS = 16
+
 
 @dataclass(frozen=True)
 class AttentionAttrs:
     """The attributes of one attention.
 
     ``scale`` multiplies ``query @ key^T`` (None: the op's default, ``D ** -0.5``); ``bias_can_mask`` says that the bias may
-    hold masking constants, ``bias_is_finite`` that these are no infinities.
+    hold masking constants, ``bias_is_finite`` that these are no infinities. ``selects_masked`` says that the mask drops
+    scores whatever they are, NaN and infinities too, as ``where`` and ``masked_fill`` do and adding ``-inf`` does not;
+    ``zeroes_nan`` that rows of NaN give zero. Neither asks for anything where ``nan_is_open``: what NaN and infinities in
+    query and key come to is the kernel's business.
     """
 
     scale: float | None = None
@@ -52,11 +59,18 @@ class AttentionAttrs:
     bias_is_finite: bool = False
     bias_can_mask: bool = False
     enable_gqa: bool = False
+    selects_masked: bool = False
+    zeroes_nan: bool = False
+    nan_is_open: bool = False
     score_dtype: torch.dtype = torch.float32
 
     def deterministic(self) -> AttentionAttrs:
         """The same without dropout."""
         return replace(self, dropout_p=0.0)
+
+    def assuming_finite(self) -> AttentionAttrs:
+        """The same for operands without NaN and infinities."""
+        return replace(self, nan_is_open=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Names and values, those at their default left out (``scale`` always stays)."""
@@ -119,8 +133,10 @@ def reference(
         probabilities = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     else:
         probabilities = scores.softmax(-1)
-    if attrs.masked_rows == "zero":
+    if attrs.zeroes_nan:
         probabilities = torch.nan_to_num(probabilities)
+    elif attrs.masked_rows == "zero":
+        probabilities = probabilities.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
     probabilities = torch.nn.functional.dropout(probabilities, attrs.dropout_p)
     return probabilities @ value
 
@@ -128,6 +144,7 @@ def reference(
 def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
     """What a kernel must support for this attention: feature name (``supports`` in descriptors) and what asks for it."""
     symbolic = [name for name in ("query_len", "key_len") if not isinstance(getattr(facts, name), int)]
+    keeps_nan = not attrs.nan_is_open
     needed = {
         "causal": attrs.is_causal and "a causal mask",
         "gqa": attrs.enable_gqa and f"{facts.heads} query heads share {facts.kv_heads} key heads",
@@ -137,6 +154,14 @@ def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
         "softcap": attrs.softcap is not None and f"scores capped at {attrs.softcap}",
         "sinks": attrs.has_sinks and "an attention sink in the softmax",
         "masked_row_fill": attrs.masked_rows == "fill" and "fills of masked scores that differ within a row",
+        "masked_nan": keeps_nan and attrs.selects_masked and "a mask that drops scores even where they are NaN",
+        "nan_rows": keeps_nan and attrs.zeroes_nan and "zeros for rows of NaN",
+        "nan_in_few_keys": keeps_nan
+        and facts.device == "cpu"
+        and not (attrs.has_mask or attrs.has_bias)
+        and isinstance(facts.key_len, int)
+        and facts.key_len < FEW_KEYS
+        and f"NaN in rows of {facts.key_len} keys",
         "training": facts.needs_grad and "gradients",
         "masked_row_gradient": facts.needs_grad
         and (attrs.bias_can_mask or (attrs.has_mask and attrs.masked_rows in ("mean", "zero")))

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import sympy
-import torch
 from torch import fx
 
-from lz_compile.passes import contraction, layout, probabilities, scores
+from lz_compile.passes import contraction, layout, masks_finite, probabilities, scores
 from lz_compile.passes.algebra import INFINITY, Region, tidy
 from lz_compile.passes.attention_axes import assign_roles
 from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, fresh, shape_of
@@ -25,11 +24,14 @@ from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.match import Match, NearMiss, RefusedError
 from lz_compile.passes.patterns.sdpa_call import match_sdpa_call
 from lz_compile.passes.twins import Twins
+from lz_compile.passes.unread import has_scores, unread
 from lz_compile.passes.view import Call, tensor_of, where_of
 from lz_compile.reasons import Reason
 
 OP = "attention"
 _SCORES = contraction.PRODUCTS - {"linear", "addmm"}
+#: Calls that may be the last one of an attention (a division may follow).
+_LAST = contraction.PRODUCTS | {"sum", "scaled_dot_product_attention"}
 _SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 
 
@@ -49,18 +51,29 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
             covered.update(_softmaxes_behind(effects, node))
         if found is not None:
             yield found
-    yield from _unread_anchors(graph, effects, covered)
+    yield from unread(OP, graph, effects, covered)
 
 
 def _from_call(effects: Effects, call: Call, twins: Twins) -> Match | NearMiss | None:
-    if call.name not in contraction.PRODUCTS and call.name not in ("sum", "scaled_dot_product_attention"):
+    if call.name not in _LAST:
         return None
     found: Match | NearMiss | None = twins.find(call.node)
     if found is None:
         with twins.watch() as look:
-            found = _read(effects, call)
+            found = _read_unless_reshaped(effects, call)
         if isinstance(found, Match):
             twins.remember(found, call.node, look)
+    return found
+
+
+def _read_unless_reshaped(effects: Effects, call: Call) -> Match | NearMiss | None:
+    reshaped = effects.reshaped_after_read(_behind(effects, call.node), call.node)
+    if reshaped is not None:
+        return _reshaped(effects, call, *reshaped)
+    found = _read(effects, call)
+    if isinstance(found, Match):
+        reshaped = effects.reshaped_after_read(found.core, found.output)
+        return found if reshaped is None else _reshaped(effects, call, *reshaped)
     return found
 
 
@@ -89,6 +102,37 @@ def _unclear(region: Region, call: Call, error: LayoutError) -> NearMiss | None:
         return None
     reason = Reason("LAYOUT_UNCLEAR", f"the dimensions do not come apart into axes: {error}")
     return NearMiss(OP, call.node, reason, "reshape along whole heads and positions", where_of(call.node))
+
+
+def _reshaped(effects: Effects, call: Call, node: fx.Node, writer: fx.Node) -> NearMiss | None:
+    """A near miss where an attention holds a tensor whose shape, as far as Dynamo tells, is a later one."""
+    region = Region(effects)
+    is_attention = call.name == "scaled_dot_product_attention" or any(
+        region.reaches(operand, _SOFTMAX) for operand in call.node.all_input_nodes
+    )
+    if not is_attention:
+        return None
+    reason = Reason("OPERAND_RESHAPED", f"{node.name} changes its shape in place by {writer.name}, after it is read")
+    edit = f"use the out-of-place form of {str(writer.target).rstrip('_')}"
+    return NearMiss(OP, call.node, reason, edit, where_of(call.node))
+
+
+def _behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
+    """What an attention that ends at ``node`` may consist of: everything up to the second product from there."""
+    if not effects.reshapes:
+        return set()
+    found: set[fx.Node] = set()
+    queue = [(node, 0)]
+    while queue:
+        current, products = queue.pop()
+        call = effects.calls.get(current)
+        if current in found or call is None:
+            continue
+        found.add(current)
+        products += call.name in _LAST - {"sum"}
+        if products <= 2:
+            queue.extend((operand, products) for operand in current.all_input_nodes)
+    return found
 
 
 def _mutated(error: MutatedError) -> tuple[Reason, str]:
@@ -127,7 +171,12 @@ class _Reader:
         self, outer: Contraction, weights: Factor, value: Factor, output: fx.Node, output_dims: Dims
     ) -> Match | None:
         keys = atoms(outer.summed)
-        found = probabilities.read(self.region, weights.node, weights.dims, outer.call.node, keys)
+        try:
+            found = probabilities.read(self.region, weights.node, weights.dims, outer.call.node, keys)
+        except RefusedError:
+            if has_scores(self.region, weights.node):
+                raise
+            return None  # the softmax of a router or a classifier
         if found is None:
             return None
         inner = scores.read(self.region, found.scores, keys)
@@ -190,6 +239,14 @@ class _Reader:
             raise RefusedError(
                 "MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({inner.bias})", "use where"
             )
+        narrowed = inner.bias.free_symbols & self.region.narrowed
+        if narrowed and not masks_finite.is_bounded(self.region, inner.bias):
+            raise RefusedError(
+                "MASK_MAY_OVERFLOW",
+                f"scores with the mask {self.region.leaves[min(narrowed, key=str)].node.name} are cast to a dtype of"
+                " smaller range, in which a finite mask may be infinite",
+                "cast the product before the mask is added",
+            )
         emitter = assign_roles(self.region, inner, found, keys, value, output, output_dims, gain)
         readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
         core.check(self.region.effects, readers)
@@ -250,38 +307,3 @@ def _softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
             found.add(current)
         queue.extend(current.all_input_nodes)
     return found
-
-
-def _unread_anchors(graph: fx.Graph, effects: Effects, covered: set[fx.Node]) -> Iterator[NearMiss]:
-    """Softmaxes over a product of two computed tensors that reach no values."""
-    for node in graph.nodes:
-        call = effects.calls[node]
-        if (
-            call is None
-            or call.name != "softmax"
-            or node in covered
-            or EMITTED in node.meta
-            or tensor_of(call.input) is None
-        ):
-            continue
-        region = Region(effects)
-        dims = fresh(shape_of(tensor_of(node)))  # type: ignore[arg-type]
-        try:
-            expression = region.express(call.input, dims, node)
-            keys = atoms(dims[(call.get("dim") or -1) % len(dims)])
-            inner = scores.read(region, expression, keys)
-        except (RefusedError, MutatedError, LayoutError):
-            continue
-        if inner is not None and not any(_is_parameter(factor.node) for factor in (inner.query, inner.key)):
-            refusal = RefusedError(
-                "NO_VALUES",
-                "the probabilities meet no values in this graph",
-                "multiply values by them in the same graph",
-            )
-            yield NearMiss(OP, node, refusal.reason, refusal.edit, where_of(node))
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    while node.op != "placeholder" and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-    return isinstance(node.meta.get("example_value"), torch.nn.Parameter)

@@ -40,6 +40,7 @@ def match_sdpa_call(effects: Effects, call: Call) -> Match | None:
         bias_is_finite=masks_finite.is_finite(region, bias),
         bias_can_mask=not masks_finite.is_bounded(region, bias),
         enable_gqa=bool(roles.group),
+        nan_is_open=True,
     )
     query, key, value = (
         Operand(node, dim, sympy.S.One, tensor.dtype)

@@ -1,0 +1,61 @@
+"""Kernels that are one call: what an eager attention can run, and what it is expected to cost.
+
+Code that a compiler writes or fuses into is out of reach of a call that is not compiled. What is left is compared with
+SDPA, which is what the call would be without us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from lz_compile.reasons import Reason
+from lz_compile.runtime.context import SelectionContext
+from lz_compile.runtime.estimate import Estimate, Sizes, estimates
+from lz_compile.runtime.kernel import KernelSpec
+from lz_compile.runtime.perf_record import PerfRecord
+
+#: What an eager call runs where nothing is better, and falls back to.
+SDPA = "torch.sdpa"
+#: The kernel of compiled graphs that makes an eager selection at each call.
+DISPATCH = "lz.dispatch"
+
+
+def needs_compile(spec: KernelSpec) -> Iterator[Reason]:
+    """Why an eager call cannot run a kernel."""
+    if spec.kernel_id == DISPATCH:
+        yield Reason("NEEDS_COMPILE", f"{DISPATCH} is how a compiled graph comes to this very selection")
+    elif not spec.is_opaque:
+        yield Reason("NEEDS_COMPILE", f"{spec.kernel_id} is code for a compiler to fuse, an eager call runs single kernels")
+
+
+def call_estimates(
+    context: SelectionContext,
+    specs: Sequence[KernelSpec],
+    sizes: Sizes,
+    records: Sequence[PerfRecord],
+    spelled_out: Sequence[PerfRecord],
+) -> Mapping[str, Estimate]:
+    """What to expect of every kernel, over the latency of SDPA (1.0), which is in Inductor's place here.
+
+    Args:
+        context: the problem.
+        specs: the kernels.
+        sizes: those of the problem.
+        records: measurements of attentions whose source calls SDPA.
+        spelled_out: measurements of attentions that are spelled out, as ``tune`` makes them; they count where there are
+            none of the others, and SDPA was measured with the rest.
+    """
+    found = estimates(context, specs, sizes, records, source_kernel=SDPA)
+    if any(each.origin == "measured" for each in found.values()):
+        return found
+    others = estimates(context, specs, sizes, spelled_out)
+    base = others.get(SDPA)
+    if base is None or base.origin != "measured":
+        return found
+    return {
+        kernel_id: replace(each, relative_latency=each.relative_latency / base.relative_latency)
+        if each.origin == "measured"
+        else found[kernel_id]
+        for kernel_id, each in others.items()
+    }

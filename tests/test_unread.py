@@ -1,0 +1,192 @@
+"""Softmaxes that were not read: what looks like attention is told with its reason, routers and classifiers are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import Rewriting
+from torch import Tensor, nn
+
+ORDER = torch.randperm(23, generator=torch.Generator().manual_seed(0))
+FILTERS = torch.ones(4, 4, 1, 1)
+
+
+class Doubled(torch.autograd.Function):
+    """A function that Dynamo keeps whole where gradients are on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def scores(query: Tensor, key: Tensor) -> Tensor:
+    return query @ key.mT * 0.25
+
+
+def _index_select(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).index_select(-1, ORDER).softmax(-1) @ v
+
+
+def _gather(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).gather(-1, ORDER.expand(2, 4, 19, 23)).softmax(-1) @ v
+
+
+def _function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights: Tensor = Doubled.apply(scores(q, k)).softmax(-1)
+    return weights @ v
+
+
+def _convolution(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.conv2d(scores(q, k), FILTERS).softmax(-1) @ v
+
+
+def _sorted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).sort(-1).values.softmax(-1) @ v
+
+
+def _largest_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    largest = scores(q, k).topk(7).values
+    return (largest.softmax(-1)[..., None] * v[:, :, None, :7]).sum(-2)
+
+
+def _relative_shift(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    shifted = F.pad(scores(q, k), (1, 0)).view(2, 4, 24, 19)[:, :, 1:].reshape(2, 4, 19, 23)
+    return shifted.softmax(-1) @ v
+
+
+def _exponentials(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = F.conv2d(scores(q, k), FILTERS).exp()
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+def _logarithms(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.conv2d(scores(q, k), FILTERS).log_softmax(-1).exp() @ v
+
+
+def _over_the_first_dimension(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    turned = scores(q, k)[0, 0].T.index_select(0, ORDER)
+    return turned.softmax(0).T @ v[0, 0]
+
+
+def _probabilities_gathered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).softmax(-1).gather(-1, ORDER.expand(2, 4, 19, 23)) @ v
+
+
+def _probabilities_through_a_function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights: Tensor = Doubled.apply(scores(q, k).softmax(-1))
+    return weights @ v
+
+
+def _no_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).softmax(-1) * v.sum()
+
+
+UNREAD: dict[Callable[..., Tensor], str] = {
+    _index_select: "[SCORES_NOT_READ] the scores pass through index_select, which",
+    _gather: "[SCORES_NOT_READ] the scores pass through gather, which",
+    _function: "[SCORES_NOT_READ] the scores pass through autograd_function_apply, which",
+    _convolution: "[SCORES_NOT_READ] the scores pass through conv2d, which",
+    _sorted: "[SCORES_NOT_READ] the scores pass through sort, which",
+    _largest_only: "[SCORES_NOT_READ] the scores pass through topk, which",
+    _relative_shift: "[SCORES_NOT_READ] the scores pass through pad, which",
+    _exponentials: "[SCORES_NOT_READ] the scores pass through conv2d, which",
+    _logarithms: "[SCORES_NOT_READ] the scores pass through conv2d, which",
+    _over_the_first_dimension: "[SCORES_NOT_READ] the scores pass through index_select, which",
+    _probabilities_gathered: "[PROBABILITIES_NOT_READ] the probabilities pass through gather, which",
+    _probabilities_through_a_function: "[PROBABILITIES_NOT_READ] the probabilities pass through autograd_function",
+    _no_values: "[NO_VALUES] the probabilities meet no values",
+}
+
+
+def operands() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 4, n, 16, generator=generator, requires_grad=True) for n in (19, 23, 23)]
+
+
+@pytest.mark.parametrize("attention", UNREAD)
+def test_what_looks_like_attention_is_told_with_its_reason(attention: Callable[..., Tensor]) -> None:
+    backend = Rewriting(strict=True)
+    got = torch.compile(attention, backend=backend, fullgraph=True)(*operands())
+    torch.testing.assert_close(got, attention(*operands()))
+    assert not backend.report.matches
+    (miss,) = backend.report.near_misses
+    assert str(miss.reason).startswith(UNREAD[attention])
+    assert miss.edit
+    assert miss.where.startswith(__file__)
+
+
+class Router(nn.Module):
+    """A softmax over experts, of which the largest are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, 16, 24))
+        self.down = nn.Parameter(torch.randn(4, 24, 16))
+
+    def logits(self, x: Tensor) -> Tensor:
+        found: Tensor = self.gate(x)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.logits(x).softmax(-1, dtype=torch.float)
+        best, chosen = weights.topk(2, -1)
+        weights = torch.zeros_like(weights).scatter(-1, chosen, best / best.sum(-1, keepdim=True))
+        hidden = torch.einsum("td,edf->tef", x, self.up).relu()
+        return torch.einsum("te,tef,efd->td", weights, hidden, self.down)
+
+
+class CosineRouter(Router):
+    """The same with logits between normalised tokens and normalised weights."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1) @ F.normalize(self.gate.weight, dim=-1).T * 5
+
+
+class AdaptedRouter(Router):
+    """The same with a weight that a low-rank adapter is added to."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.gate.weight + self.up[0, :4, :2] @ self.up[1, :2, :16])
+
+
+class ClassHeads(nn.Module):
+    """Class probabilities of object queries, contracted with their masks (MaskFormer, DETR)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes, self.masks = nn.Linear(16, 6), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        classes = self.classes(x).softmax(-1)[..., :-1]
+        masks = (self.masks(x) @ x.T).sigmoid()
+        return torch.einsum("qc,qn->cn", classes, masks)
+
+
+class Loss(nn.Module):
+    """A classifier with its loss, accuracy and entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.classes(x)
+        found, surprise = logits.softmax(-1), logits.log_softmax(-1)
+        return F.nll_loss(surprise, found.argmax(-1)) + (found * surprise).sum(-1).mean()
+
+
+@pytest.mark.parametrize("module", [Router, CosineRouter, AdaptedRouter, ClassHeads, Loss])
+def test_routers_and_classifiers_are_no_near_misses(module: type[nn.Module]) -> None:
+    model, x, backend = module(), torch.randn(7, 16), Rewriting(strict=True)
+    torch.testing.assert_close(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))
+    assert not backend.report.near_misses, backend.why_not()
+    assert not backend.report.matches
