@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import Rewriting
 from torch import Tensor, fx
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -22,6 +23,7 @@ from lz_compile.lowering.kernels import torch_sdpa
 from lz_compile.options import Options
 from lz_compile.passes import validate
 from lz_compile.runtime import registry
+from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.report import MatchReport, new_report
 
 pytestmark = pytest.mark.usefixtures("sdpa_first")
@@ -584,3 +586,25 @@ def test_sizes_stay_as_different_as_they_were(plant):
     torch.compile(plain, backend=layerzero, options=LOCK)(*[torch.randn(9, 10, length, 11) for length in (12, 13, 13)])
     batch, heads, queries, dim, _, _, keys, _ = calls[0]
     assert len({batch, heads, queries, keys, dim}) == 5
+
+
+def test_a_kernel_that_limits_head_dims_is_proven_at_the_real_one(monkeypatch):
+    seen: set[int] = set()
+
+    def picky(query, key, value, *, attrs, **masks):
+        seen.add(query.shape[-1])
+        return torch_sdpa.attention(query, key, value, attrs=attrs, **masks)
+
+    limited = KernelSpec(
+        "test.picky", "attention", "test", frozenset({"cpu"}), frozenset({"float32"}), frozenset({"BHSD"}),
+        implementation=picky, head_dim_multiple=64, min_head_dim=64, max_head_dim=128, deterministic=True,
+    )  # fmt: skip
+    registry.register(limited)
+    try:
+        query, key, value = (torch.randn(2, 4, 40, 64) for _ in range(3))
+        backend = Rewriting(lock={"attention": "test.picky"})
+        torch.compile(lambda q, k, v: (q @ k.mT * 0.125).softmax(-1) @ v, backend=backend)(query, key, value)
+    finally:
+        registry.unregister_kernel("test.picky")
+    assert [match.kernel for match in backend.report.matches] == ["test.picky"], backend.why_not()
+    assert seen == {64}

@@ -195,6 +195,7 @@ class AttentionEmitter:
             ambient=core.ambient,
             where=where_of(self.output),
             source_kernel=source_kernel,
+            limited=frozenset((*self.roles.features, *self.roles.value_features)),
         )
 
     def _selecting(self) -> frozenset[fx.Node]:

@@ -53,6 +53,8 @@ class Match:
     gives finite numbers. ``rows`` and ``dropped`` name operands of which a slice along these axes may hold NaN
     without the rest of the result noticing: any slice, or one that the masks in ``selecting`` drop.
 
+    ``limited`` are the axes (of features) on whose sizes kernels put limits: a proof of such a kernel keeps them.
+
     A match that equals an earlier one but for its place has that as its ``prototype``; ``renamed`` gives, for the nodes of
     the prototype, its own, and the emitter speaks of the prototype's.
     """
@@ -77,6 +79,7 @@ class Match:
     rows: Mapping[fx.Node, tuple[Axis, ...]] = field(default_factory=dict)
     dropped: Mapping[fx.Node, tuple[Axis, ...]] = field(default_factory=dict)
     selecting: frozenset[fx.Node] = frozenset()
+    limited: frozenset[Axis] = frozenset()
     prototype: Match | None = None
     renamed: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 

@@ -28,7 +28,7 @@ _DOWNCASTS = frozenset({"float", "half", "bfloat16"})
 
 
 def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -> Sizes:
-    """A small size for every axis: up to 8 unchanged, equal sizes stay equal, different ones stay different.
+    """A small size for every axis: up to 8 and limited ones unchanged, equal sizes stay equal, different ones different.
 
     Args:
         match: the match to resize.
@@ -37,7 +37,8 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
     axes = _all_axes(match)
     large = sorted({axis.size for axis in axes if not _is_small(axis)}, key=_by_size)
     assigned = {size: 2 * _SMALL + _STEP * index for index, size in enumerate(large)}
-    return {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}
+    small = {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}
+    return {**small, **{axis: axis.size for axis in match.limited if isinstance(axis.size, int)}}
 
 
 def _by_size(size: Size) -> tuple[int, str]:

@@ -116,6 +116,11 @@ class KernelSpec:
         return f"{self.kernel_id} {self.version} {self.capabilities_hash}"
 
     @property
+    def limits_head_dim(self) -> bool:
+        """Whether not every size of the features will do."""
+        return self.head_dim_multiple > 1 or self.min_head_dim is not None or self.max_head_dim is not None
+
+    @property
     def call(self) -> Callable[..., Any] | None:
         """The function over the op's canonical operands, imported now; None for the kernel that has none.
 
