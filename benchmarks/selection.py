@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.arguments import parse, parser
 from benchmarks.harness import Quartiles
 from benchmarks.publish import Publication, rounded, table_of
-from lz_compile import tuning
+from lz_compile import measuring
 from lz_compile.lowering.ops import attention
 from lz_compile.runtime import policy
 from lz_compile.runtime.context import of_facts
@@ -95,15 +95,15 @@ def run_case(case: Case, device: torch.device, rounds: int, publication: Publica
     """Time, choose, time again."""
     sample = attention.sample(case.sizes(), case.dtype, device, is_causal=case.is_causal, mask=case.mask)
     context = of_facts("attention", sample.attrs, sample.facts, device=device)
-    specs = tuning.runnable(context)
+    specs = measuring.runnable(context)
     untuned = _choose(context)
 
     def form(call: Any) -> Any:
         return sample.as_written() if call is None else sample.with_kernel(call)
 
     with torch.no_grad():
-        calls = tuning.compile_forms(context, specs, form, sample.inputs)
-        tuning.keep(context, specs, measure(calls, device, rounds=rounds), case.sizes())
+        calls = measuring.compile_forms(context, specs, form, sample.inputs)
+        measuring.keep(context, specs, measure(calls, device, rounds=rounds), case.sizes())
         start = time.perf_counter()
         tuned = _choose(context)
         select_s = time.perf_counter() - start

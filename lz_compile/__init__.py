@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lz_compile.inspection import explain
+    from lz_compile.api import attention, warmup
+    from lz_compile.diagnosis import DoctorReport, doctor
+    from lz_compile.inspection import SelectionReport, dry_run, explain, which
+    from lz_compile.readiness import ReadinessReport, readiness_check
     from lz_compile.runtime.dispatch_table import DispatchTable
     from lz_compile.runtime.loaded_tables import load_dispatch_table, unload_dispatch_table
     from lz_compile.runtime.policy import avoid, configure, disabled, load_config, lock, prefer, unlock
@@ -13,34 +16,50 @@ if TYPE_CHECKING:
     from lz_compile.runtime.registry import KernelInfo, list_kernels, unregister_kernel
     from lz_compile.runtime.report import GraphReport, Report, clear_reports, reports
     from lz_compile.solving import save_decisions, solve
+    from lz_compile.trial import validate
+    from lz_compile.tuning import TuneReport, tune
 
 __version__ = "0.1.0"
 __all__ = [
     "DispatchTable",
+    "DoctorReport",
     "GraphReport",
     "KernelInfo",
+    "ReadinessReport",
     "Report",
+    "SelectionReport",
+    "TuneReport",
     "__version__",
+    "attention",
     "avoid",
     "clear_reports",
     "configure",
     "disabled",
+    "doctor",
+    "dry_run",
     "explain",
     "list_kernels",
     "load_config",
     "load_dispatch_table",
     "lock",
     "prefer",
+    "readiness_check",
     "register_kernel",
     "reports",
     "save_decisions",
     "solve",
+    "tune",
     "unload_dispatch_table",
     "unlock",
     "unregister_kernel",
+    "validate",
+    "warmup",
+    "which",
 ]
 
 _HOMES = {
+    "attention": "lz_compile.api",
+    "warmup": "lz_compile.api",
     "DispatchTable": "lz_compile.runtime.dispatch_table",
     "load_dispatch_table": "lz_compile.runtime.loaded_tables",
     "unload_dispatch_table": "lz_compile.runtime.loaded_tables",
@@ -50,7 +69,13 @@ _HOMES = {
     "list_kernels": "lz_compile.runtime.registry",
     "register_kernel": "lz_compile.runtime.registration",
     "unregister_kernel": "lz_compile.runtime.registry",
-    "explain": "lz_compile.inspection",
+    "DoctorReport": "lz_compile.diagnosis",
+    "doctor": "lz_compile.diagnosis",
+    **dict.fromkeys(("SelectionReport", "dry_run", "explain", "which"), "lz_compile.inspection"),
+    "ReadinessReport": "lz_compile.readiness",
+    "readiness_check": "lz_compile.readiness",
+    "validate": "lz_compile.trial",
+    **dict.fromkeys(("TuneReport", "tune"), "lz_compile.tuning"),
     "GraphReport": "lz_compile.runtime.report",
     "Report": "lz_compile.runtime.report",
     "clear_reports": "lz_compile.runtime.report",

@@ -157,9 +157,7 @@ def _kernel(spec: KernelSpec, problems: Mapping[str, SelectionContext]) -> Kerne
     against = {place: installation.reasons_on(spec, problem) for place, problem in problems.items()}
     usable = tuple(place for place, reasons in against.items() if not reasons)
     reasons = () if usable else tuple(dict.fromkeys(reason for each in against.values() for reason in each))
-    return KernelState(
-        spec.operation, spec.kernel_id, spec.source, spec.package, spec.version, usable, reasons
-    )
+    return KernelState(spec.operation, spec.kernel_id, spec.source, spec.package, spec.version, usable, reasons)
 
 
 # ---- issues ----------------------------------------------------------------------------------------------------------
@@ -180,7 +178,7 @@ def _issues(report: DoctorReport, happened: Sequence[Event], device: torch.devic
 #: What to do about an event of reading descriptors and plugins.
 _ADVICE: Mapping[str, str] = {
     "CAPABILITIES_SCHEMA_MISMATCH": "Correct the descriptor or update the plugin; its kernels are disabled until then.",
-    "BACKEND_IMPORT_FAILED": "Reinstall the library in a version that fits this PyTorch; its kernels are disabled until then.",
+    "BACKEND_IMPORT_FAILED": "Reinstall the library in a version that fits this PyTorch; its kernels are disabled.",
 }
 
 

@@ -17,10 +17,13 @@ from lz_compile.compiler import process
 from lz_compile.errors import LayerZeroError, UnknownOperationError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options, split
+from lz_compile.passes.effects import Effects
 from lz_compile.reasons import Reason
 from lz_compile.runtime import context as contexts
-from lz_compile.runtime import events, policy
+from lz_compile.runtime import events, loaded_tables, policy
+from lz_compile.runtime.estimate import INDUCTOR
 from lz_compile.runtime.events import Event
+from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.report import GraphReport, MatchReport, Report
 from lz_compile.runtime.select import Candidate, Decision, Problem, select
 
@@ -49,13 +52,17 @@ class SelectionReport:
         """Its candidate."""
         return next(each for each in self.decision.candidates if each.kernel.kernel_id == self.kernel_id)
 
+    @property
+    def refused(self) -> list[Reason]:
+        """Why a lock or a dispatch table was not followed."""
+        return [reason for reason in (self.decision.refused_lock, self.decision.refused_table) if reason is not None]
+
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
-        refused = self.decision.refused_lock
         return {
             "schema_version": SCHEMA_VERSION,
             **self.summary(),
-            "refused_lock": None if refused is None else refused.to_dict(),
+            "refused": [reason.to_dict() for reason in self.refused],
             "policy": dict(self.policy),
             "context": self.problem.to_dict(),
             "candidates": [candidate.to_dict() for candidate in self.decision.candidates],
@@ -247,10 +254,10 @@ def dry_run(
     except Exception as error:  # noqa: BLE001 whether values are missing or the model is wrong, a run of it tells
         reason = error
     if reason is not None:
-        with events.collect() as happened:
-            text = "the model's code needs values that a dry run does not have; its graphs were run eagerly"
-            events.record("DRY_RUN_NEEDS_VALUES", text, reason)
         report = Report(_selected(model, args, kwargs, ours, dynamic, lambda module: module.forward))
+        with events.collect() as happened:
+            text = "the model's code needs values that a dry run does not have, so its graphs were run eagerly"
+            events.record("DRY_RUN_NEEDS_VALUES", f"{text}: {type(reason).__name__}: {reason}")
         for graph in report.graphs[:1]:
             graph.events[:0] = happened
     if print_report:
@@ -304,26 +311,34 @@ def _without_data() -> Run:
 
 def _choose(module: fx.GraphModule, options: Options, report: GraphReport) -> None:
     """The stages of ``pipeline.rewrite`` up to the choice of a kernel."""
+    tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
     for path, child in pipeline._graphs(module):
         pipeline._inline(child.graph, options, report)
-        matches = pipeline._recognise(child.graph, pipeline.Effects(child.graph), options, report)
-        known = pipeline._Known(policy.current().with_locks(options.lock))
+        matches = pipeline._recognise(child.graph, Effects(child.graph), options, report)
+        if options.assume_finite:
+            matches = pipeline._assuming_finite(matches)
+        known = pipeline._Known(policy.current().with_locks(options.lock), tables)
         for match in matches:
             entry = MatchReport(op=match.op, where=match.where, graph=path, attributes=match.attributes.to_dict())
             report.matches.append(entry)
             with pipeline._timed(report, "select"):
                 decision = known.decide(match)
             entry.decide(decision, known.problem(match))
-            if decision.refused_lock is not None:
-                entry.reasons.append(decision.refused_lock)
-            for kernel in decision.ranking:
-                missing = kernel.load()
-                if missing is None:
-                    entry.kernel = kernel.kernel_id
-                    break
-                entry.reasons.append(missing)
-            if entry.kernel not in ("inductor", match.source_kernel):
+            refused = (decision.refused_lock, decision.refused_table)
+            entry.reasons += [reason for reason in refused if reason is not None]
+            entry.kernel = _first_loadable(decision, entry).kernel_id
+            if entry.kernel not in (INDUCTOR, match.source_kernel):
                 entry.reasons.append(Reason("NOT_PROVEN", "a dry run proves and rewrites nothing"))
+
+
+def _first_loadable(decision: Decision, entry: MatchReport) -> KernelSpec:
+    """The best kernel whose library can be imported; why better ones cannot be is noted."""
+    for kernel in decision.ranking:
+        missing = kernel.load()
+        if missing is None:
+            return kernel
+        entry.reasons.append(missing)
+    raise AssertionError("inductor needs no library and is always a candidate")
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def reasons_on(spec: KernelSpec, plain: SelectionContext) -> list[Reason]:
 
 
 def read_again() -> list[Event]:
-    """What happens when descriptors, plugins and installed libraries are looked at anew: one event for each that is broken."""
+    """What happens when descriptors, plugins and installed libraries are looked at anew: an event for each that is broken."""
     with events.collect() as happened:
         registry.reload()
         for op in ops.names():
@@ -124,7 +124,7 @@ def compilers(device: torch.device) -> Compilers:
 
 
 def _version(command: str) -> str | None:
-    found = shutil.which(command.split()[0])
+    found = shutil.which(command.split(maxsplit=1)[0])
     if found is None:
         return None
     try:

@@ -57,9 +57,7 @@ def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
             yield path, child
 
 
-def _rewrite_graph(
-    graph: fx.Graph, path: str, options: Options, report: GraphReport, tables: Sequence[Loaded]
-) -> None:
+def _rewrite_graph(graph: fx.Graph, path: str, options: Options, report: GraphReport, tables: Sequence[Loaded]) -> None:
     try:
         effects = Effects(graph)
     except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
@@ -125,7 +123,8 @@ class _Known:
         if key in self.verdicts:
             return replace(self.verdicts[key], origin="memory", seconds=0.0)
         proven = functools.partial(kernel.call, **kernel.validation_arguments)
-        self.verdicts[key] = validate(match.kind, kernel.identity, proven, Store("validation"))
+        subject = match.kind if kernel.limits_head_dim else replace(match.kind, limited=frozenset())
+        self.verdicts[key] = validate(subject, kernel.identity, proven, Store("validation"))
         return self.verdicts[key]
 
 

@@ -1,4 +1,4 @@
-"""``readiness_check``: may this installation go into production? (layerzero_spec, appendix G)"""
+"""``readiness_check`` tells whether an installation may go into production (layerzero_spec, appendix G)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lz_compile import installation
 from lz_compile.errors import DispatchTableError
 from lz_compile.installation import Configuration
 from lz_compile.lowering import ops
-from lz_compile.runtime import health, names
+from lz_compile.runtime import health, loaded_tables, names
 from lz_compile.runtime.estimate import INDUCTOR
 from lz_compile.runtime.registry import kernels
 from lz_compile.runtime.rules import Lock
@@ -197,12 +197,14 @@ def _safety(configuration: Configuration, device: torch.device) -> Iterator[Chec
 def _dispatch_table(path: str | os.PathLike[str] | None) -> Iterator[Check]:
     from lz_compile.runtime.dispatch_table import DispatchTable
 
-    if path is None:
-        yield Check("dispatch table", "pass", "none given: kernels are chosen while compiling")
-        return
+    found = [(each.path, each.table) for each in loaded_tables.active()]
     try:
-        table = DispatchTable.load(os.fspath(path))
+        if path is not None:
+            found.append((os.fspath(path), DispatchTable.load(os.fspath(path))))
+        for name, table in found:
+            table.check(name)
     except DispatchTableError as error:
         yield Check("dispatch table", "fail", str(error))
     else:
-        yield Check("dispatch table", "pass", f"{os.fspath(path)}: {len(table.plans)} plans, valid on this machine")
+        told = "; ".join(f"{name}: {len(table.plans)} plans, valid on this machine" for name, table in found)
+        yield Check("dispatch table", "pass", told or "none: kernels are chosen while compiling")

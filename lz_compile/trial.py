@@ -1,4 +1,4 @@
-"""Try a kernel on given inputs: may it run them, does it, and is the result right?"""
+"""``validate`` tries a kernel on given inputs: whether it may run them, whether it does, and whether it is right."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def validate(
         UnknownKernelError: there is no such kernel.
         ValueError: the tensors are no attention's, or the layout has another name.
     """
-    context = from_tensors(
-        query, key, value, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p, layout=layout
-    )
+    context = from_tensors(query, key, value, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p, layout=layout)
     specs = kernels(context.op)
     if kernel_id not in specs:
         raise UnknownKernelError(context.op, kernel_id, list(specs), doing="validating a kernel for")

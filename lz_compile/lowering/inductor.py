@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +17,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging._internal import trace_structured
+from torch.compiler._cache import CacheArtifactManager
 from torch.fx.experimental.proxy_tensor import make_fx
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ def compile_apart(function: Callable[..., Any], inputs: Sequence[Any]) -> Callab
         return cast("Callable[..., Any]", compile_fx(module, inputs))
 
 
-def compile_isolated(model: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
+def compile_isolated(
+    model: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None
+) -> Callable[..., Any]:
     """``torch.compile`` whose entries in Dynamo's cache do not count against the recompile limit of other compiles.
 
     PyTorch before 2.13 has no such thing; entries count there.
@@ -80,12 +83,38 @@ def compile_isolated(model: Callable[..., Any], backend: Callable[..., Any], dyn
     return torch.compile(model, backend=backend, dynamic=dynamic, **apart)
 
 
+@contextmanager
+def cache_artifacts() -> Iterator[list[str]]:
+    """The keys of what Inductor puts into its caches, or finds there, inside; all are there on leaving.
+
+    What ``torch.compiler.save_cache_artifacts`` gives is the same as without.
+    """
+    keys: list[str] = []
+    with CacheArtifactManager.with_fresh_cache():
+        yield keys
+        recorded = {kind: list(found) for kind, found in CacheArtifactManager._new_cache_artifacts.items()}
+    for kind, found in recorded.items():
+        keys.extend(f"{kind}/{artifact.key}" for artifact in found)
+        for artifact in found:
+            if artifact not in CacheArtifactManager._seen_artifacts:
+                CacheArtifactManager._seen_artifacts.add(artifact)
+                CacheArtifactManager._new_cache_artifacts[kind].append(artifact)
+
+
 def unlimited_recompiles() -> AbstractContextManager[Any]:
     """Dynamo's recompile limit set aside: past it, it would run a function eagerly without asking a backend."""
     manager: AbstractContextManager[Any] = dynamo_config.patch(
         recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30
     )
     return manager
+
+
+def compiles_left() -> int | None:
+    """How often Dynamo compiles the present function again before it gives up; None outside of a compilation."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    if compile_id is None or compile_id.frame_compile_id is None:
+        return None
+    return max(dynamo_config.recompile_limit - 1 - compile_id.frame_compile_id, 0)
 
 
 class Snapshot:

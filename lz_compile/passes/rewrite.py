@@ -64,7 +64,9 @@ class Recipes:
         return made[recipe.result]
 
 
-def splice(graph: fx.Graph, match: Match, call: KernelCall, recipes: Recipes) -> None:
+def splice(
+    graph: fx.Graph, match: Match, call: KernelCall, recipes: Recipes, *, original: fx.Node | None = None
+) -> None:
     """Replace ``match.output`` by the kernel's nodes and erase what became superfluous.
 
     Either the whole replacement is made or, on any exception, the graph is as it was.
@@ -74,11 +76,12 @@ def splice(graph: fx.Graph, match: Match, call: KernelCall, recipes: Recipes) ->
         match: what to replace.
         call: the kernel, a function of the op's canonical operands and ``attrs`` (see ``lowering/ops``).
         recipes: what was emitted for equal matches of this graph.
+        original: of a match in an excerpt, its output in the whole graph, whose readers decide about strides.
 
     Raises:
         RewriteError: the replacement's shape, dtype or device differs.
     """
-    shows_strides = _shows_strides(match.output)
+    shows_strides = _shows_strides(original or match.output)
     with graph.inserting_before(match.output):
         result = recipes.follow(graph, match, call, shows_strides)
         if result is None:

@@ -28,6 +28,7 @@ from lz_compile.passes.view import is_symbolic, read, tensor_of, value_of, where
 _REACH = 16
 
 Binding = Mapping[sympy.Symbol, int]
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Excerpt:
         module = fx.GraphModule(torch.nn.Module(), graph)
         if call is not None:
             copies = dict(zip(copies, module.graph.nodes, strict=False))
-            splice(module.graph, _moved(self.match, copies), call, Recipes())
+            splice(module.graph, _moved(self.match, copies), call, Recipes(), original=self.match.output)
             module.recompile()
         managers = self.match.ambient
 
@@ -90,10 +91,24 @@ def excerpt(match: Match, effects: Effects) -> Excerpt:
     nodes = tuple(node for node in match.output.graph.nodes if node in held)
     inputs = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in held)
     outputs = tuple(node for node in nodes if any(user not in held for user in node.users)) or (nodes[-1],)
-    around = [node for node in nodes if node not in core]
-    text = "\n".join(f"{node.op} {node.target} {len(node.all_input_nodes)}" for node in around)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16] if around else ""
-    return Excerpt(match, tuple(inputs), nodes, outputs, digest)
+    return Excerpt(match, tuple(inputs), nodes, outputs, _digest([node for node in nodes if node not in core], core))
+
+
+def _digest(around: Sequence[fx.Node], core: set[fx.Node]) -> str:
+    """A hash of the operations around a match that is the same in every process, whatever nodes are called there."""
+    labels = {**dict.fromkeys(core, "match"), **{node: str(index) for index, node in enumerate(around)}}
+    lines = []
+    for node in around:
+        call, value = read(node), tensor_of(node)
+        assert call is not None, f"{node.name} is taken in and is no call"
+        assert value is not None, f"{node.name} is taken in and is no tensor"
+        operands = (
+            labels.get(operand, f"{found.dtype} {found.dim()}")
+            for operand in node.all_input_nodes
+            if (found := tensor_of(operand)) is not None
+        )
+        lines.append(f"{call.name}({', '.join(operands)}) {value.dtype} {value.dim()}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else ""
 
 
 def _between(match: Match) -> set[fx.Node]:
@@ -101,7 +116,8 @@ def _between(match: Match) -> set[fx.Node]:
     needed, stack = {match.output}, [match.output]
     while stack:
         for operand in stack.pop().all_input_nodes:
-            if operand in needed or operand in match.inputs or is_symbolic(operand) or operand.op == "placeholder":
+            is_edge = operand in match.inputs or is_symbolic(operand) or operand.op in ("placeholder", "get_attr")
+            if operand in needed or is_edge:
                 continue
             needed.add(operand)
             stack.append(operand)
@@ -171,29 +187,35 @@ def _make_input(value: Any, binding: Binding) -> Any:
         return _number(value, binding)
     shape = [_number(size, binding) for size in value.shape]
     strides = [_number(stride, binding) for stride in value.stride()]
-    tensor = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-    if value.dtype == torch.bool:
-        tensor.copy_(torch.rand(shape, device=value.device) > 0.1)
-    elif value.is_floating_point() or value.is_complex():
-        tensor.copy_(torch.randn(shape, device=value.device))
-    else:
-        tensor.zero_()
-    return tensor.requires_grad_() if value.requires_grad else tensor
+    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    memory = _random(0 if 0 in shape else reach, value)  # may be shared by elements, as in what was expanded
+    return memory.as_strided(shape, strides).detach().requires_grad_(value.requires_grad)
+
+
+def _random(count: int, like: torch.Tensor) -> torch.Tensor:
+    """Booleans of which some are False, numbers of order one, and integers that are in the range of every index."""
+    if like.dtype == torch.bool:
+        return torch.rand(count, device=like.device) > 0.1
+    if like.is_floating_point() or like.is_complex():
+        return torch.randn(count, device=like.device, dtype=torch.float32).to(like.dtype)
+    return torch.zeros(count, device=like.device, dtype=like.dtype)
 
 
 def _number(value: Any, binding: Binding) -> Any:
-    if not isinstance(value, (torch.SymInt, torch.SymFloat)):
+    if not isinstance(value, _SYMBOLIC):
         return value
-    expression = value.node.expr.xreplace(dict(binding))
-    return int(expression) if isinstance(value, torch.SymInt) else float(expression)
+    number = value.node.expr.xreplace(dict(binding))
+    if isinstance(value, torch.SymFloat):
+        return float(number)
+    return int(number) if isinstance(value, torch.SymInt) else bool(number)
 
 
 def symbols(values: Sequence[Any]) -> set[sympy.Symbol]:
-    """The symbols in the sizes of tensors and in symbolic numbers."""
+    """The symbols in the sizes and strides of tensors and in symbolic numbers."""
     found: set[sympy.Symbol] = set()
     for value in values:
-        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-        for size in sizes:
-            if isinstance(size, (torch.SymInt, torch.SymFloat)):
-                found |= size.node.expr.free_symbols
+        numbers: tuple[Any, ...] = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+        for number in numbers:
+            if isinstance(number, _SYMBOLIC):
+                found |= number.node.expr.free_symbols
     return found

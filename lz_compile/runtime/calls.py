@@ -6,7 +6,7 @@ SDPA, which is what the call would be without us.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lz_compile.reasons import Reason
@@ -26,7 +26,9 @@ def needs_compile(spec: KernelSpec) -> Iterator[Reason]:
     if spec.kernel_id == DISPATCH:
         yield Reason("NEEDS_COMPILE", f"{DISPATCH} is how a compiled graph comes to this very selection")
     elif not spec.is_opaque:
-        yield Reason("NEEDS_COMPILE", f"{spec.kernel_id} is code for a compiler to fuse, an eager call runs single kernels")
+        yield Reason(
+            "NEEDS_COMPILE", f"{spec.kernel_id} is code for a compiler to fuse, an eager call runs single kernels"
+        )
 
 
 def call_estimates(
@@ -35,7 +37,7 @@ def call_estimates(
     sizes: Sizes,
     records: Sequence[PerfRecord],
     spelled_out: Sequence[PerfRecord],
-) -> Mapping[str, Estimate]:
+) -> dict[str, Estimate]:
     """What to expect of every kernel, over the latency of SDPA (1.0), which is in Inductor's place here.
 
     Args:

@@ -309,7 +309,9 @@ def from_tensors(
     dropout_p: float = 0.0,
     layout: str = "BHSD",
 ) -> SelectionContext:
-    """The context of an attention over real tensors. What rows give whose every key is masked is not asked for.
+    """The context of an attention over real tensors.
+
+    What rows give that hold NaN, or whose every key is masked, is not asked for.
 
     Args:
         query: ``[B, Hq, Sq, D]``, or ``[B, Sq, Hq, D]`` in layout ``BSHD``.
@@ -338,6 +340,7 @@ def from_tensors(
         has_mask=is_bool,
         has_bias=mask is not None and not is_bool,
         enable_gqa=heads != kv_heads,
+        nan_is_open=True,
     )
     wants_grad = [tensor is not None and tensor.requires_grad for tensor in (query, key, value, mask)]
     facts = AttentionFacts(

@@ -9,6 +9,7 @@ Source: layerzero_spec, appendix E and 5.8.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -101,7 +102,9 @@ class KernelIdentity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if spec is None:
             return Reason("KERNEL_MISSING", f"{self.kernel_id} is not there")
         if spec.version != self.version:
-            text = f"{self.kernel_id} of version {self.version or 'none'} expected, {spec.version or 'none'} is installed"
+            text = (
+                f"{self.kernel_id} of version {self.version or 'none'} expected, {spec.version or 'none'} is installed"
+            )
             return Reason("BACKEND_VERSION_UNSUPPORTED", text)
         if spec.capabilities_hash != self.capabilities_hash:
             hashes = f"{self.capabilities_hash[:12]} expected, {spec.capabilities_hash[:12]} found"
@@ -141,7 +144,7 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table as JSON, whole and renamed into place."""
         target = Path(path).expanduser()
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +154,7 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Path(file.name).replace(target)
 
     @classmethod
-    def load(cls, path: str | Path) -> DispatchTable:
+    def load(cls, path: str | os.PathLike[str]) -> DispatchTable:
         """The table in a file, if it holds on this machine.
 
         Raises:
@@ -160,7 +163,7 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """
         return load(path)
 
-    def check(self, path: str | Path) -> None:
+    def check(self, path: str | os.PathLike[str]) -> None:
         """Whether the table holds here and now.
 
         Raises:
@@ -248,7 +251,7 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             yield f"expected the kernels that it was made with, received {'; '.join(differences)}"
 
 
-def load(path: str | Path) -> DispatchTable:
+def load(path: str | os.PathLike[str]) -> DispatchTable:
     """The table in a file, if it holds on this machine.
 
     Raises:
@@ -259,7 +262,7 @@ def load(path: str | Path) -> DispatchTable:
     return table
 
 
-def read(path: str | Path) -> DispatchTable:
+def read(path: str | os.PathLike[str]) -> DispatchTable:
     """The table in a file, whether it holds here or not.
 
     Raises:

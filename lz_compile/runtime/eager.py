@@ -20,11 +20,12 @@ import torch.nn.functional as F
 
 from lz_compile.errors import NoKernelFoundError
 from lz_compile.lowering.ops.attention import AttentionAttrs
-from lz_compile.runtime import events, health, memory, policy, registry
+from lz_compile.runtime import events, health, loaded_tables, memory, policy, registry
+from lz_compile.runtime.calls import SDPA
 from lz_compile.runtime.context import from_tensors
 from lz_compile.runtime.decision_cache import DecisionCache, SelectionCacheConfig
 from lz_compile.runtime.kernel import KernelSpec
-from lz_compile.runtime.select import SDPA, Decision, Problem, select
+from lz_compile.runtime.select import Decision, Problem, select
 from lz_compile.runtime.settings import CacheSettings
 from lz_compile.runtime.verdict import Policy
 
@@ -80,6 +81,10 @@ def plan(
     # Every field costs 30 to 100 ns here and 15 to 40 in the hash; a stride is asked for as part of all of them, which is
     # quicker than by its position.
     names = (
+        policy.version(),
+        registry.version(),
+        health.version(),
+        loaded_tables.version(),
         query.shape,
         key.shape,
         value.shape,
@@ -90,7 +95,11 @@ def plan(
         key.get_device(),
         value.get_device(),
         query.stride()[-1] == key.stride()[-1] == value.stride()[-1] == 1,
-        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad, _wants_grad(mask)),
+        torch.is_grad_enabled()
+        and (
+            query.requires_grad or key.requires_grad or value.requires_grad,
+            mask is not None and mask.requires_grad,
+        ),
         None if mask is None else mask.dtype,
         causal,
         scale,
@@ -98,19 +107,12 @@ def plan(
         layout,
         torch.are_deterministic_algorithms_enabled(),
         query.is_cuda and torch.cuda.is_current_stream_capturing(),
-        policy.version(),
-        registry.version(),
-        health.version(),
     )
     cache = _decisions.cache
     found = None if cache is None else cache.get(names)
     if found is not None:
         return found
     return _planned(names, _Call(query, key, value, mask, causal, scale, dropout_p, layout))
-
-
-def _wants_grad(mask: torch.Tensor | None) -> bool:
-    return mask is not None and mask.requires_grad
 
 
 def forget() -> None:
@@ -129,7 +131,7 @@ def _planned(names: tuple[Any, ...], call: _Call) -> Run:
     cache = _decisions.follow(present.settings.cache)
     if cache is None:
         return call.plan(present)
-    if names[-3] != policy.version():  # the environment changed: what is decided now is found by the next call's key
+    if names[0] != policy.version():  # the environment changed: what is decided now is found by the next call's key
         return call.plan(present)
     return cache.get_or_compute(names, partial(call.plan, present))
 
@@ -164,6 +166,7 @@ class _Call:
             has_mask=context.attn_mask_type == "bool",
             has_bias=context.attn_mask_type == "float",
             enable_gqa="gqa" in context.features,
+            nan_is_open=True,
         )
 
     def plan(self, present: Policy) -> Run:
@@ -208,9 +211,9 @@ class _Call:
             from lz_compile.lowering.kernels import torch_sdpa
 
             return partial(_canonical, torch_sdpa.attention, attrs, self.mask_name)
-        given = {"dropout_p": attrs.dropout_p, "is_causal": attrs.is_causal, "scale": attrs.scale}
-        given["enable_gqa"] = attrs.enable_gqa
-        return partial(F.scaled_dot_product_attention, **{name: each for name, each in given.items() if each})
+        given = {name: getattr(attrs, name) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
+        changed = {name: value for name, value in given.items() if value != getattr(AttentionAttrs(), name)}
+        return partial(F.scaled_dot_product_attention, **changed)
 
 
 def _loaded(decision: Decision, operation: str) -> KernelSpec:

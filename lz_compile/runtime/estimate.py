@@ -6,9 +6,11 @@ every bucketed size of the op less than :data:`REACH` away.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from lz_compile.lowering import ops
@@ -19,6 +21,8 @@ from lz_compile.runtime.perf_record import PerfRecord
 INDUCTOR = "inductor"
 #: The largest ratio between a size and the measured one that stands for it.
 REACH = 2.0
+#: What other surroundings count in distance, in octaves.
+ELSEWHERE = 0.1
 #: A prior comes from another machine: it decides only where it promises more than this share of the latency.
 PRIOR_NOISE = 0.10
 
@@ -39,6 +43,11 @@ class Estimate:
     median_us: float | None = None
     samples: int = 0
     sizes: Sizes | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it rests on measurements of this machine."""
+        return self.origin == "measured"
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON; what is not known is left out."""
@@ -78,6 +87,7 @@ def estimates(
     *,
     source_kernel: str | None = None,
     surroundings: str = "",
+    spelled_out: Sequence[PerfRecord] = (),
 ) -> dict[str, Estimate]:
     """What to expect of every kernel at ``sizes``.
 
@@ -88,16 +98,31 @@ def estimates(
         records: measurements that share the context's :func:`fixed_part`.
         source_kernel: the kernel that the source itself calls: leaving that to Inductor is to run it.
         surroundings: those that the match has; measurements within them count more than others at the same distance.
+        spelled_out: the same where no source calls the kernel itself (as ``tune`` measures): they count where there are no
+            others, and that kernel was measured with the rest.
     """
-    specs = list(specs)
-    measured = _measured(context, sizes, records, surroundings)
-    if INDUCTOR in measured:
-        found = {spec.kernel_id: measured.get(spec.kernel_id, Estimate(1.0)) for spec in specs}
-        if source_kernel in found:
-            found[source_kernel] = found[INDUCTOR]
-            measured[source_kernel] = found[INDUCTOR]
-        unmeasured = [spec for spec in specs if spec.kernel_id not in measured]
-        return {**found, **{spec.kernel_id: _prior(spec, context, sizes) for spec in unmeasured}}
+    by_id = {spec.kernel_id: spec for spec in specs}
+    found = _priors(context, list(by_id.values()), sizes, source_kernel)
+    measured = _measured(context, sizes, _current(records, by_id), surroundings)
+    if source_kernel is not None:
+        measured = measured or _measured(context, sizes, _current(spelled_out, by_id), surroundings, source_kernel)
+        measured |= {name: measured[INDUCTOR] for name in (source_kernel,) if measured}
+    return {kernel_id: measured.get(kernel_id, prior) for kernel_id, prior in found.items()}
+
+
+def _current(records: Iterable[PerfRecord], specs: Mapping[str, KernelSpec]) -> list[PerfRecord]:
+    return [each for each in records if each.kernel_id in specs and is_current(each, specs[each.kernel_id])]
+
+
+def is_current(record: PerfRecord, spec: KernelSpec) -> bool:
+    """Whether a measurement is of the version of a kernel's library that is installed."""
+    return record.kernel_version in (None, spec.version)
+
+
+def _priors(
+    context: SelectionContext, specs: Sequence[KernelSpec], sizes: Sizes, source_kernel: str | None
+) -> dict[str, Estimate]:
+    """What the shipped tables say, over the latency of leaving the match alone."""
     priors = {spec.kernel_id: _prior(spec, context, sizes) for spec in specs}
     if source_kernel in priors:
         priors[INDUCTOR] = priors[source_kernel]
@@ -109,33 +134,42 @@ def estimates(
 
 
 def _measured(
-    context: SelectionContext, sizes: Sizes, records: Sequence[PerfRecord], surroundings: str
+    context: SelectionContext, sizes: Sizes, records: Sequence[PerfRecord], surroundings: str, base: str = INDUCTOR
 ) -> dict[str, Estimate]:
-    """The nearest group of measurements that were made together, Inductor's among them."""
+    """The nearest group of measurements that were made together, over the kernel that stands for leaving the match alone."""
     groups: dict[tuple[str, str], dict[str, PerfRecord]] = {}
     for record in records:
         groups.setdefault((record.workload, record.surroundings), {})[record.kernel_id] = record
     near = []
-    for (_, around), group in groups.items():
-        if INDUCTOR in group:
-            there = group[INDUCTOR].entries()["dims"]
+    for (text, around), group in groups.items():
+        if base in group:
+            there = _dims_of(text)
             distance = _distance(context.op, sizes, there)
             if distance is not None:
-                near.append((distance + (0.0 if around == surroundings else 0.1), there, group))
+                differing = sum(there[name] != size for name, size in sizes.items())
+                near.append((distance + (0.0 if around == surroundings else ELSEWHERE), differing, there, group))
     if not near:
         return {}
-    _, there, group = min(near, key=lambda each: each[0])
-    base = group[INDUCTOR].median_us
+    *_, there, group = min(near, key=lambda each: each[:2])
+    alone = group[base].median_us
+    group[INDUCTOR] = group[base]
     return {
         kernel_id: Estimate(
-            record.median_us / base, "measured", _noise(record), record.median_us, record.samples, there
+            record.median_us / alone, "measured", _noise(record), record.median_us, record.samples, there
         )
         for kernel_id, record in group.items()
     }
 
 
+@lru_cache(maxsize=4096)
+def _dims_of(text: str) -> Sizes:
+    """The sizes in a workload's text; a decision over symbolic sizes asks for those of every measurement again and again."""
+    dims: dict[str, int] = json.loads(text)["dims"]
+    return dims
+
+
 def _distance(op: str, sizes: Sizes, there: Sizes) -> float | None:
-    """The largest difference of a bucketed size, in octaves; None where it is out of reach."""
+    """The differences of the bucketed sizes in octaves, summed; None where one of them is out of reach."""
     total = 0.0
     for names in ops.module(op).BUCKETED_DIMS:
         ours, theirs = (math.prod(max(found[name], 1) for name in names) for found in (sizes, there))
@@ -147,9 +181,9 @@ def _distance(op: str, sizes: Sizes, there: Sizes) -> float | None:
 
 
 def _noise(record: PerfRecord) -> float:
-    """The relative standard error of the median, twice."""
-    if not record.variance_us or not record.samples:
-        return 0.0
+    """The relative standard error of the median, twice; that of a prior where one sample, or none, tells nothing of it."""
+    if record.variance_us is None or record.samples < 2:
+        return PRIOR_NOISE
     return 2 * 1.25 * math.sqrt(record.variance_us / record.samples) / record.median_us
 
 

@@ -6,6 +6,7 @@ A slow spell of the machine then hits every one alike, and ratios are taken with
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +51,7 @@ class Timing:
     def p95_us(self) -> float:
         """The 95th percentile over the rounds."""
         ordered = sorted(self.rounds_us)
-        return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+        return ordered[math.ceil(0.95 * len(ordered)) - 1]
 
     @property
     def variance_us(self) -> float:
@@ -90,6 +91,7 @@ def measure(
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
+    collects = gc.isenabled()
     gc.disable()
     try:
         for number in range(rounds):
@@ -101,14 +103,17 @@ def measure(
             if budget_s is not None and number >= 2 and now - begin + (now - start) > budget_s:
                 break
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
     return {name: Timing(tuple(values), warmup[name]) for name, values in times.items()}
 
 
 def _calls_per_block(call: Callable[[], Any], device: torch.device, block_ms: float) -> int:
-    """Also the warm-up: two blocks at least."""
-    _block_s(call, 2, device)
-    return max(1, min(1000, round(block_ms / 1e3 / _block_s(call, 2, device) * 2)))
+    """Also the warm-up: four calls, or one that takes longer than ten blocks."""
+    if _block_s(call, 1, device) > 10 * block_ms / 1e3:
+        return 1
+    _block_s(call, 1, device)
+    return max(1, min(1000, round(block_ms / 1e3 / max(_block_s(call, 2, device), 1e-9) * 2)))
 
 
 def _block_s(call: Callable[[], Any], count: int, device: torch.device) -> float:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lz_compile.diagnosis import DoctorReport
     from lz_compile.inspection import SelectionReport
     from lz_compile.readiness import ReadinessReport
+    from lz_compile.runtime.registry import KernelInfo
     from lz_compile.runtime.report import MatchReport, Report
 
 #: Columns that are never folded.
@@ -161,7 +162,6 @@ def selection(report: SelectionReport) -> Iterator[Any]:
     """The choice for one problem: what was asked, what was chosen and why, every candidate."""
     told = report.to_dict()
     yield Text(f"{told['operation']}: {told['kernel_id']} (score {told['score']:.0f})", style="bold")
-    refused = report.decision.refused_lock
     wishes = [
         f"{verb} {entry['kernel']} ({entry['origin']})"
         for kind, verb in (("prefer", "prefers"), ("avoid", "avoids"), ("exclude", "forbids"))
@@ -175,7 +175,7 @@ def selection(report: SelectionReport) -> Iterator[Any]:
             "why": told["why"],
             "problem": _problem(told["context"]),
             "policy": "\n".join(wishes),
-            "refused": "" if refused is None else str(refused),
+            "refused": "\n".join(str(reason) for reason in report.refused),
             "events": "\n".join(f"[{event['code']}] {event['message']}" for event in told["events"]),
         }
     )
@@ -248,12 +248,29 @@ def _policy(policy: Mapping[str, Any]) -> dict[str, str]:
         if entry["origin"] != "default"
     }
     wishes = {
-        kind: ", ".join(f"{entry['name']} ({entry['origin']})" for entry in policy[kind]) for kind in ("prefer", "avoid")
+        kind: ", ".join(f"{entry['name']} ({entry['origin']})" for entry in policy[kind])
+        for kind in ("prefer", "avoid")
     }
     locks = "\n".join(f"{lock['operation']} to {lock['kernel']} ({lock['origin']})" for lock in policy["locks"])
     file = policy["error"] or policy["file"] or "none"
     rules = str(len(policy["rules"])) if policy["rules"] else ""
     return {"file": file, **given, "locks": locks, **wishes, "rules": rules}
+
+
+def kernel_list(found: Sequence[KernelInfo]) -> Table:
+    """A row for each kernel, and whether it can be used here."""
+    rows = [
+        (
+            kernel.kernel_id,
+            kernel.operation,
+            ", ".join(kernel.platforms),
+            ", ".join(kernel.dtypes),
+            ", ".join(kernel.supports),
+            (kernel.version or "yes") if kernel.unavailable is None else kernel.unavailable.message,
+        )
+        for kernel in found
+    ]
+    return _rows("Kernels", ("kernel", "operation", "platforms", "dtypes", "supports", "installed"), rows)
 
 
 def readiness(report: ReadinessReport) -> Iterator[Any]:
@@ -266,7 +283,13 @@ def readiness(report: ReadinessReport) -> Iterator[Any]:
 
 
 def _bytes(count: int) -> str:
-    return f"{count} B" if count < 1024 else f"{count / 1024:.1f} KiB" if count < 1 << 20 else f"{count / (1 << 20):.1f} MiB"
+    return (
+        f"{count} B"
+        if count < 1024
+        else f"{count / 1024:.1f} KiB"
+        if count < 1 << 20
+        else f"{count / (1 << 20):.1f} MiB"
+    )
 
 
 def _times(report: Report) -> Table:

@@ -7,18 +7,22 @@ that is taken when nothing is better by more than the noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from lz_compile.errors import NoKernelFoundError
 from lz_compile.lowering import ops
 from lz_compile.reasons import Reason
-from lz_compile.runtime import decision_tree, health, loaded_tables, perfdb
+from lz_compile.runtime import decision_tree, health, loaded_tables, memory, perfdb
 from lz_compile.runtime.bucket_limits import limit, within
-from lz_compile.runtime.buckets import Sample, tree, winner
+from lz_compile.runtime.buckets import Sample, winner
+from lz_compile.runtime.calls import DISPATCH, SDPA, call_estimates, needs_compile
 from lz_compile.runtime.context import SelectionContext
 from lz_compile.runtime.decision_tree import Leaf, Node
 from lz_compile.runtime.estimate import INDUCTOR, Estimate, estimates, fixed_part
+from lz_compile.runtime.hidden_sizes import Unanswerable, compiles_are_scarce, grown
 from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.loaded_tables import Loaded
 from lz_compile.runtime.machine import environment
@@ -42,7 +46,11 @@ class Symbols(Protocol):
 
     @property
     def symbols(self) -> Mapping[str, Any]:
-        """Every symbol by name."""
+        """Every symbol that can be asked about, by name."""
+
+    @property
+    def hidden(self) -> Mapping[str, Any]:
+        """Every symbol that cannot, because data decides it."""
 
     def at(self, values: Mapping[str, int]) -> dict[str, int]:
         """Every size, with the symbols at ``values``."""
@@ -63,6 +71,13 @@ class Candidate:
     estimate: Estimate
     score: float
     notes: tuple[Reason, ...] = ()
+
+    def beats(self, incumbent: Candidate | None) -> bool:
+        """Whether it saves more of the incumbent's latency than the margin, and than the noise of either."""
+        if incumbent is None:
+            return True
+        noises = [each.estimate.noise for each in (self, incumbent) if each is self or each.estimate.is_measured]
+        return 1 - incumbent.score / self.score > max(MARGIN, math.hypot(*noises))
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
@@ -93,22 +108,29 @@ class Decision:
 
     @property
     def ranking(self) -> list[KernelSpec]:
-        """The kernel, and what to take instead if it proves wrong, in order; the last one is always right."""
-        others = [each.kernel for each in self.candidates if not each.against and each.kernel is not self.kernel]
-        return [self.kernel, *others]
+        """The kernel, and what to take instead if it proves wrong, in order: what beats Inductor, and Inductor itself.
+
+        The last one is always right.
+        """
+        last = (self.kernel.kernel_id, DISPATCH)  # which is right, but never better than leaving it alone
+        others = [each for each in self.candidates if not each.against and each.kernel.kernel_id not in last]
+        base = next((each for each in others if each.kernel.kernel_id == INDUCTOR), None)
+        return [self.kernel, *(each.kernel for each in others if each is base or each.beats(base))]
 
 
 @dataclass(frozen=True)
 class Problem:
     """What to choose a kernel for: the context, what the source calls itself, and what surrounds it.
 
-    ``symbols`` are given where sizes are symbolic and questions about them may become guards.
+    ``symbols`` are given where sizes are symbolic and questions about them may become guards. ``is_eager`` stands for a
+    call that nobody compiles: it takes a kernel that is one call, by default SDPA.
     """
 
     context: SelectionContext
     source_kernel: str | None = None
     surroundings: str = ""
     symbols: Symbols | None = None
+    is_eager: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
@@ -116,22 +138,31 @@ class Problem:
             **self.context.to_dict(),
             "source_kernel": self.source_kernel,
             "surroundings": self.surroundings,
+            **({"is_eager": True} if self.is_eager else {}),
         }
 
 
 def select(problem: Problem, policy: Policy, tables: Sequence[Loaded] | None = None) -> Decision:
-    """The kernel for a problem under a policy, and under dispatch tables (None: those that this process loaded)."""
+    """The kernel for a problem under a policy, and under dispatch tables (None: those that this process loaded).
+
+    Raises:
+        NoKernelFoundError: nothing can run an eager call; in a compiled graph, Inductor always can.
+    """
     return _Selection(problem, policy, loaded_tables.active() if tables is None else tables).decide()
 
 
 class _Selection:
     def __init__(self, problem: Problem, policy: Policy, tables: Sequence[Loaded] = ()) -> None:
         self.problem, self.policy = problem, policy
+        self.incumbent = SDPA if problem.is_eager else INDUCTOR
         self.context = _with_settings(problem.context, policy)
         self.verdict: Verdict = policy.verdict(self.context)
         self.specs = list(kernels(self.context.operation).values())
         self.against = {spec.kernel_id: tuple(self._against(spec)) for spec in self.specs}
         self.records = self._records()
+        self.spelled_out = [] if problem.source_kernel is None else self._records(replace(problem, source_kernel=None))
+        self.table: Loaded | None
+        self.table_tree: Node | None
         self.table, self.table_tree = self._table(tables)
         self.asked: list[str] = []
         self.allowed = MAX_OUTCOMES
@@ -154,9 +185,11 @@ class _Selection:
         return replace(decision, refused_lock=refused, refused_table=refused_table)
 
     def _by_latency(self, sizes: Mapping[str, int], candidates: Sequence[Candidate]) -> Decision:
-        if self.problem.symbols is not None and self._guardable():
+        if self.problem.symbols is not None and (self._guardable() or self.problem.symbols.hidden):
             return self._over_symbols(self.problem.symbols, candidates)
-        kernel_id, why = winner(self._sample(sizes), INDUCTOR, MARGIN, self._preference())
+        if all(self.against.values()):
+            raise NoKernelFoundError(self.context.operation, self.against)
+        kernel_id, why = winner(self._sample(sizes), self.incumbent, MARGIN, self._preference())
         return Decision(self._spec(kernel_id), self._why(candidates, kernel_id, why), tuple(candidates))
 
     # ---- one size -----------------------------------------------------------------------------------------------
@@ -177,6 +210,8 @@ class _Selection:
 
     def _estimates(self, sizes: Mapping[str, int]) -> dict[str, Estimate]:
         problem = self.problem
+        if problem.is_eager:
+            return call_estimates(self.context, self.specs, sizes, self.records, self.spelled_out)
         return estimates(
             self.context,
             self.specs,
@@ -184,19 +219,31 @@ class _Selection:
             self.records,
             source_kernel=problem.source_kernel,
             surroundings=problem.surroundings,
+            spelled_out=self.spelled_out,
         )
 
-    def _sample(self, sizes: Mapping[str, int], dims: Mapping[str, int] | None = None) -> Sample:
+    def _sample(
+        self,
+        sizes: Mapping[str, int],
+        dims: Mapping[str, int] | None = None,
+        expected: Mapping[str, Estimate] | None = None,
+    ) -> Sample:
         """The candidates that can run, with the latencies that their scores stand for."""
-        expected = self._estimates(sizes)
-        runnable = [spec for spec in self.specs if not self.against[spec.kernel_id]]
+        expected = expected or self._estimates(sizes)
+        runnable = [spec for spec in self.specs if not self.against[spec.kernel_id] and spec.kernel_id != DISPATCH]
         return Sample(
             dict(sizes if dims is None else dims),
             {spec.kernel_id: 100 / self._score(spec, expected[spec.kernel_id]) for spec in runnable},
-            {spec.kernel_id: expected[spec.kernel_id].noise for spec in runnable if spec.kernel_id != INDUCTOR},
+            {
+                spec.kernel_id: expected[spec.kernel_id].noise
+                for spec in runnable
+                if spec.kernel_id != self.incumbent or expected[spec.kernel_id].is_measured
+            },
         )
 
     def _score(self, spec: KernelSpec, estimate: Estimate) -> float:
+        if spec.kernel_id == DISPATCH:
+            return 1.0
         score = 100 / estimate.relative_latency
         preference = self.verdict.preference(spec.kernel_id)
         if preference is not None:
@@ -213,12 +260,14 @@ class _Selection:
         estimate = next(each.estimate for each in candidates if each.kernel.kernel_id == kernel_id)
         preference = self.verdict.preference(kernel_id)
         by = f" (preferred by {preference[1]})" if preference is not None else ""
-        if kernel_id == INDUCTOR:
-            return f"nothing is expected to be faster than Inductor's own code{by}"
+        base = "Inductor's own code" if self.incumbent == INDUCTOR else self.incumbent
+        if kernel_id == self.incumbent:
+            return f"nothing is expected to be faster than {base}{by}"
         if estimate.origin == "assumed":
-            return f"never measured here, assumed to be as fast as Inductor's code{by}"
+            return f"never measured here, assumed to be as fast as {base}{by}"
         verb = "measured" if estimate.origin == "measured" else "expected"
-        return f"{verb} at {estimate.relative_latency:.3g} of Inductor's latency{by}"
+        of = "Inductor's" if self.incumbent == INDUCTOR else f"{self.incumbent}'s"
+        return f"{verb} at {estimate.relative_latency:.3g} of {of} latency{by}"
 
     # ---- symbolic sizes -------------------------------------------------------------------------------------------
 
@@ -229,31 +278,64 @@ class _Selection:
             return []
         groups = sorted(ops.module(self.context.op).BUCKETED_DIMS, key=len)
         names = dict.fromkeys(name for dims in groups for name in symbols.names_in(dims))
-        return [name for name in names if name in symbols.symbols][:2]
+        return [name for name in names if name in symbols.symbols or name in symbols.hidden][:2]
 
     def _over_symbols(self, symbols: Symbols, candidates: Sequence[Candidate]) -> Decision:
-        names = self._guardable()
-        hints = {name: symbol.hint for name, symbol in symbols.symbols.items()}
-        samples = []
-        for point in _points({name: symbols.symbols[name] for name in names}):
-            samples.append(self._sample(symbols.at({**hints, **point}), point))
-        found = tree(samples, names, INDUCTOR, MARGIN, preference=self._preference(), reach=float("inf"))
+        names, known = self._guardable(), {**symbols.symbols, **symbols.hidden}
+        hints = {name: symbol.hint for name, symbol in known.items()}
+        samples, spoken_of = [], []
+        for point in _points({name: known[name] for name in names}):
+            expected = self._estimates(symbols.at({**hints, **point}))
+            samples.append(self._sample(point, point, expected))
+            spoken_of.append(self._is_spoken_of(expected))
+        found = grown(samples, spoken_of, names, INDUCTOR, MARGIN, self._preference())
         found = self._undivided(found, symbols, {name: hints[name] for name in names}, samples)
         found = limit(found, samples, self.allowed)
-        leaf = self._answer(found, symbols)
+        can_dispatch = self.against.get(DISPATCH) == ()
+        try:
+            leaf = self._answer(found, symbols)
+        except Unanswerable as question:
+            if can_dispatch:
+                return self._dispatched(str(question), candidates, found)
+            closed = {name: _range(known[name]) for name in names if name in symbols.hidden or compiles_are_scarce()}
+            found = within(found, closed, {name: hints[name] for name in names}, samples)
+            leaf = self._answer(found, symbols)
+        if leaf.kernel is None and can_dispatch:
+            return self._dispatched(leaf.why, candidates, found)
         kernel_id = leaf.kernel or INDUCTOR
+        if symbols.hidden and kernel_id != INDUCTOR:  # PyTorch traces no attention whose length may be zero
+            if can_dispatch:
+                return self._dispatched(f"data decides {', '.join(symbols.hidden)}", candidates, found)
+            kernel_id = INDUCTOR
         why = f"{self._why(candidates, kernel_id, leaf.why)}{self._while()}"
         return Decision(self._spec(kernel_id), why, tuple(candidates), tree=found, asked=tuple(self.asked))
 
+    def _is_spoken_of(self, expected: Mapping[str, Estimate]) -> bool:
+        """Whether anything is known of the kernels that can run, beside that they exist."""
+        return any(expected[name].origin != "assumed" for name, reasons in self.against.items() if not reasons)
+
+    def _dispatched(self, because: str, candidates: Sequence[Candidate], node: Node) -> Decision:
+        why = f"the kernel is chosen at each call: {because}{self._while()}"
+        return Decision(self._spec(DISPATCH), why, tuple(candidates), tree=node, asked=tuple(self.asked))
+
     def _undivided(self, node: Node, symbols: Symbols, at: Mapping[str, int], samples: Sequence[Sample] = ()) -> Node:
         """The tree without questions inside of declared ranges; without samples, these get the kernel for ``at``."""
-        declared = {name: _range(symbols.symbols[name]) for name in at if symbols.symbols[name].is_declared}
+        asked = [symbols.symbols[name] for name in at if name in symbols.symbols]
+        declared = {symbol.name: _range(symbol) for symbol in asked if symbol.is_declared}
         return within(node, declared, at, samples) if declared else node
 
     def _answer(self, node: Node, symbols: Symbols) -> Leaf:
-        """The leaf of the sizes that are compiled for; every question becomes a guard."""
+        """The leaf of the sizes that are compiled for; every question becomes a guard.
+
+        Raises:
+            Unanswerable: data decides a size that is asked for, or no guard can be afforded.
+        """
 
         def is_below(name: str, edge: int) -> bool:
+            if name in symbols.hidden:
+                raise Unanswerable(f"data decides {name}, nothing can be asked about it")
+            if compiles_are_scarce():
+                raise Unanswerable(f"Dynamo soon gives up compiling this function, {name} < {edge} is not asked")
             answer = bool(symbols.symbols[name].is_below(edge))
             self.asked.append(f"{name} {'<' if answer else '>='} {edge}")
             return answer
@@ -267,7 +349,7 @@ class _Selection:
 
     def _table(self, tables: Sequence[Loaded]) -> tuple[Loaded, Node] | tuple[None, None]:
         """The first table that speaks of the problem, and its decision over symbolic sizes."""
-        if not self.policy.settings.enabled:
+        if not self.policy.settings.enabled or self.problem.is_eager:  # tables are about compiled graphs
             return None, None
         return loaded_tables.find(self.context, self.problem.source_kernel, tables)
 
@@ -282,7 +364,10 @@ class _Selection:
             over = self._table_over_symbols(node, symbols)
             if over is None:
                 return None, None
-            node, leaf = over, self._answer(over, symbols)
+            try:
+                node, leaf = over, self._answer(over, symbols)
+            except Unanswerable:
+                return None, None
         if leaf.kernel is None:
             return None, None
         candidate = next((each for each in candidates if each.kernel.kernel_id == leaf.kernel), None)
@@ -322,11 +407,13 @@ class _Selection:
     # ---- what speaks for and against ------------------------------------------------------------------------------
 
     def _against(self, spec: KernelSpec) -> list[Reason]:
-        if spec.kernel_id == INDUCTOR:
+        if spec.kernel_id == INDUCTOR and not self.problem.is_eager:
             return []
         if not self.policy.settings.enabled:
             return [Reason("POLICY_DISABLED", f"selection is switched off ({self._origin('enabled')})")]
         reasons = list(spec.check(self.context))
+        if self.problem.is_eager:
+            reasons += needs_compile(spec)
         retired = health.retired(spec.kernel_id)
         if retired is not None:
             reasons.append(retired)
@@ -351,12 +438,12 @@ class _Selection:
     def _spec(self, kernel_id: str) -> KernelSpec:
         return next(spec for spec in self.specs if spec.kernel_id == kernel_id)
 
-    def _records(self) -> list[PerfRecord]:
+    def _records(self, problem: Problem | None = None) -> list[PerfRecord]:
         settings = self.policy.settings.perfdb
         runnable = [name for name, reasons in self.against.items() if not reasons]
         if not settings.enabled or not self.policy.settings.enabled or runnable == [INDUCTOR]:
             return []
-        return records_of(self.problem, self.context, settings.path)
+        return records_of(problem or self.problem, self.context, settings.path)
 
 
 def records_of(problem: Problem, context: SelectionContext, path: str | None) -> list[PerfRecord]:
@@ -376,13 +463,14 @@ def database_at(path: str | None) -> perfdb.PerfDB:
 
 
 def _with_settings(context: SelectionContext, policy: Policy) -> SelectionContext:
+    """With what the policy says; what memory there is, is asked of the device where neither says it."""
     settings = policy.settings
+    headroom = settings.memory_headroom_bytes
+    headroom = context.memory_headroom_bytes if headroom is None else headroom
     return replace(
         context,
         requires_deterministic=context.requires_deterministic or settings.deterministic,
-        memory_headroom_bytes=settings.memory_headroom_bytes
-        if settings.memory_headroom_bytes is not None
-        else context.memory_headroom_bytes,
+        memory_headroom_bytes=memory.headroom_bytes(context.device_type) if headroom is None else headroom,
     )
 
 

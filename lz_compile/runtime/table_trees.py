@@ -45,7 +45,7 @@ class Sizes(Protocol):
 def only_within(ranges: Mapping[str, Range], node: Node, otherwise: Node = UNSAID) -> Node:
     """The tree within the ranges of sizes, and ``otherwise`` outside of them."""
     found = node
-    for dim, (low, high) in reversed(ranges.items()):
+    for dim, (low, high) in reversed(list(ranges.items())):
         if high is not None:
             found = Split(dim, high + 1, found, otherwise)
         if low > 0:

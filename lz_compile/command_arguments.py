@@ -1,0 +1,132 @@
+"""The arguments of the command line."""
+
+from __future__ import annotations
+
+import argparse
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of every command; ``command`` is the one that was given."""
+    found = argparse.ArgumentParser(prog="python -m lz_compile", description="Which kernels are chosen here, and why.")
+    commands = found.add_subparsers(dest="command", required=True, metavar="command")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--json", action="store_true", help="write JSON")
+        return command
+
+    which = add("which", "the kernel for an attention of given shapes")
+    which.add_argument("operation", nargs="?", default="attention", help="attention.causal, attention.full")
+    _add_tensors(which)
+
+    explain = add("explain", "how a kernel is chosen: for an attention of given shapes, or throughout a model")
+    explain.add_argument("subject", help="an operation, or module:callable that returns (model, inputs)")
+    explain.add_argument("--dynamic", action="store_true", help="compile the model for any size")
+    _add_tensors(explain)
+
+    listed = add("list-kernels", "every kernel, and why it cannot be used where it cannot")
+    listed.add_argument("operation", nargs="?", help="attention, attention.causal, ...; by default all")
+
+    validate = add("validate", "run a kernel on random tensors and compare it with float64")
+    validate.add_argument("kernel", help="as list-kernels tells it")
+    _add_tensors(validate)
+
+    dry_run = add("dry-run", "what is chosen throughout a model, without running it where that can be avoided")
+    dry_run.add_argument("subject", help="module:callable that returns (model, inputs)")
+    dry_run.add_argument("--dynamic", action="store_true", help="trace the model for any size")
+
+    add("doctor", "what is installed and works here, and what to do about what does not")
+
+    ready = add("readiness-check", "whether this installation may go into production")
+    ready.add_argument("--dispatch-table", metavar="FILE", help="a table that solve wrote")
+
+    _add_tuning(add("tune", "measure kernels over a grid of sizes; what is measured is kept, also after Ctrl-C"))
+    _add_solving(add("solve", "the kernels for a model at every combination of sizes, as a dispatch table"))
+    return found
+
+
+def _add_tensors(command: argparse.ArgumentParser) -> None:
+    """What describes query, key and value."""
+    tensors = command.add_argument_group("tensors")
+    tensors.add_argument("--shape", type=_numbers, help="of the query, as 1,8,1024,64 (see --layout)")
+    tensors.add_argument("--kv-shape", type=_numbers, help="of key and value; by default that of the query")
+    tensors.add_argument("--dtype", choices=DTYPES, default="float32")
+    tensors.add_argument("--device", help="cpu, cuda, cuda:1, ...; by default the accelerator, or the CPU")
+    tensors.add_argument("--layout", choices=("BHSD", "BSHD"), default="BHSD", help="what the shapes mean")
+    tensors.add_argument("--causal", action="store_true")
+    tensors.add_argument("--mask", choices=("none", "bool", "float"), default="none")
+    tensors.add_argument("--scale", type=float, help="of the scores; by default head_dim ** -0.5")
+    tensors.add_argument("--dropout", type=float, default=0.0, metavar="P")
+    tensors.add_argument("--training", action="store_true", help="with gradients of query, key and value")
+
+
+def _add_tuning(command: argparse.ArgumentParser) -> None:
+    command.add_argument("operation", nargs="?", default="attention", help="attention (both), attention.causal, ...")
+    command.add_argument("--dtype", type=_dtypes, default=["float32"], help="one or more, as float32,bfloat16")
+    command.add_argument("--seq-lens", type=_numbers, default=(128, 512, 2048), help="query lengths, as 128,512")
+    command.add_argument("--seq-lens-k", type=_numbers, help="key lengths; by default those of the queries")
+    command.add_argument("--batch-sizes", type=_numbers, default=(1,))
+    command.add_argument("--num-heads", type=_number, default=8)
+    command.add_argument("--num-kv-heads", type=_number, help="by default as many")
+    command.add_argument("--head-dim", type=_number, default=64)
+    command.add_argument("--mask", choices=("none", "bool", "float"), default="none")
+    command.add_argument("--training", action="store_true", help="forward and backward")
+    command.add_argument("--device", help="by default the accelerator, or the CPU")
+    command.add_argument("--samples", type=_number, help="rounds for each problem")
+    command.add_argument("--budget", type=float, metavar="SECONDS", help="begin no problem after that")
+    command.add_argument("--no-resume", dest="resume", action="store_false", help="measure again what is known")
+
+
+def _add_solving(command: argparse.ArgumentParser) -> None:
+    command.add_argument("subject", help="module:callable that returns (model, inputs)")
+    command.add_argument(
+        "--shape-buckets", type=_buckets, action="append", required=True, metavar="NAME=SIZES",
+        help="as seq_len=128,512,2048; may be given several times",
+    )  # fmt: skip
+    command.add_argument(
+        "--dims", type=_position, action="append", default=[], metavar="NAME=POSITION",
+        help="where a bucketed dimension is in the inputs, as seq_len=1; may be given several times",
+    )  # fmt: skip
+    command.add_argument("--output", metavar="FILE", help="write the table there")
+    command.add_argument("--tune", choices=("on-miss", "off"), default="on-miss", help="measure what was not measured")
+    command.add_argument("--budget", type=float, metavar="SECONDS", help="measure no more after that")
+    command.add_argument("--compile-jit", action="store_true", help="compile with Inductor as well")
+
+
+def _number(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, received '{text}'")
+    return number
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(_number(part) for part in text.split(","))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected numbers with commas between them, received '{text}'") from None
+
+
+def _dtypes(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in DTYPES:
+            raise argparse.ArgumentTypeError(f"no dtype '{name}'; valid are {', '.join(DTYPES)}")
+    return names
+
+
+def _buckets(text: str) -> tuple[str, tuple[int, ...]]:
+    name, _, sizes = text.partition("=")
+    return name, _numbers(sizes)
+
+
+def _position(text: str) -> tuple[str, int]:
+    name, _, position = text.partition("=")
+    if not position.isdigit():
+        raise argparse.ArgumentTypeError(f"expected a name and a position, as seq_len=1, received '{text}'")
+    return name, int(position)
