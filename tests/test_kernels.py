@@ -331,7 +331,15 @@ def test_the_reference_agrees_with_pytorch():
 
 def _facts(**changes: Any) -> AttentionFacts:
     default = AttentionFacts(
-        batch=2, heads=2, kv_heads=2, query_len=5, key_len=17, head_dim=4, value_dim=4, dtype=torch.float32, device="cpu"
+        batch=2,
+        heads=2,
+        kv_heads=2,
+        query_len=5,
+        key_len=17,
+        head_dim=4,
+        value_dim=4,
+        dtype=torch.float32,
+        device="cpu",
     )
     return replace(default, **changes)
 
