@@ -163,16 +163,6 @@ def test_one_query_of_nan_leaves_the_other_rows_alone(kernel: str, dtype: torch.
     torch.testing.assert_close(actual, clean, equal_nan=True)
 
 
-def test_masked_keys_of_nan_are_ignored_by_kernels_that_claim_it() -> None:
-    operands = _operands(Case(attrs=AttentionAttrs(has_mask=True)), torch.float32)
-    operands["mask"][..., -1] = False
-    operands["key"][:, :, -1] = math.nan
-    claiming = [name for name in KERNELS if {"masked_nan", "*"} & KERNELS[name].supports]
-    assert claiming
-    for name in claiming:
-        assert KERNELS[name].call(**operands, attrs=AttentionAttrs(has_mask=True)).isfinite().all()
-
-
 _FULL = st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans())
 
 
@@ -347,7 +337,15 @@ def test_the_reference_agrees_with_pytorch():
 
 def _facts(**changes: Any) -> AttentionFacts:
     default = AttentionFacts(
-        batch=2, heads=2, kv_heads=2, query_len=5, key_len=7, head_dim=4, value_dim=4, dtype=torch.float32, device="cpu"
+        batch=2,
+        heads=2,
+        kv_heads=2,
+        query_len=5,
+        key_len=17,
+        head_dim=4,
+        value_dim=4,
+        dtype=torch.float32,
+        device="cpu",
     )
     return replace(default, **changes)
 
@@ -399,6 +397,27 @@ def _trains_where_rows_are_masked(kernel: str) -> None:
         torch.testing.assert_close(actual[name].double(), expected[name], atol=1e-4, rtol=1e-4)
 
 
+def _ignores_nan_in_masked_keys(kernel: str) -> None:
+    attrs = AttentionAttrs(has_mask=True, selects_masked=True)
+    operands = _operands(Case(attrs=attrs), torch.float32)
+    operands["mask"][..., -1] = False
+    expected = KERNELS[kernel].call(**operands, attrs=attrs)
+    operands["key"][:, :, -1] = math.nan
+    torch.testing.assert_close(KERNELS[kernel].call(**operands, attrs=attrs), expected)
+
+
+def _gives_for_a_query_of_nan(number: float, **extents: Any) -> Callable[[str], None]:
+    def demonstrate(kernel: str) -> None:
+        attrs = extents.get("attrs", AttentionAttrs())
+        operands = _operands(Case(**extents), torch.float32)
+        expected = KERNELS[kernel].call(**operands, attrs=attrs)
+        operands["query"][0, 0, 0] = math.nan
+        expected[0, 0, 0] = number
+        torch.testing.assert_close(KERNELS[kernel].call(**operands, attrs=attrs), expected, equal_nan=True)
+
+    return demonstrate
+
+
 @dataclass(frozen=True)
 class Feature:
     """What asks for a feature, and what shows that a kernel has it."""
@@ -412,6 +431,8 @@ _SYMBOLIC = sympy.Symbol("s0", integer=True, positive=True)
 _CAUSAL, _GQA = AttentionAttrs(is_causal=True), AttentionAttrs(enable_gqa=True)
 _CAPPED, _SINKS = AttentionAttrs(softcap=1.5), AttentionAttrs(has_sinks=True)
 _MASKED, _BIASED = AttentionAttrs(has_mask=True), AttentionAttrs(has_bias=True)
+_SELECTED = AttentionAttrs(has_mask=True, selects_masked=True)
+_ZEROED = AttentionAttrs(has_mask=True, masked_rows="zero", zeroes_nan=True)
 _FILLED = AttentionAttrs(has_mask=True, masked_rows="fill")
 
 FEATURES: Mapping[str, Feature] = {
@@ -420,6 +441,9 @@ FEATURES: Mapping[str, Feature] = {
     "bool_mask": Feature(_MASKED, _facts(), _runs(attrs=_MASKED, rows_fully_masked=True)),
     "float_mask": Feature(_BIASED, _facts(), _runs(attrs=_BIASED, rows_fully_masked=True)),
     "masked_row_fill": Feature(_FILLED, _facts(), _runs(attrs=_FILLED, rows_fully_masked=True)),
+    "masked_nan": Feature(_SELECTED, _facts(), _ignores_nan_in_masked_keys),
+    "nan_rows": Feature(_ZEROED, _facts(), _gives_for_a_query_of_nan(0.0, attrs=_ZEROED)),
+    "nan_in_few_keys": Feature(AttentionAttrs(), _facts(key_len=7), _gives_for_a_query_of_nan(math.nan, keys=7)),
     "dropout": Feature(AttentionAttrs(dropout_p=0.5), _facts(), _drops_some_and_keeps_the_mean),
     "softcap": Feature(_CAPPED, _facts(), _runs(attrs=_CAPPED)),
     "sinks": Feature(_SINKS, _facts(), _runs(attrs=_SINKS)),
@@ -446,9 +470,11 @@ def test_the_table_of_features_above_is_complete():
             has_sinks=True,
             masked_rows="fill",
             bias_can_mask=True,
+            selects_masked=True,
+            zeroes_nan=True,
         ),
         _facts(query_len=_SYMBOLIC, value_dim=6, needs_grad=True, bias_needs_grad=True),
-    )
+    ) | features(AttentionAttrs(), _facts(key_len=7))
     assert set(everything) == set(FEATURES)
     assert features(AttentionAttrs(), _facts()) == {}
 

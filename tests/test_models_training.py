@@ -77,11 +77,15 @@ def loss_of(model: Callable[..., Tensor], tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+#: The decoder selects by its mask, which SDPA takes where operands are promised to be finite.
+OPTIONS = {"layerzero.strict": True, "layerzero.assume_finite": True}
+
+
 def twins(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module, Callable[..., Tensor]]:
     """A model, one with the same weights, and the latter compiled."""
     eager = Decoder(**options).to(dtype)
     ours = copy.deepcopy(eager)
-    return eager, ours, torch.compile(ours, backend=layerzero, options={"layerzero.strict": True})
+    return eager, ours, torch.compile(ours, backend=layerzero, options=OPTIONS)
 
 
 def trained(model: nn.Module, function: Callable[..., Tensor], steps: int, **options: Any) -> list[float]:
@@ -200,7 +204,7 @@ def test_frozen_layers_get_no_gradient_and_the_others_do():
 def test_each_block_may_be_compiled_on_its_own():
     eager, ours, _ = twins(torch.float64)
     for block in ours.blocks:
-        block.compile(backend=layerzero, options={"layerzero.strict": True})
+        block.compile(backend=layerzero, options=OPTIONS)
     (tokens,) = batches(1)
     loss_of(eager, tokens).backward()
     loss_of(ours, tokens).backward()
@@ -211,7 +215,7 @@ def test_each_block_may_be_compiled_on_its_own():
 
 def test_the_loss_may_be_compiled_with_the_model():
     eager, ours, _ = twins(torch.float64)
-    step = torch.compile(lambda tokens: loss_of(ours, tokens), backend=layerzero, options={"layerzero.strict": True})
+    step = torch.compile(lambda tokens: loss_of(ours, tokens), backend=layerzero, options=OPTIONS)
     (tokens,) = batches(1)
     loss_of(eager, tokens).backward()
     step(tokens).backward()
