@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -174,6 +175,10 @@ def _readiness_check(arguments: argparse.Namespace) -> int:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
+    from rich.console import Group
+
+    from lz_compile.runtime.render import tuned
+
     done = [0, 0]
     try:
         report = _tuned(arguments, done)
@@ -181,26 +186,17 @@ def _tune(arguments: argparse.Namespace) -> int:
         text = f"interrupted: {done[0]} of {done[1]} problems are done and kept. The same command goes on from there"
         sys.stderr.write(f"{text}{'' if arguments.resume else ', without --no-resume'}.\n")
         return INTERRUPTED
-    rows = [
-        f"{each.context.operation} {each.context.dtype_name} {dict(each.context.hints())}: "
-        + ", ".join(f"{name} {latency:.4g} µs" for name, latency in sorted(each.latency_us.items(), key=lambda x: x[1]))
-        for each in report.measured
-    ]
-    rows.append(
-        f"{len(report.measured)} measured, {report.known} were known, {report.remaining} remain; {report.seconds:.1f} s"
-    )
-    if report.remaining:
-        rows.append("The budget is used up; the same command goes on from here.")
-    _show(arguments, {"schema_version": SCHEMA_VERSION, **report.to_dict()}, "\n".join(rows))
+    _show(arguments, {"schema_version": SCHEMA_VERSION, **report.to_dict()}, Group(*tuned(report)))
     return OK
 
 
 def _tuned(arguments: argparse.Namespace, done: list[int]) -> TuneReport:
     from lz_compile.tuning import tune
 
-    with _progress() as show:
+    with _interruptible() as stop_if_asked, _progress() as show:
 
         def on_progress(finished: int, total: int, problem: str) -> None:
+            stop_if_asked()
             done[:] = finished, total
             show(finished, total, problem)
 
@@ -223,6 +219,27 @@ def _tuned(arguments: argparse.Namespace, done: list[int]) -> TuneReport:
         )
         show(done[1] - report.remaining, done[1], "done")
     return report
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Ctrl-C as ever, and a function that raises where it was pressed and got lost: Python drops it in a destructor."""
+    was_pressed = False
+
+    def press(_signal: int, _frame: object) -> None:
+        nonlocal was_pressed
+        was_pressed = True
+        raise KeyboardInterrupt
+
+    def stop_if_asked() -> None:
+        if was_pressed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield stop_if_asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _solve(arguments: argparse.Namespace) -> int:

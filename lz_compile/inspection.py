@@ -17,14 +17,11 @@ from lz_compile.compiler import process
 from lz_compile.errors import LayerZeroError, UnknownOperationError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options, split
-from lz_compile.passes.effects import Effects
 from lz_compile.reasons import Reason
 from lz_compile.runtime import context as contexts
-from lz_compile.runtime import events, loaded_tables, policy
-from lz_compile.runtime.estimate import INDUCTOR
+from lz_compile.runtime import events, policy
 from lz_compile.runtime.events import Event
-from lz_compile.runtime.kernel import KernelSpec
-from lz_compile.runtime.report import GraphReport, MatchReport, Report
+from lz_compile.runtime.report import GraphReport, Report
 from lz_compile.runtime.select import Candidate, Decision, Problem, select
 
 if TYPE_CHECKING:
@@ -282,7 +279,7 @@ def _selected(
         report = GraphReport(len(found))
         found.append(report)
         with events.collect() as happened:
-            _choose(module, options, report)
+            pipeline.choose(module, options, report)
         report.events.extend(happened)
         return run(module)
 
@@ -307,38 +304,6 @@ def _without_data() -> Run:
         return call
 
     return run
-
-
-def _choose(module: fx.GraphModule, options: Options, report: GraphReport) -> None:
-    """The stages of ``pipeline.rewrite`` up to the choice of a kernel."""
-    tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
-    for path, child in pipeline._graphs(module):
-        pipeline._inline(child.graph, options, report)
-        matches = pipeline._recognise(child.graph, Effects(child.graph), options, report)
-        if options.assume_finite:
-            matches = pipeline._assuming_finite(matches)
-        known = pipeline._Known(policy.current().with_locks(options.lock), tables)
-        for match in matches:
-            entry = MatchReport(op=match.op, where=match.where, graph=path, attributes=match.attributes.to_dict())
-            report.matches.append(entry)
-            with pipeline._timed(report, "select"):
-                decision = known.decide(match)
-            entry.decide(decision, known.problem(match))
-            refused = (decision.refused_lock, decision.refused_table)
-            entry.reasons += [reason for reason in refused if reason is not None]
-            entry.kernel = _first_loadable(decision, entry).kernel_id
-            if entry.kernel not in (INDUCTOR, match.source_kernel):
-                entry.reasons.append(Reason("NOT_PROVEN", "a dry run proves and rewrites nothing"))
-
-
-def _first_loadable(decision: Decision, entry: MatchReport) -> KernelSpec:
-    """The best kernel whose library can be imported; why better ones cannot be is noted."""
-    for kernel in decision.ranking:
-        missing = kernel.load()
-        if missing is None:
-            return kernel
-        entry.reasons.append(missing)
-    raise AssertionError("inductor needs no library and is always a candidate")
 
 
 @contextmanager

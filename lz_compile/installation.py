@@ -191,7 +191,7 @@ def _unwritable(path: Path) -> str | None:
         with tempfile.NamedTemporaryFile(dir=existing):
             return None
     except OSError as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error.strerror}"
 
 
 def database_path(settings_path: str | None) -> Path:

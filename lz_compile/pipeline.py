@@ -40,14 +40,54 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
         RewriteFailedError: something failed and ``options.strict`` is set.
         DispatchTableError: the table of ``options`` is refused and ``options.strict`` is set.
     """
+    for found in _read(module, options, report):
+        if options.tunes(found.known.policy) and found.matches and found.effects is not None:
+            with _timed(report, "tune"):
+                _tune(found.matches, found.effects, found.known, options)
+        _rewrite(found, options, report)
+        if found.is_inlined or any(entry.rewritten for entry in found.entries):
+            found.module.graph.lint()
+            found.module.recompile()
+
+
+def choose(module: fx.GraphModule, options: Options, report: GraphReport) -> None:
+    """The same up to the choice of kernels: nothing is measured, proven or spliced in. Calls are spelled out in place.
+
+    Raises:
+        RewriteFailedError: something failed and ``options.strict`` is set.
+        DispatchTableError: the table of ``options`` is refused and ``options.strict`` is set.
+    """
+    for found in _read(module, options, report):
+        for match, entry in zip(found.matches, found.entries, strict=True):
+            decision = _decide(match, entry, found.known, report)
+            entry.kernel = next(kernel.kernel_id for kernel in decision.ranking if _is_loaded(kernel, entry))
+            if entry.kernel not in (INDUCTOR, match.source_kernel):
+                entry.reasons.append(Reason("NOT_PROVEN", "a dry run proves and rewrites nothing"))
+
+
+@dataclass
+class _Found:
+    """One graph and what was recognised in it; ``effects`` is None where it could not be read."""
+
+    module: fx.GraphModule
+    is_inlined: bool
+    effects: Effects | None
+    matches: list[Match]
+    entries: list[MatchReport]
+    known: _Known
+
+
+def _read(module: fx.GraphModule, options: Options, report: GraphReport) -> Iterator[_Found]:
     tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
-    for path, graph_module in _graphs(module):
-        before = len(report.matches)
-        is_inlined = _inline(graph_module.graph, options, report)
-        _rewrite_graph(graph_module.graph, path, options, report, tables)
-        if is_inlined or any(match.rewritten for match in report.matches[before:]):
-            graph_module.graph.lint()
-            graph_module.recompile()
+    for path, child in _graphs(module):
+        is_inlined = _inline(child.graph, options, report)
+        effects, matches = _recognise(child.graph, options, report)
+        if options.assume_finite:
+            matches = _assuming_finite(matches)
+        entries = [MatchReport(op=m.op, where=m.where, graph=path, attributes=m.attributes.to_dict()) for m in matches]
+        report.matches.extend(entries)
+        known = _Known(policy.current().with_locks(options.lock), tables)
+        yield _Found(child, is_inlined, effects, matches, entries, known)
 
 
 def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
@@ -57,25 +97,11 @@ def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
             yield path, child
 
 
-def _rewrite_graph(graph: fx.Graph, path: str, options: Options, report: GraphReport, tables: Sequence[Loaded]) -> None:
-    try:
-        effects = Effects(graph)
-    except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
-        _fail("RECOGNISER_FAILED", "reading a graph", error, options)
-        return
-    matches = _recognise(graph, effects, options, report)
-    if options.assume_finite:
-        matches = _assuming_finite(matches)
-    entries = [MatchReport(op=m.op, where=m.where, graph=path, attributes=m.attributes.to_dict()) for m in matches]
-    report.matches.extend(entries)
-    known = _Known(policy.current().with_locks(options.lock), tables)
-    if options.tunes(known.policy) and matches:
-        with _timed(report, "tune"):
-            _tune(matches, effects, known, options)
+def _rewrite(found: _Found, options: Options, report: GraphReport) -> None:
     # Last to first: a match may read what an earlier one computes, and names the node that is still there.
-    for match, entry in reversed(list(zip(matches, entries, strict=True))):
+    for match, entry in reversed(list(zip(found.matches, found.entries, strict=True))):
         try:
-            _apply(graph, match, entry, options, report, known)
+            _apply(found.module.graph, match, entry, options, report, found.known)
         except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
             _fail("REWRITE_FAILED", f"{match.op} at {match.where} is left to Inductor", error, options)
             entry.kernel, entry.rewritten = INDUCTOR, False
@@ -136,7 +162,7 @@ def _tune(matches: list[Match], effects: Effects, known: _Known, options: Option
     for match in {id(match.kind): match.kind for match in matches}.values():
         try:
             problem = known.problem(match)
-            if loaded_tables.find(problem.context, problem.source_kernel, known.tables) != (None, None):
+            if loaded_tables.covers(problem.context, problem.source_kernel, known.tables):
                 continue
             known.problems[id(match)] = tuning.tune_match(match, effects, problem, known.policy, deadline)
         except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
@@ -151,9 +177,14 @@ def _inline(graph: fx.Graph, options: Options, report: GraphReport) -> bool:
     return any(isinstance(each, Inlined) for each in found)
 
 
-def _recognise(graph: fx.Graph, effects: Effects, options: Options, report: GraphReport) -> list[Match]:
+def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> tuple[Effects | None, list[Match]]:
     matches: list[Match] = []
     with _timed(report, "recognise"):
+        try:
+            effects = Effects(graph)
+        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+            _fail("RECOGNISER_FAILED", "reading a graph", error, options)
+            return None, []
         for op, recognise in recognisers().items():
             try:
                 for found in recognise(graph, effects):
@@ -163,31 +194,40 @@ def _recognise(graph: fx.Graph, effects: Effects, options: Options, report: Grap
                         matches.append(found)
             except Exception as error:  # noqa: BLE001 as above
                 _fail("RECOGNISER_FAILED", f"recognising {op}", error, options)
-    return matches
+    return effects, matches
+
+
+def _decide(match: Match, entry: MatchReport, known: _Known, report: GraphReport) -> Decision:
+    with _timed(report, "select"):
+        decision = known.decide(match)
+    entry.decide(decision, known.problem(match))
+    for refused in (decision.refused_lock, decision.refused_table):
+        if refused is not None:
+            events.record(refused.code, f"{match.op} at {match.where}: {refused.message}")
+            entry.reasons.append(refused)
+    return decision
+
+
+def _is_loaded(kernel: KernelSpec, entry: MatchReport) -> bool:
+    """Whether a kernel's library can be imported; why not is noted."""
+    missing = kernel.load()
+    if missing is not None:
+        entry.reasons.append(missing)
+    return missing is None
 
 
 def _apply(
     graph: fx.Graph, match: Match, entry: MatchReport, options: Options, report: GraphReport, known: _Known
 ) -> None:
     """Rewrite with the best kernel that proves to be right; each that does not is quarantined."""
-    with _timed(report, "select"):
-        decision = known.decide(match)
-    entry.decide(decision, known.problem(match))
-    if decision.refused_lock is not None:
-        events.record(decision.refused_lock.code, f"{match.op} at {match.where}: {decision.refused_lock.message}")
-        entry.reasons.append(decision.refused_lock)
-        if options.strict:
-            raise RewriteFailedError(str(decision.refused_lock))
-    if decision.refused_table is not None:
-        events.record(decision.refused_table.code, f"{match.op} at {match.where}: {decision.refused_table.message}")
-        entry.reasons.append(decision.refused_table)
+    decision = _decide(match, entry, known, report)
+    if decision.refused_lock is not None and options.strict:
+        raise RewriteFailedError(str(decision.refused_lock))
     for kernel in decision.ranking:
         entry.kernel = kernel.kernel_id
-        missing = kernel.load()
-        if missing is not None:
-            entry.reasons.append(missing)
+        if not _is_loaded(kernel, entry):
             if options.strict:
-                raise RewriteFailedError(str(missing))
+                raise RewriteFailedError(str(entry.reasons[-1]))
             continue
         if kernel.call is None:
             if all(reason.code in ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE") for reason in entry.reasons):

@@ -148,7 +148,8 @@ def _lock_problems(lock: Lock, device: torch.device) -> Iterator[str]:
             yield f"{problem}, which is no kernel of {op}"
         else:
             reasons = installation.reasons_on(spec, installation.plain_problem(op, device))
-            yield from (f"{problem}: {reason.message}" for reason in reasons)
+            if reasons:
+                yield f"{problem}: {', '.join(reason.message for reason in reasons)}"
 
 
 def _health() -> Iterator[Check]:

@@ -132,7 +132,9 @@ def save_decisions(path: str | os.PathLike[str]) -> DispatchTable:
 
 def _table(**parts: Any) -> DispatchTable:
     created_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return DispatchTable(**parts, layerzero_version=__version__, torch_version=str(torch.__version__), created_at=created_at)
+    return DispatchTable(
+        **parts, layerzero_version=__version__, torch_version=str(torch.__version__), created_at=created_at
+    )
 
 
 def _environment(device: torch.device) -> dict[str, str]:
@@ -143,12 +145,12 @@ def _agreed(table: DispatchTable) -> DispatchTable:
     """The table with every planned op as its trees have it."""
     plans = []
     for plan in table.plans:
-        plans.append(changed(plan, ops=decisions.merged(_as_in_trees(op, table) for op in plan.ops)))
+        pairs = zip(plan.ops, table.kernels_at(plan.ops), strict=True)
+        plans.append(changed(plan, ops=decisions.merged(itertools.starmap(_as_in_trees, pairs))))
     return changed(table, plans=tuple(plans))
 
 
-def _as_in_trees(op: PlannedOp, table: DispatchTable) -> PlannedOp:
-    kernel_id = table.kernel_at(op)
+def _as_in_trees(op: PlannedOp, kernel_id: str | None) -> PlannedOp:
     if kernel_id in (None, op.kernel_id):
         return op
     return changed(op, kernel_id=kernel_id, why=f"as another decision for the same problem; by itself {op.kernel_id}")
@@ -183,7 +185,8 @@ def _planned(
     except LayerZeroError:
         raise
     except Exception as error:
-        text = f"expected it to run at {_text(bucket)}, received {type(error).__name__}: {error}"
+        what = next(iter(str(error).splitlines()), "")
+        text = f"expected it to run at {_text(bucket)}, received {type(error).__name__}: {what}"
         raise SolveError(f"{text}. Leave the size out, or give inputs=") from error
     decided = [Decided.of(match) for report in found for match in report.matches]
     return tuple(each.op for each in decided if each is not None)

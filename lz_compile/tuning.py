@@ -177,7 +177,7 @@ def _tune(
 
 
 def _variants(operation: str) -> list[str]:
-    variants = contexts.variants(operation)
+    variants = () if "." in operation else contexts.variants(operation)
     return [f"{operation}.{variant}" for variant in variants] or [operation]
 
 

@@ -7,6 +7,7 @@ tracing, and so all that compiled code pays for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lz_compile.errors import GradientUnsupportedError, OperatorRedefinedError
+from lz_compile.errors import GradientUnsupportedError, KernelExecutionError, OperatorRedefinedError
 
 _NAMESPACE = "layerzero"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -111,7 +112,15 @@ def _guarded(kernel_id: str, function: Callable[..., Any], fallback: Callable[..
 
         if health.retired(kernel_id) is not None:
             return fallback(*args, **kwargs)
-        return health.guarded(kernel_id, function, fallback, *args, **kwargs)
+        return health.guarded(kernel_id, function, complete, *args, **kwargs)
+
+    def complete(*args: Any, **kwargs: Any) -> Any:
+        from lz_compile.runtime import policy
+
+        error = sys.exc_info()[1]  # function's: that is when this is called
+        if error is not None and not policy.current().settings.fallback_enabled:
+            raise KernelExecutionError(kernel_id, error) from error
+        return fallback(*args, **kwargs)
 
     return run
 

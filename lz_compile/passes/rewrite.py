@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from lz_compile.passes import contraction, layout
 from lz_compile.passes.algebra import is_pointwise
+from lz_compile.passes.axes import Size, as_size
 from lz_compile.passes.builder import Builder, GraphBuilder, provenance
 from lz_compile.passes.match import Attributes, Match
 from lz_compile.passes.view import read, tensor_of
@@ -126,12 +128,19 @@ def _replacement(builder: GraphBuilder, match: Match, call: KernelCall, shows_st
         raise RewriteError(
             f"rewriting {match.op} at {match.where}: expected a {_describe(old)}, the kernel gives a {_describe(new)}"
         )
-    if shows_strides and new.stride() != old.stride():
-        strides = old.stride()
-        order = sorted(range(old.dim()), key=lambda dim: -strides[dim])
+    strides = [as_size(stride) for stride in old.stride()]
+    if shows_strides and [as_size(stride) for stride in new.stride()] != strides:
+        order = sorted(range(old.dim()), key=lambda dim: -_number(strides[dim]))
         back = [order.index(dim) for dim in range(old.dim())]
         result = result.permute(order).contiguous().permute(back)
     return result.node
+
+
+def _number(stride: Size) -> int:
+    """A stride, or what it is where every symbol is large: to be compared, which must add no guard."""
+    if isinstance(stride, int):
+        return stride
+    return int(stride.xreplace(dict.fromkeys(stride.free_symbols, sympy.Integer(8192))))
 
 
 def _describe(tensor: torch.Tensor | None) -> str:

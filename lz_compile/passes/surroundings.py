@@ -183,6 +183,8 @@ def _all(match: Match) -> dict[fx.Node, None]:
 
 
 def _make_input(value: Any, binding: Binding) -> Any:
+    if isinstance(value, torch.Size):
+        return torch.Size([_number(size, binding) for size in value])
     if not isinstance(value, torch.Tensor):
         return _number(value, binding)
     shape = [_number(size, binding) for size in value.shape]
@@ -211,11 +213,11 @@ def _number(value: Any, binding: Binding) -> Any:
 
 
 def symbols(values: Sequence[Any]) -> set[sympy.Symbol]:
-    """The symbols in the sizes and strides of tensors and in symbolic numbers."""
-    found: set[sympy.Symbol] = set()
+    """The symbols in the sizes and strides of tensors, in shapes and in symbolic numbers."""
+    numbers: list[Any] = []
     for value in values:
-        numbers: tuple[Any, ...] = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
-        for number in numbers:
-            if isinstance(number, _SYMBOLIC):
-                found |= number.node.expr.free_symbols
-    return found
+        if isinstance(value, torch.Tensor):
+            numbers += [*value.shape, *value.stride()]
+        else:
+            numbers += value if isinstance(value, torch.Size) else [value]
+    return {symbol for each in numbers if isinstance(each, _SYMBOLIC) for symbol in each.node.expr.free_symbols}

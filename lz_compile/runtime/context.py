@@ -360,7 +360,9 @@ def from_tensors(
         of_facts("attention", attributes, facts, device=query.device),
         layout=layout,
         is_last_dim_contiguous=all(tensor.stride(-1) == 1 for tensor in (query, key, value)),
-        is_cuda_graph_capturing=query.is_cuda and torch.cuda.is_current_stream_capturing(),
+        is_cuda_graph_capturing=query.is_cuda
+        and torch.cuda.is_available()
+        and torch.cuda.is_current_stream_capturing(),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,7 +109,11 @@ class KernelIdentity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if spec.capabilities_hash != self.capabilities_hash:
             hashes = f"{self.capabilities_hash[:12]} expected, {spec.capabilities_hash[:12]} found"
             return Reason("CAPABILITIES_HASH_MISMATCH", f"{self.kernel_id} has other capabilities ({hashes})")
-        return spec.availability()
+        return None
+
+    def hindrance(self) -> Reason | None:
+        """Why the decisions for this kernel cannot be followed here; None if they can."""
+        return self.difference() or registry.kernels(self.op)[self.kernel_id].availability()
 
 
 class Fallback(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,14 +183,12 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             for index, op in enumerate(plan.ops):
                 yield f"plans[{plan_index}].ops[{index}]", op
 
-    def kernel_at(self, op: PlannedOp) -> str | None:
-        """The kernel that the trees give for a problem; None where they do not speak."""
-        for kind in self.trees:
-            if kind.is_of(op):
-                kernel_id = decision_tree.choose(kind.node(), op.dims).kernel
-                if kernel_id is not None:
-                    return kernel_id
-        return None
+    def kernels_at(self, planned: Iterable[PlannedOp]) -> Iterator[str | None]:
+        """The kernel that the trees give for each problem; None where they do not speak."""
+        nodes = [(kind, kind.node()) for kind in self.trees]
+        for op in planned:
+            found = (decision_tree.choose(node, op.dims).kernel for kind, node in nodes if kind.is_of(op))
+            yield next((kernel_id for kernel_id in found if kernel_id is not None), None)
 
     # ---- what may be wrong ----------------------------------------------------------------------------------------
 
@@ -217,12 +219,13 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             unknown = [dim for dim in asked if dim not in expected]
             if unknown:
                 yield f"trees[{index}]: expected sizes named {', '.join(expected)}, received '{unknown[0]}'"
-        for where, op in self.ops():
+        places = list(self.ops())
+        for where, op in places:
             missing = [dim for dim in dim_names(op.op.partition(".")[0]) if dim not in op.dims]
             if missing:
                 yield f"{where}: expected a size for {missing[0]}, received {op.dims}"
-                continue
-            kernel_id = self.kernel_at(op)
+        given = self.kernels_at(op for _, op in places)
+        for (where, op), kernel_id in zip(places, given, strict=True):
             if kernel_id != op.kernel_id:
                 yield f"{where}: expected {op.kernel_id} in the tree of its kind, received {kernel_id or 'no kernel'}"
 
@@ -246,9 +249,9 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             key = (op.op.partition(".")[0], op.kernel_id)
             if key not in known and op.kernel_id != "inductor":
                 yield f"{where}: expected {op.kernel_id} among its kernels, received {_names(self.kernels)}"
-        differences = [str(found) for each in self.kernels if (found := each.difference()) is not None]
-        if differences:
-            yield f"expected the kernels that it was made with, received {'; '.join(differences)}"
+        hindrances = [str(found) for each in self.kernels if (found := each.hindrance()) is not None]
+        if hindrances:
+            yield f"expected the kernels that it was made with, received {'; '.join(hindrances)}"
 
 
 def load(path: str | os.PathLike[str]) -> DispatchTable:

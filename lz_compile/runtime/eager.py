@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from lz_compile.errors import NoKernelFoundError
+from lz_compile.errors import KernelExecutionError, NoKernelFoundError
 from lz_compile.lowering.ops.attention import AttentionAttrs
 from lz_compile.runtime import events, health, loaded_tables, memory, policy, registry
 from lz_compile.runtime.calls import SDPA
@@ -126,13 +126,18 @@ def statistics() -> dict[str, int]:
     return {} if _decisions.cache is None else _decisions.cache.statistics().to_dict()
 
 
+def _versions() -> tuple[int, ...]:
+    """Of everything that decides beside the call itself, read anew; the first fields of a key."""
+    registry.kernels("attention")
+    return policy.version(), registry.version(), health.version(), loaded_tables.version()
+
+
 def _planned(names: tuple[Any, ...], call: _Call) -> Run:
     present = policy.current()
     cache = _decisions.follow(present.settings.cache)
     if cache is None:
         return call.plan(present)
-    if names[0] != policy.version():  # the environment changed: what is decided now is found by the next call's key
-        return call.plan(present)
+    names = (*_versions(), *names[4:])  # looking at policy and kernels may have been what changed them
     return cache.get_or_compute(names, partial(call.plan, present))
 
 
@@ -276,4 +281,9 @@ def _guarded(
         forget()  # every decision in which the kernel took part: it may be retired, or the memory may be full
         return sdpa(*operands)
 
-    return health.guarded(kernel_id, run, complete, *operands, fallback_enabled=fallback_enabled)
+    try:
+        return health.guarded(kernel_id, run, complete, *operands, fallback_enabled=fallback_enabled)
+    except KernelExecutionError as error:
+        if isinstance(error.__cause__, KernelExecutionError):  # opaque operators say it themselves
+            raise error.__cause__ from error.__cause__.__cause__
+        raise

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
+from lz_compile import __version__
 from lz_compile.errors import DispatchTableError
-from lz_compile.runtime import events
+from lz_compile.runtime import events, registry
 from lz_compile.runtime.context import SelectionContext
-from lz_compile.runtime.decision_tree import Leaf, Node, outcomes, restrict
+from lz_compile.runtime.decision_tree import Leaf, Node, choose, outcomes, restrict
 
 if TYPE_CHECKING:
     from lz_compile.runtime.dispatch_table import DispatchTable
@@ -71,7 +74,7 @@ class _State:
         self.lock = threading.Lock()
         self.tables: tuple[Loaded, ...] = ()
         self.version = 0
-        self.files: dict[str, tuple[tuple[int, int], Loaded]] = {}
+        self.files: dict[str, tuple[tuple[int, ...], Loaded]] = {}
 
 
 _state = _State()
@@ -160,22 +163,39 @@ def find(
     return None, None
 
 
+def covers(context: SelectionContext, source_kernel: str | None, tables: Sequence[Loaded]) -> bool:
+    """Whether a table speaks of a problem at the sizes that it was traced with."""
+    node = find(context, source_kernel, tables)[1]
+    return node is not None and choose(node, context.hints()).kernel is not None
+
+
 def _loaded(path: str | os.PathLike[str]) -> Loaded:
-    """A file's table, read once for every state of the file and checked each time."""
+    """A file's table, read and checked once for every state of the file, of the kernels and of threads."""
     from lz_compile.runtime.dispatch_table import read
 
     key = os.fspath(path)
     try:
         status = Path(key).expanduser().stat()
-        state = (status.st_mtime_ns, status.st_size)
+        file = (status.st_mtime_ns, status.st_size, status.st_ino)
     except OSError:
-        state = (0, 0)
+        file = (0, 0, 0)
+    state = (*file, registry.version(), torch.get_num_threads())
     known = _state.files.get(key)
     if known is None or known[0] != state:
         table = read(key)
+        table.check(key)
+        _tell_versions(key, table)
         known = _state.files[key] = (state, Loaded(key, table, _trees(table)))
-    known[1].table.check(key)
     return known[1]
+
+
+def _tell_versions(path: str, table: DispatchTable) -> None:
+    """Decisions of other versions are right, though maybe no longer the fastest: an event."""
+    expected = {"layerzero": table.layerzero_version, "torch": table.torch_version}
+    found = {"layerzero": __version__, "torch": str(torch.__version__)}
+    if expected != found:
+        text = ", ".join(f"{name} {expected[name]} (here {found[name]})" for name in found)
+        events.record("DISPATCH_TABLE_OTHER_VERSIONS", f"{path} was made with {text}; its decisions are followed")
 
 
 def _trees(table: DispatchTable) -> dict[Kind, list[tuple[Mapping[str, int], Node]]]:

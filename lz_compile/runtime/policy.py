@@ -304,6 +304,8 @@ def _present() -> _State:
     if state is None or state.variables != variables:
         with _mutex:
             before = _state
+            if before is not None and before.variables == variables:  # another thread was here first
+                return before
             if before is None or dict(before.variables).get(environment.CONFIG) != dict(variables).get(
                 environment.CONFIG
             ):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lz_compile.readiness import ReadinessReport
     from lz_compile.runtime.registry import KernelInfo
     from lz_compile.runtime.report import MatchReport, Report
+    from lz_compile.tuning import TuneReport
 
 #: Columns that are never folded.
 _NAMES = ("op", "operation", "kernel", "stage", "code", "score", "device", "check", "status")
@@ -37,7 +38,7 @@ def tables(report: Report) -> Iterator[Any]:
 
 
 def _rows(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    table = Table(title=title or None, title_justify="left")
+    table = Table(title=title or None, title_justify="left", min_width=len(title))
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column in _NAMES)
     for row in rows:
@@ -107,11 +108,15 @@ def _attributes(attributes: Mapping[str, Any]) -> str:
 
 def _problem(context: Mapping[str, Any]) -> str:
     """Operation, dtype, sizes, features and device in one line."""
-    sizes = " ".join(f"{name}={_size(size)}" for name, size in context["dims"].items())
+    sizes = _sizes(context["dims"])
     features = ", ".join(context["features"].values())
     device = f"{context['hardware']['device_name']} ({context['hardware']['signature']})"
     parts = (f"{context['operation']} {context['dtype']} {sizes}", features and f"with {features}", f"on {device}")
     return "\n".join(part for part in parts if part)
+
+
+def _sizes(dims: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={_size(size)}" for name, size in sorted(dims.items()))
 
 
 def _size(size: Any) -> str:
@@ -255,6 +260,25 @@ def _policy(policy: Mapping[str, Any]) -> dict[str, str]:
     file = policy["error"] or policy["file"] or "none"
     rules = str(len(policy["rules"])) if policy["rules"] else ""
     return {"file": file, **given, "locks": locks, **wishes, "rules": rules}
+
+
+def tuned(report: TuneReport) -> Iterator[Any]:
+    """A row for each problem that was measured, the fastest kernel first."""
+    rows = [
+        (each.context.operation, each.context.dtype_name, _sizes(each.context.hints()), _latencies(each.latency_us))
+        for each in report.measured
+    ]
+    if rows:
+        yield _rows("", ("operation", "dtype", "sizes", "latency in µs"), rows)
+    counts = f"{len(report.measured)} measured, {report.known} known before, {report.remaining} remain"
+    yield Text(f"{counts}; {report.seconds:.1f} s")
+    if report.remaining:
+        yield Text("The budget is used up; the same command goes on from here.")
+
+
+def _latencies(latency_us: Mapping[str, float]) -> str:
+    ordered = sorted(latency_us.items(), key=lambda each: each[1])
+    return "\n".join(f"{kernel} {latency:,.1f}" for kernel, latency in ordered)
 
 
 def kernel_list(found: Sequence[KernelInfo]) -> Table:

@@ -28,7 +28,7 @@ from lz_compile.runtime.loaded_tables import Loaded
 from lz_compile.runtime.machine import environment
 from lz_compile.runtime.perf_record import PerfRecord
 from lz_compile.runtime.registry import kernels
-from lz_compile.runtime.table_trees import MAX_SIZE, over_symbols, samples_of
+from lz_compile.runtime.table_trees import MAX_SIZE, over_symbols
 from lz_compile.runtime.verdict import Policy, Verdict
 
 #: What a kernel must save of Inductor's latency, beyond the noise, to be taken.
@@ -114,6 +114,8 @@ class Decision:
         """
         last = (self.kernel.kernel_id, DISPATCH)  # which is right, but never better than leaving it alone
         others = [each for each in self.candidates if not each.against and each.kernel.kernel_id not in last]
+        if self.kernel.kernel_id == INDUCTOR:
+            return [self.kernel]
         base = next((each for each in others if each.kernel.kernel_id == INDUCTOR), None)
         return [self.kernel, *(each.kernel for each in others if each is base or each.beats(base))]
 
@@ -165,7 +167,6 @@ class _Selection:
         self.table_tree: Node | None
         self.table, self.table_tree = self._table(tables)
         self.asked: list[str] = []
-        self.allowed = MAX_OUTCOMES
 
     def decide(self) -> Decision:
         """Locks, then dispatch tables, then latencies."""
@@ -290,7 +291,7 @@ class _Selection:
             spoken_of.append(self._is_spoken_of(expected))
         found = grown(samples, spoken_of, names, INDUCTOR, MARGIN, self._preference())
         found = self._undivided(found, symbols, {name: hints[name] for name in names}, samples)
-        found = limit(found, samples, self.allowed)
+        found = limit(found, samples, MAX_OUTCOMES)
         can_dispatch = self.against.get(DISPATCH) == ()
         try:
             leaf = self._answer(found, symbols)
@@ -386,10 +387,7 @@ class _Selection:
             return None
         known = symbols.symbols
         largest = {name: MAX_SIZE if symbol.upper is None else symbol.upper for name, symbol in known.items()}
-        over = self._undivided(over, symbols, largest)
-        over = limit(over, samples_of(over, list(known)), MAX_OUTCOMES)
-        self.allowed = max(MAX_OUTCOMES - sum(1 for _ in decision_tree.leaves(over)) + 1, 1)
-        return over
+        return self._undivided(over, symbols, largest)
 
     def _outvoted(self, locked: KernelSpec) -> Reason | None:
         """That a lock names another kernel than the table."""

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from lz_compile.runtime.buckets import Sample
 from lz_compile.runtime.decision_tree import (
     Leaf,
     Node,
     Range,
     Split,
-    choose,
     edges,
     from_intervals,
-    outcomes,
     restrict,
     simplify,
 )
@@ -58,16 +54,18 @@ def of_points(points: Sequence[tuple[Point, str]], dims: Sequence[str]) -> Node:
 
     It does not speak of sizes beyond the last point, nor of combinations of buckets in which there is no point.
     """
-    return simplify(_of_points(points, dims))
+    sizes = {dim: sorted({point[dim] for point, _ in points}) for dim in dims}
+    return simplify(_of_points(points, sizes))
 
 
-def _of_points(points: Sequence[tuple[Point, str]], dims: Sequence[str]) -> Node:
-    if not dims:
+def _of_points(points: Sequence[tuple[Point, str]], sizes: Mapping[str, Sequence[int]]) -> Node:
+    if not points:
+        return UNSAID
+    if not sizes:
         return Leaf(points[0][1])
-    dim, *others = dims
-    sizes = sorted({point[dim] for point, _ in points})
-    parts = [_of_points([each for each in points if each[0][dim] == size], others) for size in sizes]
-    return from_intervals(dim, [size + 1 for size in sizes], [*parts, UNSAID])
+    (dim, own), *others = sizes.items()
+    parts = [_of_points([each for each in points if each[0][dim] == size], dict(others)) for size in own]
+    return from_intervals(dim, [size + 1 for size in own], [*parts, UNSAID])
 
 
 def of_regions(regions: Iterable[tuple[Mapping[str, Range], str]]) -> Node:
@@ -114,17 +112,3 @@ def _edge(sizes: Sizes, hints: Mapping[str, int], dim: str, symbol: str, at: int
     around = sorted({1, 2, max(found - 1, 1), max(found, 1), 2 * found + 1, hints[symbol]})
     values = [size(value) for value in around]
     return found if values == sorted(values) and values[0] < values[-1] else None
-
-
-def samples_of(node: Node, names: Sequence[str]) -> list[Sample]:
-    """A sample in each cell of a tree over symbols, at which its kernel is the fastest of all: to shorten it by."""
-    asked = edges(node)
-    grid = [sorted({max(at - 1, 1) for at in asked.get(name, [])} or {1}) for name in names]
-    kernels = [kernel for kernel in outcomes(node) if kernel is not None]
-    found = []
-    for values in itertools.product(*grid):
-        point = dict(zip(names, values, strict=True))
-        chosen = choose(node, point).kernel
-        if chosen is not None:
-            found.append(Sample(point, {kernel: 1.0 if kernel == chosen else 1.1 for kernel in kernels}))
-    return found

@@ -53,7 +53,7 @@ def attention(
     attrs: AttentionAttrs,
 ) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without softcap, sinks and dropout."""
-    return torch_sdpa.attention(query, key, value, mask=mask, bias=bias, attrs=attrs, sdpa=_called)
+    return torch_sdpa.through(_called, query, key, value, mask, bias, attrs)
 
 
 def _called(

@@ -19,14 +19,25 @@ def attention(
     mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     attrs: AttentionAttrs,
-    sdpa: Callable[..., torch.Tensor] = F.scaled_dot_product_attention,
 ) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``).
 
     SDPA gives zero for a row that masks every key with ``-inf`` (or with a boolean mask); where the source gives NaN or
-    the mean of the values there, that is restored. It adds masks, so that NaN in a masked score is passed on. ``sdpa`` is
-    the function that is called, or one that does the same.
+    the mean of the values there, that is restored. It adds masks, so that NaN in a masked score is passed on.
     """
+    return through(F.scaled_dot_product_attention, query, key, value, mask, bias, attrs)
+
+
+def through(
+    sdpa: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    attrs: AttentionAttrs,
+) -> torch.Tensor:
+    """The same by ``sdpa``, a function that takes what ``scaled_dot_product_attention`` takes and computes what that does."""
     is_causal = attrs.is_causal
     if is_causal and (mask is not None or bias is not None):  # SDPA takes one or the other
         causal = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril()
