@@ -175,15 +175,21 @@ def device_of(inputs: Iterable[Any]) -> torch.device:
 
 
 def _prepared(function: Callable[..., Any], inputs: Sequence[Any], is_training: bool) -> Callable[[], Any]:
-    """The compiled function as something to time, run once."""
-    compiled = inductor.compile_apart(function, inputs)
+    """The compiled function as something to time, run once; numbers and shapes among the inputs are constants of it."""
+    tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+
+    def of_tensors(*given: torch.Tensor) -> Any:
+        left = iter(given)
+        return function(*(next(left) if isinstance(each, torch.Tensor) else each for each in inputs))
+
+    compiled = inductor.compile_apart(of_tensors, tensors)
 
     def forward() -> Any:
-        return compiled(*inputs)
+        return compiled(*tensors)
 
     def forward_and_backward() -> Any:
-        outputs = [each for each in _tensors(compiled(*inputs)) if each.requires_grad]
-        leaves = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
+        outputs = [each for each in _tensors(compiled(*tensors)) if each.requires_grad]
+        leaves = [each for each in tensors if each.requires_grad]
         return torch.autograd.grad(outputs, leaves, [torch.ones_like(each) for each in outputs], allow_unused=True)
 
     call = forward_and_backward if is_training else forward

@@ -19,6 +19,7 @@ from lz_compile.errors import UnknownOperationError, nearest
 from lz_compile.lowering import inductor, ops
 from lz_compile.measuring import Measured, device_of, is_measured, measure_forms, runnable, undisturbed
 from lz_compile.passes.surroundings import Binding, Excerpt, excerpt, symbols
+from lz_compile.passes.symbolic_sizes import SymbolicSizes
 from lz_compile.passes.view import value_of
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import events, policy
@@ -98,7 +99,9 @@ def tune(
         raise ValueError(f"tuning: no mask '{mask}'{nearest(mask, MASKS)}; valid are {', '.join(MASKS)}")
     where = torch.device(device) if device is not None else _default_device()
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    _check_numbers(num_heads, kv_heads, head_dim, *seq_lens, *(seq_lens_k or ()), *batch_sizes, samples or 1)
+    _check_numbers(
+        num_heads, kv_heads, head_dim, *seq_lens, *(seq_lens_k or ()), *batch_sizes, 1 if samples is None else samples
+    )
     if num_heads % kv_heads:
         raise ValueError(
             f"tuning: expected query heads in a multiple of the key heads, received {num_heads} and {kv_heads}"
@@ -247,20 +250,31 @@ def _bindings(match: Match, found: Excerpt, problem: Problem) -> Iterator[tuple[
     known = {**problem.symbols.symbols, **problem.symbols.hidden}
     traced |= {symbol.expression: symbol.hint for symbol in known.values()}
     bucketed = ops.module(match.op).BUCKETED_DIMS
-    moving = next((known[name] for dims in bucketed for name in problem.symbols.names_in(dims)), None)
+    moving = [known[name] for name in _moving(problem.symbols, known, bucketed)]
     largest = max(4 * _elements(bucketed, problem.symbols.at({})), MAX_ELEMENTS)
-    for size in [None] if moving is None else _around(moving):
-        binding = traced if moving is None or size is None else {**traced, moving.expression: size}
+    for size in _around(moving) if moving else [None]:
+        binding = {**traced, **{symbol.expression: size for symbol in moving if size is not None}}
         sizes = problem.symbols.at({str(symbol): value for symbol, value in binding.items()})
-        if moving is None or size == moving.hint or _elements(bucketed, sizes) <= largest:
+        if size in (None, moving[0].hint) or _elements(bucketed, sizes) <= largest:
             yield binding, sizes
+
+
+def _moving(sizes: SymbolicSizes, known: Mapping[str, Any], bucketed: Iterable[tuple[str, ...]]) -> list[str]:
+    """The symbol to be varied, lengths first, with the other lengths that were traced equal: those of self-attention are."""
+    groups = sorted(bucketed, key=len)
+    names = list(dict.fromkeys(name for dims in groups for name in sizes.names_in(dims)))
+    lengths = {name for dims in groups if len(dims) == 1 for name in sizes.names_in(dims)}
+    equal = [name for name in names if {name, names[0]} <= lengths and known[name].hint == known[names[0]].hint]
+    return equal or names[:1]
 
 
 def _elements(bucketed: Iterable[Iterable[str]], sizes: Sizes) -> int:
     return math.prod(sizes[name] for names in bucketed for name in names)
 
 
-def _around(symbol: Any) -> list[int]:
-    """Powers of two in a symbol's range, the nearest to the traced size first."""
-    inside = [size for size in POWERS if symbol.lower <= size and (symbol.upper is None or size <= symbol.upper)]
-    return sorted(inside or [symbol.hint], key=lambda size: abs(math.log2(size / max(symbol.hint, 1))))
+def _around(symbols: Sequence[Any]) -> list[int]:
+    """Powers of two in the range of symbols that were traced with one size, the nearest to that first."""
+    lower = max(symbol.lower for symbol in symbols)
+    upper = min(POWERS[-1] if symbol.upper is None else symbol.upper for symbol in symbols)
+    inside, hint = [size for size in POWERS if lower <= size <= upper], symbols[0].hint
+    return sorted(inside or [hint], key=lambda size: abs(math.log2(size / max(hint, 1))))

@@ -27,6 +27,8 @@ from lz_compile.passes.view import is_symbolic, read, tensor_of, value_of, where
 #: How many operations are taken in before the match, and after it.
 _REACH = 16
 
+_SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes"})
+
 Binding = Mapping[sympy.Symbol, int]
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -99,16 +101,16 @@ def _digest(around: Sequence[fx.Node], core: set[fx.Node]) -> str:
     labels = {**dict.fromkeys(core, "match"), **{node: str(index) for index, node in enumerate(around)}}
     lines = []
     for node in around:
-        call, value = read(node), tensor_of(node)
+        call = read(node)
         assert call is not None, f"{node.name} is taken in and is no call"
-        assert value is not None, f"{node.name} is taken in and is no tensor"
-        operands = (
-            labels.get(operand, f"{found.dtype} {found.dim()}")
-            for operand in node.all_input_nodes
-            if (found := tensor_of(operand)) is not None
-        )
-        lines.append(f"{call.name}({', '.join(operands)}) {value.dtype} {value.dim()}")
+        operands = (labels.get(operand) or _kind(operand) for operand in node.all_input_nodes)
+        lines.append(f"{call.name}({', '.join(operands)}) {_kind(node)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else ""
+
+
+def _kind(node: fx.Node) -> str:
+    value = value_of(node)
+    return f"{value.dtype} {value.dim()}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _between(match: Match) -> set[fx.Node]:
@@ -135,6 +137,9 @@ def _take_before(match: Match, effects: Effects, held: dict[fx.Node, None]) -> N
         held[node] = None
         taken += 1
         queue.extend(node.all_input_nodes)
+    for node in list(held):  # parts of something that is not taken in are inputs, the whole cannot be one
+        if any(_is_split(operand) and operand not in held for operand in node.all_input_nodes):
+            del held[node]
 
 
 def _take_after(match: Match, effects: Effects, held: dict[fx.Node, None]) -> None:
@@ -142,7 +147,7 @@ def _take_after(match: Match, effects: Effects, held: dict[fx.Node, None]) -> No
     taken = 0
     while queue and taken < _REACH:
         node = queue.pop(0)
-        if node in held or not _is_fusible(node, match, effects):
+        if node in held or _is_split(node) or not _is_fusible(node, match, effects):
             continue
         if any(effects.position[operand] > effects.position[match.output] for operand in _strangers(node, held)):
             continue
@@ -157,9 +162,18 @@ def _strangers(node: fx.Node, held: Mapping[fx.Node, None]) -> list[fx.Node]:
 
 def _is_fusible(node: fx.Node, match: Match, effects: Effects) -> bool:
     call = read(node)
-    if call is None or tensor_of(node) is None or call.is_inplace or effects.ambient(node) != match.ambient:
+    if call is None or call.is_inplace or effects.ambient(node) != match.ambient:
+        return False
+    if _is_split(node):
+        return call.name in _SPLITS
+    if tensor_of(node) is None:
         return False
     return is_pointwise(call) or layout.is_view(call) or layout.rearranges(call)
+
+
+def _is_split(node: fx.Node) -> bool:
+    """Whether a node gives several tensors at once, as ``chunk`` and ``split`` do."""
+    return isinstance(value_of(node), (tuple, list)) and not isinstance(value_of(node), torch.Size)
 
 
 def _moved(match: Match, copies: Mapping[fx.Node, fx.Node]) -> Match:
