@@ -193,7 +193,8 @@ def _prepared(function: Callable[..., Any], inputs: Sequence[Any], is_training: 
         return torch.autograd.grad(outputs, leaves, [torch.ones_like(each) for each in outputs], allow_unused=True)
 
     call = forward_and_backward if is_training else forward
-    call()
+    with inductor.apart():
+        call()
     return call
 
 

@@ -19,11 +19,10 @@ from lz_compile.errors import UnknownOperationError, nearest
 from lz_compile.lowering import inductor, ops
 from lz_compile.measuring import Measured, device_of, is_measured, measure_forms, runnable, undisturbed
 from lz_compile.passes.surroundings import Binding, Excerpt, excerpt, symbols
-from lz_compile.passes.symbolic_sizes import SymbolicSizes
 from lz_compile.passes.view import value_of
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import events, policy
-from lz_compile.runtime.select import POWERS, Problem
+from lz_compile.runtime.select import POWERS, Problem, Symbols
 
 if TYPE_CHECKING:
     from lz_compile.passes.effects import Effects
@@ -259,7 +258,7 @@ def _bindings(match: Match, found: Excerpt, problem: Problem) -> Iterator[tuple[
             yield binding, sizes
 
 
-def _moving(sizes: SymbolicSizes, known: Mapping[str, Any], bucketed: Iterable[tuple[str, ...]]) -> list[str]:
+def _moving(sizes: Symbols, known: Mapping[str, Any], bucketed: Iterable[tuple[str, ...]]) -> list[str]:
     """The symbol to be varied, lengths first, with the other lengths that were traced equal: those of self-attention are."""
     groups = sorted(bucketed, key=len)
     names = list(dict.fromkeys(name for dims in groups for name in sizes.names_in(dims)))

@@ -330,7 +330,12 @@ def test_a_kernel_is_put_into_an_excerpt_as_it_is_put_into_the_graph(monkeypatch
     inputs = [*tensors(2, 3, 8, 16), *tensors(48, 48, count=1)]
     module = capture(block, *inputs)
     (found,) = excerpts(module)
-    call = kernels("attention")[OPAQUE].call
+    sdpa = kernels("attention")[OPAQUE].call
+
+    def call(*operands: Any, **options: Any) -> Any:
+        """Its result lies token by token, as that of most libraries."""
+        return sdpa(*operands, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
     made: list[fx.GraphModule] = []
     original = fx.GraphModule.recompile
     monkeypatch.setattr(fx.GraphModule, "recompile", lambda self: (made.append(self), original(self))[1])
@@ -338,7 +343,7 @@ def test_a_kernel_is_put_into_an_excerpt_as_it_is_put_into_the_graph(monkeypatch
     splice(module.graph, found.match, call, Recipes())
     whole = [name for name in _targets(module) if name != "linear"]
     assert _targets(made[-1]) == whole
-    assert "contiguous" not in whole
+    assert whole.count("contiguous") == 1, "the kernel's own"
 
 
 def test_making_a_function_leaves_the_graph_alone():

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.utils import counters
+from torch._dynamo.metrics_context import MetricsContext
+from torch._dynamo.utils import counters, get_metrics_context
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -65,10 +66,30 @@ def compile_graph(
 
 
 def compile_apart(function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a function for given inputs by Inductor, apart from the graph that is being compiled now (to measure it)."""
-    with torch._guards.tracing(None):
+    """Compile a function for given inputs by Inductor, apart from the graph that is being compiled now (to measure it).
+
+    A backward is compiled when it first runs: that too has to be done inside of :func:`apart`.
+    """
+    with apart():
         module = make_fx(function)(*inputs)
         return cast("Callable[..., Any]", compile_fx(module, inputs))
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """What is compiled inside is no part of the compilation that goes on, neither of its tracing nor of its metrics.
+
+    Dynamo's metrics of one compilation may be set once: a second one inside of it would make either fail.
+    """
+    context = get_metrics_context()
+    outer = dict(vars(context))
+    vars(context).update(vars(MetricsContext(on_exit=lambda *_: None)))
+    try:
+        with torch._guards.tracing(None):
+            yield
+    finally:
+        vars(context).clear()
+        vars(context).update(outer)
 
 
 def compile_isolated(
