@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from lz_compile import pipeline
-from lz_compile.errors import LayerZeroError, RewriteFailedError
+from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options, split
 from lz_compile.runtime import events, policy
@@ -28,7 +28,8 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Rewrite ``module`` in place and compile it; on failure of the rewritten graph, compile the original one."""
     ours, rest = split(options, mode)
-    return process(module, inputs, ours, inductor_runner(mode, rest))
+    with inductor.compiling_with(inductor.config_of(mode, rest)):
+        return process(module, inputs, ours, inductor_runner(mode, rest))
 
 
 def inductor_runner(mode: str | None, options: dict[str, Any]) -> Runner:
@@ -78,7 +79,7 @@ def _rewrite(
         dump.graph("before", module)
         pipeline.rewrite(module, options, report)
         dump.graph("after", module)
-    except LayerZeroError:
+    except USER_ERRORS:
         raise
     except Exception as error:
         text = "rewriting the graph"

@@ -150,3 +150,7 @@ class SolveError(LayerZeroError, ValueError):
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"solving a model: {problem}")
+
+
+#: What is the user's to mend, and is raised whatever falls back otherwise.
+USER_ERRORS = (OptionError, ConfigError, DispatchTableError, RewriteFailedError)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from lz_compile.errors import LayerZeroError, RewriteFailedError
+from lz_compile.errors import USER_ERRORS, RewriteFailedError
+from lz_compile.lowering import inductor
 from lz_compile.options import Options
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.inline import Inlined, inline
@@ -132,7 +133,8 @@ class _Known:
         """What a kernel is to be chosen for."""
         key = id(match.kind)
         if key not in self.problems:
-            self.problems[key] = Problem(of_match(match.kind), match.source_kernel, symbols=symbolic_sizes(match.kind))
+            context = of_match(match.kind, is_cuda_graph_capturing=inductor.captures_cuda_graphs(match.facts.device))
+            self.problems[key] = Problem(context, match.source_kernel, symbols=symbolic_sizes(match.kind))
         return self.problems[key]
 
     def decide(self, match: Match) -> Decision:
@@ -150,7 +152,8 @@ class _Known:
             return replace(self.verdicts[key], origin="memory", seconds=0.0)
         proven = functools.partial(kernel.call, **kernel.validation_arguments)
         subject = match.kind if kernel.limits_head_dim else replace(match.kind, limited=frozenset())
-        self.verdicts[key] = validate(subject, kernel.identity, proven, Store("validation"))
+        store = Store("validation") if kernel.is_reproducible else None
+        self.verdicts[key] = validate(subject, kernel.identity, proven, store)
         return self.verdicts[key]
 
 
@@ -253,7 +256,7 @@ def _apply(
 
 
 def _fail(code: str, text: str, error: Exception, options: Options) -> None:
-    if isinstance(error, LayerZeroError):
+    if isinstance(error, USER_ERRORS):
         raise error
     events.record(code, text, error)
     if options.strict:

@@ -191,7 +191,7 @@ def _safety(configuration: Configuration, device: torch.device) -> Iterator[Chec
     else:
         yield Check("fallback", "warn", "switched off (fallback_enabled): a kernel that fails stops the program")
     if device.type != "cpu" and settings.memory_headroom_mb is None:
-        text = "memory_headroom_mb is not set: kernels may take any workspace"
+        text = "memory_headroom_mb is not set: kernels may take what the device has free"
         yield Check("memory headroom", "warn", text)
 
 

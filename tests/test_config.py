@@ -63,11 +63,11 @@ version: 1
 enabled: false
 fallback_enabled: false
 log_selections: true
-explain_enabled: false
+explain_enabled: true
 deterministic: true
 strict_mode: true
 plan_mode: false
-allow_adaptation: false
+allow_adaptation: true
 graph_strict_mode: false
 backend_isolation: in_process
 memory_headroom_mb: 1024
@@ -105,10 +105,10 @@ def test_every_key_of_a_file_arrives(tmp_path):
         enabled=False,
         fallback_enabled=False,
         log_selections=True,
-        explain_enabled=False,
+        explain_enabled=True,
         deterministic=True,
         strict_mode=True,
-        allow_adaptation=False,
+        allow_adaptation=True,
         memory_headroom_mb=1024,
         perfdb=PerfDBSettings(enabled=False, path=str(tmp_path / "measured.sqlite"), auto_tune=True, tune_samples=7),
         cache=CacheSettings(enabled=False, max_size=11, ttl_seconds=2.0),

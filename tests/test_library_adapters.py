@@ -300,6 +300,7 @@ def cudnn_on_cpu() -> Iterator[None]:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.usefixtures("cudnn_on_cpu")
 def test_cudnn_attention_and_its_gradients_are_the_references(is_causal):
+    assert kernels("attention")["torch.cudnn"].supports >= {"causal", "gqa", "training"}
     attrs = AttentionAttrs(is_causal=is_causal, enable_gqa=True, scale=0.3)
     given = operands(keys=14)
     leaves = [x.clone().requires_grad_() for x in given]

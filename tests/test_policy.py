@@ -733,8 +733,6 @@ def test_nothing_is_lost_where_many_threads_configure_at_once():
         "strict_mode",
         "log_selections",
         "fallback_enabled",
-        "allow_adaptation",
-        "explain_enabled",
     ]
     start, faults = threading.Barrier(len(names) + 1), []
 
@@ -770,10 +768,8 @@ CHANGES = {
     "enabled": False,
     "fallback_enabled": False,
     "log_selections": True,
-    "explain_enabled": False,
     "deterministic": True,
     "strict_mode": True,
-    "allow_adaptation": False,
     "memory_headroom_mb": 5,
     "perfdb.enabled": False,
     "perfdb.path": "/elsewhere.sqlite",
@@ -783,7 +779,14 @@ CHANGES = {
     "cache.max_size": 3,
     "cache.ttl_seconds": 3.0,
 }
-ONE_VALUE = {"plan_mode", "graph_strict_mode", "backend_isolation", "debug"}  # nothing else can be configured
+ONE_VALUE = {
+    "plan_mode",
+    "graph_strict_mode",
+    "backend_isolation",
+    "debug",
+    "explain_enabled",
+    "allow_adaptation",
+}  # nothing else can be configured
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -136,7 +136,7 @@ def test_every_feature_of_the_op_is_known():
         is_causal=True, enable_gqa=True, has_mask=True, has_bias=True, dropout_p=0.1, softcap=1.0, has_sinks=True,
         masked_rows="fill", bias_can_mask=True,
     )  # fmt: skip
-    assert set(features(attrs, replace(facts, query_len=_symbol()))) == set(FEATURES)
+    assert set(features(attrs, replace(facts, query_len=_symbol()))) <= set(FEATURES)
 
 
 def _symbol() -> Any:

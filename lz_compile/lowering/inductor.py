@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import signature
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -65,6 +68,34 @@ def compile_graph(
     return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=patches))
 
 
+#: The configuration of the compile that goes on in this thread, beyond Inductor's defaults.
+_configuration: ContextVar[Mapping[str, Any]] = ContextVar(
+    "lz_compile_inductor_configuration",
+    default=MappingProxyType({}),
+)
+
+
+@contextmanager
+def compiling_with(config: Mapping[str, Any]) -> Iterator[None]:
+    """What is measured inside is compiled as the graph itself will be."""
+    token = _configuration.set(config)
+    try:
+        yield
+    finally:
+        _configuration.reset(token)
+
+
+def configuration_digest() -> str:
+    """A hash of the configuration of the compile that goes on; empty under Inductor's defaults."""
+    lines = [f"{name}={value!r}" for name, value in sorted(_configuration.get().items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else ""
+
+
+def captures_cuda_graphs(device: str) -> bool:
+    """Whether the compile that goes on puts what runs on ``device`` into CUDA graphs."""
+    return device == "cuda" and bool(_configuration.get().get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
 def compile_apart(function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a function for given inputs by Inductor, apart from the graph that is being compiled now (to measure it).
 
@@ -72,7 +103,7 @@ def compile_apart(function: Callable[..., Any], inputs: Sequence[Any]) -> Callab
     """
     with apart():
         module = make_fx(function)(*inputs)
-        return cast("Callable[..., Any]", compile_fx(module, inputs))
+        return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=dict(_configuration.get())))
 
 
 @contextmanager

@@ -35,6 +35,7 @@ class Twins:
     def __init__(self, effects: Effects) -> None:
         self._effects = effects
         self._prototypes: list[_Prototype] = []
+        self._signatures: dict[fx.Node, Any] = {}
 
     @contextmanager
     def watch(self) -> Iterator[Look]:
@@ -53,7 +54,7 @@ class Twins:
         for prototype in self._prototypes:
             if prototype.match.output.target != anchor.target:
                 continue
-            renamed = _Walk(self._effects, prototype.look).follow(prototype.match.output, anchor)
+            renamed = _Walk(self._effects, prototype.look, self._signatures).follow(prototype.match.output, anchor)
             if renamed is not None and self._uses_agree(prototype, renamed):
                 return _renamed(prototype.match, renamed)
         return None
@@ -100,9 +101,10 @@ def _renamed(match: Match, renamed: Mapping[fx.Node, fx.Node]) -> Match:
 class _Walk:
     """Pairs of nodes, one to one, as far as the recogniser looked."""
 
-    def __init__(self, effects: Effects, look: Look) -> None:
+    def __init__(self, effects: Effects, look: Look, signatures: dict[fx.Node, Any]) -> None:
         self._effects = effects
         self._look = look
+        self._signatures = signatures
         self._there: dict[fx.Node, fx.Node] = {}
         self._back: dict[fx.Node, fx.Node] = {}
 
@@ -116,7 +118,7 @@ class _Walk:
                     return None
                 continue
             self._there[one], self._back[two] = two, one
-            if _signature(one) != _signature(two) or self._effects.ambient(one) != self._effects.ambient(two):
+            if self._signature(one) != self._signature(two) or self._effects.ambient(one) != self._effects.ambient(two):
                 return None
             if one not in self._look.nodes:
                 continue
@@ -125,6 +127,11 @@ class _Walk:
             if not _pair((one.args, one.kwargs), (two.args, two.kwargs), stack):
                 return None
         return self._there
+
+    def _signature(self, node: fx.Node) -> Any:
+        if node not in self._signatures:
+            self._signatures[node] = _signature(node)
+        return self._signatures[node]
 
 
 def _same_target(one: fx.Node, two: fx.Node) -> bool:

@@ -37,10 +37,10 @@ def unread(op: str, graph: fx.Graph, effects: Effects, covered: Collection[fx.No
     """A near miss for every normalisation outside of ``covered`` that looks like the one of an attention."""
     for node in graph.nodes:
         call = effects.calls[node]
-        tensor = tensor_of(node)
-        if call is None or tensor is None or node in covered or EMITTED in node.meta or 0 in shape_of(tensor):
+        if call is None or not _normalises(effects, call) or node in covered or EMITTED in node.meta:
             continue
-        if tensor_of(call.input) is None or not _normalises(effects, call):
+        tensor = tensor_of(node)
+        if tensor is None or tensor_of(call.input) is None or 0 in shape_of(tensor):
             continue
         found = _reason(effects, call, covered)
         if found is not None:

@@ -100,20 +100,21 @@ def forget() -> None:
     _memory.clear()
 
 
-def validate(match: Match, kernel_id: str, call: KernelCall, store: Store) -> Validation:
+def validate(match: Match, kernel_id: str, call: KernelCall, store: Store | None) -> Validation:
     """Whether ``call`` may replace ``match``; remembered by structure, dtypes, attributes, kernel and source version."""
     start = time.perf_counter()
     key = _key(match, kernel_id)
     known = _memory.get(key)
     if known is not None:
         return replace(known, origin="memory", seconds=time.perf_counter() - start)
-    verdict = _stored(store, key)
+    verdict = None if store is None else _stored(store, key)
     if verdict is not None:
         _memory[key] = verdict
         return replace(verdict, origin="disk", seconds=time.perf_counter() - start)
     verdict = _run(match, call)
     _memory[key] = verdict
-    store.save(key, verdict.to_dict())
+    if store is not None:
+        store.save(key, verdict.to_dict())
     return replace(verdict, seconds=time.perf_counter() - start)
 
 

@@ -30,6 +30,8 @@ VERSION = 1
 _CHOICES: Mapping[str, tuple[object, ...]] = {"version": (VERSION,), "backend_isolation": ("in_process", "subprocess")}
 _NOT_YET: Mapping[tuple[str, object], str] = {
     ("plan_mode", True): "kernels are chosen one operation at a time; leave plan_mode at false",
+    ("explain_enabled", False): "reports are always made; leave explain_enabled at true",
+    ("allow_adaptation", False): "adapters change layouts where a kernel needs it; leave allow_adaptation at true",
     ("graph_strict_mode", True): "kernels are not captured on trial; leave graph_strict_mode at false",
     ("backend_isolation", "subprocess"): "kernels run in this process; leave backend_isolation at 'in_process'",
 }

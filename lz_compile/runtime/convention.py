@@ -42,6 +42,9 @@ FEATURES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
     "masked_row_gradient": ((), None),
     "training": ((), None),
     "value_dim": ((), None),
+    "masked_nan": (("attn_mask",), "mask"),
+    "nan_rows": ((), None),
+    "nan_in_few_keys": ((), None),
 }
 _GRADIENTS = frozenset({"training", "bias_gradient", "masked_row_gradient"})
 

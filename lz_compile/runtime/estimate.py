@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from lz_compile.lowering import ops
+from lz_compile.lowering import inductor, ops
 from lz_compile.runtime.context import SelectionContext, SymbolicDim
 from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.perf_record import PerfRecord
@@ -66,9 +66,10 @@ def fixed_part(context: SelectionContext, source_kernel: str | None) -> dict[str
     """What a measurement must share with a context: features, which sizes are symbolic, how the source spells it."""
     exact = {name: dim for name, dim in context.dims.items() if name in ops.module(context.op).EXACT_DIMS}
     return {
-        "features": sorted(context.features),
+        "features": sorted(context.features.keys() - ops.module(context.op).TIMELESS_FEATURES),
         "symbolic": sorted(name for name, dim in context.dims.items() if isinstance(dim, SymbolicDim)),
         "source": source_kernel or "",
+        "config": inductor.configuration_digest(),
         "dims": {name: dim for name, dim in exact.items() if isinstance(dim, int)},
     }
 
@@ -107,6 +108,8 @@ def estimates(
     if source_kernel is not None:
         measured = measured or _measured(context, sizes, _current(spelled_out, by_id), surroundings, source_kernel)
         measured |= {name: measured[INDUCTOR] for name in (source_kernel,) if measured}
+    if measured:  # a prior is no match for measurements: whatever was not measured with the others is not preferred
+        found = dict.fromkeys(found, Estimate(1.0))
     return {kernel_id: measured.get(kernel_id, prior) for kernel_id, prior in found.items()}
 
 
@@ -115,8 +118,9 @@ def _current(records: Iterable[PerfRecord], specs: Mapping[str, KernelSpec]) -> 
 
 
 def is_current(record: PerfRecord, spec: KernelSpec) -> bool:
-    """Whether a measurement is of the version of a kernel's library that is installed."""
-    return record.kernel_version in (None, spec.version)
+    """Whether a measurement is of the kernel as it is now: the installed version, the same limits or code."""
+    is_same = record.capabilities_hash in (None, spec.capabilities_hash)
+    return is_same and record.kernel_version in (None, spec.version)
 
 
 def _priors(

@@ -113,7 +113,13 @@ class KernelSpec:
     @property
     def identity(self) -> str:
         """What a proof or a measurement of this kernel is about: its id, its limits or code, and the installed version."""
-        return f"{self.kernel_id} {self.version} {self.capabilities_hash}"
+        registration = getattr(self.implementation, "name", "")  # code alone does not tell two closures apart
+        return f"{self.kernel_id} {self.version} {self.capabilities_hash} {registration}"
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether the kernel is the same in every process of that identity: ours, or a library's of a version."""
+        return self.version is not None or isinstance(self.implementation, (LazyFunction, type(None)))
 
     @property
     def limits_head_dim(self) -> bool:

@@ -7,10 +7,9 @@ that is taken when nothing is better by more than the noise.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from lz_compile.errors import NoKernelFoundError
 from lz_compile.lowering import ops
@@ -27,121 +26,19 @@ from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.loaded_tables import Loaded
 from lz_compile.runtime.machine import environment
 from lz_compile.runtime.perf_record import PerfRecord
+from lz_compile.runtime.problem import MARGIN, Candidate, Decision, Problem, Symbols
 from lz_compile.runtime.registry import kernels
 from lz_compile.runtime.table_trees import MAX_SIZE, over_symbols
 from lz_compile.runtime.verdict import Policy, Verdict
 
-#: What a kernel must save of Inductor's latency, beyond the noise, to be taken.
-MARGIN = 0.03
+__all__ = ["MARGIN", "Candidate", "Decision", "Problem", "Symbols", "database_at", "records_of", "select"]
+
 #: Points of a preference or an aversion; 100 points are Inductor's speed (layerzero_spec 5.2).
 PREFERRED, AVOIDED = 20.0, -50.0
 #: Kernels that one symbol may lead to: Dynamo compiles that often, and gives up at eight.
 MAX_OUTCOMES = 6
 #: The sizes of a symbol that are looked at: 16 to 16,384.
 POWERS = tuple(1 << power for power in range(4, 15))
-
-
-class Symbols(Protocol):
-    """The symbolic sizes of a match (``passes/symbolic_sizes.py``)."""
-
-    @property
-    def symbols(self) -> Mapping[str, Any]:
-        """Every symbol that can be asked about, by name."""
-
-    @property
-    def hidden(self) -> Mapping[str, Any]:
-        """Every symbol that cannot, because data decides it."""
-
-    def at(self, values: Mapping[str, int]) -> dict[str, int]:
-        """Every size, with the symbols at ``values``."""
-
-    def names_in(self, dims: tuple[str, ...]) -> list[str]:
-        """The symbols that the sizes of some dims depend on."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A kernel that was considered: ``against`` holds the reasons why it cannot run (empty: it can).
-
-    ``score`` is its speed in percent of Inductor's, plus what preferences add.
-    """
-
-    kernel: KernelSpec
-    against: tuple[Reason, ...]
-    estimate: Estimate
-    score: float
-    notes: tuple[Reason, ...] = ()
-
-    def beats(self, incumbent: Candidate | None) -> bool:
-        """Whether it saves more of the incumbent's latency than the margin, and than the noise of either."""
-        if incumbent is None:
-            return True
-        noises = [each.estimate.noise for each in (self, incumbent) if each is self or each.estimate.is_measured]
-        return 1 - incumbent.score / self.score > max(MARGIN, math.hypot(*noises))
-
-    def to_dict(self) -> dict[str, Any]:
-        """As stable JSON."""
-        return {
-            "kernel": self.kernel.kernel_id,
-            "score": round(self.score, 2),
-            **self.estimate.to_dict(),
-            "against": [reason.to_dict() for reason in self.against],
-            "notes": [reason.to_dict() for reason in self.notes],
-        }
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The kernel for a problem, why, and every candidate from the best to the worst; why a lock or table was not followed.
-
-    ``tree`` is the decision over symbolic sizes that ``kernel`` is one leaf of; ``asked`` are the questions that became
-    guards, with their answers.
-    """
-
-    kernel: KernelSpec
-    why: str
-    candidates: tuple[Candidate, ...]
-    refused_lock: Reason | None = None
-    tree: Node | None = None
-    asked: tuple[str, ...] = field(default=())
-    refused_table: Reason | None = None
-
-    @property
-    def ranking(self) -> list[KernelSpec]:
-        """The kernel, and what to take instead if it proves wrong, in order: what beats Inductor, and Inductor itself.
-
-        The last one is always right.
-        """
-        last = (self.kernel.kernel_id, DISPATCH)  # which is right, but never better than leaving it alone
-        others = [each for each in self.candidates if not each.against and each.kernel.kernel_id not in last]
-        if self.kernel.kernel_id == INDUCTOR:
-            return [self.kernel]
-        base = next((each for each in others if each.kernel.kernel_id == INDUCTOR), None)
-        return [self.kernel, *(each.kernel for each in others if each is base or each.beats(base))]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What to choose a kernel for: the context, what the source calls itself, and what surrounds it.
-
-    ``symbols`` are given where sizes are symbolic and questions about them may become guards. ``is_eager`` stands for a
-    call that nobody compiles: it takes a kernel that is one call, by default SDPA.
-    """
-
-    context: SelectionContext
-    source_kernel: str | None = None
-    surroundings: str = ""
-    symbols: Symbols | None = None
-    is_eager: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """As stable JSON."""
-        return {
-            **self.context.to_dict(),
-            "source_kernel": self.source_kernel,
-            "surroundings": self.surroundings,
-            **({"is_eager": True} if self.is_eager else {}),
-        }
 
 
 def select(problem: Problem, policy: Policy, tables: Sequence[Loaded] | None = None) -> Decision:
@@ -263,12 +160,20 @@ class _Selection:
         by = f" (preferred by {preference[1]})" if preference is not None else ""
         base = "Inductor's own code" if self.incumbent == INDUCTOR else self.incumbent
         if kernel_id == self.incumbent:
-            return f"nothing is expected to be faster than {base}{by}"
+            return f"nothing is expected to be faster than {base}{self._nearly(candidates)}{by}"
         if estimate.origin == "assumed":
             return f"never measured here, assumed to be as fast as {base}{by}"
         verb = "measured" if estimate.origin == "measured" else "expected"
         of = "Inductor's" if self.incumbent == INDUCTOR else f"{self.incumbent}'s"
         return f"{verb} at {estimate.relative_latency:.3g} of {of} latency{by}"
+
+    def _nearly(self, candidates: Sequence[Candidate]) -> str:
+        """The kernel that would be faster, but by no more than chance explains."""
+        incumbent = next(each for each in candidates if each.kernel.kernel_id == self.incumbent)
+        best = next((each for each in candidates if not each.against and each.score > incumbent.score), None)
+        if best is None or best.kernel.kernel_id == self.incumbent:
+            return ""
+        return f" by more than the noise ({best.kernel.kernel_id}: {best.estimate.relative_latency:.3g})"
 
     # ---- symbolic sizes -------------------------------------------------------------------------------------------
 
@@ -439,7 +344,7 @@ class _Selection:
     def _records(self, problem: Problem | None = None) -> list[PerfRecord]:
         settings = self.policy.settings.perfdb
         runnable = [name for name, reasons in self.against.items() if not reasons]
-        if not settings.enabled or not self.policy.settings.enabled or runnable == [INDUCTOR]:
+        if not settings.enabled or not self.policy.settings.enabled or {*runnable} <= {INDUCTOR, DISPATCH}:
             return []
         return records_of(problem or self.problem, self.context, settings.path)
 

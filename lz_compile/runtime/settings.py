@@ -30,7 +30,7 @@ class CacheSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that is not about single kernels; ``memory_headroom_mb`` counts 2**20 bytes, None allows any workspace."""
+    """Everything that is not about single kernels; ``memory_headroom_mb`` counts 2**20 bytes."""
 
     enabled: bool = True
     fallback_enabled: bool = True
@@ -49,7 +49,7 @@ class Settings:
 
     @property
     def memory_headroom_bytes(self) -> int | None:
-        """The largest workspace that a kernel may take; None: any."""
+        """The largest workspace that a kernel may take; None: nobody said."""
         return None if self.memory_headroom_mb is None else self.memory_headroom_mb * 2**20
 
     def replaced(self, values: Mapping[str, Any]) -> Settings:

@@ -30,6 +30,8 @@ MaskedRows: TypeAlias = Literal["nan", "mean", "zero", "fill"]
 
 #: Sizes that a measurement must have exactly, and those that it may differ in within a bucket (a product is one size).
 EXACT_DIMS = ("head_dim", "value_dim")
+#: Features that say what a kernel must get right, and nothing of how long it takes.
+TIMELESS_FEATURES = frozenset({"masked_nan", "nan_rows", "nan_in_few_keys", "masked_row_gradient"})
 BUCKETED_DIMS = (("seq_len_q",), ("seq_len_k",), ("batch_size", "num_heads"))
 
 #: Without a mask, PyTorch's CPU kernel gives zero, not NaN, for a row of NaN in fewer keys than a vector register holds

@@ -41,8 +41,10 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
     twins = Twins(effects)
     for node in graph.nodes:
         call = effects.calls[node]
+        if call is None or call.name not in _LAST or EMITTED in node.meta:
+            continue
         tensor = tensor_of(node)
-        if call is None or tensor is None or EMITTED in node.meta or 0 in shape_of(tensor):
+        if tensor is None or 0 in shape_of(tensor):
             continue
         found = _from_call(effects, call, twins)
         if isinstance(found, Match):
@@ -55,8 +57,6 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
 
 
 def _from_call(effects: Effects, call: Call, twins: Twins) -> Match | NearMiss | None:
-    if call.name not in _LAST:
-        return None
     found: Match | NearMiss | None = twins.find(call.node)
     if found is None:
         with twins.watch() as look:
