@@ -35,6 +35,9 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.attention
 	$(PY) -m benchmarks.models
 	$(PY) -m benchmarks.compile_time
+	$(PY) -m benchmarks.selection
+	$(PY) -m benchmarks.eager_selection
+	$(PY) -m benchmarks.decision_cache
 
 clean: ## remove everything that make, pip and the tools created
 	rm -rf $(VENV) .venv-ci build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

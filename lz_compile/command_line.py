@@ -376,7 +376,8 @@ def _show(arguments: argparse.Namespace, record: dict[str, Any], told: Any) -> N
     from rich.console import Console
 
     is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
-    Console(width=None if is_sized else WIDTH).print(told, markup=not isinstance(told, str), highlight=False)
+    console = Console(width=None if is_sized else WIDTH)
+    console.print(told, markup=not isinstance(told, str), highlight=False, soft_wrap=isinstance(told, str))
 
 
 @contextmanager

@@ -670,3 +670,52 @@ def test_a_lock_that_cannot_be_followed_says_so() -> None:
     (match,) = backend.report.matches
     assert match.reasons[0].code == "LOCK_NOT_POSSIBLE"
     assert "softcap" in match.reasons[0].message or "capped" in match.reasons[0].message
+
+
+def test_what_is_added_after_a_clamp_is_not_clamped() -> None:
+    """A row that a later mask covers with infinities is NaN in the source, whatever was clamped before."""
+
+    def clamped_first(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        scores = (query @ key.transpose(-2, -1) * 0.25).clamp(min=torch.finfo(torch.float32).min)
+        return (scores + mask).softmax(-1) @ value
+
+    query, key, value = (torch.randn(2, 3, 20, 16) for _ in range(3))
+    mask = torch.zeros(20, 20)
+    mask[3] = -math.inf
+    got = rewritten(clamped_first, query, key, value, mask)
+    torch.testing.assert_close(got, clamped_first(query, key, value, mask), equal_nan=True)
+    assert got[:, :, 3].isnan().all()
+
+
+def test_a_clamp_between_two_masks_is_refused() -> None:
+    def between(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        scores = (query @ key.transpose(-2, -1) * 0.25 + mask).clamp(min=torch.finfo(torch.float32).min)
+        return (scores + mask).softmax(-1) @ value
+
+    backend = Rewriting()
+    inputs = (*(torch.randn(2, 3, 20, 16) for _ in range(3)), torch.zeros(20, 20))
+    torch.compile(between, backend=backend, fullgraph=True)(*inputs)
+    assert not backend.report.matches
+    assert "clamped before a mask is added" in str(backend.report.near_misses[0].reason)
+
+
+def test_nan_to_num_of_a_gate_is_not_that_of_the_probabilities() -> None:
+    def gated(query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+        weights = (query @ key.transpose(-2, -1) * 0.25).softmax(-1)
+        return (weights * torch.nan_to_num(gate)) @ value
+
+    backend = Rewriting()
+    query, key, value = (torch.randn(2, 3, 20, 16) for _ in range(3))
+    gate = torch.randn(2, 3, 20, 1)
+    gate[0, 0, 0] = math.nan
+    got = torch.compile(gated, backend=backend, fullgraph=True)(query, key, value, gate)
+    torch.testing.assert_close(got, gated(query, key, value, gate))
+
+
+def test_a_whole_number_is_a_dropout_probability_too() -> None:
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=0)
+
+    backend = Rewriting()
+    torch.compile(call, backend=backend, fullgraph=True)(*(torch.randn(2, 3, 20, 16) for _ in range(3)))
+    assert [match.attributes.get("dropout_p", 0.0) for match in backend.report.matches] == [0.0]

@@ -382,8 +382,11 @@ def _score_dtype(inner: Scores, dtype: torch.dtype) -> torch.dtype:
 
 def _masked_rows(region: Region, inner: Scores, found: Probabilities) -> MaskedRows:
     """What a row without any kept key comes to in the source."""
-    if found.zero_rows:
-        return "zero"
+    mode = _before_nan_to_num(region, inner, found)
+    return "zero" if found.zero_rows and mode == "nan" else mode
+
+
+def _before_nan_to_num(region: Region, inner: Scores, found: Probabilities) -> MaskedRows:
     if inner.fill is None or found.keep != 1:
         return "mean" if inner.is_floored and found.keep == 1 else "nan"
     if all(fill.coeff(INFINITY) != 0 for fill in inner.fills):

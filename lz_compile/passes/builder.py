@@ -57,6 +57,10 @@ class TensorProxy(fx.Proxy):
         sizes = self._value.shape
         return tuple(size if isinstance(size, int) else self.size(i) for i, size in enumerate(sizes))
 
+    def stride(self) -> tuple[Any, ...]:
+        """Of the tensor, symbolic ones as such."""
+        return self._value.stride()
+
 
 class _Tracer(GraphAppendingTracer):
     """Gives every new node its example value (and thereby shape, dtype and strides) as soon as it is made."""

@@ -50,7 +50,7 @@ def read(region: Region, node: fx.Node, dims: Dims, reader: fx.Node, keys: tuple
     """
     expression = region.express(node, dims, reader)
     expression, dropout_p = _strip_dropout(expression)
-    expression, zero_rows = _strip_nan_to_num(expression)
+    expression, zero_rows = _strip_nan_to_num(region, expression)
     normalised = _softmax_leaf(region, expression)
     if normalised is not None:
         found = _from_softmax(region, expression, normalised, keys)
@@ -72,10 +72,15 @@ def _strip_dropout(expression: sympy.Expr) -> tuple[sympy.Expr, float]:
     return gain * inner, float(p)
 
 
-def _strip_nan_to_num(expression: sympy.Expr) -> tuple[sympy.Expr, bool]:
+def _strip_nan_to_num(region: Region, expression: sympy.Expr) -> tuple[sympy.Expr, bool]:
     found = list(expression.atoms(NAN_TO_NUM))
     if len(found) != 1:
         return expression, False
+    inner = found[0].args[0]
+    if not inner.has(sympy.exp) and _softmax_leaf(region, inner) is None:
+        raise RefusedError(
+            "PROBABILITIES_CHANGED", "nan_to_num stands in what weighs the probabilities", "weight the values instead"
+        )
     return expression.xreplace({found[0]: found[0].args[0]}), True
 
 
@@ -175,6 +180,9 @@ def _with_sink(region: Region, leaf: Leaf, joined: fx.Node, gain: sympy.Expr) ->
     parts = call.get("tensors")
     if len(parts) != 2 or call.get("dim", 0) % len(leaf.dims) != len(leaf.dims) - 1:
         raise RefusedError("SINK_NOT_UNDERSTOOD", "the extra column is not one column of keys", "append one column")
+    column = tensor_of(parts[1])
+    if column is None or shape_of(column)[-1] != 1:
+        raise RefusedError("SINK_NOT_UNDERSTOOD", "more than one column is appended to the scores", "append one column")
     scores = region.express(parts[0], leaf.dims, joined)
     region.interior.setdefault(leaf.node, leaf.dims)  # its slice may spell out the number of keys
     return Probabilities(scores, leaf.dims, gain, sinks=Leaf(parts[1], (*leaf.dims[:-1], ())))

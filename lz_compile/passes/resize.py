@@ -7,6 +7,7 @@ axes, so the whole of it can be run with, say, 24 keys instead of 4,096, whateve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
     """
     axes = _all_axes(match)
     large = sorted({axis.size for axis in axes if not _is_small(axis)}, key=_by_size)
-    assigned = {size: 2 * _SMALL + _STEP * index for index, size in enumerate(large)}
+    kept = {axis.size for axis in match.limited}
+    fresh = (size for size in count(2 * _SMALL, _STEP) if size not in kept)
+    assigned = dict(zip(large, fresh, strict=False))
     small = {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}
     return {**small, **{axis: axis.size for axis in match.limited if isinstance(axis.size, int)}}
 

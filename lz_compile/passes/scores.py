@@ -64,9 +64,7 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
     product = products[0]
     given, expression = expression, _without_shift(region, expression, keys)
     is_shifted = given != expression
-    floors = list(expression.atoms(FLOORED))
-    while expression.has(FLOORED):
-        expression = expression.replace(FLOORED, lambda inner: inner)
+    expression, is_floored = _without_floor(expression, product)
     expression, cap, capped = _split_softcap(expression, product)
     gain, bias = _affine(reduce_indicators(expression), capped if cap is not None else product)
     keep, gain, offset, fills = _split_mask(gain, bias)
@@ -79,7 +77,26 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
     if set(atoms(keys)) & _axes(left):
         left, right = right, left
     summed = atoms(leaf.contraction.summed)
-    return Scores(leaf, left, right, summed, gain, bias, keep, fill, fills, cap, bool(floors), is_shifted)
+    return Scores(leaf, left, right, summed, gain, bias, keep, fill, fills, cap, is_floored, is_shifted)
+
+
+def _without_floor(expression: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, bool]:
+    """The scores before they are clamped to the smallest number, and whether they are.
+
+    A clamp of the bare product changes nothing that is finite. What is added after a clamp is not clamped.
+
+    Raises:
+        RefusedError: something is masked or added on both sides of a clamp.
+    """
+    is_floored = False
+    while expression.func is FLOORED:
+        expression, is_floored = expression.args[0], True
+    for clamp in expression.atoms(FLOORED):
+        if clamp.args[0].xreplace({product: sympy.S.Zero}) != 0:
+            raise RefusedError("SCORES_NOT_AFFINE", "scores are clamped before a mask is added", "clamp them last")
+    while expression.has(FLOORED):
+        expression = expression.replace(FLOORED, lambda inner: inner)
+    return expression, is_floored
 
 
 def _ordered(expression: sympy.Expr) -> list[sympy.Symbol]:

@@ -74,7 +74,7 @@ class Twins:
                 return False
         region = Region(self._effects)
         return all(
-            region.reaches(node, goal) == region.reaches(renamed.get(node, node), goal)
+            node in renamed and region.reaches(node, goal) == region.reaches(renamed[node], goal)
             for node, goal in prototype.look.reached
         )
 
@@ -157,7 +157,8 @@ def _pair(one: Any, two: Any, stack: list[tuple[fx.Node, fx.Node]]) -> bool:
 def _signature(node: fx.Node) -> Any:
     value = value_of(node)
     if isinstance(value, torch.Tensor):
-        sizes = tuple(as_size(size) for size in (*value.shape, *value.stride()))
+        strides = value.stride() if value.layout == torch.strided else ()
+        sizes = tuple(as_size(size) for size in (*value.shape, *strides))
         kind = isinstance(value, torch.nn.Parameter)
         return sizes, value.dtype, value.device, value.requires_grad, kind, value.layout
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -40,7 +40,7 @@ def unread(op: str, graph: fx.Graph, effects: Effects, covered: Collection[fx.No
         if call is None or not _normalises(effects, call) or node in covered or EMITTED in node.meta:
             continue
         tensor = tensor_of(node)
-        if tensor is None or tensor_of(call.input) is None or 0 in shape_of(tensor):
+        if tensor is None or tensor_of(call.input) is None or not tensor.dim() or 0 in shape_of(tensor):
             continue
         found = _reason(effects, call, covered)
         if found is not None:
@@ -64,7 +64,10 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
     if inner is not None:
         if any(_is_weight(factor.node) for factor in (inner.query, inner.key)):
             return None
-        return _without_values() if after is None else _through(effects, "probabilities", after[1:])
+        if after is not None:
+            return _through(effects, "probabilities", after[1:])
+        is_picked = _path([call.node], lambda node: node.users, _is_pick(effects), lambda _node: False) is not None
+        return None if is_picked else _without_values()
     before = _scores_behind(region, call.input, lambda node: node in covered or _normalised(effects, node))
     if before is None or after is None:
         return None
@@ -165,11 +168,15 @@ def _normalised(effects: Effects, node: fx.Node) -> bool:
 
 
 def _picks(effects: Effects) -> Callable[[fx.Node], bool]:
-    def picks(node: fx.Node) -> bool:
-        call = effects.calls.get(node)
-        return call is None or call.name in _PICKS
+    return lambda node: effects.calls.get(node) is None or _is_pick(effects)(node)
 
-    return picks
+
+def _is_pick(effects: Effects) -> Callable[[fx.Node], bool]:
+    def is_pick(node: fx.Node) -> bool:
+        call = effects.calls.get(node)
+        return call is not None and call.name in _PICKS
+
+    return is_pick
 
 
 def _is_weight(node: fx.Node) -> bool:

@@ -38,6 +38,8 @@ def through(
     attrs: AttentionAttrs,
 ) -> torch.Tensor:
     """The same by ``sdpa``, a function that takes what ``scaled_dot_product_attention`` takes and computes what that does."""
+    if _rows_overlap(query):  # PyTorch's CPU kernel then leaves part of the result uninitialised
+        query = query.contiguous()
     is_causal = attrs.is_causal
     if is_causal and (mask is not None or bias is not None):  # SDPA takes one or the other
         causal = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril()
@@ -60,6 +62,12 @@ def through(
     if attrs.bias_is_finite and (mask is None or attrs.masked_rows == "mean"):
         return out
     return torch.where(merged.amax(-1, keepdim=True) == -math.inf, math.nan, out)
+
+
+def _rows_overlap(query: torch.Tensor) -> bool:
+    """Whether each row begins one element after the one before it, as in what ``unfold(-1, size, 1)`` gives."""
+    *_, row, feature = (isinstance(stride, int) and stride == 1 for stride in query.stride())
+    return row and feature and query.shape[-1] != 1
 
 
 def _merge(

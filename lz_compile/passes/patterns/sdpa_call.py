@@ -23,7 +23,9 @@ def match_sdpa_call(effects: Effects, call: Call) -> Match | None:
     nodes = [call.get(name) for name in ("query", "key", "value")]
     tensors = [tensor_of(node) for node in nodes]
     dropout_p, is_causal = call.get("dropout_p", 0.0), call.get("is_causal", False)
-    if any(tensor is None for tensor in tensors) or not isinstance(dropout_p, float) or not isinstance(is_causal, bool):
+    if any(tensor is None for tensor in tensors) or not isinstance(dropout_p, (int, float)):
+        return None
+    if not isinstance(is_causal, bool):
         return None
     shapes = [shape_of(tensor) for tensor in tensors if tensor is not None]
     region = Region(effects)
@@ -33,7 +35,7 @@ def match_sdpa_call(effects: Effects, call: Call) -> Match | None:
     attrs = AttentionAttrs(
         scale=scale,
         is_causal=is_causal,
-        dropout_p=dropout_p,
+        dropout_p=float(dropout_p),
         masked_rows="zero" if keep != 1 or bias != 0 else "nan",
         has_mask=keep != 1,
         has_bias=bias != 0,
