@@ -11,11 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lz_compile.runtime import buckets
-from lz_compile.runtime.bucket_limits import MAX_OUTCOMES, limit, shared_edges, within
-from lz_compile.runtime.buckets import Sample, log_regret, regret, tree, winner
+from lz_compile.runtime.bucket_limits import MAX_OUTCOMES, limit, within
+from lz_compile.runtime.buckets import Sample, regret, tree, winner
 from lz_compile.runtime.decision_tree import (
     Leaf,
-    Node,
     Split,
     choose,
     edges,
@@ -375,50 +374,3 @@ class TestWithin:
         (edge,) = edges(restrict(node, {"tokens": (65, 127)}))["tokens"]
         for hint, expected in ((edge - 1, "inductor"), (edge, "sdpa")):
             assert within(node, {"tokens": (65, 127)}, {"tokens": hint}, samples) == Leaf(expected)
-
-
-class TestSharedEdges:
-    def two(self, first: float, second: float) -> tuple[list[Node], list[list[Sample]]]:
-        """Two ops whose winners change near two lengths."""
-        samples = [measured({"inductor": power(at, 0), "sdpa": power(1, 1)}, tokens=LENGTHS) for at in (first, second)]
-        return [tree(found, ["tokens"], margin=0.0, reach=math.inf) for found in samples], samples
-
-    def test_edges_close_to_each_other_become_one(self):
-        nodes, samples = self.two(300, 400)
-        assert [edges(node)["tokens"] for node in nodes] == [[300], [400]]
-        shared = shared_edges(nodes, samples)
-        assert len({tuple(edges(node)["tokens"]) for node in shared}) == 1
-        assert [regret(node, found) for node, found in zip(shared, samples, strict=True)] == [0, 0]
-
-    def test_edges_far_from_each_other_stay(self):
-        nodes, samples = self.two(270, 500)
-        assert shared_edges(nodes, samples) == nodes
-
-    def test_an_edge_that_would_cost_more_than_the_margin_stays(self):
-        nodes, samples = self.two(200, 290)
-        assert shared_edges(nodes, samples, margin=0.03) == nodes
-        assert len({tuple(edges(node)["tokens"]) for node in shared_edges(nodes, samples, margin=0.5)}) == 1
-
-    def test_the_edges_of_one_tree_alone_are_not_joined(self):
-        node = Split("tokens", 200, Leaf("sdpa"), Split("tokens", 220, Leaf("inductor"), Leaf("sdpa")))
-        assert shared_edges([node, Leaf("sdpa")], [[], []]) == [node, Leaf("sdpa")]
-
-    def test_other_dims_keep_their_edges(self):
-        nodes = [
-            Split("tokens", 300, Leaf("inductor"), Leaf("sdpa")),
-            Split("batch", 310, Leaf("inductor"), Leaf("sdpa")),
-        ]
-        assert shared_edges(nodes, [[], []]) == nodes
-
-    @given(grids(dims=1, most=6), grids(dims=1, most=6), st.floats(1.0, 4.0), st.sampled_from([0.0, 0.03, 0.3]))
-    def test_no_sample_loses_more_than_the_margin_per_cluster_and_no_edge_is_new(self, first, second, factor, margin):
-        samples = [first, second]
-        nodes = [tree(found, ["tokens"], margin=0.0, reach=math.inf) for found in samples]
-        known = {at for node in nodes for at in edges(node).get("tokens", [])}
-        shared = shared_edges(nodes, samples, factor, margin)
-        new = {at for node in shared for at in edges(node).get("tokens", [])}
-        assert new <= known
-        for node, found in zip(shared, samples, strict=True):
-            for sample in found:
-                # a sample lies on one side of each cluster but one, which alone can change its kernel
-                assert log_regret(sample, choose(node, sample.dims).kernel) <= math.log1p(margin) + 1e-12

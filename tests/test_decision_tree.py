@@ -19,7 +19,6 @@ from lz_compile.runtime.decision_tree import (
     evaluate,
     from_dict,
     leaves,
-    moved,
     outcomes,
     restrict,
     simplify,
@@ -148,13 +147,6 @@ def test_a_restricted_tree_asks_nothing_that_the_ranges_answer(node, allowed):
 def test_a_size_that_is_known_is_not_asked_about():
     assert restrict(EXAMPLE, {"batch": (1, 1)}) == Split("tokens", 128, INDUCTOR, SDPA)
     assert restrict(EXAMPLE, {"tokens": (200, None), "batch": (8, 8)}) == Split("tokens", 4097, FLEX, Leaf(None))
-
-
-def test_edges_move_and_may_meet():
-    node = Split("tokens", 4, SDPA, Split("tokens", 8, FLEX, INDUCTOR))
-    assert edges(moved(node, "tokens", {4: 3})) == {"tokens": [3, 8]}
-    assert simplify(moved(node, "tokens", {4: 8})) == Split("tokens", 8, SDPA, INDUCTOR)
-    assert moved(node, "batch", {4: 8}) == node
 
 
 @given(trees)

@@ -1,10 +1,10 @@
-"""Fewer questions at a known price: at most so many leaves, none inside a declared range, edges that several ops share."""
+"""Fewer questions at a known price: at most so many leaves, and none inside a declared range."""
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from lz_compile.runtime.buckets import INCUMBENT, MARGIN, Sample, log_regret
 from lz_compile.runtime.decision_tree import (
@@ -14,11 +14,9 @@ from lz_compile.runtime.decision_tree import (
     Split,
     choose,
     contains,
-    edges,
     from_intervals,
     intervals,
     leaves,
-    moved,
     narrowed,
     restrict,
     simplify,
@@ -196,67 +194,6 @@ def _loses(kernel: str, samples: Sequence[Sample], incumbent: str, margin: float
     """Whether a kernel loses more than the margin to the incumbent, and more than the incumbent to it."""
     losses = [sample.log_ratio(kernel, incumbent) for sample in samples]
     return max(losses) > math.log1p(margin) and max(losses) > -min(losses)
-
-
-def shared_edges(
-    nodes: Sequence[Node], samples: Sequence[Sequence[Sample]], factor: float = 1.5, margin: float = MARGIN
-) -> list[Node]:
-    """The trees of several ops, with edges that lie close to each other on one dim moved to one place.
-
-    Edges within ``factor`` of the smallest of them form a cluster where at least two trees have one. It is moved to that one
-    of its edges which suits most trees; a tree where some sample would lose more than the margin keeps its own.
-
-    Args:
-        nodes: trees whose dims of the same name have the same size.
-        samples: the samples of each tree.
-    """
-    found = list(nodes)
-    for dim in dict.fromkeys(dim for node in nodes for dim in edges(node)):
-        for cluster in _clusters([edges(node).get(dim, []) for node in found], factor):
-            options = [_snapped(found, samples, dim, cluster, at, margin) for at in cluster]
-            found = max(options, key=lambda option: option[0])[1]
-    return [simplify(node) for node in found]
-
-
-def _clusters(edges_of_nodes: Sequence[Sequence[int]], factor: float) -> list[list[int]]:
-    clusters: list[list[int]] = []
-    for at in sorted({at for ats in edges_of_nodes for at in ats}):
-        if clusters and at <= clusters[-1][0] * factor:
-            clusters[-1].append(at)
-        else:
-            clusters.append([at])
-    return [
-        cluster
-        for cluster in clusters
-        if len(cluster) > 1 and sum(bool(set(cluster) & set(ats)) for ats in edges_of_nodes) > 1
-    ]
-
-
-def _snapped(
-    nodes: Sequence[Node],
-    samples: Sequence[Sequence[Sample]],
-    dim: str,
-    cluster: Sequence[int],
-    at: int,
-    margin: float,
-) -> tuple[tuple[int, float], list[Node]]:
-    """The trees with a cluster of edges at one place where they bear it; how many do, and minus the regret that it adds."""
-    trees, suited, added = [], 0, 0.0
-    for node, measured in zip(nodes, samples, strict=True):
-        other = moved(node, dim, dict.fromkeys(cluster, at))
-        losses = list(_losses(node, other, measured))
-        if max(losses, default=0.0) <= math.log1p(margin):
-            suited, added = suited + 1, added + sum(losses)
-            trees.append(other)
-        else:
-            trees.append(node)
-    return (suited, -added), trees
-
-
-def _losses(node: Node, other: Node, samples: Iterable[Sample]) -> Iterable[float]:
-    for sample in samples:
-        before, after = choose(node, sample.dims).kernel, choose(other, sample.dims).kernel
-        yield log_regret(sample, after) - log_regret(sample, before)
 
 
 def _common(samples: Sequence[Sample]) -> list[str]:

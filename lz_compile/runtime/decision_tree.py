@@ -129,14 +129,6 @@ def contains(ranges: Mapping[str, Range], dims: Mapping[str, int]) -> bool:
     )
 
 
-def moved(node: Node, dim: str, targets: Mapping[int, int]) -> Node:
-    """The tree with some edges of a dim elsewhere, in the same order or joined; not simplified."""
-    if isinstance(node, Leaf):
-        return node
-    at = targets.get(node.at, node.at) if node.dim == dim else node.at
-    return Split(node.dim, at, moved(node.below, dim, targets), moved(node.above, dim, targets))
-
-
 def intervals(node: Node, dim: str) -> tuple[list[int], list[Node]]:
     """The edges of the run of splits on a dim at the top of a tree, and the trees between them."""
     if isinstance(node, Leaf) or node.dim != dim:
