@@ -208,18 +208,21 @@ def test_more_than_six_decisions_compile_at_most_six_times(monkeypatch):
 
 
 @torch.no_grad()
-def test_near_the_recompile_limit_nothing_is_asked_and_calls_choose_for_themselves(monkeypatch):
+@pytest.mark.parametrize("pays", [False, True])
+def test_near_the_recompile_limit_nothing_is_asked_and_calls_choose_where_that_pays(monkeypatch, pays):
     module = Attention()
     measured(monkeypatch, lambda backend: dynamic(module, backend)(sequence(64)), is_fast)
+    if pays:  # with SDPA as the only kernel that is one call, choosing at each call gains nothing over taking it
+        monkeypatch.setattr(select._Selection, "_dispatch_pays", lambda *_: True)
     backend = Rewriting(assume_finite=True)
     with torch._dynamo.config.patch(recompile_limit=3):
         compiled = dynamic(module, backend)
         for length in LENGTHS:
             check(compiled, module, sequence(length))
-    assert kernels_of(backend) == ["inductor", DISPATCH]
+    assert kernels_of(backend) == ["inductor", DISPATCH if pays else "torch.sdpa"]
     last = backend.report.matches[-1]
     assert not last.guards
-    assert "soon gives up" in last.why
+    assert ("soon gives up" in last.why) is pays
 
 
 def test_near_the_recompile_limit_training_takes_one_kernel_for_all_lengths(monkeypatch):

@@ -19,7 +19,7 @@ from lz_compile.runtime.bucket_limits import limit, within
 from lz_compile.runtime.buckets import Sample, winner
 from lz_compile.runtime.calls import DISPATCH, SDPA, call_estimates, needs_compile
 from lz_compile.runtime.context import SelectionContext
-from lz_compile.runtime.decision_tree import Leaf, Node
+from lz_compile.runtime.decision_tree import Leaf, Node, choose
 from lz_compile.runtime.estimate import INDUCTOR, Estimate, estimates, fixed_part
 from lz_compile.runtime.hidden_sizes import Unanswerable, compiles_are_scarce, grown
 from lz_compile.runtime.kernel import KernelSpec
@@ -201,20 +201,30 @@ class _Selection:
         try:
             leaf = self._answer(found, symbols)
         except Unanswerable as question:
-            if can_dispatch:
-                return self._dispatched(str(question), candidates, found)
             closed = {name: _range(known[name]) for name in names if name in symbols.hidden or compiles_are_scarce()}
-            found = within(found, closed, {name: hints[name] for name in names}, samples)
-            leaf = self._answer(found, symbols)
+            undivided = within(found, closed, {name: hints[name] for name in names}, samples)
+            if can_dispatch and self._dispatch_pays(Leaf(INDUCTOR) if symbols.hidden else undivided, samples):
+                return self._dispatched(str(question), candidates, found)
+            found, leaf = undivided, self._answer(undivided, symbols)
         if leaf.kernel is None and can_dispatch:
             return self._dispatched(leaf.why, candidates, found)
         kernel_id = leaf.kernel or INDUCTOR
         if symbols.hidden and kernel_id != INDUCTOR:  # PyTorch traces no attention whose length may be zero
-            if can_dispatch:
+            if can_dispatch and self._dispatch_pays(Leaf(INDUCTOR), samples):
                 return self._dispatched(f"data decides {', '.join(symbols.hidden)}", candidates, found)
             kernel_id = INDUCTOR
         why = f"{self._why(candidates, kernel_id, leaf.why)}{self._while()}"
         return Decision(self._spec(kernel_id), why, tuple(candidates), tree=found, asked=tuple(self.asked))
+
+    def _dispatch_pays(self, instead: Node, samples: Sequence[Sample]) -> bool:
+        """Whether choosing at each call, among kernels that are one call, beats what would be taken instead."""
+        calls = [s.kernel_id for s in self.specs if s.is_opaque and not self.against[s.kernel_id]]
+        able = [[sample.log_ratio(name, INDUCTOR) for name in calls if name in sample.latency_us] for sample in samples]
+        if not all(able):
+            return False
+        taken = [choose(instead, sample.dims).kernel or INDUCTOR for sample in samples]
+        alone = [sample.log_ratio(name, INDUCTOR) for name, sample in zip(taken, samples, strict=True)]
+        return sum(map(min, able)) < sum(alone)
 
     def _is_spoken_of(self, expected: Mapping[str, Estimate]) -> bool:
         """Whether anything is known of the kernels that can run, beside that they exist."""
