@@ -25,8 +25,6 @@ from lz_compile.runtime.registry import kernels
 from lz_compile.runtime.select import database_at
 
 Sizes = Mapping[str, int]
-#: Events of a kernel that failed and was completed by its fallback.
-_FAILURES = frozenset({"KERNEL_FAILED", "KERNEL_RETIRED"})
 #: What failed in this process: kernel, environment, workload and surroundings.
 _failed: set[tuple[str, str, str, str]] = set()
 #: Compiles a kernel's form of a problem: given None, the form that is left to Inductor.
@@ -129,7 +127,7 @@ def measure_forms(
 
 def _broken(kernel_ids: Iterable[str], happened: Collection[events.Event]) -> list[str]:
     """The kernels that failed while a fallback went on: what was timed was not they."""
-    failures = [event.message for event in happened if event.code in _FAILURES]
+    failures = [event.message for event in happened if event.code in health.FAILURE_EVENTS]
     return [
         kernel_id
         for kernel_id in kernel_ids

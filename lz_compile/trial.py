@@ -19,9 +19,6 @@ from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.measure import synchronise
 from lz_compile.runtime.registry import kernels
 
-#: Events of a kernel that failed and was completed by its fallback.
-_FAILURES = ("KERNEL_FAILED", "KERNEL_RETIRED")
-
 
 def validate(
     kernel_id: str,
@@ -136,7 +133,7 @@ def _try(spec: KernelSpec, inputs: _Inputs) -> list[Reason]:
             synchronise(inputs.tensors[0].device)
         except Exception as error:  # noqa: BLE001 a kernel that fails is what is asked for
             return [Reason("KERNEL_FAILED", f"{spec.kernel_id} raised {type(error).__name__}: {_first_line(error)}")]
-    failures = [Reason(event.code, event.message) for event in happened if event.code in _FAILURES]
+    failures = [Reason(event.code, event.message) for event in happened if event.code in health.FAILURE_EVENTS]
     if failures:
         return failures
     exact = inputs.as_float64()

@@ -7,36 +7,34 @@ fallback serve all of them. The result is contiguous, which is how a model that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from lz_compile.lowering.ops.attention import AttentionAttrs
 
 
-def attend(
-    operator: Callable[..., Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attrs: AttentionAttrs,
-    *unsupported: torch.Tensor | None,
-) -> torch.Tensor:
-    """Canonical operands through an operator over ``[B, S, H, D]``.
+def attention_by(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The adapter of a library: the op's canonical operands through ``operator``, which takes what :func:`fake` takes."""
 
-    Args:
-        operator: takes what :func:`fake` takes.
-        query: like ``key`` and ``value`` in the op's canonical layout.
-        key: see ``query``.
-        value: see ``query``.
-        attrs: scale, causality and softcap are passed on.
-        unsupported: operands that the library does not take; a descriptor that claims them is our bug.
-    """
-    assert all(operand is None for operand in unsupported), f"{operator} is given a mask, bias, fill or sinks"
-    assert attrs.dropout_p == 0, f"{operator} is asked for dropout"
-    rows, keys, values = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    out: torch.Tensor = operator(rows, keys, values, attrs.scale, attrs.is_causal, attrs.softcap)
-    return out.transpose(1, 2)
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        fill: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        attrs: AttentionAttrs,
+    ) -> torch.Tensor:
+        """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without masks, sinks and dropout."""
+        unsupported = (mask, bias, fill, sinks)  # a descriptor that claims one of them is our bug
+        assert all(operand is None for operand in unsupported), f"{operator} is given a mask, bias, fill or sinks"
+        assert attrs.dropout_p == 0, f"{operator} is asked for dropout"
+        rows, keys, values = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return operator(rows, keys, values, attrs.scale, attrs.is_causal, attrs.softcap).transpose(1, 2)
+
+    return attention
 
 
 def fake(

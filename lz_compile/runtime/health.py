@@ -34,6 +34,9 @@ LIBRARY_LIMIT = 2
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 _DEVICE_ERROR = ("cuda error", "hip error", "illegal memory access")
 
+#: Events that tell of a kernel which failed while something else completed the call.
+FAILURE_EVENTS = frozenset({"KERNEL_FAILED", "KERNEL_RETIRED"})
+
 
 @dataclass(frozen=True)
 class KernelFailures:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.ops.attention import AttentionAttrs
-from lz_compile.lowering.token_major import attend, fake, fallback, square
+from lz_compile.lowering.token_major import attention_by, fake, fallback, square
 
 
 def _flash_attn_3(
@@ -27,17 +26,4 @@ def _flash_attn_3(
 
 _operator = opaque("flash_attn_3", _flash_attn_3, fake, fallback=fallback, kernel_id="flash_attn.v3")
 
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    fill: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    attrs: AttentionAttrs,
-) -> torch.Tensor:
-    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without masks, sinks and dropout."""
-    return attend(_operator, query, key, value, attrs, mask, bias, fill, sinks)
+attention = attention_by(_operator)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.ops.attention import AttentionAttrs
-from lz_compile.lowering.token_major import attend, fake, fallback, square, unit_stride
+from lz_compile.lowering.token_major import attention_by, fake, fallback, square, unit_stride
 
 #: Bytes that FlashInfer recommends for partial results of a batch, and how many plans are kept.
 _WORKSPACE_BYTES = 128 << 20
@@ -78,17 +77,4 @@ def _workspace(device: torch.device) -> torch.Tensor:
 
 _operator = opaque("flashinfer", _flashinfer, fake, fallback=fallback, kernel_id="flashinfer")
 
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    fill: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    attrs: AttentionAttrs,
-) -> torch.Tensor:
-    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without masks, sinks and dropout."""
-    return attend(_operator, query, key, value, attrs, mask, bias, fill, sinks)
+attention = attention_by(_operator)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 
 from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.ops.attention import AttentionAttrs
-from lz_compile.lowering.token_major import attend, fake, fallback, unit_stride
+from lz_compile.lowering.token_major import attention_by, fake, fallback, unit_stride
 
 
 def _xformers(
@@ -36,17 +35,4 @@ def _xformers(
 
 _operator = opaque("xformers", _xformers, fake, fallback=fallback, kernel_id="xformers")
 
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    fill: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    attrs: AttentionAttrs,
-) -> torch.Tensor:
-    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without masks, sinks and dropout."""
-    return attend(_operator, query, key, value, attrs, mask, bias, fill, sinks)
+attention = attention_by(_operator)
