@@ -186,7 +186,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         text = f"interrupted: {done[0]} of {done[1]} problems are done and kept. The same command goes on from there"
         sys.stderr.write(f"{text}{'' if arguments.resume else ', without --no-resume'}.\n")
         return INTERRUPTED
-    _show(arguments, {"schema_version": SCHEMA_VERSION, **report.to_dict()}, Group(*tuned(report)))
+    _show(arguments, report.to_dict(), Group(*tuned(report)))
     return OK
 
 

@@ -48,7 +48,13 @@ class TuneReport:
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         rows = [{"context": each.context.to_dict(), "latency_us": dict(each.latency_us)} for each in self.measured]
-        return {"measured": rows, "known": self.known, "remaining": self.remaining, "seconds": round(self.seconds, 3)}
+        return {
+            "schema_version": "1.0",
+            "measured": rows,
+            "known": self.known,
+            "remaining": self.remaining,
+            "seconds": round(self.seconds, 3),
+        }
 
 
 def tune(

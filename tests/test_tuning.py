@@ -268,7 +268,7 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_measured(timed, eage
 
 def test_a_report_prints_as_json(timed, eagerly):
     found = lz.tune("attention.full", **SMALL).to_dict()
-    assert set(found) == {"measured", "known", "remaining", "seconds"}
+    assert set(found) == {"schema_version", "measured", "known", "remaining", "seconds"}
     assert set(found["measured"][0]["latency_us"]) >= {"inductor", "torch.sdpa"}
 
 
