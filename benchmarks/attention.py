@@ -5,6 +5,11 @@ Forms, over 8 heads of 64 by default:
 - ``causal``: a mask made inside as transformers makes it, with 0 or the dtype's lowest number to be added;
 - ``bias``: the same mask given as an input, so that nobody can know what it says;
 - ``full``: no mask;
+- ``window``: causal, and of the keys before only the last 256;
+- ``padding``: causal, and the last tenth of each sequence is padding, which an input of shape ``[B, T]`` says;
+- ``prefix``: causal, and everyone sees the first quarter;
+- ``documents``: causal within documents (eight of equal length), which an input of shape ``[B, T]`` names;
+- ``alibi``: causal, with a bias that is linear in the distance;
 - ``decode``: one query, as many keys as ``--keys`` says, no mask.
 
     python -m benchmarks.attention [--forms causal full] [--lengths 512 2048] [--dtypes bfloat16] [--training] [--quick]
@@ -29,7 +34,8 @@ from lz_compile.runtime.estimate import INDUCTOR as LEFT_TO_INDUCTOR
 from lz_compile.runtime.registry import kernels
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-FORMS = ("causal", "bias", "full", "decode")
+FORMS = ("causal", "bias", "full", "window", "padding", "prefix", "documents", "alibi", "decode")
+WINDOW, DOCUMENTS = 256, 8
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -44,13 +50,65 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
 def additive_mask(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A causal mask as transformers makes it (``eager_mask``)."""
     keep = torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None]
-    zero = torch.zeros((), dtype=dtype, device=device)
-    return torch.where(keep, zero, torch.finfo(dtype).min)[None, None]
+    return added(keep, dtype)
+
+
+def added(keep: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores so that only those remain where ``keep`` is True."""
+    zero = torch.zeros((), dtype=dtype, device=keep.device)
+    return torch.where(keep, zero, torch.finfo(dtype).min).reshape(-1, 1, *keep.shape[-2:])
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention under a mask that is made here."""
     return attention(query, key, value, additive_mask(query.shape[2], key.shape[2], query.dtype, query.device))
+
+
+def positions(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of queries ``[T, 1]`` and of keys ``[1, T]``."""
+    each = torch.arange(query.shape[2], device=query.device)
+    return each[:, None], each[None]
+
+
+def window_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention to the last :data:`WINDOW` keys."""
+    rows, columns = positions(query)
+    return attention(query, key, value, added((columns <= rows) & (columns > rows - WINDOW), query.dtype))
+
+
+def padded_attention(query: Tensor, key: Tensor, value: Tensor, kept: Tensor) -> Tensor:
+    """Causal attention to the keys that ``kept`` ``[B, T]`` marks."""
+    rows, columns = positions(query)
+    return attention(query, key, value, added((columns <= rows) & kept[:, None, :], query.dtype))
+
+
+def prefix_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention, but for the first quarter, which everyone sees."""
+    rows, columns = positions(query)
+    return attention(query, key, value, added((columns <= rows) | (columns < query.shape[2] // 4), query.dtype))
+
+
+def document_attention(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+    """Causal attention within the documents that ``ids`` ``[B, T]`` names."""
+    rows, columns = positions(query)
+    return attention(query, key, value, added((columns <= rows) & (ids[:, :, None] == ids[:, None, :]), query.dtype))
+
+
+def alibi_attention(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
+    """Causal attention with a bias of ``slopes`` ``[H]`` times the distance."""
+    rows, columns = positions(query)
+    bias = slopes[:, None, None] * (columns - rows)
+    return attention(query, key, value, added(columns <= rows, query.dtype) + bias.to(query.dtype))
+
+
+FUNCTIONS: dict[str, Function] = {
+    "causal": causal_attention,
+    "window": window_attention,
+    "padding": padded_attention,
+    "prefix": prefix_attention,
+    "documents": document_attention,
+    "alibi": alibi_attention,
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +132,17 @@ class Case:
         inputs = [draw(queries), draw(self.length), draw(self.length)]
         if self.form == "bias":
             return attention, [*inputs, additive_mask(queries, self.length, self.dtype, settings.device)]
-        return (causal_attention if self.form == "causal" else attention), inputs
+        return FUNCTIONS.get(self.form, attention), [*inputs, *self._given(settings)]
+
+    def _given(self, settings: argparse.Namespace) -> list[Tensor]:
+        """What a form is told beside query, key and value."""
+        tokens = torch.arange(self.length, device=settings.device).expand(settings.batch, -1)
+        if self.form == "padding":
+            return [tokens < self.length - self.length // 10]
+        if self.form == "documents":
+            return [tokens // max(self.length // DOCUMENTS, 1)]
+        heads = torch.arange(1, settings.heads + 1, device=settings.device)
+        return [0.5**heads] if self.form == "alibi" else []
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""

@@ -53,6 +53,8 @@ def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run
             start = time.perf_counter()
             try:
                 return run(module, inputs, report)
+            except inductor.RESTARTS:
+                raise
             except Exception as error:
                 if not snapshot.differs():
                     raise

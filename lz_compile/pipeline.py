@@ -17,7 +17,8 @@ from lz_compile.passes.effects import Effects
 from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.match import Match, NearMiss
 from lz_compile.passes.patterns import recognisers
-from lz_compile.passes.rewrite import Recipes, splice
+from lz_compile.passes.rewrite import Recipes, erase_unread, splice
+from lz_compile.passes.share import share_equal
 from lz_compile.passes.symbolic_sizes import symbolic_sizes
 from lz_compile.passes.validate import Validation, validate
 from lz_compile.reasons import Reason
@@ -46,6 +47,9 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
             with _timed(report, "tune"):
                 _tune(found.matches, found.effects, found.known, options)
         _rewrite(found, options, report)
+        with _timed(report, "rewrite"):
+            share_equal(found.module.graph)
+            erase_unread(found.module.graph, (node for match in found.matches for node in match.implied))
         if found.is_inlined or any(entry.rewritten for entry in found.entries):
             found.module.graph.lint()
             found.module.recompile()
@@ -85,7 +89,7 @@ def _read(module: fx.GraphModule, options: Options, report: GraphReport) -> Iter
         effects, matches = _recognise(child.graph, options, report)
         if options.assume_finite:
             matches = _assuming_finite(matches)
-        entries = [MatchReport(op=m.op, where=m.where, graph=path, attributes=m.attributes.to_dict()) for m in matches]
+        entries = [MatchReport.of(match, path) for match in matches]
         report.matches.extend(entries)
         known = _Known(policy.current().with_locks(options.lock), tables)
         yield _Found(child, is_inlined, effects, matches, entries, known)
@@ -243,6 +247,10 @@ def _apply(
         with _timed(report, "validate"):
             verdict = known.prove(match, kernel)
         entry.validation = verdict.to_dict()
+        if verdict.ok and not _holds(match):
+            entry.kernel = INDUCTOR
+            entry.reasons.append(Reason("VALUE_NOT_GUARDED", "its mask is a buffer, and nothing would notice a change"))
+            return
         if verdict.ok:
             with _timed(report, "rewrite"):
                 splice(graph, match, kernel.call, known.recipes)
@@ -253,6 +261,11 @@ def _apply(
         entry.reasons.append(Reason("VALIDATION_FAILED", f"{kernel.kernel_id}: {verdict.reason}"))
         if options.strict:
             raise RewriteFailedError(text)
+
+
+def _holds(match: Match) -> bool:
+    """Whether what was read off buffers stays true as long as the compiled code runs: guards see to that."""
+    return not match.buffers or inductor.guard_values(match.buffers)
 
 
 def _fail(code: str, text: str, error: Exception, options: Options) -> None:

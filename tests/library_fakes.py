@@ -43,19 +43,30 @@ def with_signature(module: str, name: str, body: Callable[[Mapping[str, Any]], A
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: str, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    window: tuple[int, int] = (-1, -1),
+    *,
+    starts_at_first: bool = False,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Attention over ``[B, S, H, D]`` in float64; ``causal`` is "", "first" or "last": where the diagonal meets."""
+    """Attention over ``[B, S, H, D]`` in float64; the last query meets the last key, or the first one the first."""
     q, k, v = (x.transpose(1, 2).double() for x in (query, key, value))
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
-    if causal:
-        offset = k.shape[2] - q.shape[2] if causal == "last" else 0
-        keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(offset)
-        scores = scores.masked_fill(~keep, -torch.inf)
+    offset = 0 if starts_at_first else k.shape[2] - q.shape[2]
+    distance = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - offset
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double()[..., None, None] * distance.abs()
+    left, right = window
+    keep = (distance >= (-left if left >= 0 else -torch.inf)) & (distance <= (right if right >= 0 else torch.inf))
+    scores = scores.masked_fill(~keep, -torch.inf)
     return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2).to(query.dtype)
 
 
@@ -84,7 +95,7 @@ class Library:
 
 
 class FlashAttention(Library):
-    """``flash_attn``: causality is aligned at the last query and key, the result has the query's strides."""
+    """``flash_attn``: windows are aligned at the last query and key, the result has the query's strides."""
 
     copies = True
 
@@ -98,9 +109,20 @@ class FlashAttention(Library):
         self.ran("flash_attn_func", q, k, v)
         assert v.shape == k.shape
         assert given["dropout_p"] == 0
-        assert given["window_size"] == (-1, -1)
-        out = attend(q, k, v, given["softmax_scale"], "last" if given["causal"] else "", given["softcap"])
+        slopes = given["alibi_slopes"]
+        if slopes is not None:
+            assert slopes.dtype == torch.float32, "ALiBi slopes must have dtype fp32"
+            assert slopes.stride(-1) == 1, "ALiBi slopes tensor must have contiguous last dimension"
+            assert slopes.shape in ((q.shape[2],), (q.shape[0], q.shape[2]))
+        window = window_of(given)
+        out = attend(q, k, v, given["softmax_scale"], given["softcap"], window, alibi_slopes=slopes)
         return torch.empty_like(q).copy_(out)
+
+
+def window_of(given: Mapping[str, Any]) -> tuple[int, int]:
+    """The window that FlashAttention takes: causality is one without keys to the right."""
+    left, right = given["window_size"]
+    return (left, 0) if given["causal"] else (left, right)
 
 
 class FlashAttention3(Library):
@@ -120,7 +142,7 @@ class FlashAttention3(Library):
     def _run(self, given: Mapping[str, Any]) -> Any:
         q, k, v = given["q"], given["k"], given["v"]
         self.ran("flash_attn_func", q, k, v)
-        out = attend(q, k, v, given["softmax_scale"], "last" if given["causal"] else "", given["softcap"])
+        out = attend(q, k, v, given["softmax_scale"], given["softcap"], window_of(given))
         return (out, torch.zeros(q.shape[0], q.shape[2], q.shape[1])) if self.gives_lse else out
 
 
@@ -172,29 +194,34 @@ class FlashInfer(Library):
         return torch.cat(parts)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any]) -> Tensor:
-        return attend(q, k, v, given["sm_scale"], "last" if given["causal"] else "", given["logits_soft_cap"])
+        window = (given["window_left"], 0 if given["causal"] else -1)
+        return attend(q, k, v, given["sm_scale"], given["logits_soft_cap"], window)
 
 
 class XFormers(Library):
     """``xformers.ops``: equal heads in four dimensions, groups of heads in a fifth, no broadcasting."""
 
     def modules(self) -> dict[str, ModuleType]:
-        package, module = ModuleType("xformers"), ModuleType("xformers.ops")
-        package.ops = module
+        names = ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias")
+        package, module, fmha, biases = modules = [ModuleType(name) for name in names]
+        package.ops, module.fmha, fmha.attn_bias = module, fmha, biases
         init = with_signature("xformers.ops", "LowerTriangularMask.__init__", lambda given: None)
-        self.mask = module.LowerTriangularMask = type("LowerTriangularMask", (), {"__init__": init})
+        self.first = module.LowerTriangularMask = type("LowerTriangularMask", (), {"__init__": init})
+        self.last = biases.LowerTriangularFromBottomRightMask = type("LowerTriangularFromBottomRightMask", (), {})
         name = "memory_efficient_attention_forward"
         module.memory_efficient_attention_forward = with_signature("xformers.ops", name, self._run)
-        return {"xformers": package, "xformers.ops": module}
+        return dict(zip(names, modules, strict=True))
 
     def _run(self, given: Mapping[str, Any]) -> Tensor:
         q, k, v = given["query"], given["key"], given["value"]
         self.ran("memory_efficient_attention_forward", q, k, v)
         assert (q.shape[0], q.shape[2:]) == (k.shape[0], k.shape[2:]), "xformers does not broadcast"
         assert given["p"] == 0
-        assert given["attn_bias"] is None or type(given["attn_bias"]) is self.mask
+        bias = given["attn_bias"]
+        assert bias is None or type(bias) in (self.first, self.last)
         flat = [x.flatten(2, 3) if x.dim() == 5 else x for x in (q, k, v)]
-        out = attend(*flat, given["scale"], "" if given["attn_bias"] is None else "first", None)
+        window = (-1, -1) if bias is None else (-1, 0)
+        out = attend(*flat, given["scale"], None, window, starts_at_first=isinstance(bias, self.first))
         return out.reshape(*q.shape[:-1], v.shape[-1])
 
 

@@ -529,7 +529,7 @@ def test_a_module_with_parameters_and_buffers_is_followed():
         module.packed.weight.mul_(0.5)
         module.keep.logical_or_(torch.ones(32, 32, dtype=torch.bool))
     torch.testing.assert_close(function(x), module(x))
-    assert_fired()
+    assert_fired(2)  # the mask was proven by its value: another one compiles again
 
 
 @pytest.mark.parametrize("kernel", ["torch.sdpa", "inductor"])

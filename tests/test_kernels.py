@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lz_compile import reports
 from lz_compile.backend import layerzero
 from lz_compile.lowering import ops
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, features, reference
+from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Band, Reach, features, reference
 from lz_compile.runtime import policy
 from lz_compile.runtime.context import of_facts
 from lz_compile.runtime.registry import KernelSpec, kernels
@@ -32,14 +33,21 @@ GRADIENT_SLACK = 4
 
 
 def runs_here(spec: KernelSpec) -> bool:
-    """Whether a kernel runs on the CPU; those of GPU libraries are in test_library_adapters.py."""
-    return spec.implementation is not None and bool({"*", "cpu"} & spec.platforms) and spec.availability() is None
+    """Whether a kernel runs on the CPU, whatever the problem has.
+
+    Those of GPU libraries are in test_library_adapters.py, the one that is for documents in test_packed.py.
+    """
+    is_here = bool({"*", "cpu"} & spec.platforms) and spec.availability() is None
+    return is_here and spec.implementation is not None and "*" not in spec.requires_features
 
 
 KERNELS = {spec.kernel_id: spec for spec in kernels("attention").values() if runs_here(spec)}
 for_every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 for_every_trainable_kernel = pytest.mark.parametrize(
     "kernel", [name for name, spec in KERNELS.items() if "training" in spec.supports]
+)
+for_every_kernel_of_bands = pytest.mark.parametrize(
+    "kernel", [name for name, spec in KERNELS.items() if {"causal_at_end", "sliding_window"} <= spec.supports]
 )
 for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 drawn = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -60,6 +68,7 @@ class Case:
     mask_is_full: tuple[bool, ...] = (True, True, True, True)
     bias_is_full: tuple[bool, ...] = (True, True, True, True)
     sinks_are_full: tuple[bool, ...] = (False, True, False)
+    documents_are_full: bool = True
     rows_fully_masked: bool = False
     is_token_major: bool = False
     seed: int = 0
@@ -91,6 +100,8 @@ def _operands(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     }
     if case.attrs.has_mask:
         found["mask"] = _keep(case, case.mask_is_full, generator)
+    if case.attrs.reach is not None:
+        found["mask"] = found["mask"] & _reached(case.attrs.reach, case.queries, case.keys)
     if case.attrs.masked_rows == "fill":
         found["fill"] = normal(*_chosen(case.scores, case.bias_is_full)) * 4 - 8
     if case.attrs.has_bias:
@@ -100,7 +111,20 @@ def _operands(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
         found["bias"] = bias
     if case.attrs.has_sinks:
         found["sinks"] = normal(*_chosen(case.scores[:3], case.sinks_are_full), 1)
+    if case.attrs.has_slopes:
+        found["slopes"] = normal(*_chosen((*case.scores[:2], 1, 1), case.bias_is_full))
+    if case.attrs.has_documents:
+        found["query_documents"], found["key_documents"] = _documents(case, generator)
     return found
+
+
+def _documents(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Four documents of which a query has one, its own among the keys unless rows may be masked completely."""
+    batch = case.batch if case.documents_are_full else 1
+    queries, keys = (torch.randint(0, 4, (batch, length), generator=generator) for length in (case.queries, case.keys))
+    if not case.rows_fully_masked:
+        queries = keys.gather(1, torch.arange(case.queries)[None].clamp_max(case.keys - 1).expand(batch, -1))
+    return queries, keys
 
 
 def _chosen(extents: tuple[int, ...], is_full: tuple[bool, ...]) -> tuple[int, ...]:
@@ -115,6 +139,12 @@ def _keep(case: Case, is_full: tuple[bool, ...], generator: torch.Generator) -> 
     return keep
 
 
+def _reached(reach: Reach, queries: int, keys: int) -> Tensor:
+    columns = torch.arange(keys)
+    spans = [reach.spans[row // reach.tile] for row in range(queries)]
+    return torch.stack([(columns >= first) & (columns < last) for first, last in spans])
+
+
 def _doubled(operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.double() if x.is_floating_point() else x for name, x in operands.items()}
 
@@ -125,10 +155,15 @@ def _assert_near(actual: Tensor, expected: Tensor, case: Case, slack: float = 1.
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
+def _small(kernel: str) -> Callable[..., Tensor]:
+    """A kernel that cuts small sizes as it does large ones."""
+    return partial(KERNELS[kernel].call, **KERNELS[kernel].validation_arguments)
+
+
 def _runs_right(kernel: str, case: Case, dtype: torch.dtype) -> None:
     case = replace(case, attrs=replace(case.attrs, score_dtype=torch.promote_types(case.attrs.score_dtype, dtype)))
     operands = _operands(case, dtype)
-    actual = KERNELS[kernel].call(**operands, attrs=case.attrs)
+    actual = _small(kernel)(**operands, attrs=case.attrs)
     assert actual.dtype == dtype
     _assert_near(actual, reference(**_doubled(operands), attrs=_in_float64(case.attrs)), case)
 
@@ -167,6 +202,39 @@ def test_one_query_of_nan_leaves_the_other_rows_alone(kernel: str, dtype: torch.
 
 
 _FULL = st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans())
+
+
+@st.composite
+def _bands(draw: st.DrawFn, queries: int, keys: int) -> Band:
+    """Any band under which every query sees a key."""
+    at_end = draw(st.booleans())
+    offset = keys - queries if at_end else 0
+    lower = draw(st.none() | st.integers(0, 6).map(lambda further: keys - queries - offset - further))
+    least = -offset if lower is None else max(-offset, lower)
+    return Band(lower, draw(st.none() | st.integers(0, 6).map(lambda further: least + further)), at_end)
+
+
+@st.composite
+def _reaches(draw: st.DrawFn, queries: int, keys: int) -> Reach:
+    tile = draw(st.sampled_from([1, 4, 8, 64]))
+    ends = st.tuples(st.integers(0, keys), st.integers(0, keys)).map(lambda pair: (min(pair), max(pair)))
+    return Reach(tile, tuple(draw(ends) for _ in range(-(-queries // tile))))
+
+
+@st.composite
+def _restricted(draw: st.DrawFn, supports: frozenset[str]) -> Case:
+    """A case in which more than a mask says which keys a query sees: bands, spans, documents, and ALiBi."""
+    case = draw(_cases(supports))
+    has_documents, has_slopes = draw(st.booleans()), draw(st.booleans())
+    attrs = replace(
+        case.attrs,
+        is_causal=False,
+        band=draw(_bands(case.queries, case.keys)),
+        reach=draw(_reaches(case.queries, case.keys)) if case.attrs.has_mask and draw(st.booleans()) else None,
+        has_documents=has_documents and "documents" in supports,
+        has_slopes=has_slopes and "alibi" in supports,
+    )
+    return replace(case, attrs=attrs, documents_are_full=draw(st.booleans()))
 
 
 @st.composite
@@ -222,6 +290,17 @@ def test_a_kernel_gives_what_the_reference_gives_in_float64(kernel, dtype):
     holds()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@for_every_kernel_of_bands
+def test_bands_spans_documents_and_slopes_are_those_of_the_reference(kernel, dtype):
+    @drawn
+    @given(_restricted(KERNELS[kernel].supports))
+    def holds(case: Case) -> None:
+        _runs_right(kernel, case, dtype)
+
+    holds()
+
+
 @for_every_kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_scores_may_be_rounded_where_the_source_rounds_them(kernel, dtype):
@@ -239,16 +318,34 @@ def test_gradients_are_those_of_the_reference_in_float64(kernel, dtype):
     @drawn
     @given(_cases(KERNELS[kernel].supports))
     def holds(case: Case) -> None:
-        attrs = replace(case.attrs, bias_is_finite=True, score_dtype=dtype)
-        case = replace(case, attrs=attrs, rows_fully_masked=case.rows_fully_masked and attrs.masked_rows != "nan")
-        operands = _operands(case, dtype)
-        expected = _gradients(reference, _doubled(operands), _in_float64(attrs))
-        actual = _gradients(KERNELS[kernel].call, operands, attrs)
-        for name, gradient in actual.items():
-            _assert_near(gradient, expected[name], case, GRADIENT_SLACK)
+        attrs = replace(case.attrs, bias_is_finite=True)
+        can_be_empty = attrs.masked_rows != "nan" and "masked_row_gradient" in KERNELS[kernel].supports
+        case = replace(case, attrs=attrs, rows_fully_masked=case.rows_fully_masked and can_be_empty)
+        _trains_right(kernel, case, dtype)
 
     assert {"training", "bias_gradient"} <= KERNELS[kernel].supports, "this kernel needs another test"
     holds()
+
+
+@pytest.mark.parametrize("kernel", [name for name, spec in KERNELS.items() if "masked_row_gradient" in spec.supports])
+def test_gradients_under_bands_spans_documents_and_slopes_are_those_of_the_reference(kernel):
+    @drawn
+    @given(_restricted(KERNELS[kernel].supports))
+    def holds(case: Case) -> None:
+        attrs = replace(case.attrs, bias_is_finite=True)
+        if attrs.masked_rows == "nan" and (attrs.has_mask or attrs.has_documents):  # the gradient is NaN, too
+            attrs = replace(attrs, masked_rows="mean")
+        _trains_right(kernel, replace(case, attrs=attrs), torch.float64)
+
+    holds()
+
+
+def _trains_right(kernel: str, case: Case, dtype: torch.dtype) -> None:
+    case = replace(case, attrs=replace(case.attrs, score_dtype=dtype))
+    operands = _operands(case, dtype)
+    expected = _gradients(reference, _doubled(operands), _in_float64(case.attrs))
+    for name, gradient in _gradients(_small(kernel), operands, case.attrs).items():
+        _assert_near(gradient, expected[name], case, GRADIENT_SLACK)
 
 
 def _gradients(call: Callable[..., Tensor], operands: Mapping[str, Tensor], attrs: AttentionAttrs) -> dict[str, Tensor]:
@@ -364,13 +461,17 @@ def _drops_some_and_keeps_the_mean(kernel: str) -> None:
 
 
 def _follows_symbolic_lengths(kernel: str) -> None:
-    counter = CompileCounter()
     attrs = AttentionAttrs(is_causal=True)
-    compiled = torch.compile(lambda **x: KERNELS[kernel].call(**x, attrs=attrs), backend=counter, dynamic=True)
+
+    def call(*tensors: Tensor) -> Tensor:
+        return KERNELS[kernel].call(*tensors, attrs=attrs)
+
+    def inputs(length: int) -> list[Tensor]:
+        return list(_operands(Case(queries=length, keys=length, attrs=attrs), torch.float32).values())
+
+    graph = make_fx(call, tracing_mode="symbolic")(*inputs(6))
     for length in (5, 9, 40, 70):
-        operands = _operands(Case(queries=length, keys=length, attrs=attrs), torch.float32)
-        torch.testing.assert_close(compiled(**operands), reference(**operands, attrs=attrs))
-    assert counter.frame_count == 1
+        torch.testing.assert_close(graph(*inputs(length)), reference(*inputs(length), attrs=attrs))
 
 
 def _runs(**changes: Any) -> Callable[[str], None]:
@@ -409,6 +510,15 @@ def _ignores_nan_in_masked_keys(kernel: str) -> None:
     torch.testing.assert_close(KERNELS[kernel].call(**operands, attrs=attrs), expected)
 
 
+def _ignores_nan_in_padding(kernel: str) -> None:
+    attrs = replace(_SELECTED, masks_keys=True)
+    operands = _operands(Case(attrs=attrs, mask_is_full=(True, False, False, True)), torch.float32)
+    operands["mask"][..., -1] = False
+    expected = KERNELS[kernel].call(**operands, attrs=attrs)
+    operands["key"][:, :, -1] = math.nan
+    torch.testing.assert_close(KERNELS[kernel].call(**operands, attrs=attrs), expected)
+
+
 def _gives_for_a_query_of_nan(number: float, **extents: Any) -> Callable[[str], None]:
     def demonstrate(kernel: str) -> None:
         attrs = extents.get("attrs", AttentionAttrs())
@@ -437,6 +547,8 @@ _MASKED, _BIASED = AttentionAttrs(has_mask=True), AttentionAttrs(has_bias=True)
 _SELECTED = AttentionAttrs(has_mask=True, selects_masked=True)
 _ZEROED = AttentionAttrs(has_mask=True, masked_rows="zero", zeroes_nan=True)
 _FILLED = AttentionAttrs(has_mask=True, masked_rows="fill")
+_AT_END, _WINDOW = AttentionAttrs(band=Band(upper=0, at_end=True)), AttentionAttrs(band=Band(-2, 0))
+_ALIBI, _DOCUMENTS = AttentionAttrs(has_slopes=True), AttentionAttrs(has_documents=True)
 
 FEATURES: Mapping[str, Feature] = {
     "causal": Feature(_CAUSAL, _facts(query_len=7), _runs(attrs=_CAUSAL)),
@@ -457,6 +569,11 @@ FEATURES: Mapping[str, Feature] = {
     "bias_gradient": Feature(_BIASED, _facts(bias_needs_grad=True), _trains("bias")),
     "value_dim": Feature(AttentionAttrs(), _facts(value_dim=6), _runs(value_dim=6)),
     "causal_rectangular": Feature(_CAUSAL, _facts(query_len=4, key_len=7), _runs(queries=4, keys=7, attrs=_CAUSAL)),
+    "causal_at_end": Feature(_AT_END, _facts(query_len=4, key_len=7), _runs(queries=4, keys=7, attrs=_AT_END)),
+    "sliding_window": Feature(_WINDOW, _facts(key_len=5), _runs(keys=5, attrs=_WINDOW)),
+    "alibi": Feature(_ALIBI, _facts(), _runs(attrs=_ALIBI, bias_is_full=(False, True, False, False))),
+    "documents": Feature(_DOCUMENTS, _facts(), _runs(attrs=_DOCUMENTS)),
+    "masked_nan_keys": Feature(replace(_SELECTED, masks_keys=True), _facts(), _ignores_nan_in_padding),
     "dynamic_causal": Feature(_CAUSAL, _facts(query_len=_SYMBOLIC), _follows_symbolic_lengths),
 }
 
@@ -479,6 +596,8 @@ def test_the_table_of_features_above_is_complete():
             enable_gqa=True,
             has_mask=True,
             has_bias=True,
+            has_slopes=True,
+            has_documents=True,
             dropout_p=0.1,
             softcap=1.0,
             has_sinks=True,
@@ -488,7 +607,10 @@ def test_the_table_of_features_above_is_complete():
             zeroes_nan=True,
         ),
         _facts(query_len=_SYMBOLIC, value_dim=6, needs_grad=True, bias_needs_grad=True),
-    ) | features(AttentionAttrs(), _facts(key_len=7))
+    )
+    everything |= features(AttentionAttrs(band=Band(-2, 0, at_end=True)), _facts())
+    everything |= features(replace(_SELECTED, masks_keys=True), _facts())
+    everything |= features(AttentionAttrs(), _facts(key_len=7))
     assert set(everything) == set(FEATURES)
     assert features(AttentionAttrs(), _facts()) == {}
 

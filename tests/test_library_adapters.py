@@ -21,14 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._inductor.utils import run_and_get_code
 
-from lz_compile.lowering import inductor
+from lz_compile.lowering import inductor, tiles
 from lz_compile.lowering.kernels import flashinfer as flashinfer_adapter
 from lz_compile.lowering.kernels import torch_cudnn, torch_flex
-from lz_compile.lowering.ops.attention import AttentionAttrs, reference
+from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Band, features, merged_mask, reference
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.patterns import recognisers
 from lz_compile.passes.rewrite import Recipes, splice
 from lz_compile.runtime import events, health
+from lz_compile.runtime.context import of_facts
 from lz_compile.runtime.registry import kernels
 from tests.library_fakes import (
     RECORDS,
@@ -201,6 +202,104 @@ def test_libraries_that_align_causality_at_the_end_do_not_claim_unequal_lengths(
     assert {name for name in LIBRARIES if "causal_rectangular" in supports(name)} == {"xformers"}
 
 
+# ---- windows and ALiBi -----------------------------------------------------------------------------------------------
+
+_SLOPES = torch.tensor([0.5, 0.25, 0.125, -0.3]).reshape(1, 4, 1, 1)
+_SLOPES_BY_BATCH = torch.stack([_SLOPES[0], _SLOPES[0] * 2]).to(torch.bfloat16)
+_AT_END = {"queries": 5, "keys": 9}
+_BANDS = {
+    "window": (AttentionAttrs(band=Band(-3, 0)), {}, {}),
+    "window_of_one_sequence": (AttentionAttrs(band=Band(-3, 0), enable_gqa=True), {"batch": 1}, {}),
+    "window_on_both_sides": (AttentionAttrs(band=Band(-2, 3)), {}, {}),
+    "window_to_the_left": (AttentionAttrs(band=Band(lower=-3)), {}, {}),
+    "window_to_the_right": (AttentionAttrs(band=Band(upper=3)), {}, {}),
+    "causal_at_end": (AttentionAttrs(band=Band(upper=0, at_end=True)), _AT_END, {}),
+    "one_query_at_end": (AttentionAttrs(band=Band(upper=0, at_end=True)), {"queries": 1}, {}),
+    "window_at_end": (AttentionAttrs(band=Band(-3, 0, at_end=True), enable_gqa=True), _AT_END, {}),
+    "window_and_softcap": (AttentionAttrs(band=Band(-3, 0), softcap=2.0), {}, {}),
+    "window_from_first": (AttentionAttrs(band=Band(-3, 0)), _AT_END, {}),
+    "alibi": (AttentionAttrs(is_causal=True, has_slopes=True), {}, {"slopes": _SLOPES}),
+    "alibi_by_batch": (AttentionAttrs(is_causal=True, has_slopes=True), {}, {"slopes": _SLOPES_BY_BATCH}),
+    "alibi_of_one_slope": (AttentionAttrs(is_causal=True, has_slopes=True), {}, {"slopes": _SLOPES[:, :1]}),
+    "alibi_at_end": (
+        AttentionAttrs(band=Band(-6, 0, at_end=True), has_slopes=True, softcap=2.0),
+        _AT_END,
+        {"slopes": _SLOPES},
+    ),
+    "alibi_on_both_sides": (AttentionAttrs(has_slopes=True), {}, {"slopes": _SLOPES}),
+    "alibi_in_a_window": (AttentionAttrs(band=Band(-2, 3), has_slopes=True), {}, {"slopes": _SLOPES}),
+}
+#: Everybody else takes all of them.
+_REFUSED = {
+    "flash_attn": {"window_from_first", "alibi_on_both_sides", "alibi_in_a_window"},
+    "flash_attn_interface": {"window_from_first", *(case for case in _BANDS if case.startswith("alibi"))},
+    "flashinfer": {
+        *("window_on_both_sides", "window_to_the_left", "window_to_the_right", "window_from_first"),
+        *(case for case in _BANDS if case.startswith("alibi")),
+    },
+    "xformers": set(_BANDS) - {"causal_at_end", "one_query_at_end"},
+}
+
+
+def reasons_against(name: str, attrs: AttentionAttrs, given: Sequence[Tensor]) -> list[str]:
+    """What speaks against a library's kernel because of what the attention is, not of where it would run."""
+    (batch, heads, queries, dim), (_, kv_heads, keys, _) = given[0].shape, given[1].shape
+    facts = AttentionFacts(batch, heads, kv_heads, queries, keys, dim, given[2].shape[-1], torch.bfloat16, "cuda")
+    (kernel,) = DESCRIPTORS[name]["ops"]["attention"]
+    needed = {f"{feature.upper()}_UNSUPPORTED" for feature in features(attrs, facts)} | {"FEATURE_MISSING"}
+    found = kernels("attention")[kernel["kernel_id"]].check(of_facts("attention", attrs, facts))
+    return [reason.message for reason in found if reason.code in needed]
+
+
+@pytest.mark.parametrize("case", _BANDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
+@for_every_library
+def test_windows_and_alibi_are_those_of_the_reference_or_refused(name, dtype, case):
+    attrs, sizes, masks = _BANDS[case]
+    given = operands(dtype, **{"kv_heads": 2 if attrs.enable_gqa else 4, **sizes})
+    assert bool(reasons_against(name, attrs, given)) == (case in _REFUSED[name])
+    if case in _REFUSED[name]:
+        return
+    with installed(LIBRARIES[name]()) as library:
+        actual = adapter(name)(*given, **masks, attrs=attrs)
+    assert library.calls
+    assert not health.retirements()
+    assert_near(actual, given, attrs, **masks)
+
+
+@pytest.mark.parametrize("case", _BANDS)
+def test_a_library_that_fails_is_completed_with_the_same_window_and_slopes(case):
+    attrs, sizes, masks = _BANDS[case]
+    if case in _REFUSED["flash_attn"]:
+        return
+    given = operands(**{"kv_heads": 2 if attrs.enable_gqa else 4, **sizes})
+    with installed(FlashAttention()) as library:
+        library.fails = True
+        actual = adapter("flash_attn")(*given, **masks, attrs=attrs)
+    assert library.calls
+    assert health.retired("flash_attn.v2")
+    assert_near(actual, given, attrs, **masks)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("band", [Band(-4, -1, at_end=True), Band(1, 2)], ids=str)
+def test_a_band_beside_a_querys_own_position_is_left_to_pytorch(band, softcap):
+    attrs = AttentionAttrs(band=band, softcap=softcap)
+    given = operands(queries=5, kv_heads=4)
+    with installed(FlashAttention()) as library:
+        actual = adapter("flash_attn")(*given, attrs=attrs)
+    assert not library.calls
+    assert_near(actual, given, attrs)
+
+
+def test_what_a_library_takes_only_together_with_causality_is_told():
+    given = operands(kv_heads=4)
+    (alibi,) = reasons_against("flash_attn", AttentionAttrs(has_slopes=True), given)
+    assert alibi == "flash_attn.v2 takes a bias that is linear in the distance (ALiBi) only together with causal"
+    (window,) = reasons_against("flashinfer", AttentionAttrs(band=Band(-2, 3)), given)
+    assert window == "flashinfer takes a window from -2 to 3 around each query only together with causal"
+
+
 # ---- in compiled code ------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +440,13 @@ _BIAS_WITH_ROW[:, :, 5] = -torch.inf
 _BIAS_LOWEST = _BIAS.clone()
 _BIAS_LOWEST[:, :, 5] = torch.finfo(torch.float32).min
 
+_SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0]).reshape(1, 4, 1, 1)
+#: Ids that come back, and queries of documents without keys.
+_DOCUMENTS = {
+    "query_documents": torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 5], [3, 3, 1, 1, 1, 1, 0, 0, 0]]),
+    "key_documents": torch.tensor([[0] * 4 + [1] * 3 + [2] * 7, [0, 0, 0, 0, 3, 3, 1, 1, 1, 1, 1, 3, 3, 0]]),
+}
+
 _FLEX = {
     "plain": (AttentionAttrs(scale=0.3), {}),
     "causal": (AttentionAttrs(is_causal=True), {}),
@@ -356,6 +462,32 @@ _FLEX = {
     "bias_zero": (AttentionAttrs(has_bias=True, masked_rows="zero"), {"bias": _BIAS_WITH_ROW}),
     "bias_mean": (AttentionAttrs(has_bias=True, bias_is_finite=True, masked_rows="mean"), {"bias": _BIAS_LOWEST}),
     "both": (AttentionAttrs(has_bias=True, has_mask=True, softcap=3.0), {"bias": _BIAS_WITH_ROW, "mask": _KEEP}),
+    "window": (AttentionAttrs(band=Band(-3, 0)), {}),
+    "window_on_both_sides": (AttentionAttrs(band=Band(-2, 5)), {}),
+    "causal_at_end": (AttentionAttrs(band=Band(upper=0, at_end=True)), {}),
+    "window_at_end": (AttentionAttrs(band=Band(-4, 0, at_end=True), enable_gqa=True), {}),
+    "beside": (AttentionAttrs(band=Band(-4, -2, at_end=True)), {}),
+    "window_and_mask": (AttentionAttrs(band=Band(-4, 1), has_mask=True), {"mask": _KEEP}),
+    "alibi": (AttentionAttrs(is_causal=True, has_slopes=True), {"slopes": _SLOPES}),
+    "alibi_and_bias": (
+        AttentionAttrs(has_slopes=True, has_bias=True, bias_is_finite=True, softcap=3.0),
+        {"slopes": _SLOPES_BY_BATCH, "bias": _BIAS},
+    ),
+    "documents": (AttentionAttrs(has_documents=True), _DOCUMENTS),
+    "documents_causal": (AttentionAttrs(has_documents=True, band=Band(upper=0, at_end=True)), _DOCUMENTS),
+    "documents_mean": (AttentionAttrs(has_documents=True, masked_rows="mean", is_causal=True), _DOCUMENTS),
+    "documents_zero": (AttentionAttrs(has_documents=True, masked_rows="zero", band=Band(-4, 0)), _DOCUMENTS),
+    "documents_of_all_rows": (AttentionAttrs(has_documents=True), {k: v[:1] for k, v in _DOCUMENTS.items()}),
+    "documents_and_mask": (
+        AttentionAttrs(has_documents=True, has_mask=True, is_causal=True),
+        {**_DOCUMENTS, "mask": _KEEP[:, :, :1]},
+    ),
+    "sinks": (AttentionAttrs(has_sinks=True, is_causal=True), {"sinks": _SINKS}),
+    "sinks_and_mask": (AttentionAttrs(has_sinks=True, has_mask=True), {"sinks": _SINKS, "mask": _KEEP}),
+    "sinks_and_mean": (
+        AttentionAttrs(has_sinks=True, has_mask=True, masked_rows="mean", band=Band(-4, 0)),
+        {"sinks": _SINKS, "mask": _KEEP},
+    ),
     "both_mean": (
         AttentionAttrs(has_bias=True, has_mask=True, masked_rows="mean"),
         {"bias": _BIAS_WITH_ROW, "mask": _KEEP},
@@ -369,6 +501,32 @@ def test_flex_attention_gives_what_the_reference_gives(case):
     given = operands(keys=14, kv_heads=2 if attrs.enable_gqa else 4, dim=16)
     given[2] = torch.cat([given[2], given[2] + 1], -1)[..., :24]
     assert_near(torch_flex.attention(*given, **masks, attrs=attrs), given, attrs, **masks)
+
+
+def flex_gradients(call: Callable[..., Tensor], given: Sequence[Tensor], **options: Any) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in given]
+    return torch.autograd.grad(call(*leaves, **options).cos().sum(), leaves)
+
+
+#: Not claimed is the gradient of rows whose every key is masked, by a finite fill or by a bias.
+_FLEX_TRAINED = [
+    case
+    for case, (attrs, masks) in _FLEX.items()
+    if (attrs.masked_rows != "mean" or attrs.has_sinks) and masks.get("bias") is not _BIAS_WITH_ROW
+]
+
+
+@pytest.mark.parametrize("case", _FLEX_TRAINED)
+def test_gradients_of_flex_attention_are_those_of_the_reference(case):
+    attrs, masks = _FLEX[case]
+    given = operands(keys=14, kv_heads=2 if attrs.enable_gqa else 4, dim=16)
+    exact = {name: x.double() if x.is_floating_point() else x for name, x in masks.items()}
+    expected = flex_gradients(reference, [x.double() for x in given], **exact, attrs=attrs)
+    if reference(*given, **masks, attrs=attrs).isnan().any():
+        return  # so are the source's gradients
+    assert "masked_row_gradient" not in supports("torch_flex")
+    for one, other in zip(flex_gradients(torch_flex.attention, given, **masks, attrs=attrs), expected, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True])
@@ -408,6 +566,101 @@ def test_flex_attention_is_a_node_with_graphs_of_its_own_and_has_gradients(has_m
     bodies = [getattr(graph.owning_module, node.target) for node in graph.nodes if node.op == "get_attr"]
     assert len(bodies) == 2
     assert all(isinstance(body, fx.GraphModule) for body in bodies)
+
+
+def emitted_by_flex(attrs: AttentionAttrs, has_documents: bool) -> Callable[..., Any]:
+    """FlexAttention under a band, and over documents of five tokens that its graph makes."""
+
+    def documents(tensor: Tensor) -> Tensor:
+        return tensor.new_ones((1, tensor.shape[2]), dtype=torch.int64).cumsum(1) // 5
+
+    def kernel(query, key, value, **operands):
+        ids = {"query_documents": documents(query), "key_documents": documents(key)} if has_documents else {}
+        return torch_flex.attention(query, key, value, **ids, attrs=attrs, tile=4)
+
+    return kernel
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("band", [Band(upper=0), Band(-3, 0, at_end=True), Band(-2, 3)], ids=str)
+def test_block_masks_are_made_in_the_graph_for_any_lengths(band, has_documents, is_dynamic):
+    attrs = AttentionAttrs(band=band, has_documents=has_documents, masked_rows="zero")
+    kernel = emitted_by_flex(attrs, has_documents)
+    compiled = spliced(lambda q, k, v: attention(q, k, v) * 2, kernel, backend="aot_eager")
+    for queries, keys in [(9, 14), (13, 17)]:
+        given = [x.requires_grad_() for x in operands(queries=queries, keys=keys, kv_heads=4, dim=16)]
+        if is_dynamic:
+            for tensor in given:
+                torch._dynamo.mark_dynamic(tensor, 2)
+        out, expected = compiled(*given), kernel(*given) * 2
+        torch.testing.assert_close(out, expected)
+        wanted = torch.autograd.grad(expected.square().sum(), given)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), given), wanted)
+
+
+@pytest.mark.parametrize("case", _FLEX)
+def test_tiles_that_flex_attention_skips_keep_nothing_and_full_ones_everything(case, monkeypatch):
+    attrs, masks = _FLEX[case]
+    seen: list[tuple[Any, ...]] = []
+
+    def flex(query: Tensor, *rest: Any) -> Any:
+        seen.append(rest)
+        return torch.ops.higher_order.flex_attention(query, *rest)
+
+    monkeypatch.setattr(torch_flex, "_flex", flex)
+    given = operands(keys=14, kv_heads=2 if attrs.enable_gqa else 4, dim=16)
+    torch_flex.attention(*given, **masks, attrs=attrs, tile=4)
+    (_, _, _, block_mask, *_) = seen.pop()
+    mask, own, theirs = (masks.get(name) for name in ("mask", "query_documents", "key_documents"))
+    merged = merged_mask(given[0], given[1], mask, own, theirs, attrs)
+    keep = torch.ones(9, 14, dtype=torch.bool) if merged is None else merged
+    keep = keep.expand(2, 4, 9, 14)
+    for found in (computed(block_mask, 9, 14), computed(block_mask, 9, 14, by_key=True)):
+        part, full = found
+        assert not (part & full).any()
+        assert ((part | full) >= keep).all()
+        assert (keep >= full).all()
+        is_known = not attrs.has_documents and (mask is None or attrs.limits is None)  # each by itself, exactly
+        if block_mask[-2] == 4 and is_known:
+            cut = F.pad(keep, (0, 2, 0, 3)).unflatten(3, (4, 4)).unflatten(2, (3, 4))
+            expected = (cut.any(5).any(3), cut.all(5).all(3))
+            some, every = (x.repeat_interleave(4, 2).repeat_interleave(4, 3)[:, :, :9, :14] for x in expected)
+            assert torch.equal(part | full, some)
+            assert torch.equal(full, every)
+    can_be_empty = attrs.has_mask or attrs.has_documents
+    is_whole = merged is None or (attrs.masked_rows == "mean" and can_be_empty and not attrs.has_sinks)
+    assert (block_mask[-2] > 4) == is_whole
+
+
+def test_flex_attention_skips_what_sorted_documents_exclude():
+    own = torch.arange(40).div(10, rounding_mode="floor")[None]
+    by_query, by_key = tiles.of_parts(tiles.Grid(own, 40, 40, 5), None, None, own, own)
+    for found in (by_query, by_key):
+        assert found.count.sum() == 0
+        assert found.full_count.tolist() == [[[2] * 8]]
+        assert found.full_indices[0, 0, :, :2].tolist() == [[n, n + 1] for n in (0, 0, 2, 2, 4, 4, 6, 6)]
+
+
+def computed(block_mask: tuple[Any, ...], queries: int, keys: int, *, by_key: bool = False) -> tuple[Tensor, Tensor]:
+    """Which scores are computed under the predicate, and which without asking it, ``[2, 4, Sq, Sk]``."""
+    tile = block_mask[-2]
+    if tile > queries:
+        return torch.ones(2, 4, queries, keys, dtype=torch.bool), torch.zeros(2, 4, queries, keys, dtype=torch.bool)
+    fields = block_mask[6:10] if by_key else block_mask[2:6]
+    found = []
+    for count, indices in (fields[:2], fields[2:]):
+        assert count.dtype == indices.dtype == torch.int32
+        assert count.is_contiguous()
+        assert indices.is_contiguous()
+        assert ((indices >= 0) & (indices < indices.shape[-1])).all()
+        counts = torch.arange(indices.shape[-1]) < count[..., None]
+        dense = torch.zeros(indices.shape, dtype=torch.int64).scatter_add(-1, indices.long(), counts.long())
+        assert (dense <= 1).all(), "no tile is computed twice"
+        dense = dense.mT if by_key else dense
+        grown = dense.bool().repeat_interleave(tile, 2).repeat_interleave(tile, 3)
+        found.append(grown[:, :, :queries, :keys].expand(2, 4, queries, keys))
+    return found[0], found[1]
 
 
 def test_inductor_compiles_the_node_of_flex_attention(monkeypatch):

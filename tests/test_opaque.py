@@ -66,6 +66,41 @@ def attend_plainly(query: Tensor, key: Tensor, value: Tensor, scale: float | Non
 ATTEND = opaque("attend_for_tests", attend, attend_fake, fallback=attend_plainly, kernel_id="tests.attend")
 
 
+def gated(left: Tensor, right: Tensor, gate: Tensor, scale: float = 1.0) -> Tensor:
+    return left * right * gate * scale
+
+
+def gated_fake(left: Tensor, right: Tensor, gate: Tensor, scale: float = 1.0) -> Tensor:
+    return torch.empty_like(left)
+
+
+def gated_gradients(
+    gradient: Tensor, left: Tensor, right: Tensor, gate: Tensor, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """By autograd, of the function itself."""
+    leaves = (left.requires_grad_(), right.requires_grad_())
+    of_left, of_right = torch.autograd.grad(gated(*leaves, gate, scale), leaves, gradient)
+    return of_left, of_right
+
+
+GATED = opaque("gated_for_tests", gated, gated_fake, backward=gated_gradients)
+
+
+def squared(x: Tensor) -> Tensor:
+    return x * x
+
+
+def squared_fake(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def squared_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient * x * 2
+
+
+SQUARED = opaque("squared_for_tests", squared, squared_fake, backward=squared_gradient)
+
+
 @pytest.fixture(autouse=True)
 def _whole_again() -> Iterator[None]:
     BROKEN.clear()
@@ -112,6 +147,8 @@ def operands(length: int = 5) -> list[Tensor]:
         (WEIGHTED, (torch.randn(2, 3, 4), torch.randn(4, 5), 0.5, True), {"power": 2}),
         (SPLIT, (torch.randn(5, 2), 3), {}),
         (ATTEND, (*operands(), 0.3), {}),
+        (GATED, (torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4), 0.5), {}),
+        (SQUARED, (torch.randn(3, 4),), {}),
     ],
 )
 def test_an_opaque_function_passes_pytorchs_checks_of_operators(operator, arguments, constants):
@@ -180,7 +217,14 @@ def test_functions_with_equal_code_over_equal_values_are_equal():
 
 
 @pytest.mark.parametrize(
-    "changed", [{"fake": split_in_two_fake}, {"function": split_in_two}, {"fallback": weighted}, {"kernel_id": "other"}]
+    "changed",
+    [
+        {"fake": split_in_two_fake},
+        {"function": split_in_two},
+        {"fallback": weighted},
+        {"backward": gated_gradients},
+        {"kernel_id": "other"},
+    ],
 )
 def test_a_name_is_not_given_twice(changed):
     arguments = {"function": weighted, "fake": weighted_fake, **changed}
@@ -216,6 +260,71 @@ def test_gradients_flow_around_it():
     compiled = torch.compile(lambda *x: model(*x[:3]) * x[3], backend=backend())
     (actual,) = torch.autograd.grad(compiled(query, key, value, other).sum(), other)
     torch.testing.assert_close(actual, model(query, key, value))
+
+
+# ---- with a backward -------------------------------------------------------------------------------------------------
+
+
+def leaves(count: int) -> list[Tensor]:
+    return [torch.randn(3, 4, requires_grad=True) for _ in range(count)]
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_a_backward_gives_the_gradients_that_are_wanted(wanted):
+    given = [leaf.requires_grad_(is_wanted) for leaf, is_wanted in zip(leaves(2), wanted, strict=True)]
+    gate = torch.randn(3, 4)
+    wants = [leaf for leaf in given if leaf.requires_grad]
+    actual = torch.autograd.grad(GATED(*given, gate, 0.5).cos().sum(), wants)
+    expected = torch.autograd.grad(gated(*given, gate, 0.5).cos().sum(), wants)
+    torch.testing.assert_close(actual, expected)
+    assert not GATED(*(leaf.detach() for leaf in given), gate).requires_grad
+    with torch.no_grad():
+        assert not GATED(*given, gate).requires_grad
+
+
+def test_one_gradient_needs_no_tuple():
+    (x,) = leaves(1)
+    (actual,) = torch.autograd.grad(SQUARED(x).sum(), x)
+    torch.testing.assert_close(actual, 2 * x)
+
+
+def test_gradients_that_a_backward_does_not_give_are_refused():
+    *given, gate = leaves(3)
+    with pytest.raises(GradientUnsupportedError, match=r"expected inputs without gradients.* argument 2 requires one"):
+        GATED(*given, gate)
+    (gradient,) = torch.autograd.grad(GATED(*given, gate.detach()).sum(), given[:1])
+    torch.testing.assert_close(gradient, given[1] * gate)
+
+
+def test_gradients_of_gradients_are_refused():
+    (x,) = leaves(1)
+    with pytest.raises(
+        GradientUnsupportedError, match=r"squared_for_tests_backward: expected inputs without gradients"
+    ):
+        torch.autograd.grad(SQUARED(x).sum(), x, create_graph=True)
+
+
+def test_compiled_code_calls_the_kernel_forward_and_the_backward_backward():
+    given = leaves(2)
+    gate = torch.randn(3, 4)
+
+    def step(left: Tensor, right: Tensor) -> Tensor:
+        return (GATED(left.exp(), right, gate, 0.5) + 1).sin()
+
+    def run() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(torch.compile(step, fullgraph=True)(*given).sum(), given)
+
+    with fresh_cache():
+        actual, codes = run_and_get_code(run)
+        torch.testing.assert_close(actual, torch.autograd.grad(step(*given).sum(), given))
+        calls = [
+            [name for name in ("kernel", "backward") if f"gated_for_tests_{name}.default(" in code] for code in codes
+        ]
+        assert calls == [["kernel"], ["backward"]]
+        torch._dynamo.reset()
+        counters.clear()
+        torch.testing.assert_close(run(), actual)
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
 # ---- in a graph ------------------------------------------------------------------------------------------------------

@@ -732,7 +732,11 @@ def test_an_op_has_a_reference_features_attributes_and_facts(op):
     assert module.reference.__doc__
     assert "attrs" in inspect.signature(module.reference).parameters
     assert list(inspect.signature(module.features).parameters) == ["attrs", "facts"]
-    owned = [value for value in vars(module).values() if is_dataclass(value) and value.__module__ == module.__name__]
+    owned = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and is_dataclass(value) and value.__module__ == module.__name__
+    ]
     (attrs,) = [kind for kind in owned if kind.__name__.endswith("Attrs")]
     (facts,) = [kind for kind in owned if kind.__name__.endswith("Facts")]
     assert attrs.__dataclass_params__.frozen

@@ -185,6 +185,8 @@ class Snapshots(expecttest.TestCase):
       "scale": 0.25,
       "bias_is_finite": true
      },
+     "mask": "",
+     "mask_reasons": [],
      "why": "expected at 0.8 of Inductor's latency",
      "reasons": [],
      "context": {
@@ -384,7 +386,7 @@ def shown(module: fx.GraphModule) -> str:
 
 MATCH_KEYS = {
     "op", "kernel", "rewritten", "where", "graph", "attributes", "why", "reasons", "candidates", "validation",
-    "context", "guards",
+    "context", "guards", "mask", "mask_reasons",
 }  # fmt: skip
 VALIDATION_KEYS = {"ok", "error", "source_error", "grad_error", "cases", "reason", "origin", "seconds"}
 

@@ -176,3 +176,29 @@ def test_symbolic_sizes_have_twins_too() -> None:
     got = torch.compile(forward, backend=backend, fullgraph=True, dynamic=True)(x, *weights)
     assert sum(match.rewritten for match in backend.report.matches) == 2, backend.why_not()
     torch.testing.assert_close(got, forward(x, *weights))
+
+
+class LocalAndGlobal(torch.nn.Module):
+    """Layers with masks in buffers of their own: equal shapes, and other values (GPT-Neo)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tril = torch.tril(torch.ones(24, 24, dtype=torch.bool))
+        self.register_buffer("everything", tril)
+        self.register_buffer("window", torch.logical_xor(tril, torch.tril(tril, -5)))
+        self.register_buffer("again", tril.clone())
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        for mask in (self.everything, self.window, self.again):
+            scores = (query @ key.mT * 0.25).masked_fill(~mask[:19, :19], -torch.inf)
+            query = scores.softmax(-1) @ value
+        return query
+
+
+def test_buffers_of_other_values_make_no_twins() -> None:
+    model, inputs = LocalAndGlobal(), [torch.randn(2, 3, 19, 8) for _ in range(3)]
+    backend = Rewriting(strict=True)
+    got = torch.compile(model, backend=backend)(*inputs)
+    torch.testing.assert_close(got, model(*inputs))
+    assert [match.mask for match in backend.report.matches] == ["causal", "sliding window", "causal"]
+    assert all(match.rewritten for match in backend.report.matches), backend.why_not()

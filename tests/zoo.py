@@ -1,10 +1,10 @@
 """Tiny, randomly initialised `transformers` models: how attention is spelled by people who did not know of this project.
 
 Each family is a line of data: its configuration and model class, what differs from the common small sizes, its inputs,
-and two counts that were observed, not guessed. `instances` counts softmax results that reach a product with the values;
-`expressible` counts those that `F.scaled_dot_product_attention` can state exactly (a scale, a boolean or additive mask
-given as a tensor, fewer key-value heads than query heads, values of another width than the keys) and that Dynamo leaves
-in one graph.
+and two counts that were observed, not guessed. `instances` counts softmax results that reach a product with the values,
+in a library call or spelled out; `expressible` counts those that our attention op can state exactly (a scale, a soft cap,
+sinks, a boolean or additive mask, fewer key-value heads than query heads, values of another width than the keys) and that
+Dynamo leaves in one graph. Both are the same for eager and SDPA attention of `transformers`, where it has both.
 
 Sizes are small and, where an architecture lets us choose, distinct, so that no two axes share a symbol: batch 5, heads
 4, key-value heads 2, head dim 16, hidden 64, sequence 19 (encoder side 23), vocabulary 101.
@@ -26,7 +26,10 @@ Kind = Literal["decoder", "encoder", "encoder_decoder", "vision", "audio", "mult
 Inputs = Callable[[torch.Generator], dict[str, Tensor]]
 Wrap = Callable[[nn.Module], nn.Module]
 
-BATCH, SEQUENCE, SOURCE_SEQUENCE, PAST, VOCABULARY = 5, 19, 23, 21, 101
+#: The attention implementations of transformers that run on any machine.
+MODES = ("eager", "sdpa")
+
+BATCH, SEQUENCE, SOURCE_SEQUENCE, PAST, SLOTS, VOCABULARY = 5, 19, 23, 21, 31, 101
 _ANY_FLOAT = (torch.float32, torch.float64, torch.bfloat16)
 _NO_FLOAT64 = (torch.float32, torch.bfloat16)
 _NO_BFLOAT16 = (torch.float32, torch.float64)
@@ -112,6 +115,7 @@ class Family:
     note: str = ""
     wrap: Wrap = field(default=lambda model: model)
     dtypes: tuple[torch.dtype, ...] = _ANY_FLOAT
+    modes: tuple[str, ...] = MODES
 
     def build(self, attn: str = "eager", dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Tensor]]:
         """The model in eval mode and keyword arguments for its forward, the same for every call.
@@ -132,6 +136,15 @@ class Family:
                 model.load_state_dict(weights)
         inputs = self.inputs(generator)
         return self.wrap(model).eval(), {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+
+    def lacks(self, attn: str) -> str:
+        """Why there is no model with this attention; empty where there is."""
+        import transformers
+
+        model_class = getattr(transformers, self.classes[1])
+        if attn not in self.modes:
+            return f"{self.name} is about {' and '.join(self.modes)} attention"
+        return "" if attn != "sdpa" or model_class._supports_sdpa else f"{model_class.__name__} has no SDPA attention"
 
     def _model(self, attn: str, dtype: torch.dtype) -> Any:
         import transformers
@@ -173,6 +186,30 @@ class DecodeStep(nn.Module):
         for layer in range(past_keys.shape[0]):
             cache.update(past_keys[layer], past_values[layer], layer)
         return self.model(**inputs, past_key_values=cache, use_cache=True)[0]
+
+
+class StaticStep(nn.Module):
+    """New tokens against a cache of a fixed size, as `generate(cache_implementation="static")` keeps it.
+
+    How much of it is filled is a tensor, so the mask depends on data. The cache is filled from tensors inside forward.
+
+    **Shapes** `past_keys`, `past_values`: (layers, batch, key-value heads, slots, head dim); `past`: ().
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        from transformers import StaticCache
+
+        self.model: Any = model
+        config: Any = self.model.config
+        self.cache = StaticCache(config=config, max_cache_len=SLOTS)
+        self.cache.early_initialization(BATCH, config.num_key_value_heads, 16, self.model.dtype, torch.device("cpu"))
+
+    def forward(self, past_keys: Tensor, past_values: Tensor, past: Tensor, **inputs: Tensor) -> Any:
+        """The wrapped model's output for the new tokens."""
+        for layer, keys, values in zip(self.cache.layers, past_keys, past_values, strict=True):
+            layer.keys, layer.values, layer.cumulative_length = keys.clone(), values.clone(), past.clone()
+        return self.model(**inputs, past_key_values=self.cache, use_cache=True)[0]
 
 
 class WithWeights(nn.Module):
@@ -222,11 +259,29 @@ def _pair(padding: str | None = None) -> Inputs:
     return make
 
 
-def _step(kv_heads: int, padding: str | None = None) -> Inputs:
+def _packed(generator: torch.Generator) -> dict[str, Tensor]:
+    """Documents of 6, 9 and 4 tokens in every row, told by positions that begin again."""
+    positions = torch.cat([torch.arange(length) for length in (6, 9, 4)]).expand(BATCH, -1)
+    return _tokens()(generator) | {"position_ids": positions}
+
+
+def _past(kv_heads: int, slots: int, generator: torch.Generator) -> dict[str, Tensor]:
+    past = torch.randn(2, 2, BATCH, kv_heads, slots, 16, generator=generator)
+    return {"past_keys": past[0], "past_values": past[1]}
+
+
+def _step(kv_heads: int, padding: str | None = None, *, tokens: int = 1) -> Inputs:
     def make(generator: torch.Generator) -> dict[str, Tensor]:
-        past = torch.randn(2, 2, BATCH, kv_heads, PAST, 16, generator=generator)
-        inputs = {"input_ids": _ids(1, generator), "past_keys": past[0], "past_values": past[1]}
-        return inputs | ({"attention_mask": _padding(PAST + 1, padding)} if padding else {})
+        inputs = _past(kv_heads, PAST, generator) | {"input_ids": _ids(tokens, generator)}
+        return inputs | ({"attention_mask": _padding(PAST + tokens, padding)} if padding else {})
+
+    return make
+
+
+def _static_step(kv_heads: int, past: int, padding: str | None = None, *, tokens: int = 1) -> Inputs:
+    def make(generator: torch.Generator) -> dict[str, Tensor]:
+        inputs = _past(kv_heads, SLOTS, generator) | {"input_ids": _ids(tokens, generator), "past": torch.tensor(past)}
+        return inputs | ({"attention_mask": _padding(past + tokens, padding)} if padding else {})
 
     return make
 
@@ -260,12 +315,13 @@ def _family(
     note: str = "",
     wrap: Wrap = lambda model: model,
     dtypes: tuple[torch.dtype, ...] = _ANY_FLOAT,
+    modes: tuple[str, ...] = MODES,
     **settings: Any,
 ) -> Family:
     """A row of the table: `classes` is the common prefix of the two class names, or both; `settings` override `base`."""
     pair = (f"{classes}Config", f"{classes}Model") if isinstance(classes, str) else classes
     expressible = instances if expressible is None else expressible
-    return Family(name, kind, pair, {**base, **settings}, inputs, instances, expressible, note, wrap, dtypes)
+    return Family(name, kind, pair, {**base, **settings}, inputs, instances, expressible, note, wrap, dtypes, modes)
 
 
 # A head dim of 16 whatever the hidden size would give; families that ignore it take hidden / heads, which is 16 too.
@@ -290,15 +346,21 @@ _DECODERS = [
     _family("falcon_grouped", "decoder", 2, _tokens("right"), _GROUPED, classes="Falcon", num_kv_heads=2, new_decoder_architecture=True),
     _family("llama", "decoder", 2, _tokens(), _GROUPED, classes="Llama"),
     _family("llama_left_padded", "decoder", 2, _tokens("left"), _GROUPED, classes="Llama", note="rows of padding see no key at all", dtypes=_NO_FLOAT64),
+    _family("llama_packed", "decoder", 2, _packed, _GROUPED, classes="Llama", note="three documents in a row, told by positions"),
     _family("llama_decode", "decoder", 2, _step(2), _GROUPED, classes="Llama", wrap=DecodeStep),
+    _family("llama_chunk", "decoder", 2, _step(2, tokens=3), _GROUPED, classes="Llama", wrap=DecodeStep, note="three tokens after a cache: causal from the end"),
+    _family("llama_static_prefill", "decoder", 2, _static_step(2, 0, tokens=SEQUENCE), _GROUPED, classes="Llama", wrap=StaticStep, note="keys that are not there yet are masked"),
+    _family("llama_static_decode", "decoder", 2, _static_step(2, PAST), _GROUPED, classes="Llama", wrap=StaticStep),
     _family("mistral", "decoder", 2, _tokens("right"), _GROUPED, classes="Mistral", sliding_window=7, note="sliding window"),
+    _family("mistral_decode", "decoder", 2, _step(2), _GROUPED, classes="Mistral", sliding_window=7, wrap=DecodeStep),
     _family("mixtral", "decoder", 2, _tokens("right"), _MOE, classes="Mixtral", dtypes=_NO_FLOAT64),
     _family("qwen2", "decoder", 2, _tokens("right"), _GROUPED, classes="Qwen2"),
     _family("qwen2_decode", "decoder", 2, _step(2, "left"), _GROUPED, classes="Qwen2", wrap=DecodeStep),
+    _family("qwen2_static_decode", "decoder", 2, _static_step(2, PAST, "left"), _GROUPED, classes="Qwen2", wrap=StaticStep),
     _family("qwen3", "decoder", 2, _tokens("right"), _GROUPED, classes="Qwen3", head_dim=16),
     _family("qwen3_moe", "decoder", 2, _tokens(), _MOE, classes="Qwen3Moe", head_dim=16, dtypes=_NO_FLOAT64),
     _family("gemma", "decoder", 2, _tokens("right"), _GROUPED, classes="Gemma", head_dim=16, num_key_value_heads=1),
-    _family("gemma2", "decoder", 2, _tokens("right"), _GROUPED, classes="Gemma2", head_dim=16, sliding_window=7, expressible=0, note="tanh soft cap on the scores"),
+    _family("gemma2", "decoder", 2, _tokens("right"), _GROUPED, classes="Gemma2", head_dim=16, sliding_window=7, note="tanh soft cap on the scores"),
     _family("gemma3", "decoder", 2, _tokens("right"), _GROUPED, classes=("Gemma3TextConfig", "Gemma3TextModel"), head_dim=16, sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
     _family("phi", "decoder", 2, _tokens("right"), _GROUPED, classes="Phi"),
     _family("phi3", "decoder", 2, _tokens("right"), _GROUPED, classes="Phi3"),
@@ -315,12 +377,12 @@ _DECODERS = [
     _family("deepseek_v3", "decoder", 2, _tokens("right"), _MOE, classes="DeepseekV3", num_key_value_heads=4, kv_lora_rank=24, q_lora_rank=28, qk_rope_head_dim=8, qk_nope_head_dim=10, v_head_dim=14, num_local_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, note="MLA: keys of width 18, written in place into new_empty, and values of 14", dtypes=_NO_FLOAT64),
     _family("diffllama", "decoder", 4, _tokens("right"), _GROUPED, classes="DiffLlama", note="two attentions over the same scores, subtracted after"),
     _family("llama4", "decoder", 2, _tokens("right"), _MOE, classes=("Llama4TextConfig", "Llama4TextModel"), head_dim=16, intermediate_size_mlp=80, interleave_moe_layer_step=2, attention_chunk_size=7, layer_types=["chunked_attention", "full_attention"], note="temperature by position on q; attention in chunks"),
-    _family("gpt_oss", "decoder", 2, _tokens("right"), _MOE, classes="GptOss", head_dim=16, sliding_window=7, expressible=0, note="a sink column takes part in the softmax and is dropped after it", dtypes=_NO_FLOAT64),
+    _family("gpt_oss", "decoder", 2, _tokens("right"), _MOE, classes="GptOss", head_dim=16, sliding_window=7, note="a sink column takes part in the softmax and is dropped after it", dtypes=_NO_FLOAT64),
 ]  # fmt: skip  # one line a family
 
 _ENCODERS = [
     _family("bert", "encoder", 2, _tokens("right"), _TEXT, classes="Bert"),
-    _family("bert_weights", "encoder", 2, _tokens("right"), _TEXT, classes="Bert", wrap=WithWeights, expressible=0, note="the probabilities are returned"),
+    _family("bert_weights", "encoder", 2, _tokens("right"), _TEXT, classes="Bert", wrap=WithWeights, modes=("eager",), expressible=0, note="the probabilities are returned"),
     _family("roberta", "encoder", 2, _tokens("right"), _TEXT, classes="Roberta"),
     _family("xlm_roberta", "encoder", 2, _tokens("right"), _TEXT, classes="XLMRoberta"),
     _family("camembert", "encoder", 2, _tokens(), _TEXT, classes="Camembert"),

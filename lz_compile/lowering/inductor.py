@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -15,8 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.metrics_context import MetricsContext
+from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import counters, get_metrics_context
+from torch._guards import CompileContext, Guard, Source, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -24,8 +30,13 @@ from torch._logging._internal import trace_structured
 from torch.compiler._cache import CacheArtifactManager
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lz_compile.lowering.value_guards import Frame, KnownValues, has_values
+
 if TYPE_CHECKING:
     import sympy
+
+#: What Inductor raises to have Dynamo trace again, with what it found out: no fault, and to be passed on.
+RESTARTS = (RestartAnalysis,)
 
 
 def config_of(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +174,7 @@ def unlimited_recompiles() -> AbstractContextManager[Any]:
 
 def compiles_left() -> int | None:
     """How often Dynamo compiles the present function again before it gives up; None outside of a compilation."""
-    compile_id = torch._guards.CompileContext.current_compile_id()
+    compile_id = CompileContext.current_compile_id()
     if compile_id is None or compile_id.frame_compile_id is None:
         return None
     return max(dynamo_config.recompile_limit - 1 - compile_id.frame_compile_id, 0)
@@ -250,3 +261,91 @@ def _known(expression: sympy.Expr, environment: Any) -> SymbolicSize:
 def _finite(bound: Any) -> int | None:
     """A bound as a number, None where it is infinite or stands for that (``sys.maxsize``)."""
     return int(bound) if bound.is_Integer and abs(bound) < 1 << 62 else None
+
+
+#: By the number of a function: the context of its first compilation, and what is known of its buffers.
+_frames: dict[int, tuple[weakref.ref[TracingContext], Frame]] = {}
+
+
+def buffer_value(placeholder: fx.Node) -> torch.Tensor | None:
+    """The tensor behind a placeholder that stands for a module's buffer, or for another tensor kept in a module.
+
+    None for parameters, arguments and subclasses, and for a buffer that changes, which nothing should rely on. What is
+    read from it holds only if :func:`guard_values` says so.
+    """
+    found = _buffer(placeholder)
+    return None if found is None else found.tensor
+
+
+def guard_values(placeholders: Iterable[fx.Node]) -> bool:
+    """Make the compiled code hold only while these buffers keep their values: moving or changing one compiles again.
+
+    The same code may be called with other modules, if their buffers have the same values. False where nothing can be
+    guarded: then nothing may be concluded from values.
+    """
+    found = [_buffer(placeholder) for placeholder in placeholders]
+    buffers = [buffer for buffer in found if buffer is not None]
+    return len(buffers) == len(found) and all(buffer.guard() for buffer in buffers)
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A tensor of a module, in the function that is being compiled."""
+
+    tensor: torch.Tensor
+    source: Source
+    frame: Frame
+
+    def guard(self) -> bool:
+        """Guard the values, once in a compilation; False if Dynamo was told to install no guard."""
+        known = self.frame.values(self.tensor, self.source.name)
+        guards = TracingContext.get().guards_context.dynamo_guards
+        if any(_guarded(guard) is known and guard.originating_source == self.source for guard in guards):
+            return True
+        guard = Guard(self.source, partial(_buffer_values, known))
+        install_guard(guard)
+        return guard in guards.inner
+
+
+def _buffer(placeholder: fx.Node) -> _Buffer | None:
+    argument = placeholder.meta.get("grapharg") if placeholder.op == "placeholder" else None
+    source, frame = getattr(argument, "source", None), _frame()
+    if argument is None or source is None or frame is None:
+        return None
+    if not source.guard_source.is_unspecialized_nn_module() or not has_values(argument.example):
+        return None
+    is_reliable = frame.is_reliable(argument.example, source.name)
+    return _Buffer(argument.example, source, frame) if is_reliable else None
+
+
+def _frame() -> Frame | None:
+    """The function that is being compiled; None where its code is for other processes, in which identities mean nothing.
+
+    Functions are numbered anew after a reset: then the context of the first compilation is another one.
+    """
+    compile_id, context = CompileContext.current_compile_id(), TracingContext.try_get()
+    if compile_id is None or compile_id.frame_id is None or context is None or dynamo_config.caching_precompile:
+        return None
+    first, frame = _frames.get(compile_id.frame_id, (None, Frame()))
+    if first is None or (compile_id.frame_compile_id == 0 and first() is not context):
+        frame = Frame()
+        _frames[compile_id.frame_id] = (weakref.ref(context), frame)
+    return frame
+
+
+def _guarded(guard: Guard) -> KnownValues | None:
+    function = guard.create_fn
+    return function.args[0] if isinstance(function, partial) and function.func is _buffer_values else None
+
+
+def _buffer_values(known: KnownValues, builder: GuardBuilder, guard: Guard) -> None:
+    """Dynamo's guard on values.
+
+    A tensor's guards are skipped while the dictionary that holds it is unchanged, unless more is asked of the tensor
+    than itself: hence the guard manager of its version.
+    """
+    builder.get_guard_manager_from_source(AttrSource(guard.originating_source, "_version"))
+    text = f"{guard.name} has the values that the graph was made from"
+    builder.get_guard_manager(guard).add_lambda_guard(
+        known.held_by, get_verbose_code_parts(text, guard), guard.user_stack
+    )

@@ -2,7 +2,8 @@
 
 ``opaque`` registers a function as two operators. ``layerzero::<name>`` is what a graph holds: it refuses inputs that want
 a gradient, which the kernel does not compute, and calls ``layerzero::<name>_kernel``. That one is all that is left after
-tracing, and so all that compiled code pays for.
+tracing, and so all that compiled code pays for. A function with a backward has a third one, ``layerzero::<name>_backward``:
+tracing leaves one of the other two in the forward graph, and that one in the backward graph.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def opaque(
     fake: Callable[..., Any],
     *,
     fallback: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
     kernel_id: str | None = None,
     is_cuda_graph_safe: bool = False,
 ) -> Callable[..., Any]:
@@ -50,32 +52,52 @@ def opaque(
         fake: the same parameters; gives empty tensors with the shapes, dtypes and strides of the results.
         fallback: the same parameters and results; it completes a call in which ``function`` raises, and runs instead of it
             once that is retired.
+        backward: takes the gradient of the result, which is one tensor, and the same parameters, none of them by keyword
+            only. It gives the gradients of the first tensors, contiguous and one or several; it runs with gradients
+            recorded for what it computes itself. Inputs after those must not want a gradient.
         kernel_id: under which name a failing ``function`` is retired, by default ``name``.
         is_cuda_graph_safe: whether CUDA graphs may capture it; otherwise Inductor leaves it out of them.
 
     Raises:
         OperatorRedefinedError: the name stands for other functions already.
-        GradientUnsupportedError: (when called) gradients are recorded and an input requires one.
+        GradientUnsupportedError: (when called) gradients are recorded and an input requires one that nothing computes.
     """
-    identity = (*map(_identity, (function, fake, fallback)), kernel_id, is_cuda_graph_safe)
+    identity = (*map(_identity, (function, fake, fallback, backward)), kernel_id, is_cuda_graph_safe)
     known = _defined.get(name)
     if known is not None:
         if known.identity != identity:
             raise OperatorRedefinedError(f"{_NAMESPACE}::{name}", function)
         return known.operator
     run = function if fallback is None else _guarded(kernel_id or name, function, fallback)
+    unsafe = () if is_cuda_graph_safe else (torch.Tag.cudagraph_unsafe,)
+    kernel = _define_kernel(f"{name}_kernel", function, _without_gradients(name, run), fake, unsafe)
+    call = _without_gradients(name, kernel)
+    if backward is not None:
+        full = f"{name}_backward"
+        reverse = _define_kernel(full, backward, _recording(full, backward), _gradients_like(full), unsafe)
+        _LIBRARY.impl(full, torch.library.fallthrough_kernel, "Autograd")
+        call = _differentiable(name, kernel, reverse)
+        _record_kernel(f"{name}_kernel", reverse)
     schema = torch.library.infer_schema(function, mutates_args=())
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-    kernel = _define(
-        f"{name}_kernel",
-        schema,
-        (*tags, *(() if is_cuda_graph_safe else (torch.Tag.cudagraph_unsafe,))),
-        _without_gradients(name, run),
-        "CompositeExplicitAutograd",
-    )
-    torch.library.register_fake(f"{_NAMESPACE}::{name}_kernel", fake, lib=_LIBRARY)
-    operator = _define(name, schema, tags, _without_gradients(name, kernel), "CompositeImplicitAutograd")
+    operator = _define(name, schema, _TAGS, call, "CompositeImplicitAutograd")
     _defined[name] = _Definition(operator, identity)
+    return operator
+
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+
+def _define_kernel(
+    name: str,
+    function: Callable[..., Any],
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: tuple[torch.Tag, ...],
+) -> torch._ops.OpOverload:
+    """What tracing leaves in a graph, with the signature of ``function``."""
+    schema = torch.library.infer_schema(function, mutates_args=())
+    operator = _define(name, schema, (*_TAGS, *tags), run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return operator
 
 
@@ -99,11 +121,89 @@ def _without_gradients(name: str, call: Callable[..., Any]) -> Callable[..., Any
     return checked
 
 
-def _refuse_gradients(name: str, operands: tuple[Any, ...]) -> None:
-    for position, operand in enumerate(operands):
+def _refuse_gradients(name: str, operands: tuple[Any, ...], first: int = 0) -> None:
+    for position, operand in enumerate(operands[first:], first):
         tensors = operand if isinstance(operand, (list, tuple)) else (operand,)
         if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
             raise GradientUnsupportedError(f"{_NAMESPACE}::{name}", position)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _differentiable(name: str, kernel: torch._ops.OpOverload, backward: torch._ops.OpOverload) -> Callable[..., Any]:
+    """``kernel`` with the gradients that ``backward`` gives; those of other inputs are refused."""
+    count = len(backward._schema.returns)
+
+    def call(*operands: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return kernel(*operands)
+        _refuse_gradients(name, operands, first=count)
+        if not any(isinstance(operand, torch.Tensor) and operand.requires_grad for operand in operands[:count]):
+            return kernel(*operands)
+        return _Recorded.apply(kernel, backward, *operands)  # type: ignore[no-untyped-call]
+
+    return call
+
+
+class _Recorded(torch.autograd.Function):
+    """A call of a kernel, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: torch._ops.OpOverload, backward: torch._ops.OpOverload, *operands: Any) -> Any:
+        _keep(ctx, backward, operands)
+        return kernel(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *_kept(ctx, gradient)
+
+
+def _keep(ctx: Any, backward: torch._ops.OpOverload, operands: tuple[Any, ...]) -> None:
+    ctx.operator = backward
+    ctx.save_for_backward(*(operand for operand in operands if isinstance(operand, torch.Tensor)))
+    ctx.constants = [None if isinstance(operand, torch.Tensor) else (operand,) for operand in operands]
+
+
+def _kept(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    """The gradients of all operands, from those that :func:`_keep` kept."""
+    tensors = iter(ctx.saved_tensors)
+    operands = [next(tensors) if constant is None else constant[0] for constant in ctx.constants]
+    found = ctx.operator(gradient, *operands)
+    gradients = (found,) if isinstance(found, torch.Tensor) else tuple(found)
+    return *gradients, *(None for _ in operands[len(gradients) :])
+
+
+def _record_kernel(name: str, backward: torch._ops.OpOverload) -> None:
+    """Gradients in graphs that were traced once already, to be measured, and hold the kernel instead of the operator."""
+
+    def set_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _keep(ctx, backward, inputs)
+
+    torch.library.register_autograd(f"{_NAMESPACE}::{name}", _kept, setup_context=set_up, lib=_LIBRARY)
+
+
+def _recording(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward``, which may ask autograd; its operator falls through that, or nothing below would be recorded."""
+
+    def run(*operands: Any) -> Any:
+        if torch.is_grad_enabled():
+            _refuse_gradients(name, operands)
+        with torch.enable_grad():
+            return backward(*(each.detach() if isinstance(each, torch.Tensor) else each for each in operands))
+
+    return run
+
+
+def _gradients_like(name: str) -> Callable[..., Any]:
+    """Empty gradients of as many operands as the operator gives some of."""
+
+    def fake(gradient: torch.Tensor, *operands: Any) -> Any:
+        count = len(getattr(getattr(torch.ops, _NAMESPACE), name).default._schema.returns)
+        found = tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in operands[:count])
+        return found[0] if count == 1 else found
+
+    return fake
 
 
 def _guarded(kernel_id: str, function: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:

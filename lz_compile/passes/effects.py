@@ -104,12 +104,20 @@ class Effects:
 
     @contextmanager
     def watched(self) -> Iterator[Look]:
-        """Everything that is looked at inside."""
-        look = self._calls.look = Look()
+        """Everything that is looked at inside; who watches outside sees it, too."""
+        outer, self._calls.look = self._calls.look, Look()
+        look = self._calls.look
         try:
             yield look
         finally:
-            self._calls.look = None
+            self._calls.look = outer
+            self.note(look)
+
+    def note(self, look: Look) -> None:
+        """Something that was looked at before counts again."""
+        if self._calls.look is not None:
+            self._calls.look.nodes |= look.nodes
+            self._calls.look.reached |= look.reached
 
     def reaches(self, node: fx.Node, goal: frozenset[str], search: Callable[[], bool]) -> bool:
         """The answer of ``search``, which holds for the whole graph and is asked for once."""

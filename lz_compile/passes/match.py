@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import fx
 
 from lz_compile.passes.axes import Axis, Dims
@@ -38,6 +39,12 @@ class Emitter(Protocol):
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's result in the layout and dtype of the node that it replaces."""
 
+    def attributes_at(self, sizes: Mapping[Axis, int]) -> Attributes:
+        """The op's attributes for a proof at other sizes."""
+
+    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
+        """What an implied input holds at other sizes; ``given`` is a random tensor in its place."""
+
 
 @dataclass(frozen=True)
 class Match:
@@ -52,6 +59,10 @@ class Match:
     rounding alone decides what a row without any kept element gives, ``masked_rows_are_finite`` is True where such a row
     gives finite numbers. ``rows`` and ``dropped`` name operands of which a slice along these axes may hold NaN
     without the rest of the result noticing: any slice, or one that the masks in ``selecting`` drop.
+
+    ``implied`` are the inputs whose values the attributes imply, with a text that says how: the replacement reads them
+    for the rest of what they say, or not at all. ``buffers`` are the buffers on whose values that rests. ``masks_mean``
+    names what was proven of the masks, ``mask_reasons`` say why they are general ones.
 
     ``limited`` are the axes (of features) on whose sizes kernels put limits: a proof of such a kernel keeps them.
 
@@ -80,6 +91,10 @@ class Match:
     dropped: Mapping[fx.Node, tuple[Axis, ...]] = field(default_factory=dict)
     selecting: frozenset[fx.Node] = frozenset()
     limited: frozenset[Axis] = frozenset()
+    implied: Mapping[fx.Node, str] = field(default_factory=dict)
+    buffers: tuple[fx.Node, ...] = ()
+    masks_mean: str = ""
+    mask_reasons: tuple[Reason, ...] = ()
     prototype: Match | None = None
     renamed: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 

@@ -89,7 +89,8 @@ def replacement(match: Match, call: KernelCall, sizes: Sizes) -> Callable[..., A
 
     def run(*inputs: Any) -> Any:
         values = dict(zip(match.inputs, inputs, strict=True))
-        return emit(Builder(values.__getitem__, sizes=sizes), match, call, match.attributes.deterministic())
+        attributes = match.emitter.attributes_at(sizes).deterministic()
+        return emit(Builder(values.__getitem__, sizes=sizes), match, call, attributes)
 
     return run
 
@@ -162,6 +163,9 @@ def _copy(
     if call is not None and call.name == "scaled_dot_product_attention":
         named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, values.__getitem__))
         args, kwargs = tuple(named.pop(name) for name in ("query", "key", "value")), named
+        width = tensor_of(call.get("query")).shape[-1]  # type: ignore[union-attr]
+        if named.get("scale") is None and isinstance(width, int):  # that of the real width, whatever it is here
+            named["scale"] = width**-0.5
     if dtype is not None:
         args, kwargs = _with_dtype((args, kwargs), dtype)
         if node.op == "call_method" and target in _DOWNCASTS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +174,19 @@ def _shows_strides(node: fx.Node) -> bool:
             return True
         queue.extend(user.users)
     return False
+
+
+def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erase those of ``nodes`` that nobody reads, and what only they read."""
+    stack = [node for node in dict.fromkeys(nodes) if not node.users]
+    while stack:
+        node = stack.pop()
+        call = read(node)
+        if node.users or call is None or call.is_inplace or node._erased or node.is_impure():
+            continue
+        operands = node.all_input_nodes
+        graph.erase_node(node)
+        stack.extend(operand for operand in operands if not operand.users)
 
 
 def _erase_if_unused(graph: fx.Graph, node: fx.Node) -> bool:

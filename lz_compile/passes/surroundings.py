@@ -92,6 +92,7 @@ def excerpt(match: Match, effects: Effects) -> Excerpt:
         _take_after(match, effects, held)
     nodes = tuple(node for node in match.output.graph.nodes if node in held)
     inputs = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in held)
+    inputs |= dict.fromkeys(node for node in match.inputs if node not in held)  # also those that only a kernel reads
     outputs = tuple(node for node in nodes if any(user not in held for user in node.users)) or (nodes[-1],)
     return Excerpt(match, tuple(inputs), nodes, outputs, _digest([node for node in nodes if node not in core], core))
 

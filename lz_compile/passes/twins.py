@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.lowering import inductor
 from lz_compile.passes.algebra import Region
 from lz_compile.passes.axes import as_size
 from lz_compile.passes.effects import Effects, Look
@@ -64,6 +65,8 @@ class Twins:
         match, position = prototype.match, self._effects.position
         if any(node not in renamed for node in (*match.core, *match.inputs, *match.read)):
             return False
+        if any(node not in renamed or not _hold_the_same(node, renamed[node]) for node in match.buffers):
+            return False
         core = [renamed[node] for node in match.core]
         if any(position[first] >= position[second] for first, second in pairwise(core)):
             return False
@@ -77,6 +80,12 @@ class Twins:
             node in renamed and region.reaches(node, goal) == region.reaches(renamed[node], goal)
             for node, goal in prototype.look.reached
         )
+
+
+def _hold_the_same(buffer: fx.Node, other: fx.Node) -> bool:
+    """Whether two buffers have equal values, so that what was proven of one by its value holds for the other."""
+    first, second = inductor.buffer_value(buffer), inductor.buffer_value(other)
+    return buffer is other or (first is not None and second is not None and torch.equal(first, second))
 
 
 def _renamed(match: Match, renamed: Mapping[fx.Node, fx.Node]) -> Match:
@@ -93,6 +102,8 @@ def _renamed(match: Match, renamed: Mapping[fx.Node, fx.Node]) -> Match:
         dropped={renamed[node]: axes for node, axes in match.dropped.items()},
         selecting=frozenset(renamed[node] for node in match.selecting),
         where=where_of(renamed[match.output]),
+        implied={renamed[node]: text for node, text in match.implied.items()},
+        buffers=tuple(renamed[node] for node in match.buffers),
         prototype=match,
         renamed=renamed,
     )

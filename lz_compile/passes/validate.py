@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.axes import Axis, Dims, axes_of
+from lz_compile.passes.builder import Builder
 from lz_compile.passes.effects import ambient_context, grad_enabled
 from lz_compile.passes.match import Match
 from lz_compile.passes.resize import Sizes, original, replacement, representative_sizes, shape
@@ -139,7 +140,8 @@ def cases(match: Match) -> Iterator[Case]:
     yield Case(
         "large", magnitude=4.0 if is_half else 12.0, is_strided=True, is_poisoned=bool(match.rows or match.dropped)
     )
-    if len(set(match.operands.values())) == len(match.operands):  # a tensor in two roles has each extent twice
+    is_apart = len(set(match.operands.values())) == len(match.operands) and "key_documents" not in match.operands
+    if is_apart:  # a tensor in two roles has each extent twice, and documents are those of the same tokens
         yield Case("ones", ones=True)
     if has_mask and match.masked_rows_count:
         # A row that is masked by -inf has NaN gradients, whatever computes them.
@@ -244,7 +246,12 @@ def _finite_max(error: torch.Tensor) -> float:
 
 
 def _inputs(match: Match, sizes: Sizes, case: Case) -> list[Any]:
-    return [_input(match, node, sizes, case) for node in match.inputs]
+    values = {node: _input(match, node, sizes, case) for node in match.inputs}
+    builder = Builder(values.__getitem__, sizes=sizes)
+    for node in match.inputs:
+        if node in match.implied:
+            values[node] = match.emitter.implied_value(node, builder, values[node], sizes)
+    return list(values.values())
 
 
 def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
@@ -259,6 +266,8 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
                 if position.keys() & set(axes_of(match.inputs[node])):
                     _at(keep, match.inputs[node], position, sizes).fill_(False)
         return keep if match.masks.get(node, True) else ~keep
+    if node in (match.operands.get("query_documents"), match.operands.get("key_documents")):
+        return _documents(extents, example, is_random=case.masked_rows)
     magnitude = case.magnitude if node in match.operands.values() else 1.0
     value = torch.randn(extents, dtype=torch.float32) * magnitude
     if node in match.fills and case.masked_rows:
@@ -272,6 +281,17 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
     if case.gradients and example.requires_grad:
         value.requires_grad_()
     return value
+
+
+def _documents(extents: tuple[int, ...], example: torch.Tensor, *, is_random: bool) -> torch.Tensor:
+    """Documents of three tokens, counted from the last one; or any, so that some queries see no key."""
+    if is_random:
+        return torch.randint(0, 3, extents).to(example.device, example.dtype)
+    along = max(range(len(extents)), key=extents.__getitem__, default=0)
+    length = extents[along] if extents else 1
+    ids = (torch.arange(length) - length).div(3, rounding_mode="floor")
+    ids = ids.reshape([length if dim == along else 1 for dim in range(len(extents))])
+    return ids.expand(extents).contiguous().to(example.device, example.dtype)
 
 
 def _poison(value: torch.Tensor, match: Match, node: fx.Node, sizes: Sizes) -> None:
@@ -386,6 +406,7 @@ def _key(match: Match, kernel_id: str) -> str:
         kind = "number" if tensor is None else f"{tensor.dtype} {tensor.device.type} {tensor.requires_grad}"
         lines.append(f"i{index} {kind} {shape(match.inputs[node], sizes)} {match.fills.get(node)}")
         lines.append(f"{node in match.rows} {node in match.dropped} {node in match.selecting}")
+        lines.append(f"{match.masks.get(node)} {match.implied.get(node)}")
     graph = original(match, sizes)
     names = {node: f"n{index}" for index, node in enumerate(graph.nodes)}
     for node, name in names.items():

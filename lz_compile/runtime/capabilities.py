@@ -84,6 +84,10 @@ class Kernel(Struct, frozen=True, forbid_unknown_fields=True):
         Meta(description="in the adapter; the op's name by default, null for a kernel that leaves the subgraph alone"),
     ] = UNSET
     supports: frozenset[Annotated[str, Meta(pattern=r"^(\*|[a-z][a-z0-9_]*)$")]] = frozenset()
+    requires_features: Annotated[
+        dict[Annotated[str, Meta(pattern=r"^(\*|[a-z][a-z0-9_]*)$")], Annotated[frozenset[Name], Meta(min_length=1)]],
+        Meta(description="what a problem must have besides a feature of it; under * whatever it has"),
+    ] = {}
     min_sm: Annotated[int, Meta(ge=1, description="SM version, 80 for 8.0")] | None = None
     max_sm: Annotated[int, Meta(ge=1, description="the first SM version that is too new")] | None = None
     supported_generations: Annotated[frozenset[str], Meta(description="empty: all")] = frozenset()

@@ -110,6 +110,12 @@ def _features(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]
         for feature, cause in context.features.items():
             if feature not in known:
                 yield Reason(f"{feature.upper()}_UNSUPPORTED", f"{name} does not take {cause}")
+    for feature, needed in kernel.requires_features.items():
+        missing = ", ".join(sorted(needed - context.features.keys()))
+        if missing and feature == "*":
+            yield Reason("FEATURE_MISSING", f"{name} is for {missing}")
+        elif missing and feature in context.features:
+            yield Reason("FEATURE_MISSING", f"{name} takes {context.features[feature]} only together with {missing}")
     if context.has_custom_scale and not kernel.supports_scale:
         yield Reason("SCALE_UNSUPPORTED", f"{name} does not take a scale other than head_dim ** -0.5")
 

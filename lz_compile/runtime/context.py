@@ -169,7 +169,7 @@ def variants(op: str) -> tuple[str, ...]:
 def _operation(op: str, attributes: Any) -> str:
     if not variants(op):
         return op
-    return f"{op}.causal" if attributes.is_causal else f"{op}.full"
+    return f"{op}.causal" if attributes.hides_future else f"{op}.full"
 
 
 @cache

@@ -24,18 +24,22 @@ from lz_compile.lowering.ops.attention import AttentionAttrs, reference
 #: What a function may take beside query, key and value.
 PARAMETERS = ("scale", "causal", "is_causal", "attn_mask", "dropout_p", "enable_gqa", "softcap", "sinks")
 #: The operands of the op that a function with ``attrs`` may take beside query, key and value.
-OPERANDS = ("mask", "bias", "fill", "sinks")
+OPERANDS = ("mask", "bias", "fill", "sinks", "slopes", "query_documents", "key_documents")
 
 #: Features of attention, the parameters of which a function needs one, and the operand that one with ``attrs`` needs.
 FEATURES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
     "causal": (("causal", "is_causal"), None),
     "causal_rectangular": (("causal", "is_causal"), None),
     "dynamic_causal": (("causal", "is_causal"), None),
+    "causal_at_end": (("attrs",), None),
+    "sliding_window": (("attrs",), None),
     "gqa": ((), None),
     "bool_mask": (("attn_mask",), "mask"),
     "float_mask": (("attn_mask",), "bias"),
     "bias_gradient": (("attn_mask",), "bias"),
     "dropout": (("dropout_p",), None),
+    "alibi": (("attrs",), "slopes"),
+    "documents": (("attrs",), "query_documents"),
     "softcap": (("softcap",), None),
     "sinks": (("sinks",), "sinks"),
     "masked_row_fill": (("fill",), "fill"),
@@ -43,10 +47,15 @@ FEATURES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
     "training": ((), None),
     "value_dim": ((), None),
     "masked_nan": (("attn_mask",), "mask"),
+    "masked_nan_keys": (("attn_mask",), "mask"),
     "nan_rows": ((), None),
     "nan_in_few_keys": ((), None),
 }
 _GRADIENTS = frozenset({"training", "bias_gradient", "masked_row_gradient"})
+#: Features of which a function that runs as one call is not told.
+_TRACED = frozenset({"alibi", "documents"})
+#: Features that a function of ``attention.causal`` has by its operation, whatever its parameters are.
+_CAUSALITY = frozenset({"causal", "causal_rectangular", "dynamic_causal"})
 
 
 @dataclass(frozen=True)
@@ -115,9 +124,11 @@ class Convention:
         if feature in _GRADIENTS and not self.is_traceable:
             text = f"'{feature}' needs is_traceable=True: a function that runs as one call has no gradient"
             raise RegistrationError(self.kernel_id, text)
+        if feature in _TRACED and not self.is_traceable:
+            raise RegistrationError(self.kernel_id, f"'{feature}' needs is_traceable=True: its operands are traced")
         names, operand = FEATURES[feature]
         needed = names if not self.takes_attrs else (() if operand is None else (operand,))
-        is_given = self.operation.endswith(".causal") and "causal" in feature
+        is_given = self.operation.endswith(".causal") and feature in _CAUSALITY
         if needed and not is_given and not self.names & set(needed):
             text = f"'{feature}' is declared, but the function has no parameter {' or '.join(map(repr, needed))}"
             raise RegistrationError(self.kernel_id, text)
@@ -127,17 +138,18 @@ class Convention:
         """Whether another scale than ``head_dim ** -0.5`` can be given."""
         return self.takes_attrs or "scale" in self.names
 
-    def arguments(
-        self, attrs: AttentionAttrs, mask: Any = None, bias: Any = None, fill: Any = None, sinks: Any = None
-    ) -> dict[str, Any]:
-        """The keyword arguments of one call; where the function takes no ``attrs``, ``mask`` is its ``attn_mask``."""
+    def arguments(self, attrs: AttentionAttrs, *operands: Any) -> dict[str, Any]:
+        """The keyword arguments of one call; where the function takes no ``attrs``, the mask is its ``attn_mask``.
+
+        Args:
+            attrs: of the attention.
+            operands: the first of :data:`OPERANDS`, in their order.
+        """
         given = {
+            **dict.fromkeys(OPERANDS),
+            **dict(zip(OPERANDS, operands, strict=False)),
             "attrs": attrs,
-            "mask": mask,
-            "bias": bias,
-            "fill": fill,
-            "sinks": sinks,
-            "attn_mask": mask,
+            "attn_mask": operands[0] if operands else None,
             "scale": attrs.scale,
             "causal": attrs.is_causal,
             "is_causal": attrs.is_causal,
@@ -191,11 +203,15 @@ class RegisteredFunction:
         bias: torch.Tensor | None = None,
         fill: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
+        query_documents: torch.Tensor | None = None,
+        key_documents: torch.Tensor | None = None,
         attrs: AttentionAttrs,
     ) -> torch.Tensor:
         """Attention in the op's canonical layout (see ``lowering/ops/attention.py``)."""
         if self._convention.takes_attrs:
-            return self._run(query, key, value, (mask, bias, fill, sinks), attrs)
+            traced = (slopes, query_documents, key_documents) if self._convention.is_traceable else ()
+            return self._run(query, key, value, (mask, bias, fill, sinks, *traced), attrs)
         merged = _merge(query, key, mask, bias, attrs, takes_float=self._takes_float_mask)
         is_causal = attrs.is_causal and (merged is None or self._convention.causal_name is None)
         out = self._run(query, key, value, (merged, None, None, sinks), replace(attrs, is_causal=is_causal))

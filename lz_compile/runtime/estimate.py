@@ -97,7 +97,8 @@ def estimates(
         specs: the kernels.
         sizes: the sizes to expect it at (a symbolic one may have several).
         records: measurements that share the context's :func:`fixed_part`.
-        source_kernel: the kernel that the source itself calls: leaving that to Inductor is to run it.
+        source_kernel: the kernel that the source itself calls: leaving that to Inductor is to run it. It may be one that
+            is no candidate.
         surroundings: those that the match has; measurements within them count more than others at the same distance.
         spelled_out: the same where no source calls the kernel itself (as ``tune`` measures): they count where there are no
             others, and that kernel was measured with the rest.
@@ -106,8 +107,9 @@ def estimates(
     found = _priors(context, list(by_id.values()), sizes, source_kernel)
     measured = _measured(context, sizes, _current(records, by_id), surroundings)
     if source_kernel is not None:
-        measured = measured or _measured(context, sizes, _current(spelled_out, by_id), surroundings, source_kernel)
-        measured |= {name: measured[INDUCTOR] for name in (source_kernel,) if measured}
+        base = source_kernel if source_kernel in by_id else INDUCTOR  # a call with a mask that was proven is no kernel
+        measured = measured or _measured(context, sizes, _current(spelled_out, by_id), surroundings, base)
+        measured |= {base: measured[INDUCTOR]} if measured else {}
     if measured:  # a prior is no match for measurements: whatever was not measured with the others is not preferred
         found = dict.fromkeys(found, Estimate(1.0))
     return {kernel_id: measured.get(kernel_id, prior) for kernel_id, prior in found.items()}

@@ -57,10 +57,10 @@ class KernelSpec:
     """A kernel and its limits (layerzero_spec 4.1); what is not listed is not supported, ``"*"`` stands for everything.
 
     ``operation`` is an op or one of its variants, ``source`` the backend's short name, ``provenance`` what that is and
-    where the limits were read. ``supports`` names features (see the op's ``features``). ``max_sm`` is the first SM version
-    that is too new. ``implementation`` is None for the kernel that leaves the subgraph alone. ``validation_arguments``
-    make the small sizes of a proof meet what large ones meet, such as several blocks. ``extra_check`` looks for what the
-    fields cannot say.
+    where the limits were read. ``supports`` names features (see the op's ``features``), ``requires_features`` those that a
+    problem must have where it has another one (``"*"``: in any case). ``max_sm`` is the first SM version that is too new.
+    ``implementation`` is None for the kernel that leaves the subgraph alone. ``validation_arguments`` make the small sizes
+    of a proof meet what large ones meet, such as several blocks. ``extra_check`` looks for what the fields cannot say.
     """
 
     kernel_id: str
@@ -70,6 +70,7 @@ class KernelSpec:
     dtypes: frozenset[str]
     requires_layouts: frozenset[str]
     supports: frozenset[str] = frozenset()
+    requires_features: Mapping[str, frozenset[str]] = field(default_factory=dict)
     implementation: LazyFunction | Callable[..., Any] | None = None
     provenance: str = ""
     package: str | None = None

@@ -83,6 +83,7 @@ def _kind(matches: Sequence[MatchReport]) -> Iterator[Any]:
             "where": "\n".join(dict.fromkeys(match.where for match in matches)),
             "problem": "" if first.context is None else _problem(first.context),
             "attributes": _attributes(first.attributes),
+            "masks": _masks(first),
             "why": first.why,
             "guards": ", ".join(first.guards),
             "reasons": "\n".join(str(reason) for reason in first.reasons),
@@ -90,6 +91,11 @@ def _kind(matches: Sequence[MatchReport]) -> Iterator[Any]:
         }
     )
     yield from candidates(first.candidates, first.kernel, first.context)
+
+
+def _masks(match: MatchReport) -> str:
+    """What the masks mean, and why one of them is no more than a tensor."""
+    return "\n".join([match.mask, *map(str, match.mask_reasons)]) if match.mask else ""
 
 
 def _proof(match: MatchReport) -> str:

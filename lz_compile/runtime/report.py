@@ -13,7 +13,7 @@ from lz_compile.runtime.events import Event
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from lz_compile.passes.match import NearMiss
+    from lz_compile.passes.match import Match, NearMiss
     from lz_compile.runtime.select import Decision, Problem
 
 SCHEMA_VERSION = "1.0"
@@ -24,7 +24,9 @@ class MatchReport:
     """One recognised op: where it is, which kernel runs it and why, and how its rewrite was proven.
 
     ``graph`` is the path of the nested graph it was found in ("" for the outermost); ``context`` is what the kernel was
-    chosen for, ``guards`` are the questions about symbolic sizes that the choice depends on.
+    chosen for, ``guards`` are the questions about symbolic sizes that the choice depends on. ``mask`` says what the masks
+    mean ("causal and key padding"; "mask" and "bias" stand for what is a tensor like any other), ``mask_reasons`` why a
+    mask is no more than that.
     """
 
     op: str
@@ -39,6 +41,20 @@ class MatchReport:
     validation: dict[str, Any] | None = None
     context: dict[str, Any] | None = None
     guards: list[str] = field(default_factory=list)
+    mask: str = ""
+    mask_reasons: list[Reason] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, match: Match, graph: str) -> MatchReport:
+        """The report of a match, before anything is decided."""
+        return cls(
+            op=match.op,
+            where=match.where,
+            graph=graph,
+            attributes=match.attributes.to_dict(),
+            mask=match.masks_mean,
+            mask_reasons=list(match.mask_reasons),
+        )
 
     def decide(self, decision: Decision, problem: Problem) -> None:
         """Note a decision, what it was made for and every candidate's reasons."""
@@ -57,6 +73,8 @@ class MatchReport:
             "where": self.where,
             "graph": self.graph,
             "attributes": self.attributes,
+            "mask": self.mask,
+            "mask_reasons": [reason.to_dict() for reason in self.mask_reasons],
             "why": self.why,
             "reasons": [reason.to_dict() for reason in self.reasons],
             "context": self.context,

@@ -1,17 +1,21 @@
 """Blocked attention: plain matmuls over blocks of queries with only the keys that they need, left to Inductor to fuse.
 
-A block's scores stay in cache between the two products, and a causal mask skips the keys after the block. Everything in
-a block is ordinary PyTorch, so soft caps, sinks, biases and their gradients come for free.
+A block's scores stay in cache between the two products, and the keys before and after those that the block sees are
+skipped. Everything in a block is ordinary PyTorch, so soft caps, sinks, biases, documents and their gradients come for
+free. A compiled backward computes the scores again instead of reading what the forward stored.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
-from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering.ops.attention import AttentionAttrs, Band
+from lz_compile.lowering.recompute import recomputed
 
 #: Queries per block, and the most blocks that are unrolled (each one is compiled code). Proofs use small blocks.
 BLOCK = 256
@@ -27,61 +31,126 @@ def attention(
     bias: torch.Tensor | None = None,
     fill: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    query_documents: torch.Tensor | None = None,
+    key_documents: torch.Tensor | None = None,
     attrs: AttentionAttrs,
     block: int = BLOCK,
 ) -> torch.Tensor:
-    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``); causality needs static lengths."""
-    batch, heads, queries, _ = query.shape
+    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``); static lengths are cut into blocks."""
+    batch, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
-    key_t = key.transpose(-2, -1)
-    bounds = block_bounds(queries, block) if isinstance(queries, int) else [(0, queries)]
-    # Where masked keys have a finite fill they count in a row that masks every key.
-    skips = attrs.is_causal and (mask is None or attrs.masked_rows in ("nan", "zero"))
-    blocks = []
-    for start, stop in bounds:
-        limit = min(stop, keys) if skips else keys
-        part = _Part(start, stop, limit, whole=len(bounds) == 1, all_keys=not skips or limit == keys)
-        rows = part.queries(query)
-        if attrs.enable_gqa:
-            rows = rows.reshape(batch, kv_heads, -1, rows.shape[-1])
-        scores = _scores(rows, part.keys(key_t), attrs)
-        if attrs.enable_gqa:
-            scores = scores.reshape(batch, heads, stop - start, limit)
-        scores = _masked(scores, part, mask, bias, fill, attrs)
-        weights, total = _exponentials(scores, None if sinks is None else part.queries(sinks), attrs)
-        is_number = total > 0 if attrs.zeroes_nan else None
-        # Sums of unnormalised values may leave float16's range; and a gradient through the sum and one through the
-        # product cancel in rows with one strong key, which they do not where only one of them is rounded to 16 bits.
-        if value.dtype == torch.float16 or (value.dtype == torch.bfloat16 and torch.is_grad_enabled()):
-            weights, total = weights / total, torch.ones_like(total)
-        if attrs.dropout_p:
-            weights = torch.nn.functional.dropout(weights, attrs.dropout_p)
-        weights = weights.to(value.dtype)
-        if attrs.enable_gqa:
-            weights = weights.reshape(batch, kv_heads, -1, limit)
-        out = weights @ (value if part.all_keys else value[:, :, :limit])
-        if attrs.enable_gqa:
-            out = out.reshape(batch, heads, stop - start, out.shape[-1])
-        out = out / total if is_number is None else torch.where(is_number, out / total, 0.0)
-        blocks.append(out.to(value.dtype))
+    over_scores = {
+        "mask": mask,
+        "bias": bias,
+        "fill": fill,
+        "sinks": sinks,
+        "slopes": slopes,
+        "query_positions": None if slopes is None else _positions(query),
+        "key_positions": None if slopes is None else _positions(key).transpose(-2, -1),
+        "query_documents": None if query_documents is None else query_documents[:, None, :, None],
+        "key_documents": None if key_documents is None else key_documents[:, None, None, :],
+    }
+    whole = _Block(
+        # One dimension of batch and heads: where that takes a copy, it is made here and not once for every block.
+        query=query.reshape(batch * kv_heads, -1, queries, head_dim) if attrs.enable_gqa else query.flatten(0, 1),
+        key_t=key.flatten(0, 1).transpose(-2, -1),
+        value=value.flatten(0, 1),
+        over_scores={name: tensor for name, tensor in over_scores.items() if tensor is not None},
+        extents=(batch, heads, queries, keys),
+        shift=0 if attrs.limits is None else attrs.limits.offset(queries, keys),
+    )
+    mean = _mean(value, attrs, heads // kv_heads) if attrs.masked_rows == "mean" and whole.has_empty_rows else None
+    blocks = [_attend(whole, span, mean, attrs) for span in _spans(whole, block, attrs)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
 
+def _positions(tensor: torch.Tensor) -> torch.Tensor:
+    """The positions of queries or keys, ``[S, 1]``."""
+    return tensor.new_ones((tensor.shape[2], 1), dtype=torch.float32).cumsum(0)
+
+
+def _mean(value: torch.Tensor, attrs: AttentionAttrs, groups: Any) -> torch.Tensor:
+    """What a row gives that masks every key, ``[B, Hq, 1, E]``."""
+    mean = value.mean(2, keepdim=True, dtype=_wide(attrs))
+    return mean.repeat_interleave(groups, 1) if attrs.enable_gqa else mean
+
+
+# ---- blocks --------------------------------------------------------------------------------------------------------
+
+#: The queries of a block (from the first to before the last) and its keys.
+_Span: TypeAlias = tuple[Any, Any, Any, Any]
+
+
 @dataclass(frozen=True)
-class _Part:
-    """Queries ``start`` to ``stop`` and keys up to ``limit``; nothing is sliced that is needed ``whole``."""
+class _Block:
+    """Some queries and the keys that they may see.
 
-    start: int
-    stop: int
-    limit: int
-    whole: bool
-    all_keys: bool
+    Shapes:
+        query: ``[N, rows, D]`` with ``N = B * Hq``, or ``[N, G, rows, D]`` with ``N = B * Hk`` for groups of ``G`` heads.
+        key_t, value: ``[N, D, columns]`` and ``[N, columns, E]``.
+        over_scores: by name, broadcastable to ``extents``, which is ``B, Hq, rows, columns``.
 
-    def queries(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.whole or tensor.shape[-2] == 1 else tensor[..., self.start : self.stop, :]
+    ``shift`` is the position of the first query, counted from the first key.
+    """
 
-    def keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.all_keys or tensor.shape[-1] == 1 else tensor[..., : self.limit]
+    query: torch.Tensor
+    key_t: torch.Tensor
+    value: torch.Tensor
+    over_scores: Mapping[str, torch.Tensor]
+    extents: tuple[Any, Any, Any, Any]
+    shift: Any
+
+    @property
+    def has_empty_rows(self) -> bool:
+        """Whether a row may mask every key; a band leaves one to each."""
+        return not self.over_scores.keys().isdisjoint({"mask", "bias", "query_documents"})
+
+    def of_queries(self, start: int, stop: int) -> _Block:
+        """The queries from ``start`` to before ``stop``."""
+        batch, heads, queries, keys = self.extents
+        if (start, stop) == (0, queries):
+            return self
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.shape[-2] == 1 else tensor[..., start:stop, :]
+
+        return replace(
+            self,
+            query=cut(self.query),
+            over_scores={name: cut(tensor) for name, tensor in self.over_scores.items()},
+            extents=(batch, heads, stop - start, keys),
+            shift=self.shift + start,
+        )
+
+    def of_keys(self, first: int, last: int) -> _Block:
+        """The keys from ``first`` to before ``last``."""
+        batch, heads, queries, keys = self.extents
+        if (first, last) == (0, keys):
+            return self
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.shape[-1] == 1 else tensor[..., first:last]
+
+        return replace(
+            self,
+            key_t=cut(self.key_t),
+            value=self.value[:, first:last],
+            over_scores={name: cut(tensor) for name, tensor in self.over_scores.items()},
+            extents=(batch, heads, queries, last - first),
+            shift=self.shift - first,
+        )
+
+
+def _spans(whole: _Block, block: int, attrs: AttentionAttrs) -> Iterator[_Span]:
+    *_, queries, keys = whole.extents
+    is_static = isinstance(queries, int) and isinstance(keys, int)
+    for start, stop in block_bounds(queries, block) if isinstance(queries, int) else [(0, queries)]:
+        if is_static and _may_skip(whole, attrs):
+            first, last = attrs.span(start, stop, queries, keys)
+            yield (start, stop, first, last) if first < last else (start, stop, 0, 1)  # the mask drops that one too
+        else:
+            yield start, stop, 0, keys
 
 
 def block_bounds(queries: int, block: int) -> list[tuple[int, int]]:
@@ -90,63 +159,131 @@ def block_bounds(queries: int, block: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, queries)) for start in range(0, queries, size)]
 
 
+def _may_skip(whole: _Block, attrs: AttentionAttrs) -> bool:
+    """Whether keys that a query does not see may be left out.
+
+    In a row that masks every key they all count. A mean is given to it as such, which is not enough where dropout draws
+    which of them do, where their fills differ, or where an infinite bias leaves some of them only.
+    """
+    if attrs.masked_rows == "mean" and whole.has_empty_rows:
+        return not attrs.dropout_p and ("bias" not in whole.over_scores or attrs.bias_is_finite)
+    return attrs.masked_rows != "fill"
+
+
+# ---- one block -----------------------------------------------------------------------------------------------------
+
+
+def _attend(whole: _Block, span: _Span, mean: torch.Tensor | None, attrs: AttentionAttrs) -> torch.Tensor:
+    """The attention of one block, ``[B, Hq, rows, E]``; ``mean`` is what a row gives that masks every key.
+
+    The values are divided by the sum of the weights after the product, which is a pass over the output instead of one
+    over the scores. Inductor does not take this form for one of its own attention patterns, which rewrite it wrongly for
+    some views (pytorch issue 195320).
+    """
+    start, stop, first, last = span
+    with recomputed(whole.query):
+        block = whole.of_queries(start, stop).of_keys(first, last)
+        scores = _masked(_scores(block, attrs), block, attrs)
+    sinks = block.over_scores.get("sinks")
+    largest = _largest(scores, sinks, attrs)
+    with recomputed(whole.query):
+        weights = torch.exp(scores - largest)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks.to(scores.dtype) - largest)
+    if attrs.masked_rows == "zero":
+        total = torch.where(total == 0, 1.0, total)
+    out = _weighted(weights, total, block, attrs)
+    if attrs.zeroes_nan:
+        out = torch.where(total > 0, out, 0.0)
+    if mean is not None and (first, last) != (0, whole.extents[3]):
+        out = torch.where(largest <= _lowest(attrs), mean, out)
+    return out.to(block.value.dtype)
+
+
 def _wide(attrs: AttentionAttrs) -> torch.dtype:
     """Everything between the two products is computed in float32 at least; Inductor keeps it in registers."""
     return torch.float64 if attrs.score_dtype == torch.float64 else torch.float32
 
 
-def _scores(query: torch.Tensor, key_t: torch.Tensor, attrs: AttentionAttrs) -> torch.Tensor:
+def _lowest(attrs: AttentionAttrs) -> float:
+    """A fill that is as low as a bias with the smallest number of the source's scores; float16's is not low enough."""
+    is_wide = attrs.score_dtype == torch.float16
+    return torch.finfo(torch.float32 if is_wide else attrs.score_dtype).min
+
+
+def _scores(block: _Block, attrs: AttentionAttrs) -> torch.Tensor:
+    """Scaled, capped and biased."""
+    query, key_t = block.query.to(attrs.score_dtype), block.key_t.to(attrs.score_dtype)
+    if attrs.enable_gqa:
+        query = query.flatten(1, 2)
     scale = query.shape[-1] ** -0.5 if attrs.scale is None else attrs.scale
-    query, key_t = query.to(attrs.score_dtype), key_t.to(attrs.score_dtype)
     if attrs.score_dtype == torch.float16:  # the product without its scale may leave float16's range
         scores = ((query * scale) @ key_t).to(_wide(attrs))
     else:
         scores = (query @ key_t).to(_wide(attrs)) * scale
     if attrs.softcap is not None:
         scores = torch.tanh(scores / attrs.softcap) * attrs.softcap
+    scores, operands = scores.reshape(block.extents), block.over_scores
+    if "bias" in operands:
+        scores = scores + operands["bias"]
+    if "slopes" in operands:
+        scores = scores + operands["slopes"] * (operands["key_positions"] - operands["query_positions"])
     return scores
 
 
-def _masked(
-    scores: torch.Tensor,
-    part: _Part,
-    mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    fill: torch.Tensor | float | None,
-    attrs: AttentionAttrs,
-) -> torch.Tensor:
-    """Scores with the block's bias added and its masked elements filled."""
-    if bias is not None:
-        scores = scores + part.keys(part.queries(bias))
-    keep = None if mask is None else part.keys(part.queries(mask))
-    if attrs.is_causal:
-        causal = torch.ones_like(scores[0, 0], dtype=torch.bool).tril(part.start)
-        keep = causal if keep is None else torch.logical_and(keep, causal)
+def _masked(scores: torch.Tensor, block: _Block, attrs: AttentionAttrs) -> torch.Tensor:
+    """Scores with the fill of those that are dropped."""
+    operands = block.over_scores
+    keep = operands.get("mask")
+    if "query_documents" in operands:
+        same = operands["query_documents"] == operands["key_documents"]
+        keep = same if keep is None else torch.logical_and(keep, same)
+    band = _cutting(attrs.limits, block)
+    if band is not None:
+        inside = band.mask(block.query, *block.extents[2:], start=block.shift)
+        keep = inside if keep is None else torch.logical_and(keep, inside)
     if keep is None:
         return scores
-    if fill is None:
-        fill = torch.finfo(scores.dtype).min if attrs.masked_rows == "mean" else -math.inf
-    elif not isinstance(fill, float):
-        fill = part.keys(part.queries(fill)).to(scores.dtype)
-    return torch.where(keep, scores, fill)
+    if "fill" in operands:
+        return torch.where(keep, scores, operands["fill"].to(scores.dtype))
+    return torch.where(keep, scores, _lowest(attrs) if attrs.masked_rows == "mean" else -math.inf)
 
 
-def _exponentials(
-    scores: torch.Tensor, sinks: torch.Tensor | None, attrs: AttentionAttrs
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``exp(scores - maximum)`` and its sum over the keys (and sinks).
+def _cutting(band: Band | None, block: _Block) -> Band | None:
+    """What of a band runs through the block; None where every query sees every key."""
+    *_, rows, columns = block.extents
+    if band is None or not all(isinstance(number, int) for number in (rows, columns, block.shift)):
+        return band
+    cuts_below = band.lower is not None and rows - 1 + block.shift + band.lower > 0
+    cuts_above = band.upper is not None and block.shift + band.upper < columns - 1
+    if not (cuts_below or cuts_above):
+        return None
+    return replace(band, lower=band.lower if cuts_below else None, upper=band.upper if cuts_above else None)
 
-    The values are divided by the sum after the product, which is a pass over the output instead of one over the scores.
-    Inductor does not take this form for one of its own attention patterns, which rewrite it wrongly for some views
-    (pytorch issue 195320).
-    """
+
+def _largest(scores: torch.Tensor, sinks: torch.Tensor | None, attrs: AttentionAttrs) -> torch.Tensor:
+    """The largest score of each row, sinks included, or zero where there is none and that is what the row gives."""
     largest = scores.amax(-1, keepdim=True).detach()
     if sinks is not None:
         largest = torch.maximum(largest, sinks.detach().to(scores.dtype))
-    if attrs.masked_rows == "zero":
-        largest = torch.where(largest == -math.inf, 0.0, largest)
-    weights = torch.exp(scores - largest)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks.to(scores.dtype) - largest)
-    return weights, torch.where(total == 0, 1.0, total) if attrs.masked_rows == "zero" else total
+    return torch.where(largest == -math.inf, 0.0, largest) if attrs.masked_rows == "zero" else largest
+
+
+def _weighted(weights: torch.Tensor, total: torch.Tensor, block: _Block, attrs: AttentionAttrs) -> torch.Tensor:
+    """The mean of the values under weights whose sum is ``total``.
+
+    Sums of unnormalised values may leave float16's range; and a gradient through the sum and one through the product
+    cancel in rows with one strong key, which they do not where only one of them is rounded to 16 bits.
+    """
+    batch, heads, rows, columns = block.extents
+    dtype = block.value.dtype
+    is_normalised = dtype == torch.float16 or (dtype == torch.bfloat16 and torch.is_grad_enabled())
+    with recomputed(block.query):
+        if is_normalised:
+            weights = weights / total
+        if attrs.dropout_p:
+            weights = torch.nn.functional.dropout(weights, attrs.dropout_p)
+        weights = weights.to(dtype).reshape(block.value.shape[0], -1, columns)
+    out = (weights @ block.value).reshape(batch, heads, rows, block.value.shape[-1])
+    return out if is_normalised else out / total

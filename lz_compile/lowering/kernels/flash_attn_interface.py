@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.token_major import attention_by, fake, fallback, square
+from lz_compile.lowering.token_major import attention_by, fake, fallback, window_at_end
 
 
 def _flash_attn_3(
@@ -13,13 +13,19 @@ def _flash_attn_3(
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float | None,
-    is_causal: bool,
     softcap: float | None,
+    left: int,
+    right: int,
+    at_end: bool,
+    slopes: torch.Tensor | None,
 ) -> torch.Tensor:
     from flash_attn_interface import flash_attn_func
 
-    causal = square(query, key, is_causal)
-    out = flash_attn_func(query, key, value, softmax_scale=scale, causal=causal, softcap=softcap or 0.0)
+    assert slopes is None, "FlashAttention 3 is given slopes"
+    window = window_at_end(query, key, left, right, at_end)
+    out = flash_attn_func(
+        query, key, value, softmax_scale=scale, causal=right == 0, window_size=window, softcap=softcap or 0.0
+    )
     result: torch.Tensor = out[0] if isinstance(out, tuple) else out  # some versions add the logsumexp
     return result.contiguous()
 

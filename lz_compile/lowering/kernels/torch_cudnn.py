@@ -26,6 +26,7 @@ def attention(
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without masks, sinks and dropout."""
     assert all(operand is None for operand in (mask, bias, fill, sinks)), "torch.cudnn is given a mask or sinks"
     assert (attrs.dropout_p, attrs.softcap) == (0, None), "torch.cudnn is asked for dropout or capped scores"
+    assert attrs.band is None, "torch.cudnn is asked for a band that does not start at the first query and key"
     if isinstance(key.shape[2], int) and key.shape[2] == 1:  # cuDNN takes no single key
         return torch_sdpa.attention(query, key, value, attrs=attrs)
     outputs = torch.ops.aten._scaled_dot_product_cudnn_attention.default(

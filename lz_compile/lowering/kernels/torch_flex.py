@@ -1,7 +1,8 @@
 """FlexAttention: PyTorch's generator of fused attention kernels, called as Dynamo would record it.
 
-Softcap, bias and mask become a function of one score, which Inductor compiles into the kernel; nothing of the size of the
-scores is ever stored.
+Softcap, bias and ALiBi become a function of one score, which Inductor compiles into the kernel, and band, documents and
+mask a predicate on its position; nothing of the size of the scores is ever stored. Tiles in which the predicate keeps
+nothing are skipped, and where it keeps everything it is not asked.
 
 Not on CPUs: the template for them (PyTorch 2.13) fails where a mask is computed in the same graph, for it reads only what is
 in memory, and where something pointwise follows, for it takes no epilogue.
@@ -10,21 +11,28 @@ in memory, and where something pointwise follows, for it takes no epilogue.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 from torch.nn.attention.flex_attention import BlockMask
 
-from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering import block_mask
+from lz_compile.lowering.ops.attention import AttentionAttrs, Band
 
-#: One block that is larger than any sequence: no block is ever skipped.
+#: Queries and keys per tile that is skipped or not, as ``create_block_mask`` has it. Tests use small tiles.
+TILE = 128
+#: One tile that is larger than any sequence: nothing is ever skipped.
 _WHOLE = 1 << 30
 #: A finite fill: half of float32's lowest number, for the kernel multiplies scores by log2(e).
 _LOWEST = torch.finfo(torch.float32).min / 2
-_INDICES = ("score", "batch", "head", "query_index", "key_index")
+_POSITION = ("batch", "head", "query_index", "key_index")
+#: Which parts of a position the dimensions of a tensor go by, where these are not all four.
+_DIMENSIONS: Mapping[str, tuple[int, ...]] = {"query_documents": (0, 2), "key_documents": (0, 3), "offset": ()}
+
+Buffers: TypeAlias = Mapping[str, Any]
 
 
 def attention(
@@ -36,29 +44,46 @@ def attention(
     bias: torch.Tensor | None = None,
     fill: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    query_documents: torch.Tensor | None = None,
+    key_documents: torch.Tensor | None = None,
     attrs: AttentionAttrs,
+    tile: int = TILE,
 ) -> torch.Tensor:
-    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without sinks and dropout.
+    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without dropout.
 
-    FlexAttention gives zero for a row that masks every key with ``-inf``; where the source gives NaN, that is restored.
+    FlexAttention gives zero for a row that masks every key; where the source gives NaN, that is restored. Where it gives the
+    mean of all values, the predicate is part of the score instead, and nothing is skipped.
     """
-    assert (fill, sinks) == (None, None), "torch.flex is given fills or sinks"
+    assert fill is None, "torch.flex is given fills"
     assert attrs.dropout_p == 0, "torch.flex is asked for dropout"
-    buffers = {name: tensor for name, tensor in (("mask", mask), ("bias", bias)) if tensor is not None}
-    score = _score(attrs, {name: tuple(tensor.shape) for name, tensor in buffers.items()})
-    score = _function(query, "score_mod", score, (*_INDICES, *buffers))
+    grid = block_mask.Grid(query, query.shape[2], key.shape[2], tile)
+    seen = _predicate(grid, _given(mask=mask, query_documents=query_documents, key_documents=key_documents), attrs)
+    fills = seen.can_be_empty and attrs.masked_rows == "mean" and sinks is None
+    added = _given(bias=bias, slopes=slopes)
     outputs = _flex(
         query,
         key,
         value,
-        score,
-        _whole_block(query),
+        _function(query, "score_mod", *_score(attrs, added, seen if fills else None)),
+        _whole(query) if fills or not seen else _block_mask(grid, seen),
         query.shape[-1] ** -0.5 if attrs.scale is None else attrs.scale,
         dict(_OPTIONS),
-        tuple(buffers.values()),
-        (),
+        tuple({**added, **(seen.buffers if fills else {})}.values()),
+        () if fills else tuple(seen.buffers.values()),
     )
-    return _restore(outputs[0], query, key, mask, bias, attrs)
+    out: torch.Tensor = outputs[0]
+    logsumexp: torch.Tensor = outputs[1]
+    if sinks is not None:
+        return _with_sinks(out, logsumexp, sinks)
+    is_infinite = bias is not None and not attrs.bias_is_finite
+    if attrs.masked_rows == "zero" or not (is_infinite or (seen.can_be_empty and not fills)):
+        return out
+    return torch.where(logsumexp.unsqueeze(-1) == -math.inf, math.nan, out)
+
+
+def _given(**tensors: torch.Tensor | None) -> dict[str, Any]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _flex(query: Any, *operands: Any) -> Any:
@@ -69,61 +94,12 @@ def _flex(query: Any, *operands: Any) -> Any:
     return operator(query, *operands)
 
 
-def _score(attrs: AttentionAttrs, buffers: Mapping[str, tuple[Any, ...]]) -> Callable[..., Any]:
-    """One score after softcap, bias and mask, as a function of its position; ``buffers`` are shapes by name."""
-
-    def score(value: Any, batch: Any, head: Any, query_index: Any, key_index: Any, *tensors: Any) -> Any:
-        position = (batch, head, query_index, key_index)
-        at = {
-            name: tensor[tuple(0 if _is_one(size) else index for size, index in zip(shape, position, strict=True))]
-            for (name, shape), tensor in zip(buffers.items(), tensors, strict=True)
-        }
-        if attrs.softcap is not None:
-            value = torch.tanh(value / attrs.softcap) * attrs.softcap
-        if "bias" in at:
-            value = value + at["bias"]
-            if attrs.bias_is_finite:
-                value = torch.clamp_min(value, _LOWEST)
-        keep = query_index >= key_index if attrs.is_causal else None
-        if "mask" in at:
-            keep = at["mask"] if keep is None else torch.logical_and(keep, at["mask"])
-        fill = _LOWEST if attrs.masked_rows == "mean" else -math.inf
-        return value if keep is None else torch.where(keep, value, fill)
-
-    return score
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
-
-
-def _keep_all(batch: Any, head: Any, query_index: Any, key_index: Any) -> Any:
-    return batch.new_ones((), dtype=torch.bool)
-
-
-def _function(query: Any, name: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> Any:
+def _function(query: Any, name: str, function: Callable[..., Any], parameters: Sequence[str]) -> Any:
     """A function as the higher-order operator takes it: itself, or the node of a graph where a graph is built."""
     if not isinstance(query, fx.Proxy):
         return function
     tracer: Any = query.tracer  # the builder's
     return tracer.subgraph(name, function, parameters)
-
-
-@cache
-def _block_mask() -> tuple[Any, ...]:
-    ones, zeros = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    mask: tuple[Any, ...] = BlockMask.from_kv_blocks(ones, zeros, BLOCK_SIZE=_WHOLE, seq_lengths=(1, 1)).as_tuple()
-    return mask
-
-
-def _whole_block(query: Any) -> tuple[Any, ...]:
-    """The block mask of one block that is computed in full, its tensors (of one element each) beside ``query``."""
-    *fields, _ = _block_mask()
-    made = [
-        query.new_full(tuple(field.shape), int(field), dtype=torch.int32) if isinstance(field, torch.Tensor) else field
-        for field in fields
-    ]
-    return (*made, _function(query, "mask_mod", _keep_all, _INDICES[1:]))
 
 
 #: What ``flex_attention`` passes by default on CUDA.
@@ -138,25 +114,147 @@ _OPTIONS: Mapping[str, Any] = {
 }
 
 
-def _restore(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    attrs: AttentionAttrs,
-) -> torch.Tensor:
-    """``out`` with NaN in the rows whose every score is ``-inf``, where the source has it there."""
-    is_infinite = bias is not None and not attrs.bias_is_finite
-    if attrs.masked_rows == "zero" or not (is_infinite or (mask is not None and attrs.masked_rows == "nan")):
-        return out
-    keep = mask
-    if attrs.is_causal:
-        causal = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril()
-        keep = causal if keep is None else torch.logical_and(keep, causal)
-    finite = bias > -math.inf if bias is not None and is_infinite else None
-    if finite is not None and keep is not None:  # a dropped score has a finite fill, or none
-        finite = torch.logical_or(finite, torch.logical_not(keep)) if attrs.masked_rows == "mean" else finite & keep
-    alive = keep if finite is None else finite
-    assert alive is not None, "rows can only be lost to a mask or a bias"
-    return torch.where(alive.any(-1, keepdim=True), out, math.nan)
+def _with_sinks(out: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """``out``, whose share of the softmax is one, beside an extra score that has no value; ``logsumexp`` has base 2."""
+    share = torch.sigmoid(logsumexp.unsqueeze(-1) * math.log(2) - sinks)
+    return (out * share).to(out.dtype)
+
+
+# ---- functions of a position -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Predicate:
+    """Which keys a query sees: a band, counted from the first query and key, and what tensors say."""
+
+    band: Band | None
+    offset: int
+    buffers: Buffers
+
+    def __bool__(self) -> bool:
+        return self.band is not None or bool(self.buffers)
+
+    @property
+    def can_be_empty(self) -> bool:
+        """Whether a query may see no key; under a band it does."""
+        return bool(self.buffers.keys() - {"offset"})
+
+    def keeps(self, position: Sequence[Any], at: Buffers) -> Any:
+        """Whether the query of a position sees the key; ``at`` is what tensors say there."""
+        parts = []
+        if self.band is not None:
+            distance = position[3] - position[2] - at.get("offset", self.offset)
+            parts += [] if self.band.lower is None else [distance >= self.band.lower]
+            parts += [] if self.band.upper is None else [distance <= self.band.upper]
+        if "query_documents" in at:
+            parts.append(at["query_documents"] == at["key_documents"])
+        if "mask" in at:
+            parts.append(at["mask"])
+        keep = parts[0]
+        for part in parts[1:]:
+            keep = torch.logical_and(keep, part)
+        return keep
+
+    def function(self) -> tuple[Callable[..., Any], Sequence[str]]:
+        """As the higher-order operator takes it, with its parameters."""
+        read = _reader(self.buffers)
+
+        def keep(*arguments: Any) -> Any:
+            position, tensors = arguments[:4], arguments[4:]
+            return self.keeps(position, read(position, tensors))
+
+        return keep, (*_POSITION, *self.buffers)
+
+
+def _predicate(grid: block_mask.Grid, masks: Buffers, attrs: AttentionAttrs) -> _Predicate:
+    offset = 0 if attrs.limits is None else attrs.limits.offset(grid.rows, grid.columns)
+    if isinstance(offset, int):
+        return _Predicate(attrs.limits, offset, masks)
+    # A symbolic length is no constant that a function could hold.
+    return _Predicate(attrs.limits, 0, {**masks, "offset": grid.like.new_full((), offset, dtype=torch.int32)})
+
+
+def _score(
+    attrs: AttentionAttrs, added: Buffers, dropping: _Predicate | None
+) -> tuple[Callable[..., Any], Sequence[str]]:
+    """One score after softcap, bias, ALiBi and fills, as a function of its position, with its parameters."""
+    buffers = {**added, **({} if dropping is None else dropping.buffers)}
+    read = _reader(buffers)
+
+    def score(value: Any, *arguments: Any) -> Any:
+        position, tensors = arguments[:4], arguments[4:]
+        at = read(position, tensors)
+        if attrs.softcap is not None:
+            value = torch.tanh(value / attrs.softcap) * attrs.softcap
+        if "bias" in at:
+            value = value + at["bias"]
+            if attrs.bias_is_finite:
+                value = torch.clamp_min(value, _LOWEST)
+        if "slopes" in at:
+            value = value + at["slopes"] * (position[3] - position[2]).to(torch.float32)
+        return value if dropping is None else torch.where(dropping.keeps(position, at), value, _LOWEST)
+
+    return score, ("score", *_POSITION, *buffers)
+
+
+def _reader(buffers: Buffers) -> Callable[[Sequence[Any], Sequence[Any]], Buffers]:
+    """Reads tensors at a position; ``buffers`` are these as the graph around has them, with shapes."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in buffers.items()}
+
+    def read(position: Sequence[Any], tensors: Sequence[Any]) -> Buffers:
+        found = {}
+        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
+            parts = [position[part] for part in _DIMENSIONS.get(name, (0, 1, 2, 3))]
+            index = tuple(0 if block_mask.is_one(size) else part for size, part in zip(shape, parts, strict=True))
+            found[name] = tensor[index] if index else tensor
+        return found
+
+    return read
+
+
+# ---- block masks -----------------------------------------------------------------------------------------------------
+
+
+def _block_mask(grid: block_mask.Grid, seen: _Predicate) -> tuple[Any, ...]:
+    """The block mask of a predicate, in arithmetic of the graph."""
+    if seen.can_be_empty:
+        names = ("mask", "query_documents", "key_documents")
+        by_query, by_key = block_mask.of_parts(grid, seen.band, *(seen.buffers.get(name) for name in names))
+    else:
+        assert seen.band is not None, "a predicate without a band and without tensors keeps everything"
+        by_query, by_key = block_mask.of_band(grid, seen.band)
+    fields = {
+        "kv_num_blocks": by_query.count,
+        "kv_indices": by_query.indices,
+        "full_kv_num_blocks": by_query.full_count,
+        "full_kv_indices": by_query.full_indices,
+        "q_num_blocks": by_key.count,
+        "q_indices": by_key.indices,
+        "full_q_num_blocks": by_key.full_count,
+        "full_q_indices": by_key.full_indices,
+    }
+    return _as_tuple(fields, (grid.rows, grid.columns), grid.tile, _function(grid.like, "mask_mod", *seen.function()))
+
+
+def _whole(query: Any) -> tuple[Any, ...]:
+    """The block mask of one tile that is computed as a part, its tensors (of one element each) beside ``query``."""
+    count = query.new_full((1, 1, 1), 1, dtype=torch.int32)
+    index = query.new_full((1, 1, 1, 1), 0, dtype=torch.int32)
+    names = ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")
+    fields: dict[str, Any] = dict(zip(names, (count, index, count, index), strict=True))
+    fields |= dict.fromkeys(f"full_{name}" for name in names)
+    return _as_tuple(fields, (1, 1), _WHOLE, _function(query, "mask_mod", _keep_all, _POSITION))
+
+
+def _keep_all(batch: Any, head: Any, query_index: Any, key_index: Any) -> Any:
+    return batch.new_ones((), dtype=torch.bool)
+
+
+def _as_tuple(fields: Buffers, lengths: tuple[Any, Any], tile: int, mask_mod: Any) -> tuple[Any, ...]:
+    """A block mask as the operator takes it, in the order that this PyTorch has; ``BlockMask`` itself takes no proxies."""
+    stand_ins: dict[str, Any] = {
+        name: None if tensor is None else torch.empty(1, 1, 1, 1) for name, tensor in fields.items()
+    }
+    order = BlockMask(seq_lengths=lengths, **stand_ins, BLOCK_SIZE=(tile, tile), mask_mod=mask_mod).as_tuple()
+    found = {id(stand_in): fields[name] for name, stand_in in stand_ins.items() if stand_in is not None}
+    return tuple(found.get(id(each), each) for each in order)

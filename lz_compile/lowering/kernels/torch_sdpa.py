@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering.ops.attention import AttentionAttrs, distances, merged_mask
 
 
 def attention(
@@ -18,14 +18,20 @@ def attention(
     *,
     mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    query_documents: torch.Tensor | None = None,
+    key_documents: torch.Tensor | None = None,
     attrs: AttentionAttrs,
 ) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``).
 
-    SDPA gives zero for a row that masks every key with ``-inf`` (or with a boolean mask); where the source gives NaN or
-    the mean of the values there, that is restored. It adds masks, so that NaN in a masked score is passed on.
+    Bands other than plain causality, documents and ALiBi become a mask. SDPA gives zero for a row that masks every key
+    with ``-inf`` (or with a boolean mask); where the source gives NaN or the mean of the values there, that is restored.
+    It adds masks, so that NaN in a masked score is passed on.
     """
-    return through(F.scaled_dot_product_attention, query, key, value, mask, bias, attrs)
+    return through(
+        F.scaled_dot_product_attention, query, key, value, mask, bias, attrs, slopes, query_documents, key_documents
+    )
 
 
 def through(
@@ -36,14 +42,22 @@ def through(
     mask: torch.Tensor | None,
     bias: torch.Tensor | None,
     attrs: AttentionAttrs,
+    slopes: torch.Tensor | None = None,
+    query_documents: torch.Tensor | None = None,
+    key_documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same by ``sdpa``, a function that takes what ``scaled_dot_product_attention`` takes and computes what that does."""
+    if slopes is not None:
+        linear = slopes * distances(query, key, torch.promote_types(query.dtype, torch.float32))
+        bias = linear if bias is None else bias + linear
+    if mask is not None and attrs.selects_masked and attrs.masks_keys:  # what is added to NaN is NaN
+        key = key.masked_fill(torch.logical_not(mask.transpose(-2, -1)), 0.0)
+    can_be_empty = mask is not None or query_documents is not None
+    is_plain = attrs.is_causal and not can_be_empty and bias is None  # SDPA takes a mask or causality
+    if not is_plain:
+        mask = merged_mask(query, key, mask, query_documents, key_documents, attrs)
     if _rows_overlap(query):  # PyTorch's CPU kernel then leaves part of the result uninitialised
         query = query.contiguous()
-    is_causal = attrs.is_causal
-    if is_causal and (mask is not None or bias is not None):  # SDPA takes one or the other
-        causal = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril()
-        mask, is_causal = causal if mask is None else torch.logical_and(mask, causal), False
     merged = _merge(mask, bias, attrs, query.dtype)
     out = sdpa(
         query,
@@ -51,14 +65,14 @@ def through(
         value,
         attn_mask=merged,
         dropout_p=attrs.dropout_p,
-        is_causal=is_causal,
+        is_causal=is_plain,
         scale=attrs.scale,
         enable_gqa=attrs.enable_gqa,
     )
     if merged is None or attrs.masked_rows == "zero" or (bias is None and attrs.masked_rows == "mean"):
         return out
     if bias is None:
-        return torch.where(merged.any(-1, keepdim=True), out, math.nan)
+        return out if not can_be_empty else torch.where(merged.any(-1, keepdim=True), out, math.nan)
     if attrs.bias_is_finite and (mask is None or attrs.masked_rows == "mean"):
         return out
     return torch.where(merged.amax(-1, keepdim=True) == -math.inf, math.nan, out)

@@ -1,6 +1,7 @@
 """xFormers' memory-efficient attention: ``xformers.ops.memory_efficient_attention_forward``.
 
-Its ``LowerTriangularMask`` starts at the first query and the first key, as our causality does.
+Its ``LowerTriangularMask`` starts at the first query and the first key, as our causality does, and its
+``LowerTriangularFromBottomRightMask`` ends at the last ones.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.token_major import attention_by, fake, fallback, unit_stride
+from lz_compile.lowering.token_major import NO_LIMIT, attention_by, fake, fallback, unit_stride
 
 
 def _xformers(
@@ -16,19 +17,26 @@ def _xformers(
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float | None,
-    is_causal: bool,
     softcap: float | None,
+    left: int,
+    right: int,
+    at_end: bool,
+    slopes: torch.Tensor | None,
 ) -> torch.Tensor:
     from xformers.ops import LowerTriangularMask, memory_efficient_attention_forward
+    from xformers.ops.fmha.attn_bias import LowerTriangularFromBottomRightMask
 
-    assert softcap is None, "xformers is asked for capped scores"
+    assert (softcap, slopes) == (None, None), "xformers is asked for capped scores or given slopes"
+    assert left == NO_LIMIT, "xformers is asked for a window"
+    assert right in (NO_LIMIT, 0), "xformers is asked for a window"
     query, key, value = unit_stride(query, key, value)
     groups, per_group = key.shape[2], query.shape[2] // key.shape[2]
     if per_group > 1:  # one more dimension: the key heads, and the query heads that share each of them
         query = query.unflatten(2, (groups, per_group))
         key = key.unsqueeze(3).expand(-1, -1, -1, per_group, -1)
         value = value.unsqueeze(3).expand(-1, -1, -1, per_group, -1)
-    bias = LowerTriangularMask() if is_causal else None
+    causal = LowerTriangularFromBottomRightMask if at_end else LowerTriangularMask
+    bias = causal() if right == 0 else None
     out: torch.Tensor = memory_efficient_attention_forward(query, key, value, attn_bias=bias, scale=scale)
     return (out.flatten(2, 3) if per_group > 1 else out).contiguous()
 

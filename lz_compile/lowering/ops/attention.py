@@ -7,6 +7,8 @@ Canonical layout, in which every kernel takes and returns it:
     bias   float, added to the scaled (and capped) scores, broadcastable to [B, Hq, Sq, Sk]
     fill   float, the score of an element that the mask drops, where ``masked_rows == "fill"``; broadcastable likewise
     sinks  float, an extra score that takes part in the softmax and has no value, broadcastable to [B, Hq, Sq, 1]
+    slopes float, times (key position - query position) it is added to the scores (ALiBi), broadcastable to [B, Hq, 1, 1]
+    query_documents, key_documents  integers, a query sees the keys of its own document only, [B or 1, Sq] and [B or 1, Sk]
 
 ``Hq`` is a multiple of ``Hk``: query head ``h`` reads key head ``h // (Hq // Hk)``.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -31,7 +33,7 @@ MaskedRows: TypeAlias = Literal["nan", "mean", "zero", "fill"]
 #: Sizes that a measurement must have exactly, and those that it may differ in within a bucket (a product is one size).
 EXACT_DIMS = ("head_dim", "value_dim")
 #: Features that say what a kernel must get right, and nothing of how long it takes.
-TIMELESS_FEATURES = frozenset({"masked_nan", "nan_rows", "nan_in_few_keys", "masked_row_gradient"})
+TIMELESS_FEATURES = frozenset({"masked_nan", "masked_nan_keys", "nan_rows", "nan_in_few_keys", "masked_row_gradient"})
 BUCKETED_DIMS = (("seq_len_q",), ("seq_len_k",), ("batch_size", "num_heads"))
 
 #: Without a mask, PyTorch's CPU kernel gives zero, not NaN, for a row of NaN in fewer keys than a vector register holds
@@ -40,31 +42,115 @@ FEW_KEYS = 16
 
 
 @dataclass(frozen=True)
+class Band:
+    """Query ``i`` sees the keys from ``i + lower`` to ``i + upper`` (None: without limit), both included.
+
+    Positions are counted from the first query and the first key, or with ``at_end`` from the last ones, as where the keys
+    before are a cache. Every query sees a key.
+    """
+
+    lower: int | None = None
+    upper: int | None = None
+    at_end: bool = False
+
+    def offset(self, queries: Any, keys: Any) -> Any:
+        """The position of the first query among the keys."""
+        return keys - queries if self.at_end else 0
+
+    def span(self, start: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
+        """The half-open range of keys that the queries from ``start`` to before ``stop`` see."""
+        shift = self.offset(queries, keys)
+        first = 0 if self.lower is None else max(start + shift + self.lower, 0)
+        last = keys if self.upper is None else min(stop + shift + self.upper, keys)
+        return first, last
+
+    def mask(self, query: torch.Tensor, queries: Any, keys: Any, start: Any = 0, first: Any = 0) -> torch.Tensor:
+        """True keeps, ``[rows, columns]``, made beside ``query``.
+
+        Args:
+            query: a tensor on the device.
+            queries: how many rows there are, from query ``start``.
+            keys: how many columns there are, from key ``first``.
+            start: position of the first row, with the offset that ``at_end`` asks for.
+            first: position of the first column.
+        """
+        keep = query.new_ones((queries, keys), dtype=torch.bool)
+        if self.upper is not None:
+            keep = keep.tril(start - first + self.upper)
+        return keep if self.lower is None else keep.triu(start - first + self.lower)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a mask keeps at most: queries ``tile * n`` to ``tile * (n + 1)`` only keys in ``spans[n]`` (half-open).
+
+    It says nothing that the mask does not say; a kernel may skip what lies outside.
+    """
+
+    tile: int
+    spans: tuple[tuple[int, int], ...]
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """The half-open range of keys that the queries from ``start`` to before ``stop`` see."""
+        spans = [each for each in self.spans[start // self.tile : -(-stop // self.tile)] if each[0] < each[1]]
+        return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else (0, 0)
+
+
+CAUSAL = Band(upper=0)
+
+
+@dataclass(frozen=True)
 class AttentionAttrs:
     """The attributes of one attention.
+
+    ``is_causal`` is the commonest band, counted from the first query and key; ``band`` is any other one.
 
     ``scale`` multiplies ``query @ key^T`` (None: the op's default, ``D ** -0.5``); ``bias_can_mask`` says that the bias may
     hold masking constants, ``bias_is_finite`` that these are no infinities. ``selects_masked`` says that the mask drops
     scores whatever they are, NaN and infinities too, as ``where`` and ``masked_fill`` do and adding ``-inf`` does not;
-    ``zeroes_nan`` that rows of NaN give zero. Neither asks for anything where ``nan_is_open``: what NaN and infinities in
-    query and key come to is the kernel's business.
+    ``masks_keys`` that the operand ``mask`` is the same for every query and head; ``zeroes_nan`` that rows of NaN give
+    zero. Neither asks for anything where ``nan_is_open``: what NaN and infinities in query and key come to is the kernel's
+    business.
     """
 
     scale: float | None = None
     is_causal: bool = False
+    band: Band | None = None
+    reach: Reach | None = None
     dropout_p: float = 0.0
     softcap: float | None = None
     masked_rows: MaskedRows = "nan"
     has_mask: bool = False
     has_bias: bool = False
     has_sinks: bool = False
+    has_slopes: bool = False
+    has_documents: bool = False
     bias_is_finite: bool = False
     bias_can_mask: bool = False
     enable_gqa: bool = False
     selects_masked: bool = False
+    masks_keys: bool = False
     zeroes_nan: bool = False
     nan_is_open: bool = False
     score_dtype: torch.dtype = torch.float32
+
+    @property
+    def limits(self) -> Band | None:
+        """The band, whichever way it is given."""
+        return CAUSAL if self.is_causal else self.band
+
+    @property
+    def hides_future(self) -> bool:
+        """Whether no query sees a key after it: this is the variant ``attention.causal``."""
+        return self.limits is not None and self.limits.upper == 0
+
+    def span(self, start: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
+        """The half-open range of keys outside of which the queries from ``start`` to before ``stop`` see none."""
+        first, last = (0, keys) if self.limits is None else self.limits.span(start, stop, queries, keys)
+        if self.reach is not None:
+            low, high = self.reach.span(start, stop)
+            first, last = max(first, low), min(last, high)
+        return first, max(first, last)
 
     def deterministic(self) -> AttentionAttrs:
         """The same without dropout."""
@@ -77,8 +163,16 @@ class AttentionAttrs:
     def to_dict(self) -> dict[str, Any]:
         """Names and values, those at their default left out (``scale`` always stays)."""
         default = AttentionAttrs()
-        values = {k: v for k, v in asdict(self).items() if k == "scale" or v != getattr(default, k)}
-        return {k: str(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {k: _plain(v) for k, v in values.items() if k == "scale" or v != getattr(default, k)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Reach):
+        return f"{len(value.spans)} tiles of {value.tile} queries"
+    if isinstance(value, Band):
+        return asdict(value)
+    return str(value) if isinstance(value, torch.dtype) else value
 
 
 @dataclass(frozen=True)
@@ -107,6 +201,9 @@ def reference(
     bias: torch.Tensor | None = None,
     fill: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    query_documents: torch.Tensor | None = None,
+    key_documents: torch.Tensor | None = None,
     attrs: AttentionAttrs,
 ) -> torch.Tensor:
     """The definition of the op, in the dtype of its inputs (float64 is the ground truth of every test).
@@ -122,9 +219,9 @@ def reference(
         scores = torch.tanh(scores / attrs.softcap) * attrs.softcap
     if bias is not None:
         scores = scores + bias
-    if attrs.is_causal:
-        causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-        mask = causal if mask is None else mask & causal
+    if slopes is not None:
+        scores = scores + slopes * distances(query, key, scores.dtype)
+    mask = merged_mask(query, key, mask, query_documents, key_documents, attrs)
     if mask is not None:
         if fill is None:
             lowest = torch.finfo(scores.dtype).min if attrs.masked_rows == "mean" else -math.inf
@@ -143,37 +240,83 @@ def reference(
     return probabilities @ value
 
 
+def distances(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Key position minus query position, ``[Sq, Sk]``."""
+    rows = query.new_ones((query.shape[2], 1), dtype=dtype).cumsum(0)
+    columns = key.new_ones((1, key.shape[2]), dtype=dtype).cumsum(1)
+    return columns - rows
+
+
+def merged_mask(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    query_documents: torch.Tensor | None,
+    key_documents: torch.Tensor | None,
+    attrs: AttentionAttrs,
+) -> torch.Tensor | None:
+    """Everything that drops scores (band, documents and the given mask) as one mask, True keeps; None without any."""
+    keep = mask
+    if query_documents is not None and key_documents is not None:
+        same = query_documents[:, None, :, None] == key_documents[:, None, None, :]
+        keep = same if keep is None else torch.logical_and(keep, same)
+    band = attrs.limits
+    if band is not None:
+        queries, keys = query.shape[2], key.shape[2]
+        inside = band.mask(query, queries, keys, band.offset(queries, keys))
+        keep = inside if keep is None else torch.logical_and(keep, inside)
+    return keep
+
+
 def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
     """What a kernel must support for this attention: feature name (``supports`` in descriptors) and what asks for it."""
     symbolic = [name for name in ("query_len", "key_len") if not isinstance(getattr(facts, name), int)]
     keeps_nan = not attrs.nan_is_open
+    band = attrs.limits
+    lengths = f"{facts.query_len} queries and {facts.key_len} keys"
+    masks = attrs.has_mask or attrs.has_bias or attrs.has_slopes or attrs.has_documents or attrs.band is not None
+    empties = attrs.bias_can_mask or (attrs.masked_rows in ("mean", "zero") and (attrs.has_mask or attrs.has_documents))
+    drops_keys = attrs.has_mask and attrs.masks_keys
     needed = {
-        "causal": attrs.is_causal and "a causal mask",
+        "causal": attrs.hides_future and "a causal mask",
         "gqa": attrs.enable_gqa and f"{facts.heads} query heads share {facts.kv_heads} key heads",
         "bool_mask": attrs.has_mask and "a boolean mask",
         "float_mask": attrs.has_bias and "an additive mask or bias",
+        "alibi": attrs.has_slopes and "a bias that is linear in the distance (ALiBi)",
+        "documents": attrs.has_documents and "documents that do not see each other",
+        "sliding_window": band is not None
+        and (band.lower is not None or band.upper != 0)
+        and f"a window from {band.lower} to {band.upper} around each query",
         "dropout": attrs.dropout_p > 0 and f"dropout of {attrs.dropout_p:g}",
         "softcap": attrs.softcap is not None and f"scores capped at {attrs.softcap}",
         "sinks": attrs.has_sinks and "an attention sink in the softmax",
         "masked_row_fill": attrs.masked_rows == "fill" and "fills of masked scores that differ within a row",
-        "masked_nan": keeps_nan and attrs.selects_masked and "a mask that drops scores even where they are NaN",
+        "masked_nan": keeps_nan
+        and attrs.selects_masked
+        and attrs.has_mask
+        and not drops_keys
+        and "a mask that drops scores even where they are NaN",
+        "masked_nan_keys": keeps_nan
+        and attrs.selects_masked
+        and drops_keys
+        and "a mask that drops keys even where they are NaN",
         "nan_rows": keeps_nan and attrs.zeroes_nan and "zeros for rows of NaN",
         "nan_in_few_keys": keeps_nan
         and facts.device == "cpu"
-        and not (attrs.has_mask or attrs.has_bias)
+        and not masks
         and isinstance(facts.key_len, int)
         and facts.key_len < FEW_KEYS
         and f"NaN in rows of {facts.key_len} keys",
         "training": facts.needs_grad and "gradients",
-        "masked_row_gradient": facts.needs_grad
-        and (attrs.bias_can_mask or (attrs.has_mask and attrs.masked_rows in ("mean", "zero")))
-        and "gradients of rows whose every key is masked",
+        "masked_row_gradient": facts.needs_grad and empties and "gradients of rows whose every key is masked",
         "bias_gradient": facts.bias_needs_grad and "a gradient of the bias",
         "value_dim": facts.value_dim != facts.head_dim and f"head dim {facts.head_dim}, value dim {facts.value_dim}",
-        "causal_rectangular": attrs.is_causal
+        "causal_rectangular": band is not None
+        and not band.at_end
         and facts.query_len != facts.key_len
-        and f"a causal mask over {facts.query_len} queries and {facts.key_len} keys",
-        "dynamic_causal": attrs.is_causal and symbolic and f"a causal mask with symbolic {' and '.join(symbolic)}",
+        and f"positions counted from the first of {lengths}",
+        "causal_at_end": band is not None and band.at_end and f"positions counted from the last of {lengths}",
+        "dynamic_causal": band is not None and symbolic and f"a causal mask with symbolic {' and '.join(symbolic)}",
     }
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 

@@ -21,8 +21,10 @@ from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.contraction import Contraction, Factor
 from lz_compile.passes.core import Core, find_core
 from lz_compile.passes.effects import Effects, MutatedError
+from lz_compile.passes.masks import Masks
 from lz_compile.passes.match import Match, NearMiss, RefusedError
 from lz_compile.passes.patterns.sdpa_call import match_sdpa_call
+from lz_compile.passes.proven_masks import simplify
 from lz_compile.passes.twins import Twins
 from lz_compile.passes.unread import has_scores, unread
 from lz_compile.passes.view import Call, tensor_of, where_of
@@ -38,7 +40,7 @@ _SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
     """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
     covered: set[fx.Node] = set()
-    twins = Twins(effects)
+    twins, masks = Twins(effects), Masks(effects)
     for node in graph.nodes:
         call = effects.calls[node]
         if call is None or call.name not in _LAST or EMITTED in node.meta:
@@ -46,7 +48,7 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
         tensor = tensor_of(node)
         if tensor is None or 0 in shape_of(tensor):
             continue
-        found = _from_call(effects, call, twins)
+        found = _from_call(effects, call, twins, masks)
         if isinstance(found, Match):
             covered.update(found.core)
         if isinstance(found, NearMiss):
@@ -56,35 +58,35 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
     yield from unread(OP, graph, effects, covered)
 
 
-def _from_call(effects: Effects, call: Call, twins: Twins) -> Match | NearMiss | None:
+def _from_call(effects: Effects, call: Call, twins: Twins, masks: Masks) -> Match | NearMiss | None:
     found: Match | NearMiss | None = twins.find(call.node)
     if found is None:
         with twins.watch() as look:
-            found = _read_unless_reshaped(effects, call)
+            found = _read_unless_reshaped(effects, call, masks)
         if isinstance(found, Match):
             twins.remember(found, call.node, look)
     return found
 
 
-def _read_unless_reshaped(effects: Effects, call: Call) -> Match | NearMiss | None:
+def _read_unless_reshaped(effects: Effects, call: Call, masks: Masks) -> Match | NearMiss | None:
     reshaped = effects.reshaped_after_read(_behind(effects, call.node), call.node)
     if reshaped is not None:
         return _reshaped(effects, call, *reshaped)
-    found = _read(effects, call)
+    found = _read(effects, call, masks)
     if isinstance(found, Match):
         reshaped = effects.reshaped_after_read(found.core, found.output)
         return found if reshaped is None else _reshaped(effects, call, *reshaped)
     return found
 
 
-def _read(effects: Effects, call: Call) -> Match | NearMiss | None:
+def _read(effects: Effects, call: Call, masks: Masks) -> Match | NearMiss | None:
     if call.name == "scaled_dot_product_attention":
-        return match_sdpa_call(effects, call)
+        return match_sdpa_call(effects, call, masks)
     refused: NearMiss | None = None
     for expand_masks, expand_inplace in ((False, True), (True, True), (False, False)):
         region = Region(effects, expand_masks=expand_masks, expand_inplace=expand_inplace)
         try:
-            found = _Reader(region, call).match()
+            found = _Reader(region, call, masks).match()
         except RefusedError as refusal:
             refused = refused or NearMiss(OP, call.node, refusal.reason, refusal.edit, where_of(call.node))
         except MutatedError as error:
@@ -146,6 +148,7 @@ class _Reader:
 
     region: Region
     call: Call
+    masks: Masks
 
     def match(self) -> Match | None:
         if not any(
@@ -248,6 +251,7 @@ class _Reader:
                 "cast the product before the mask is added",
             )
         emitter = assign_roles(self.region, inner, found, keys, value, output, output_dims, gain)
+        emitter = simplify(emitter, self.masks)
         readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
         core.check(self.region.effects, readers)
         return emitter.match(OP, core)

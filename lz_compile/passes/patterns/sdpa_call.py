@@ -9,16 +9,22 @@ from torch import fx
 from lz_compile.lowering.ops.attention import AttentionAttrs
 from lz_compile.passes import masks_finite
 from lz_compile.passes.algebra import Region
-from lz_compile.passes.attention_axes import AttentionEmitter, Roles
+from lz_compile.passes.attention_emitter import AttentionEmitter, Roles
 from lz_compile.passes.axes import Axis, Dims, Shape, Size, axes_of, broadcast_from, fresh, regroup, shape_of
 from lz_compile.passes.core import find_core
 from lz_compile.passes.effects import Effects
+from lz_compile.passes.masks import Masks
 from lz_compile.passes.match import Match
 from lz_compile.passes.operand import Operand
+from lz_compile.passes.proven_masks import simplify
 from lz_compile.passes.view import Call, tensor_of
 
+SOURCE = "torch.sdpa"
+#: What the source calls where a mask that it passes was proven: not the kernel of that name without the mask.
+MASKED_SOURCE = "torch.sdpa with a mask"
 
-def match_sdpa_call(effects: Effects, call: Call) -> Match | None:
+
+def match_sdpa_call(effects: Effects, call: Call, masks: Masks) -> Match | None:
     """The attention that a call of SDPA computes; None where an argument is no tensor or no constant."""
     nodes = [call.get(name) for name in ("query", "key", "value")]
     tensors = [tensor_of(node) for node in nodes]
@@ -68,7 +74,9 @@ def match_sdpa_call(effects: Effects, call: Call) -> Match | None:
         attrs=attrs,
         passed={},
     )
-    return emitter.match("attention", find_core(effects, call.node, call.node), source_kernel="torch.sdpa")
+    simple = simplify(emitter, masks)
+    source = SOURCE if not simple.implied else MASKED_SOURCE
+    return simple.match("attention", find_core(effects, call.node, call.node), source_kernel=source)
 
 
 def _roles(shapes: list[Shape], enable_gqa: bool) -> tuple[Roles, list[Dims]]:

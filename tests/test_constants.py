@@ -1,0 +1,188 @@
+"""Masks of constants and buffers: read by their values where the graph alone does not tell what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from graphs import capture, effects_of, output_of
+from mask_oracle import SIZES, asked, check, told
+from torch import Tensor, fx, nn
+
+from lz_compile.passes import constant_patterns
+from lz_compile.passes.axes import fresh, shape_of
+from lz_compile.passes.constants import Constant, Constants, evaluate
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.masks import Axes, Masks, Meaning
+from lz_compile.passes.polynomial import ZERO, Variable, number, variable
+from lz_compile.passes.view import tensor_of
+from lz_compile.reasons import Reason
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Buffered(nn.Module):
+    """A mask sliced from a registered buffer, as GPT-2 had it."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask[None, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The part for the tokens of ``x``, additive."""
+        tokens = x.shape[1]
+        return torch.where(self.mask[:, :, 3 : 3 + tokens, : 3 + tokens], 0.0, LOWEST)
+
+
+def read_inside(module: nn.Module, *arguments: Tensor, dynamic: bool) -> tuple[Meaning | Reason, list[str]]:
+    """What the result of a module means, read while it is compiled, and the buffers that this rests on."""
+    found: list[Any] = []
+
+    def backend(graph: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        node = output_of(graph)
+        dims = fresh(shape_of(tensor_of(node)))  # type: ignore[arg-type]
+        meaning = Masks(Effects(graph.graph)).read(node, dims, Axes(*dims))
+        found.extend([meaning, [] if isinstance(meaning, Reason) else [each.name for each in meaning.buffers]])
+        return graph
+
+    torch.compile(module, backend=backend, dynamic=dynamic)(*arguments)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_buffer_is_read_by_its_values(dynamic: bool) -> None:
+    mask = torch.ones(64, 64, dtype=torch.bool).tril().triu(-5)
+    found, buffers = read_inside(Buffered(mask), torch.zeros(2, 9), dynamic=dynamic)
+    assert told(found) == "sliding window, -5..0 from the end"
+    assert buffers == ["l_self_buffers_mask_"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_value_of_a_buffer_makes_the_difference(dynamic: bool) -> None:
+    mask = torch.ones(64, 64, dtype=torch.bool).tril()
+    mask[5, 8] = True
+    found, _ = read_inside(Buffered(mask), torch.zeros(2, 9), dynamic=dynamic)
+    assert isinstance(found, Reason) or not found.is_exact
+
+
+def scattered(x: Tensor) -> Tensor:
+    mask = torch.zeros(200, 200 + 0 * x.shape[1], dtype=torch.bool)
+    mask[:100, :100] = True
+    mask[100:, 100:] = True
+    return mask
+
+
+def of_a_prefix(x: Tensor) -> Tensor:
+    query, key = torch.arange(200)[:, None], torch.arange(200)[None]
+    return torch.logical_or(key < 10 + 0 * x.shape[1], key <= query)
+
+
+def in_blocks(x: Tensor) -> Tensor:
+    query, key = torch.arange(200 + 0 * x.shape[1])[:, None], torch.arange(200)[None]
+    return key // 64 == query // 64
+
+
+@pytest.mark.parametrize(
+    ("make", "meaning"),
+    [
+        (in_blocks, "block, floordiv_1 = floordiv, reach ((0, 64), (64, 128), (128, 192), (192, 200))"),
+        (scattered, "mask, reach ((0, 100), (0, 200), (100, 200), (100, 200)), in part"),
+        (of_a_prefix, "prefix, reach ((0, 64), (0, 128), (0, 192), (0, 200)), in part"),
+    ],
+)
+def test_of_a_constant_mask_it_is_told_how_far_it_reaches(make: Callable[..., Tensor], meaning: str) -> None:
+    question = asked(make)
+    found = question.read()
+    assert told(found) == meaning
+    assert isinstance(found, Meaning)
+    check(make, question, found, SIZES[:1])
+
+
+def test_a_mask_of_any_size_is_not_computed_to_be_read() -> None:
+    def huge(x: Tensor) -> Tensor:
+        query, key = torch.arange(2**20 + 0 * x.shape[1])[:, None], torch.arange(2**20)[None]
+        return (key <= query) & (query - key < 256)
+
+    assert told(asked(huge).read()) == "sliding window, -255..0"
+
+
+def test_numbers_beyond_what_a_float_holds_are_no_positions() -> None:
+    def rounded(x: Tensor) -> Tensor:
+        places = torch.arange(3000 + 0 * x.shape[1], dtype=torch.float16)
+        return places[None] <= places[:, None]
+
+    def held(x: Tensor) -> Tensor:
+        places = torch.arange(2000 + 0 * x.shape[1], dtype=torch.float16)
+        return places[None] <= places[:, None]
+
+    assert told(asked(held).read()) == "causal, ..0"
+    found, real = asked(rounded).read(), rounded(torch.zeros(3, 7))
+    assert not torch.equal(real, torch.ones_like(real).tril())
+    assert isinstance(found, Reason) or not found.is_exact
+
+
+# ---- evaluation ---------------------------------------------------------------------------------------------------
+
+
+def valued(fn: Callable[..., Tensor], *arguments: Tensor, dynamic: bool = False) -> Constant | Reason:
+    module = capture(fn, *arguments, dynamic=dynamic)
+    return evaluate(effects_of(module), output_of(module))
+
+
+def test_what_constants_make_is_computed() -> None:
+    def made(x: Tensor) -> Tensor:
+        mask = torch.zeros(x.shape[1], 4)
+        mask[1:, 0] = 2
+        return torch.kron(mask, torch.ones(1, 2)).cumsum(0)
+
+    found = valued(made, torch.zeros(2, 3))
+    assert isinstance(found, Constant)
+    assert torch.equal(found.value, made(torch.zeros(2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "dynamic"),
+    [
+        (lambda x: torch.ones(3) + x, "l_x_ is an input", False),
+        (lambda x: torch.rand(x.shape[1], 3), "rand is rand", False),
+        (lambda x: torch.empty(x.shape[1], 3) * 0, "empty is empty", False),
+        (lambda x: torch.arange(x.shape[1]), "arange has a symbolic size", True),
+        (lambda x: torch.zeros(x.shape[1], 2**14, 2**14), "zeros has", False),
+        (lambda x: torch.zeros(x.shape[1]).copy_(x[0]), "is an input", False),
+    ],
+)
+def test_what_else_has_a_part_in_a_value_is_named(make: Callable[..., Tensor], text: str, dynamic: bool) -> None:
+    found = valued(make, torch.zeros(2, 3), dynamic=dynamic)
+    assert isinstance(found, Reason)
+    assert text in found.message
+
+
+def test_a_value_that_is_overwritten_is_what_its_reader_finds() -> None:
+    def made(x: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.zeros(x.shape[1])
+        before = mask + 1
+        mask[0] = 5
+        return before, mask + 1
+
+    module = capture(made, torch.zeros(2, 3))
+    constants = Constants(effects_of(module))
+    first, second = next(node for node in module.graph.nodes if node.op == "output").args[0]
+    found = [constants.value(node) for node in (first, second)]
+    assert [each.value.tolist() for each in found if isinstance(each, Constant)] == [[1.0, 1.0, 1.0], [6.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([1, 2, 4]),
+        torch.tensor([0.0, torch.nan]),
+        torch.tensor([True, False, True, False]),
+        torch.tensor([[1, 0], [0, 1]]).repeat(2, 2).bool(),
+        torch.tensor([0.0, 1.0, 2.0, 0.0]),
+    ],
+)
+def test_values_that_make_no_pattern_are_none(value: Tensor) -> None:
+    places = [variable(Variable(f"i{dim}", ZERO, number(value.shape[dim] - 1), 1)) for dim in range(value.dim())]
+    assert constant_patterns.read(value, places) is None

@@ -1,0 +1,186 @@
+"""Tiles: which keys they have, what memory they take, and the operator that goes through them.
+
+That it computes attention, and its gradients, is in test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lz_compile import reports
+from lz_compile.backend import layerzero
+from lz_compile.lowering.kernels import tiled
+from lz_compile.lowering.ops.attention import AttentionAttrs, Band, Reach
+from lz_compile.lowering.tiles import TILE_BYTES, Problem, Tile
+
+WINDOW = AttentionAttrs(band=Band(-63, 0))
+
+
+def problem(length: int, attrs: AttentionAttrs, *, batch: int = 1, heads: int = 2, **operands: Any) -> Problem:
+    query, key, value = torch.randn(3, batch, length, heads, 16).unbind()
+    absent = dict.fromkeys(("bias", "sinks", "slopes", "mask", "query_documents", "key_documents", "seed"))
+    return Problem(query, key, value, **{**absent, "rows": 0, **operands}, attrs=attrs)
+
+
+def tiles(given: Problem) -> list[Tile]:
+    return [tile for heads in given.heads() for tile in heads.tiles()]
+
+
+def share(given: Problem) -> float:
+    """Of all scores, those that are computed."""
+    batch, queries, heads, _ = given.query.shape
+    return sum(tile.memory("any", torch.float32).numel() for tile in tiles(given)) / (
+        batch * heads * queries * given.key.shape[1]
+    )
+
+
+# ---- what is skipped -------------------------------------------------------------------------------------------------
+
+
+def test_a_window_leaves_out_the_keys_before_and_after_it():
+    assert share(problem(4096, AttentionAttrs())) == 1.0
+    assert share(problem(4096, AttentionAttrs(is_causal=True))) < 0.55
+    assert share(problem(4096, WINDOW)) < 0.05
+
+
+def test_documents_and_padding_leave_out_what_only_the_data_says():
+    documents = (torch.arange(1024) // 128)[None]
+    packed = problem(1024, AttentionAttrs(has_documents=True), query_documents=documents, key_documents=documents)
+    assert share(packed) <= 0.25
+    padding = (torch.arange(1024) < 100)[None, None, None]
+    assert share(problem(1024, AttentionAttrs(has_mask=True), mask=padding)) == pytest.approx(100 / 1024)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_full"),
+    [
+        ({"masked_rows": "nan"}, False),
+        ({"masked_rows": "zero"}, False),
+        ({"masked_rows": "mean"}, False),
+        ({"masked_rows": "mean", "dropout_p": 0.5}, True),
+    ],
+)
+def test_a_row_without_keys_decides_what_may_be_left_out(changes, is_full):
+    attrs = replace(AttentionAttrs(has_mask=True), **changes)
+    mask = torch.zeros(1, 1, 300, 300, dtype=torch.bool)
+    assert (share(problem(300, attrs, mask=mask)) == 1.0) is is_full
+
+
+def test_a_tile_of_which_nothing_is_seen_has_one_key():
+    attrs = AttentionAttrs(has_mask=True, reach=Reach(128, ((0, 0), (128, 200), (250, 256))))
+    found = tiles(problem(384, attrs, mask=torch.ones(1, 1, 384, 384, dtype=torch.bool)))
+    assert [(tile.keys.start, tile.keys.stop) for tile in found] == [(0, 1), (128, 200), (250, 256)]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [512, 2048, 8192, 32768])
+def test_a_tile_fits_into_the_caches_of_the_threads(length):
+    largest = max(
+        tile.memory("any", torch.float32).nbytes for tile in tiles(problem(length, AttentionAttrs(), heads=16))
+    )
+    fewest_rows = 16 * length * 4
+    assert largest <= max(torch.get_num_threads() * TILE_BYTES, fewest_rows)
+
+
+def test_what_all_tiles_share_grows_no_faster_than_the_sequence():
+    def held(length: int) -> int:
+        given = problem(length, AttentionAttrs(softcap=2.0), heads=1)
+        for tile in tiles(given):
+            tile.weights()
+        return sum(tensor.nbytes for tensor in given._scratch.values())
+
+    assert held(8192) <= 2.2 * held(4096)
+
+
+# ---- the operator ----------------------------------------------------------------------------------------------------
+
+
+def operands(attrs: AttentionAttrs, length: int = 40) -> tuple[Any, ...]:
+    """What the operator takes, with everything that it knows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).requires_grad_()
+
+    tokens = (normal(2, length, 4, 8), normal(2, length, 2, 8), normal(2, length, 2, 6))
+    floats = (normal(1, 4, length, length), normal(1, 4, 1, 1), normal(1, 4, 1, 1))
+    documents = (torch.arange(length) // 10)[None]
+    mask = torch.rand(2, 1, 1, length, generator=generator) < 0.9
+    mask[..., ::10] = True
+    return *tokens, *floats, mask, documents, documents, torch.rand(2, generator=generator), tiled._encoded(attrs), 8
+
+
+ATTRS = AttentionAttrs(
+    softcap=3.0, has_mask=True, has_bias=True, has_sinks=True, has_slopes=True, has_documents=True, bias_is_finite=True
+)
+
+
+@pytest.mark.parametrize("attrs", [ATTRS, replace(ATTRS, dropout_p=0.25)], ids=["plain", "dropout"])
+def test_the_operator_is_what_pytorch_asks_of_one(attrs):
+    torch.library.opcheck(torch.ops.layerzero.tiled_attention.default, operands(attrs))
+
+
+def test_gradients_with_dropout_are_those_of_the_same_function():
+    attrs = replace(ATTRS, dropout_p=0.25)
+    given = [x.detach().double().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+             for x in operands(replace(attrs, score_dtype=torch.float64), 20)]  # fmt: skip
+    given[9] = given[9].detach()
+    assert torch.autograd.gradcheck(torch.ops.layerzero.tiled_attention, given, fast_mode=True)
+
+
+def test_attributes_survive_being_written_out():
+    attrs = replace(ATTRS, band=Band(-3, None, at_end=True), reach=Reach(8, ((0, 4), (2, 9))), scale=0.1)
+    assert tiled._decoded(tiled._encoded(attrs)) == attrs
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropped(seed: Tensor, dropout_p: float) -> Tensor:
+    given = problem(256, AttentionAttrs(dropout_p=dropout_p), heads=4, seed=seed)
+    noises = [tile.noise().clone() for tile in tiles(given)]  # type: ignore[union-attr]
+    return torch.cat([noise.flatten() for noise in noises])
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.5, 0.999, 1.0])
+def test_dropout_drops_its_share_and_keeps_the_mean(dropout_p):
+    noise = dropped(torch.tensor([0.25, 0.75]), dropout_p)
+    deviation = math.sqrt(dropout_p * (1 - dropout_p) / noise.numel())
+    assert abs((noise == 0).double().mean().item() - dropout_p) <= 5 * deviation + 2**-16
+    if dropout_p < 1:
+        assert abs(noise.double().mean().item() - 1) <= 5 * deviation / (1 - dropout_p) + 1e-6
+
+
+def test_noise_depends_on_the_seed_and_on_the_tile():
+    first, again = (dropped(torch.tensor([0.25, 0.75]), 0.5) for _ in range(2))
+    other = dropped(torch.tensor([0.25, 0.5]), 0.5)
+    assert torch.equal(first, again)
+    assert abs((first == other).double().mean() - 0.5) < 0.02
+    halves = first.view(2, -1)
+    assert abs((halves[0] == halves[1]).double().mean() - 0.5) < 0.02
+
+
+# ---- symbolic lengths ------------------------------------------------------------------------------------------------
+
+
+def test_one_compiled_graph_skips_at_every_length():
+    def window(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        positions = torch.arange(query.shape[2])
+        keep = (positions <= positions[:, None]) & (positions > positions[:, None] - 64)
+        return (query @ key.mT * 0.25).masked_fill(~keep, -math.inf).softmax(-1) @ value
+
+    options = {"layerzero.lock": {"attention": "lz.tiled"}}
+    compiled = torch.compile(window, backend=layerzero, dynamic=True, options=options)
+    for length in (200, 300, 431):
+        query, key, value = torch.randn(3, 1, 2, length, 16).unbind()
+        torch.testing.assert_close(compiled(query, key, value), window(query, key, value), atol=1e-5, rtol=1e-5)
+    (match,) = (match for report in reports() for match in report.matches)
+    assert (match.kernel, match.rewritten) == ("lz.tiled", True)
