@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._inductor.utils import run_and_get_code
 
-from lz_compile.lowering import inductor, tiles
+from lz_compile.lowering import inductor
+from lz_compile.lowering.block_mask import Grid, of_parts
 from lz_compile.lowering.kernels import flashinfer as flashinfer_adapter
 from lz_compile.lowering.kernels import torch_cudnn, torch_flex
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Band, features, merged_mask, reference
@@ -635,7 +636,7 @@ def test_tiles_that_flex_attention_skips_keep_nothing_and_full_ones_everything(c
 
 def test_flex_attention_skips_what_sorted_documents_exclude():
     own = torch.arange(40).div(10, rounding_mode="floor")[None]
-    by_query, by_key = tiles.of_parts(tiles.Grid(own, 40, 40, 5), None, None, own, own)
+    by_query, by_key = of_parts(Grid(own, 40, 40, 5), None, None, own, own)
     for found in (by_query, by_key):
         assert found.count.sum() == 0
         assert found.full_count.tolist() == [[[2] * 8]]

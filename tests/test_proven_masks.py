@@ -201,8 +201,9 @@ def test_documents_given_at_run_time_become_operands(kernel: str) -> None:
     assert match.attributes["has_documents"] is True
 
 
+@pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_alibi_is_slopes(kernel: str) -> None:
+def test_alibi_is_slopes(kernel: str, learned: bool) -> None:
     policy.lock("attention", kernel)
 
     def attention(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
@@ -212,7 +213,8 @@ def test_alibi_is_slopes(kernel: str) -> None:
         scores = (scores + bias).masked_fill(columns[None] > rows[:, None], -math.inf)
         return scores.softmax(-1) @ value
 
-    _, match = compile_and_compare(attention, *operands(grad=True), 0.5 ** torch.arange(1, HEADS + 1))
+    slopes = (0.5 ** torch.arange(1, HEADS + 1)).requires_grad_(learned)
+    _, match = compile_and_compare(attention, *operands(grad=True), slopes)
     assert match.attributes["has_slopes"] is True
     assert match.attributes["is_causal"] is True
 

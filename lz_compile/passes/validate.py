@@ -184,9 +184,9 @@ def _run_case(match: Match, call: KernelCall, case: Case) -> Validation:
     source = _compiled(original(match, sizes))
     exact = _compiled(original(match, sizes, torch.float64))
     new = replacement(match, call, sizes)
-    truth = _evaluate(exact, match, _as_float64(inputs), case.gradients, exact=True)
-    given = _evaluate(source, match, inputs, case.gradients)
-    ours = _evaluate(new, match, inputs, case.gradients)
+    truth = _evaluate(exact, match, _as_float64(inputs), sizes, case.gradients, exact=True)
+    given = _evaluate(source, match, inputs, sizes, case.gradients)
+    ours = _evaluate(new, match, inputs, sizes, case.gradients)
     dtype = tensor_of(match.output).dtype  # type: ignore[union-attr]
     verdict = Validation(ok=True)
     for index, (name, expected, base, actual) in enumerate(zip(_names(match, case), truth, given, ours, strict=True)):
@@ -246,12 +246,15 @@ def _finite_max(error: torch.Tensor) -> float:
 
 
 def _inputs(match: Match, sizes: Sizes, case: Case) -> list[Any]:
-    values = {node: _input(match, node, sizes, case) for node in match.inputs}
+    return [_input(match, node, sizes, case) for node in match.inputs]
+
+
+def _with_implied(match: Match, inputs: list[Any], sizes: Sizes) -> Iterator[Any]:
+    """The inputs, with masks that were proven made again, from those that they depend on: gradients flow to these."""
+    values = dict(zip(match.inputs, inputs, strict=True))
     builder = Builder(values.__getitem__, sizes=sizes)
-    for node in match.inputs:
-        if node in match.implied:
-            values[node] = match.emitter.implied_value(node, builder, values[node], sizes)
-    return list(values.values())
+    for node, value in values.items():
+        yield match.emitter.implied_value(node, builder, value, sizes) if node in match.implied else value
 
 
 def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
@@ -371,7 +374,12 @@ def _compiled(graph: fx.Graph) -> Callable[..., Any]:
 
 
 def _evaluate(
-    function: Callable[..., Any], match: Match, inputs: list[Any], gradients: bool, exact: bool = False
+    function: Callable[..., Any],
+    match: Match,
+    inputs: list[Any],
+    sizes: Sizes,
+    gradients: bool,
+    exact: bool = False,
 ) -> list[torch.Tensor]:
     with ExitStack() as stack:
         if exact:
@@ -380,7 +388,8 @@ def _evaluate(
             for manager in ambient_context(match.ambient):
                 stack.enter_context(manager)
         stack.enter_context(torch.set_grad_enabled(gradients))
-        output = function(*(value.clone() if isinstance(value, torch.Tensor) else value for value in inputs))
+        values = _with_implied(match, inputs, sizes)
+        output = function(*(value.clone() if isinstance(value, torch.Tensor) else value for value in values))
     if not gradients:
         return [output.detach()]
     leaves = [value for value in inputs if isinstance(value, torch.Tensor) and value.requires_grad]
