@@ -131,7 +131,7 @@ def test_any_stack_is_rewritten_as_if_there_were_no_twins(kinds: list[str], trai
     assert entries == expected
     assert targets == same
     torch.testing.assert_close(ours, alone, rtol=0, atol=0)
-    torch.testing.assert_close(ours, stack(x, mask))
+    torch.testing.assert_close(ours, stack(x, mask), rtol=1e-5, atol=1e-4)
 
 
 def test_twins_keep_their_own_place_and_gradients() -> None:
