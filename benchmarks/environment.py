@@ -31,8 +31,10 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def slug(device: torch.device) -> str:
-    """A short name of the processor for file names, such as ``amd-epyc`` or ``nvidia-h200``."""
+    """A short name of the processor for file names, such as ``amd-epyc-avx512`` or ``nvidia-h200``."""
     words = re.sub(r"\((R|TM|tm)\)|@.*|\bCPU\b|\bProcessor\b", " ", _processor(device))
+    if device.type == "cpu":
+        words += f" {torch.backends.cpu.get_cpu_capability()}"
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 

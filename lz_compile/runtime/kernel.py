@@ -18,7 +18,7 @@ class Prior:
     """What to expect of a kernel before anything was measured here: latency relative to Inductor's own code.
 
     Of several rows that fit, the last one counts. ``limits`` are the least and the most of sizes, ``features`` what a
-    problem must have (``features_absent``: must not).
+    problem must have (``features_absent``: must not), ``isa`` and ``isa_absent`` the same of a CPU's instruction sets.
     """
 
     platform: str
@@ -27,6 +27,8 @@ class Prior:
     features: frozenset[str] = frozenset()
     features_absent: frozenset[str] = frozenset()
     limits: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+    isa: frozenset[str] = frozenset()
+    isa_absent: frozenset[str] = frozenset()
 
     def fits(self, context: SelectionContext, sizes: Mapping[str, int]) -> bool:
         """Whether this row speaks of a problem: of its platform, dtype, features and sizes."""
@@ -35,6 +37,8 @@ class Prior:
             and bool({"*", context.dtype_name} & self.dtypes)
             and self.features <= context.features.keys()
             and not self.features_absent & context.features.keys()
+            and self.isa <= context.hardware.isa
+            and not self.isa_absent & context.hardware.isa
             and all(
                 least <= sizes.get(name, 0) and (most is None or sizes.get(name, 0) <= most)
                 for name, (least, most) in self.limits.items()
