@@ -201,7 +201,7 @@ def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> tuple[
                         matches.append(found)
             except Exception as error:  # noqa: BLE001 as above
                 _fail("RECOGNISER_FAILED", f"recognising {op}", error, options)
-    return effects, matches
+    return effects, sorted(matches, key=lambda match: effects.position[match.output])
 
 
 def _decide(match: Match, entry: MatchReport, known: _Known, report: GraphReport) -> Decision:
@@ -227,6 +227,10 @@ def _apply(
     graph: fx.Graph, match: Match, entry: MatchReport, options: Options, report: GraphReport, known: _Known
 ) -> None:
     """Rewrite with the best kernel that proves to be right; each that does not is quarantined."""
+    if not match.output.users:
+        entry.kernel = INDUCTOR
+        entry.reasons.append(Reason("PART_OF_ANOTHER", "a rewrite of what it is part of made it superfluous"))
+        return
     decision = _decide(match, entry, known, report)
     if decision.refused_lock is not None and options.strict:
         raise RewriteFailedError(str(decision.refused_lock))

@@ -12,7 +12,7 @@ Casts between floating dtypes are transparent here; what they mean for precision
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ class Region:
     which are leaves otherwise; without ``expand_inplace``, what was computed in place is a leaf. ``multiplies_masks`` is
     set where a mask is applied as a factor, so that an infinite value behind it would be NaN. ``selecting`` has the masks by
     which products are selected, so that what is dropped does not matter even where it is NaN, ``narrowed`` holds the leaves
-    of what was cast to a dtype of smaller range.
+    of what was cast to a dtype of smaller range. ``stops`` are leaves whatever they are, ``functions`` read further calls.
     """
 
     effects: Effects
@@ -78,6 +78,8 @@ class Region:
     multiplies_masks: bool = False
     selecting: set[sympy.Symbol] = field(default_factory=set)
     narrowed: set[sympy.Symbol] = field(default_factory=set)
+    stops: Container[fx.Node] = frozenset()
+    functions: Mapping[str, Rule] = field(default_factory=dict)
     _symbols: dict[fx.Node, list[sympy.Symbol]] = field(default_factory=dict)
 
     def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
@@ -97,7 +99,7 @@ class Region:
         if reader is not None:
             node = self.seen_by(reader, node)
         call = self.effects.calls[node]
-        if call is None or (reader is not None and self.effects.is_opaque(node, reader)):
+        if call is None or node in self.stops or (reader is not None and self.effects.is_opaque(node, reader)):
             return self.leaf(node, dims)
         constant = constant_value(call)
         if constant is not None:
@@ -115,7 +117,7 @@ class Region:
         if call is None or tensor is None or tensor.dim() or call.is_inplace:
             return False
         inputs = node.all_input_nodes
-        is_plain = call.name in _POINTWISE or _is_cast(call)
+        is_plain = call.name in _POINTWISE or is_cast(call)
         return is_constant(call) or (
             is_plain and bool(inputs) and all(self._is_constant(operand) for operand in inputs)
         )
@@ -158,7 +160,7 @@ class Region:
         inner = self._transparent(call, dims)
         if inner is not None:
             return inner
-        rule = _POINTWISE.get(call.name)
+        rule = self.functions.get(call.name) or _POINTWISE.get(call.name)
         if rule is None:
             return self.leaf(call.node, dims)
         expression = rule(self, call, dims)
@@ -171,12 +173,12 @@ class Region:
         """The input's expression where the call rearranges or casts only."""
         if not isinstance(call.input, fx.Node) or tensor_of(call.input) is None:
             return None
-        source = dims if _is_cast(call) else layout.read_input_dims(call, dims)
+        source = dims if is_cast(call) else layout.read_input_dims(call, dims)
         if source is None:
             return None
         expression = self.express(call.input, source, call.node)
         self.interior.setdefault(call.node, dims)
-        if not _is_cast(call):
+        if not is_cast(call):
             return expression
         if tensor_of(call.node).dtype == torch.bool and not is_indicator(expression):  # type: ignore[union-attr]
             return self.leaf(call.node, dims)
@@ -538,7 +540,7 @@ _CONSTANTS: Mapping[str, float | None] = {
 }
 
 
-def _is_cast(call: Call) -> bool:
+def is_cast(call: Call) -> bool:
     """Whether the call changes the dtype only (or nothing)."""
     if call.name not in _CASTS:
         return False
@@ -560,7 +562,7 @@ def is_pointwise(call: Call) -> bool:
 
 
 def _is_transparent(call: Call) -> bool:
-    return _is_cast(call) or layout.rearranges(call)
+    return is_cast(call) or layout.rearranges(call)
 
 
 def is_constant(call: Call) -> bool:
@@ -611,6 +613,7 @@ __all__ = [
     "Region",
     "constant_value",
     "indicators",
+    "is_cast",
     "is_constant",
     "is_indicator",
     "is_pointwise",

@@ -64,7 +64,9 @@ class Match:
     for the rest of what they say, or not at all. ``buffers`` are the buffers on whose values that rests. ``masks_mean``
     names what was proven of the masks, ``mask_reasons`` say why they are general ones.
 
-    ``limited`` are the axes (of features) on whose sizes kernels put limits: a proof of such a kernel keeps them.
+    ``limited`` are the axes (of features) on whose sizes kernels put limits: a proof of such a kernel keeps them. ``fixed``
+    are those whose sizes the source may spell out as numbers: every proof keeps them. ``magnitudes`` are further sizes of
+    operands to try.
 
     A match that equals an earlier one but for its place has that as its ``prototype``; ``renamed`` gives, for the nodes of
     the prototype, its own, and the emitter speaks of the prototype's.
@@ -91,6 +93,8 @@ class Match:
     dropped: Mapping[fx.Node, tuple[Axis, ...]] = field(default_factory=dict)
     selecting: frozenset[fx.Node] = frozenset()
     limited: frozenset[Axis] = frozenset()
+    fixed: frozenset[Axis] = frozenset()
+    magnitudes: tuple[float, ...] = ()
     implied: Mapping[fx.Node, str] = field(default_factory=dict)
     buffers: tuple[fx.Node, ...] = ()
     masks_mean: str = ""

@@ -29,19 +29,20 @@ _DOWNCASTS = frozenset({"float", "half", "bfloat16"})
 
 
 def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -> Sizes:
-    """A small size for every axis: up to 8 and limited ones unchanged, equal sizes stay equal, different ones different.
+    """A small size for every axis: up to 8, limited and fixed ones unchanged, equal sizes stay equal, others different.
 
     Args:
         match: the match to resize.
         ones: axes that get size one, to try broadcasts.
     """
     axes = _all_axes(match)
+    unchanged = match.limited | match.fixed
     large = sorted({axis.size for axis in axes if not _is_small(axis)}, key=_by_size)
-    kept = {axis.size for axis in match.limited}
+    kept = {axis.size for axis in unchanged}
     fresh = (size for size in count(2 * _SMALL, _STEP) if size not in kept)
     assigned = dict(zip(large, fresh, strict=False))
     small = {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}
-    return {**small, **{axis: axis.size for axis in match.limited if isinstance(axis.size, int)}}
+    return {**small, **{axis: axis.size for axis in unchanged if isinstance(axis.size, int)}}
 
 
 def _by_size(size: Size) -> tuple[int, str]:

@@ -38,7 +38,7 @@ Dtype: TypeAlias = Literal[
     "uint8",
     "*",
 ]
-Layout: TypeAlias = Literal["BHSD", "BSHD", "NHD", "*"]
+Layout: TypeAlias = Annotated[str, Meta(pattern=r"^([A-Z]+|\*)$")]  # a letter per dimension; of which, the op says
 Scalar: TypeAlias = bool | int | float | str
 
 #: Platforms on which SM versions and generations mean something.
@@ -58,6 +58,8 @@ class Prior(Struct, frozen=True, forbid_unknown_fields=True):
     features: Annotated[frozenset[Name], Meta(description="what a problem must have")] = frozenset()
     features_absent: Annotated[frozenset[Name], Meta(description="what a problem must not have")] = frozenset()
     limits: Annotated[dict[Name, tuple[int, int | None]], Meta(description="the least and the most of sizes")] = {}
+    isa: Annotated[frozenset[Name], Meta(description="instruction sets that a CPU must have")] = frozenset()
+    isa_absent: Annotated[frozenset[Name], Meta(description="instruction sets that a CPU must not have")] = frozenset()
 
 
 class Grid(Struct, frozen=True, forbid_unknown_fields=True):

@@ -162,14 +162,12 @@ def operations() -> tuple[str, ...]:
 
 @cache
 def variants(op: str) -> tuple[str, ...]:
-    """The variants of an op: ``causal`` and ``full`` of one that knows causality."""
-    return ("causal", "full") if "is_causal" in _field_names(op, "Attrs") else ()
+    """The variants of an op, as ``causal`` and ``full`` of attention; its attributes say which one they are."""
+    return tuple(getattr(ops.module(op), "VARIANTS", ()))
 
 
 def _operation(op: str, attributes: Any) -> str:
-    if not variants(op):
-        return op
-    return f"{op}.causal" if attributes.hides_future else f"{op}.full"
+    return f"{op}.{attributes.variant}" if variants(op) else op
 
 
 @cache
@@ -224,6 +222,7 @@ def of_facts(
         dtype=facts.dtype,
         dims=dims,
         features=ops.module(op).features(attributes, facts),
+        layout=ops.module(op).LAYOUT,
         attn_mask_type=_mask_type(attributes),
         has_custom_scale=_has_custom_scale(attributes, dims),
         is_training=bool(getattr(facts, "needs_grad", False)),

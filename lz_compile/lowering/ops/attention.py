@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 MaskedRows: TypeAlias = Literal["nan", "mean", "zero", "fill"]
 
 
+#: Variants of the operation, and the layout of operands in which it is decided.
+VARIANTS = ("causal", "full")
+LAYOUT = "BHSD"
 #: Sizes that a measurement must have exactly, and those that it may differ in within a bucket (a product is one size).
 EXACT_DIMS = ("head_dim", "value_dim")
 #: Features that say what a kernel must get right, and nothing of how long it takes.
@@ -141,8 +144,13 @@ class AttentionAttrs:
 
     @property
     def hides_future(self) -> bool:
-        """Whether no query sees a key after it: this is the variant ``attention.causal``."""
+        """Whether no query sees a key after it."""
         return self.limits is not None and self.limits.upper == 0
+
+    @property
+    def variant(self) -> str:
+        """``causal`` where the future is hidden, else ``full``."""
+        return "causal" if self.hides_future else "full"
 
     def span(self, start: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
         """The half-open range of keys outside of which the queries from ``start`` to before ``stop`` see none."""

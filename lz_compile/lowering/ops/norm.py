@@ -1,0 +1,168 @@
+"""Normalisation of rows: ``(x - mean) / sqrt(variance + eps) * weight + bias`` (LayerNorm), or without a mean (RMSNorm).
+
+Canonical layout, in which every kernel takes and returns it:
+
+    input   [N, D], each row is normalised by itself
+    weight  [D], times the normalised row (plus ``weight_offset``)
+    bias    [D], added at last
+    result  [N, D] in ``attrs.out_dtype``
+
+The variance is the mean of squares, of what is left after the mean is subtracted where ``is_centred``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from lz_compile.passes.axes import Size
+
+#: Where ``eps`` stands: ``1 / sqrt(variance + eps)``, ``1 / (sqrt(variance) + eps)`` or ``1 / max(sqrt(variance), eps)``.
+EpsAt: TypeAlias = Literal["inside", "outside", "floor"]
+
+VARIANTS = ("rms", "layer")
+LAYOUT = "ND"
+EXACT_DIMS = ("hidden_size",)
+TIMELESS_FEATURES: frozenset[str] = frozenset({"eps_outside", "eps_floor"})
+BUCKETED_DIMS = (("num_rows",),)
+
+
+@dataclass(frozen=True)
+class NormAttrs:
+    """The attributes of one normalisation.
+
+    ``compute_dtype`` is that in which the source sums squares, ``rounded_to`` the narrowest one that a normalised row
+    passes through before the weight; both say how the source rounds. A kernel may round less, never more.
+    """
+
+    is_centred: bool = False
+    eps: float = 0.0
+    eps_at: EpsAt = "inside"
+    has_weight: bool = False
+    has_bias: bool = False
+    weight_offset: float = 0.0
+    compute_dtype: torch.dtype = torch.float32
+    rounded_to: torch.dtype = torch.float32
+    out_dtype: torch.dtype = torch.float32
+
+    @property
+    def variant(self) -> str:
+        """``rms`` or ``layer``."""
+        return "layer" if self.is_centred else "rms"
+
+    def deterministic(self) -> NormAttrs:
+        """The same: nothing is random."""
+        return self
+
+    def assuming_finite(self) -> NormAttrs:
+        """The same: NaN stays NaN in every kernel."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class NormFacts:
+    """Sizes, dtype (of the input) and device of one normalisation, for kernel selection."""
+
+    num_rows: Size
+    hidden_size: Size
+    dtype: torch.dtype
+    device: str
+    needs_grad: bool = False
+
+
+def reference(
+    input: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    attrs: NormAttrs,
+) -> torch.Tensor:
+    """The definition of the op, in float32 or the wider dtype of its input (float64 is the ground truth of every test).
+
+    Shapes:
+        as in the module's legend.
+    """
+    wide = torch.promote_types(torch.promote_types(input.dtype, attrs.compute_dtype), torch.float32)
+    row = input.to(wide)
+    if attrs.is_centred:
+        row = row - row.mean(-1, keepdim=True)
+    variance = row.square().mean(-1, keepdim=True)
+    if attrs.eps_at == "inside":
+        row = row * torch.rsqrt(variance + attrs.eps)
+    elif attrs.eps_at == "outside":
+        row = row / (variance.sqrt() + attrs.eps)
+    else:
+        row = row / variance.sqrt().clamp(min=attrs.eps)
+    if weight is not None:
+        row = row * (weight.to(wide) + attrs.weight_offset)
+    if bias is not None:
+        row = row + bias.to(wide)
+    return row.to(attrs.out_dtype)
+
+
+def features(attrs: NormAttrs, facts: NormFacts) -> dict[str, str]:
+    """What a kernel must support for this normalisation: feature name (``supports`` in descriptors) and what asks for it."""
+    is_wider = attrs.out_dtype.itemsize > facts.dtype.itemsize
+    needed = {
+        "weight": attrs.has_weight and "a weight",
+        "bias": attrs.has_bias and "a bias",
+        "weight_offset": attrs.weight_offset != 0 and f"{attrs.weight_offset:g} added to the weight",
+        "eps_outside": attrs.eps_at == "outside" and "an epsilon outside of the root",
+        "eps_floor": attrs.eps_at == "floor" and "an epsilon below which the root does not fall",
+        "wide_result": is_wider and f"a {attrs.out_dtype} result of a {facts.dtype} input",
+        "training": facts.needs_grad and "gradients",
+    }
+    return {name: text for name, text in needed.items() if isinstance(text, str)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a model's source would spell it."""
+
+    inputs: tuple[torch.Tensor, ...]
+    attrs: NormAttrs
+    facts: NormFacts
+
+    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The problem with a kernel over the canonical operands."""
+
+        def run(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return call(input=given, weight=weight, attrs=self.attrs)
+
+        return run
+
+    def as_written(self) -> Callable[..., torch.Tensor]:
+        """The problem as models spell it."""
+
+        def run(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            row = given.float()
+            row = row - row.mean(-1, keepdim=True) if self.attrs.is_centred else row
+            row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + self.attrs.eps)
+            return weight * row.to(given.dtype)
+
+        return run
+
+
+def sample(
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    variant: str = "rms",
+    is_training: bool = False,
+) -> Sample:
+    """A problem of given sizes (by the names that descriptors use) with random inputs."""
+    rows, hidden = sizes["num_rows"], sizes["hidden_size"]
+    given = torch.randn(rows, hidden, device=device, dtype=torch.float32).to(dtype).requires_grad_(is_training)
+    weight = torch.randn(hidden, device=device, dtype=torch.float32).to(dtype).requires_grad_(is_training)
+    attrs = NormAttrs(is_centred=variant == "layer", eps=1e-6, has_weight=True, rounded_to=dtype, out_dtype=dtype)
+    return Sample((given, weight), attrs, NormFacts(rows, hidden, dtype, device.type, is_training))
