@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lz_compile.api import attention, warmup
     from lz_compile.diagnosis import DoctorReport, doctor
+    from lz_compile.functional import alibi, embedding, layer_norm, linear, mlp_fused, rms_norm, rope
     from lz_compile.inspection import SelectionReport, dry_run, explain, which
     from lz_compile.readiness import ReadinessReport, readiness_check
     from lz_compile.runtime.dispatch_table import DispatchTable
@@ -30,6 +31,7 @@ __all__ = [
     "SelectionReport",
     "TuneReport",
     "__version__",
+    "alibi",
     "attention",
     "avoid",
     "clear_reports",
@@ -37,15 +39,21 @@ __all__ = [
     "disabled",
     "doctor",
     "dry_run",
+    "embedding",
     "explain",
+    "layer_norm",
+    "linear",
     "list_kernels",
     "load_config",
     "load_dispatch_table",
     "lock",
+    "mlp_fused",
     "prefer",
     "readiness_check",
     "register_kernel",
     "reports",
+    "rms_norm",
+    "rope",
     "save_decisions",
     "solve",
     "tune",
@@ -69,6 +77,9 @@ _HOMES = {
     "list_kernels": "lz_compile.runtime.registry",
     "register_kernel": "lz_compile.runtime.registration",
     "unregister_kernel": "lz_compile.runtime.registry",
+    **dict.fromkeys(
+        ("alibi", "embedding", "layer_norm", "linear", "mlp_fused", "rms_norm", "rope"), "lz_compile.functional"
+    ),
     "DoctorReport": "lz_compile.diagnosis",
     "doctor": "lz_compile.diagnosis",
     **dict.fromkeys(("SelectionReport", "dry_run", "explain", "which"), "lz_compile.inspection"),

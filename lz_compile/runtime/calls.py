@@ -1,7 +1,7 @@
-"""Kernels that are one call: what an eager attention can run, and what it is expected to cost.
+"""Kernels that are one call: what an eager call can run, and what it is expected to cost.
 
 Code that a compiler writes or fuses into is out of reach of a call that is not compiled. What is left is compared with
-SDPA, which is what the call would be without us.
+PyTorch's own function (for attention SDPA), which is what the call would be without us.
 """
 
 from __future__ import annotations
@@ -9,16 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from lz_compile.lowering import ops
 from lz_compile.reasons import Reason
 from lz_compile.runtime.context import SelectionContext
 from lz_compile.runtime.estimate import Estimate, Sizes, estimates
 from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.perf_record import PerfRecord
 
-#: What an eager call runs where nothing is better, and falls back to.
+#: What an eager attention runs where nothing is better, and falls back to.
 SDPA = "torch.sdpa"
 #: The kernel of compiled graphs that makes an eager selection at each call.
 DISPATCH = "lz.dispatch"
+
+
+def eager_kernel(op: str) -> str:
+    """What an eager call of an op runs where nothing is better, and falls back to: PyTorch's own function."""
+    return str(ops.module(op).EAGER_KERNEL)
 
 
 def needs_compile(spec: KernelSpec) -> Iterator[Reason]:
@@ -38,21 +44,22 @@ def call_estimates(
     records: Sequence[PerfRecord],
     spelled_out: Sequence[PerfRecord],
 ) -> dict[str, Estimate]:
-    """What to expect of every kernel, over the latency of SDPA (1.0), which is in Inductor's place here.
+    """What to expect of every kernel, over the latency of PyTorch's own (1.0), which is in Inductor's place here.
 
     Args:
         context: the problem.
         specs: the kernels.
         sizes: those of the problem.
-        records: measurements of attentions whose source calls SDPA.
-        spelled_out: measurements of attentions that are spelled out, as ``tune`` makes them; they count where there are
-            none of the others, and SDPA was measured with the rest.
+        records: measurements of problems whose source calls PyTorch's own.
+        spelled_out: measurements of problems that are spelled out, as ``tune`` makes them; they count where there are
+            none of the others, and PyTorch's own was measured with the rest.
     """
-    found = estimates(context, specs, sizes, records, source_kernel=SDPA)
+    own = eager_kernel(context.op)
+    found = estimates(context, specs, sizes, records, source_kernel=own)
     if any(each.origin == "measured" for each in found.values()):
         return found
     others = estimates(context, specs, sizes, spelled_out)
-    base = others.get(SDPA)
+    base = others.get(own)
     if base is None or base.origin != "measured":
         return found
     return {

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from lz_compile.errors import KernelExecutionError, NoKernelFoundError
 from lz_compile.lowering.ops.attention import AttentionAttrs
 from lz_compile.runtime import events, health, loaded_tables, memory, policy, registry
-from lz_compile.runtime.calls import SDPA
-from lz_compile.runtime.context import from_tensors
+from lz_compile.runtime.calls import SDPA, eager_kernel, needs_compile
+from lz_compile.runtime.context import from_tensors, of_facts
 from lz_compile.runtime.decision_cache import DecisionCache, SelectionCacheConfig
 from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.select import Decision, Problem, select
@@ -41,9 +41,9 @@ class _Decisions:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._settings: CacheSettings | None = None
-        self.cache: DecisionCache[Run] | None = None
+        self.cache: DecisionCache[Any] | None = None
 
-    def follow(self, settings: CacheSettings) -> DecisionCache[Run] | None:
+    def follow(self, settings: CacheSettings) -> DecisionCache[Any] | None:
         """The cache with these settings; what an older one holds is dropped."""
         if settings != self._settings:
             with self._lock:
@@ -109,10 +109,53 @@ def plan(
         query.is_cuda and torch.cuda.is_current_stream_capturing(),
     )
     cache = _decisions.cache
-    found = None if cache is None else cache.get(names)
+    found: Run | None = None if cache is None else cache.get(names)
     if found is not None:
         return found
     return _planned(names, _Call(query, key, value, mask, causal, scale, dropout_p, layout))
+
+
+def has_choice(op: str, platform: str) -> bool:
+    """Whether an eager call of an op could run anything but PyTorch's own on a kind of device."""
+    registry.kernels(op)  # looking may be what changes the version
+    return _has_choice(op, platform, registry.version())
+
+
+@lru_cache(maxsize=64)
+def _has_choice(op: str, platform: str, _version: int) -> bool:
+    own = eager_kernel(op)
+    specs = (spec for name, spec in registry.kernels(op).items() if name != own and not any(needs_compile(spec)))
+    platforms = {"cuda", "rocm"} if platform == "cuda" else {platform}
+    return any(spec.platforms & {*platforms, "*"} for spec in specs)
+
+
+def kernel_for(op: str, attributes: Any, facts: Any, device: torch.device) -> KernelSpec | None:
+    """The kernel of another op for an eager call, None for PyTorch's own.
+
+    Raises:
+        NoKernelFoundError: no kernel can run, and falling back is switched off.
+        ConfigError: the configuration is wrong.
+    """
+    names = (*_versions(op), op, attributes, facts, device, torch.are_deterministic_algorithms_enabled())
+    present = policy.current()
+    cache = _decisions.follow(present.settings.cache)
+    choose = partial(_chosen, op, attributes, facts, device, present)
+    found: tuple[KernelSpec | None] = choose() if cache is None else cache.get_or_compute(names, choose)
+    return found[0]
+
+
+def _chosen(op: str, attributes: Any, facts: Any, device: torch.device, present: Policy) -> tuple[KernelSpec | None]:
+    context, own = of_facts(op, attributes, facts, device=device), eager_kernel(op)
+    if not present.settings.enabled:
+        return (None,)
+    try:
+        kernel = _loaded(select(Problem(context, own, is_eager=True), present), context.operation)
+    except NoKernelFoundError as error:
+        if not present.settings.fallback_enabled:
+            raise
+        events.record("NO_KERNEL", f"{context.operation} runs on {own} all the same", error)
+        return (None,)
+    return (None if kernel.kernel_id == own else kernel,)
 
 
 def forget() -> None:
@@ -126,9 +169,9 @@ def statistics() -> dict[str, int]:
     return {} if _decisions.cache is None else _decisions.cache.statistics().to_dict()
 
 
-def _versions() -> tuple[int, ...]:
+def _versions(op: str = "attention") -> tuple[int, ...]:
     """Of everything that decides beside the call itself, read anew; the first fields of a key."""
-    registry.kernels("attention")
+    registry.kernels(op)
     return policy.version(), registry.version(), health.version(), loaded_tables.version()
 
 
@@ -138,7 +181,8 @@ def _planned(names: tuple[Any, ...], call: _Call) -> Run:
     if cache is None:
         return call.plan(present)
     names = (*_versions(), *names[4:])  # looking at policy and kernels may have been what changed them
-    return cache.get_or_compute(names, partial(call.plan, present))
+    run: Run = cache.get_or_compute(names, partial(call.plan, present))
+    return run
 
 
 class _Call:

@@ -102,7 +102,7 @@ class Problem:
     """What to choose a kernel for: the context, what the source calls itself, and what surrounds it.
 
     ``symbols`` are given where sizes are symbolic and questions about them may become guards. ``is_eager`` stands for a
-    call that nobody compiles: it takes a kernel that is one call, by default SDPA.
+    call that nobody compiles: it takes a kernel that is one call, by default PyTorch's own.
     """
 
     context: SelectionContext

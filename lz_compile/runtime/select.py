@@ -17,7 +17,7 @@ from lz_compile.reasons import Reason
 from lz_compile.runtime import decision_tree, health, loaded_tables, memory, perfdb
 from lz_compile.runtime.bucket_limits import limit, within
 from lz_compile.runtime.buckets import Sample, winner
-from lz_compile.runtime.calls import DISPATCH, SDPA, call_estimates, needs_compile
+from lz_compile.runtime.calls import DISPATCH, call_estimates, eager_kernel, needs_compile
 from lz_compile.runtime.context import SelectionContext
 from lz_compile.runtime.decision_tree import Leaf, Node, choose
 from lz_compile.runtime.estimate import INDUCTOR, Estimate, estimates, fixed_part
@@ -53,7 +53,7 @@ def select(problem: Problem, policy: Policy, tables: Sequence[Loaded] | None = N
 class _Selection:
     def __init__(self, problem: Problem, policy: Policy, tables: Sequence[Loaded] = ()) -> None:
         self.problem, self.policy = problem, policy
-        self.incumbent = SDPA if problem.is_eager else INDUCTOR
+        self.incumbent = eager_kernel(problem.context.op) if problem.is_eager else INDUCTOR
         self.context = _with_settings(problem.context, policy)
         self.verdict: Verdict = policy.verdict(self.context)
         self.specs = list(kernels(self.context.operation).values())

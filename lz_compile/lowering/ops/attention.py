@@ -33,6 +33,8 @@ MaskedRows: TypeAlias = Literal["nan", "mean", "zero", "fill"]
 #: Variants of the operation, and the layout of operands in which it is decided.
 VARIANTS = ("causal", "full")
 LAYOUT = "BHSD"
+#: What an eager call runs where nothing is better.
+EAGER_KERNEL = "torch.sdpa"
 #: Sizes that a measurement must have exactly, and those that it may differ in within a bucket (a product is one size).
 EXACT_DIMS = ("head_dim", "value_dim")
 #: Features that say what a kernel must get right, and nothing of how long it takes.

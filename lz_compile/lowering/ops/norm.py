@@ -26,6 +26,8 @@ EpsAt: TypeAlias = Literal["inside", "outside", "floor"]
 
 VARIANTS = ("rms", "layer")
 LAYOUT = "ND"
+#: What an eager call runs where nothing is better.
+EAGER_KERNEL = "torch.norm"
 EXACT_DIMS = ("hidden_size",)
 TIMELESS_FEATURES: frozenset[str] = frozenset({"eps_outside", "eps_floor"})
 BUCKETED_DIMS = (("num_rows",),)

@@ -1,0 +1,316 @@
+"""Functions of single ops on tensors: norms, rotary embedding, ALiBi, projections and gated MLPs.
+
+Without compiling, a call runs the kernel that is expected to be the fastest here, PyTorch's own where nothing is better.
+In a function that is compiled, by whatever backend, it is the plain PyTorch code that it stands for; ours recognises it
+there and chooses again, with what surrounds it in view.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from lz_compile.errors import nearest
+from lz_compile.lowering.ops.norm import NormAttrs, NormFacts
+from lz_compile.runtime import eager, health, policy
+
+__all__ = ["ACTIVATIONS", "Activation", "alibi", "embedding", "layer_norm", "linear", "mlp_fused", "rms_norm", "rope"]
+
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "identity"]
+#: What a gate passes through.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "identity": lambda x: x,
+}
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def rms_norm(input: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    """``input / sqrt(mean(input ** 2) + eps) * weight`` over the last dimension, in float32 at least and rounded once.
+
+    Args:
+        input: rows.
+        weight: one factor for each element of a row; None for none.
+        eps: added to the mean of squares.
+
+    Shapes:
+        input ``[..., D]``, weight ``[D]``; the result is like the input.
+
+    Raises:
+        ValueError: the weight is not one for each element.
+    """
+    _check_weight("rms_norm", "weight", weight, input.shape[-1:])
+    return _norm(input, (input.shape[-1],), weight, None, eps, is_centred=False)
+
+
+def layer_norm(
+    input: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """``(input - mean) / sqrt(variance + eps) * weight + bias`` over the last dimensions.
+
+    Args:
+        input: rows.
+        normalized_shape: the last dimensions of the input, which are normalised together.
+        weight: one factor for each element; None for none.
+        bias: one summand for each element; None for none.
+        eps: added to the variance.
+
+    Shapes:
+        input ``[..., *normalized_shape]``, weight and bias ``normalized_shape``; the result is like the input.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if tuple(input.shape[input.dim() - len(shape) :]) != shape:
+        raise ValueError(f"lz.layer_norm: expected an input that ends in {shape}, received {tuple(input.shape)}")
+    for name, given in (("weight", weight), ("bias", bias)):
+        _check_weight("layer_norm", name, given, shape)
+    return _norm(input, shape, weight, bias, eps, is_centred=True)
+
+
+def rope(
+    input: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    *,
+    rotary_dim: int | None = None,
+) -> torch.Tensor:
+    """Rotary position embedding: pairs of features are turned by the angles of ``cos`` and ``sin``.
+
+    Args:
+        input: queries or keys.
+        cos: cosines, one for each feature that is turned or one for each pair.
+        sin: sines likewise.
+        interleaved: feature ``2i`` is turned with its neighbour, else feature ``i`` with ``i + rotary_dim / 2``.
+        rotary_dim: how many features are turned, the first ones; by default all.
+
+    Shapes:
+        input ``[..., D]``; cos and sin broadcastable to ``[..., rotary_dim]`` or ``[..., rotary_dim / 2]``; the result is
+        like the input.
+
+    Raises:
+        ValueError: the tables do not fit.
+    """
+    length = input.shape[-1]
+    turned = length if rotary_dim is None else rotary_dim
+    if turned > length or turned % 2 or cos.shape != sin.shape or cos.shape[-1] not in (turned, turned // 2):
+        raise ValueError(
+            f"lz.rope: expected cos and sin of equal shape that end in {turned} (or {turned // 2}, one for each pair), "
+            f"received {tuple(cos.shape)} and {tuple(sin.shape)} for an input of {length} features. Pass rotary_dim where "
+            "not all of them are turned"
+        )
+    part = input if turned == length else input[..., :turned]
+    first, second = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+    if cos.shape[-1] == turned:
+        halves = (-second, first)
+        rotated = torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
+        out = part * cos + rotated * sin
+    else:
+        halves = (first * cos - second * sin, second * cos + first * sin)
+        out = torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
+    out = out.to(input.dtype)
+    return out if turned == length else torch.cat((out, input[..., turned:]), -1)
+
+
+def alibi(slopes: torch.Tensor, queries: int, keys: int | None = None) -> torch.Tensor:
+    """The bias of attention with linear biases: ``slopes * (key position - query position)``.
+
+    The last query is at the position of the last key, as where the keys before are a cache.
+
+    Args:
+        slopes: one for each head.
+        queries: how many there are.
+        keys: how many there are, by default as many.
+
+    Shapes:
+        slopes ``[H]``; the result is ``[H, queries, keys]`` in the dtype of the slopes, to be added to scores.
+
+    Raises:
+        ValueError: there are more queries than keys, or slopes is not a vector.
+    """
+    keys = queries if keys is None else keys
+    if slopes.dim() != 1 or queries > keys:
+        raise ValueError(
+            f"lz.alibi: expected slopes [H] and no more queries than keys, received slopes {tuple(slopes.shape)}, "
+            f"{queries} queries and {keys} keys"
+        )
+    rows = torch.arange(keys - queries, keys, device=slopes.device)
+    columns = torch.arange(keys, device=slopes.device)
+    return slopes[:, None, None] * (columns[None, :] - rows[:, None]).to(slopes.dtype)
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``input @ weight^T + bias``; PyTorch's GEMM library is the only kernel so far.
+
+    Shapes:
+        input ``[..., I]``, weight ``[O, I]``, bias ``[O]``; the result is ``[..., O]``.
+    """
+    return F.linear(input, weight, bias)
+
+
+def embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
+    """The rows of ``weight`` that ``input`` names; PyTorch's lookup is the only kernel so far.
+
+    Shapes:
+        input ``[...]`` of integers, weight ``[V, D]``; the result is ``[..., D]``.
+    """
+    return F.embedding(input, weight, padding_idx)
+
+
+def mlp_fused(
+    input: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    *,
+    activation: Activation = "silu",
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``(activation(input @ gate^T) * (input @ up^T)) @ down^T``; without ``up_weight`` an MLP that has no gate.
+
+    Args:
+        input: rows.
+        gate_weight: of the projection that passes through the activation.
+        up_weight: of the projection that it multiplies; None for an MLP without a gate.
+        down_weight: of the projection back.
+        activation: a key of :data:`ACTIVATIONS`.
+        gate_bias: of the first projection.
+        up_bias: of the second one.
+        down_bias: of the last one.
+
+    Shapes:
+        input ``[..., I]``, gate and up ``[F, I]``, down ``[O, F]``; the result is ``[..., O]``.
+
+    Raises:
+        ValueError: there is no such activation, or a bias without its weight.
+    """
+    function = ACTIVATIONS.get(activation)
+    if function is None:
+        valid = ", ".join(ACTIVATIONS)
+        raise ValueError(
+            f"lz.mlp_fused: no activation '{activation}'{nearest(activation, [*ACTIVATIONS])}; valid are {valid}"
+        )
+    if up_weight is None and up_bias is not None:
+        raise ValueError("lz.mlp_fused: received up_bias without up_weight")
+    hidden = function(F.linear(input, gate_weight, gate_bias))
+    if up_weight is not None:
+        hidden = hidden * F.linear(input, up_weight, up_bias)
+    return F.linear(hidden, down_weight, down_bias)
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+def _norm(
+    input: torch.Tensor,
+    shape: tuple[int, ...],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    is_centred: bool,
+) -> torch.Tensor:
+    own = partial(_own_norm, shape=shape, eps=eps, is_centred=is_centred)
+    if _is_traced(input) or 0 in input.shape or not eager.has_choice("norm", input.device.type):
+        return own(input, weight, bias)
+    hidden = math.prod(shape)
+    given = [each for each in (input, weight, bias) if each is not None]
+    attrs = NormAttrs(
+        is_centred=is_centred,
+        eps=eps,
+        has_weight=weight is not None,
+        has_bias=bias is not None,
+        compute_dtype=torch.promote_types(input.dtype, torch.float32),
+        rounded_to=torch.promote_types(input.dtype, torch.float32),
+        out_dtype=input.dtype,
+    )
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+    facts = NormFacts(input.numel() // hidden, hidden, input.dtype, input.device.type, needs_grad)
+    kernel = eager.kernel_for("norm", attrs, facts, input.device)
+    if kernel is None or kernel.call is None:
+        return own(input, weight, bias)
+    run = partial(_through, kernel.call, attrs, hidden)
+    return _guarded(kernel.kernel_id, run, own, input, weight, bias)
+
+
+def _own_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    shape: tuple[int, ...],
+    eps: float,
+    is_centred: bool,
+) -> torch.Tensor:
+    """PyTorch's function; weights in another dtype are multiplied before the result is rounded."""
+    wide = input.dtype
+    for each in (weight, bias):
+        wide = wide if each is None else torch.promote_types(wide, each.dtype)
+    given = (each if each is None or each.dtype == wide else each.to(wide) for each in (input, weight, bias))
+    rows, factor, summand = given
+    assert rows is not None, "the input is given"
+    if is_centred:
+        return F.layer_norm(rows, shape, factor, summand, eps).to(input.dtype)
+    return F.rms_norm(rows, shape, factor, eps).to(input.dtype)
+
+
+def _through(
+    call: Callable[..., torch.Tensor],
+    attrs: NormAttrs,
+    hidden: int,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """A kernel over the op's canonical operands."""
+    weights = {name: each.flatten() for name, each in (("weight", weight), ("bias", bias)) if each is not None}
+    return call(input=input.reshape(-1, hidden), **weights, attrs=attrs).reshape(input.shape)
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+def _is_traced(input: torch.Tensor) -> bool:
+    """Whether a compiler looks on, or the tensor is of a kind that only PyTorch's own functions know."""
+    is_plain = type(input) in _PLAIN and forward_ad._current_level < 0
+    return torch.compiler.is_dynamo_compiling() or not is_plain
+
+
+def _guarded(kernel_id: str, run: Callable[..., Any], own: Callable[..., Any], *operands: Any) -> torch.Tensor:
+    """A kernel that is retired if it fails; the call is then completed by PyTorch's own."""
+
+    def complete(*operands: Any) -> Any:
+        eager.forget()
+        return own(*operands)
+
+    enabled = policy.current().settings.fallback_enabled
+    result: torch.Tensor = health.guarded(kernel_id, run, complete, *operands, fallback_enabled=enabled)
+    return result
+
+
+def _check_weight(function: str, name: str, weight: torch.Tensor | None, shape: Sequence[int]) -> None:
+    if weight is not None and tuple(weight.shape) != tuple(shape):
+        raise ValueError(
+            f"lz.{function}: expected {name} of shape {tuple(shape)}, received {tuple(weight.shape)}. "
+            "Give one number for each element of a row"
+        )

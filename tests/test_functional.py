@@ -1,0 +1,192 @@
+"""Functions of single ops: results and gradients against float64, eager and compiled by any backend; errors by their text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lz_compile as lz
+from lz_compile.backend import layerzero
+from lz_compile.errors import KernelExecutionError
+from lz_compile.functional import ACTIVATIONS
+from lz_compile.lowering.ops import norm as norm_op
+from lz_compile.runtime import events, health, policy, registry
+
+ROWS, HIDDEN = 5, 12
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True, seed: int = 0) -> Tensor:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(
+        dtype
+    )
+    return tensor.requires_grad_(grad)
+
+
+def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    out = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    return out if weight is None else out * weight
+
+
+def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Rotation of pairs as a product of complex numbers."""
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    out = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles))
+    return out.flatten(-2) if interleaved else out.transpose(-1, -2).flatten(-2)
+
+
+CALLS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "rms_norm": (
+        lambda x, w: lz.rms_norm(x, w, 1e-3),
+        lambda x, w: rms(x, w, 1e-3),
+        ((2, ROWS, HIDDEN), (HIDDEN,)),
+    ),
+    "rms_norm without a weight": (lz.rms_norm, lambda x: rms(x, None, 1e-6), ((ROWS, HIDDEN),)),
+    "layer_norm": (
+        lambda x, w, b: lz.layer_norm(x, HIDDEN, w, b),
+        lambda x, w, b: F.layer_norm(x, (HIDDEN,), w, b),
+        ((2, ROWS, HIDDEN), (HIDDEN,), (HIDDEN,)),
+    ),
+    "layer_norm over two dimensions": (
+        lambda x, w: lz.layer_norm(x, (ROWS, HIDDEN), w),
+        lambda x, w: F.layer_norm(x, (ROWS, HIDDEN), w),
+        ((2, ROWS, HIDDEN), (ROWS, HIDDEN)),
+    ),
+    "linear": (lz.linear, F.linear, ((ROWS, HIDDEN), (7, HIDDEN), (7,))),
+    "mlp_fused": (
+        lambda x, g, u, d: lz.mlp_fused(x, g, u, d, activation="gelu_tanh"),
+        lambda x, g, u, d: (F.gelu(x @ g.T, approximate="tanh") * (x @ u.T)) @ d.T,
+        ((ROWS, HIDDEN), (9, HIDDEN), (9, HIDDEN), (HIDDEN, 9)),
+    ),
+    "alibi": (
+        lambda s: lz.alibi(s, 3, 5),
+        lambda s: s[:, None, None] * (torch.arange(5)[None] - torch.arange(2, 5)[:, None]),
+        ((4,),),
+    ),
+}
+BACKENDS: dict[str, Any] = {"eager": None, "aot_eager": "aot_eager", "inductor": "inductor", "layerzero": layerzero}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_values_and_gradients_are_those_of_the_definition(name: str, backend: str) -> None:
+    function, definition, shapes = CALLS[name]
+    torch._dynamo.reset()
+    run = function if backend == "eager" else torch.compile(function, backend=BACKENDS[backend], fullgraph=True)
+    given = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    got, want = run(*given), definition(*exact)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    weight = draw(*want.shape, dtype=torch.float64, grad=False, seed=9)
+    ours = torch.autograd.grad(got, given, weight.float())
+    theirs = torch.autograd.grad(want, exact, weight)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("per_pair", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [None, 8])
+def test_rope_turns_pairs(rotary_dim: int | None, interleaved: bool, per_pair: bool, compiled: bool) -> None:
+    count = rotary_dim or HIDDEN
+    x, angles = draw(2, 3, ROWS, HIDDEN), draw(ROWS, count // 2, grad=False)
+    table = (
+        angles if per_pair else (angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1))
+    )
+
+    def function(x: Tensor) -> Tensor:
+        return lz.rope(x, table.cos(), table.sin(), interleaved, rotary_dim=rotary_dim)
+
+    torch._dynamo.reset()
+    got = (torch.compile(function, backend=layerzero, fullgraph=True) if compiled else function)(x)
+    want = torch.cat((turned(x.double()[..., :count], angles.double(), interleaved), x.double()[..., count:]), -1)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_mlp_without_a_gate_is_one_activation(activation: Any) -> None:
+    x, weight, down, bias = draw(ROWS, HIDDEN), draw(9, HIDDEN), draw(HIDDEN, 9), draw(9)
+    got = lz.mlp_fused(x, weight, None, down, activation=activation, gate_bias=bias)
+    torch.testing.assert_close(got, ACTIVATIONS[activation](x @ weight.T + bias) @ down.T)
+
+
+def test_embedding_looks_up_rows() -> None:
+    weight = draw(7, HIDDEN)
+    lz.embedding(torch.tensor([[1, 6], [1, 0]]), weight, padding_idx=0).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[:, 0].tolist() == [0, 2, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_half_precision_rounds_once(weight_dtype: torch.dtype) -> None:
+    x, weight = draw(64, 96, dtype=torch.bfloat16, grad=False), draw(96, dtype=weight_dtype, grad=False)
+    got = lz.rms_norm(x, weight)
+    assert got.dtype == torch.bfloat16
+    want = rms(x.double(), weight.double(), 1e-6)
+    assert ((got.double() - want).abs() <= want.abs() * 2**-8 * 1.01).all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = draw(ROWS, HIDDEN)
+    with pytest.raises(ValueError, match=r"lz.rms_norm: expected weight of shape \(12,\), received \(5,\)"):
+        lz.rms_norm(x, draw(5))
+    with pytest.raises(ValueError, match=r"lz.layer_norm: expected an input that ends in \(5,\)"):
+        lz.layer_norm(x, 5)
+    with pytest.raises(
+        ValueError, match=r"lz.rope: expected cos and sin of equal shape that end in 12 \(or 6.*rotary_dim"
+    ):
+        lz.rope(x, draw(ROWS, 8), draw(ROWS, 8))
+    with pytest.raises(ValueError, match=r"lz.alibi: expected slopes \[H\] and no more queries than keys"):
+        lz.alibi(draw(4), 5, 3)
+    with pytest.raises(ValueError, match=r"lz.mlp_fused: no activation 'gelo' \(did you mean 'gelu'\?\)"):
+        lz.mlp_fused(x, draw(9, HIDDEN), None, draw(HIDDEN, 9), activation="gelo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="received up_bias without up_weight"):
+        lz.mlp_fused(x, draw(9, HIDDEN), None, draw(HIDDEN, 9), up_bias=draw(9))
+
+
+@pytest.fixture
+def other() -> Iterator[list[Tensor]]:
+    """A kernel beside PyTorch's that is preferred; it notes its inputs."""
+    seen: list[Tensor] = []
+
+    def call(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, attrs: Any) -> Tensor:
+        seen.append(input)
+        return norm_op.reference(input, weight, bias, attrs=attrs)
+
+    given = registry.kernels("norm")["torch.norm"]
+    registry.register(replace(given, kernel_id="test.norm", implementation=call, prior=()))
+    policy.prefer("test.norm")
+    yield seen
+    registry.unregister_kernel("test.norm")
+    health.restore("test.norm")
+
+
+def test_an_eager_norm_runs_the_kernel_that_policy_asks_for(other: list[Tensor]) -> None:
+    x, weight = draw(2, ROWS, HIDDEN), draw(HIDDEN)
+    torch.testing.assert_close(lz.rms_norm(x, weight), rms(x, weight, 1e-6))
+    assert [tuple(each.shape) for each in other] == [(2 * ROWS, HIDDEN)]
+    with lz.lock("norm", "torch.norm"):
+        lz.rms_norm(x, weight)
+    assert len(other) == 1
+
+
+def test_a_kernel_that_fails_is_retired_and_the_call_completed(other: list[Tensor], monkeypatch: Any) -> None:
+    def fails(*_: Any, **__: Any) -> Tensor:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(norm_op, "reference", fails)
+    x = draw(ROWS, HIDDEN)
+    with events.collect() as happened:
+        torch.testing.assert_close(lz.rms_norm(x), rms(x, None, 1e-6))
+    assert happened
+    lz.configure(fallback_enabled=False)
+    health.restore("test.norm")
+    with pytest.raises(KernelExecutionError, match="running test.norm.*broken"):
+        lz.rms_norm(x)
