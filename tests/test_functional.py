@@ -188,5 +188,5 @@ def test_a_kernel_that_fails_is_retired_and_the_call_completed(other: list[Tenso
     assert happened
     lz.configure(fallback_enabled=False)
     health.restore("test.norm")
-    with pytest.raises(KernelExecutionError, match="running test.norm.*broken"):
+    with pytest.raises(KernelExecutionError, match=r"running test.norm.*broken"):
         lz.rms_norm(x)
