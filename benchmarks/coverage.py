@@ -1,10 +1,13 @@
-"""How much of the attention in real architectures is run by a kernel: the families of ``tests/zoo.py``, spelled by others.
+"""How much of real architectures is recognised: the families of ``tests/zoo.py``, spelled by others.
 
 python -m benchmarks.coverage [--families llama t5] [--attn eager sdpa] [--quick]
 
 Every family is explained with the attention that transformers spells out and, where it has one, with its call of SDPA.
 Kernels are preferred to Inductor's code here: what counts is whether an attention is understood and can be run, not what
 is fastest at these tiny sizes. An instance is rewritten, or calls the chosen kernel already, or there is a reason.
+
+Norms, rotary embeddings and gated MLPs are counted where the models' own code names them (``occurrences.py``) and compared
+with how many are recognised; more may be recognised than are named.
 """
 
 from __future__ import annotations
@@ -22,12 +25,15 @@ from rich.table import Table
 from torch._dynamo.utils import counters
 
 import lz_compile
+from benchmarks.occurrences import occurrences
 from benchmarks.publish import Publication, table_of
 from tests import zoo
 
 COUNTS = ("instances", "rewritten", "as_called", "reasons", "unexplained", "events")
 QUICK_FAMILIES = ("gpt2", "llama", "bert", "t5", "vit", "whisper")
 KERNELS = ("lz.blocked", "torch.sdpa")
+#: Ops beside attention, of which the share that is recognised counts.
+NAMED = ("norm", "rope", "mlp")
 
 
 def cover(name: str, attn: str) -> dict[str, Any]:
@@ -38,10 +44,32 @@ def cover(name: str, attn: str) -> dict[str, Any]:
         return row | {"instances": 0, "lacks": lacks}
     start = time.perf_counter()
     try:
+        named = _named(family, attn)
         report, breaks = _explained(family, attn)
     except Exception as error:  # noqa: BLE001 one broken model must not hide the others; it is reported as such
         return row | {"instances": family.instances, "error": f"{type(error).__name__}: {error}"}
-    return row | _outcome(family, report, breaks) | {"seconds": round(time.perf_counter() - start, 2)}
+    return (
+        row
+        | _outcome(family, report, breaks)
+        | {"named": _recognised(report, named), "seconds": round(time.perf_counter() - start, 2)}
+    )
+
+
+def _named(family: zoo.Family, attn: str) -> Counter[str]:
+    model, inputs = family.build(attn)
+    return occurrences(model, inputs)
+
+
+def _recognised(report: lz_compile.Report, named: Counter[str]) -> dict[str, dict[str, Any]]:
+    """By op: how many the model names, how many are recognised, and why others are not."""
+    return {
+        op: {
+            "instances": named[op],
+            "recognised": sum(match.op == op for match in report.matches),
+            "near_misses": [_without_directories(str(miss.reason)) for miss in report.near_misses if miss.op == op],
+        }
+        for op in NAMED
+    }
 
 
 def _explained(family: zoo.Family, attn: str) -> tuple[lz_compile.Report, list[str]]:
@@ -56,15 +84,16 @@ def _explained(family: zoo.Family, attn: str) -> tuple[lz_compile.Report, list[s
 
 
 def _outcome(family: zoo.Family, report: lz_compile.Report, breaks: Sequence[str]) -> dict[str, Any]:
-    codes = [{reason.code for reason in match.reasons} for match in report.matches]
-    rewritten = sum(match.rewritten for match in report.matches)
+    matches = [match for match in report.matches if match.op == "attention"]
+    codes = [{reason.code for reason in match.reasons} for match in matches]
+    rewritten = sum(match.rewritten for match in matches)
     as_called = sum("ALREADY_THIS_KERNEL" in found for found in codes)
     left = [
         str(match.reasons[0])
-        for match, found in zip(report.matches, codes, strict=True)
+        for match, found in zip(matches, codes, strict=True)
         if not match.rewritten and found and "ALREADY_THIS_KERNEL" not in found
     ]
-    missed = [str(miss.reason) for miss in report.near_misses]
+    missed = [str(miss.reason) for miss in report.near_misses if miss.op == "attention"]
     rest = max(family.instances - rewritten - as_called - len(left) - len(missed), 0)
     outside = [f"in no graph: {', '.join(breaks)}"] * rest if breaks else []
     return {
@@ -73,11 +102,11 @@ def _outcome(family: zoo.Family, report: lz_compile.Report, breaks: Sequence[str
         "as_called": as_called,
         "reasons": [_without_directories(text) for text in (*left, *missed, *outside)],
         "unexplained": rest - len(outside),
-        "masks": dict(Counter(_meaning(match) for match in report.matches)),
+        "masks": dict(Counter(_meaning(match) for match in matches)),
         "mask_reasons": dict(
-            Counter(_without_directories(str(reason)) for match in report.matches for reason in _mask_reasons(match))
+            Counter(_without_directories(str(reason)) for match in matches for reason in _mask_reasons(match))
         ),
-        "kernels": dict(Counter(match.kernel for match in report.matches)),
+        "kernels": dict(Counter(match.kernel for match in matches)),
         "events": [_without_directories(f"{event.code}: {event.message}") for event in report.events],
     }
 
@@ -99,6 +128,36 @@ def shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """By attention implementation and in total: how many instances there are, and how many a kernel runs."""
     groups = {attn: [row for row in rows if row["case"]["attention"] == attn] for attn in zoo.MODES}
     return {name: _share(group) for name, group in {**groups, "both": list(rows)}.items() if group}
+
+
+def named_shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By op: how many instances models name, and how many are recognised, at most as many in each model."""
+    found = {}
+    for op in NAMED:
+        counts = [row["named"][op] for row in rows if "named" in row]
+        instances = sum(each["instances"] for each in counts)
+        recognised = sum(min(each["recognised"], each["instances"]) for each in counts)
+        share = round(recognised / instances, 4) if instances else None
+        found[op] = {"instances": instances, "recognised": recognised, "share": share}
+    return found
+
+
+def named_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The share of norms, rotary embeddings and gated MLPs that are recognised, and where some are not."""
+    table = table_of(
+        "recognised, of those that models name", ["op", "instances", "recognised", "share", "less in"], left=("op",)
+    )
+    for op, found in named_shares(rows).items():
+        less = [
+            f"{row['case']['family']} {row['named'][op]['recognised']} of {row['named'][op]['instances']}"
+            for row in rows
+            if "named" in row and row["named"][op]["recognised"] < row["named"][op]["instances"]
+        ]
+        share = "" if found["share"] is None else f"{found['share']:.1%}"
+        table.add_row(
+            op, str(found["instances"]), str(found["recognised"]), share, escape("\n".join(dict.fromkeys(less)))
+        )
+    return table
 
 
 def _share(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -165,11 +224,12 @@ def main() -> None:
     for name, attn in ((name, attn) for name in families for attn in settings.attn):
         row = cover(name, attn)
         publication.record["shares"] = shares([*publication.rows, row])
+        publication.record["named_shares"] = named_shares([*publication.rows, row])
         publication.add(row)
         run = _count(row, "rewritten") + _count(row, "as_called")
         outcome = row.get("lacks") or f"{run} of {row['instances']}"
         print(name, attn, outcome, row.get("error", ""), sep=" | ", flush=True)
-    publication.show(coverage_table(publication.rows), share_table(publication.rows))
+    publication.show(coverage_table(publication.rows), share_table(publication.rows), named_table(publication.rows))
 
 
 if __name__ == "__main__":
