@@ -33,6 +33,10 @@ fmt: $(STAMP) ## format, and mend what ruff can mend
 # As modules, so that `models` and `benchmarks` can be imported from the repository root.
 bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.attention
+	$(PY) -m benchmarks.attention --training
+	$(PY) -m benchmarks.attention_memory
+	$(PY) -m benchmarks.packed
+	$(PY) -m benchmarks.coverage
 	$(PY) -m benchmarks.models
 	$(PY) -m benchmarks.compile_time
 	$(PY) -m benchmarks.selection
