@@ -307,6 +307,21 @@ def test_masks_drop_some_keys_and_integers_are_indices():
     assert torch.int64 not in made or not made[torch.int64].any()
 
 
+@pytest.mark.parametrize("expanded", [False, True])
+def test_packed_sequences_are_measured_with_several_documents(expanded: bool):
+    def packed(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) * 0.3
+        same = ids[:, None, :, None] == ids[:, None, None, :]
+        return scores.masked_fill(~same, -torch.inf).softmax(-1) @ v
+
+    ids = torch.zeros(1, 32, dtype=torch.int64).expand(2, 32) if expanded else torch.zeros(2, 32, dtype=torch.int64)
+    found = of(packed, *tensors(2, 3, 32, 8), ids)
+    assert found.match.attributes.has_documents
+    made = dict(zip(found.inputs, found.make_inputs({}), strict=True))[found.match.operands["query_documents"]]
+    assert made.unique(return_counts=True)[1].tolist() == [2 * 4] * 8
+    assert (made.diff(dim=1) >= 0).all()
+
+
 def test_empty_inputs_can_be_made():
     inputs = [torch.randn(2, 3, 8, 16), torch.randn(2, 3, 8, 16), torch.randn(2, 3, 8, 0)]
     for found in excerpts(capture(attention, *inputs)):

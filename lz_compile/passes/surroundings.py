@@ -26,6 +26,8 @@ from lz_compile.passes.view import is_symbolic, read, tensor_of, value_of, where
 
 #: How many operations are taken in before the match, and after it.
 _REACH = 16
+#: In a sequence of documents whose ids nobody knows before the data comes.
+_DOCUMENTS = 8
 
 _SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes"})
 
@@ -79,8 +81,16 @@ class Excerpt:
         return graph, copies
 
     def make_inputs(self, binding: Binding) -> list[Any]:
-        """Random inputs of the real sizes, layouts and dtypes, with numbers in place of symbols."""
-        return [_make_input(value_of(node), binding) for node in self.inputs]
+        """Random inputs of the real sizes, layouts and dtypes, with numbers in place of symbols.
+
+        What names documents names :data:`_DOCUMENTS` of equal length: how many there are decides what can be skipped.
+        """
+        found = [_make_input(value_of(node), binding) for node in self.inputs]
+        documents = {self.match.operands.get(name) for name in ("query_documents", "key_documents")}
+        for node, value in zip(self.inputs, found, strict=True):
+            if node in documents:
+                _name_documents(value)
+        return found
 
 
 def excerpt(match: Match, effects: Effects) -> Excerpt:
@@ -216,6 +226,15 @@ def _random(count: int, like: torch.Tensor) -> torch.Tensor:
     if like.is_floating_point() or like.is_complex():
         return torch.randn(count, device=like.device, dtype=torch.float32).to(like.dtype)
     return torch.zeros(count, device=like.device, dtype=like.dtype)
+
+
+def _name_documents(ids: torch.Tensor) -> None:
+    """Number documents of equal length along the longest dimension, in place; elements may share memory."""
+    along = max(range(ids.dim()), key=lambda dim: ids.shape[dim], default=0)
+    own = ids[tuple(slice(None) if ids.stride(dim) else slice(1) for dim in range(ids.dim()))]
+    if ids.dim() and own.shape[along] > 1:
+        numbers = torch.arange(own.shape[along], device=ids.device) * _DOCUMENTS // own.shape[along]
+        own.copy_(numbers.reshape([-1 if dim == along else 1 for dim in range(ids.dim())]).to(ids.dtype))
 
 
 def _number(value: Any, binding: Binding) -> Any:
