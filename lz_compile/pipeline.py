@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +14,7 @@ from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options
 from lz_compile.passes.effects import Effects
+from lz_compile.passes.fusion import FusedEmitter, Fusion, fusions
 from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.match import Match, NearMiss
 from lz_compile.passes.patterns import recognisers
@@ -26,11 +27,14 @@ from lz_compile.runtime import events, loaded_tables, policy
 from lz_compile.runtime.context import of_match
 from lz_compile.runtime.estimate import INDUCTOR
 from lz_compile.runtime.loaded_tables import Loaded
-from lz_compile.runtime.registry import KernelSpec
+from lz_compile.runtime.registry import KernelSpec, kernels
 from lz_compile.runtime.report import GraphReport, MatchReport, MissReport
 from lz_compile.runtime.select import Decision, Problem, select
 from lz_compile.runtime.store import Store
 from lz_compile.runtime.verdict import Policy
+
+#: Reasons that do not say why a match is left to Inductor.
+_BESIDE = ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE", "NOT_FUSED")
 
 
 def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> None:
@@ -91,8 +95,16 @@ def _read(module: fx.GraphModule, options: Options, report: GraphReport) -> Iter
             matches = _assuming_finite(matches)
         entries = [MatchReport.of(match, path) for match in matches]
         report.matches.extend(entries)
-        known = _Known(policy.current().with_locks(options.lock), tables)
+        known = _Known(policy.current().with_locks(options.lock), tables, _fusions(matches, effects))
         yield _Found(child, is_inlined, effects, matches, entries, known)
+
+
+def _fusions(matches: list[Match], effects: Effects | None) -> Mapping[fx.Node, Fusion]:
+    """What could be computed together, where there are kernels that do such a thing."""
+    wanted = {op for op in {match.op for match in matches} if any(each.fuses_ops for each in kernels(op).values())}
+    if effects is None or not wanted:
+        return {}
+    return fusions(matches, effects, wanted)
 
 
 def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
@@ -128,25 +140,42 @@ class _Known:
 
     policy: Policy
     tables: Sequence[Loaded] = field(default_factory=loaded_tables.active)
-    problems: dict[int, Problem] = field(default_factory=dict)
-    decisions: dict[int, Decision] = field(default_factory=dict)
+    fusions: Mapping[fx.Node, Fusion] = field(default_factory=dict)
+    fused: dict[tuple[fx.Node, str], Match] = field(default_factory=dict)
+    problems: dict[tuple[int, tuple[str, ...]], Problem] = field(default_factory=dict)
+    decisions: dict[tuple[int, tuple[str, ...]], Decision] = field(default_factory=dict)
     verdicts: dict[tuple[int, str], Validation] = field(default_factory=dict)
     recipes: Recipes = field(default_factory=Recipes)
 
     def problem(self, match: Match) -> Problem:
         """What a kernel is to be chosen for."""
-        key = id(match.kind)
+        key = self.key(match)
         if key not in self.problems:
             context = of_match(match.kind, is_cuda_graph_capturing=inductor.captures_cuda_graphs(match.facts.device))
+            context = replace(context, fusable=key[1])
             self.problems[key] = Problem(context, match.source_kernel, symbols=symbolic_sizes(match.kind))
         return self.problems[key]
 
+    def key(self, match: Match) -> tuple[int, tuple[str, ...]]:
+        """What is the same for equal matches: their kind, and what comes directly before them."""
+        fusion = self.fusions.get(match.output)
+        return id(match.kind), () if fusion is None else fusion.ops
+
     def decide(self, match: Match) -> Decision:
         """The kernel for a match."""
-        key = id(match.kind)
+        key = self.key(match)
         if key not in self.decisions:
             self.decisions[key] = select(self.problem(match), self.policy, self.tables)
         return self.decisions[key]
+
+    def subject(self, match: Match, kernel: KernelSpec) -> Match:
+        """What a kernel replaces: the match, with those before it that the kernel computes along."""
+        if not kernel.fuses_ops:
+            return match
+        key = (match.output, kernel.kernel_id)
+        if key not in self.fused:
+            self.fused[key] = self.fusions[match.output].of(kernel.fuses_ops)
+        return self.fused[key]
 
     def prove(self, match: Match, kernel: KernelSpec) -> Validation:
         """Whether a kernel may replace a match."""
@@ -171,7 +200,7 @@ def _tune(matches: list[Match], effects: Effects, known: _Known, options: Option
             problem = known.problem(match)
             if loaded_tables.covers(problem.context, problem.source_kernel, known.tables):
                 continue
-            known.problems[id(match)] = tuning.tune_match(match, effects, problem, known.policy, deadline)
+            known.problems[known.key(match)] = tuning.tune_match(match, effects, problem, known.policy, deadline)
         except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
             _fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error, options)
 
@@ -232,6 +261,8 @@ def _apply(
         entry.reasons.append(Reason("PART_OF_ANOTHER", "a rewrite of what it is part of made it superfluous"))
         return
     decision = _decide(match, entry, known, report)
+    if match.output in known.fusions:
+        entry.reasons.extend(known.fusions[match.output].refused)
     if decision.refused_lock is not None and options.strict:
         raise RewriteFailedError(str(decision.refused_lock))
     for kernel in decision.ranking:
@@ -241,30 +272,52 @@ def _apply(
                 raise RewriteFailedError(str(entry.reasons[-1]))
             continue
         if kernel.call is None:
-            if all(reason.code in ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE") for reason in entry.reasons):
+            if all(reason.code in _BESIDE for reason in entry.reasons):
                 text = "Inductor's own code is expected to be the fastest"
                 entry.reasons.append(Reason("LEFT_TO_INDUCTOR", text))
             return
         if kernel.kernel_id == match.source_kernel:
             entry.reasons.append(Reason("ALREADY_THIS_KERNEL", f"the source calls {match.source_kernel} itself"))
             return
-        with _timed(report, "validate"):
-            verdict = known.prove(match, kernel)
-        entry.validation = verdict.to_dict()
-        if verdict.ok and not _holds(match):
-            entry.kernel = INDUCTOR
-            entry.reasons.append(Reason("VALUE_NOT_GUARDED", "its mask is a buffer, and nothing would notice a change"))
+        if _replaced(graph, match, kernel, entry, options, report, known):
             return
-        if verdict.ok:
-            with _timed(report, "rewrite"):
-                splice(graph, match, kernel.call, known.recipes)
-            entry.rewritten = True
-            return
-        text = f"{kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"
-        events.record("VALIDATION_FAILED", text)
-        entry.reasons.append(Reason("VALIDATION_FAILED", f"{kernel.kernel_id}: {verdict.reason}"))
-        if options.strict:
-            raise RewriteFailedError(text)
+
+
+def _replaced(
+    graph: fx.Graph,
+    match: Match,
+    kernel: KernelSpec,
+    entry: MatchReport,
+    options: Options,
+    report: GraphReport,
+    known: _Known,
+) -> bool:
+    """Whether a kernel is the last one to try: it was put in, or nothing may be; one that proves wrong is quarantined."""
+    subject = known.subject(match, kernel)
+    with _timed(report, "validate"):
+        verdict = known.prove(subject, kernel)
+    entry.validation = verdict.to_dict()
+    if verdict.ok and not _holds(match):
+        entry.kernel = INDUCTOR
+        entry.reasons.append(Reason("VALUE_NOT_GUARDED", "its mask is a buffer, and nothing would notice a change"))
+        return True
+    if verdict.ok:
+        assert kernel.call is not None, "what has no call is never proven"
+        with _timed(report, "rewrite"):
+            splice(graph, subject, kernel.call, known.recipes)
+        entry.rewritten = True
+        if isinstance(subject.emitter, FusedEmitter):
+            erase_unread(graph, subject.read)
+            fused = ", ".join(sorted(subject.emitter.before))
+            text = f"{kernel.kernel_id} computes the {', '.join(kernel.fuses_ops)} before {fused} along"
+            entry.reasons.append(Reason("FUSED", text))
+        return True
+    text = f"{kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"
+    events.record("VALIDATION_FAILED", text)
+    entry.reasons.append(Reason("VALIDATION_FAILED", f"{kernel.kernel_id}: {verdict.reason}"))
+    if options.strict:
+        raise RewriteFailedError(text)
+    return False
 
 
 def _holds(match: Match) -> bool:

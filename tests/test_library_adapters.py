@@ -44,9 +44,11 @@ from tests.library_fakes import (
 )
 
 KERNELS = Path(torch_cudnn.__file__).parent
-#: Every adapter; ``inductor`` is none, it leaves the subgraph alone.
+#: Every adapter with attention; ``inductor`` is none, it leaves the subgraph alone. Norms are in test_norm_adapters.py.
 DESCRIPTORS = {
-    path.stem: json.loads(path.read_text()) for path in sorted(KERNELS.glob("*.json")) if path.stem != "inductor"
+    name: found
+    for name, found in ((path.stem, json.loads(path.read_text())) for path in sorted(KERNELS.glob("*.json")))
+    if name != "inductor" and "attention" in found["ops"]
 }
 LIBRARIES: dict[str, Callable[[], Library]] = {
     "flash_attn": FlashAttention,

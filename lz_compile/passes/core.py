@@ -47,8 +47,8 @@ class Core:
         if any(effects.ambient(node) != self.ambient for node in self.nodes):
             raise RefusedError(
                 "MODE_CHANGES_INSIDE",
-                "autocast or gradient mode changes between scores and output",
-                "enter or leave the mode outside of the attention",
+                "autocast or gradient mode changes inside",
+                "enter or leave the mode outside of it",
             )
         for node in self.nodes:
             call = effects.calls[node]
@@ -69,7 +69,7 @@ class Core:
             if writer is not None:
                 raise RefusedError(
                     "OPERAND_MUTATED",
-                    f"{node.name} is overwritten by {writer.name} between scores and output",
+                    f"{node.name} is overwritten by {writer.name} before the output",
                     "use the out-of-place form of that operation",
                 )
 

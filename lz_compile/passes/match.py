@@ -65,8 +65,8 @@ class Match:
     names what was proven of the masks, ``mask_reasons`` say why they are general ones.
 
     ``limited`` are the axes (of features) on whose sizes kernels put limits: a proof of such a kernel keeps them. ``fixed``
-    are those whose sizes the source may spell out as numbers: every proof keeps them. ``magnitudes`` are further sizes of
-    operands to try.
+    are those whose sizes the source may spell out as numbers: every proof keeps them. ``ties`` are axes that are others by
+    another name, and have their size in a proof. ``magnitudes`` are further sizes of operands to try.
 
     A match that equals an earlier one but for its place has that as its ``prototype``; ``renamed`` gives, for the nodes of
     the prototype, its own, and the emitter speaks of the prototype's.
@@ -94,6 +94,7 @@ class Match:
     selecting: frozenset[fx.Node] = frozenset()
     limited: frozenset[Axis] = frozenset()
     fixed: frozenset[Axis] = frozenset()
+    ties: Mapping[Axis, Axis] = field(default_factory=dict)
     magnitudes: tuple[float, ...] = ()
     implied: Mapping[fx.Node, str] = field(default_factory=dict)
     buffers: tuple[fx.Node, ...] = ()

@@ -7,7 +7,7 @@ reduction of a polynomial in ``x`` is a polynomial in these: ``mean((x - mean(x)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -17,10 +17,10 @@ from torch import fx
 
 from lz_compile.passes import contraction, layout
 from lz_compile.passes.algebra import Leaf, Region, is_constant, is_pointwise, tidy
-from lz_compile.passes.axes import Axis, Dims, atoms, axes_of, product, resolve, shape_of
+from lz_compile.passes.axes import Axis, Dims, atoms, axes_of, product, regroup, shape_of
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import RefusedError
-from lz_compile.passes.view import Call, tensor_of
+from lz_compile.passes.view import Call, tensor_of, value_of
 
 ROW = sympy.Symbol("row", real=True)
 MEAN = sympy.Symbol("mean", real=True)
@@ -32,6 +32,8 @@ _BY_DEGREE = (sympy.S.One, MEAN, MEAN_SQUARE)
 _HALF = sympy.Rational(1, 2)
 #: How many operations may lie between a weight as it is given and its use.
 _DEPTH = 4
+#: How many operations may lie between a row and what is computed from it.
+_CHAIN = 40
 
 
 @dataclass
@@ -82,8 +84,30 @@ class Moments:
             value = self._statistic(self.region.leaves[symbol])
             if value is not None:
                 found[symbol] = value
+            size = self._size(self.region.leaves[symbol])
+            if size is not None:
+                found[symbol] = size
         expression = expression.xreplace(found) if found else expression
         return halves(expression)
+
+    def _size(self, leaf: Leaf) -> sympy.Expr | None:
+        """What a symbolic size is by the symbols of torch, in which the extents of axes are, too."""
+        size = value_of(leaf.node)
+        return size.node.expr if isinstance(size, torch.SymInt) else None
+
+    def by_leaves(self, expression: sympy.Expr) -> sympy.Expr:
+        """The expression with every symbol of a size as the graph's own input of that size.
+
+        Raises:
+            RefusedError: the graph has no such input.
+        """
+        found = {}
+        for symbol in sorted(expression.free_symbols - self.region.leaves.keys(), key=str):
+            node = next((node for node in self.source.graph.nodes if _is_size(node, symbol)), None)
+            if node is None:
+                raise RefusedError("SIZE_UNKNOWN", f"the result depends on the size {symbol}", "give it as a number")
+            found[symbol] = self.region.leaf(node, ())
+        return expression.xreplace(found) if found else expression
 
     def _statistic(self, leaf: Leaf) -> sympy.Expr | None:
         """The moments that a leaf is, None where it is no statistic of the source."""
@@ -131,33 +155,29 @@ class Moments:
         }
         if rest:
             raise RefusedError(
-                "ROW_WEIGHTED", f"{call.name} reduces a weighted row", "weight it after it is normalised"
+                "ROW_WEIGHTED", f"{call.name} reduces a weighted row, or part of it", "weight it after it is normalised"
             )
         return expression, sympy.sympify(product(axis.size for axis in new))
 
     def _unify(self, dims: Dims, new: tuple[Axis, ...]) -> None:
         """Note which axes of the source the new axes of a reduction stand for."""
-        fresh, mine, theirs = set(atoms(new)), resolve(self.dims), resolve(dims)
-        reduced: list[Axis] = []
-        for own, other in zip(mine, theirs, strict=True):
-            if len(own) != len(other):
-                raise RefusedError(
-                    "ROWS_DIFFER", "statistics are of other rows than those they are used for", "use the same"
-                )
-            for axis, twin in zip(own, other, strict=True):
-                if twin in fresh and axis not in fresh and axis.size == twin.size:
-                    reduced.append(axis)
-                elif axis is not twin:
-                    raise RefusedError(
-                        "ROWS_DIFFER", "statistics are of other rows than those they are used for", "use the same"
-                    )
-        self.reduce(tuple(reduced), len(fresh))
+        pairs = [pair for own, other in zip(self.dims, dims, strict=True) for pair in _aligned(own, other)]
+        own = set(atoms(new))
+        if any(twin is not axis and (twin not in own or axis in own or axis.size != twin.size) for axis, twin in pairs):
+            text = "statistics are of other rows than those they are used for"
+            raise RefusedError("ROWS_DIFFER", text, "use those of the same")
+        self.reduce(tuple(axis for axis, twin in pairs if twin in own and axis not in own), len(own))
 
     def reduce(self, reduced: tuple[Axis, ...], count: int) -> None:
         """Note the axes of the source that a statistic reduces; all of them must reduce the same."""
-        if len(reduced) != count or (self.reduced and set(self.reduced) != set(reduced)):
+        if len(reduced) != count or (self.reduced and set(self.hidden) != set(atoms(reduced))):
             raise RefusedError("STATISTICS_DIFFER", "mean and variance are over different dimensions", "use the same")
         self.reduced = self.reduced or reduced
+
+    @property
+    def hidden(self) -> tuple[Axis, ...]:
+        """What is reduced, in axes as they are cut by now."""
+        return atoms(self.reduced)
 
     def mean_of(self, expression: sympy.Expr, node: fx.Node) -> sympy.Expr:
         """The mean of a polynomial in the row."""
@@ -169,6 +189,21 @@ class Moments:
         if polynomial.degree() == 2:
             self.squared.append(node)
         return tidy(sum((c * _BY_DEGREE[power[0]] for power, c in polynomial.terms()), start=sympy.S.Zero))
+
+
+def _aligned(own: tuple[Axis, ...], other: tuple[Axis, ...]) -> Iterator[tuple[Axis, Axis]]:
+    """The axes of one dimension, read in two places, in pairs; what is cut in one place is cut in the other."""
+    mine, theirs = atoms(own), atoms(other)
+    if len(mine) < len(theirs):
+        mine = axes_of(regroup(mine, [axis.size for axis in theirs]))
+    elif len(theirs) < len(mine):
+        theirs = axes_of(regroup(theirs, [axis.size for axis in mine]))
+    yield from zip(mine, theirs, strict=True)
+
+
+def _is_size(node: fx.Node, symbol: sympy.Symbol) -> bool:
+    size = value_of(node) if node.op == "placeholder" else None
+    return isinstance(size, torch.SymInt) and size.node.expr == symbol
 
 
 def halves(expression: sympy.Expr) -> sympy.Expr:
@@ -188,6 +223,7 @@ class Edge:
     effects: Effects
     source: fx.Node
     _depends: dict[fx.Node, bool] = field(default_factory=dict)
+    _encloses: dict[fx.Node, bool] = field(default_factory=dict)
 
     def __contains__(self, node: object) -> bool:
         return node is self.source or (
@@ -196,13 +232,31 @@ class Edge:
 
     def depends(self, node: fx.Node) -> bool:
         """Whether a value is computed from the source."""
+        known, first = self._depends, self.effects.position[self.source]
+        stack = [node]  # what lies between may be a whole model: too deep for calls of calls
+        while stack:
+            top = stack[-1]
+            operands = top.all_input_nodes if self.effects.position[top] > first else []
+            if top is self.source or any(known.get(operand) for operand in operands):
+                known[top] = True
+            elif top not in known and (unknown := [operand for operand in operands if operand not in known]):
+                stack.extend(unknown)
+                continue
+            known.setdefault(top, False)
+            stack.pop()
+        return known[node]
+
+    def encloses(self, node: fx.Node, depth: int = _CHAIN) -> bool:
+        """Whether a value is computed from the source and from weights alone."""
         if node is self.source:
             return True
-        if self.effects.position[node] <= self.effects.position[self.source]:
-            return False
-        known = self._depends.get(node)
+        known = self._encloses.get(node)
         if known is None:
-            known = self._depends[node] = any(self.depends(operand) for operand in node.all_input_nodes)
+            operands = [operand for operand in node.all_input_nodes if tensor_of(operand) is not None]
+            known = self._encloses[node] = (depth > 0 and self.depends(node)) and all(
+                self.encloses(operand, depth - 1) or (not self.depends(operand) and self.is_weight(operand))
+                for operand in operands
+            )
         return known
 
     def is_weight(self, node: fx.Node, depth: int = _DEPTH) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from lz_compile.lowering.ops.norm import NormAttrs, NormFacts
-from lz_compile.passes.algebra import Leaf, Region
+from lz_compile.passes import layout
+from lz_compile.passes.algebra import Leaf, Region, is_cast
 from lz_compile.passes.axes import Axis, Dims, axes_of, product
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.core import Core
@@ -48,7 +49,7 @@ class NormEmitter:
     ) -> NormEmitter:
         """What was read, with gain and shift told apart into operands of kernels and what comes after."""
         own = axes_of(moments.dims)
-        hidden = tuple(axis for axis in own if axis in moments.reduced)
+        hidden = tuple(axis for axis in own if axis in moments.hidden)
         spans = _Spans(region, frozenset(hidden))
         takes_gain = spans.all_of(form.gain)
         takes_shift = spans.all_of(form.shift) and (takes_gain or form.gain == 1)
@@ -70,7 +71,7 @@ class NormEmitter:
             out_dtype=target if is_last else torch.promote_types(target, torch.float32),
         )
         source = Leaf(moments.source, moments.dims)
-        rows = tuple(axis for axis in own if axis not in moments.reduced)
+        rows = tuple(axis for axis in own if axis not in moments.hidden)
         return cls(region, source, rows, hidden, weight, bias, after_gain, after_shift, output, output_dims, attrs)
 
     def edge(self) -> dict[fx.Node, Dims]:
@@ -107,7 +108,7 @@ class NormEmitter:
 
     def _evaluate(self, builder: Builder, expression: sympy.Expr, groups: tuple[tuple[Axis, ...], ...]) -> Any:
         kinds = [tensor_of(self.region.leaves[symbol].node) for symbol in expression.free_symbols]
-        wide = torch.float32
+        wide = torch.promote_types(torch.float32, self.attrs.out_dtype)
         for kind in kinds:
             wide = wide if kind is None else torch.promote_types(wide, kind.dtype)
         return builder.evaluate(expression, self.region, groups, wide)
@@ -124,12 +125,18 @@ class NormEmitter:
         """
         raise LookupError(f"{node.name} is implied by no attribute of a normalisation")
 
+    def _is_one_call(self, core: Core) -> bool:
+        """Whether the source calls PyTorch's kernel itself, and nothing else happens but moving and casting."""
+        calls = [call for call in map(self.region.effects.calls.get, core.nodes) if call is not None]
+        others = [call for call in calls if call.name not in ("layer_norm", "rms_norm")]
+        is_plain = all(layout.rearranges(call) or is_cast(call) or call.name == "dropout" for call in others)
+        return len(others) == len(calls) - 1 and is_plain
+
     def match(self, op: str, core: Core) -> Match:
         """The finished match."""
         inputs = self.edge()
         tensors = [tensor_of(node) for node in inputs]
         needs_grad = grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors)
-        call = self.region.effects.calls.get(self.output)
         source_dtype = tensor_of(self.source.node).dtype  # type: ignore[union-attr]
         eps = math.sqrt(self.attrs.eps) if self.attrs.eps_at == "inside" else self.attrs.eps
         tiny = torch.finfo(source_dtype).tiny ** 0.5
@@ -154,9 +161,7 @@ class NormEmitter:
             emitter=self,
             ambient=core.ambient,
             where=where_of(self.output),
-            source_kernel="torch.norm"
-            if call is not None and call.name in CALLS and call.name != "normalize"
-            else None,
+            source_kernel="torch.norm" if self._is_one_call(core) else None,
             masked_rows_count=False,
             fixed=frozenset(self.hidden),
             magnitudes=(eps,) if eps > tiny else (),

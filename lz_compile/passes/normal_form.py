@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import sympy
 
@@ -12,7 +13,7 @@ from lz_compile.passes.moments import AT_LEAST, MEAN, MEAN_SQUARE, ROW, halves
 
 _VARIANCE = sympy.Symbol("variance", positive=True)
 _HALF = sympy.Rational(1, 2)
-_RESIDUE = 1e-9
+_RESIDUE, _ROUNDING = 1e-9, 1e-13
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,15 @@ class _Root:
     eps_at: EpsAt
 
 
+@lru_cache(maxsize=256)
 def normal_form(expression: sympy.Expr) -> NormalForm | None:
-    """The normalisation that an expression is, None where it is none."""
+    """The normalisation that an expression is, None where it is none. Equal layers give equal expressions."""
     if not expression.has(ROW) or not expression.has(MEAN_SQUARE):
         return None
     slope = sympy.diff(expression, ROW)
     if slope.has(ROW):
         return None
-    for is_centred in (True, False):
+    for is_centred in (True, False) if expression.has(MEAN) else (False,):
         found = _read(expression, slope, is_centred)
         if found is not None:
             return found
@@ -63,7 +65,7 @@ def _read(expression: sympy.Expr, slope: sympy.Expr, is_centred: bool) -> Normal
     shift = _without_residue(sympy.expand(_plain(expression, square) - slope * centre))
     if shift.has(ROW) or shift.has(MEAN) or shift.has(_VARIANCE):
         return None
-    return NormalForm(is_centred, root.eps, root.eps_at, tidy(gain), tidy(shift))
+    return NormalForm(is_centred, root.eps, root.eps_at, _whole(gain), _whole(shift))
 
 
 def _plain(expression: sympy.Expr, square: sympy.Expr) -> sympy.Expr:
@@ -77,6 +79,14 @@ def _plain(expression: sympy.Expr, square: sympy.Expr) -> sympy.Expr:
     floors = {each: AT_LEAST(*(sympy.expand(part) for part in each.args)) for each in replaced.atoms(AT_LEAST)}
     result = replaced.xreplace(powers).xreplace(floors)
     return halves(result)
+
+
+def _whole(expression: sympy.Expr) -> sympy.Expr:
+    """The expression with floats that are whole numbers, but for rounding, as these."""
+    near = {
+        x: sympy.Integer(round(x)) for x in expression.atoms(sympy.Float) if round(x) and abs(x - round(x)) < _ROUNDING
+    }
+    return tidy(expression.xreplace(near)) if near else expression
 
 
 def _without_residue(expression: sympy.Expr) -> sympy.Expr:
@@ -98,7 +108,7 @@ def _root(factor: sympy.Expr) -> _Root | None:
         if parts is None or parts[1] < 0:
             return None
         coefficient, eps = parts
-        return _Root(coefficient**-_HALF, eps / float(coefficient), "inside")
+        return _Root(coefficient**-_HALF, _divided(eps, coefficient), "inside")
     if exponent != -1:
         return None
     if base.func == AT_LEAST:
@@ -109,7 +119,7 @@ def _root(factor: sympy.Expr) -> _Root | None:
     if parts is None or parts[1] < 0:
         return None
     coefficient, eps = parts
-    return _Root(1 / coefficient, eps / float(coefficient), "outside" if eps else "inside")
+    return _Root(1 / coefficient, _divided(eps, coefficient), "outside" if eps else "inside")
 
 
 def _several(factor: sympy.Expr) -> _Root | None:
@@ -123,17 +133,22 @@ def _several(factor: sympy.Expr) -> _Root | None:
 
 
 def _floored(parts: tuple[sympy.Expr, float] | None, floor: float, power: float) -> _Root | None:
-    if parts is None or parts[1] != 0 or floor < 0:
+    if parts is None or parts[1] != 0 or floor < 0 or not parts[0].is_number:
         return None
     scale = parts[0] ** sympy.Rational(1, 2) if power == 0.5 else parts[0]
     return _Root(1 / scale, floor / float(scale), "floor")
 
 
 def _affine(expression: sympy.Expr) -> tuple[sympy.Expr, float] | None:
-    """``(coefficient, constant)`` of an expression that is affine in the variance, both numbers, the first positive."""
+    """``(coefficient, constant)`` of an expression that is affine in the variance, the first positive, the second a number."""
     expression = sympy.expand(expression)
     coefficient = sympy.diff(expression, _VARIANCE)
     constant = sympy.expand(expression - coefficient * _VARIANCE)
-    if not coefficient.is_number or not constant.is_number or not coefficient.is_positive:
+    is_known = coefficient.is_number or constant == 0  # a symbolic size may be a factor, not part of epsilon
+    if not is_known or not constant.is_number or not coefficient.is_positive:
         return None
     return coefficient, float(constant)
+
+
+def _divided(eps: float, coefficient: sympy.Expr) -> float:
+    return eps / float(coefficient) if eps else 0.0

@@ -42,7 +42,21 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
     fresh = (size for size in count(2 * _SMALL, _STEP) if size not in kept)
     assigned = dict(zip(large, fresh, strict=False))
     small = {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}
-    return {**small, **{axis: axis.size for axis in unchanged if isinstance(axis.size, int)}}
+    hints = _hints(match) if any(not isinstance(axis.size, int) for axis in match.fixed) else {}
+    symbolic = {axis: hints[axis] for axis in match.fixed if axis in hints}
+    sizes = {**small, **symbolic, **{axis: axis.size for axis in unchanged if isinstance(axis.size, int)}}
+    return {**sizes, **{axis: sizes[other] for axis, other in match.ties.items()}}
+
+
+def _hints(match: Match) -> Sizes:
+    """The sizes that symbolic axes were traced with, of those that are a dimension of an input by themselves."""
+    found: dict[Axis, int] = {}
+    for node, dims in match.inputs.items():
+        tensor = tensor_of(node)
+        for own, extent in zip(dims, () if tensor is None else tensor.shape, strict=False):
+            if len(atoms(own)) == 1 and isinstance(extent, torch.SymInt) and extent.node.has_hint():
+                found[atoms(own)[0]] = int(extent.node.hint)
+    return found
 
 
 def _by_size(size: Size) -> tuple[int, str]:
@@ -160,6 +174,8 @@ def _copy(
     if call is not None and call.name == "narrow" and node in match.read:
         extents, position = shape(match.read[node], sizes), call.get("dim")
         return graph.call_method("narrow", (values[call.input], position, call.get("start"), extents[position]))
+    if call is not None and call.name == "view_as_complex":  # which strides it takes is no part of what it computes
+        args = (graph.call_method("contiguous", (values[call.input],)),)
     target: Any = node.target
     if call is not None and call.name == "scaled_dot_product_attention":
         named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, values.__getitem__))

@@ -204,6 +204,8 @@ def _problems(descriptor: Descriptor) -> Iterator[str]:
             hint = nearest(operation, operations())
             yield f"no operation '{operation}'{hint}; valid are {', '.join(operations())}"
             return
+        for kernel in descriptor.ops[operation] if operation != ANY else ():
+            yield from _layout_problems(operation.partition(".")[0], kernel)
     seen: set[tuple[str, str]] = set()
     for operation, kernel in descriptor.kernels():
         op = operation.partition(".")[0]
@@ -246,6 +248,14 @@ def _kernel_problems(op: str, kernel: Kernel) -> Iterator[str]:
                 formulas.check(formula, (*dim_names(op), "dtype_bytes"))
             except FormulaError as error:
                 yield str(error)
+
+
+def _layout_problems(op: str, kernel: Kernel) -> Iterator[str]:
+    """Layouts that are neither the op's own nor those of libraries."""
+    module = ops.module(op)
+    valid = (module.LAYOUT, *getattr(module, "LIBRARY_LAYOUTS", ()))
+    for name in sorted({*kernel.requires_layouts, kernel.produces_layout or ANY} - {ANY, *valid}):
+        yield f"{kernel.kernel_id}: no layout '{name}'{nearest(name, valid)}; valid are {', '.join(valid)}"
 
 
 def schema() -> dict[str, Any]:

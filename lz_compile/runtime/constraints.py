@@ -34,6 +34,10 @@ def reasons(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:
 def _operation(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:
     if kernel.operation not in (context.op, context.operation):
         yield Reason("VARIANT_UNSUPPORTED", f"{kernel.kernel_id} computes {kernel.operation}, not {context.operation}")
+    missing = ", ".join(sorted({*kernel.fuses_ops} - {*context.fusable}))
+    if missing:
+        text = f"{kernel.kernel_id} computes {missing} along, which does not come directly before"
+        yield Reason("NOTHING_TO_FUSE", text)
 
 
 def _hardware(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:

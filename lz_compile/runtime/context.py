@@ -77,7 +77,8 @@ class SelectionContext:
 
     ``operation`` is an op with its variant (``attention.causal``); ``features`` names what a kernel must support and what
     asks for it; ``layout`` is that of the operands, ``attn_mask_type`` one of ``none``, ``bool`` and ``float``.
-    ``memory_headroom_bytes`` is what a kernel may use beside its operands and result (None: whatever it likes).
+    ``memory_headroom_bytes`` is what a kernel may use beside its operands and result (None: whatever it likes). ``fusable``
+    are the ops directly before this one, which a kernel may compute along.
     """
 
     operation: str
@@ -93,6 +94,7 @@ class SelectionContext:
     requires_deterministic: bool = False
     is_cuda_graph_capturing: bool = False
     memory_headroom_bytes: int | None = None
+    fusable: tuple[str, ...] = ()
 
     @property
     def op(self) -> str:
@@ -135,6 +137,7 @@ class SelectionContext:
             "requires_deterministic": self.requires_deterministic,
             "is_cuda_graph_capturing": self.is_cuda_graph_capturing,
             "memory_headroom_bytes": self.memory_headroom_bytes,
+            **({"fusable": list(self.fusable)} if self.fusable else {}),
         }
 
 
@@ -247,6 +250,8 @@ def _dim(size: Size, tensors: Sequence[torch.Tensor]) -> Dim:
 
 
 def _mask_type(attributes: Any) -> str:
+    if not hasattr(attributes, "has_mask"):  # an op without masks: its bias is none, either
+        return "none"
     if getattr(attributes, "has_bias", False):
         return "float"
     return "bool" if getattr(attributes, "has_mask", False) else "none"

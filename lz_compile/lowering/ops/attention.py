@@ -33,6 +33,7 @@ MaskedRows: TypeAlias = Literal["nan", "mean", "zero", "fill"]
 #: Variants of the operation, and the layout of operands in which it is decided.
 VARIANTS = ("causal", "full")
 LAYOUT = "BHSD"
+LIBRARY_LAYOUTS = ("BSHD", "NHD")
 #: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.sdpa"
 #: Sizes that a measurement must have exactly, and those that it may differ in within a bucket (a product is one size).

@@ -1,0 +1,201 @@
+"""Activations of an MLP: ``activation(gate + gate_bias) * (up + up_bias)``, or without ``up`` the activation alone.
+
+Canonical layout, in which every kernel takes and returns it:
+
+    gate       [N, F], what the activation is of
+    up         [N, F], what it is multiplied by, where ``is_gated``
+    gate_bias  [F]
+    up_bias    [F]
+    result     [N, F] in ``attrs.out_dtype``
+
+With a ``limit`` the gate is at most that, and ``up`` within plus or minus that, both after their biases. ``up_offset`` is
+added to ``up`` at last. The products before and after it are not part of the op. Operands may be halves of one tensor:
+rows need not be contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from lz_compile.passes.axes import Size
+
+#: Every activation by name, as a function of one tensor.
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "relu_squared": lambda x: torch.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "mish": F.mish,
+}
+
+VARIANTS = ("gated", "plain")
+LAYOUT = "ND"
+EXACT_DIMS = ("intermediate_size",)
+TIMELESS_FEATURES: frozenset[str] = frozenset({"limit", "up_offset", *ACTIVATIONS})
+BUCKETED_DIMS = (("num_rows",),)
+
+
+@dataclass(frozen=True)
+class MlpAttrs:
+    """The attributes of one activation.
+
+    ``compute_dtype`` is the widest dtype in which the source computes anything before the result; a kernel may round less
+    than that, never more. ``is_packed`` says that gate and up are parts of one tensor, ``gate`` first
+    unless ``is_up_first``, alternating where ``is_interleaved``: their strides tell the rest.
+    """
+
+    activation: str = "silu"
+    is_gated: bool = True
+    has_gate_bias: bool = False
+    has_up_bias: bool = False
+    limit: float | None = None
+    up_offset: float = 0.0
+    is_packed: bool = False
+    is_up_first: bool = False
+    is_interleaved: bool = False
+    compute_dtype: torch.dtype = torch.float32
+    out_dtype: torch.dtype = torch.float32
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether anything is added to the gate or to what it is multiplied by."""
+        return self.has_gate_bias or self.has_up_bias
+
+    @property
+    def variant(self) -> str:
+        """``gated`` or ``plain``."""
+        return "gated" if self.is_gated else "plain"
+
+    def deterministic(self) -> MlpAttrs:
+        """The same: nothing is random."""
+        return self
+
+    def assuming_finite(self) -> MlpAttrs:
+        """The same: NaN stays NaN in every kernel."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class MlpFacts:
+    """Sizes, dtype (of the gate) and device of one activation, for kernel selection."""
+
+    num_rows: Size
+    intermediate_size: Size
+    dtype: torch.dtype
+    device: str
+    needs_grad: bool = False
+
+
+def reference(
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    *,
+    attrs: MlpAttrs,
+) -> torch.Tensor:
+    """The definition of the op, in float32 or the wider dtype of its gate (float64 is the ground truth of every test).
+
+    Shapes:
+        as in the module's legend.
+    """
+    wide = torch.promote_types(torch.promote_types(gate.dtype, attrs.compute_dtype), torch.float32)
+    return compute(gate, up, gate_bias, up_bias, attrs, wide).to(attrs.out_dtype)
+
+
+def compute(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    attrs: MlpAttrs,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The op with every step in ``dtype``."""
+    given = (gate, up, gate_bias, up_bias)
+    gate, up, gate_bias, up_bias = (x if x is None or x.dtype == dtype else x.to(dtype) for x in given)  # type: ignore[assignment]
+    gate = gate if gate_bias is None else gate + gate_bias
+    gate = gate if attrs.limit is None else gate.clamp(max=attrs.limit)
+    result = ACTIVATIONS[attrs.activation](gate)
+    if up is None:
+        return result
+    up = up if up_bias is None else up + up_bias
+    up = up if attrs.limit is None else up.clamp(min=-attrs.limit, max=attrs.limit)
+    return result * (up + attrs.up_offset if attrs.up_offset else up)
+
+
+def features(attrs: MlpAttrs, facts: MlpFacts) -> dict[str, str]:
+    """What a kernel must support for this activation: feature name (``supports`` in descriptors) and what asks for it."""
+    is_wider = attrs.out_dtype.itemsize > facts.dtype.itemsize
+    needed = {
+        attrs.activation: f"the activation {attrs.activation}",
+        "plain": not attrs.is_gated and "no second factor",
+        "bias": attrs.has_bias and "a bias",
+        "limit": attrs.limit is not None and f"operands limited to {attrs.limit or 0:g}",
+        "up_offset": attrs.up_offset != 0 and f"{attrs.up_offset:g} added to the second factor",
+        "wide_result": is_wider and f"a {attrs.out_dtype} result of a {facts.dtype} gate",
+        "training": facts.needs_grad and "gradients",
+    }
+    return {name: text for name, text in needed.items() if isinstance(text, str)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a model's source would spell it."""
+
+    inputs: tuple[torch.Tensor, ...]
+    attrs: MlpAttrs
+    facts: MlpFacts
+
+    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The problem with a kernel over the canonical operands."""
+
+        def run(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+            operands = {"gate": gate} if up is None else {"gate": gate, "up": up}
+            return call(**operands, attrs=self.attrs)
+
+        return run
+
+    def as_written(self) -> Callable[..., torch.Tensor]:
+        """The problem as models spell it."""
+
+        def run(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+            result = ACTIVATIONS[self.attrs.activation](gate)
+            return result if up is None else result * up
+
+        return run
+
+
+def sample(
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    variant: str = "gated",
+    is_training: bool = False,
+) -> Sample:
+    """A problem of given sizes (by the names that descriptors use) with random inputs."""
+    rows, width = sizes["num_rows"], sizes["intermediate_size"]
+    is_gated = variant == "gated"
+    given = tuple(
+        torch.randn(rows, width, device=device, dtype=torch.float32).to(dtype).requires_grad_(is_training)
+        for _ in range(1 + is_gated)
+    )
+    activation = "silu" if is_gated else "gelu"
+    attrs = MlpAttrs(activation=activation, is_gated=is_gated, compute_dtype=dtype, out_dtype=dtype)
+    return Sample(given, attrs, MlpFacts(rows, width, dtype, device.type, is_training))

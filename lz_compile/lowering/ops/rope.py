@@ -1,0 +1,180 @@
+"""Rotary position embedding: every pair of features is turned by an angle of its position.
+
+Canonical layout, in which every kernel takes and returns it:
+
+    input   [B, H, S, D]
+    cos     [B | 1, 1, S | 1, W], ``W`` is the rotary width R, or R / 2 where both features of a pair share an entry
+    sin     as ``cos``
+    result  [B, H, S, D] in ``attrs.out_dtype``
+
+The features from ``rotary_start`` to ``rotary_start + rotary_dim`` are turned, the others are kept. Pair ``i`` has the
+features ``2 i`` and ``2 i + 1`` of these where ``is_interleaved``, ``i`` and ``i + R / 2`` otherwise. With ``(a, b)`` the
+pair, and ``c`` and ``s`` what the tables hold at the feature that is computed,
+
+    a' = a * c - b * s        b' = b * c + a * s
+
+Nothing asks of the tables that they are a cosine and a sine.
+
+**Source** Su et al., RoFormer, equation 34.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from lz_compile.passes.axes import Size
+
+LAYOUT = "BHSD"
+EXACT_DIMS = ("head_dim", "rotary_dim")
+TIMELESS_FEATURES: frozenset[str] = frozenset({"table_gradients"})
+BUCKETED_DIMS = (("batch_size", "num_heads", "seq_len"),)
+
+
+@dataclass(frozen=True)
+class RopeAttrs:
+    """The attributes of one rotary embedding.
+
+    ``has_half_tables`` says that the tables have one entry for each pair. ``compute_dtype`` is the widest in which the
+    source multiplies; a kernel may round less, never more.
+    """
+
+    is_interleaved: bool = False
+    rotary_dim: int = 0
+    rotary_start: int = 0
+    has_half_tables: bool = False
+    compute_dtype: torch.dtype = torch.float32
+    out_dtype: torch.dtype = torch.float32
+
+    @property
+    def variant(self) -> str:
+        """``interleaved`` or ``half``."""
+        return "interleaved" if self.is_interleaved else "half"
+
+    def deterministic(self) -> RopeAttrs:
+        """The same: nothing is random."""
+        return self
+
+    def assuming_finite(self) -> RopeAttrs:
+        """The same: NaN stays NaN in every kernel."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class RopeFacts:
+    """Sizes, dtypes (of the input and of the tables) and device of one rotary embedding, for kernel selection."""
+
+    batch: Size
+    heads: Size
+    seq_len: Size
+    head_dim: Size
+    rotary_dim: Size
+    dtype: torch.dtype
+    device: str
+    table_dtype: torch.dtype = torch.float32
+    needs_grad: bool = False
+    tables_need_grad: bool = False
+
+
+def reference(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, attrs: RopeAttrs) -> torch.Tensor:
+    """The definition of the op, in float32 or the widest dtype of its operands (float64 is the ground truth of every test).
+
+    Shapes:
+        as in the module's legend.
+    """
+    wide = torch.promote_types(attrs.compute_dtype, torch.float32)
+    for each in (input, cos, sin):
+        wide = torch.promote_types(wide, each.dtype)
+    width, start = attrs.rotary_dim, attrs.rotary_start
+    before, turned, after = input.split((start, width, input.shape[-1] - start - width), -1)
+    cos, sin = (each.to(wide) for each in (cos, sin))
+    if attrs.has_half_tables:
+        cos, sin = (joined(each, each, attrs.is_interleaved) for each in (cos, sin))
+    first, second = pairs(turned.to(wide), attrs.is_interleaved)
+    turned = turned * cos + joined(-second, first, attrs.is_interleaved) * sin
+    return torch.cat((before.to(attrs.out_dtype), turned.to(attrs.out_dtype), after.to(attrs.out_dtype)), -1)
+
+
+def pairs(features: torch.Tensor, is_interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the second of every pair: [..., R] to twice [..., R / 2]."""
+    if is_interleaved:
+        return features[..., ::2], features[..., 1::2]
+    first, second = features.chunk(2, -1)
+    return first, second
+
+
+def joined(first: torch.Tensor, second: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
+    """The inverse of :func:`pairs`."""
+    return torch.stack((first, second), -1).flatten(-2) if is_interleaved else torch.cat((first, second), -1)
+
+
+def features(attrs: RopeAttrs, facts: RopeFacts) -> dict[str, str]:
+    """What a kernel must support for this embedding: feature name (``supports`` in descriptors) and what asks for it."""
+    is_partial = attrs.rotary_dim != facts.head_dim
+    is_wider = attrs.out_dtype.itemsize > facts.dtype.itemsize
+    needed = {
+        "interleaved": attrs.is_interleaved and "pairs of neighbouring features",
+        "half_tables": attrs.has_half_tables and "tables with one entry for each pair",
+        "partial": is_partial and f"{attrs.rotary_dim} of {facts.head_dim} features",
+        "rotary_start": attrs.rotary_start > 0 and f"{attrs.rotary_start} features before those that are turned",
+        "mixed_dtypes": facts.table_dtype != facts.dtype and f"{facts.table_dtype} tables for a {facts.dtype} input",
+        "wide_result": is_wider and f"a {attrs.out_dtype} result of a {facts.dtype} input",
+        "training": facts.needs_grad and "gradients",
+        "table_gradients": facts.tables_need_grad and "gradients of the tables",
+    }
+    return {name: text for name, text in needed.items() if isinstance(text, str)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a model's source would spell it."""
+
+    inputs: tuple[torch.Tensor, ...]
+    attrs: RopeAttrs
+    facts: RopeFacts
+
+    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The problem with a kernel over the canonical operands."""
+
+        def run(given: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            return call(input=given, cos=cos, sin=sin, attrs=self.attrs)
+
+        return run
+
+    def as_written(self) -> Callable[..., torch.Tensor]:
+        """The problem as models spell it."""
+
+        def run(given: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            turned, kept = given[..., : self.attrs.rotary_dim], given[..., self.attrs.rotary_dim :]
+            first, second = pairs(turned, self.attrs.is_interleaved)
+            turned = turned * cos + joined(-second, first, self.attrs.is_interleaved) * sin
+            return torch.cat((turned, kept), -1) if kept.shape[-1] else turned
+
+        return run
+
+
+def sample(
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_training: bool = False,
+) -> Sample:
+    """A problem of given sizes (by the names that descriptors use) with a random input; the first features are turned."""
+    batch, heads, length, width = (sizes[name] for name in ("batch_size", "num_heads", "seq_len", "head_dim"))
+    turned = sizes.get("rotary_dim", width)
+    given = torch.randn(batch, heads, length, width, device=device, dtype=torch.float32).to(dtype)
+    angles = torch.arange(length, device=device)[:, None] * 1e4 ** -torch.linspace(0, 1, turned // 2, device=device)
+    angles = torch.cat((angles, angles), -1)[None, None]
+    attrs = RopeAttrs(rotary_dim=turned, compute_dtype=dtype, out_dtype=dtype)
+    facts = RopeFacts(batch, heads, length, width, turned, dtype, device.type, dtype, is_training)
+    return Sample((given.requires_grad_(is_training), angles.cos().to(dtype), angles.sin().to(dtype)), attrs, facts)

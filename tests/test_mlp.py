@@ -1,0 +1,360 @@
+"""Gated MLPs and activations of projections: every spelling is read, and the rewrite is right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import Tensor, nn
+
+from lz_compile.lowering.kernels import torch_mlp
+from lz_compile.lowering.ops import mlp as op
+from lz_compile.passes.activations import AT_LEAST, name_activation
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.patterns.mlp import recognise
+from lz_compile.runtime.registry import kernels
+from tests import zoo
+from tests.backends import Rewriting, rewritten
+from tests.mlp_spellings import ACTIVATIONS, GATES, SPLITS, TOLERANCES, Spelling, allows, spellings
+
+LOCK = {"mlp": "torch.mlp"}
+X = sympy.Symbol("x", real=True)
+
+many = settings(
+    max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+)
+
+
+def _run(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Any, Rewriting]:
+    torch._dynamo.reset()
+    backend = Rewriting(lock=LOCK)
+    return torch.compile(function, backend=backend, fullgraph=True, **options)(*inputs), backend
+
+
+def _check(spelling: Spelling) -> None:
+    inputs = spelling.inputs(0)
+    with torch.no_grad():
+        result, backend = _run(spelling.build(), *inputs)
+    assert [match.op for match in backend.report.matches] == ["mlp"], f"{spelling}\n{backend.why_not()}"
+    (found,) = backend.report.matches
+    assert found.rewritten, f"{spelling}\n{backend.why_not()}"
+    wanted = spelling.attributes()
+    assert {name: found.attributes[name] for name in wanted} == wanted
+    slack = TOLERANCES[spelling.dtype]
+    torch.testing.assert_close(result.double(), spelling.reference(*inputs), rtol=slack, atol=slack)
+
+
+# ---- activations by what they compute -----------------------------------------------------------------------------------
+
+
+def test_an_expression_of_one_symbol_is_named_by_its_values() -> None:
+    sigmoid = 1 / (1 + sympy.exp(-X))
+    assert name_activation(X * sigmoid, X) == "silu"
+    assert name_activation(X - X / (1 + sympy.exp(X)), X) == "silu"
+    assert name_activation(X * (1 + sympy.erf(X / sympy.sqrt(2))) / 2, X) == "gelu"
+    assert name_activation(X / (1 + sympy.exp(-1.702 * X)), X) == "quick_gelu"
+    assert name_activation(AT_LEAST(X, 0) ** 2, X) == "relu_squared"
+    assert name_activation((X + sympy.Abs(X)) / 2, X) == "relu"
+    assert name_activation(2 / (1 + sympy.exp(-2 * X)) - 1, X) == "tanh"
+
+
+def test_other_expressions_have_no_name() -> None:
+    other = sympy.Symbol("y", real=True)
+    assert name_activation(X / (1 + sympy.exp(-1.7 * X)), X) is None
+    assert name_activation(X * other, X) is None
+    assert name_activation(sympy.Function("unknown")(X), X) is None
+    assert name_activation(AT_LEAST(X, sympy.Rational(1, 100)), X) is None
+    assert name_activation(2 * AT_LEAST(X, 0), X) is None
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_names_of_spellings_are_those_of_the_op(activation: str) -> None:
+    x = torch.linspace(-5, 5, 101, dtype=torch.float64)
+    torch.testing.assert_close(op.ACTIVATIONS[activation](x), ACTIVATIONS[activation]["functional"](x))
+
+
+# ---- spellings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_spelling_of_an_activation_is_recognised(activation: str) -> None:
+    for name in ACTIVATIONS[activation]:
+        _check(Spelling(activation=activation, spelled=name))
+        if activation not in GATES:
+            _check(Spelling(activation=activation, spelled=name, is_gated=False, bias="gate"))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_way_to_split_one_projection_is_recognised(split: str) -> None:
+    if split == "glu":
+        return _check(Spelling(activation="sigmoid", projection="glu"))
+    for is_up_first in (False, True):
+        spelling = Spelling(projection=split, is_up_first=is_up_first, bias="first")
+        _check(spelling)
+        _, backend = _run(spelling.build(), *spelling.inputs(0))
+        attributes = backend.report.matches[0].attributes
+        assert (attributes["is_packed"], attributes["is_up_first"]) == (True, is_up_first)
+        assert attributes["is_interleaved"] == (split == "interleaved")
+    return None
+
+
+@settings(many, max_examples=30)
+@given(spelling=spellings())
+def test_any_spelling_is_recognised_and_right(spelling: Spelling) -> None:
+    assert allows(spelling)
+    _check(spelling)
+
+
+@pytest.mark.slow
+@many
+@given(spelling=spellings())
+def test_many_spellings_are_recognised_and_right(spelling: Spelling) -> None:
+    _check(spelling)
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+def test_gradients_are_those_of_the_source(activation: str, is_gated: bool) -> None:
+    spelling = Spelling(activation=activation, is_gated=is_gated, bias="gate")
+    inputs = [each.requires_grad_() for each in spelling.inputs(0)]
+    used = inputs if is_gated else [*inputs[:2], inputs[3]]
+    wanted = torch.autograd.grad(spelling.build()(*inputs).square().sum(), used, allow_unused=True)
+    result, backend = _run(spelling.build(), *inputs)
+    assert backend.report.matches[0].rewritten, backend.why_not()
+    for mine, theirs in zip(torch.autograd.grad(result.square().sum(), used, allow_unused=True), wanted, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_may_be_symbolic() -> None:
+    spelling = Spelling(projection="chunk")
+    x, *weights = spelling.inputs(0)
+    result = rewritten(spelling.build(), x, *weights, dynamic=True, lock=LOCK)
+    torch.testing.assert_close(result.double(), spelling.reference(x, *weights), rtol=1e-4, atol=1e-4)
+
+
+def test_equal_layers_are_read_once() -> None:
+    spelling = Spelling()
+    x, *weights = spelling.inputs(0)
+    back = torch.randn(20, 24) * 0.2
+
+    def layers(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + spelling.build()(x, *weights) @ back
+        return x
+
+    result, backend = _run(layers, x)
+    assert [match.rewritten for match in backend.report.matches] == [True] * 3, backend.why_not()
+    torch.testing.assert_close(result, layers(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_projection_may_be_overwritten_by_its_activation() -> None:
+    x, gate, up = _projections()
+    packed = torch.randn(40, 24)
+
+    def halves(x: Tensor) -> Tensor:
+        first, second = F.linear(x, packed).chunk(2, -1)
+        return F.silu(first, inplace=True).mul_(second)
+
+    for block in (halves, lambda x: F.relu_(gate(x)), lambda x: F.silu(gate(x), inplace=True) * up(x)):
+        torch.testing.assert_close(rewritten(block, x, lock=LOCK), block(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_projection_that_is_overwritten_and_read_again_is_kept() -> None:
+    x, gate, up = _projections()
+
+    def block(x: Tensor) -> tuple[Tensor, Tensor]:
+        row = gate(x)
+        return F.silu(row, inplace=True) * up(x), row.sum()
+
+    result, backend = _run(block, x)
+    assert not backend.report.matches
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["INTERIOR_USED"]
+    for mine, theirs in zip(result, block(x), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_halves_along_another_dimension_are_a_gated_linear_unit() -> None:
+    x, weight = torch.randn(3, 24, 11), torch.randn(40, 24, 1) * 0.2
+
+    def block(x: Tensor) -> Tensor:
+        return F.glu(F.conv1d(x, weight), dim=1)
+
+    torch.testing.assert_close(rewritten(block, x, lock=LOCK), block(x), rtol=1e-5, atol=1e-5)
+
+
+def test_experts_with_a_bias_of_their_own_are_recognised() -> None:
+    x, weight, bias = torch.randn(3, 7, 24), torch.randn(3, 24, 40) * 0.2, torch.randn(3, 40)
+
+    def experts(x: Tensor) -> Tensor:
+        both = torch.bmm(x, weight) + bias[:, None, :]
+        gate, up = both[..., ::2].clamp(max=1.25), both[..., 1::2].clamp(-1.25, 1.25)
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+    result, backend = _run(experts, x)
+    (found,) = backend.report.matches
+    assert found.rewritten, backend.why_not()
+    assert (found.attributes["activation"], found.attributes["limit"], found.attributes["up_offset"]) == ("quick_gelu", 1.25, 1.0)  # fmt: skip
+    torch.testing.assert_close(result, experts(x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_source_may_round_once_and_the_kernel_does_as_well() -> None:
+    spelling = Spelling(activation="sigmoid", projection="glu", dtype=torch.bfloat16)
+    _, backend = _run(spelling.build(), *spelling.inputs(0))
+    assert backend.report.matches[0].attributes["compute_dtype"] == "torch.float32"
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def _projections() -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    x, *weights = torch.randn(5, 7, 24), torch.randn(20, 24), torch.randn(20, 24)
+    return x, lambda x: F.linear(x, weights[0]), lambda x: F.linear(x, weights[1])
+
+
+def test_an_unknown_activation_between_two_projections_is_a_near_miss() -> None:
+    x, gate, up = _projections()
+    _, backend = _run(lambda x: F.leaky_relu(gate(x)) * up(x), x)
+    assert not backend.report.matches
+    (miss,) = backend.report.near_misses
+    assert str(miss.reason) == "[NO_MLP] the activation is none that is known"
+
+
+def test_an_activation_that_is_used_twice_is_a_near_miss() -> None:
+    x, gate, up = _projections()
+
+    def plain(x: Tensor) -> tuple[Tensor, Tensor]:
+        row = gate(x)
+        sigmoid = torch.sigmoid(row)
+        return row * sigmoid, sigmoid
+
+    def gated(x: Tensor) -> tuple[Tensor, Tensor]:
+        row = gate(x)
+        sigmoid = torch.sigmoid(row)
+        return row * sigmoid * up(x), sigmoid
+
+    _, backend = _run(gated, x)
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["INTERIOR_USED"]
+    assert not backend.report.matches
+    _, backend = _run(plain, x)
+    assert not backend.report.matches
+    assert not backend.report.near_misses
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda x, gate, up: torch.sigmoid(gate(x)),
+        lambda x, gate, up: torch.sigmoid(gate(x)[..., :1]) * up(x),
+        lambda x, gate, up: torch.sigmoid(gate(x)) * torch.tanh(up(x)),
+        lambda x, gate, up: gate(x) * up(x),
+        lambda x, gate, up: F.silu(x),
+        lambda x, gate, up: F.softmax(gate(x), -1) * up(x),
+        lambda x, gate, up: F.silu(gate(x)) * F.normalize(up(x), dim=-1),
+        lambda x, gate, up: torch.tanh(gate(x) @ up(x).mT / 30) * 30,
+    ],
+    ids=[
+        "router",
+        "one_number",
+        "two_activations",
+        "bilinear",
+        "no_projection",
+        "softmax",
+        "gate_of_a_norm",
+        "soft_cap",
+    ],
+)
+def test_what_is_no_mlp_is_left_alone(block: Callable[..., Tensor]) -> None:
+    x, gate, up = _projections()
+    _, backend = _run(lambda x: block(x, gate, up), x)
+    assert not [match for match in backend.report.matches if match.op == "mlp"]
+    assert not [miss for miss in backend.report.near_misses if miss.op == "mlp"], backend.why_not()
+
+
+def test_what_a_kernel_emitted_is_not_read_again() -> None:
+    spelling = Spelling(spelled="sigmoid")
+    _, backend = _run(spelling.build(), *spelling.inputs(0))
+    graph = backend.graphs[0].graph
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    assert list(recognise(graph, Effects(graph))) == []
+
+
+# ---- op and kernel ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", op.VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_kernel_agrees_with_the_reference(variant: str, dtype: torch.dtype) -> None:
+    sizes = {"num_rows": 5, "intermediate_size": 12}
+    sample = op.sample(sizes, dtype, torch.device("cpu"), variant=variant)
+    operands = dict(zip(("gate", "up"), sample.inputs, strict=False))
+    for attrs in (
+        sample.attrs,
+        replace(sample.attrs, limit=0.5, up_offset=1.0, activation="quick_gelu"),
+        replace(sample.attrs, out_dtype=torch.float64),
+    ):
+        exact = op.reference(**{name: each.double() for name, each in operands.items()}, attrs=replace(attrs, out_dtype=torch.float64))  # fmt: skip
+        slack = TOLERANCES[dtype]
+        result = torch_mlp.mlp(**operands, attrs=attrs)
+        assert result.dtype == attrs.out_dtype
+        torch.testing.assert_close(result.double(), exact, rtol=slack, atol=slack)
+    slack = TOLERANCES[dtype]
+    torch.testing.assert_close(sample.with_kernel(torch_mlp.mlp)(*sample.inputs), sample.as_written()(*sample.inputs), rtol=slack, atol=slack)  # fmt: skip
+
+
+def test_features_say_what_a_kernel_must_support() -> None:
+    attrs = op.MlpAttrs("gelu", has_gate_bias=True, limit=7.0, up_offset=1.0, out_dtype=torch.float32)
+    facts = op.MlpFacts(8, 64, torch.bfloat16, "cpu", needs_grad=True)
+    needed = op.features(attrs, facts)
+    assert needed.keys() == {"gelu", "bias", "limit", "up_offset", "wide_result", "training"}
+    assert op.features(op.MlpAttrs(is_gated=False), replace(facts, dtype=torch.float32, needs_grad=False)).keys() == {
+        "silu",
+        "plain",
+    }
+    assert set(needed) <= {*op.features(attrs, facts), *op.ACTIVATIONS}
+    assert "torch.mlp" in kernels("mlp")
+    assert attrs.to_dict()["limit"] == 7.0
+    assert math.isclose(attrs.up_offset, 1.0)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+#: Families with gated MLPs, and how many of them one forward pass runs.
+GATED = {"llama": 2, "phi3": 2, "mixtral": 2, "gpt_oss": 2, "modernbert": 2, "umt5": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATED)
+def test_every_gated_mlp_of_a_model_is_rewritten(name: str) -> None:
+    model, inputs = zoo.family(name).build("eager")
+    torch._dynamo.reset()
+    backend = Rewriting(lock=LOCK)
+    with torch.no_grad():
+        wanted = zoo.tensors(model(**inputs))
+        result = zoo.tensors(torch.compile(model, backend=backend)(**inputs))
+    found = [match for match in backend.report.matches if match.op == "mlp" and match.attributes["is_gated"]]
+    assert len(found) == GATED[name], backend.why_not()
+    assert all(match.rewritten for match in found), backend.why_not()
+    for mine, theirs in zip(result, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_in_training_is_rewritten_with_its_gradients() -> None:
+    gate, up, down = (nn.Linear(*sizes, bias=False) for sizes in ((24, 20), (24, 20), (20, 24)))
+    x = torch.randn(5, 7, 24)
+
+    def block(x: Tensor) -> Tensor:
+        return down(F.dropout(F.silu(gate(x)) * up(x), 0.1, training=True))
+
+    result, backend = _run(block, x)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    result.sum().backward()
+    assert gate.weight.grad is not None
+    assert up.weight.grad is not None

@@ -1,0 +1,223 @@
+"""This package's Triton kernels: that they give the references' results (in the interpreter), and compile for GPUs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lz_compile.lowering.kernels import triton_mlp, triton_norm, triton_rope
+from lz_compile.lowering.ops import mlp, norm, rope
+from lz_compile.runtime import events, health
+from lz_compile.runtime.registry import kernels
+
+TESTS = Path(__file__).parent
+KERNELS = {"norm": "lz.triton_norm", "rope": "lz.triton_rope", "mlp": "lz.triton_mlp"}
+for_every_op = pytest.mark.parametrize("op", KERNELS)
+
+
+def interpreted(selection: str) -> None:
+    """Run tests of ``interpreted_triton.py`` where Triton is imported with its interpreter on."""
+    pytest.importorskip("triton", reason="needs Triton, whose interpreter runs its kernels on a CPU")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [str(TESTS / "interpreted_triton.py"), "-k", selection, "-W", "ignore::RuntimeWarning"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+_ELSEWHERE = "rope or turned or tables or positions or activat or infinite or factors or operator or cuda_graph"
+
+
+def test_embeddings_and_activations_are_the_references_in_the_interpreter():
+    interpreted(_ELSEWHERE + " and not compiled")
+
+
+@pytest.mark.slow
+def test_operators_run_inside_compiled_code_in_the_interpreter():
+    interpreted("compiled")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["longer", "not longer"])
+def test_norms_are_the_references_in_the_interpreter(part):
+    interpreted(f"not ({_ELSEWHERE} or compiled) and {part}")
+
+
+# ---- for GPUs --------------------------------------------------------------------------------------------------------
+
+_SIZES = {
+    "_forward": "rows hidden given_stride other_stride",
+    "_backward": "rows hidden gradient_stride given_stride total_stride",
+    "_turn": (
+        "query_rows key_rows query_heads key_heads length dim start query_b query_h query_s query_d query_result_b "
+        "query_result_h query_result_s query_result_d key_b key_h key_s key_d key_result_b key_result_h key_result_s "
+        "key_result_d table_b table_s table_w"
+    ),
+}
+
+
+def _ones(kernel: str) -> dict[str, int]:
+    """Every size and stride of a kernel, as one."""
+    return dict.fromkeys(_SIZES[kernel].split(), 1)
+
+
+_FORM = {"IS_CENTRED": True, "EPS": 1e-6, "EPS_AT": "inside", "OFFSET": 1.0}
+_WEIGHTS = {"HAS_WEIGHT": True, "HAS_BIAS": True}
+_TILE = {"HAS_FEW_ROWS": False, "ROWS": 4, "BLOCK": 1024}
+_TURN = {"ROTARY": 64, "IS_INTERLEAVED": True, "HAS_HALF_TABLES": False, "IS_BACK": True, "IS_PARTIAL": True}
+_ACTIVATION = {"ACTIVATION": "gelu_tanh", "IS_GATED": True, "BLOCK": 1024}
+#: Kernel: its module, the types of its arguments (``x`` a tensor, ``w`` one of sums, ``i`` a size), and its constants.
+_COMPILED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "_forward": ("norm", "xxxxxxiiii", {**_FORM, **_WEIGHTS, **_TILE, "HAS_OTHER": True}),
+    "_forward_long": ("norm", "xxxxxxiii", {**_FORM, **_WEIGHTS, "EPS_AT": "floor", "HAS_OTHER": True, "BLOCK": 4096}),
+    "_backward": ("norm", "xxxxxwiiiii", {**_FORM, **_WEIGHTS, **_TILE, "EPS_AT": "outside", "HAS_TOTAL": True}),
+    "_backward_long": ("norm", "xxxxxwiiii", {**_FORM, "HAS_TOTAL": True, "HAS_WEIGHT": True, "BLOCK": 4096}),
+    "_weights_long": ("norm", "xxwwiiii", {**_WEIGHTS, "ROWS": 16, "BLOCK": 128}),
+    "_column_sums": ("norm", "wxii", {"ROWS": 64, "BLOCK": 32}),
+    "_turn": ("rope", "x" * 6 + "i" * 26, {**_TURN, "ROWS": 16, "PAIRS": 32, "BLOCK": 128}),
+    # Triton makes a constant of every size and stride that is one.
+    "ones._forward": (
+        "norm",
+        "xxxxxx",
+        {**_FORM, **_WEIGHTS, **_TILE, "HAS_OTHER": True, "BLOCK": 1, **_ones("_forward")},
+    ),
+    "ones._backward": ("norm", "xxxxxw", {**_FORM, **_WEIGHTS, **_TILE, "HAS_TOTAL": True, **_ones("_backward")}),
+    "ones._turn": ("rope", "x" * 6, {**_TURN, "ROWS": 16, "PAIRS": 32, "BLOCK": 128, **_ones("_turn")}),
+    "mlp._forward": ("mlp", "xxxiiii", _ACTIVATION),
+    "mlp._backward": ("mlp", "xxxxxiiiii", _ACTIVATION),
+}
+
+
+@pytest.fixture
+def _compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    triton = pytest.importorskip("triton", reason="needs Triton, which compiles for a GPU without one")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("needs Triton without its interpreter: unset TRITON_INTERPRET")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+@pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])
+@pytest.mark.parametrize("name", _COMPILED)
+def test_a_kernel_compiles_for_a_gpu(name, backend, arch, warp, dtype):
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, types, constants = _COMPILED[name]
+    kernel = getattr(importlib.import_module(f"lz_compile.lowering.triton.{module}"), name.rpartition(".")[2])
+    constants = {**constants, "WIDE": tl.float64 if dtype == "fp64" else tl.float32}
+    kinds = {"x": f"*{dtype}", "w": "*fp64" if dtype == "fp64" else "*fp32", "i": "i32"}
+    given = iter(types)
+    signature = {each: "constexpr" if each in constants else kinds[next(given)] for each in kernel.arg_names}
+    assert next(given, None) is None, "every type is an argument's"
+    values = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+    compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget(backend, arch, warp))
+    assert compiled.asm["cubin" if backend == "cuda" else "hsaco"]
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize(("block", "rows"), [(64, {16, 32, 64, 128}), (4096, {1, 2}), (16384, {1})])
+def test_tiles_are_timed_once_each(block, rows):
+    from lz_compile.lowering.triton import norm
+    from lz_compile.lowering.triton.launch import WARPS
+
+    tuner = norm._forward_tiled._tuned
+    found = [(each.kwargs["ROWS"], each.num_warps) for each in tuner.early_config_prune(tuner.configs, {}, BLOCK=block)]
+    assert sorted(found) == sorted((each, warps) for each in rows for warps in WARPS)
+    assert set(tuner.keys) == {"BLOCK", "HAS_FEW_ROWS"}
+
+
+# ---- what is said of them, and what happens elsewhere ----------------------------------------------------------------
+
+
+def test_importing_the_adapters_imports_no_triton():
+    modules = [f"lz_compile.lowering.kernels.triton_{op}" for op in KERNELS]
+    program = (
+        f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nprint('triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@for_every_op
+def test_a_prior_that_nobody_measured_decides_nothing_and_says_so(op):
+    spec = kernels(op)[KERNELS[op]]
+    assert spec.platforms == {"cuda", "rocm"}
+    assert "a guess that was never measured" in spec.prior_source
+    assert all(row.relative_latency > 0.9 for row in spec.prior), "priors have a noise of a tenth"
+
+
+@pytest.fixture
+def _restored() -> Iterator[None]:
+    yield
+    for kernel_id in list(health.retirements()):
+        health.restore(kernel_id)
+
+
+def _without_a_driver(op: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel gives on a CPU, where it cannot be launched, and the reference."""
+    if op == "norm":
+        attrs = norm.NormAttrs(True, 1e-5, has_weight=True, has_bias=True)
+        given = (torch.randn(3, 8), torch.randn(8), torch.randn(8))
+        return triton_norm.norm(*given, attrs=attrs), norm.reference(*given, attrs=attrs)
+    if op == "rope":
+        form = rope.RopeAttrs(True, 6, 1)
+        tables = (torch.randn(2, 5, 3, 8).transpose(1, 2), torch.randn(1, 1, 5, 6), torch.randn(1, 1, 5, 6))
+        return triton_rope.rope(*tables, attrs=form), rope.reference(*tables, attrs=form)
+    gate, up = torch.randn(3, 8), torch.randn(3, 8)
+    return triton_mlp.mlp(gate, up, attrs=mlp.MlpAttrs()), mlp.reference(gate, up, attrs=mlp.MlpAttrs())
+
+
+@pytest.mark.usefixtures("_restored")
+@for_every_op
+def test_a_kernel_that_cannot_be_launched_is_completed_by_pytorch_and_retired(op):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("needs Triton without its interpreter: unset TRITON_INTERPRET")
+    with events.collect() as happened:
+        found, expected = _without_a_driver(op)
+    torch.testing.assert_close(found, expected)
+    assert health.retired(KERNELS[op])
+    assert "KERNEL_FAILED" in {event.code for event in happened}
+
+
+def test_an_activation_with_a_bias_or_a_limit_is_our_own_bug():
+    gate = torch.randn(3, 8)
+    with pytest.raises(AssertionError, match="is given a bias"):
+        triton_mlp.mlp(gate, gate, torch.randn(8), attrs=mlp.MlpAttrs(has_gate_bias=True))
+    with pytest.raises(AssertionError, match="is asked for a limit"):
+        triton_mlp.mlp(gate, gate, attrs=mlp.MlpAttrs(limit=7.0))
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that Triton compiles for")
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("hidden", [1, 3, 64, 1000, 4096, 4097, 16384, 65536])
+@pytest.mark.parametrize("is_centred", [False, True])
+def test_a_norm_and_its_gradients_are_the_references_on_a_gpu(is_centred, hidden):
+    dtype = torch.float32 if hidden == 1 else torch.bfloat16
+    attrs = norm.NormAttrs(is_centred, 1e-6, has_weight=True, out_dtype=dtype)
+    exact = norm.NormAttrs(is_centred, 1e-6, has_weight=True, out_dtype=torch.float64)
+    given = [torch.randn(300, hidden, device="cuda", dtype=dtype), torch.randn(hidden, device="cuda", dtype=dtype)]
+    gradient = torch.randn(300, hidden, device="cuda", dtype=dtype)
+    leaves, wide = ([x.to(kind).requires_grad_() for x in given] for kind in (dtype, torch.float64))
+    out, expected = triton_norm.norm(*leaves, attrs=attrs), norm.reference(*wide, attrs=exact)
+    assert not health.retirements()
+    found = [out, *torch.autograd.grad(out, leaves, gradient)]
+    wanted = [expected, *torch.autograd.grad(expected, wide, gradient.double())]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=2e-2 * max(1.0, other.abs().max().item()), rtol=0)
