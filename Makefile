@@ -37,6 +37,7 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.attention_memory
 	$(PY) -m benchmarks.packed
 	$(PY) -m benchmarks.coverage
+	$(PY) -m benchmarks.norm
 	$(PY) -m benchmarks.models
 	$(PY) -m benchmarks.compile_time
 	$(PY) -m benchmarks.selection

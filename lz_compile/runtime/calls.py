@@ -23,8 +23,11 @@ DISPATCH = "lz.dispatch"
 
 
 def eager_kernel(op: str) -> str:
-    """What an eager call of an op runs where nothing is better, and falls back to: PyTorch's own function."""
-    return str(ops.module(op).EAGER_KERNEL)
+    """What an eager call of an op runs where nothing is better, and falls back to: PyTorch's own function.
+
+    Of an op whose module names none, there are no eager calls.
+    """
+    return str(getattr(ops.module(op), "EAGER_KERNEL", "none"))
 
 
 def needs_compile(spec: KernelSpec) -> Iterator[Reason]:
