@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes import contraction, layout
-from lz_compile.passes.algebra import Leaf, Region, is_constant, is_pointwise, tidy
+from lz_compile.passes.algebra import Leaf, Region, is_cast, is_constant, is_pointwise, tidy
 from lz_compile.passes.axes import Axis, Dims, atoms, axes_of, product, regroup, shape_of
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import RefusedError
@@ -75,7 +75,9 @@ class Moments:
     def _is_whole(self, leaf: Leaf) -> bool:
         """Whether a leaf is a call that normalises the source by itself."""
         call = self.region.effects.calls.get(leaf.node)
-        return call is not None and call.name in CALLS and call.input is self.source
+        if call is None or call.name not in CALLS:
+            return False
+        return call.input is self.source or behind_casts(self.effects, call.input) is self.source
 
     def _normal(self, expression: sympy.Expr) -> sympy.Expr:
         """The expression with every statistic of the source in moments, and half powers as such."""
@@ -191,6 +193,18 @@ class Moments:
         return tidy(sum((c * _BY_DEGREE[power[0]] for power, c in polynomial.terms()), start=sympy.S.Zero))
 
 
+def behind_casts(effects: Effects, node: fx.Node) -> fx.Node:
+    """The tensor of which ``node`` is a wider copy."""
+    while True:
+        call, tensor = effects.calls.get(node), tensor_of(node)
+        source = tensor_of(call.input) if call is not None else None
+        if call is None or source is None or tensor is None or not is_cast(call) or not source.is_floating_point():
+            return node
+        if source.dtype.itemsize >= tensor.dtype.itemsize:  # it rounds the row, or is the last step of another op
+            return node
+        node = call.input
+
+
 def _aligned(own: tuple[Axis, ...], other: tuple[Axis, ...]) -> Iterator[tuple[Axis, Axis]]:
     """The axes of one dimension, read in two places, in pairs; what is cut in one place is cut in the other."""
     mine, theirs = atoms(own), atoms(other)
@@ -252,12 +266,17 @@ class Edge:
             return True
         known = self._encloses.get(node)
         if known is None:
-            operands = [operand for operand in node.all_input_nodes if tensor_of(operand) is not None]
+            operands = [operand for operand in self._data(node) if tensor_of(operand) is not None]
             known = self._encloses[node] = (depth > 0 and self.depends(node)) and all(
                 self.encloses(operand, depth - 1) or (not self.depends(operand) and self.is_weight(operand))
                 for operand in operands
             )
         return known
+
+    def _data(self, node: fx.Node) -> list[fx.Node]:
+        """The operands of which values are read, not just a shape or a dtype."""
+        call = self.effects.calls.get(node)
+        return [call.input] if call is not None and (is_cast(call) or layout.rearranges(call)) else node.all_input_nodes
 
     def is_weight(self, node: fx.Node, depth: int = _DEPTH) -> bool:
         """Whether a value is given, or a pointwise function of what is."""
@@ -265,7 +284,7 @@ class Edge:
         if call is None:
             return True
         is_read = depth > 0 and (is_pointwise(call) or is_constant(call) or layout.rearranges(call))
-        return is_read and all(self.is_weight(operand, depth - 1) for operand in node.all_input_nodes)
+        return is_read and all(self.is_weight(operand, depth - 1) for operand in self._data(node))
 
 
 Reduction: TypeAlias = Callable[[Moments, Call, Dims], sympy.Expr]

@@ -139,7 +139,7 @@ class NormEmitter:
         needs_grad = grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors)
         source_dtype = tensor_of(self.source.node).dtype  # type: ignore[union-attr]
         eps = math.sqrt(self.attrs.eps) if self.attrs.eps_at == "inside" else self.attrs.eps
-        tiny = torch.finfo(source_dtype).tiny ** 0.5
+        tiny = max(torch.finfo(source_dtype).tiny, torch.finfo(self.attrs.compute_dtype).tiny ** 0.5)
         return Match(
             op=op,
             attributes=self.attrs,

@@ -12,7 +12,7 @@ from lz_compile.passes import layout
 from lz_compile.passes.algebra import is_cast, is_pointwise
 from lz_compile.passes.core import is_dead
 from lz_compile.passes.effects import Effects
-from lz_compile.passes.moments import CALLS, FUNCTIONS, STATISTICS
+from lz_compile.passes.moments import CALLS, FUNCTIONS, STATISTICS, behind_casts
 from lz_compile.passes.view import Call, tensor_of
 
 #: How many operations may lie between a row and its statistic, how many results of a statistic are looked at, and how
@@ -55,7 +55,7 @@ def _sources(effects: Effects, anchor: fx.Node) -> Iterator[fx.Node]:
     for depth in range(_BEFORE):
         following: list[fx.Node] = []
         for node in level:
-            inner = effects.calls.get(_behind_casts(effects, node))
+            inner = effects.calls.get(behind_casts(effects, node))
             if inner is not None and (is_pointwise(inner) or layout.rearranges(inner) or inner.name in FUNCTIONS):
                 operands = [each for each in inner.node.all_input_nodes if tensor_of(each) is not None]
                 following += operands
@@ -64,7 +64,7 @@ def _sources(effects: Effects, anchor: fx.Node) -> Iterator[fx.Node]:
             is_square = depth == 0 and call.name in ("mean", "sum")  # a mean of the row itself is no second moment
             found = [] if call.name in CALLS else [_averaged(effects, each) for each in operands]
             for each in (*found, None if is_square else node):
-                source = None if each is None else _behind_casts(effects, each)
+                source = None if each is None else behind_casts(effects, each)
                 if source is not None and source not in seen and _is_floating(source):
                     seen.add(source)
                     yield source
@@ -82,18 +82,6 @@ def _averaged(effects: Effects, node: fx.Node) -> fx.Node | None:
     while call is not None and (is_cast(call) or layout.rearranges(call) or call.name == "getitem"):
         call = effects.calls.get(call.input)
     return call.input if call is not None and call.name in ("mean", "sum", "var_mean", "std_mean") else None
-
-
-def _behind_casts(effects: Effects, node: fx.Node) -> fx.Node:
-    """The tensor of which ``node`` is another precision."""
-    while True:
-        call, tensor = effects.calls.get(node), tensor_of(node)
-        source = tensor_of(call.input) if call is not None else None
-        if call is None or source is None or tensor is None or not is_cast(call) or not source.is_floating_point():
-            return node
-        if source.dtype.itemsize > tensor.dtype.itemsize:  # a narrowing cast rounds the row itself
-            return node
-        node = call.input
 
 
 def results_of(effects: Effects, anchor: fx.Node) -> list[fx.Node]:

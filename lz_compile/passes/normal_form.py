@@ -82,7 +82,10 @@ def _plain(expression: sympy.Expr, square: sympy.Expr) -> sympy.Expr:
 
 
 def _whole(expression: sympy.Expr) -> sympy.Expr:
-    """The expression with floats that are whole numbers, but for rounding, as these."""
+    """The expression with its factor as one number, and floats that are whole but for rounding as whole numbers."""
+    factor, rest = expression.as_independent(*expression.free_symbols, as_Add=False)
+    if factor.has(sympy.Float):
+        expression = sympy.Float(float(factor)) * rest
     near = {
         x: sympy.Integer(round(x)) for x in expression.atoms(sympy.Float) if round(x) and abs(x - round(x)) < _ROUNDING
     }
@@ -140,7 +143,7 @@ def _floored(parts: tuple[sympy.Expr, float] | None, floor: float, power: float)
 
 
 def _affine(expression: sympy.Expr) -> tuple[sympy.Expr, float] | None:
-    """``(coefficient, constant)`` of an expression that is affine in the variance, the first positive, the second a number."""
+    """``(coefficient, constant)`` of an expression that is affine in the variance; positive, and a number."""
     expression = sympy.expand(expression)
     coefficient = sympy.diff(expression, _VARIANCE)
     constant = sympy.expand(expression - coefficient * _VARIANCE)
