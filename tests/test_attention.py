@@ -627,7 +627,11 @@ def test_a_query_of_nan_gives_nan_in_its_row_only(keys: int, dtype: torch.dtype)
     q, k, v = (heads(2, 4, n, 16, dtype=dtype) for n in (19, keys, keys))
     q[0, 0, 3] = math.nan
     for kernel in ("torch.sdpa", "lz.blocked"):  # the first cannot where there are fewer keys than a register holds
-        got = rewritten(attention, q, k, v, lock={"attention": kernel})
+        torch._dynamo.reset()
+        backend = Rewriting(lock={"attention": kernel})
+        got = torch.compile(attention, backend=backend, fullgraph=True)(q, k, v)
+        (match,) = backend.report.matches
+        assert match.rewritten or (kernel, keys < 16) == ("torch.sdpa", True), backend.why_not()
         torch.testing.assert_close(got, attention(q, k, v), equal_nan=True, rtol=2e-2, atol=2e-2)
 
 

@@ -28,6 +28,13 @@ SOURCE_LIST = "flash_attn, flashinfer, inductor, lz, torch, xformers"
 H200 = SimpleNamespace(platform="cuda", device_name="NVIDIA H200", sm_version=90, generation="hopper")
 CPU = SimpleNamespace(platform="cpu", device_name="AMD EPYC", sm_version=None, generation=None)
 
+#: Every operation, as messages list them.
+OPERATIONS = (
+    "attention, attention.causal, attention.full, mlp, mlp.gated, mlp.plain, norm, norm.layer, norm.rms, rope".split(
+        ", "
+    )
+)
+
 
 REAL_KERNELS = registry.kernels
 
@@ -215,7 +222,8 @@ def test_an_anchor_can_be_used_again(tmp_path):
 TOP = ", ".join(field.name for field in msgspec.structs.fields(config.Keys))
 CONDITIONS = (
     "operation, dtype, platform, generation, device_name, sm, seq_len, "
-    "batch_size, num_heads, num_kv_heads, seq_len_q, seq_len_k, head_dim, value_dim"
+    "batch_size, num_heads, num_kv_heads, seq_len_q, seq_len_k, head_dim, value_dim, "
+    "num_rows, intermediate_size, hidden_size, seq_len, rotary_dim"
 )
 COMPARISONS = "a number, a comparison such as '>=90' or '<128', or a range such as '512..2048'"
 
@@ -312,7 +320,7 @@ WRONG = {
     "a lock of an unknown operation": (
         "locks: {atention: torch.sdpa}",
         "line 1: locks.atention: no operation 'atention' (did you mean 'attention'?); "
-        "valid are attention, attention.causal, attention.full",
+        f"valid are {', '.join(OPERATIONS)}",
     ),
     "a rule with an unknown condition": (
         "rules:\n- match: {head_dims: 64}\n  prefer: lz",
@@ -345,7 +353,7 @@ WRONG = {
     "a rule for an unknown operation": (
         "rules: [{match: {operation: atention}, prefer: lz}]",
         "line 1: rules[0].match.operation: no operation 'atention' (did you mean 'attention'?); "
-        "valid are attention, attention.causal, attention.full",
+        f"valid are {', '.join(OPERATIONS)}",
     ),
     "a rule for an unknown platform": (
         "rules: [{match: {platform: cdua}, prefer: lz}]",
