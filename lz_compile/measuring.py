@@ -61,6 +61,14 @@ def _can_run(spec: KernelSpec, context: SelectionContext) -> bool:
     return spec.kernel_id != DISPATCH and health.retired(spec.kernel_id) is None and not spec.check(context)
 
 
+def may_differ(context: SelectionContext) -> bool:
+    """Whether a kernel can be expected to differ from Inductor's own code: not where all are the same code to Inductor."""
+    sizes = context.hints()
+    others = [spec for spec in runnable(context) if spec.kernel_id != INDUCTOR]
+    priors = [row.relative_latency for spec in others for row in spec.prior if row.fits(context, sizes)]
+    return any(spec.is_opaque for spec in others) or any(ratio != 1.0 for ratio in priors)
+
+
 def is_measured(
     context: SelectionContext,
     specs: Iterable[KernelSpec],

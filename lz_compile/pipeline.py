@@ -198,7 +198,8 @@ def _tune(matches: list[Match], effects: Effects, known: _Known, options: Option
     for match in {id(match.kind): match.kind for match in matches}.values():
         try:
             problem = known.problem(match)
-            if loaded_tables.covers(problem.context, problem.source_kernel, known.tables):
+            is_decided = loaded_tables.covers(problem.context, problem.source_kernel, known.tables)
+            if is_decided or not tuning.may_differ(problem.context):
                 continue
             known.problems[known.key(match)] = tuning.tune_match(match, effects, problem, known.policy, deadline)
         except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever

@@ -17,7 +17,7 @@ import torch
 
 from lz_compile.errors import UnknownOperationError, nearest
 from lz_compile.lowering import inductor, ops
-from lz_compile.measuring import Measured, device_of, is_measured, measure_forms, runnable, undisturbed
+from lz_compile.measuring import Measured, device_of, is_measured, may_differ, measure_forms, runnable, undisturbed
 from lz_compile.passes.surroundings import Binding, Excerpt, excerpt, symbols
 from lz_compile.passes.view import value_of
 from lz_compile.runtime import context as contexts
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lz_compile.passes.effects import Effects
     from lz_compile.passes.match import Match
     from lz_compile.runtime.verdict import Policy
+
+__all__ = ["MASKS", "MAX_ELEMENTS", "TuneReport", "may_differ", "tune", "tune_match"]
 
 Sizes = Mapping[str, int]
 MASKS = ("none", "bool", "float")

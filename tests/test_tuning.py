@@ -21,8 +21,10 @@ import lz_compile as lz
 from lz_compile import measuring, tuning
 from lz_compile.backend import layerzero
 from lz_compile.errors import UnknownOperationError
+from lz_compile.lowering import ops
 from lz_compile.lowering.kernels import blocked, torch_sdpa
 from lz_compile.measuring import is_measured, runnable
+from lz_compile.runtime import context as contexts
 from lz_compile.runtime import events, health, policy, registry
 from lz_compile.runtime.measure import Timing
 from lz_compile.runtime.perf_record import PerfRecord
@@ -680,3 +682,10 @@ def test_twelve_layers_select_quickly_from_a_filled_database():
     assert len(report.matches) == 12
     print(f"selecting for 12 layers from {len(filled)} measurements: {graph.seconds['select'] * 1e3:.1f} ms")
     assert graph.seconds["select"] < 1.0
+
+
+@pytest.mark.parametrize(("op", "differs"), [("attention", True), ("norm", False), ("rope", False), ("mlp", False)])
+def test_what_is_the_same_code_to_inductor_is_not_measured(op: str, differs: bool) -> None:
+    sizes = dict.fromkeys(contexts.dim_names(op), 64)
+    sample = ops.module(op).sample(sizes, torch.float32, torch.device("cpu"))
+    assert measuring.may_differ(contexts.of_facts(op, sample.attrs, sample.facts)) is differs

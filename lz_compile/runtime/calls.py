@@ -34,7 +34,7 @@ def needs_compile(spec: KernelSpec) -> Iterator[Reason]:
     """Why an eager call cannot run a kernel."""
     if spec.kernel_id == DISPATCH:
         yield Reason("NEEDS_COMPILE", f"{DISPATCH} is how a compiled graph comes to this very selection")
-    elif not spec.is_opaque:
+    elif not spec.is_opaque and spec.kernel_id != eager_kernel(spec.operation.partition(".")[0]):
         yield Reason(
             "NEEDS_COMPILE", f"{spec.kernel_id} is code for a compiler to fuse, an eager call runs single kernels"
         )
