@@ -132,7 +132,10 @@ def test_names_in_the_schema_are_those_that_torch_and_the_hardware_map_have():
         (descriptor(kernel(dtypes=["float61"])), "Invalid enum value 'float61'"),
         (descriptor(kernel(dtypes=[])), "length >= 1"),
         (descriptor(kernel(platforms=["tpu"])), "Invalid enum value 'tpu'"),
-        (descriptor(kernel(requires_layouts=["SBHD"])), r"no layout 'SBHD' \(did you mean 'BSHD'\?\); valid are BHSD, BSHD, NHD"),
+        (
+            descriptor(kernel(requires_layouts=["SBHD"])),
+            r"no layout 'SBHD' \(did you mean 'BSHD'\?\); valid are BHSD, BSHD, NHD",
+        ),
         (descriptor(kernel(dtypes=["*", "float32"])), r"new.kernel: '\*' in dtypes stands for everything"),
         (descriptor(kernel(supports=["*", "gqa"])), r"'\*' in supports stands for everything"),
         (descriptor(kernel(priority=101)), "<= 100"),

@@ -223,7 +223,7 @@ TOP = ", ".join(field.name for field in msgspec.structs.fields(config.Keys))
 CONDITIONS = (
     "operation, dtype, platform, generation, device_name, sm, seq_len, "
     "batch_size, num_heads, num_kv_heads, seq_len_q, seq_len_k, head_dim, value_dim, "
-    "num_rows, intermediate_size, hidden_size, seq_len, rotary_dim"
+    "num_rows, intermediate_size, hidden_size, rotary_dim"
 )
 COMPARISONS = "a number, a comparison such as '>=90' or '<128', or a range such as '512..2048'"
 

@@ -161,7 +161,7 @@ def other() -> Iterator[list[Tensor]]:
         return norm_op.reference(input, weight, bias, attrs=attrs)
 
     given = registry.kernels("norm")["torch.norm"]
-    registry.register(replace(given, kernel_id="test.norm", implementation=call, prior=()))
+    registry.register(replace(given, kernel_id="test.norm", implementation=call, prior=(), is_opaque=True))
     policy.prefer("test.norm")
     yield seen
     registry.unregister_kernel("test.norm")

@@ -270,6 +270,24 @@ def test_features_in_three_groups_are_three() -> None:
     assert [match.rewritten for match in ropes(backend)] == [True] * 3
 
 
+@pytest.mark.parametrize("width", [16, 24])
+def test_tables_that_repeat_along_the_pairs_are_read(width: int) -> None:
+    """As V-JEPA 2 has them: neighbours are turned, by tables that are doubled as for halves."""
+
+    def doubled(x: Tensor, angles: Tensor) -> Tensor:
+        turned, kept = x[..., :16], x[..., 16:]
+        cos, sin = (each.repeat(1, 2) for each in (angles.cos(), angles.sin()))
+        first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = turned * cos + torch.stack((-second, first), -1).flatten(-2) * sin
+        return torch.cat((turned, kept), -1)
+
+    inputs = torch.randn(2, 4, 7, width), torch.randn(7, 8)
+    got, backend = compiled(doubled, *inputs)
+    torch.testing.assert_close(got, doubled(*inputs))
+    assert only(backend).rewritten
+    assert only(backend).attributes["rotary_dim"] == 16
+
+
 def test_empty_rests_do_not_matter() -> None:
     def whole(x: Tensor, angles: Tensor) -> Tensor:
         return torch.cat((_llama(x[..., :16], angles), x[..., 16:]), -1)
@@ -324,6 +342,30 @@ def test_an_attention_behind_it_is_found_as_well() -> None:
         ("rope", True),
         ("rope", True),
     ]
+
+
+def test_a_norm_before_it_keeps_its_kernel() -> None:
+    def normalised(x: Tensor, angles: Tensor) -> Tensor:
+        wide = x.float()
+        x = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return _llama(x.transpose(1, 2).float(), angles).to(x.dtype)
+
+    inputs = torch.randn(2, 7, 4, 16).to(torch.bfloat16), torch.randn(7, 8)
+    torch._dynamo.reset()
+    backend = Rewriting(lock={**LOCK, "norm": "torch.norm"})
+    got = torch.compile(normalised, backend=backend, fullgraph=True)(*inputs)
+    torch.testing.assert_close(got, normalised(*inputs), rtol=2e-2, atol=2e-2)
+    assert [(match.op, match.rewritten) for match in backend.report.matches] == [("norm", True), ("rope", True)]
+
+
+def test_the_narrower_of_two_precisions_is_read() -> None:
+    def upcast(x: Tensor, angles: Tensor) -> Tensor:
+        return _llama(x.float().transpose(1, 2), angles).to(x.dtype)
+
+    graph = capture(upcast, torch.randn(2, 7, 4, 16).to(torch.bfloat16), torch.randn(7, 8)).graph
+    (match,) = [found for found in recognise(graph, Effects(graph)) if isinstance(found, Match)]
+    assert match.facts.dtype == torch.bfloat16
+    assert match.operands["input"].op == "placeholder"
 
 
 # ---- rounding --------------------------------------------------------------------------------------------------------
@@ -480,7 +522,7 @@ def test_features_say_what_a_kernel_must_support() -> None:
 
 @pytest.mark.parametrize("rotary_dim", [16, 8])
 def test_samples_are_recognised_as_what_they_are(rotary_dim: int) -> None:
-    sizes = {"batch_size": 2, "num_heads": 3, "seq_len": 7, "head_dim": 16, "rotary_dim": rotary_dim}
+    sizes = {"batch_size": 2, "num_heads": 3, "seq_len_q": 7, "head_dim": 16, "rotary_dim": rotary_dim}
     sample = op.sample(sizes, torch.float32, torch.device("cpu"))
     got, backend = compiled(sample.as_written(), *sample.inputs)
     torch.testing.assert_close(got, sample.with_kernel(op.reference)(*sample.inputs))

@@ -65,11 +65,21 @@ def affine(dim: Iterable[Axis]) -> tuple[int, Terms]:
             offset += axis.value * stride
         elif isinstance(axis, Window):
             offset += axis.offset * stride
-            terms += [(inner, step * stride) for inner, step in axis.terms]
+            terms += [(each, step * stride) for term in axis.terms for each, step in _uncut(*term)]
         else:
             terms.append((axis, stride))
         stride *= axis.size
     return offset, _sorted(terms)
+
+
+def _uncut(axis: Axis, stride: int) -> Terms:
+    """The term of an axis in its parts, where a reshape has cut it since."""
+    found: list[tuple[Axis, int]] = []
+    for part in reversed(atoms((axis,))):
+        assert isinstance(part.size, int), "extents of places are known"
+        found.append((part, stride))
+        stride *= part.size
+    return tuple(found)
 
 
 def _sorted(terms: Iterable[tuple[Axis, int]]) -> Terms:

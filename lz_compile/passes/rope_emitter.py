@@ -181,7 +181,7 @@ class RopeEmitter:
         return RopeFacts(
             batch=product(axis.size for axis in self.batch),
             heads=product(axis.size for axis in self.heads),
-            seq_len=product(axis.size for axis in self.positions),
+            query_len=product(axis.size for axis in self.positions),
             head_dim=product(axis.size for axis in atoms(rotation.features)),
             rotary_dim=self.attrs.rotary_dim,
             dtype=source.dtype,

@@ -18,7 +18,7 @@ from lz_compile.passes.algebra import Leaf, is_cast
 from lz_compile.passes.axes import Axis, Dims, LayoutError, Shape, atoms, axes_of, fresh, shape_of
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.parts import FUNCTIONS, Edge, Parts
-from lz_compile.passes.places import Fixed, Still, affine, has_still, paired, placed
+from lz_compile.passes.places import Fixed, Still, affine, canonical, has_still, paired, placed
 from lz_compile.passes.view import tensor_of
 
 
@@ -131,8 +131,8 @@ def _try(region: Parts, source: fx.Node, output: fx.Node, cut: _Cut) -> Rotation
         features = (cut.pairs, cut.pair) if cut.is_interleaved else (cut.pair, cut.pairs)
         output_dims: Dims = cut.whole
     else:
-        places = [half[-1] for half in cut.halves]
-        is_same = [region.leaves[symbol].dims[-1] for symbol in (a, b)] == places
+        places = tuple(half[-1] for half in cut.halves)
+        is_same = canonical(tuple(region.leaves[symbol].dims[-1] for symbol in (a, b))) == canonical(places)
         if not is_same or any(has_still(dim) for dim in dims[:-1]) or set(axes_of(dims[:-1])) != set(rows):
             return None
         if not all(_is_kept(region, source, output, (*cut.rows, place)) for place in cut.kept_places):
@@ -197,10 +197,10 @@ def _table(region: Parts, first: sympy.Expr, second: sympy.Expr, pair: Axis) -> 
 
 
 def _spans(table: Table, cut: _Cut) -> bool:
-    """Whether a table has an entry for each pair, and no axes that the result lacks."""
+    """Whether a table differs between pairs (it may repeat), and has no axes that the result lacks."""
     axes = {axis for leaf in table.leaves.values() for axis in moving(leaf.dims)}
     own = {*axes_of(cut.rows), *atoms((cut.pairs,)), cut.pair}
-    return set(atoms((cut.pairs,))) <= axes <= own
+    return not axes.isdisjoint(atoms((cut.pairs,))) and axes <= own
 
 
 def moving(dims: Dims) -> set[Axis]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LAYOUT = "BHSD"
 EXACT_DIMS = ("head_dim", "rotary_dim")
 TIMELESS_FEATURES: frozenset[str] = frozenset({"table_gradients"})
-BUCKETED_DIMS = (("batch_size", "num_heads", "seq_len"),)
+BUCKETED_DIMS = (("batch_size", "num_heads", "seq_len_q"),)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class RopeFacts:
 
     batch: Size
     heads: Size
-    seq_len: Size
+    query_len: Size
     head_dim: Size
     rotary_dim: Size
     dtype: torch.dtype
@@ -170,7 +170,7 @@ def sample(
     is_training: bool = False,
 ) -> Sample:
     """A problem of given sizes (by the names that descriptors use) with a random input; the first features are turned."""
-    batch, heads, length, width = (sizes[name] for name in ("batch_size", "num_heads", "seq_len", "head_dim"))
+    batch, heads, length, width = (sizes[name] for name in ("batch_size", "num_heads", "seq_len_q", "head_dim"))
     turned = sizes.get("rotary_dim", width)
     given = torch.randn(batch, heads, length, width, device=device, dtype=torch.float32).to(dtype)
     angles = torch.arange(length, device=device)[:, None] * 1e4 ** -torch.linspace(0, 1, turned // 2, device=device)

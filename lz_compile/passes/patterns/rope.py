@@ -13,12 +13,13 @@ from dataclasses import replace
 from torch import fx
 
 from lz_compile.passes import layout
-from lz_compile.passes.algebra import is_cast
+from lz_compile.passes.algebra import is_cast, is_pointwise
 from lz_compile.passes.axes import LayoutError, product, shape_of
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.core import Core, find_core
 from lz_compile.passes.effects import Effects, MutatedError, grad_enabled
 from lz_compile.passes.match import Match, NearMiss, RefusedError
+from lz_compile.passes.moments import CALLS, STATISTICS
 from lz_compile.passes.parts import SPLITS, is_read
 from lz_compile.passes.rope_emitter import RopeEmitter, check
 from lz_compile.passes.rotations import Rotation, read
@@ -162,6 +163,17 @@ def _is_split(effects: Effects, node: fx.Node) -> bool:
     return call is not None and call.name in SPLITS
 
 
+def _is_normalised(effects: Effects, node: fx.Node, depth: int = 8) -> bool:
+    """Whether a tensor is a normalised one: its wider copy belongs to the norm, whose kernel writes it directly."""
+    call = effects.calls[node]
+    if call is None or depth == 0:
+        return False
+    if call.name in CALLS or call.name in STATISTICS:
+        return True
+    is_passed = is_pointwise(call) or layout.rearranges(call)
+    return is_passed and any(_is_normalised(effects, operand, depth - 1) for operand in node.all_input_nodes)
+
+
 def _narrower(effects: Effects, node: fx.Node) -> fx.Node:
     """The tensor of fewer bytes that ``node`` is another precision and layout of, ``node`` itself where there is none."""
     found, inner = node, node
@@ -176,4 +188,6 @@ def _narrower(effects: Effects, node: fx.Node) -> fx.Node:
             return found
         inner = call.input
         if source.dtype.itemsize < tensor.dtype.itemsize:
+            if _is_normalised(effects, inner):
+                return found
             found = inner
