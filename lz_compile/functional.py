@@ -111,9 +111,11 @@ def rope(
     """
     length = input.shape[-1]
     turned = length if rotary_dim is None else rotary_dim
-    if turned > length or turned % 2 or cos.shape != sin.shape or cos.shape[-1] not in (turned, turned // 2):
+    fits = cos.shape == sin.shape and cos.dim() > 0 and cos.shape[-1] in (turned, turned // 2)
+    if turned > length or turned % 2 or not fits or not _broadcasts(cos.shape[:-1], input.shape[:-1]):
         raise ValueError(
-            f"lz.rope: expected cos and sin of equal shape that end in {turned} (or {turned // 2}, one for each pair), "
+            f"lz.rope: expected cos and sin of equal shape that end in {turned} (or {turned // 2}, one for each pair) and "
+            f"broadcast to {tuple(input.shape)}, "
             f"received {tuple(cos.shape)} and {tuple(sin.shape)} for an input of {length} features. Pass rotary_dim where "
             "not all of them are turned"
         )
@@ -154,7 +156,8 @@ def alibi(slopes: torch.Tensor, queries: int, keys: int | None = None) -> torch.
         )
     rows = torch.arange(keys - queries, keys, device=slopes.device)
     columns = torch.arange(keys, device=slopes.device)
-    return slopes[:, None, None] * (columns[None, :] - rows[:, None]).to(slopes.dtype)
+    wide = torch.promote_types(slopes.dtype, torch.float32)  # half precision holds no long distance
+    return (slopes[:, None, None].to(wide) * (columns[None, :] - rows[:, None]).to(wide)).to(slopes.dtype)
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -204,14 +207,17 @@ def mlp_fused(
     Raises:
         ValueError: there is no such activation, or a bias without its weight.
     """
-    function = ACTIVATIONS.get(activation)
-    if function is None:
-        valid = ", ".join(ACTIVATIONS)
-        raise ValueError(
-            f"lz.mlp_fused: no activation '{activation}'{nearest(activation, [*ACTIVATIONS])}; valid are {valid}"
-        )
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        hint = nearest(activation, [*ACTIVATIONS]) if isinstance(activation, str) else ""
+        raise ValueError(f"lz.mlp_fused: no activation '{activation}'{hint}; valid are {', '.join(ACTIVATIONS)}")
+    function = ACTIVATIONS[activation]
     if up_weight is None and up_bias is not None:
         raise ValueError("lz.mlp_fused: received up_bias without up_weight")
+    if up_weight is not None and up_weight.shape != gate_weight.shape:
+        raise ValueError(
+            f"lz.mlp_fused: expected gate and up weights of equal shape, received {tuple(gate_weight.shape)} and "
+            f"{tuple(up_weight.shape)}"
+        )
     hidden = function(F.linear(input, gate_weight, gate_bias))
     if up_weight is not None:
         hidden = hidden * F.linear(input, up_weight, up_bias)
@@ -231,7 +237,7 @@ def _norm(
     is_centred: bool,
 ) -> torch.Tensor:
     own = partial(_own_norm, shape=shape, eps=eps, is_centred=is_centred)
-    if _is_traced(input) or 0 in input.shape or not eager.has_choice("norm", input.device.type):
+    if _is_traced(input, weight, bias) or 0 in input.shape or not eager.has_choice("norm", input.device.type):
         return own(input, weight, bias)
     hidden = math.prod(shape)
     given = [each for each in (input, weight, bias) if each is not None]
@@ -290,10 +296,17 @@ def _through(
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
-def _is_traced(input: torch.Tensor) -> bool:
-    """Whether a compiler looks on, or the tensor is of a kind that only PyTorch's own functions know."""
-    is_plain = type(input) in _PLAIN and forward_ad._current_level < 0
-    return torch.compiler.is_dynamo_compiling() or not is_plain
+def _is_traced(*given: torch.Tensor | None) -> bool:
+    """Whether a compiler or a transform looks on, or a tensor is of a kind that only PyTorch's own functions know."""
+    is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    is_plain = all(type(each) in _PLAIN for each in given if each is not None)
+    return torch.compiler.is_dynamo_compiling() or is_transformed or not is_plain
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether a shape can be broadcast to another one."""
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(own in (1, other) for own, other in pairs)
 
 
 def _guarded(kernel_id: str, run: Callable[..., Any], own: Callable[..., Any], *operands: Any) -> torch.Tensor:

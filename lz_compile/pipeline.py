@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ from lz_compile.runtime.select import Decision, Problem, select
 from lz_compile.runtime.store import Store
 from lz_compile.runtime.verdict import Policy
 
+#: Of Python calls, while a graph is read.
+_RECURSION = 50_000
 #: Reasons that do not say why a match is left to Inductor.
 _BESIDE = ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE", "NOT_FUSED")
 
@@ -216,7 +219,7 @@ def _inline(graph: fx.Graph, options: Options, report: GraphReport) -> bool:
 
 def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> tuple[Effects | None, list[Match]]:
     matches: list[Match] = []
-    with _timed(report, "recognise"):
+    with _timed(report, "recognise"), _deep_recursion():
         try:
             effects = Effects(graph)
         except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
@@ -232,6 +235,17 @@ def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> tuple[
             except Exception as error:  # noqa: BLE001 as above
                 _fail("RECOGNISER_FAILED", f"recognising {op}", error, options)
     return effects, sorted(matches, key=lambda match: effects.position[match.output])
+
+
+@contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """Readers follow a graph recursively, which may be longer than Python's stack usually gets."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, _RECURSION))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def _decide(match: Match, entry: MatchReport, known: _Known, report: GraphReport) -> Decision:

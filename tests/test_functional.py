@@ -133,6 +133,12 @@ def test_half_precision_rounds_once(weight_dtype: torch.dtype) -> None:
     assert ((got.double() - want).abs() <= want.abs() * 2**-8 * 1.01).all()
 
 
+def test_alibi_in_half_precision_holds_long_distances() -> None:
+    bias = lz.alibi(torch.tensor([2.0**-8], dtype=torch.float16), 1, 70000)
+    assert bias[0, 0, 0] == -273.5  # of 69,999 / 256
+    assert bias.isfinite().all()
+
+
 def test_what_does_not_fit_is_refused() -> None:
     x = draw(ROWS, HIDDEN)
     with pytest.raises(ValueError, match=r"lz.rms_norm: expected weight of shape \(12,\), received \(5,\)"):
@@ -147,6 +153,12 @@ def test_what_does_not_fit_is_refused() -> None:
         lz.alibi(draw(4), 5, 3)
     with pytest.raises(ValueError, match=r"lz.mlp_fused: no activation 'gelo' \(did you mean 'gelu'\?\)"):
         lz.mlp_fused(x, draw(9, HIDDEN), None, draw(HIDDEN, 9), activation="gelo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"lz.rope: expected .* broadcast to \(5, 12\)"):
+        lz.rope(x, draw(7, 6), draw(7, 6))
+    with pytest.raises(ValueError, match="no activation 'None'; valid are silu"):
+        lz.mlp_fused(x, draw(9, HIDDEN), None, draw(HIDDEN, 9), activation=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"gate and up weights of equal shape, received \(9, 12\) and \(1, 12\)"):
+        lz.mlp_fused(x, draw(9, HIDDEN), draw(1, HIDDEN), draw(HIDDEN, 9))
     with pytest.raises(ValueError, match="received up_bias without up_weight"):
         lz.mlp_fused(x, draw(9, HIDDEN), None, draw(HIDDEN, 9), up_bias=draw(9))
 
@@ -175,6 +187,13 @@ def test_an_eager_norm_runs_the_kernel_that_policy_asks_for(other: list[Tensor])
     with lz.lock("norm", "torch.norm"):
         lz.rms_norm(x, weight)
     assert len(other) == 1
+
+
+def test_under_a_transform_pytorchs_own_function_runs(other: list[Tensor]) -> None:
+    x = draw(3, ROWS, HIDDEN, grad=False)
+    torch.testing.assert_close(torch.func.vmap(lz.rms_norm)(x), rms(x, None, 1e-6))
+    assert torch.func.grad(lambda x: lz.rms_norm(x).sum())(x).shape == x.shape
+    assert not other
 
 
 def test_a_kernel_that_fails_is_retired_and_the_call_completed(other: list[Tensor], monkeypatch: Any) -> None:

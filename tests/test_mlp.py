@@ -357,3 +357,47 @@ def test_a_module_in_training_is_rewritten_with_its_gradients() -> None:
     result.sum().backward()
     assert gate.weight.grad is not None
     assert up.weight.grad is not None
+
+
+CORNERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "clamp": lambda x: x.clamp(min=0),
+    "maximum": lambda x: torch.maximum(x, torch.zeros(())),
+    "where": lambda x: torch.where(x >= 0, x, 0.0),
+    "absolute": lambda x: (x + x.abs()) / 2,
+}
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_at_a_corner_gradients_stay_those_of_the_source(name: str) -> None:
+    """A layer of zeros learns, or does not, as its source has it."""
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        return CORNERS[name](x @ weight)
+
+    x, weight = torch.randn(3, 8), torch.zeros(8, 8, requires_grad=True)
+    backend = Rewriting(lock={"mlp": "torch.mlp"})
+    got = torch.compile(layer, backend=backend, fullgraph=True)(x, weight)
+    ours, theirs = (torch.autograd.grad(each.sum(), weight)[0] for each in (got, layer(x, weight)))
+    torch.testing.assert_close(ours, theirs)
+    (match,) = backend.report.matches
+    assert match.rewritten == (name == "relu")
+
+
+def test_zeros_for_nan_and_limits_far_away_stay() -> None:
+    def without_nan(x: Tensor, weight: Tensor) -> Tensor:
+        scores = x @ weight
+        return torch.where(scores > 0, scores, torch.zeros_like(scores))
+
+    def limited(x: Tensor, weight: Tensor) -> Tensor:
+        return F.relu(x @ weight).clamp(max=1e5)
+
+    x, weight = 1e6 * torch.randn(5, 8), torch.randn(8, 8)
+    poisoned = x.clone()
+    poisoned[0, 0] = torch.nan
+    for function, rows in ((without_nan, poisoned), (limited, x)):
+        torch._dynamo.reset()
+        backend = Rewriting(lock={"mlp": "torch.mlp"})
+        got = torch.compile(function, backend=backend, fullgraph=True)(rows, weight)
+        assert backend.report.matches
+        torch.testing.assert_close(got, function(rows, weight))

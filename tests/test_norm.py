@@ -710,3 +710,39 @@ def test_every_norm_of_a_model_is_found(name: str) -> None:
     assert len(found) == norm_calls(model, inputs), backend.why_not()
     kept = {reason.code for match in found if not match.rewritten for reason in match.reasons}
     assert kept <= {"ALREADY_THIS_KERNEL"}, backend.why_not()
+
+
+@pytest.mark.parametrize("count", [2, 12])
+def test_norms_of_norms_are_read_one_by_one_and_quickly(count: int) -> None:
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(count):
+            x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt()
+        return x
+
+    backend = Rewriting(lock={"norm": "torch.norm"})
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(torch.compile(chain, backend=backend, fullgraph=True)(x), chain(x), rtol=1e-4, atol=1e-4)
+    assert [match.rewritten for match in backend.report.matches] == [True] * count
+
+
+def test_a_variance_and_its_root_together_are_no_norm() -> None:
+    def other(x: Tensor) -> Tensor:
+        variance = x.pow(2).mean(-1, keepdim=True)
+        return x / (variance + variance.sqrt() + 1e-6)
+
+    backend = Rewriting()
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(torch.compile(other, backend=backend, fullgraph=True)(x), other(x))
+    assert not backend.report.matches
+
+
+def test_long_chains_of_operations_do_not_stop_recognition() -> None:
+    def long(x: Tensor, weight: Tensor) -> Tensor:
+        for _ in range(150):
+            x = x * 1.001 + 0.01
+        return F.layer_norm(x @ weight, (8,)) @ weight
+
+    backend = Rewriting()
+    torch.compile(long, backend=backend, fullgraph=True)(torch.randn(5, 8), torch.randn(8, 8))
+    assert [match.op for match in backend.report.matches] == ["norm"]
+    assert not backend.report.events

@@ -66,7 +66,8 @@ class Match:
 
     ``limited`` are the axes (of features) on whose sizes kernels put limits: a proof of such a kernel keeps them. ``fixed``
     are those whose sizes the source may spell out as numbers: every proof keeps them. ``ties`` are axes that are others by
-    another name, and have their size in a proof. ``magnitudes`` are further sizes of operands to try.
+    another name, and have their size in a proof. ``magnitudes`` are further sizes of operands to try, ``points`` numbers at
+    which a function may have a corner, to be tried exactly.
 
     A match that equals an earlier one but for its place has that as its ``prototype``; ``renamed`` gives, for the nodes of
     the prototype, its own, and the emitter speaks of the prototype's.
@@ -96,6 +97,7 @@ class Match:
     fixed: frozenset[Axis] = frozenset()
     ties: Mapping[Axis, Axis] = field(default_factory=dict)
     magnitudes: tuple[float, ...] = ()
+    points: tuple[float, ...] = ()
     implied: Mapping[fx.Node, str] = field(default_factory=dict)
     buffers: tuple[fx.Node, ...] = ()
     masks_mean: str = ""

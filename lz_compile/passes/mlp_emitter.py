@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,17 +10,21 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from lz_compile.lowering.ops.mlp import MlpAttrs, MlpFacts
 from lz_compile.passes import layout
-from lz_compile.passes.algebra import Leaf, is_cast
+from lz_compile.passes.algebra import Leaf, constant_value, is_cast
 from lz_compile.passes.axes import Axis, Dims, as_size, axes_of, product
 from lz_compile.passes.builder import Builder, Groups
 from lz_compile.passes.core import Core
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.gated_form import Form
 from lz_compile.passes.match import Match
-from lz_compile.passes.view import tensor_of, where_of
+from lz_compile.passes.view import read, tensor_of, where_of
+
+#: Numbers beyond this are no bounds that are met.
+_LARGEST = 1e6
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,28 @@ class MlpEmitter:
             ambient=core.ambient,
             where=where_of(self.output),
             masked_rows_count=False,
+            rows=self._rows(),
             magnitudes=() if self.attrs.limit is None else (2 * self.attrs.limit,),
+            points=_corners(core),
         )
+
+    def _rows(self) -> dict[fx.Node, tuple[Axis, ...]]:
+        """The operand, of which a row may be NaN: what the source makes of that is what the kernel must make of it."""
+        leaf = self.leaves["gate"]
+        own = tuple(axis for axis in axes_of(leaf.dims) if axis in set(self.rows))
+        return {leaf.node: own} if own else {}
+
+
+def _corners(core: Core) -> tuple[float, ...]:
+    """Where the source may have corners: at zero, and at the numbers that it spells out and beside them."""
+    numbers = {0.0}
+    for node in core.nodes:
+        calls = [call for call in map(read, node.all_input_nodes) if call is not None]
+        given = [*pytree.tree_leaves((node.args, node.kwargs)), *map(constant_value, calls)]
+        for value in given:
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+                numbers |= {sign * value * beside for sign in (-1.0, 1.0) for beside in (1.0, 0.96875, 1.03125)}
+    return tuple(sorted(number for number in numbers if abs(number) < _LARGEST))
 
 
 def _packing(leaves: Mapping[str, Leaf]) -> dict[str, bool]:

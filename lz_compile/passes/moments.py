@@ -30,6 +30,8 @@ AT_LEAST = sympy.Function("at_least")
 
 _BY_DEGREE = (sympy.S.One, MEAN, MEAN_SQUARE)
 _HALF = sympy.Rational(1, 2)
+#: How deep statistics may depend on statistics: a variance on a mean.
+_NESTED = 2
 #: How many operations may lie between a weight as it is given and its use.
 _DEPTH = 4
 #: How many operations may lie between a row and what is computed from it.
@@ -49,6 +51,7 @@ class Moments:
     dims: Dims = ()
     reduced: tuple[Axis, ...] = ()
     squared: list[fx.Node] = field(default_factory=list)
+    _depth: int = 0
 
     def __post_init__(self) -> None:
         self.edge = Edge(self.effects, self.source)
@@ -121,7 +124,13 @@ class Moments:
         reader = None if call is None else _REDUCTIONS.get(call.name)
         if reader is None or call is None or not self.edge.depends(call.node):
             return None
-        return reader(self, call, leaf.dims)
+        if self._depth == _NESTED:
+            raise RefusedError("NO_NORM", "statistics of what was normalised already", "read each norm by itself")
+        self._depth += 1
+        try:
+            return reader(self, call, leaf.dims)
+        finally:
+            self._depth -= 1
 
     def _of_pair(self, call: Call, leaf: Leaf) -> sympy.Expr | None:
         """``torch.var_mean(x)[0]`` and the like."""

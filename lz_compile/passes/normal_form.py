@@ -12,6 +12,7 @@ from lz_compile.passes.algebra import tidy
 from lz_compile.passes.moments import AT_LEAST, MEAN, MEAN_SQUARE, ROW, halves
 
 _VARIANCE = sympy.Symbol("variance", positive=True)
+_ROOT = sympy.Symbol("root", positive=True)
 _HALF = sympy.Rational(1, 2)
 _RESIDUE, _ROUNDING = 1e-9, 1e-13
 
@@ -116,13 +117,18 @@ def _root(factor: sympy.Expr) -> _Root | None:
         return None
     if base.func == AT_LEAST:
         inner, floor = base.args
-        return _floored(_affine(sympy.expand(inner.xreplace({sympy.sqrt(_VARIANCE): _VARIANCE}))), float(floor), 1.0)
-    root = base.xreplace({sympy.sqrt(_VARIANCE): _VARIANCE}) if not base.has(_VARIANCE**2) else base
-    parts = _affine(root) if base.has(sympy.sqrt(_VARIANCE)) else None
+        return _floored(_affine_in_root(inner), float(floor), 1.0)
+    parts = _affine_in_root(base)
     if parts is None or parts[1] < 0:
         return None
     coefficient, eps = parts
     return _Root(1 / coefficient, _divided(eps, coefficient), "outside" if eps else "inside")
+
+
+def _affine_in_root(expression: sympy.Expr) -> tuple[sympy.Expr, float] | None:
+    """The same of the root of the variance, where the variance stands under roots only."""
+    in_roots = expression.xreplace({sympy.sqrt(_VARIANCE): _ROOT})
+    return None if in_roots.has(_VARIANCE) else _affine(in_roots.xreplace({_ROOT: _VARIANCE}))
 
 
 def _several(factor: sympy.Expr) -> _Root | None:

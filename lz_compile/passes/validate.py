@@ -80,7 +80,8 @@ class Validation:
 class Case:
     """One set of adversarial inputs; scores, and so what rounding does to them, grow with ``magnitude`` squared.
 
-    ``is_poisoned``: a row of the query is NaN, and so are keys that a selecting mask drops.
+    ``is_poisoned``: a row of the query is NaN, and so are keys that a selecting mask drops. ``points`` are numbers that
+    some of the elements are, exactly.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Case:
     ones: bool = False
     is_poisoned: bool = False
     gradients: bool = False
+    points: tuple[float, ...] = ()
 
 
 _memory: dict[str, Validation] = {}
@@ -143,6 +145,8 @@ def cases(match: Match) -> Iterator[Case]:
     is_apart = len(set(match.operands.values())) == len(match.operands) and "key_documents" not in match.operands
     if is_apart:  # a tensor in two roles has each extent twice, and documents are those of the same tokens
         yield Case("ones", ones=True)
+    if match.points:
+        yield Case("corners", points=match.points, gradients=wants_grad)
     yield from (Case(f"magnitude {size:.0e}", magnitude=size, gradients=wants_grad) for size in match.magnitudes)
     if has_mask and match.masked_rows_count:
         # A row that is masked by -inf has NaN gradients, whatever computes them.
@@ -277,6 +281,10 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
     if node in match.fills and case.masked_rows:
         fill = -math.inf if case.infinite and not match.fills[node] else _finite_fill(match, node, example.dtype)
         value = torch.zeros(extents, dtype=torch.float64).masked_fill(~_mask(extents, value.device, True), fill)
+    if case.points and node in match.operands.values():
+        points = [point for point in case.points if abs(point) <= torch.finfo(example.dtype).max / 2]
+        corners = value.view(-1)[::2]
+        corners.copy_(torch.tensor(points)[torch.randint(len(points), corners.shape)])
     value = value.to(example.device, example.dtype)
     if case.is_poisoned:
         _poison(value, match, node, sizes)
