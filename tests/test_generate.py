@@ -99,6 +99,7 @@ def runs_by_a_kernel(match: MatchReport) -> bool:
 
 
 def check_reports(matches: list[MatchReport], events: list[Any], graphs: int) -> None:
+    matches = [match for match in matches if match.op == "attention"]
     assert not events
     assert len(matches) >= graphs * CONFIG["num_hidden_layers"]
     assert all(runs_by_a_kernel(match) for match in matches), [match.reasons for match in matches]

@@ -101,7 +101,7 @@ def trained(model: nn.Module, function: Callable[..., Tensor], steps: int, **opt
 
 
 def matches() -> list[MatchReport]:
-    return [match for report in reports() for match in report.matches]
+    return [match for report in reports() for match in report.matches if match.op == "attention"]
 
 
 def assert_fired(count: int = LAYERS) -> None:
