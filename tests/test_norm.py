@@ -746,3 +746,15 @@ def test_long_chains_of_operations_do_not_stop_recognition() -> None:
     torch.compile(long, backend=backend, fullgraph=True)(torch.randn(5, 8), torch.randn(8, 8))
     assert [match.op for match in backend.report.matches] == ["norm"]
     assert not backend.report.events
+
+
+def test_what_nobody_reads_does_not_stand_in_the_way() -> None:
+    def norm(x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, -1, keepdim=True, unbiased=False)
+        x - mean
+        return x * torch.rsqrt(variance + 1e-5) - mean * torch.rsqrt(variance + 1e-5)
+
+    backend = Rewriting(lock={"norm": "torch.norm"})
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(torch.compile(norm, backend=backend, fullgraph=True)(x), norm(x))
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()

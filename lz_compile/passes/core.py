@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from lz_compile.passes import layout
+from lz_compile.passes.algebra import is_pointwise
 from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.view import read, where_of
@@ -75,9 +76,13 @@ class Core:
 
 
 def is_dead(node: fx.Node) -> bool:
-    """Whether nobody looks at a rearranged value (models reshape just to name a thing)."""
+    """Whether nobody looks at a value: rearranged ones (models reshape just to name a thing), or one that is computed."""
     call = read(node)
-    return call is not None and layout.rearranges(call) and all(is_dead(user) for user in node.users)
+    if call is None or call.is_inplace:
+        return False
+    if not node.users and is_pointwise(call):
+        return True
+    return layout.rearranges(call) and all(is_dead(user) for user in node.users)
 
 
 def dead_users(node: fx.Node) -> set[fx.Node]:
