@@ -34,7 +34,7 @@ many = settings(
 
 def _run(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Any, Rewriting]:
     torch._dynamo.reset()
-    backend = Rewriting(lock=LOCK)
+    backend = Rewriting(lock=LOCK, assume_finite=True)
     return torch.compile(function, backend=backend, fullgraph=True, **options)(*inputs), backend
 
 
