@@ -271,7 +271,7 @@ def _apply(
     graph: fx.Graph, match: Match, entry: MatchReport, options: Options, report: GraphReport, known: _Known
 ) -> None:
     """Rewrite with the best kernel that proves to be right; each that does not is quarantined."""
-    if not match.output.users:
+    if not any(node.users for node in match.outputs):
         entry.kernel = INDUCTOR
         entry.reasons.append(Reason("PART_OF_ANOTHER", "a rewrite of what it is part of made it superfluous"))
         return

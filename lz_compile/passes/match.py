@@ -37,7 +37,7 @@ class Emitter(Protocol):
         """The op's operands in its canonical layout."""
 
     def result(self, builder: Builder, value: Any) -> Any:
-        """The kernel's result in the layout and dtype of the node that it replaces."""
+        """The kernel's result in the layout and dtype of the node that it replaces; a tuple where there are several."""
 
     def attributes_at(self, sizes: Mapping[Axis, int]) -> Attributes:
         """The op's attributes for a proof at other sizes."""
@@ -51,7 +51,8 @@ class Match:
     """A subgraph that computes ``op``.
 
     ``inputs`` are the nodes at its edge with their axes, ``core`` the nodes that a rewrite makes superfluous (in graph
-    order, ``output`` last), ``read`` every node between edge and output with the axes of its dimensions, and ``facts``
+    order, ``output`` last), ``also`` further nodes whose values the kernel gives (of the emitter's result, ``output`` is the
+    first then), ``read`` every node between edge and output with the axes of its dimensions, and ``facts``
     the op's own description of sizes and dtypes for kernel selection. ``fills`` names the inputs that may hold masking
     constants, with True where they are known to be finite, ``masks`` the boolean ones, with True where True keeps.
 
@@ -90,6 +91,7 @@ class Match:
     source_kernel: str | None = None
     masked_rows_count: bool = True
     masked_rows_are_finite: bool = False
+    also: tuple[fx.Node, ...] = ()
     rows: Mapping[fx.Node, tuple[Axis, ...]] = field(default_factory=dict)
     dropped: Mapping[fx.Node, tuple[Axis, ...]] = field(default_factory=dict)
     selecting: frozenset[fx.Node] = frozenset()
@@ -104,6 +106,11 @@ class Match:
     mask_reasons: tuple[Reason, ...] = ()
     prototype: Match | None = None
     renamed: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """Every node whose value the kernel gives, ``output`` first."""
+        return (self.output, *self.also)
 
     @property
     def kind(self) -> Match:

@@ -6,6 +6,7 @@ axes, so the whole of it can be run with, say, 24 keys instead of 4,096, whateve
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
@@ -85,18 +86,47 @@ def shape(dims: Dims, sizes: Sizes) -> tuple[int, ...]:
     return tuple(extents)
 
 
-def original(match: Match, sizes: Sizes, dtype: torch.dtype | None = None) -> fx.Graph:
+def original(match: Match, sizes: Sizes, dtype: torch.dtype | None = None) -> fx.GraphModule:
     """The subgraph that the match replaces, at other sizes; with ``dtype``, every floating dtype in it becomes that.
 
-    Dropout is left out (p = 0), so that two runs can be compared.
+    It gives one tensor, or a tuple where the match has several outputs. Dropout is left out (p = 0), so that two runs can be
+    compared. The bodies of loops keep their sizes.
     """
     graph = fx.Graph()
     values = {node: graph.placeholder(node.name) for node in match.inputs}
     values.update({older: values[newer] for older, newer in _overwritten(match).items()})
     for node in _between(match):
         values[node] = _copy(graph, match, node, values, sizes, dtype)
-    graph.output(values[match.output])
-    return graph
+    outputs = tuple(values[node] for node in match.outputs)
+    graph.output(outputs if match.also else outputs[0])
+    owner = match.output.graph.owning_module
+    return fx.GraphModule(_attributes(owner, graph, dtype), graph)
+
+
+def _attributes(owner: torch.nn.Module | None, graph: fx.Graph, dtype: torch.dtype | None) -> dict[str, Any]:
+    """What a graph takes from the module that owns the original: the bodies of loops, and tensors."""
+    found = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(owner)
+            if dtype is not None:
+                is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+                value = value.to(dtype) if is_real else _body_with_dtype(value, dtype)
+            found[str(node.target)] = value
+    return found
+
+
+def _body_with_dtype(value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, fx.GraphModule):
+        return value
+    graph = fx.Graph()
+    values: dict[fx.Node, Any] = {}
+    for node in value.graph.nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+        values[node].args, values[node].kwargs = _with_dtype((values[node].args, values[node].kwargs), dtype)
+        if node.op == "call_method" and node.target in _DOWNCASTS:
+            values[node].target = "double"
+    return fx.GraphModule(_attributes(value, graph, dtype), graph)
 
 
 def replacement(match: Match, call: KernelCall, sizes: Sizes) -> Callable[..., Any]:
@@ -114,7 +144,7 @@ def _between(match: Match) -> list[fx.Node]:
     """Every node that the output needs, back to the inputs, and the in-place writes among them, in graph order."""
     calls = {node: read(node) for node in match.core}
     written = [node for node, call in calls.items() if call is not None and call.is_inplace]
-    stack = [match.output, *written]
+    stack = [*match.outputs, *written]
     needed, given = set(stack), {*match.inputs, *_overwritten(match)}
     while stack:
         for operand in _data_inputs(stack.pop()):

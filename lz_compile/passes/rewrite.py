@@ -29,9 +29,9 @@ class _Recipe:
     """The nodes that were emitted for one match; ``given`` are the prototype's names of what they read."""
 
     steps: tuple[tuple[fx.Node, Any, Any], ...]
-    result: fx.Node
+    results: tuple[fx.Node, ...]
     given: Mapping[fx.Node, fx.Node]
-    shows_strides: bool
+    shows_strides: tuple[bool, ...]
 
 
 class Recipes:
@@ -40,15 +40,24 @@ class Recipes:
     def __init__(self) -> None:
         self._found: dict[tuple[int, KernelCall], _Recipe] = {}
 
-    def keep(self, match: Match, call: KernelCall, created: Sequence[fx.Node], result: fx.Node, shows: bool) -> None:
+    def keep(
+        self,
+        match: Match,
+        call: KernelCall,
+        created: Sequence[fx.Node],
+        results: tuple[fx.Node, ...],
+        shows: tuple[bool, ...],
+    ) -> None:
         """Note what was emitted, if it reads nothing but the match's own nodes and inputs of the graph."""
         own = {mine: node for node, mine in match.renamed.items()} or {n: n for n in {**match.inputs, **match.read}}
         read = {operand for node in created for operand in node.all_input_nodes}.difference(created)
         if all(node in own or node.op == "placeholder" for node in read):
             steps = tuple((node, node.args, node.kwargs) for node in created)
-            self._found[id(match.kind), call] = _Recipe(steps, result, own, shows)
+            self._found[id(match.kind), call] = _Recipe(steps, results, own, shows)
 
-    def follow(self, graph: fx.Graph, match: Match, call: KernelCall, shows: bool) -> fx.Node | None:
+    def follow(
+        self, graph: fx.Graph, match: Match, call: KernelCall, shows: tuple[bool, ...]
+    ) -> tuple[fx.Node, ...] | None:
         """The nodes again for a twin, at the graph's insertion point; None where there is no recipe that fits."""
         recipe = self._found.get((id(match.kind), call))
         if recipe is None or recipe.shows_strides != shows:
@@ -63,13 +72,20 @@ class Recipes:
             args, kwargs = fx.map_arg(arguments, local)
             made[node] = graph.create_node(node.op, node.target, args, kwargs)
             made[node].meta = {**node.meta, **provenance(match.output)}
-        return made[recipe.result]
+        return tuple(local(node) for node in recipe.results)
 
 
 def splice(
-    graph: fx.Graph, match: Match, call: KernelCall, recipes: Recipes, *, original: fx.Node | None = None
+    graph: fx.Graph,
+    match: Match,
+    call: KernelCall,
+    recipes: Recipes,
+    *,
+    original: tuple[fx.Node, ...] | None = None,
 ) -> None:
-    """Replace ``match.output`` by the kernel's nodes and erase what became superfluous.
+    """Replace the outputs of ``match`` by the kernel's nodes and erase what became superfluous.
+
+    The kernel goes where the first of the outputs is, for others may read that one directly afterwards.
 
     Either the whole replacement is made or, on any exception, the graph is as it was.
 
@@ -78,18 +94,23 @@ def splice(
         match: what to replace.
         call: the kernel, a function of the op's canonical operands and ``attrs`` (see ``lowering/ops``).
         recipes: what was emitted for equal matches of this graph.
-        original: of a match in an excerpt, its output in the whole graph, whose readers decide about strides.
+        original: of a match in an excerpt, its outputs in the whole graph, whose readers decide about strides.
 
     Raises:
-        RewriteError: the replacement's shape, dtype or device differs.
+        RewriteError: the replacement's shape, dtype or device differs, or it reads what is computed later.
     """
-    shows_strides = _shows_strides(original or match.output)
-    with graph.inserting_before(match.output):
-        result = recipes.follow(graph, match, call, shows_strides)
-        if result is None:
-            result, created = _emit(graph, match, call, shows_strides)
-            recipes.keep(match, call, created, result, shows_strides)
-    match.output.replace_all_uses_with(result)
+    shows_strides = tuple(_shows_strides(node) for node in original or match.outputs)
+    place = min(match.outputs)
+    late = [node for node in match.inputs if node > place]
+    if late:
+        raise RewriteError(f"rewriting {match.op} at {match.where}: {late[0].name} is computed after {place.name}")
+    with graph.inserting_before(place):
+        results = recipes.follow(graph, match, call, shows_strides)
+        if results is None:
+            results, created = _emit(graph, match, call, place, shows_strides)
+            recipes.keep(match, call, created, results, shows_strides)
+    for node, result in zip(match.outputs, results, strict=True):
+        node.replace_all_uses_with(result)
     superfluous = set(match.core)
     for node in reversed(match.core):
         _erase_if_unused(graph, node)
@@ -106,24 +127,37 @@ def emit(builder: Builder, match: Match, call: KernelCall, attributes: Attribute
     return match.emitter.result(builder, value)
 
 
-def _emit(graph: fx.Graph, match: Match, call: KernelCall, shows_strides: bool) -> tuple[fx.Node, list[fx.Node]]:
-    """The node that replaces the match's output, and every node that was made for it."""
+def _emit(
+    graph: fx.Graph, match: Match, call: KernelCall, place: fx.Node, shows_strides: tuple[bool, ...]
+) -> tuple[tuple[fx.Node, ...], list[fx.Node]]:
+    """The nodes that replace the match's outputs, and every node that was made for them."""
     kind = match.kind
     sources = {**kind.inputs, **{node: dims for node, dims in kind.read.items() if node not in kind.core}}
-    builder = GraphBuilder(graph, match.output, match.ambient, sources, match.renamed)
+    builder = GraphBuilder(graph, place, match.ambient, sources, match.renamed)
     try:
-        result = _replacement(builder, match, call, shows_strides)
+        results = _replacements(builder, match, call, shows_strides)
     except BaseException:
         for node in reversed(builder.created):
             graph.erase_node(node)
         raise
-    unused = [node for node in reversed(builder.created) if node is not result and _erase_if_unused(graph, node)]
-    return result, [node for node in builder.created if node not in unused]
+    unused = [node for node in reversed(builder.created) if node not in results and _erase_if_unused(graph, node)]
+    return results, [node for node in builder.created if node not in unused]
 
 
-def _replacement(builder: GraphBuilder, match: Match, call: KernelCall, shows_strides: bool) -> fx.Node:
-    result: fx.Proxy = emit(builder, match, call, match.attributes)
-    old, new = tensor_of(match.output), tensor_of(result.node)
+def _replacements(
+    builder: GraphBuilder, match: Match, call: KernelCall, shows_strides: tuple[bool, ...]
+) -> tuple[fx.Node, ...]:
+    value = emit(builder, match, call, match.attributes)
+    results = value if match.also else (value,)
+    return tuple(
+        _as_before(match, node, result, shows)
+        for node, result, shows in zip(match.outputs, results, shows_strides, strict=True)
+    )
+
+
+def _as_before(match: Match, output: fx.Node, result: fx.Proxy, shows_strides: bool) -> fx.Node:
+    """A result with the strides of the node that it replaces, where they matter to someone."""
+    old, new = tensor_of(output), tensor_of(result.node)
     if old is None or new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
         raise RewriteError(
             f"rewriting {match.op} at {match.where}: expected a {_describe(old)}, the kernel gives a {_describe(new)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -53,10 +54,10 @@ class Excerpt:
     def function(self, call: KernelCall | None) -> Callable[..., Any]:
         """The excerpt as a function of its inputs, with the match run by ``call`` (None: as the source spells it)."""
         graph, copies = self._copied()
-        module = fx.GraphModule(torch.nn.Module(), graph)
+        module = fx.GraphModule(self._bodies(), graph)
         if call is not None:
             copies = dict(zip(copies, module.graph.nodes, strict=False))
-            splice(module.graph, _moved(self.match, copies), call, Recipes(), original=self.match.output)
+            splice(module.graph, _moved(self.match, copies), call, Recipes(), original=self.match.outputs)
             module.recompile()
         managers = self.match.ambient
 
@@ -67,6 +68,12 @@ class Excerpt:
                 return module(*inputs)
 
         return run
+
+    def _bodies(self) -> dict[str, Any]:
+        """The bodies of the loops that the excerpt holds."""
+        owner = self.match.output.graph.owning_module
+        names = [str(node.target) for node in self.nodes if node.op == "get_attr"]
+        return {name: operator.attrgetter(name)(owner) for name in names}
 
     def _copied(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         graph = fx.Graph()
@@ -126,11 +133,11 @@ def _kind(node: fx.Node) -> str:
 
 def _between(match: Match) -> set[fx.Node]:
     """Everything that the match's output needs, back to its inputs; sizes are inputs like any other."""
-    needed, stack = {match.output}, [match.output]
+    needed, stack = set(match.outputs), list(match.outputs)
     while stack:
         for operand in stack.pop().all_input_nodes:
-            is_edge = operand in match.inputs or is_symbolic(operand) or operand.op in ("placeholder", "get_attr")
-            if operand in needed or is_edge:
+            is_given = operand.op == "placeholder" or (operand.op == "get_attr" and tensor_of(operand) is not None)
+            if operand in needed or operand in match.inputs or is_symbolic(operand) or is_given:
                 continue
             needed.add(operand)
             stack.append(operand)
@@ -154,7 +161,7 @@ def _take_before(match: Match, effects: Effects, held: dict[fx.Node, None]) -> N
 
 
 def _take_after(match: Match, effects: Effects, held: dict[fx.Node, None]) -> None:
-    queue = list(match.output.users)
+    queue = [user for node in match.outputs for user in node.users]
     taken = 0
     while queue and taken < _REACH:
         node = queue.pop(0)
@@ -194,6 +201,7 @@ def _moved(match: Match, copies: Mapping[fx.Node, fx.Node]) -> Match:
     return replace(
         match,
         output=copies[match.output],
+        also=tuple(copies[node] for node in match.also),
         core=tuple(copies[node] for node in match.core),
         read={copies[node]: dims for node, dims in match.read.items() if node in copies},
         inputs={copies[node]: dims for node, dims in match.inputs.items()},

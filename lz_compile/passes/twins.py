@@ -63,14 +63,16 @@ class Twins:
     def _uses_agree(self, prototype: _Prototype, renamed: Mapping[fx.Node, fx.Node]) -> bool:
         """Whether inner values are used alike, and everything that the recogniser asked has the same answer."""
         match, position = prototype.match, self._effects.position
-        if any(node not in renamed for node in (*match.core, *match.inputs, *match.read)):
+        if any(node not in renamed for node in (*match.core, *match.inputs, *match.read, *match.also)):
             return False
         if any(node not in renamed or not _hold_the_same(node, renamed[node]) for node in match.buffers):
             return False
         core = [renamed[node] for node in match.core]
         if any(position[first] >= position[second] for first, second in pairwise(core)):
             return False
-        for node in match.core[:-1]:
+        for node in match.core:
+            if node in match.outputs:
+                continue
             if any(user not in renamed for user in node.users):
                 return False
             if {renamed[user] for user in node.users} != set(renamed[node].users):
@@ -96,6 +98,7 @@ def _renamed(match: Match, renamed: Mapping[fx.Node, fx.Node]) -> Match:
         fills={renamed[node]: is_finite for node, is_finite in match.fills.items()},
         masks={renamed[node]: keeps for node, keeps in match.masks.items()},
         output=renamed[match.output],
+        also=tuple(renamed[node] for node in match.also),
         core=tuple(renamed[node] for node in match.core),
         read={renamed[node]: dims for node, dims in match.read.items()},
         rows={renamed[node]: axes for node, axes in match.rows.items()},

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -186,20 +187,22 @@ def _merge(total: Validation, case: Validation) -> Validation:
 def _run_case(match: Match, call: KernelCall, case: Case) -> Validation:
     sizes = representative_sizes(match, ones=_some_axes(match) if case.ones else frozenset())
     inputs = _inputs(match, sizes, case)
-    source = _compiled(original(match, sizes))
-    exact = _compiled(original(match, sizes, torch.float64))
+    source = original(match, sizes)
+    exact = original(match, sizes, torch.float64)
     new = replacement(match, call, sizes)
     truth = _evaluate(exact, match, _as_float64(inputs), sizes, case.gradients, exact=True)
     given = _evaluate(source, match, inputs, sizes, case.gradients)
     ours = _evaluate(new, match, inputs, sizes, case.gradients)
-    dtype = tensor_of(match.output).dtype  # type: ignore[union-attr]
+    outputs = [tensor_of(node) for node in match.outputs]
     verdict = Validation(ok=True)
     for index, (name, expected, base, actual) in enumerate(zip(_names(match, case), truth, given, ours, strict=True)):
-        slack = TOLERANCE[dtype if index == 0 else base.dtype] * max(case.magnitude, 1.0) ** 2
+        output = outputs[index] if index < len(outputs) else None
+        slack = TOLERANCE[base.dtype if output is None else output.dtype] * max(case.magnitude, 1.0) ** 2
         # A lowest number that is added to float16 scores may overflow by rounding; one that is filled in does not.
         outcome = _compare(expected, base, actual, slack, not case.masked_rows, not match.fills, case.is_poisoned)
-        if index == 0:
-            verdict = replace(verdict, error=outcome[0], source_error=outcome[1])
+        if output is not None:
+            errors = max(verdict.error, outcome[0]), max(verdict.source_error, outcome[1])
+            verdict = replace(verdict, error=errors[0], source_error=errors[1])
         else:
             verdict = replace(verdict, grad_error=max(verdict.grad_error or 0.0, outcome[0]))
         if not outcome[2]:
@@ -373,13 +376,10 @@ def _wants_grad(node: fx.Node) -> bool:
 
 
 def _names(match: Match, case: Case) -> list[str]:
+    outputs = [f"output {node.name}" for node in match.outputs] if match.also else ["output"]
     if not case.gradients:
-        return ["output"]
-    return ["output", *(f"gradient of {node.name}" for node in match.inputs if _wants_grad(node))]
-
-
-def _compiled(graph: fx.Graph) -> Callable[..., Any]:
-    return fx.GraphModule(torch.nn.Module(), graph)
+        return outputs
+    return [*outputs, *(f"gradient of {node.name}" for node in match.inputs if _wants_grad(node))]
 
 
 def _evaluate(
@@ -398,16 +398,21 @@ def _evaluate(
                 stack.enter_context(manager)
         stack.enter_context(torch.set_grad_enabled(gradients))
         values = _with_implied(match, inputs, sizes)
-        output = function(*(value.clone() if isinstance(value, torch.Tensor) else value for value in values))
+        given = function(*(value.clone() if isinstance(value, torch.Tensor) else value for value in values))
+    outputs = list(given) if match.also else [given]
+    found = [output.detach() for output in outputs]
     if not gradients:
-        return [output.detach()]
+        return found
     leaves = [value for value in inputs if isinstance(value, torch.Tensor) and value.requires_grad]
-    weight = torch.linspace(-1.0, 1.0, output.numel(), device=output.device).reshape(output.shape).to(output.dtype)
-    grads = torch.autograd.grad(output, leaves, weight, allow_unused=True)
-    return [
-        output.detach(),
-        *(torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)),
-    ]
+    # Of several outputs, any may be one through which no gradient flows.
+    reached = [output for output in outputs if output.requires_grad]
+    weights = [_weights(output) for output in reached]
+    grads = torch.autograd.grad(reached, leaves, weights, allow_unused=True) if reached else [None] * len(leaves)
+    return [*found, *(torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True))]
+
+
+def _weights(output: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1.0, 1.0, output.numel(), device=output.device).reshape(output.shape).to(output.dtype)
 
 
 # ---- structure -----------------------------------------------------------------------------------------------------
@@ -425,19 +430,37 @@ def _key(match: Match, kernel_id: str) -> str:
         lines.append(f"i{index} {kind} {shape(match.inputs[node], sizes)} {match.fills.get(node)}")
         lines.append(f"{node in match.rows} {node in match.dropped} {node in match.selecting}")
         lines.append(f"{match.masks.get(node)} {match.implied.get(node)}")
-    graph = original(match, sizes)
-    names = {node: f"n{index}" for index, node in enumerate(graph.nodes)}
+    source = original(match, sizes)
+    names = {node: f"n{index}" for index, node in enumerate(source.graph.nodes)}
     for node, name in names.items():
         arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
         lines.append(f"{name} {node.op} {_target(node)} {arguments}")
+        if node.op == "get_attr":
+            lines += _body(operator.attrgetter(str(node.target))(source))
     axes = {axis: f"a{i}" for i, axis in enumerate(sizes)}
     for node, dims in match.inputs.items():
         lines.append(f"{order[node]} {[[axes[a] for a in axes_of((dim,))] for dim in dims]}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def _body(value: Any) -> list[str]:
+    """What the body of a loop computes, whatever its nodes are called; of a tensor, its values."""
+    if isinstance(value, torch.Tensor):
+        return [f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(repr(value.tolist()).encode()).hexdigest()}"]
+    if not isinstance(value, fx.GraphModule):
+        return [repr(value)]
+    names = {node: f"b{index}" for index, node in enumerate(value.graph.nodes)}
+    lines = []
+    for node, name in names.items():
+        arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
+        lines.append(f"{name} {node.op} {_target(node)} {arguments}")
+        if node.op == "get_attr":
+            lines += _body(operator.attrgetter(str(node.target))(value))
+    return lines
+
+
 def _target(node: fx.Node) -> str:
-    if node.op == "placeholder":
+    if node.op in ("placeholder", "get_attr"):
         return ""
     if isinstance(node.target, str):
         return node.target
