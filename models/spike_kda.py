@@ -55,7 +55,7 @@ class SpikeKDAConfig:
 
 
 class KDAState(NamedTuple):
-    """What a layer carries from token to token: potentials ``[B, H, P]``, fast weights ``[B, H, K, V]``, output ``[B, H, V]``."""
+    """What a layer carries on: potentials ``[B, H, P]``, fast weights ``[B, H, K, V]`` and the last output ``[B, H, V]``."""
 
     potential: Tensor
     weights: Tensor
