@@ -14,7 +14,7 @@ from lz_compile.backend import layerzero
 from lz_compile.runtime.report import MatchReport
 
 #: Through Inductor as well; the other families run the rewritten graph eagerly, which is what a recogniser can get wrong.
-COMPILED = ("gpt2", "llama", "bert", "t5", "swin", "bloom", "gemma2", "deepseek_v3")
+COMPILED = ("gpt2", "llama", "bert", "t5", "vit", "bloom", "gemma2", "deepseek_v3")
 
 
 @pytest.mark.parametrize("attn", zoo.MODES)
