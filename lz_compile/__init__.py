@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lz_compile.runtime.registration import register_kernel
     from lz_compile.runtime.registry import KernelInfo, list_kernels, unregister_kernel
     from lz_compile.runtime.report import GraphReport, Report, clear_reports, reports
+    from lz_compile.scans import kda, linear_scan
     from lz_compile.solving import save_decisions, solve
     from lz_compile.trial import validate
     from lz_compile.tuning import TuneReport, tune
@@ -41,8 +42,10 @@ __all__ = [
     "dry_run",
     "embedding",
     "explain",
+    "kda",
     "layer_norm",
     "linear",
+    "linear_scan",
     "list_kernels",
     "load_config",
     "load_dispatch_table",
@@ -71,6 +74,7 @@ _HOMES = {
     "DispatchTable": "lz_compile.runtime.dispatch_table",
     "load_dispatch_table": "lz_compile.runtime.loaded_tables",
     "unload_dispatch_table": "lz_compile.runtime.loaded_tables",
+    **dict.fromkeys(("kda", "linear_scan"), "lz_compile.scans"),
     "save_decisions": "lz_compile.solving",
     "solve": "lz_compile.solving",
     "KernelInfo": "lz_compile.runtime.registry",

@@ -95,6 +95,8 @@ def _rewrite(
 def _unmark(report: GraphReport) -> None:
     for match in report.matches:
         match.rewritten, match.kernel = False, "inductor"
+    for loop in report.loops:
+        loop.rolled = False
 
 
 def _cache_key(report: GraphReport) -> str:

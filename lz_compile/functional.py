@@ -8,8 +8,9 @@ there and chooses again, with what surrounds it in view.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,22 +18,26 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from lz_compile.errors import nearest
+from lz_compile.lowering.ops import mlp
 from lz_compile.lowering.ops.norm import NormAttrs, NormFacts
 from lz_compile.runtime import eager, health, policy
 
 __all__ = ["ACTIVATIONS", "Activation", "alibi", "embedding", "layer_norm", "linear", "mlp_fused", "rms_norm", "rope"]
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "identity"]
+Activation: TypeAlias = Literal[
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "quick_gelu",
+    "relu",
+    "relu_squared",
+    "sigmoid",
+    "tanh",
+    "mish",
+    "identity",
+]
 #: What a gate passes through.
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "relu_squared": lambda x: F.relu(x).square(),
-    "sigmoid": torch.sigmoid,
-    "identity": lambda x: x,
-}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {**mlp.ACTIVATIONS, "identity": lambda x: x}
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -49,8 +54,11 @@ def rms_norm(input: torch.Tensor, weight: torch.Tensor | None = None, eps: float
         input ``[..., D]``, weight ``[D]``; the result is like the input.
 
     Raises:
-        ValueError: the weight is not one for each element.
+        ValueError: the input is no row of floating-point numbers, or the weight is not one for each element.
     """
+    _check_floating("rms_norm", "an input", input)
+    if not input.dim():
+        raise ValueError("lz.rms_norm: expected an input [..., D], received a tensor without dimensions. Give it a row")
     _check_weight("rms_norm", "weight", weight, input.shape[-1:])
     return _norm(input, (input.shape[-1],), weight, None, eps, is_centred=False)
 
@@ -75,9 +83,13 @@ def layer_norm(
         input ``[..., *normalized_shape]``, weight and bias ``normalized_shape``; the result is like the input.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the input is not of floating-point numbers, or the shapes do not fit.
     """
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    _check_floating("layer_norm", "an input", input)
+    is_one = not isinstance(normalized_shape, Sequence)
+    shape = (operator.index(normalized_shape),) if is_one else tuple(map(operator.index, normalized_shape))
+    if not shape:
+        raise ValueError("lz.layer_norm: expected one dimension at least, received (). Name the dimensions of a row")
     if tuple(input.shape[input.dim() - len(shape) :]) != shape:
         raise ValueError(f"lz.layer_norm: expected an input that ends in {shape}, received {tuple(input.shape)}")
     for name, given in (("weight", weight), ("bias", bias)):
@@ -107,8 +119,12 @@ def rope(
         like the input.
 
     Raises:
-        ValueError: the tables do not fit.
+        ValueError: input and tables are not of floating-point numbers, or the tables do not fit.
     """
+    for name, given in (("an input", input), ("cos", cos), ("sin", sin)):
+        _check_floating("rope", name, given)
+    if not input.dim():
+        raise ValueError("lz.rope: expected an input [..., D], received a tensor without dimensions. Give it features")
     length = input.shape[-1]
     turned = length if rotary_dim is None else rotary_dim
     fits = cos.shape == sin.shape and cos.dim() > 0 and cos.shape[-1] in (turned, turned // 2)
@@ -146,12 +162,13 @@ def alibi(slopes: torch.Tensor, queries: int, keys: int | None = None) -> torch.
         slopes ``[H]``; the result is ``[H, queries, keys]`` in the dtype of the slopes, to be added to scores.
 
     Raises:
-        ValueError: there are more queries than keys, or slopes is not a vector.
+        ValueError: there are more queries than keys or fewer than none, or slopes is no vector of floating-point numbers.
     """
+    _check_floating("alibi", "slopes", slopes)
     keys = queries if keys is None else keys
-    if slopes.dim() != 1 or queries > keys:
+    if slopes.dim() != 1 or not 0 <= queries <= keys:
         raise ValueError(
-            f"lz.alibi: expected slopes [H] and no more queries than keys, received slopes {tuple(slopes.shape)}, "
+            f"lz.alibi: expected slopes [H] and no more queries than keys, none negative, received slopes {tuple(slopes.shape)}, "
             f"{queries} queries and {keys} keys"
         )
     rows = torch.arange(keys - queries, keys, device=slopes.device)
@@ -237,17 +254,20 @@ def _norm(
     is_centred: bool,
 ) -> torch.Tensor:
     own = partial(_own_norm, shape=shape, eps=eps, is_centred=is_centred)
-    if _is_traced(input, weight, bias) or 0 in input.shape or not eager.has_choice("norm", input.device.type):
+    given = [each for each in (input, weight, bias) if each is not None]
+    is_alike = all(each.device == input.device and each.is_floating_point() for each in given)
+    has_choice = is_alike and 0 not in input.shape and not _is_traced(input, weight, bias)
+    if not has_choice or not eager.has_choice("norm", input.device.type):
         return own(input, weight, bias)
     hidden = math.prod(shape)
-    given = [each for each in (input, weight, bias) if each is not None]
+    wide = reduce(torch.promote_types, (each.dtype for each in given), torch.float32)
     attrs = NormAttrs(
         is_centred=is_centred,
         eps=eps,
         has_weight=weight is not None,
         has_bias=bias is not None,
-        compute_dtype=torch.promote_types(input.dtype, torch.float32),
-        rounded_to=torch.promote_types(input.dtype, torch.float32),
+        compute_dtype=wide,
+        rounded_to=wide,
         out_dtype=input.dtype,
     )
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in given)
@@ -319,6 +339,13 @@ def _guarded(kernel_id: str, run: Callable[..., Any], own: Callable[..., Any], *
     enabled = policy.current().settings.fallback_enabled
     result: torch.Tensor = health.guarded(kernel_id, run, complete, *operands, fallback_enabled=enabled)
     return result
+
+
+def _check_floating(function: str, name: str, given: torch.Tensor) -> None:
+    if not given.is_floating_point():
+        raise ValueError(
+            f"lz.{function}: expected {name} of floating-point numbers, received {given.dtype}. Cast it, as by .float()"
+        )
 
 
 def _check_weight(function: str, name: str, weight: torch.Tensor | None, shape: Sequence[int]) -> None:

@@ -28,6 +28,8 @@ class Options:
     ``"on-miss"`` (the default of ``mode="max-autotune"``), what was never measured at these sizes is measured while
     compiling, for ``tune_budget_s`` seconds per graph at most; ``"off"`` measures nothing. ``dispatch_table`` is the path of
     a table (:func:`lz_compile.solve`) or lock file (:func:`lz_compile.save_decisions`) whose decisions are followed.
+    ``loops`` says which loops over time become one step that is run again and again: ``"auto"`` those for whose step there
+    are kernels and those that compile faster so, ``"roll"`` all, ``"keep"`` only those for which there are kernels.
     """
 
     strict: bool = False
@@ -37,6 +39,7 @@ class Options:
     tune: str | None = None
     tune_budget_s: float = 60.0
     dispatch_table: str | os.PathLike[str] | None = None
+    loops: str = "auto"
 
     def tunes(self, policy: Policy) -> bool:
         """Whether what was never measured is measured while compiling."""
@@ -53,8 +56,9 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "tune": (str,),
     "tune_budget_s": (int, float),
     "dispatch_table": (str, os.PathLike),
+    "loops": (str,),
 }
-_TUNE = ("off", "on-miss")
+_CHOICES: Mapping[str, tuple[str, ...]] = {"tune": ("off", "on-miss"), "loops": ("auto", "roll", "keep")}
 
 
 def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[Options, dict[str, Any]]:
@@ -77,9 +81,12 @@ def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[O
         if not isinstance(value, _TYPES[name]):
             wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
             raise OptionError(f"reading options: '{PREFIX}{name}' takes {wanted}, not {type(value).__name__} {value!r}")
-    if ours.get("tune", "off") not in _TUNE:
-        hint, valid_text = nearest(ours["tune"], _TUNE), ", ".join(_TUNE)
-        raise OptionError(f"reading options: '{PREFIX}tune' cannot be '{ours['tune']}'{hint}; valid are {valid_text}")
+    for name, choices in _CHOICES.items():
+        if ours.get(name, choices[0]) not in choices:
+            hint, valid_text = nearest(ours[name], choices), ", ".join(choices)
+            raise OptionError(
+                f"reading options: '{PREFIX}{name}' cannot be '{ours[name]}'{hint}; valid are {valid_text}"
+            )
     for op, kernel_id in ours.get("lock", {}).items():
         if op not in operations():
             valid_text = ", ".join(operations())

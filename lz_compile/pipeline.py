@@ -15,10 +15,12 @@ from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options
 from lz_compile.passes.effects import Effects
-from lz_compile.passes.fusion import FusedEmitter, Fusion, fusions
+from lz_compile.passes.fusion import Fusion, fusions
 from lz_compile.passes.inline import Inlined, inline
-from lz_compile.passes.match import Match, NearMiss
-from lz_compile.passes.patterns import recognisers
+from lz_compile.passes.joint import FusedEmitter
+from lz_compile.passes.match import Failure, Match, NearMiss
+from lz_compile.passes.patterns import Recogniser, recognisers
+from lz_compile.passes.reroll import reroll
 from lz_compile.passes.rewrite import Recipes, erase_unread, splice
 from lz_compile.passes.share import share_equal
 from lz_compile.passes.symbolic_sizes import symbolic_sizes
@@ -29,7 +31,7 @@ from lz_compile.runtime.context import of_match
 from lz_compile.runtime.estimate import INDUCTOR
 from lz_compile.runtime.loaded_tables import Loaded
 from lz_compile.runtime.registry import KernelSpec, kernels
-from lz_compile.runtime.report import GraphReport, MatchReport, MissReport
+from lz_compile.runtime.report import GraphReport, LoopReport, MatchReport, MissReport
 from lz_compile.runtime.select import Decision, Problem, select
 from lz_compile.runtime.store import Store
 from lz_compile.runtime.verdict import Policy
@@ -41,7 +43,7 @@ _BESIDE = ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE", "NOT_FUSED")
 
 
 def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> None:
-    """Inline, recognise, choose, prove and splice in place, in ``module`` and in the bodies of its higher-order operators.
+    """Inline, roll loops, recognise, choose, prove and splice in place, in ``module`` and the graphs that it calls.
 
     Whatever fails leaves the subgraph that it concerns untouched and is an event in ``report``.
 
@@ -57,7 +59,7 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
         with _timed(report, "rewrite"):
             share_equal(found.module.graph)
             erase_unread(found.module.graph, (node for match in found.matches for node in match.implied))
-        if found.is_inlined or any(entry.rewritten for entry in found.entries):
+        if found.is_changed or any(entry.rewritten for entry in found.entries):
             found.module.graph.lint()
             found.module.recompile()
 
@@ -82,7 +84,7 @@ class _Found:
     """One graph and what was recognised in it; ``effects`` is None where it could not be read."""
 
     module: fx.GraphModule
-    is_inlined: bool
+    is_changed: bool
     effects: Effects | None
     matches: list[Match]
     entries: list[MatchReport]
@@ -92,22 +94,30 @@ class _Found:
 def _read(module: fx.GraphModule, options: Options, report: GraphReport) -> Iterator[_Found]:
     tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
     for path, child in _graphs(module):
-        is_inlined = _inline(child.graph, options, report)
+        is_changed = _inline(child.graph, options, report)
+        is_changed = _roll(child, path, options, report) or is_changed
         effects, matches = _recognise(child.graph, options, report)
         if options.assume_finite:
             matches = _assuming_finite(matches)
         entries = [MatchReport.of(match, path) for match in matches]
         report.matches.extend(entries)
-        known = _Known(policy.current().with_locks(options.lock), tables, _fusions(matches, effects))
-        yield _Found(child, is_inlined, effects, matches, entries, known)
+        known = _Known(policy.current().with_locks(options.lock), tables, _fusions(matches, effects, options))
+        yield _Found(child, is_changed, effects, matches, entries, known)
 
 
-def _fusions(matches: list[Match], effects: Effects | None) -> Mapping[fx.Node, Fusion]:
+def _fusions(matches: list[Match], effects: Effects | None, options: Options) -> Mapping[fx.Node, Fusion]:
     """What could be computed together, where there are kernels that do such a thing."""
-    wanted = {op for op in {match.op for match in matches} if any(each.fuses_ops for each in kernels(op).values())}
-    if effects is None or not wanted:
+
+    def wanted(match: Match) -> set[str]:
+        platforms = {"cuda", "rocm", "*"} if match.facts.device == "cuda" else {match.facts.device, "*"}
+        able = (each for each in kernels(match.op).values() if each.fuses_ops and platforms & each.platforms)
+        return {name for each in able for name in each.fuses_ops}
+
+    try:
+        return fusions(matches, effects, wanted) if effects is not None and any(map(wanted, matches)) else {}
+    except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+        _fail("FUSION_FAILED", "looking for what could be computed together", error, options)
         return {}
-    return fusions(matches, effects, wanted)
 
 
 def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
@@ -198,13 +208,17 @@ def _tune(matches: list[Match], effects: Effects, known: _Known, options: Option
     from lz_compile import tuning
 
     deadline = time.perf_counter() + options.tune_budget_s
-    for match in {id(match.kind): match.kind for match in matches}.values():
+    for match in {known.key(match): match for match in reversed(matches)}.values():
+        fusion = known.fusions.get(match.output)
+        fusion = fusion if fusion is not None and fusion.ops else None
         try:
             problem = known.problem(match)
             is_decided = loaded_tables.covers(problem.context, problem.source_kernel, known.tables)
             if is_decided or not tuning.may_differ(problem.context):
                 continue
-            known.problems[known.key(match)] = tuning.tune_match(match, effects, problem, known.policy, deadline)
+            subject = match.kind if fusion is None else match
+            tuned = tuning.tune_match(subject, effects, problem, known.policy, deadline, fusion)
+            known.problems[known.key(match)] = tuned
         except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
             _fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error, options)
 
@@ -217,6 +231,28 @@ def _inline(graph: fx.Graph, options: Options, report: GraphReport) -> bool:
     return any(isinstance(each, Inlined) for each in found)
 
 
+def _roll(module: fx.GraphModule, path: str, options: Options, report: GraphReport) -> bool:
+    """Roll the loops that Dynamo unrolled; whether there was one. Steps are graphs of their own, and looked at next."""
+    with _timed(report, "loops"):
+        try:
+            found = reroll(module, options.loops, _is_recognised)
+        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+            _fail("LOOPS_FAILED", "reading the loops of a graph", error, options)
+            return False
+    report.near_misses.extend(MissReport.of(miss) for miss in found if isinstance(miss, NearMiss))
+    loops = [each for each in found if not isinstance(each, NearMiss)]
+    report.loops.extend(LoopReport.of(loop, path) for loop in loops)
+    return any(loop.scan is not None for loop in loops)
+
+
+def _is_recognised(scan: fx.Node) -> bool:
+    """Whether there is an op for a scan."""
+    recognise = recognisers().get("scan")
+    return recognise is not None and any(
+        isinstance(found, Match) for found in recognise(scan.graph, Effects(scan.graph))
+    )
+
+
 def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> tuple[Effects | None, list[Match]]:
     matches: list[Match] = []
     with _timed(report, "recognise"), _deep_recursion():
@@ -226,15 +262,23 @@ def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> tuple[
             _fail("RECOGNISER_FAILED", "reading a graph", error, options)
             return None, []
         for op, recognise in recognisers().items():
-            try:
-                for found in recognise(graph, effects):
-                    if isinstance(found, NearMiss):
-                        report.near_misses.append(MissReport.of(found))
-                    else:
-                        matches.append(found)
-            except Exception as error:  # noqa: BLE001 as above
-                _fail("RECOGNISER_FAILED", f"recognising {op}", error, options)
+            for found in _all_of(op, recognise, graph, effects):
+                if isinstance(found, Failure):
+                    at = f" at {found.where}" if found.where else ""
+                    _fail("RECOGNISER_FAILED", f"recognising {op}{at}", found.error, options)
+                elif isinstance(found, NearMiss):
+                    report.near_misses.append(MissReport.of(found))
+                else:
+                    matches.append(found)
     return effects, sorted(matches, key=lambda match: effects.position[match.output])
+
+
+def _all_of(op: str, recognise: Recogniser, graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+    """What a recogniser yields; what it raises between two anchors is its last word."""
+    try:
+        yield from recognise(graph, effects)
+    except Exception as error:  # noqa: BLE001 as above
+        yield Failure(op, "", error)
 
 
 @contextmanager
@@ -323,9 +367,7 @@ def _replaced(
         entry.rewritten = True
         if isinstance(subject.emitter, FusedEmitter):
             erase_unread(graph, subject.read)
-            fused = ", ".join(sorted(subject.emitter.before))
-            text = f"{kernel.kernel_id} computes the {', '.join(kernel.fuses_ops)} before {fused} along"
-            entry.reasons.append(Reason("FUSED", text))
+            entry.reasons.append(Reason("FUSED", f"{kernel.kernel_id} computes {subject.emitter} along"))
         return True
     text = f"{kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"
     events.record("VALIDATION_FAILED", text)

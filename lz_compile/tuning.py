@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,9 @@ from lz_compile.runtime.select import POWERS, Problem, Symbols
 
 if TYPE_CHECKING:
     from lz_compile.passes.effects import Effects
+    from lz_compile.passes.fusion import Fusion
     from lz_compile.passes.match import Match
+    from lz_compile.runtime.kernel import KernelSpec
     from lz_compile.runtime.verdict import Policy
 
 __all__ = ["MASKS", "MAX_ELEMENTS", "TuneReport", "may_differ", "tune", "tune_match"]
@@ -199,7 +202,9 @@ def _default_device() -> torch.device:
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-def tune_match(match: Match, effects: Effects, problem: Problem, policy_: Policy, deadline: float) -> Problem:
+def tune_match(
+    match: Match, effects: Effects, problem: Problem, policy_: Policy, deadline: float, fusion: Fusion | None = None
+) -> Problem:
     """Measure a match with its surroundings, where that is not done yet and no lock decides.
 
     Where sizes are symbolic it is measured at powers of two around those that it was traced with, the nearest first, as far
@@ -211,11 +216,14 @@ def tune_match(match: Match, effects: Effects, problem: Problem, policy_: Policy
         problem: what to choose a kernel for.
         policy_: forbids some kernels, and says how many samples to take.
         deadline: on the clock of ``time.perf_counter``; nothing is begun after it.
+        fusion: what kernels may compute along: every kernel is measured on all of it then.
 
     Returns:
         the problem with its surroundings.
     """
-    found = excerpt(match, effects)
+    along = () if fusion is None else fusion.ops
+    found = excerpt(match if fusion is None else fusion.of(along), effects)
+    found = replace(found, surroundings=" ".join((*along, found.surroundings)))
     problem = replace(problem, surroundings=found.surroundings)
     verdict = policy_.verdict(problem.context)
     candidates = [spec for spec in runnable(problem.context) if verdict.excluded(spec.kernel_id) is None]
@@ -235,7 +243,7 @@ def tune_match(match: Match, effects: Effects, problem: Problem, policy_: Policy
             measure_forms(
                 problem.context,
                 specs,
-                found.function,
+                partial(_form, found, match, fusion, specs),
                 found.make_inputs(binding),
                 sizes,
                 source_kernel=problem.source_kernel,
@@ -243,6 +251,16 @@ def tune_match(match: Match, effects: Effects, problem: Problem, policy_: Policy
                 budget_s=max(deadline - time.perf_counter(), 1.0),
             )
     return problem
+
+
+def _form(
+    found: Excerpt, match: Match, fusion: Fusion | None, specs: Sequence[KernelSpec], call: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """The excerpt with a kernel in place of the match, and of what it computes along."""
+    if fusion is None or call is None:
+        return found.function(call)
+    spec = next(spec for spec in specs if spec.call is call)
+    return found.function(call, fusion.of(spec.fuses_ops) if spec.fuses_ops else match)
 
 
 def _bindings(match: Match, found: Excerpt, problem: Problem) -> Iterator[tuple[Binding, Sizes]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,6 +164,46 @@ def test_what_does_not_fit_is_refused() -> None:
         lz.mlp_fused(x, draw(9, HIDDEN), None, draw(HIDDEN, 9), up_bias=draw(9))
 
 
+def test_what_is_no_row_of_floating_point_numbers_is_refused() -> None:
+    x, integers = draw(ROWS, HIDDEN, grad=False), torch.arange(HIDDEN)
+    tables = torch.polar(torch.ones(ROWS, 6), draw(ROWS, 6, grad=False))
+    with pytest.raises(ValueError, match=r"lz.rms_norm: expected an input \[..., D\], received a tensor without"):
+        lz.rms_norm(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"lz.rope: expected an input \[..., D\], received a tensor without"):
+        lz.rope(torch.tensor(1.0), x, x)
+    for call in (lz.rms_norm, lambda x: lz.layer_norm(x, HIDDEN)):
+        with pytest.raises(ValueError, match=r"an input of floating-point numbers, received torch.int64. Cast it"):
+            call(integers)
+    with pytest.raises(ValueError, match=r"lz.layer_norm: expected one dimension at least, received \(\)"):
+        lz.layer_norm(x, ())
+    with pytest.raises(ValueError, match=r"lz.rope: expected cos of floating-point numbers, received torch.complex64"):
+        lz.rope(x, tables, tables)
+    with pytest.raises(ValueError, match=r"lz.rope: expected sin of floating-point numbers, received torch.int64"):
+        lz.rope(x, x, x.long())
+    with pytest.raises(ValueError, match=r"lz.alibi: expected slopes of floating-point numbers, received torch.int64"):
+        lz.alibi(integers, 3)
+    for sizes in ((-1, 3), (-2,), (0, -1)):
+        with pytest.raises(ValueError, match=r"lz.alibi: expected .* none negative, received slopes \(4,\), -?\d quer"):
+            lz.alibi(draw(4), *sizes)
+
+
+@pytest.mark.parametrize(
+    ("backend", "shape"),
+    [
+        (None, np.int64(HIDDEN)),
+        (None, [np.int32(ROWS), HIDDEN]),
+        ("aot_eager", [ROWS, HIDDEN]),
+        ("aot_eager", torch.Size((HIDDEN,))),
+    ],
+)
+def test_whatever_counts_as_whole_numbers_is_a_shape(backend: str | None, shape: Any) -> None:
+    torch._dynamo.reset()
+    x = draw(2, ROWS, HIDDEN)
+    call = torch.compile(lz.layer_norm, backend=backend, fullgraph=True) if backend else lz.layer_norm
+    wanted = F.layer_norm(x, (ROWS, HIDDEN) if isinstance(shape, list) else (HIDDEN,))
+    torch.testing.assert_close(call(x, shape), wanted)
+
+
 @pytest.fixture
 def other() -> Iterator[list[Tensor]]:
     """A kernel beside PyTorch's that is preferred; it notes its inputs."""
@@ -187,6 +228,32 @@ def test_an_eager_norm_runs_the_kernel_that_policy_asks_for(other: list[Tensor])
     with lz.lock("norm", "torch.norm"):
         lz.rms_norm(x, weight)
     assert len(other) == 1
+
+
+def test_weights_that_no_kernel_takes_are_left_to_pytorch(other: list[Tensor]) -> None:
+    """Of another device, they are an error of the caller's, for which no kernel is retired."""
+    x = draw(ROWS, HIDDEN)
+    torch.testing.assert_close(lz.rms_norm(x, torch.arange(HIDDEN)), rms(x, torch.arange(HIDDEN), 1e-6))
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        lz.rms_norm(x, torch.ones(HIDDEN, device="meta")).tolist()
+    assert not other
+    assert health.retired("test.norm") is None
+
+
+def test_a_wider_weight_widens_what_a_kernel_computes_in(other: list[Tensor], monkeypatch: Any) -> None:
+    given: list[Any] = []
+
+    def reference(*operands: Tensor | None, attrs: Any) -> Tensor:
+        given.append(attrs.compute_dtype)
+        return exact(*operands, attrs=attrs)
+
+    exact = norm_op.reference
+    monkeypatch.setattr(norm_op, "reference", reference)
+    x = draw(ROWS, HIDDEN)
+    for dtype in (torch.bfloat16, torch.float64, torch.float32):
+        weight = draw(HIDDEN, dtype=dtype)
+        torch.testing.assert_close(lz.rms_norm(x, weight), rms(x.double(), weight, 1e-6).float())
+    assert given == [torch.float32, torch.float64, torch.float32]
 
 
 def test_under_a_transform_pytorchs_own_function_runs(other: list[Tensor]) -> None:

@@ -162,7 +162,7 @@ def test_where_nothing_comes_before_a_fusing_kernel_is_no_candidate(fusing: Any)
     assert match.kernel != ID
     against = {each["kernel"]: each["against"] for each in match.candidates}
     assert [each["code"] for each in against[ID]] == ["NOTHING_TO_FUSE"]
-    assert "computes rope along, which does not come directly before" in against[ID][0]["message"]
+    assert "computes rope along, which does not come directly before or beside" in against[ID][0]["message"]
 
 
 def test_a_scaled_operand_is_not_fused(fusing: Any) -> None:

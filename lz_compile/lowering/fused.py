@@ -1,4 +1,13 @@
-"""What a kernel is given that computes an op together with the ops directly before it."""
+"""What a kernel is given that computes an op together with others around it, as its descriptor's ``fuses_ops`` names them.
+
+Beside the name of an op that comes directly before, ``fuses_ops`` may name
+
+    residual   an operand is the sum of two tensors of its shape and dtype. The kernel gives the sum, too.
+    sibling    another match of the same op with the same attributes, which shares operands: the op's module says
+               which, and what else may differ (``SIBLINGS_SHARE``, ``SIBLINGS_DIFFER``). The kernel gives both results.
+
+A kernel that gives more than its own result returns a tuple: its own first, then those of ``fused`` by name.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +19,18 @@ import torch
 
 from lz_compile.lowering import ops
 
+RESIDUAL, SIBLING = "residual", "sibling"
+#: What a kernel that computes it along gives as well, so that others may read it.
+GIVEN = frozenset({RESIDUAL, SIBLING})
+
 
 @dataclass(frozen=True)
 class Fused:
-    """An operand that is still to be computed, by ``op`` over ``operands`` in that op's canonical layout.
+    """A value that is still to be computed, by ``op`` over ``operands`` in that op's canonical layout.
 
-    A kernel whose descriptor names the op under ``fuses_ops`` gets these as ``fused``, by the name of its own operand,
-    which it is not given. The op's canonical result, reshaped, is the operand in the kernel's canonical layout.
+    A kernel whose descriptor names the op under ``fuses_ops`` gets these as ``fused``, by the name of its own operand, which
+    it is not given; a sibling by the name :data:`SIBLING`. The op's canonical result, reshaped, is the operand in the
+    kernel's canonical layout. A residual has the operands ``input`` and ``residual``, both in that layout already.
     """
 
     op: str
@@ -24,6 +38,9 @@ class Fused:
     attrs: Any
 
     def reference(self) -> torch.Tensor:
-        """The operand, by the op's definition."""
+        """The value, by the op's definition."""
+        if self.op == RESIDUAL:
+            total: torch.Tensor = self.operands["input"] + self.operands["residual"]
+            return total
         value: torch.Tensor = ops.module(self.op).reference(**self.operands, attrs=self.attrs)
         return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,9 @@ from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import counters, get_metrics_context
 from torch._guards import CompileContext, Guard, Source, TracingContext
 from torch._inductor import config as inductor_config
+from torch._inductor.codecache import CppCodeCache
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging._internal import trace_structured
 from torch.compiler._cache import CacheArtifactManager
@@ -144,6 +147,21 @@ def compile_isolated(
     has_regions = "isolate_recompiles" in signature(torch.compile).parameters
     apart: dict[str, Any] = {"isolate_recompiles": True} if has_regions else {}
     return torch.compile(model, backend=backend, dynamic=dynamic, **apart)
+
+
+def vector_bits() -> int:
+    """The size of a vector register in the code that Inductor writes for this CPU; 128 where it writes none for vectors."""
+    return pick_vec_isa().bit_width() or 128
+
+
+def load_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """Compile and load C++ as Inductor does its own: the same compiler, flags (more may be given) and cache on disk.
+
+    Raises:
+        RuntimeError: there is no compiler, or it refuses the source.
+    """
+    library: ctypes.CDLL = CppCodeCache.load(source, extra_flags=tuple(flags))
+    return library
 
 
 @contextmanager

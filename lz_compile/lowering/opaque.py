@@ -68,7 +68,7 @@ def opaque(
         if known.identity != identity:
             raise OperatorRedefinedError(f"{_NAMESPACE}::{name}", function)
         return known.operator
-    run = function if fallback is None else _guarded(kernel_id or name, function, fallback)
+    run = function if fallback is None else guarded(kernel_id or name, function, fallback)
     unsafe = () if is_cuda_graph_safe else (torch.Tag.cudagraph_unsafe,)
     kernel = _define_kernel(f"{name}_kernel", function, _without_gradients(name, run), fake, unsafe)
     call = _without_gradients(name, kernel)
@@ -206,7 +206,13 @@ def _gradients_like(name: str) -> Callable[..., Any]:
     return fake
 
 
-def _guarded(kernel_id: str, function: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(kernel_id: str, function: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which is retired when it fails; ``fallback`` completes that call, and every one after it.
+
+    Raises:
+        KernelExecutionError: (when called) it failed, and falling back is switched off.
+    """
+
     def run(*args: Any, **kwargs: Any) -> Any:
         from lz_compile.runtime import health
 

@@ -1,16 +1,17 @@
-"""What recognisers yield: a match, or a near miss with its reason."""
+"""What recognisers yield: a match, a near miss with its reason, or the failure of reading one anchor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import fx
 
 from lz_compile.passes.axes import Axis, Dims
 from lz_compile.passes.effects import Ambient
+from lz_compile.passes.view import where_of
 from lz_compile.reasons import Reason
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Match:
 
     ``inputs`` are the nodes at its edge with their axes, ``core`` the nodes that a rewrite makes superfluous (in graph
     order, ``output`` last), ``also`` further nodes whose values the kernel gives (of the emitter's result, ``output`` is the
-    first then), ``read`` every node between edge and output with the axes of its dimensions, and ``facts``
+    first then), ``brought`` those that are to be computed before all of these, ``read`` every node between edge and output with the axes of its dimensions, and ``facts``
     the op's own description of sizes and dtypes for kernel selection. ``fills`` names the inputs that may hold masking
     constants, with True where they are known to be finite, ``masks`` the boolean ones, with True where True keeps.
 
@@ -92,6 +93,7 @@ class Match:
     masked_rows_count: bool = True
     masked_rows_are_finite: bool = False
     also: tuple[fx.Node, ...] = ()
+    brought: tuple[fx.Node, ...] = ()
     rows: Mapping[fx.Node, tuple[Axis, ...]] = field(default_factory=dict)
     dropped: Mapping[fx.Node, tuple[Axis, ...]] = field(default_factory=dict)
     selecting: frozenset[fx.Node] = frozenset()
@@ -131,6 +133,26 @@ class NearMiss:
     reason: Reason
     edit: str
     where: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An anchor at which a recogniser raised, by a fault of ours; the others are read all the same."""
+
+    op: str
+    where: str
+    error: Exception
+
+
+Found = TypeVar("Found")
+
+
+def attempt(op: str, anchor: fx.Node, read: Callable[..., Found], *arguments: Any) -> Found | Failure:
+    """What ``read`` gives of an anchor; whatever it raises, as a failure of this anchor alone."""
+    try:
+        return read(*arguments)
+    except Exception as error:  # noqa: BLE001 the pipeline makes an event of it, or raises it where that is wanted
+        return Failure(op, where_of(anchor), error)
 
 
 class RefusedError(Exception):

@@ -85,9 +85,10 @@ def splice(
 ) -> None:
     """Replace the outputs of ``match`` by the kernel's nodes and erase what became superfluous.
 
-    The kernel goes where the first of the outputs is, for others may read that one directly afterwards.
+    The kernel goes where the first of the outputs is, for others may read that one directly afterwards; what the match
+    names as brought goes before it.
 
-    Either the whole replacement is made or, on any exception, the graph is as it was.
+    Either the whole replacement is made or, on any exception, the graph computes what it did.
 
     Args:
         graph: the graph that the match was found in.
@@ -101,6 +102,9 @@ def splice(
     """
     shows_strides = tuple(_shows_strides(node) for node in original or match.outputs)
     place = min(match.outputs)
+    for node in match.brought:
+        if node > place:
+            place.prepend(node)
     late = [node for node in match.inputs if node > place]
     if late:
         raise RewriteError(f"rewriting {match.op} at {match.where}: {late[0].name} is computed after {place.name}")
@@ -132,7 +136,9 @@ def _emit(
 ) -> tuple[tuple[fx.Node, ...], list[fx.Node]]:
     """The nodes that replace the match's outputs, and every node that was made for them."""
     kind = match.kind
-    sources = {**kind.inputs, **{node: dims for node, dims in kind.read.items() if node not in kind.core}}
+    outside = {node: dims for node, dims in kind.read.items() if node not in kind.core}
+    early = {node: dims for node, dims in outside.items() if match.renamed.get(node, node) < place}
+    sources = {**kind.inputs, **early}
     builder = GraphBuilder(graph, place, match.ambient, sources, match.renamed)
     try:
         results = _replacements(builder, match, call, shows_strides)

@@ -51,13 +51,17 @@ class Excerpt:
     outputs: tuple[fx.Node, ...]
     surroundings: str
 
-    def function(self, call: KernelCall | None) -> Callable[..., Any]:
-        """The excerpt as a function of its inputs, with the match run by ``call`` (None: as the source spells it)."""
+    def function(self, call: KernelCall | None, part: Match | None = None) -> Callable[..., Any]:
+        """The excerpt as a function of its inputs, with the match run by ``call`` (None: as the source spells it).
+
+        ``part`` is what ``call`` computes of a match that is several in one, where that is not all of it.
+        """
+        match = part or self.match
         graph, copies = self._copied()
         module = fx.GraphModule(self._bodies(), graph)
         if call is not None:
             copies = dict(zip(copies, module.graph.nodes, strict=False))
-            splice(module.graph, _moved(self.match, copies), call, Recipes(), original=self.match.outputs)
+            splice(module.graph, _moved(match, copies), call, Recipes(), original=match.outputs)
             module.recompile()
         managers = self.match.ambient
 
@@ -202,6 +206,7 @@ def _moved(match: Match, copies: Mapping[fx.Node, fx.Node]) -> Match:
         match,
         output=copies[match.output],
         also=tuple(copies[node] for node in match.also),
+        brought=tuple(copies[node] for node in match.brought if node in copies and copies[node].op != "placeholder"),
         core=tuple(copies[node] for node in match.core),
         read={copies[node]: dims for node, dims in match.read.items() if node in copies},
         inputs={copies[node]: dims for node, dims in match.inputs.items()},

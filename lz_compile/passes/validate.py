@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.lowering import ops
 from lz_compile.passes.axes import Axis, Dims, axes_of
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.effects import ambient_context, grad_enabled
@@ -79,7 +80,10 @@ class Validation:
 
 @dataclass(frozen=True)
 class Case:
-    """One set of adversarial inputs; scores, and so what rounding does to them, grow with ``magnitude`` squared.
+    """One set of adversarial inputs.
+
+    Operands are of size ``magnitude``: what rounding does to the result grows with a power of that which the op says
+    (``ROUNDING_POWER``), by no more than the result itself does where it says none.
 
     ``is_poisoned``: a row of the query is NaN, and so are keys that a selecting mask drops. ``points`` are numbers that
     some of the elements are, exactly.
@@ -194,10 +198,11 @@ def _run_case(match: Match, call: KernelCall, case: Case) -> Validation:
     given = _evaluate(source, match, inputs, sizes, case.gradients)
     ours = _evaluate(new, match, inputs, sizes, case.gradients)
     outputs = [tensor_of(node) for node in match.outputs]
+    grown = max(case.magnitude, 1.0) ** getattr(ops.module(match.op), "ROUNDING_POWER", 0)
     verdict = Validation(ok=True)
     for index, (name, expected, base, actual) in enumerate(zip(_names(match, case), truth, given, ours, strict=True)):
         output = outputs[index] if index < len(outputs) else None
-        slack = TOLERANCE[base.dtype if output is None else output.dtype] * max(case.magnitude, 1.0) ** 2
+        slack = TOLERANCE[base.dtype if output is None else output.dtype] * grown
         # A lowest number that is added to float16 scores may overflow by rounding; one that is filled in does not.
         outcome = _compare(expected, base, actual, slack, not case.masked_rows, not match.fills, case.is_poisoned)
         if output is not None:

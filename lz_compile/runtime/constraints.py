@@ -36,7 +36,7 @@ def _operation(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason
         yield Reason("VARIANT_UNSUPPORTED", f"{kernel.kernel_id} computes {kernel.operation}, not {context.operation}")
     missing = ", ".join(sorted({*kernel.fuses_ops} - {*context.fusable}))
     if missing:
-        text = f"{kernel.kernel_id} computes {missing} along, which does not come directly before"
+        text = f"{kernel.kernel_id} computes {missing} along, which does not come directly before or beside"
         yield Reason("NOTHING_TO_FUSE", text)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lz_compile.inspection import SelectionReport
     from lz_compile.readiness import ReadinessReport
     from lz_compile.runtime.registry import KernelInfo
-    from lz_compile.runtime.report import MatchReport, Report
+    from lz_compile.runtime.report import LoopReport, MatchReport, Report
     from lz_compile.tuning import TuneReport
 
 #: Columns that are never folded.
@@ -23,11 +23,13 @@ _STYLES: Mapping[str, str] = {"pass": "green", "warn": "yellow", "fail": "bold r
 
 
 def tables(report: Report) -> Iterator[Any]:
-    """Matches with their candidates, near misses, events and time; only those with something in them."""
-    if not report.matches and not report.near_misses:
+    """Matches with their candidates, loops, near misses, events and time; only those with something in them."""
+    if not report.matches and not report.near_misses and not report.loops:
         yield f"Nothing recognised in {len(report.graphs)} graph(s)."
     if report.matches:
         yield from _matches(report)
+    if report.loops:
+        yield _rows("Loops", ("where", "steps", "carried", "each step"), [_loop(loop) for loop in report.loops])
     if report.near_misses:
         yield _rows("Near misses", ("op", "where", "reason", "smallest edit that would match"), [
             (miss.op, miss.where, str(miss.reason), miss.edit) for miss in report.near_misses
@@ -91,6 +93,15 @@ def _kind(matches: Sequence[MatchReport]) -> Iterator[Any]:
         }
     )
     yield from candidates(first.candidates, first.kernel, first.context)
+
+
+def _loop(loop: LoopReport) -> tuple[str, ...]:
+    counts = {name: loop.streams.count(name) for name in dict.fromkeys(loop.streams)}
+    reads = [f"{count} {name}" for name, count in counts.items()]
+    reads.append(f"{loop.around} from around" if loop.around else "")
+    step = f"{loop.calls} calls; reads {', '.join(filter(None, reads)) or 'nothing else'}; gives {len(loop.outputs)}"
+    state = "rolled" if loop.rolled else f"kept: {loop.reason}"
+    return loop.where, str(loop.steps), "\n".join(loop.carried), f"{step}\n{state}"
 
 
 def _masks(match: MatchReport) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from lz_compile.passes.match import Match, NearMiss
+    from lz_compile.passes.reroll import RolledLoop
     from lz_compile.runtime.select import Decision, Problem
 
 SCHEMA_VERSION = "1.0"
@@ -104,11 +105,63 @@ class MissReport:
 
 
 @dataclass
+class LoopReport:
+    """A loop that Dynamo unrolled: ``steps`` of ``calls`` each, and whether it is one step again, run ``steps`` times.
+
+    ``carried`` are the tensors that a step hands on, ``streams`` says where what moves on comes from, ``around`` is how many
+    tensors every step reads, ``outputs`` are the shapes of what each step gives besides.
+    """
+
+    where: str
+    graph: str
+    steps: int
+    calls: int
+    carried: tuple[str, ...]
+    streams: tuple[str, ...]
+    around: int
+    outputs: tuple[str, ...]
+    rolled: bool
+    reason: Reason | None = None
+
+    @classmethod
+    def of(cls, loop: RolledLoop, graph: str) -> LoopReport:
+        """The report of a loop that was found in the nested graph at a path."""
+        return cls(
+            where=loop.where,
+            graph=graph,
+            steps=loop.steps,
+            calls=loop.calls,
+            carried=loop.carried,
+            streams=loop.streams,
+            around=loop.around,
+            outputs=loop.outputs,
+            rolled=loop.scan is not None,
+            reason=loop.kept,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {
+            "where": self.where,
+            "graph": self.graph,
+            "steps": self.steps,
+            "calls": self.calls,
+            "carried": list(self.carried),
+            "streams": list(self.streams),
+            "around": self.around,
+            "outputs": list(self.outputs),
+            "rolled": self.rolled,
+            "reason": None if self.reason is None else self.reason.to_dict(),
+        }
+
+
+@dataclass
 class GraphReport:
     """One compiled graph. ``seconds`` is the time by stage, ``compile`` being what Inductor took."""
 
     graph_id: int
     matches: list[MatchReport] = field(default_factory=list)
+    loops: list[LoopReport] = field(default_factory=list)
     near_misses: list[MissReport] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -118,6 +171,7 @@ class GraphReport:
         return {
             "graph_id": self.graph_id,
             "matches": [match.to_dict() for match in self.matches],
+            "loops": [loop.to_dict() for loop in self.loops],
             "near_misses": [miss.to_dict() for miss in self.near_misses],
             "events": [event.to_dict() for event in self.events],
             "seconds": {stage: round(seconds, 6) for stage, seconds in self.seconds.items()},
@@ -136,6 +190,11 @@ class Report:
         return [match for graph in self.graphs for match in graph.matches]
 
     @property
+    def loops(self) -> list[LoopReport]:
+        """Every loop of every graph."""
+        return [loop for graph in self.graphs for loop in graph.loops]
+
+    @property
     def near_misses(self) -> list[MissReport]:
         """Every near miss of every graph."""
         return [miss for graph in self.graphs for miss in graph.near_misses]
@@ -150,7 +209,7 @@ class Report:
         return {"schema_version": SCHEMA_VERSION, "graphs": [graph.to_dict() for graph in self.graphs]}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Tables of matches, near misses, events and time."""
+        """Tables of matches, loops, near misses, events and time."""
         from lz_compile.runtime.render import tables
 
         yield from tables(self)

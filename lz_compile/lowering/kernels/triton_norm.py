@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.fused import Fused
 from lz_compile.lowering.opaque import opaque
+from lz_compile.lowering.ops.norm import NormAttrs
 from lz_compile.lowering.row_norm import decoded, fake, fallback, given, norm_by
 
 
@@ -39,3 +44,21 @@ _operator = opaque(
 )
 
 norm = norm_by(_operator)
+
+
+def residual_norm(
+    *,
+    fused: Mapping[str, Fused],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    attrs: NormAttrs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The normalised sum of two tensors, and the sum, in the op's canonical layout (see ``lowering/fused.py``)."""
+    from lz_compile.lowering.triton.residual import residual_norm
+
+    given = fused["input"].operands
+    operands = (given["input"].new_empty(0) if each is None else each for each in (weight, bias))
+    result: tuple[torch.Tensor, torch.Tensor] = residual_norm(
+        given["input"], given["residual"], *operands, encode(attrs)
+    )
+    return result

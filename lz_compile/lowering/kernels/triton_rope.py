@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from lz_compile.lowering.encoded_attributes import decode, encode
+from lz_compile.lowering.fused import SIBLING, Fused
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.ops.rope import RopeAttrs, reference
 
@@ -51,3 +54,19 @@ _operator = opaque(
     kernel_id="lz.triton_rope",
     is_cuda_graph_safe=True,
 )
+
+
+def rope_pair(
+    input: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    fused: Mapping[str, Fused],
+    attrs: RopeAttrs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors that are turned by the same tables, each in its memory order (see ``lowering/fused.py``)."""
+    from lz_compile.lowering.triton.rope import rope_pair
+
+    other = fused[SIBLING].operands["input"]
+    result: tuple[torch.Tensor, torch.Tensor] = rope_pair(input, other, cos, sin, encode(attrs))
+    return result

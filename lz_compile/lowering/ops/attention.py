@@ -41,6 +41,8 @@ EXACT_DIMS = ("head_dim", "value_dim")
 #: Features that say what a kernel must get right, and nothing of how long it takes.
 TIMELESS_FEATURES = frozenset({"masked_nan", "masked_nan_keys", "nan_rows", "nan_in_few_keys", "masked_row_gradient"})
 BUCKETED_DIMS = (("seq_len_q",), ("seq_len_k",), ("batch_size", "num_heads"))
+#: Rounding of scores shows in the result as it is, and grows with this power of the size of query and key.
+ROUNDING_POWER = 2
 
 #: Without a mask, PyTorch's CPU kernel gives zero, not NaN, for a row of NaN in fewer keys than a vector register holds
 #: (16 float32 with AVX-512).

@@ -33,6 +33,8 @@ LAYOUT = "BHSD"
 EXACT_DIMS = ("head_dim", "rotary_dim")
 TIMELESS_FEATURES: frozenset[str] = frozenset({"table_gradients"})
 BUCKETED_DIMS = (("batch_size", "num_heads", "seq_len_q"),)
+#: Two embeddings can be computed together where these operands are the same, and facts but for those.
+SIBLINGS_SHARE, SIBLINGS_DIFFER = ("cos", "sin"), ("heads",)
 
 
 @dataclass(frozen=True)

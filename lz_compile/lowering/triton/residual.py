@@ -1,6 +1,7 @@
 """A residual added and the sum normalised, in one launch that gives both: ``norm(input + residual), input + residual``.
 
-The sum is rounded to the input's dtype before it is normalised, as if it had been written and read again.
+The sum is rounded to the input's dtype before it is normalised, as if it had been written and read again. It is all that a
+backward needs of both.
 """
 
 from __future__ import annotations
@@ -9,34 +10,49 @@ from typing import Any
 
 import torch
 
-from lz_compile.lowering.ops.norm import EpsAt, NormAttrs
+from lz_compile.lowering.opaque import guarded
+from lz_compile.lowering.ops.norm import reference
+from lz_compile.lowering.row_norm import decoded, given
 from lz_compile.lowering.triton.norm import Norm
 
+KERNEL_ID = "lz.triton_residual_norm"
 
-def _norm(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *form: Any) -> Norm:
-    is_centred, eps, eps_at, weight_offset = form
-    at: EpsAt = eps_at
-    attrs = NormAttrs(is_centred, eps, at, weight is not None, bias is not None, weight_offset, out_dtype=input.dtype)
-    return Norm(input, weight, bias, attrs)
+
+def _forward(
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, attrs: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    form = decoded(attrs)
+    return Norm(input, *given(weight, bias, form), form).forward(residual)
+
+
+def _fallback(
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, attrs: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    form, total = decoded(attrs), input + residual
+    return reference(total, *given(weight, bias, form), attrs=form).contiguous(), total.contiguous()
+
+
+_run = guarded(KERNEL_ID, _forward, _fallback)
 
 
 @torch.library.custom_op("layerzero::triton_residual_norm", mutates_args=())
 def residual_norm(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    is_centred: bool,
-    eps: float,
-    eps_at: str,
-    weight_offset: float,
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, attrs: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normalised sum, and the sum, both in the input's dtype; the other arguments are those of the op's attributes.
+    """The normalised sum, and the sum in the input's dtype.
+
+    Args:
+        input: rows.
+        residual: what is added to them, in the same dtype.
+        weight: as the op has it; without elements where there is none.
+        bias: likewise.
+        attrs: the op's attributes, as JSON.
 
     Shapes:
         input and residual ``[N, D]``, weight and bias ``[D]``; both results ``[N, D]``, contiguous.
     """
-    return _norm(input, weight, bias, is_centred, eps, eps_at, weight_offset).forward(residual)
+    result: tuple[torch.Tensor, torch.Tensor] = _run(input, residual, weight, bias, attrs)
+    return result
 
 
 @torch.library.custom_op("layerzero::triton_residual_norm_backward", mutates_args=())
@@ -44,23 +60,26 @@ def _backward(
     of_result: torch.Tensor,
     of_total: torch.Tensor,
     total: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    is_centred: bool,
-    eps: float,
-    eps_at: str,
-    weight_offset: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    attrs: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of the sum, the weight and the bias; those that there are not have no elements."""
-    norm = _norm(total, weight, bias, is_centred, eps, eps_at, weight_offset)
-    found, *weights = norm.backward(of_result, of_total)
-    of_weight, of_bias = (total.new_empty(0) if each is None else each for each in weights)
+    """The gradients of the sum, the weight and the bias; ``of_total`` has no elements where none flows through the sum."""
+    form = decoded(attrs)
+    norm = Norm(total, *given(weight, bias, form), form)
+    found, *weights = norm.backward(of_result, of_total if of_total.numel() else None)
+    of_weight, of_bias = (
+        torch.empty_like(operand) if of_it is None else of_it
+        for of_it, operand in zip(weights, (weight, bias), strict=True)
+    )
     return found, of_weight, of_bias
 
 
 @residual_norm.register_fake
-def _(input: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return input.new_empty(input.shape), input.new_empty(input.shape)
+def _(
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, attrs: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return input.new_empty(input.shape, dtype=decoded(attrs).out_dtype), input.new_empty(input.shape)
 
 
 @_backward.register_fake
@@ -68,25 +87,26 @@ def _(
     of_result: torch.Tensor,
     of_total: torch.Tensor,
     total: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    *_: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    attrs: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_weight, of_bias = (total.new_empty(0) if each is None else each.new_empty(each.shape) for each in (weight, bias))
-    return total.new_empty(total.shape), of_weight, of_bias
+    return total.new_empty(total.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    _, residual, weight, bias, *ctx.form = inputs
-    ctx.residual_dtype = residual.dtype
+    _, _, weight, bias, ctx.attrs = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], weight, bias)
 
 
-def _gradients(ctx: Any, of_result: torch.Tensor, of_total: torch.Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, of_result: torch.Tensor | None, of_total: torch.Tensor | None) -> tuple[Any, ...]:
     total, weight, bias = ctx.saved_tensors
-    found, of_weight, of_bias = _backward(of_result, of_total, total, weight, bias, *ctx.form)
-    of_weights = (None if weight is None else of_weight, None if bias is None else of_bias)
-    return found, found.to(ctx.residual_dtype), *of_weights, None, None, None, None
+    if of_result is None:
+        return of_total, of_total, None, None, None
+    flows = total.new_empty(0) if of_total is None else of_total
+    found, of_weight, of_bias = _backward(of_result, flows, total, weight, bias, ctx.attrs)
+    return found, found, of_weight, of_bias, None
 
 
 residual_norm.register_autograd(_gradients, setup_context=_keep)

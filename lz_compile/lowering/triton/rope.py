@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 
 from lz_compile.errors import GradientUnsupportedError
-from lz_compile.lowering.ops.rope import RopeAttrs
+from lz_compile.lowering.encoded_attributes import decode
+from lz_compile.lowering.opaque import guarded
+from lz_compile.lowering.ops.rope import RopeAttrs, reference
 from lz_compile.lowering.triton.launch import WIDE, on
 
 #: Features of a tile.
@@ -162,69 +164,81 @@ def _alike(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 # ---- query and key ---------------------------------------------------------------------------------------------------
 
+PAIR = "lz.triton_rope_pair"
 
-def _attrs(is_interleaved: bool, rotary_dim: int, rotary_start: int, has_half_tables: bool) -> RopeAttrs:
-    return RopeAttrs(is_interleaved, rotary_dim, rotary_start, has_half_tables)
+
+def _pair(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attrs: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    form: RopeAttrs = decode(RopeAttrs, attrs)
+    results = _like(query, key, form.out_dtype)
+    turn((query, key), cos, sin, form, results)
+    return results
+
+
+def _pair_fallback(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attrs: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    form: RopeAttrs = decode(RopeAttrs, attrs)
+    results = _like(query, key, form.out_dtype)
+    for result, each in zip(results, (query, key), strict=True):
+        result.copy_(reference(each, cos, sin, attrs=form))
+    return results
+
+
+def _like(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query, dtype=dtype), torch.empty_like(key, dtype=dtype)
+
+
+_run = guarded(PAIR, _pair, _pair_fallback)
 
 
 @torch.library.custom_op("layerzero::triton_rope_pair", mutates_args=())
 def rope_pair(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    is_interleaved: bool,
-    rotary_dim: int,
-    rotary_start: int,
-    has_half_tables: bool,
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attrs: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query and key, both turned by the same tables, in their own dtypes and memory order.
+    """Query and key, both turned by the same tables, in their own memory order; ``attrs`` is the op's, as JSON.
 
     Shapes:
         query ``[B, Hq, S, D]``, key ``[B, Hk, S, D]``, cos and sin ``[B | 1, 1, S | 1, W]``; the results as query and key.
     """
-    results = (torch.empty_like(query), torch.empty_like(key))
-    attrs = _attrs(is_interleaved, rotary_dim, rotary_start, has_half_tables)
-    turn((query, key), cos, sin, attrs, results)
+    results: tuple[torch.Tensor, torch.Tensor] = _run(query, key, cos, sin, attrs)
     return results
 
 
 @torch.library.custom_op("layerzero::triton_rope_pair_backward", mutates_args=())
 def _rope_pair_backward(
-    of_query: torch.Tensor,
-    of_key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    is_interleaved: bool,
-    rotary_dim: int,
-    rotary_start: int,
-    has_half_tables: bool,
+    of_query: torch.Tensor, of_key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attrs: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    results = (torch.empty_like(of_query), torch.empty_like(of_key))
-    attrs = _attrs(is_interleaved, rotary_dim, rotary_start, has_half_tables)
-    turn((of_query, of_key), cos, sin, attrs, results, is_back=True)
+    results = _like(of_query, of_key, dtype)
+    turn((of_query, of_key), cos, sin, decode(RopeAttrs, attrs), results, is_back=True)
     return results
 
 
 @rope_pair.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(query), torch.empty_like(key)
+def _(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attrs: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _like(query, key, decode(RopeAttrs, attrs).out_dtype)
 
 
 @_rope_pair_backward.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(query), torch.empty_like(key)
+def _(
+    of_query: torch.Tensor, of_key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attrs: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _like(of_query, of_key, dtype)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, _, cos, sin, *ctx.constants = inputs
+    query, _, cos, sin, ctx.attrs = inputs
     if cos.requires_grad or sin.requires_grad:
         raise GradientUnsupportedError("layerzero::triton_rope_pair", 2 if cos.requires_grad else 3)
+    ctx.dtype = query.dtype
     ctx.save_for_backward(cos, sin)
 
 
 def _gradients(ctx: Any, of_query: torch.Tensor, of_key: torch.Tensor) -> tuple[Any, ...]:
-    return *_rope_pair_backward(of_query, of_key, *ctx.saved_tensors, *ctx.constants), *(None,) * 6
+    return *_rope_pair_backward(of_query, of_key, *ctx.saved_tensors, ctx.attrs, ctx.dtype), None, None, None
 
 
 rope_pair.register_autograd(_gradients, setup_context=_keep)

@@ -1,4 +1,7 @@
-"""One recogniser per op. Every module here with a ``recognise(graph, effects)`` is one; the file name is the op."""
+"""One recogniser per op. Every module here with a ``recognise(graph, effects)`` is one; the file name is the op.
+
+An anchor is read by way of :func:`~lz_compile.passes.match.attempt`, so that one that fails costs no other one.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from functools import cache
 from torch import fx
 
 from lz_compile.passes.effects import Effects
-from lz_compile.passes.match import Match, NearMiss
+from lz_compile.passes.match import Failure, Match, NearMiss
 
-Recogniser = Callable[[fx.Graph, Effects], "Iterator[Match | NearMiss]"]
+Recogniser = Callable[[fx.Graph, Effects], "Iterator[Match | NearMiss | Failure]"]
 
 
 @cache

@@ -22,7 +22,7 @@ from lz_compile.passes.contraction import Contraction, Factor
 from lz_compile.passes.core import Core, find_core
 from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.masks import Masks
-from lz_compile.passes.match import Match, NearMiss, RefusedError
+from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
 from lz_compile.passes.patterns.sdpa_call import match_sdpa_call
 from lz_compile.passes.proven_masks import simplify
 from lz_compile.passes.twins import Twins
@@ -37,7 +37,7 @@ _LAST = contraction.PRODUCTS | {"sum", "scaled_dot_product_attention"}
 _SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
     """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
     covered: set[fx.Node] = set()
     twins, masks = Twins(effects), Masks(effects)
@@ -48,7 +48,7 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
         tensor = tensor_of(node)
         if tensor is None or 0 in shape_of(tensor):
             continue
-        found = _from_call(effects, call, twins, masks)
+        found = attempt(OP, node, _from_call, effects, call, twins, masks)
         if isinstance(found, Match):
             covered.update(found.core)
         if isinstance(found, NearMiss):

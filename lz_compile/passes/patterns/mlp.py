@@ -16,7 +16,7 @@ from lz_compile.passes.axes import LayoutError, shape_of
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.gated_reading import read_activation, read_halves
-from lz_compile.passes.match import Match, NearMiss, RefusedError
+from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
 from lz_compile.passes.projections import Supports, projection
 from lz_compile.passes.twins import Twins
 from lz_compile.passes.view import Call, tensor_of, where_of
@@ -24,7 +24,7 @@ from lz_compile.passes.view import Call, tensor_of, where_of
 OP = "mlp"
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
     """Every activation of an MLP in ``graph``, and every product that looks like a gated one's, with the reason."""
     covered: set[fx.Node] = set()
     missed: set[fx.Node] = set()
@@ -35,13 +35,13 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
             continue
         if call.name != "glu" and not reader.supports.is_candidate(node):
             continue
-        found = reader.read(node, call)
+        found = attempt(OP, node, reader.read, node, call)
         if isinstance(found, Match):
             covered.update(found.core)
+        is_part = isinstance(found, NearMiss) and node in missed  # of another one that was refused
+        if found is not None and not is_part:
             yield found
-        elif found is not None:
-            if node not in missed:  # it is no part of another one that was refused
-                yield found
+        if isinstance(found, NearMiss):
             missed.update(reader.supports.behind(node))
 
 

@@ -18,7 +18,7 @@ from lz_compile.passes.axes import LayoutError, Size, axes_of, fresh, product, s
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.core import Core, find_core
 from lz_compile.passes.effects import Effects, MutatedError
-from lz_compile.passes.match import Match, NearMiss, RefusedError
+from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
 from lz_compile.passes.moments import CALLS, STATISTICS, Edge, Moments
 from lz_compile.passes.norm_emitter import NormEmitter
 from lz_compile.passes.norm_search import is_worth_reading, results_of, sources
@@ -31,7 +31,7 @@ OP = "norm"
 _OF_WEIGHTS = frozenset({sympy.exp, sympy.log, sympy.tanh})
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
     """Every normalisation of rows in ``graph``, and every statistic that looks like one's, with the reason."""
     covered: set[fx.Node] = set()
     missed: list[NearMiss] = []
@@ -44,12 +44,14 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
         is_anchor = call.name in STATISTICS or call.name in CALLS
         if not is_anchor or source is None or not source.is_floating_point() or 0 in shape_of(source):
             continue
-        found = twins.read(node)
+        found = attempt(OP, node, twins.read, node)
+        if isinstance(found, NearMiss):
+            missed.append(found)
+            continue
         if isinstance(found, Match):
             covered.update(found.core)
+        if found is not None:
             yield found
-        elif found is not None:
-            missed.append(found)
     yield from (miss for miss in missed if miss.node not in covered)  # one statistic may be read with the next
 
 

@@ -18,7 +18,7 @@ from lz_compile.passes.axes import LayoutError, product, shape_of
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.core import Core, find_core
 from lz_compile.passes.effects import Effects, MutatedError, grad_enabled
-from lz_compile.passes.match import Match, NearMiss, RefusedError
+from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
 from lz_compile.passes.moments import CALLS, STATISTICS
 from lz_compile.passes.parts import SPLITS, is_read
 from lz_compile.passes.rope_emitter import RopeEmitter, check
@@ -35,25 +35,28 @@ _APART = SPLITS | {"getitem", "narrow", "select", "view_as_complex", "flip", "ro
 _PRODUCTS = frozenset({"mul", "addcmul"})
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
     """Every rotary embedding in ``graph``, and every one that is there but cannot be replaced, with the reason."""
     covered: set[fx.Node] = set()
     twins = Twins(effects)
     for node in reversed(graph.nodes):
         if node in covered or EMITTED in node.meta or not _may_be_last(effects, node):
             continue
-        if not _sources(effects, node):
-            continue
-        found = twins.find(node) or _watched(effects, node, twins)
+        found = attempt(OP, node, _found, effects, node, twins)
         if isinstance(found, Match):
             covered.update(found.core)
         elif found is not None:
-            covered.add(found.node)
+            covered.add(node)
         if found is not None:
             yield found
 
 
-def _watched(effects: Effects, node: fx.Node, twins: Twins) -> Match | NearMiss | None:
+def _found(effects: Effects, node: fx.Node, twins: Twins) -> Match | NearMiss | None:
+    if not _sources(effects, node):
+        return None
+    twin = twins.find(node)
+    if twin is not None:
+        return twin
     with twins.watch() as look:
         found = _read(effects, node)
     if isinstance(found, Match):

@@ -1,0 +1,150 @@
+"""A scan cut into chunks: everything that can be computed in all chunks at once, as products of matrices.
+
+Within a chunk, what is written under the keys solves a triangular system (the UT form of the WY representation). With ``S``
+the state before the chunk, and ``E`` what the erasing rows see of the keys of earlier tokens,
+
+    (I + E) D = right - erase S        reads = query S + Q D        S' = total S + left^T D
+
+where ``erase``, ``query`` and ``left`` carry the decays to the chunk's limits (``chunk_products.py``). The system is solved by
+substitution: powers of ``E`` cancel one another and lose every digit where keys are alike.
+
+**Source**: Yang et al., Parallelizing linear transformers with the delta rule over sequence length (2024), eq. 7 to 10; Kimi
+Team, Kimi Linear (2025), section 3, for decays by channel. Both factor decays through logarithms, which this does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from lz_compile.lowering import chunk_prefixes
+from lz_compile.lowering.chunk_operands import ChunkOperands
+from lz_compile.lowering.chunk_products import Rows, seen
+from lz_compile.lowering.ops.scan import Reads
+
+#: Tokens of a chunk, where there are as many.
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class ChunkForm:
+    """``n`` chunks of ``C`` tokens: ``D = updates - erases S``, ``reads = queries S + pairs D``, ``S' = total S + writes^T D``.
+
+    Shapes:
+        total ``[., ., n, K | 1]`` (None: one), writes and erases ``[., ., n, C * R, K]``, updates ``[., ., n, C * R, V]``,
+        queries ``[., ., n, C * Q, K]``, pairs ``[., ., n, C * Q, C * R]``.
+    """
+
+    total: torch.Tensor | None
+    writes: torch.Tensor
+    erases: torch.Tensor | None
+    updates: torch.Tensor
+    queries: torch.Tensor
+    pairs: torch.Tensor
+    reads_per_step: int
+
+    def reads(self, states: torch.Tensor) -> torch.Tensor:
+        """What is read, ``[., ., n * C, Q, V]``, from the states before the chunks ``[B, H, n, K, V]``."""
+        written = self.updates if self.erases is None else self.updates - self.erases @ states
+        found = self.queries @ states + self.pairs @ written
+        return found.unflatten(3, (-1, self.reads_per_step)).flatten(2, 3)
+
+    def maps(self) -> tuple[torch.Tensor, torch.Tensor, chunk_prefixes.Times]:
+        """Every chunk as a map ``S' = A S + B``, and how such maps are combined."""
+        written = self.writes.transpose(3, 4)
+        total = self.writes.new_ones((1, 1, 1, 1)) if self.total is None else self.total
+        if self.erases is None:
+            count = self.writes.shape[2]
+            return total.unsqueeze(4).expand(-1, -1, count, -1, -1), written @ self.updates, chunk_prefixes.diagonal
+        rows = self.writes.shape[4]
+        one = torch.eye(rows, dtype=written.dtype, device=written.device)
+        return one * total.unsqueeze(4) - written @ self.erases, written @ self.updates, chunk_prefixes.matrices
+
+
+def chunk_form(operands: ChunkOperands, reads: Reads, chunk: int) -> ChunkForm:
+    """Operands without a dense summand, whose length is a multiple of ``chunk``, a power of two above one."""
+    left, right = operands.left, operands.right
+    if left is None or right is None:
+        one = operands.query.new_zeros((1, 1, 1, 1, 1))
+        left = one.expand(1, 1, operands.length, 1, operands.rows)
+        right = one.expand(1, 1, operands.length, 1, operands.columns)
+    decay = None if operands.decay is None else operands.decay.squeeze(4)
+    query, erase = operands.query, operands.erase
+    if decay is not None:
+        left, query = _spread(left, decay), _spread(query, decay)
+        erase = None if erase is None else _spread(erase, decay)
+    rows = [_read_rows(query, left, decay, reads, chunk)]
+    if erase is not None:
+        rows.append(Rows(_cut(erase, chunk)))
+    columns = _cut(left, chunk)
+    found = seen(None if decay is None else _cut(decay, chunk), tuple(rows), columns)
+    updates, erases = _cut(right, chunk).flatten(3, 4), None
+    if erase is not None:
+        updates, erases = (_solved(found.pairs[1], each) for each in (updates, found.rows[1]))
+    return ChunkForm(
+        found.total, found.columns, erases, updates, found.rows[0], found.pairs[0], int(operands.query.shape[3])
+    )
+
+
+def _read_rows(
+    query: torch.Tensor, left: torch.Tensor, decay: torch.Tensor | None, reads: Reads, chunk: int
+) -> Rows:
+    """Queries as rows that read the state before the step: behind it they also see the step's own update."""
+    if reads == "before":
+        return Rows(_cut(query, chunk))
+    own = query @ left.transpose(3, 4)
+    before = query if decay is None else query * decay.unsqueeze(3)
+    return Rows(_cut(before, chunk), _cut(own, chunk))
+
+
+def _solved(triangle: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``(I + triangle)^-1 right``; the triangle is strictly lower."""
+    found: torch.Tensor = torch.linalg.solve_triangular(triangle, right, upper=False, unitriangular=True)
+    return found
+
+
+def _cut(tensor: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Time as chunks and tokens, in dimensions 2 and 3."""
+    return tensor.unflatten(2, (-1, chunk))
+
+
+def _spread(tensor: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """Over the batch and heads of the decays."""
+    sizes = [
+        wide if isinstance(own, int) and own == 1 else -1
+        for own, wide in zip(tensor.shape[:2], decay.shape[:2], strict=True)
+    ]
+    return tensor.expand(*sizes, -1, -1, -1)
+
+
+# ---- a dense summand -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Driven:
+    """A scan without its dense summand, and what that adds to reads and to the last state."""
+
+    rest: ChunkOperands
+    reads: torch.Tensor
+    state: torch.Tensor
+
+
+def without_drive(operands: ChunkOperands, reads: Reads) -> Driven:
+    """The scan is linear: what the summand alone leaves in the state is a scan by elements; erasing rows see that too.
+
+    Time and memory are those of all states.
+    """
+    drive = operands.drive
+    assert drive is not None, "there is a dense summand"
+    decay = operands.decay
+    if decay is None:
+        decay = drive.new_ones((1, 1, 1, 1, 1)).expand(1, 1, operands.length, 1, 1)
+    state = torch.zeros_like(operands.state)
+    before, last = chunk_prefixes.states_before(decay, drive, state, chunk_prefixes.diagonal)
+    right = operands.right
+    if operands.erase is not None and right is not None:
+        right = right - operands.erase @ before
+    after = torch.cat((before[:, :, 1:], last.unsqueeze(2)), 2)
+    seen_states = before if reads == "before" else after
+    return Driven(replace(operands, right=right, drive=None), operands.query @ seen_states, last)

@@ -1,0 +1,146 @@
+"""The operands of a scan as chunked kernels want them: one dtype, every step, every row; a dense summand as an update.
+
+Only shapes are looked at, and nothing but functions of tensors is called, so that all of this also runs on the proxies
+that append to a graph. There, the sizes of batch and heads may be symbolic; the others must be numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs
+
+#: Of an operand's dimensions, the one that is time.
+TIME = 2
+
+
+@dataclass(frozen=True)
+class ChunkOperands:
+    """The operands of a scan in one dtype; all but the first two have every step, rank, row and column.
+
+    Shapes:
+        state ``[B, H, K, V]``, always given; decay ``[., ., T, K | 1, V | 1]``; left and erase ``[., ., T, R, K]``, right
+        ``[., ., T, R, V]``, drive ``[., ., T, K, V]``, query ``[., ., T, Q, K]``, always given. A dot is the size, or 1.
+    """
+
+    state: torch.Tensor
+    decay: torch.Tensor | None
+    left: torch.Tensor | None
+    right: torch.Tensor | None
+    erase: torch.Tensor | None
+    drive: torch.Tensor | None
+    query: torch.Tensor
+    batch: Any
+    heads: Any
+    length: int
+
+    @classmethod
+    def of(cls, operands: Mapping[str, torch.Tensor | None], attrs: ScanAttrs) -> ChunkOperands:
+        """The canonical operands of the op.
+
+        Raises:
+            ValueError: a size other than those of batch and heads is symbolic.
+        """
+        given = {name: each for name, each in operands.items() if each is not None}
+        sizes = sizes_of_shapes(given)
+        wide = torch.promote_types(attrs.compute_dtype, torch.float32)
+        for each in given.values():
+            wide = torch.promote_types(wide, each.dtype)
+        found = {name: each if each.dtype == wide else each.to(wide) for name, each in given.items()}
+        like = next(iter(found.values()))
+        rows, columns, length = sizes["K"], sizes["V"], sizes["T"]
+        batch, heads = sizes["B"], sizes["H"]
+        if "state" not in found:
+            found["state"] = like.new_zeros((1, 1, 1, 1))
+        if "query" not in found:
+            found["query"] = like.new_ones((1, 1, 1, 1, 1))
+        full = {"R": sizes["R"], "Q": sizes["Q"], "K": rows, "V": columns}
+        for name in found.keys() - {"state", "decay"}:
+            found[name] = found[name].expand(-1, -1, length, *(full[dim] for dim in OPERANDS[name][3:]))
+        if "decay" in found:
+            found["decay"] = found["decay"].expand(-1, -1, length, -1, -1)
+        found["state"] = found["state"].expand(batch, heads, rows, columns)
+        names = [name for name in OPERANDS if name not in ("state", "query")]
+        optional = {name: found.get(name) for name in names}
+        return cls(**optional, state=found["state"], query=found["query"], batch=batch, heads=heads, length=length)  # type: ignore[arg-type]
+
+    @property
+    def rows(self) -> int:
+        """K."""
+        return int(self.state.shape[2])
+
+    @property
+    def columns(self) -> int:
+        """V."""
+        return int(self.state.shape[3])
+
+    def with_drive_as_update(self) -> ChunkOperands:
+        """The same, with a summand of one row or one column as one more update; a larger one stays what it is."""
+        drive = self.drive
+        if drive is None or (self.rows > 1 and self.columns > 1):
+            return self
+        one = drive.new_ones((1, 1, 1, 1, 1)).expand(1, 1, self.length, 1, 1)
+        left, right = (one, drive) if self.rows == 1 else (drive.transpose(3, 4), one)
+        if self.left is None or self.right is None:
+            return replace(self, left=left, right=right, drive=None)
+        erase = None
+        if self.erase is not None:
+            erase = F.pad(self.erase, (0, 0, 0, 1))
+        return replace(
+            self, left=self._joined(self.left, left), right=self._joined(self.right, right), erase=erase, drive=None
+        )
+
+    def _joined(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        both = [each.expand(self.batch, self.heads, -1, -1, -1) for each in (first, second)]
+        return torch.cat(both, 3)
+
+    def padded(self, length: int) -> ChunkOperands:
+        """More steps at the end, which change no state."""
+        more = length - self.length
+        if more == 0:
+            return self
+        values = {"decay": 1.0}
+        found: dict[str, Any] = {}
+        for name in OPERANDS:
+            operand = getattr(self, name)
+            if operand is not None and name != "state":
+                found[name] = F.pad(operand, (0, 0, 0, 0, 0, more), value=values.get(name, 0.0))
+        return replace(self, **found, length=length)
+
+    def steps(self, start: int, stop: int) -> ChunkOperands:
+        """Some of the steps."""
+        named = {name: getattr(self, name) for name in OPERANDS if name != "state"}
+        found = {name: None if each is None else each[:, :, start:stop] for name, each in named.items()}
+        return replace(self, **found, length=stop - start)  # type: ignore[arg-type]
+
+
+def results(
+    reads: torch.Tensor, state: torch.Tensor, operands: ChunkOperands, attrs: ScanAttrs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel returns, from reads ``[., ., >= T, Q, V]`` and the last state ``[., ., K, V]``; contiguous."""
+    reads = reads[:, :, : operands.length].expand(operands.batch, operands.heads, -1, -1, -1)
+    state = state.expand(operands.batch, operands.heads, -1, -1)
+    return reads.to(attrs.out_dtype).contiguous(), state.to(attrs.state_dtype).contiguous()
+
+
+def sizes_of_shapes(operands: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The sizes of a scan over the operands that there are, by dimension; ``R`` is 1 without updates.
+
+    Raises:
+        ValueError: a size other than those of batch and heads is symbolic.
+    """
+    found: dict[str, Any] = {}
+    for name, operand in operands.items():
+        for dim, size in zip(OPERANDS[name], operand.shape, strict=True):
+            if not (isinstance(size, int) and size == 1):
+                found[dim] = size
+    sizes = {dim: found.get(dim, 1) for dim in "BHTRKVQ"}
+    symbolic = [dim for dim in "TRKVQ" if not isinstance(sizes[dim], int)]
+    if symbolic:
+        raise ValueError(f"scan in chunks: expected numbers as the sizes {', '.join(symbolic)}, received symbols")
+    return sizes

@@ -1,0 +1,1 @@
+"""C++ for CPUs, written for one structure of a problem and built as Inductor builds its own."""

@@ -1,0 +1,185 @@
+"""Runs the C++ of a scan over tensors: what each operand looks like to the loop, how columns are shared among threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lz_compile.lowering import inductor
+from lz_compile.lowering.cpp.scan import Program, vectors_for
+from lz_compile.lowering.ops.scan import OPERANDS, Operands, ScanAttrs, ScanSizes, common_dtype, sizes_of, structure_of
+
+#: Of the compiler, beside Inductor's own flags: no result depends on what they allow but for the rounding of ``a * b + c``.
+FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
+#: The state of a panel of columns should stay in the nearest cache.
+PANEL_BYTES = 16 << 10
+#: Elements of state and step below which a thread is not worth its start.
+THREAD_WORK = 1 << 15
+
+_COLUMNS_SHARE = frozenset({"left", "erase", "query"})
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One scan over real tensors on a CPU.
+
+    Args:
+        operands: those that there are, with the dimensions of ``lowering/ops/scan.py``.
+        attrs: of the op.
+        chunk: steps from one checkpoint to the next.
+    """
+
+    operands: Mapping[str, torch.Tensor]
+    attrs: ScanAttrs
+    chunk: int
+
+    @classmethod
+    def of(cls, operands: Operands, attrs: ScanAttrs, chunk: int) -> Launch:
+        """Without the operands that there are not."""
+        return cls({name: each for name, each in operands.items() if each is not None}, attrs, chunk)
+
+    @property
+    def sizes(self) -> ScanSizes:
+        """Of the scan."""
+        return sizes_of(self.operands)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the state and of sums."""
+        return compute_dtype_of(self.operands, self.attrs)
+
+    @property
+    def chunks(self) -> int:
+        """How many checkpoints there are."""
+        return -(-self.sizes.length // self.chunk)
+
+    # ---- the two directions ---------------------------------------------------------------------------------------
+
+    def forward(self, reads: torch.Tensor, last: torch.Tensor, checkpoints: torch.Tensor | None) -> None:
+        """Fill reads ``[B, H, T, Q, V]``, the last state ``[B, H, K, V]`` and checkpoints ``[B, H, chunks, K, V]``."""
+        outputs = (reads, last.unsqueeze(2), checkpoints)
+        self._run(self._program(frozenset()), outputs, backward=False)
+
+    def backward(
+        self, checkpoints: torch.Tensor, reads: torch.Tensor, last: torch.Tensor, wanted: frozenset[str]
+    ) -> dict[str, torch.Tensor]:
+        """The gradients of the wanted operands, from those of reads ``[B, H, T, Q, V]`` and of the last state."""
+        buffers = {name: self._buffer(name) for name in OPERANDS if name in wanted}
+        gradients = [buffers.get(name) for name in OPERANDS]
+        self._run(self._program(wanted), (checkpoints, reads, last.unsqueeze(2), *gradients), backward=True)
+        return {name: self._reduced(name, buffer) for name, buffer in buffers.items()}
+
+    def _run(self, program: Program, others: tuple[torch.Tensor | None, ...], *, backward: bool) -> None:
+        sizes, (panel, threads) = self.sizes, self._shares(program)
+        given = [None if name not in self.operands else self._seen(name) for name in OPERANDS]
+        tensors = [*given, *others]
+        numbers = [*sizes[:5], self.chunk, panel, threads]
+        for tensor in tensors:
+            numbers += [0] * 6 if tensor is None else _strides(tensor)
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        function = _function(program, backward)
+        function((ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int64 * len(numbers))(*numbers))
+
+    # ---- what the code is written for -----------------------------------------------------------------------------
+
+    def _program(self, gradients: frozenset[str]) -> Program:
+        sizes, structure = self.sizes, structure_of(self.operands)
+        drive = structure_of({"decay": self.operands.get("drive")}).decay
+        compute = self.compute_dtype
+        lanes = inductor.vector_bits() // 8 // compute.itemsize
+        return Program(
+            decay=structure.decay,
+            drive=drive,
+            rank=sizes.rank,
+            reads=sizes.reads,
+            has=frozenset(self.operands),
+            constant=frozenset(name for name in self.operands if self._is_constant(name)),
+            gradients=gradients,
+            reads_before=self.attrs.reads == "before",
+            dtypes=tuple((name, each.dtype) for name, each in sorted(self.operands.items())),
+            compute_dtype=compute,
+            out_dtype=self.attrs.out_dtype,
+            state_dtype=self.attrs.state_dtype,
+            lanes=lanes,
+            vectors=vectors_for(sizes.value_dim, lanes),
+        )
+
+    def _shares(self, program: Program) -> tuple[int, int]:
+        """The columns of a panel, and the threads."""
+        sizes, block = self.sizes, program.lanes * program.vectors
+        work = sizes.batch * sizes.heads * max(sizes.length, 1) * sizes.key_dim * sizes.value_dim
+        threads = max(1, min(torch.get_num_threads(), work // THREAD_WORK))
+        blocks = max(1, -(-sizes.value_dim // block))
+        fitting = max(1, PANEL_BYTES // (sizes.key_dim * block * self.compute_dtype.itemsize))
+        panels = max(-(-blocks // fitting), min(blocks, -(-threads // max(1, sizes.batch * sizes.heads))))
+        return -(-blocks // panels) * block, threads
+
+    def _is_constant(self, name: str) -> bool:
+        return name != "state" and self.operands[name].shape[2] == 1 and self.sizes.length != 1
+
+    def _seen(self, name: str) -> torch.Tensor:
+        """An operand as the loop sees it: five dimensions, the last two of full size where it asks for that."""
+        tensor, sizes = self.operands[name], self.sizes
+        if name == "state":
+            return tensor.expand(*tensor.shape[:2], sizes.key_dim, sizes.value_dim).unsqueeze(2)
+        if name in ("decay", "drive"):
+            return tensor
+        rows = sizes.reads if name == "query" else sizes.rank
+        columns = sizes.value_dim if name == "right" else sizes.key_dim
+        return tensor.expand(*tensor.shape[:3], rows, columns)
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        """Memory for a gradient, for each batch and head of its own; first the panels where they have one each."""
+        sizes, seen = self.sizes, self._seen(name)
+        steps = seen.shape[2] if name == "state" else self.chunks if self._is_constant(name) else sizes.length
+        shape = (sizes.batch, sizes.heads, steps, *seen.shape[3:])
+        panels = self._panels if name in _COLUMNS_SHARE or (name in ("decay", "drive") and seen.shape[4] == 1) else 1
+        operand = self.operands[name].unsqueeze(2) if name == "state" else self.operands[name]
+        if panels == 1 and shape == operand.shape:
+            return torch.empty_like(operand, dtype=self.compute_dtype).unsqueeze(0)
+        return torch.empty((panels, *shape), dtype=self.compute_dtype)
+
+    @property
+    def _panels(self) -> int:
+        panel, _ = self._shares(self._program(frozenset()))
+        return max(1, -(-self.sizes.value_dim // panel))
+
+    def _reduced(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """A gradient with the shape, strides and dtype of its operand (of what ``empty_like`` makes of it)."""
+        operand = self.operands[name]
+        found = buffer[0] if buffer.shape[0] == 1 else buffer.sum(0)
+        found = found.squeeze(2) if name == "state" else found
+        dims = [dim for dim, size in enumerate(operand.shape) if size == 1 and found.shape[dim] != 1]
+        found = found.sum(dims, keepdim=True) if dims else found
+        result = torch.empty_like(operand)
+        is_like = found.dtype == result.dtype and found.stride() == result.stride()
+        return found if is_like else result.copy_(found)
+
+
+def compute_dtype_of(operands: Operands, attrs: ScanAttrs) -> torch.dtype:
+    """Of the state and of sums: float64 where anything is, else float32."""
+    wide = torch.promote_types(common_dtype(operands), attrs.compute_dtype)
+    return torch.float64 if wide == torch.float64 else torch.float32
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Of batch, head, step and the last two dimensions, 0 where one element serves all; at last that of panels."""
+    part = tensor.stride(0) if tensor.dim() == 6 else 0
+    strides, sizes = tensor.stride()[-5:], tensor.shape[-5:]
+    return [*(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)), part]
+
+
+@lru_cache(maxsize=256)
+def _function(program: Program, backward: bool) -> Any:
+    """The compiled function."""
+    library = inductor.load_cpp(program.source(backward=backward), FLAGS)
+    function = library.scan_backward if backward else library.scan_forward
+    function.restype = None
+    return function

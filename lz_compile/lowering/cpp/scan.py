@@ -1,0 +1,98 @@
+"""The C++ of one scan: a loop over its steps, written for the terms, dtypes and wanted gradients that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from lz_compile.lowering.cpp.backward import BACKWARD
+from lz_compile.lowering.cpp.forward import FORWARD
+from lz_compile.lowering.cpp.step import STEP
+from lz_compile.lowering.cpp.vectors import ELEMENTS, vectors
+from lz_compile.lowering.ops.scan import OPERANDS, DecayKind
+
+#: A block of columns has at most so many registers: twice as many, and one more, are in use at once.
+MAX_VECTORS = 4
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the code of a scan depends on.
+
+    Args:
+        decay: what there is a factor for.
+        drive: what there is a summand for.
+        rank: how many updates a step has.
+        reads: how many reads a step has.
+        has: the operands that there are.
+        constant: those that are the same at every step.
+        gradients: those whose gradients are computed (of the code of a backward).
+        reads_before: a step reads the state that it found.
+        dtypes: of every operand that there is, by name.
+        compute_dtype: of the state while it is computed.
+        out_dtype: of what is read.
+        state_dtype: of the last state.
+        lanes: elements of a vector register.
+        vectors: registers of a block of columns.
+    """
+
+    decay: DecayKind
+    drive: DecayKind
+    rank: int
+    reads: int
+    has: frozenset[str]
+    constant: frozenset[str]
+    gradients: frozenset[str]
+    reads_before: bool
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+    compute_dtype: torch.dtype
+    out_dtype: torch.dtype
+    state_dtype: torch.dtype
+    lanes: int
+    vectors: int
+
+    def source(self, *, backward: bool) -> str:
+        """C++ with one function: ``scan_backward`` or ``scan_forward``."""
+        return _source(self, backward)
+
+    def configuration(self) -> str:
+        """The constants and types that the code is written in terms of."""
+        dtypes: Mapping[str, torch.dtype] = dict(self.dtypes)
+        types = [
+            *((f"{name.title()}T", dtypes.get(name, self.compute_dtype)) for name in OPERANDS),
+            ("OutT", self.out_dtype),
+            ("LastT", self.state_dtype),
+        ]
+        flags = {
+            "kState": "state" in self.has,
+            "kErase": "erase" in self.has,
+            "kQuery": "query" in self.has,
+            "kBefore": self.reads_before,
+            **{f"kConstant{name.title()}": name in self.constant for name in OPERANDS},
+            **{f"kGrad{name.title()}": name in self.gradients for name in OPERANDS},
+        }
+        return "\n".join(
+            [
+                *(f"using {name} = {ELEMENTS[dtype]};" for name, dtype in types),
+                "enum Kind { kNone, kScalar, kKey, kValue, kFull };",
+                f"constexpr Kind kDecay = k{self.decay.title()};",
+                f"constexpr Kind kDrive = k{self.drive.title()};",
+                f"constexpr int64_t R = {self.rank}, R1 = {max(self.rank, 1)}, Q = {self.reads}, Q1 = {max(self.reads, 1)};",
+                *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
+            ]
+        )
+
+
+@lru_cache(maxsize=256)
+def _source(program: Program, backward: bool) -> str:
+    prelude = vectors(program.compute_dtype, program.lanes, program.vectors)
+    return "\n".join((prelude, program.configuration(), STEP, BACKWARD if backward else FORWARD))
+
+
+def vectors_for(columns: int, lanes: int) -> int:
+    """How many registers a block has: as many as leave the fewest elements unused, rather more than fewer."""
+    needed = -(-columns // lanes)
+    return max(range(1, min(MAX_VECTORS, needed) + 1), key=lambda count: (-(-(-needed // count) * count), count))

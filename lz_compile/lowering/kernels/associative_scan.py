@@ -1,0 +1,96 @@
+"""A scan by combining steps pairwise (``lowering/chunk_prefixes.py``): logarithmic depth, in plain PyTorch.
+
+Where a step erases, it is a matrix ``A = diag(decay) - left^T erase``, and two steps combine by a product of matrices. Where it
+does not, ``A`` is diagonal, and everything is by elements: moving averages, RG-LRU and Mamba-1 are no more than that.
+
+All states of a tile are there at once. Tiles follow one another, each from the state that the one before leaves, and what was
+read from a tile is all that is kept of it; what autograd needs is kept for all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lz_compile.lowering import chunk_prefixes
+from lz_compile.lowering.chunk_operands import ChunkOperands, results
+from lz_compile.lowering.ops.scan import Reads, ScanAttrs
+
+#: The most tiles, and the fewest steps of one.
+TILES, SHORTEST = 8, 64
+
+
+def scan(
+    state: torch.Tensor | None = None,
+    decay: torch.Tensor | None = None,
+    left: torch.Tensor | None = None,
+    right: torch.Tensor | None = None,
+    erase: torch.Tensor | None = None,
+    drive: torch.Tensor | None = None,
+    query: torch.Tensor | None = None,
+    *,
+    attrs: ScanAttrs,
+    shortest: int = SHORTEST,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scan in the op's canonical layout (see ``lowering/ops/scan.py``), in tiles of at least ``shortest`` steps.
+
+    Raises:
+        ValueError: a step erases and has decays that differ between columns of the state, or a size other than batch and
+            heads is symbolic.
+    """
+    given = {
+        "state": state,
+        "decay": decay,
+        "left": left,
+        "right": right,
+        "erase": erase,
+        "drive": drive,
+        "query": query,
+    }
+    operands = ChunkOperands.of(given, attrs)
+    if erase is not None and operands.decay is not None and operands.decay.shape[4] != 1:
+        raise ValueError(
+            f"associative scan: expected one decay for every row of a state that is erased from, received "
+            f"{tuple(operands.decay.shape)}"
+        )
+    has_query = query is not None
+    tile = max(shortest, -(-operands.length // TILES))
+    last, found = operands.state, []
+    for start in range(0, operands.length, tile):
+        steps = operands.steps(start, min(start + tile, operands.length))
+        reads, last = _tile(steps, last, attrs.reads, has_query=has_query)
+        found.append(reads)
+    if not found:
+        found.append(operands.query @ operands.state.unsqueeze(2)[:, :, :0])
+    return results(found[0] if len(found) == 1 else torch.cat(found, 2), last, operands, attrs)
+
+
+def _tile(
+    operands: ChunkOperands, state: torch.Tensor, reads: Reads, *, has_query: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the steps of a tile read, and the state that they leave."""
+    factors, times = _factors(operands)
+    before, last = chunk_prefixes.states_before(factors, _summands(operands), state, times)
+    states = before if reads == "before" else torch.cat((before[:, :, 1:], last.unsqueeze(2)), 2)
+    return operands.query @ states if has_query else states, last
+
+
+def _factors(operands: ChunkOperands) -> tuple[torch.Tensor, chunk_prefixes.Times]:
+    """``A`` of every step, and how two are combined."""
+    decay = operands.decay
+    if decay is None:
+        decay = operands.query.new_ones((1, 1, 1, 1, 1)).expand(1, 1, operands.length, 1, 1)
+    if operands.erase is None or operands.left is None:
+        return decay, chunk_prefixes.diagonal
+    one = torch.eye(operands.rows, dtype=decay.dtype, device=decay.device)
+    return one * decay - operands.left.transpose(3, 4) @ operands.erase, chunk_prefixes.matrices
+
+
+def _summands(operands: ChunkOperands) -> torch.Tensor:
+    """``B`` of every step."""
+    drive = operands.drive
+    if operands.left is None or operands.right is None:
+        if drive is not None:
+            return drive
+        return operands.query.new_zeros((1, 1, 1, 1, 1)).expand(1, 1, operands.length, operands.rows, operands.columns)
+    written = operands.left.transpose(3, 4) @ operands.right
+    return written if drive is None else written + drive

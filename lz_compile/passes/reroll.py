@@ -1,0 +1,197 @@
+"""Loops that Dynamo has unrolled, found and rolled again into ``torch.ops.higher_order.scan``.
+
+:mod:`loop_search` finds calls that repeat, :mod:`loop_steps` compares the steps, :mod:`loop_body` reads one of them as a
+function of the state, of slices and of what stays the same, :mod:`loop_outputs` finds what is read of them, :mod:`roll`
+puts the scan in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from lz_compile.passes.effects import Ambient, Effects
+from lz_compile.passes.loop_search import Program, Run, phases, runs
+from lz_compile.passes.loop_steps import Grid, Steps, parameters_of
+from lz_compile.passes.loop_versions import Versions
+from lz_compile.passes.match import NearMiss, RefusedError
+from lz_compile.passes.roll import Loop, read_loop, roll
+from lz_compile.passes.trial_scan import trial_scan
+from lz_compile.passes.view import tensor_of, where_of
+from lz_compile.reasons import Reason
+
+#: Calls, over all steps, from which on a loop compiles faster than its steps one by one (Inductor takes 12 to 20 s for 16
+#: steps of 20 to 29 calls, a scan about 4 s).
+WORTHWHILE_CALLS = 256
+WORTHWHILE_STEPS = 8
+#: The same for loops that read nothing that moves on: iterations of the same function rather than over time.
+WORTHWHILE_ITERATIONS = 32
+
+_PHASES = 3
+_MULTIPLES = 4
+_MOST_TRIED = 64
+
+#: Whether a scan is one that there are kernels for: such a loop is rolled however short it is.
+IsSpecial = Callable[[fx.Node], bool]
+
+
+@dataclass(frozen=True)
+class RolledLoop:
+    """A loop that was found, and whether it was rolled (``scan``) or why not (``kept``)."""
+
+    where: str
+    steps: int
+    calls: int
+    carried: tuple[str, ...]
+    streams: tuple[str, ...]
+    around: int
+    outputs: tuple[str, ...]
+    scan: fx.Node | None
+    kept: Reason | None
+
+
+def never(_: fx.Node) -> bool:
+    """No scan is special."""
+    return False
+
+
+def reroll(module: fx.GraphModule, policy: str = "auto", is_special: IsSpecial = never) -> list[RolledLoop | NearMiss]:
+    """Roll the loops of a graph, in place; recompiling is the caller's.
+
+    Args:
+        module: its graph is rewritten; the steps become submodules.
+        policy: ``"auto"`` rolls what is special or long, ``"roll"`` every loop, ``"keep"`` what is special.
+        is_special: asked with a scan in a graph of its own, with placeholders for all that the loop reads.
+
+    Returns:
+        the loops, in order of size, and what looks like one and is none, with the reason.
+    """
+    found: list[RolledLoop | NearMiss] = []
+    program = Program(module.graph)
+    stretches = runs(program.kinds)
+    if not stretches:
+        return found
+    search = _Search(program, module.graph)
+    loops, misses = search.loops(stretches)
+    for loop in sorted(loops, key=lambda loop: -loop.steps.start):
+        found.append(_rolled(module, loop, policy, is_special))
+    return [*reversed(found), *misses]
+
+
+def _rolled(module: fx.GraphModule, loop: Loop, policy: str, is_special: IsSpecial) -> RolledLoop | NearMiss:
+    kept = None if policy == "roll" else _too_short(loop, policy)
+    try:
+        if kept is not None and is_special is not never and is_special(trial_scan(loop)):
+            kept = None
+        scan = None if kept is not None else roll(loop, module)
+    except RefusedError as refusal:
+        return NearMiss("scan", loop.steps.node(0, 0), refusal.reason, refusal.edit, loop.steps.where)
+    return _described(loop, scan, kept)
+
+
+def _too_short(loop: Loop, policy: str) -> Reason | None:
+    if policy == "keep":
+        return Reason("LOOPS_KEPT", "layerzero.loops is 'keep', and nothing is known of its step")
+    calls, steps = loop.steps.count * loop.step.calls, loop.steps.count
+    least = WORTHWHILE_STEPS if loop.has_streams else WORTHWHILE_ITERATIONS
+    if calls >= WORTHWHILE_CALLS and steps >= least:
+        return None
+    text = (
+        f"{steps} steps of {loop.step.calls} calls compile about as fast one by one, and nothing is known of its step"
+    )
+    return Reason("LOOP_SHORT", text)
+
+
+def _described(loop: Loop, scan: fx.Node | None, kept: Reason | None) -> RolledLoop:
+    body, step, steps = loop.body, loop.step, loop.steps
+    return RolledLoop(
+        where=steps.where,
+        steps=steps.count,
+        calls=step.calls,
+        carried=tuple(_text(body.slots[slot].like) for slot in step.slots),
+        streams=tuple(type(body.streams[number]).__name__.lower() for number in step.streams),
+        around=len(step.around),
+        outputs=tuple(str(list(result.shape)) for result in step.results),
+        scan=scan,
+        kept=kept,
+    )
+
+
+def _text(node: fx.Node) -> str:
+    tensor = tensor_of(node)
+    return "" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+class _Search:
+    """Reads stretches of repeated calls as loops, the largest first; what is part of a loop is not looked at again."""
+
+    def __init__(self, program: Program, graph: fx.Graph) -> None:
+        self._program = program
+        self._graph = graph
+        self._versions: Versions | None = None
+        self._effects: Effects | None = None
+        self._taken = bytearray(len(program.nodes))
+
+    def loops(self, stretches: list[Run]) -> tuple[list[Loop], list[NearMiss]]:
+        """The loops among stretches, and near misses where no loop was found in a stretch that looks like one."""
+        found: list[Loop] = []
+        misses: dict[int, NearMiss] = {}
+        for run in stretches[:_MOST_TRIED]:
+            if any(self._taken[run.start : run.stop]):
+                continue
+            loop, refusal = self._loop(run)
+            if loop is not None:
+                found.append(loop)
+                self._taken[loop.steps.start : loop.steps.stop] = b"\1" * (loop.steps.stop - loop.steps.start)
+            elif refusal is not None:
+                node = self._program.nodes[run.start]
+                misses[run.start] = NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
+        kept = [miss for start, miss in misses.items() if not self._taken[start]]
+        return found, kept
+
+    def _loop(self, run: Run) -> tuple[Loop | None, RefusedError | None]:
+        refusal: RefusedError | None = None
+        for multiple in range(1, _MULTIPLES + 1):
+            longer = Run(run.start, run.stop, run.period * multiple)
+            for phase in self._phases(longer):
+                try:
+                    return self._read(phase), None
+                except RefusedError as error:
+                    refusal = refusal or error
+                    if error.reason.code in _FINAL:
+                        return None, refusal if error.reason.code not in _SILENT else None
+        return None, refusal if refusal is not None and refusal.reason.code not in _SILENT else None
+
+    def _phases(self, run: Run) -> Iterator[Run]:
+        if run.steps >= 4:
+            yield from phases(self._program, run)[:_PHASES]
+
+    def _read(self, run: Run) -> Loop:
+        if self._versions is None:
+            self._versions = Versions(self._program)
+        grid = Grid(self._program, self._versions, run)
+        if not grid.carries():
+            raise RefusedError("NO_STATE", "no step reads what the one before it made", "run all steps as a batch")
+        steps = grid.steps()
+        columns = (
+            steps.column(index, leaf)
+            for index, row in enumerate(steps.wiring)
+            for leaf, made in enumerate(row)
+            if made is None
+        )
+        if parameters_of([column for column in columns if column[0] is not column[-1]]):
+            raise RefusedError("LAYERS", "every step has parameters of its own", "share them")
+        return read_loop(steps, self._ambient(steps))
+
+    def _ambient(self, steps: Steps) -> Ambient:
+        if self._effects is None:
+            self._effects = Effects(self._graph)
+        return self._effects.ambient(steps.node(0, 0))
+
+
+#: Refusals that hold wherever a step is taken to begin.
+_FINAL = frozenset({"LAYERS", "RANDOM", "MODE_CHANGES_INSIDE", "DATA_DEPENDENT", "NESTED_GRAPH", "INPUT_OVERWRITTEN"})
+#: Refusals of what is no loop over anything: the same calls on different things.
+_SILENT = frozenset({"LAYERS", "NO_STATE"})

@@ -1,0 +1,213 @@
+"""One step of a scan as ATen operations without side effects, or why there is no such thing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lz_compile.passes import layout
+from lz_compile.passes.effects import Ambient, ambient_context
+from lz_compile.passes.match import RefusedError
+from lz_compile.passes.view import read, tensor_of
+
+aten = torch.ops.aten
+SCAN = torch.ops.higher_order.scan
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_CHANGES_GRADIENTS = frozenset({"_set_grad_enabled", "inference_mode", "_enter_inference_mode"})
+
+
+@dataclass(frozen=True)
+class ScanCall:
+    """A node that calls ``scan``: its step, what the step carries, what it takes apart over time, and what stays."""
+
+    node: fx.Node
+    body: fx.GraphModule
+    init: tuple[fx.Node, ...]
+    xs: tuple[fx.Node, ...]
+    given: tuple[fx.Node, ...]
+
+    @property
+    def operands(self) -> tuple[fx.Node, ...]:
+        """In the order in which the step takes them."""
+        return (*self.init, *self.xs, *self.given)
+
+    @property
+    def length(self) -> Any:
+        """The number of steps."""
+        return _tensor(self.xs[0]).shape[0]
+
+    def results(self) -> dict[int, list[fx.Node]]:
+        """The nodes that pick a result, by its place: final states, then what the steps give."""
+        found: dict[int, list[fx.Node]] = {}
+        for user in self.node.users:
+            if user.target is not operator.getitem or not isinstance(user.args[1], int):
+                raise RefusedError("SCAN_USED_WHOLE", f"{user.name} takes all results of a scan", "unpack them")
+            found.setdefault(user.args[1], []).append(user)
+        return found
+
+
+def scan_call(node: fx.Node) -> ScanCall | None:
+    """The parts of a node that calls ``scan``; None where it is none, or is given numbers instead of tensors."""
+    if node.op != "call_function" or node.target is not SCAN:
+        return None
+    names = ("combine_fn", "init", "xs", "additional_inputs")
+    values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    target, owner = values["combine_fn"], node.graph.owning_module
+    body = getattr(owner, str(target.target), None) if isinstance(target, fx.Node) else None
+    groups = [tuple(values.get(name, ())) for name in names[1:]]
+    is_plain = all(tensor_of(each) is not None for group in groups for each in group)
+    if not isinstance(body, fx.GraphModule) or not is_plain or not groups[1]:
+        return None
+    return ScanCall(node, body, *groups)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as a graph of ATen operations with example values in ``meta["val"]``.
+
+    ``states``, ``slices`` and ``given`` are its inputs: what is carried, what time takes apart, what stays the same.
+    ``names`` are what the source calls them.
+    """
+
+    module: fx.GraphModule
+    states: tuple[fx.Node, ...]
+    slices: tuple[fx.Node, ...]
+    given: tuple[fx.Node, ...]
+    names: Mapping[fx.Node, str]
+
+    @property
+    def graph(self) -> fx.Graph:
+        """Its operations."""
+        return self.module.graph
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The states after the step, and what the step gives."""
+        (found,) = self.graph.output_node().args
+        return tuple(found)  # type: ignore[arg-type]
+
+    @property
+    def carried(self) -> tuple[fx.Node, ...]:
+        """The states after the step."""
+        return self.outputs[: len(self.states)]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """What the step gives besides."""
+        return self.outputs[len(self.states) :]
+
+
+def trace_step(call: ScanCall, ambient: Ambient) -> Step:
+    """The step of a scan in ATen operations, without writes and with equal ones merged.
+
+    Raises:
+        RefusedError: it does something that cannot be moved in time, or sizes are symbolic.
+    """
+    _check_body(call.body)
+    values = [_tensor(node) for node in call.init]
+    values += [_slice(_tensor(node)) for node in call.xs]
+    values += [_tensor(node) for node in call.given]
+    if any(not isinstance(size, int) or size == 0 for value in values for size in value.shape):
+        raise RefusedError("STEP_SIZES", "sizes inside of a step are symbolic or zero", "compile with dynamic=False")
+    module = traced(torch.func.functionalize(call.body), values, ambient)
+    if any(_writes(node) for node in module.graph.nodes):  # some compound operations write into tensors of their own
+        module = traced(torch.func.functionalize(module), values, ambient)
+    for node in module.graph.nodes:
+        _check(node)
+        if node.target in _VIEWS:
+            node.target = aten.reshape.default
+    _merge_equal(module.graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    inputs = list(module.graph.find_nodes(op="placeholder"))
+    first, second = len(call.init), len(call.init) + len(call.xs)
+    names = {inner: _source_name(outer) for inner, outer in zip(inputs, call.operands, strict=True)}
+    step = Step(module, tuple(inputs[:first]), tuple(inputs[first:second]), tuple(inputs[second:]), names)
+    if not all(isinstance(each, fx.Node) for each in step.outputs):
+        raise RefusedError("STEP_RESULTS", "a step gives something that is no tensor", "return tensors")
+    return step
+
+
+def traced(function: Callable[..., Any], values: Sequence[torch.Tensor], ambient: Ambient) -> fx.GraphModule:
+    """``function`` over example values as ATen operations, under the modes of ``ambient``."""
+    with ExitStack() as stack:
+        for manager in ambient_context(ambient):
+            stack.enter_context(manager)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(values[0].fake_mode)  # type: ignore[attr-defined]
+        return make_fx(function)(*values)
+
+
+def _source_name(node: fx.Node) -> str:
+    """What the source calls a tensor, or what it was moved from."""
+    found = read(node)
+    while found is not None and layout.rearranges(found) and isinstance(found.input, fx.Node):
+        node = found.input
+        found = read(node)
+    name = node.name.removesuffix("_") if node.op == "placeholder" else node.name
+    for prefix in ("l_self_modules_", "l_self_", "l_stack0_", "l_", "g_"):
+        if node.op == "placeholder" and name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+def _slice(value: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return value.select(0, 0)
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    value = tensor_of(node)
+    assert value is not None, f"{node.name} is no tensor"
+    return value
+
+
+def _check_body(body: fx.GraphModule) -> None:
+    """Refuse what a trace would hide."""
+    for node in body.graph.nodes:
+        call = read(node)
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            text = f"a step calls {node.target.name()}, which is not looked into"
+            raise RefusedError("STEP_OPAQUE", text, "write the step in plain operations")
+        if call is not None and call.name in _CHANGES_GRADIENTS:
+            text = "a step turns gradients on or off inside"
+            raise RefusedError("STEP_GRADIENTS", text, "detach the values instead")
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _check(node: fx.Node) -> None:
+    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            text = f"a step draws random numbers ({node.target.overloadpacket.__name__})"
+            raise RefusedError("STEP_RANDOM", text, "draw them for all steps before the loop")
+        if _writes(node) or node.target.namespace not in ("aten", "prims"):
+            text = f"a step calls {node.target.name()}, which is no plain operation of PyTorch"
+            raise RefusedError("STEP_OPAQUE", text, "write the step in plain operations")
+    elif node.op == "get_attr":
+        text = f"a step holds the constant tensor {node.target}"
+        raise RefusedError("STEP_CONSTANT", text, "make it before the loop")
+    elif node.op == "call_function" and node.target is not operator.getitem:
+        raise RefusedError("STEP_OPAQUE", f"a step calls {node.name}, which is not looked into", "write it out")
+
+
+def _merge_equal(graph: fx.Graph) -> None:
+    """Operations with equal arguments are done once."""
+    known: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)

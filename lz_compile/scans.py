@@ -1,0 +1,331 @@
+"""``lz.kda`` and ``lz.linear_scan``: recurrences on tensors, without a loop over time.
+
+Without compiling, a call runs the kernel that is expected to be the fastest here. In a function that is compiled, by
+whatever backend, it is one operator, ``layerzero::scan``, for which the kernel is chosen while compiling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from lz_compile.lowering.ops import scan as scan_op
+from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs, ScanFacts
+from lz_compile.runtime import context as contexts
+from lz_compile.runtime import eager, health, policy
+
+__all__ = ["kda", "linear_scan"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    initial_output: torch.Tensor | None = None,
+    drop_mask: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+    scale: float | None = None,
+    head_first: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kimi Delta Attention: a matrix of fast weights decays, forgets and learns at every token, and is read.
+
+    ``S_t = diag(alpha_t) S_{t-1} - beta_t k_t ((alpha_t * k_t)^T S_{t-1}) + beta_t k_t v_t^T``, ``o_t = scale * S_t^T q_t``.
+    With one ``alpha`` for a head it is the gated delta rule, with ``alpha`` of one the delta rule.
+
+    To go on with a sequence, token by token or in parts, pass the final state as ``initial_state`` (and, if tokens are
+    dropped, the last output as ``initial_output``).
+
+    Args:
+        q: queries.
+        k: keys, usually of length one.
+        v: values.
+        alpha: decays, as factors: any number, zero included.
+        beta: how much of a token is written; with keys of length one, at 1 what was there is replaced.
+        initial_state: the fast weights before the first token, by default zeros.
+        initial_output: what a dropped first token repeats, by default zeros.
+        drop_mask: True for tokens that change nothing and repeat the output before them.
+        active: zero or False for heads that a token leaves as they are; they are read all the same.
+        scale: of the outputs, by default 1.
+        head_first: heads come before time.
+
+    Shapes:
+        q, k ``[B, T, H, K]``, v ``[B, T, H, V]``, alpha ``[B, T, H, K]`` or ``[B, T, H]``, beta ``[B, T, H]``, drop_mask
+        ``[B, T]``, active ``[B, T, H]``, initial_state ``[B, H, K, V]``, initial_output ``[B, H, V]``. The result is the
+        outputs ``[B, T, H, V]`` in the dtype of v and the final state ``[B, H, K, V]``, in float32 or that of
+        ``initial_state``. With ``head_first`` T and H change places in all of them (drop_mask has no heads).
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if head_first:
+        q, k, v, alpha, beta = (each.transpose(1, 2) for each in (q, k, v, alpha, beta))
+        active = None if active is None else active.transpose(1, 2)
+    alpha = alpha.unsqueeze(-1) if alpha.dim() == 3 else alpha
+    others = {"q": q, "alpha": alpha, "beta": beta, "initial_state": initial_state, "initial_output": initial_output}
+    _check_kda(k, v, {**others, "drop_mask": drop_mask, "active": active})
+    skipped = None if active is None else active == 0
+    if drop_mask is not None:
+        dropped = drop_mask.bool().unsqueeze(-1)
+        skipped = dropped if skipped is None else skipped | dropped
+    if skipped is not None:
+        alpha = torch.where(skipped.unsqueeze(-1), 1.0, alpha)
+        beta = torch.where(skipped, 0.0, beta)
+    operands = {
+        "state": initial_state,
+        "decay": alpha.transpose(1, 2).unsqueeze(-1),
+        "left": _by_head(k * beta.unsqueeze(-1)),
+        "right": _by_head(v),
+        "erase": _by_head(k * alpha),
+        "query": _by_head(q if scale is None else q * scale),
+    }
+    state_dtype = torch.promote_types(v.dtype, torch.float32) if initial_state is None else initial_state.dtype
+    reads, last = _scan(operands, v.dtype, state_dtype)
+    out = reads.squeeze(3).transpose(1, 2)
+    if drop_mask is not None:
+        out = _filled_forward(out, drop_mask.bool(), initial_output)
+    return (out.transpose(1, 2) if head_first else out), last
+
+
+def linear_scan(
+    decay: torch.Tensor | float,
+    drive: torch.Tensor | None = None,
+    *,
+    initial: torch.Tensor | None = None,
+    dim: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``h_t = decay_t * h_{t-1} + drive_t`` at every ``t``, by elements: moving averages, RG-LRU, diagonal state spaces.
+
+    Args:
+        decay: the factor of what came before, as a number or a tensor: any number, zero included.
+        drive: what is added; without it the decay has all dimensions.
+        initial: the state before the first step, by default zeros.
+        dim: of time.
+
+    Shapes:
+        drive ``[..., T, ...]`` with T at ``dim``; decay broadcastable to it; initial broadcastable to the drive without T.
+        The result is all states, in the shape of the drive, and the last one, without T.
+
+    Raises:
+        ValueError: the shapes do not fit, or there is no such dimension.
+    """
+    whole = decay if drive is None else drive
+    if not isinstance(whole, torch.Tensor) or not -whole.dim() <= dim < whole.dim():
+        received = tuple(whole.shape) if isinstance(whole, torch.Tensor) else whole
+        raise ValueError(f"lz.linear_scan: expected a dimension {dim} of time in the drive, received {received}")
+    factor = decay if isinstance(decay, torch.Tensor) else whole.new_full((), decay)
+    shape, dim = tuple(whole.shape), dim % whole.dim()
+    rest = (*shape[:dim], *shape[dim + 1 :])
+    _check_broadcasts("decay", factor, shape)
+    given = [each for each in (factor, drive, initial) if each is not None]
+    wide = reduce(torch.promote_types, (each.dtype for each in given))
+    columns = _Columns(shape, dim)
+    operands = {
+        "decay": columns.of(_of_rank(factor, len(shape))),
+        "drive": None if drive is None else columns.of(drive),
+    }
+    if initial is not None:
+        _check_broadcasts("initial", initial, rest)
+        operands["state"] = columns.of(_of_rank(initial, len(rest)).unsqueeze(dim))[:, :, 0]
+    reads, last = _scan(operands, wide, wide)
+    return columns.restored(reads), last.reshape(rest)
+
+
+class _Columns:
+    """A shape as batch, head, step and columns, in the op's canonical layout: time may be anywhere.
+
+    The dimension after time (or before it, where there is none after) is that of columns.
+    """
+
+    def __init__(self, shape: Sequence[int], dim: int) -> None:
+        self._shape, self._is_last = shape, dim == len(shape) - 1
+        before, after = [*range(dim)], [*range(dim + 1, len(shape))]
+        columns = after[-1:] if after else before[-1:]
+        self._groups = (before if after else before[:-1], after[:-1], [dim], columns)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``[B, H, T, 1, V]`` of a tensor of this rank, where groups of dimensions that broadcast do so still."""
+        order = [position for group in self._groups for position in group]
+        full = {
+            position: any(not _is_one(tensor.shape[each]) for each in group)
+            for group in self._groups
+            for position in group
+        }
+        spread = tensor.expand([size if full[i] else 1 for i, size in enumerate(self._shape)]).permute(order)
+        merged = [
+            math.prod(self._shape[i] for i in group) if any(full[i] for i in group) else 1 for group in self._groups
+        ]
+        return spread.reshape(merged).unsqueeze(3)
+
+    def restored(self, reads: torch.Tensor) -> torch.Tensor:
+        """The inverse, of ``[B, H, T, 1, V]``."""
+        order = [position for group in self._groups for position in group]
+        whole = reads.reshape([self._shape[position] for position in order])
+        return whole.permute([order.index(position) for position in range(len(order))])
+
+
+def _of_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """With dimensions of size one in front."""
+    return tensor.reshape((*(1,) * (rank - tensor.dim()), *tensor.shape))
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _check_broadcasts(name: str, tensor: torch.Tensor, to: Sequence[int]) -> None:
+    pairs = zip(reversed(tensor.shape), reversed(to), strict=False)
+    if tensor.dim() > len(to) or any(own not in (1, other) for own, other in pairs):
+        raise ValueError(
+            f"lz.linear_scan: expected {name} that can be broadcast to {tuple(to)}, received {tuple(tensor.shape)}"
+        )
+
+
+# ---- delta rule ------------------------------------------------------------------------------------------------------
+
+
+def _check_kda(k: torch.Tensor, v: torch.Tensor, others: Mapping[str, torch.Tensor | None]) -> None:
+    if k.dim() != 4 or v.dim() != 4:
+        raise ValueError(
+            f"lz.kda: expected k [B, T, H, K] and v [B, T, H, V], received {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    sizes = {**dict(zip("BTHK", k.shape, strict=True)), "V": v.shape[3]}
+    expected = {
+        "q": "BTHK",
+        "v": "BTHV",
+        "alpha": "BTHK",
+        "beta": "BTH",
+        "initial_state": "BHKV",
+        "initial_output": "BHV",
+        "drop_mask": "BT",
+        "active": "BTH",
+    }
+    for name, tensor in {**others, "v": v}.items():
+        dims = expected[name]
+        wanted = tuple(sizes[dim] for dim in dims)
+        fits = tensor is None or tuple(tensor.shape) == wanted
+        if not fits and not (name == "alpha" and tensor is not None and tuple(tensor.shape) == (*wanted[:3], 1)):
+            given = None if tensor is None else tuple(tensor.shape)
+            raise ValueError(f"lz.kda: expected {name} [{', '.join(dims)}] of {wanted}, received {given}")
+
+
+def _by_head(tensor: torch.Tensor) -> torch.Tensor:
+    """``[B, H, T, 1, D]`` of ``[B, T, H, D]``."""
+    return tensor.transpose(1, 2).unsqueeze(3)
+
+
+def _filled_forward(out: torch.Tensor, dropped: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
+    """The outputs ``[B, T, H, V]``, where a dropped token ``[B, T]`` repeats the one before it, at last ``first``."""
+    before = torch.zeros_like(out[:, :1]) if first is None else first.unsqueeze(1).to(out.dtype)
+    positions = torch.arange(1, out.shape[1] + 1, device=out.device)
+    latest = torch.where(dropped, 0, positions).cummax(1).values
+    rows = torch.arange(out.shape[0], device=out.device).unsqueeze(1)
+    return torch.cat((before, out), 1)[rows, latest]
+
+
+# ---- choosing and running --------------------------------------------------------------------------------------------
+
+
+def _scan(
+    operands: Mapping[str, torch.Tensor | None], out_dtype: torch.dtype, state_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scan over canonical operands, reads after the step."""
+    given = [operands.get(name) for name in OPERANDS]
+    if torch.compiler.is_dynamo_compiling():
+        found = torch.ops.layerzero.scan.default(*given, out_dtype, state_dtype)
+        return found[0], found[1]
+    if any(type(each) not in _PLAIN for each in given if each is not None):
+        return _own(*given, attrs=_attributes(given, out_dtype, state_dtype))
+    return _selected(given, out_dtype, state_dtype)
+
+
+def _operator(
+    state: torch.Tensor | None,
+    decay: torch.Tensor | None,
+    left: torch.Tensor | None,
+    right: torch.Tensor | None,
+    erase: torch.Tensor | None,
+    drive: torch.Tensor | None,
+    query: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    state_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced."""
+    return _selected((state, decay, left, right, erase, drive, query), out_dtype, state_dtype)
+
+
+def _selected(
+    operands: Sequence[torch.Tensor | None], out_dtype: torch.dtype, state_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    attrs = _attributes(operands, out_dtype, state_dtype)
+    own = partial(_own, attrs=attrs)
+    is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    facts = _facts(dict(zip(OPERANDS, operands, strict=True)))
+    if is_transformed or 0 in (facts.batch, facts.heads, facts.length, facts.key_dim, facts.value_dim):
+        return own(*operands)
+    device = next(each.device for each in operands if each is not None)
+    kernel = eager.kernel_for("scan", attrs, facts, device)
+    if kernel is None or kernel.call is None:
+        return own(*operands)
+
+    def complete(*operands: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        eager.forget()
+        return own(*operands)
+
+    enabled = policy.current().settings.fallback_enabled
+    run = partial(_called, kernel.call, attrs)
+    return health.guarded(kernel.kernel_id, run, complete, *operands, fallback_enabled=enabled)
+
+
+def _attributes(operands: Sequence[torch.Tensor | None], out_dtype: torch.dtype, state_dtype: torch.dtype) -> ScanAttrs:
+    named = dict(zip(OPERANDS, operands, strict=True))
+    wide = torch.promote_types(scan_op.common_dtype(named), torch.float32)
+    return ScanAttrs("after", named["erase"] is not None, wide, out_dtype, state_dtype)
+
+
+def _own(*operands: torch.Tensor | None, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:
+    return scan_op.reference(*operands, attrs=attrs)
+
+
+def _called(
+    call: Callable[..., Any], attrs: ScanAttrs, *operands: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A kernel, which is not given what there is not."""
+    given = {name: each for name, each in zip(OPERANDS, operands, strict=True) if each is not None}
+    reads, last = call(**given, attrs=attrs)
+    return reads, last
+
+
+def _facts(operands: Mapping[str, torch.Tensor | None]) -> ScanFacts:
+    """With a number for every size."""
+    found = scan_op.facts_of(operands)
+    return replace(found, batch=_hint(found.batch), heads=_hint(found.heads), length=_hint(found.length))
+
+
+def _hint(size: Any) -> int:
+    """A size, or while tracing the one to choose for."""
+    if isinstance(size, int):
+        return size
+    from lz_compile.lowering import inductor
+
+    known = inductor.range_of(size)
+    return contexts.UNKNOWN_SIZE if known.hint is None else known.hint
+
+
+_LIBRARY = torch.library.Library("layerzero", "FRAGMENT")
+_LIBRARY.define(
+    "scan" + torch.library.infer_schema(_operator, mutates_args=()),
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+)
+_LIBRARY.impl("scan", _operator, "CompositeImplicitAutograd")
