@@ -122,7 +122,17 @@ def _with_leaves(case: Case, dtype: torch.dtype, device: torch.device) -> dict[s
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A line per case and kernel: reads, last state, the gradient of the decay, and the worst other one."""
-    columns = ("structure", "length", "decay", "dtype", "kernel", "reads", "last state", "gradient of decay", "other gradients")
+    columns = (
+        "structure",
+        "length",
+        "decay",
+        "dtype",
+        "kernel",
+        "reads",
+        "last state",
+        "gradient of decay",
+        "other gradients",
+    )
     found = table_of("Largest error against float64, step by step", columns, left=("structure", "kernel"))
     for row in rows:
         case, error = row["case"], row["errors"]
@@ -155,7 +165,12 @@ def main() -> None:
                     continue
                 assert spec.call is not None, "a kernel that runs"
                 found = errors(spec.call, case, dtype, settings.device)
-                named = {"structure": case.structure, "length": case.length, "decay": case.decay, "dtype": name_of(dtype)}
+                named = {
+                    "structure": case.structure,
+                    "length": case.length,
+                    "decay": case.decay,
+                    "dtype": name_of(dtype),
+                }
                 publication.add({"case": named, "kernel": name, "errors": found})
     publication.show(table(publication.rows))
 

@@ -14,6 +14,7 @@ from torch import fx
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options
+from lz_compile.passes.distribute import Distributed, distribute, has_known_part
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.fusion import Fusion, fusions
 from lz_compile.passes.inline import Inlined, inline
@@ -96,6 +97,7 @@ def _read(module: fx.GraphModule, options: Options, report: GraphReport) -> Iter
     for path, child in _graphs(module):
         is_changed = _inline(child.graph, options, report)
         is_changed = _roll(child, path, options, report) or is_changed
+        is_changed = _take_apart(child, options, report) or is_changed
         effects, matches = _recognise(child.graph, options, report)
         if options.assume_finite:
             matches = _assuming_finite(matches)
@@ -235,7 +237,7 @@ def _roll(module: fx.GraphModule, path: str, options: Options, report: GraphRepo
     """Roll the loops that Dynamo unrolled; whether there was one. Steps are graphs of their own, and looked at next."""
     with _timed(report, "loops"):
         try:
-            found = reroll(module, options.loops, _is_recognised)
+            found = reroll(module, options.loops, has_known_part)
         except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
             _fail("LOOPS_FAILED", "reading the loops of a graph", error, options)
             return False
@@ -245,12 +247,16 @@ def _roll(module: fx.GraphModule, path: str, options: Options, report: GraphRepo
     return any(loop.scan is not None for loop in loops)
 
 
-def _is_recognised(scan: fx.Node) -> bool:
-    """Whether there is an op for a scan."""
-    recognise = recognisers().get("scan")
-    return recognise is not None and any(
-        isinstance(found, Match) for found in recognise(scan.graph, Effects(scan.graph))
-    )
+def _take_apart(module: fx.GraphModule, options: Options, report: GraphReport) -> bool:
+    """Compute for all steps at once what needs no state, and states one after the other; whether there was such a loop."""
+    found: list[Distributed | NearMiss] = []
+    with _timed(report, "loops"):
+        try:
+            found.extend(distribute(module.graph))
+        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+            _fail("LOOPS_FAILED", "taking the loops of a graph apart", error, options)
+    report.near_misses.extend(MissReport.of(miss) for miss in found if isinstance(miss, NearMiss))
+    return any(isinstance(each, Distributed) for each in found)
 
 
 def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> tuple[Effects | None, list[Match]]:

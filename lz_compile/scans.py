@@ -6,9 +6,8 @@ whatever backend, it is one operator, ``layerzero::scan``, for which the kernel 
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from lz_compile.lowering.ops import scan as scan_op
-from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs, ScanFacts
+from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs, ScanFacts, ScanSizes
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import eager, health, policy
 
@@ -156,17 +155,14 @@ class _Columns:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """``[B, H, T, 1, V]`` of a tensor of this rank, where groups of dimensions that broadcast do so still."""
+        sizes = list(tensor.shape)
+        for group in self._groups:
+            if not all(_is_one(sizes[position]) for position in group):
+                for position in group:
+                    sizes[position] = self._shape[position]
         order = [position for group in self._groups for position in group]
-        full = {
-            position: any(not _is_one(tensor.shape[each]) for each in group)
-            for group in self._groups
-            for position in group
-        }
-        spread = tensor.expand([size if full[i] else 1 for i, size in enumerate(self._shape)]).permute(order)
-        merged = [
-            math.prod(self._shape[i] for i in group) if any(full[i] for i in group) else 1 for group in self._groups
-        ]
-        return spread.reshape(merged).unsqueeze(3)
+        merged = [reduce(operator.mul, [sizes[position] for position in group], 1) for group in self._groups]
+        return tensor.expand(sizes).permute(order).reshape(merged).unsqueeze(3)
 
     def restored(self, reads: torch.Tensor) -> torch.Tensor:
         """The inverse, of ``[B, H, T, 1, V]``."""
@@ -310,7 +306,13 @@ def _called(
 def _facts(operands: Mapping[str, torch.Tensor | None]) -> ScanFacts:
     """With a number for every size."""
     found = scan_op.facts_of(operands)
-    return replace(found, batch=_hint(found.batch), heads=_hint(found.heads), length=_hint(found.length))
+    return ScanFacts(
+        *ScanSizes._make(map(_hint, scan_op.sizes_of(operands))),
+        structure=found.structure,
+        dtype=found.dtype,
+        device=found.device,
+        needs_grad=found.needs_grad,
+    )
 
 
 def _hint(size: Any) -> int:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.fused import SIBLING, Fused
 from lz_compile.lowering.kernels import triton_mlp, triton_norm, triton_rope
 from lz_compile.lowering.ops import mlp as mlp_op
 from lz_compile.lowering.ops import norm as norm_op
@@ -27,8 +28,8 @@ from lz_compile.lowering.ops.rope import RopeAttrs
 from lz_compile.lowering.triton.launch import is_interpreted
 from lz_compile.lowering.triton.mlp import ACTIVATIONS
 from lz_compile.lowering.triton.norm import Norm
-from lz_compile.lowering.triton.residual import residual_norm
-from lz_compile.lowering.triton.rope import rope_pair
+from lz_compile.lowering.triton.residual import residual_norm as residual_operator
+from lz_compile.lowering.triton.rope import rope_pair as pair_operator
 from lz_compile.runtime import health, registry
 from lz_compile.runtime.registry import kernels
 
@@ -260,23 +261,44 @@ def test_a_gradient_may_be_one_number_for_all():
 # ---- a residual before -----------------------------------------------------------------------------------------------
 
 
+def residual_norm(x: Tensor, other: Tensor, *weights: Tensor, attrs: NormAttrs) -> tuple[Tensor, Tensor]:
+    fused = {"input": Fused("residual", {"input": x, "residual": other}, None)}
+    return triton_norm.residual_norm(fused=fused, **by_name(attrs, weights), attrs=attrs)
+
+
 @pytest.mark.parametrize("hidden", [1, 3, 100, 1000])
-@pytest.mark.parametrize("case", ["rms", "rms_offset", "layer", "layer_without_weights"])
+@pytest.mark.parametrize("case", ["rms", "rms_offset", "layer", "layer_without_weights", "layer_of_a_bias", "floor"])
 def test_a_residual_is_added_and_normalised_with_gradients_through_both_results(case, hidden):
-    attrs = _NORMS[case]
+    attrs = replace(_NORMS[case], out_dtype=torch.float64)
     given, *weights = norm_operands(attrs, 7, hidden, torch.float64)
     operands = [given, torch.randn(7, hidden, dtype=torch.float64), *weights]
-    form = (attrs.is_centred, attrs.eps, attrs.eps_at, attrs.weight_offset)
-
-    def ours(x: Tensor, other: Tensor, *w: Tensor) -> Tensor:
-        named = by_name(attrs, w)
-        return torch.cat(residual_norm(x, other, named.get("weight"), named.get("bias"), *form))
 
     def expected(x: Tensor, other: Tensor, *w: Tensor) -> Tensor:
-        wide = replace(attrs, out_dtype=torch.float64)
-        return torch.cat([norm_op.reference(x + other, **by_name(attrs, w), attrs=wide), x + other])
+        return torch.cat([norm_op.reference(x + other, **by_name(attrs, w), attrs=attrs), x + other])
 
-    assert_near(with_gradients(ours, operands), with_gradients(expected, operands), torch.float64)
+    found = with_gradients(lambda *x: torch.cat(residual_norm(*x, attrs=attrs)), operands)
+    assert_near(found, with_gradients(expected, operands), torch.float64)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_of_a_residual_and_its_norm_one_result_may_have_no_gradient(which):
+    attrs = replace(_NORMS["rms_offset"], out_dtype=torch.float64)
+    given, weight = norm_operands(attrs, 3, 10, torch.float64)
+    operands = [given, torch.randn(3, 10, dtype=torch.float64)]
+
+    def expected(x: Tensor, other: Tensor) -> Tensor:
+        return (norm_op.reference(x + other, weight, attrs=attrs), x + other)[which]
+
+    found = with_gradients(lambda *x: residual_norm(*x, weight, attrs=attrs)[which], operands)
+    assert_near(found, with_gradients(expected, operands), torch.float64)
+
+
+def test_a_residual_before_a_wider_result_keeps_its_dtype():
+    attrs = replace(_NORMS["rms"], out_dtype=torch.float32)
+    given, weight = norm_operands(attrs, 5, 40, torch.float16)
+    result, total = residual_norm(given, given.flip(0), weight, attrs=attrs)
+    assert (result.dtype, total.dtype) == (torch.float32, torch.float16)
+    torch.testing.assert_close(result, norm_op.reference(total, weight, attrs=attrs), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("largest_block", [None, 1])
@@ -359,13 +381,16 @@ def test_query_and_key_are_turned_in_one_launch(is_interleaved, case, dtype):
     dim, rotary, start = _ROPES[case]
     query, cos, sin = rope_operands(dim, rotary, dtype)
     key = torch.randn(2, 5, 1, dim).to(dtype).transpose(1, 2)
-    attrs = RopeAttrs(is_interleaved, rotary, start, out_dtype=torch.float64)
+    attrs = RopeAttrs(is_interleaved, rotary, start, out_dtype=dtype)
 
     def ours(q: Tensor, k: Tensor) -> Tensor:
-        return torch.cat(rope_pair(q, k, cos, sin, is_interleaved, rotary, start, False), 1)
+        fused = {SIBLING: Fused("rope", {"input": k, "cos": cos, "sin": sin}, attrs)}
+        return torch.cat(triton_rope.rope_pair(q, cos, sin, fused=fused, attrs=attrs), 1)
+
+    exact = replace(attrs, out_dtype=torch.float64)
 
     def expected(q: Tensor, k: Tensor) -> Tensor:
-        return torch.cat([rope_op.reference(x, cos.double(), sin.double(), attrs=attrs) for x in (q, k)], 1)
+        return torch.cat([rope_op.reference(x, cos.double(), sin.double(), attrs=exact) for x in (q, k)], 1)
 
     found = with_gradients(ours, [query, key])
     assert_near(found, with_gradients(expected, exactly([query, key])), dtype)
@@ -433,15 +458,16 @@ def operators() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     for tensor in (rope[0], *norm, *pair):
         tensor.requires_grad_()
     gate, up = (torch.randn(3, 10, requires_grad=True) for _ in range(2))
-    residual = (norm[0], torch.randn(3, 10, requires_grad=True), norm[1], norm[2], True, 1e-5, "inside", 0.0)
+    residual = (norm[0], torch.randn(3, 10, requires_grad=True))
+    plain, none = encode(replace(_NORMS["rms_without_weight"], out_dtype=torch.float32)), torch.empty(0)
     return {
         "norm": (OPS.triton_norm.default, (*norm, form)),
         "rope": (OPS.triton_rope.default, (*rope, encode(RopeAttrs(rotary_dim=8)))),
         "gated": (OPS.triton_gated_activation.default, (gate, up, encode(MlpAttrs("silu")))),
         "plain": (OPS.triton_activation.default, (gate, encode(MlpAttrs("gelu", is_gated=False)))),
-        "residual": (OPS.triton_residual_norm.default, residual),
-        "residual_without_weights": (OPS.triton_residual_norm.default, (*residual[:2], None, None, *residual[4:])),
-        "pair": (OPS.triton_rope_pair.default, (*pair, *rope[1:], False, 8, 0, False)),
+        "residual": (residual_operator, (*residual, *norm[1:], form)),
+        "residual_without_weights": (residual_operator, (*residual, none, none, plain)),
+        "pair": (pair_operator, (*pair, *rope[1:], encode(RopeAttrs(rotary_dim=8)))),
     }
 
 
@@ -465,9 +491,10 @@ def test_a_cuda_graph_may_capture_the_kernel_as_its_descriptor_says(name):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_operators_run_with_gradients_inside_compiled_code(backend):
     form = encode(replace(_NORMS["layer"], has_bias=False))
+    offset = encode(_NORMS["rms_offset"])
 
     def model(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        first, total = OPS.triton_residual_norm(x * 2, residual, weight, None, False, 1e-6, "inside", 1.0)
+        first, total = residual_operator(x * 2, residual, weight, x.new_empty(0), offset)
         return OPS.triton_norm(first + total, weight, total.new_empty(0), form).cos()
 
     def expected(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
@@ -492,26 +519,38 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
+def residual(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+    total = x + other
+    return rms_norm(total, weight) @ total.mT
+
+
+def both_turned(x: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return turned(x, cos, sin).tanh() @ turned(key, cos, sin).mT
+
+
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
 
 
-#: A function that a model could have, for every op, and the sizes of its operands.
-_MODELS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
-    "norm": (rms_norm, ((2, 5, 12), (12,))),
-    "rope": (turned, ((2, 3, 5, 8), (1, 1, 5, 8), (1, 1, 5, 8))),
-    "mlp": (swiglu, ((2, 5, 12), (12, 20), (12, 20), (20, 12))),
+_SIZES = (2, 3, 5, 8), (1, 1, 5, 8), (1, 1, 5, 8)
+#: By kernel, a function that a model could have, its op, how many operands are no tables, and the sizes of all of them.
+_MODELS: dict[str, tuple[Callable[..., Tensor], str, int, tuple[tuple[int, ...], ...]]] = {
+    "triton_norm": (rms_norm, "norm", 2, ((2, 5, 12), (12,))),
+    "triton_residual_norm": (residual, "norm", 3, ((2, 5, 12), (2, 5, 12), (12,))),
+    "triton_rope": (turned, "rope", 1, _SIZES),
+    "triton_rope_pair": (both_turned, "rope", 2, ((2, 3, 5, 8), *_SIZES)),
+    "triton_mlp": (swiglu, "mlp", 4, ((2, 5, 12), (12, 20), (12, 20), (20, 12))),
 }
 
 
 @pytest.fixture
 def here() -> Any:
-    """Makes a kernel that is for GPUs one for every device, by its op."""
+    """Makes a kernel that is for GPUs one for every device, by its op and name."""
     registered: list[str] = []
 
-    def register(op: str) -> str:
-        spec = kernels(op)[f"lz.triton_{op}"]
-        kernel_id = f"test.triton_{op}"
+    def register(op: str, name: str) -> str:
+        spec = kernels(op)[f"lz.{name}"]
+        kernel_id = f"test.{name}"
         registry.register(replace(spec, kernel_id=kernel_id, platforms=frozenset({"*"}), prior=()))
         registered.append(kernel_id)
         return kernel_id
@@ -522,20 +561,21 @@ def here() -> Any:
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True])
-@pytest.mark.parametrize("op", _MODELS)
-def test_what_is_recognised_in_a_model_runs_on_the_kernel_as_compiled_code(here, op, is_dynamic):
-    function, shapes = _MODELS[op]
+@pytest.mark.parametrize("name", _MODELS)
+def test_what_is_recognised_in_a_model_runs_on_the_kernel_as_compiled_code(here, name, is_dynamic):
+    function, op, count, shapes = _MODELS[name]
     operands = [torch.randn(shape) * 0.4 for shape in shapes]
     if is_dynamic:
         torch._dynamo.mark_dynamic(operands[0], 0)
-    backend = Rewriting(lock={op: here(op)})
-    trained = operands[:1] if op == "rope" else operands
+    backend = Rewriting(lock={op: here(op, name)})
+    trained = operands[:count]
     compiled = torch.compile(lambda *x: function(*x).cos(), backend=backend, fullgraph=True)
     found = with_gradients(lambda *x: compiled(*x, *operands[len(x) :]), trained)
     matches = [match for match in backend.report.matches if match.op == op]
     assert matches, backend.why_not()
-    (match,) = matches
-    assert (match.kernel, match.rewritten) == (f"test.triton_{op}", True), backend.why_not()
+    assert (matches[-1].kernel, matches[-1].rewritten) == (f"test.{name}", True), backend.why_not()
+    of_others = [reason.code for match in matches[:-1] for reason in match.reasons]
+    assert of_others == (["PART_OF_ANOTHER"] if name == "triton_rope_pair" else [])
     wanted = with_gradients(lambda *x: function(*x, *operands[len(x) :]).cos(), trained)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

@@ -132,7 +132,9 @@ def test_operands_may_have_any_strides_and_dtypes_of_their_own(name):
     attrs = problem.attrs(torch.float32)
     exact = exactly({**operands, "query": mixed["query"]}, attrs)
     found = call_of(name)(**mixed, attrs=attrs)
-    assert_near(dict(zip(("reads", "last"), found, strict=True)), {each: exact[each] for each in ("reads", "last")}, 1e-5)
+    assert_near(
+        dict(zip(("reads", "last"), found, strict=True)), {each: exact[each] for each in ("reads", "last")}, 1e-5
+    )
 
 
 # ---- digits ----------------------------------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ def test_a_decay_of_zero_forgets_what_is_not_finite_in_nothing_but_its_own_rows(
     operands["state"][:, :, 1] = torch.inf
     operands["decay"][:, :, 0, 1] = 1.0
     operands["query"][..., 1] = 0.5
-    reads, last = chunked_scan.scan(**operands, attrs=PROBLEMS["gated_linear_attention"].attrs(torch.float32))
+    _, last = chunked_scan.scan(**operands, attrs=PROBLEMS["gated_linear_attention"].attrs(torch.float32))
     assert last[:, :, [0, 2, 3]].isfinite().all()
 
 
@@ -240,18 +242,16 @@ def test_a_kernel_appends_nodes_that_compute_what_it_does(name, case):
 @pytest.mark.parametrize("name", ["lz.chunked_scan", "lz.associative_scan"])
 def test_a_graph_grows_with_the_logarithm_of_the_length(name):
     problem = PROBLEMS["kda" if name == "lz.chunked_scan" else "mamba_1"]
-    lengths = (256, 1024) if name == "lz.chunked_scan" else (24, 96)
     few, many = (
         emitted(name, replace(problem, length=length).operands(torch.float32), problem.attrs(torch.float32)).graph
-        for length in lengths
+        for length in (256, 1024)
     )
-    assert len(many.nodes) < 1.6 * len(few.nodes) < 1600
+    assert len(many.nodes) < 1.4 * len(few.nodes) < 1000
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["kda", "mamba_2"])
-def test_inductor_compiles_chunks_with_gradients(case):
-    problem = replace(PROBLEMS[case], length=11)
+def test_inductor_compiles_chunks_with_gradients():
+    problem = replace(PROBLEMS["kda"], length=7)
     operands, attrs = problem.operands(torch.float32), problem.attrs(torch.float32)
     compiled = torch.compile(lambda **given: chunked_scan.scan(**given, attrs=attrs, chunk=4), fullgraph=True)
     found = with_gradients(lambda attrs, **given: compiled(**given), operands, attrs)
@@ -264,7 +264,9 @@ def test_inductor_compiles_chunks_with_gradients(case):
 def test_decays_by_column_are_refused_by_their_shape():
     problem = PROBLEMS["erasing_under_column_decays"]
     for scan in (chunked_scan.scan, associative_scan.scan):
-        with pytest.raises(ValueError, match=r"one decay for every row.*received torch.Size|received \(2, 2, 21, 1, 3\)"):
+        with pytest.raises(
+            ValueError, match=r"one decay for every row.*received torch.Size|received \(2, 2, 21, 1, 3\)"
+        ):
             scan(**problem.operands(), attrs=problem.attrs())
 
 

@@ -5,8 +5,8 @@ the state before the chunk, and ``E`` what the erasing rows see of the keys of e
 
     (I + E) D = right - erase S        reads = query S + Q D        S' = total S + left^T D
 
-where ``erase``, ``query`` and ``left`` carry the decays to the chunk's limits (``chunk_products.py``). The system is solved by
-substitution: powers of ``E`` cancel one another and lose every digit where keys are alike.
+where ``erase``, ``query`` and ``left`` carry the decays to the chunk's limits (``chunk_products.py``). The system is solved
+by substitution: powers of ``E`` cancel one another and lose every digit where keys are alike.
 
 **Source**: Yang et al., Parallelizing linear transformers with the delta rule over sequence length (2024), eq. 7 to 10; Kimi
 Team, Kimi Linear (2025), section 3, for decays by channel. Both factor decays through logarithms, which this does not.
@@ -29,7 +29,9 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class ChunkForm:
-    """``n`` chunks of ``C`` tokens: ``D = updates - erases S``, ``reads = queries S + pairs D``, ``S' = total S + writes^T D``.
+    """``n`` chunks of ``C`` tokens, where ``D = updates - erases S``.
+
+    ``reads = queries S + pairs D`` and ``S' = total S + writes^T D``.
 
     Shapes:
         total ``[., ., n, K | 1]`` (None: one), writes and erases ``[., ., n, C * R, K]``, updates ``[., ., n, C * R, V]``,
@@ -48,7 +50,8 @@ class ChunkForm:
         """What is read, ``[., ., n * C, Q, V]``, from the states before the chunks ``[B, H, n, K, V]``."""
         written = self.updates if self.erases is None else self.updates - self.erases @ states
         found = self.queries @ states + self.pairs @ written
-        return found.unflatten(3, (-1, self.reads_per_step)).flatten(2, 3)
+        reads: torch.Tensor = found.unflatten(3, (-1, self.reads_per_step)).flatten(2, 3)
+        return reads
 
     def maps(self) -> tuple[torch.Tensor, torch.Tensor, chunk_prefixes.Times]:
         """Every chunk as a map ``S' = A S + B``, and how such maps are combined."""
@@ -57,8 +60,7 @@ class ChunkForm:
         if self.erases is None:
             count = self.writes.shape[2]
             return total.unsqueeze(4).expand(-1, -1, count, -1, -1), written @ self.updates, chunk_prefixes.diagonal
-        rows = self.writes.shape[4]
-        one = torch.eye(rows, dtype=written.dtype, device=written.device)
+        one = written.new_ones((self.writes.shape[4],)).diag()
         return one * total.unsqueeze(4) - written @ self.erases, written @ self.updates, chunk_prefixes.matrices
 
 
@@ -87,9 +89,7 @@ def chunk_form(operands: ChunkOperands, reads: Reads, chunk: int) -> ChunkForm:
     )
 
 
-def _read_rows(
-    query: torch.Tensor, left: torch.Tensor, decay: torch.Tensor | None, reads: Reads, chunk: int
-) -> Rows:
+def _read_rows(query: torch.Tensor, left: torch.Tensor, decay: torch.Tensor | None, reads: Reads, chunk: int) -> Rows:
     """Queries as rows that read the state before the step: behind it they also see the step's own update."""
     if reads == "before":
         return Rows(_cut(query, chunk))
@@ -106,7 +106,8 @@ def _solved(triangle: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def _cut(tensor: torch.Tensor, chunk: int) -> torch.Tensor:
     """Time as chunks and tokens, in dimensions 2 and 3."""
-    return tensor.unflatten(2, (-1, chunk))
+    cut: torch.Tensor = tensor.unflatten(2, (-1, chunk))
+    return cut
 
 
 def _spread(tensor: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:

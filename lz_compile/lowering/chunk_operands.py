@@ -60,14 +60,15 @@ class ChunkOperands:
         if "query" not in found:
             found["query"] = like.new_ones((1, 1, 1, 1, 1))
         full = {"R": sizes["R"], "Q": sizes["Q"], "K": rows, "V": columns}
-        for name in found.keys() - {"state", "decay"}:
-            found[name] = found[name].expand(-1, -1, length, *(full[dim] for dim in OPERANDS[name][3:]))
+        for name, dims in OPERANDS.items():  # in this order, so that every process makes the same graph
+            if name in found and name not in ("state", "decay"):
+                found[name] = found[name].expand(-1, -1, length, *(full[dim] for dim in dims[3:]))
         if "decay" in found:
             found["decay"] = found["decay"].expand(-1, -1, length, -1, -1)
         found["state"] = found["state"].expand(batch, heads, rows, columns)
         names = [name for name in OPERANDS if name not in ("state", "query")]
         optional = {name: found.get(name) for name in names}
-        return cls(**optional, state=found["state"], query=found["query"], batch=batch, heads=heads, length=length)  # type: ignore[arg-type]
+        return cls(**optional, state=found["state"], query=found["query"], batch=batch, heads=heads, length=length)
 
     @property
     def rows(self) -> int:

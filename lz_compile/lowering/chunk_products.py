@@ -67,23 +67,22 @@ def seen(decay: torch.Tensor | None, rows: tuple[Rows, ...], columns: torch.Tens
 def _undecayed(rows: tuple[Rows, ...], columns: torch.Tensor) -> Seen:
     length = columns.shape[-3]
     earlier = columns.new_ones((length, length), dtype=torch.bool).tril(-1).unsqueeze(-1).unsqueeze(1)
-    pairs = tuple(
-        _with_own(_gram(each.vectors, columns).masked_fill(~earlier, 0.0), each.own, length) for each in rows
-    )
+    pairs = tuple(_with_own(_gram(each.vectors, columns).masked_fill(~earlier, 0.0), each.own, length) for each in rows)
     return Seen(pairs, tuple(each.vectors.flatten(-3, -2) for each in rows), columns.flatten(-3, -2), None)
 
 
 def _gram(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """All products, ``[..., C, I, C, J]``."""
     products = rows.flatten(-3, -2) @ columns.flatten(-3, -2).transpose(-1, -2)
-    cut = products.unflatten(-1, (columns.shape[-3], columns.shape[-2]))
-    return cut.unflatten(-3, (rows.shape[-3], rows.shape[-2]))
+    cut: torch.Tensor = products.unflatten(-1, (columns.shape[-3], columns.shape[-2]))
+    found: torch.Tensor = cut.unflatten(-3, (rows.shape[-3], rows.shape[-2]))
+    return found
 
 
 def _with_own(pairs: torch.Tensor, own: torch.Tensor | None, length: int) -> torch.Tensor:
     """Pairs ``[..., C, I, C, J]`` as a matrix, with what tokens see of themselves on its diagonal."""
     if own is not None:
-        same = torch.eye(length, dtype=pairs.dtype, device=pairs.device).unsqueeze(-1).unsqueeze(1)
+        same = pairs.new_ones((length,)).diag().unsqueeze(-1).unsqueeze(1)
         pairs = pairs + own.unsqueeze(-2) * same
     return pairs.flatten(-2, -1).flatten(-3, -2)
 

@@ -76,10 +76,24 @@ def compile_graph(
     module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], cache_key: str
 ) -> Callable[..., Any]:
     """Hand a graph to Inductor; ``cache_key`` becomes part of its cache keys."""
+    _allow_counters(module)
     name = "post_grad_custom_pre_pass"
     inner = config.get(name, getattr(inductor_config, name))
     patches = {**config, name: _Fingerprint(cache_key, inner)}
     return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=patches))
+
+
+def _allow_counters(module: fx.GraphModule) -> None:
+    """Let Inductor count the steps of scans: it reads the number off a tensor, which Dynamo allows for ``fullgraph`` only."""
+    context = TracingContext.try_get()
+    graphs = (child.graph for child in module.modules() if isinstance(child, fx.GraphModule))
+    scan = torch.ops.higher_order.scan
+    if (
+        context is not None
+        and context.fake_mode is not None
+        and any(g.find_nodes(op="call_function", target=scan) for g in graphs)
+    ):
+        context.fake_mode.allow_scalar_outputs = True
 
 
 #: The configuration of the compile that goes on in this thread, beyond Inductor's defaults.

@@ -39,7 +39,9 @@ class Around:
 
     def note(self, node: fx.Node, value: Any) -> fx.Node:
         """Keep the metadata of a node that is new."""
-        node.meta.update({**provenance(self.template), "example_value": value})
+        node.meta.update(provenance(self.template))
+        if node.op != "get_attr":
+            node.meta["example_value"] = value
         del node.meta[EMITTED]  # this is the source's own computation, and may be recognised
         self.created.append(node)
         return node
@@ -101,7 +103,7 @@ class Batched:
         given = [self.over_time[node] if node in self.over_time else self.always[node] for node in edge]
         function = torch.vmap(segment, in_dims=tuple(places)) if where is self.over_time else segment
         values = [_detached(node) for node in given]
-        whole = traced(function, values, self.around.ambient)
+        whole = traced(function, values, self.around.ambient, self.around.mode)
         where.update(zip(results, self._inserted(whole, given), strict=True))
 
     def _inserted(self, whole: fx.GraphModule, given: Sequence[fx.Node]) -> list[fx.Node]:

@@ -53,20 +53,35 @@ def distribute(graph: fx.Graph) -> Iterator[Distributed | NearMiss]:
         if call is None or effects is None:
             continue
         try:
-            found = _distributed(call, effects.ambient(node))
+            plan = _plan(call, effects.ambient(node))
+        except RefusedError:
+            continue  # the recogniser says why
+        if not plan.pays or not plan.is_apart:
+            continue
+        try:
+            yield _distributed(call, plan, effects.ambient(node))
         except RefusedError as refusal:
             yield NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
-            continue
-        if found is not None:
-            yield found
 
 
-def _distributed(call: ScanCall, ambient: Ambient) -> Distributed | None:
-    results = call.results()
+def has_known_part(node: fx.Node) -> bool:
+    """Whether a part of a scan has a structure that kernels know."""
+    call = scan_call(node)
+    if call is None:
+        return False
+    try:
+        return _plan(call, Effects(node.graph).ambient(node)).pays
+    except RefusedError:
+        return False
+
+
+def _plan(call: ScanCall, ambient: Ambient) -> Plan:
     step = trace_step(call, ambient)
-    plan = plan_of(read_step(step, indicators_of(call, step)))
-    if not plan.pays or not plan.is_apart:
-        return None
+    return plan_of(read_step(step, indicators_of(call, step)))
+
+
+def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:
+    results = call.results()
     if not isinstance(call.length, int) or not all(_value(node).is_contiguous() for node in call.init):
         text = "the number of steps is symbolic, or a first state is not contiguous"
         raise RefusedError("LOOP_KEPT_WHOLE", text, "compile with dynamic=False, and make the first state contiguous")
@@ -108,13 +123,14 @@ def _with_strides(around: Around, node: fx.Node, old: torch.Tensor) -> fx.Node:
         return node
     if old.is_contiguous():
         return around.call(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-    order = sorted(range(old.dim()), key=lambda dim: -old.stride(dim))
+    strides = old.stride()
+    order = sorted(range(old.dim()), key=lambda dim: -strides[dim])
     back = [order.index(dim) for dim in range(old.dim())]
     dense = around.call(aten.clone.default, (around.call(aten.permute.default, (node, order)),), _CONTIGUOUS)
     return around.call(aten.permute.default, (dense, back))
 
 
-_CONTIGUOUS = {"memory_format": torch.contiguous_format}
+_CONTIGUOUS: dict[str, Any] = {"memory_format": torch.contiguous_format}
 
 
 class _Loop:
@@ -129,10 +145,14 @@ class _Loop:
         self.batched = Batched(around, dict(zip(step.slices, call.xs, strict=True)))
         self.batched.always.update(zip(step.given, call.given, strict=True))
         self.final: dict[int, fx.Node] = {}
+        self.masks = {node: around.call(aten.ne.Scalar, (self._given(node), 0)) for node in plan.form.indicators}
         changing = {state for part in plan.parts for state in part.states}
         for index, state in enumerate(step.states):
             if index not in changing:
                 self.final[index] = self.batched.always[state] = call.init[index]
+
+    def _given(self, node: fx.Node) -> fx.Node:
+        return self.batched.over_time.get(node) or self.batched.always[node]
 
     def values(self) -> list[fx.Node]:
         """What takes the place of every result of the loop."""
@@ -172,16 +192,18 @@ class _Loop:
         body = self._body(part, slices, given)
         operands = (
             [self.call.init[state] for state in part.states],
-            [self.batched.over_time[node] for node in slices],
-            [self.batched.always[node] for node in given],
+            [self.masks.get(node) or self.batched.over_time[node] for node in slices],
+            [self.masks.get(node) or self.batched.always[node] for node in given],
         )
         whole = self.around.graph.call_function(SCAN, (body, *operands))
         wants_grad = grad_enabled(self.around.ambient) and any(
             _value(node).requires_grad for group in operands for node in group
         )
-        shapes = [(_value(node).shape, _value(node)) for node in operands[0]]
-        shapes += [((self.call.length, *node.meta["val"].shape), node.meta["val"]) for node in part.wanted]
-        examples = [self.around.empty(shape, like, wants_grad=wants_grad) for shape, like in shapes]
+        values = [_value(node) for node in operands[0]]
+        examples = [self.around.empty(value.shape, value, wants_grad=wants_grad) for value in values]
+        values = [node.meta["val"] for node in part.wanted]
+        length = self.call.length
+        examples += [self.around.empty((length, *v.shape), v, wants_grad=wants_grad) for v in values]
         self.around.note(whole, tuple(examples))
         picked = []
         for index, example in enumerate(examples):
@@ -196,10 +218,16 @@ class _Loop:
         copies: dict[fx.Node, fx.Node] = {}
         for node in (*(self.step.states[state] for state in part.states), *slices, *given):
             copies[node] = graph.placeholder(node.name)
+        for node in self.masks.keys() & copies.keys():
+            kind = {"dtype": node.meta["val"].dtype}
+            mask = copies[node]
+            with self.around.mode:
+                mask.meta = _example(node.meta["val"].bool())
+            copies[node] = graph.call_function(aten._to_copy.default, (mask,), kind)
         for node in part.nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         for node, copy in copies.items():
-            copy.meta = {"val": node.meta["val"], "example_value": node.meta["val"]}
+            copy.meta = _example(node.meta["val"])
         taken: set[fx.Node] = set()
         outputs = []
         for node in (*(self.step.carried[state] for state in part.states), *part.wanted):
@@ -212,6 +240,10 @@ class _Loop:
         return self.around.note(self.around.graph.get_attr(name), None)
 
 
+def _example(value: torch.Tensor) -> dict[str, Any]:
+    return {"val": value, "example_value": value}
+
+
 def _own(graph: fx.Graph, node: fx.Node, taken: set[fx.Node]) -> fx.Node:
     """The value in contiguous memory of its own: a scan takes nothing else."""
     packet = getattr(node.target, "overloadpacket", None)
@@ -220,7 +252,7 @@ def _own(graph: fx.Graph, node: fx.Node, taken: set[fx.Node]) -> fx.Node:
         taken.add(node)
         return node
     copy = graph.call_function(aten.clone.default, (node,), _CONTIGUOUS)
-    copy.meta = {"val": value, "example_value": value}
+    copy.meta = _example(value)
     return copy
 
 

@@ -108,6 +108,7 @@ class _Planner:
     def __init__(self, matches: Sequence[Match], effects: Effects) -> None:
         self._matches, self._effects = matches, effects
         self._by_output = {match.output: match for match in matches}
+        self._along: dict[fx.Node, Match] = {}
 
     def before(self, match: Match, names: Collection[str]) -> Fusion:
         """What the operands of a match are, of these kinds."""
@@ -124,11 +125,15 @@ class _Planner:
 
     def joined(self, fusion: Fusion, name: str, first: Match) -> Fusion:
         """With another match, unless something speaks against it."""
-        what = f"the {first.op} before {name} ({first.where})" if name != SIBLING else f"the {first.op} at {first.where}"
+        what = (
+            f"the {first.op} before {name} ({first.where})" if name != SIBLING else f"the {first.op} at {first.where}"
+        )
         together = replace(fusion, others={**fusion.others, name: first})
         reason = self._obstacle(first, fusion.match, name, what) or self._conflict(together, what)
         early = () if reason is not None else self._brought(together, what)
         if reason is None and isinstance(early, tuple):
+            if first.op == RESIDUAL:
+                self._along |= dict.fromkeys(first.core, fusion.match)
             return replace(together, brought=early)
         return replace(fusion, refused=(*fusion.refused, reason or early))  # type: ignore[arg-type]
 
@@ -162,6 +167,12 @@ class _Planner:
     def _conflict(self, fusion: Fusion, what: str) -> Reason | None:
         """Matches are replaced from the last to the first: those in between must not read what is given early."""
         position, together = self._effects.position, fusion.of(fusion.ops)
+        for node in (node for each in fusion.others.values() for node in each.core if node in self._along):
+            if self._along[node] is not fusion.match:
+                return Reason(
+                    "NOT_FUSED",
+                    f"{what} is computed along with the {self._along[node].op} at {self._along[node].where}",
+                )
         given = {*together.also}
         for other in self._matches if given else ():
             is_between = position[other.output] < position[fusion.match.output]

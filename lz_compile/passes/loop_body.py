@@ -324,7 +324,7 @@ class Body:
         first = nodes[0]
         tensor = tensor_of(first)
         if tensor is None or len({kind_of(node) for node in nodes}) != 1:
-            text = f"{first.name} at {where_of(first)} stands for something else in each step, and not for tensors of one shape"
+            text = f"{first.name} at {where_of(first)} is another one in each step, and no tensor of one shape"
             raise RefusedError("STEP_DIFFERS", text, "let every step read slices of the same tensors")
         if any(isinstance(value_of(node), torch.nn.Parameter) for node in nodes):
             raise RefusedError("LAYERS", f"every step has parameters of its own ({first.name})", "share them")

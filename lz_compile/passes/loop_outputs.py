@@ -24,7 +24,7 @@ _UNTOUCHED = slice(None)
 
 @dataclass(frozen=True)
 class Assignment:
-    """``buffer[..., t, ...] = value``: the call at ``index`` of a step, where it writes, and the elements of its first index."""
+    """``buffer[..., t, ...] = value``: the call at ``index`` of a step, where, and its index at first."""
 
     index: int
     cut: Slices

@@ -13,6 +13,7 @@ from torch import fx
 
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.step_form import FREE, StepForm, between
+from lz_compile.passes.step_rules import moves_only
 from lz_compile.passes.transition import Transition, transition_of
 
 
@@ -47,7 +48,7 @@ class Plan:
         if len(self.parts) != 1 or self.parts[0].is_delay or len(self.parts[0].states) != len(step.states):
             return True
         (part,) = self.parts
-        given = {*step.slices, *step.given}
+        given = {*step.slices, *step.given} - self.form.indicators
         return not set(part.outside) <= given or set(part.wanted) != set(step.results)
 
     @property
@@ -123,11 +124,25 @@ class _Planner:
         refused: RefusedError | None = None
         for option in dict.fromkeys(options):
             try:
-                return option, transition_of(self.form, component, option)
+                found = transition_of(self.form, component, option)
             except RefusedError as refusal:
                 refused = refused or refusal
+                continue
+            return self._as_vector(component, found) or (option, found)
         assert refused is not None, "there is an option"
         raise refused
+
+    def _as_vector(self, component: int, found: Transition) -> tuple[tuple[fx.Node, ...], Transition] | None:
+        """A state without values, each element of which goes its own way, as a vector that is read whole."""
+        (state,) = self.form.components[component]
+        option = (self.step.carried[state],)
+        if found.values or found.mode == "before" or any(update.erase is not None for update in found.updates):
+            return None
+        try:
+            vector = transition_of(self.form, component, option)
+        except RefusedError:
+            return None
+        return (option, vector) if vector.reads[0].query is None else None
 
     def _affine(self, component: int) -> list[fx.Node]:
         """The last values that have a form, of those that others need."""
@@ -147,17 +162,18 @@ class _Planner:
     def _best(self, component: int, node: fx.Node) -> fx.Node:
         """The earliest value from which ``node`` follows without the state, and which is a read without a summand."""
         new = {self.step.carried[state] for state in self.form.components[component]}
-        best, score, current = node, self._score(component, node), node
+        best, score, current, computes = node, self._score(component, node), node, False
         while current not in new and current.op == "call_function":
             operands = [each for each in current.all_input_nodes if self.form.home[each] == component]
+            computes = computes or not moves_only(current)
             if len(operands) != 1:
                 break
             current = operands[0]
             if current.meta["val"].numel() > node.meta["val"].numel():
                 break
             found = self._score(component, current)
-            if found >= score:
-                best, score = current, found
+            if found > score or (found == score and computes):
+                best, score, computes = current, found, False
         return best
 
     def _score(self, component: int, node: fx.Node) -> int:

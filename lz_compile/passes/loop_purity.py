@@ -67,13 +67,13 @@ def _objection(node: fx.Node, call: Call) -> tuple[str, str, str] | None:
 
 def _drops(call: Call) -> bool:
     if call.name == "scaled_dot_product_attention":
-        return call.get("dropout_p", 0.0) != 0.0
+        return bool(call.get("dropout_p", 0.0) != 0.0)
     if call.name == "multi_head_attention_forward":
         return True
     if call.name not in _DROPOUTS:
         return False
     probability, training = call.get("p", call.get("#1", 0.5)), call.get("training", call.get("#2", True))
-    return bool(probability != 0 and training is not False)
+    return training is not False and not (isinstance(probability, (int, float)) and probability == 0)
 
 
 def _is_unbacked(value: Any) -> bool:

@@ -92,8 +92,7 @@ def _kind(value: Any) -> Hashable:
         return value.dtype, value.device, tuple(_size(size) for size in value.shape)
     if isinstance(value, (tuple, list)):
         return tuple(_kind(each) for each in value)
-    kind: Hashable = type(value)
-    return _size(value) if isinstance(value, torch.SymInt) else kind
+    return _size(value) if isinstance(value, torch.SymInt) else type(value).__name__
 
 
 def _size(size: Any) -> Hashable:

@@ -53,9 +53,10 @@ class Match:
 
     ``inputs`` are the nodes at its edge with their axes, ``core`` the nodes that a rewrite makes superfluous (in graph
     order, ``output`` last), ``also`` further nodes whose values the kernel gives (of the emitter's result, ``output`` is the
-    first then), ``brought`` those that are to be computed before all of these, ``read`` every node between edge and output with the axes of its dimensions, and ``facts``
-    the op's own description of sizes and dtypes for kernel selection. ``fills`` names the inputs that may hold masking
-    constants, with True where they are known to be finite, ``masks`` the boolean ones, with True where True keeps.
+    first then), ``brought`` those that are to be computed before all of these, ``read`` every node between edge and output
+    with the axes of its dimensions, and ``facts`` the op's own description of sizes and dtypes for kernel selection.
+    ``formula`` says for people what is computed. ``fills`` names the inputs that may hold masking constants, with True where
+    they are known to be finite, ``masks`` the boolean ones, with True where True keeps.
 
     ``source_kernel`` is the kernel that the source itself calls. ``masked_rows_count`` is False where the source's
     rounding alone decides what a row without any kept element gives, ``masked_rows_are_finite`` is True where such a row
@@ -69,7 +70,8 @@ class Match:
     ``limited`` are the axes (of features) on whose sizes kernels put limits: a proof of such a kernel keeps them. ``fixed``
     are those whose sizes the source may spell out as numbers: every proof keeps them. ``ties`` are axes that are others by
     another name, and have their size in a proof. ``magnitudes`` are further sizes of operands to try, ``points`` numbers at
-    which a function may have a corner, to be tried exactly.
+    which a function may have a corner, to be tried exactly, ``scales`` by what random values of an input are multiplied, so
+    that what is multiplied again and again neither grows nor dies.
 
     A match that equals an earlier one but for its place has that as its ``prototype``; ``renamed`` gives, for the nodes of
     the prototype, its own, and the emitter speaks of the prototype's.
@@ -101,11 +103,13 @@ class Match:
     fixed: frozenset[Axis] = frozenset()
     ties: Mapping[Axis, Axis] = field(default_factory=dict)
     magnitudes: tuple[float, ...] = ()
+    scales: Mapping[fx.Node, float] = field(default_factory=dict)
     points: tuple[float, ...] = ()
     implied: Mapping[fx.Node, str] = field(default_factory=dict)
     buffers: tuple[fx.Node, ...] = ()
     masks_mean: str = ""
     mask_reasons: tuple[Reason, ...] = ()
+    formula: str = ""
     prototype: Match | None = None
     renamed: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 

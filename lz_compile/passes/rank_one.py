@@ -13,7 +13,7 @@ Outer: TypeAlias = "tuple[IndexSum, IndexSum]"
 
 
 def products_of(products: Iterable[Product], dims: Dims) -> list[Outer]:
-    """The sum of ``number * first * second`` as few pairs of sums: rows of its matrix of numbers that are parallel are one."""
+    """The sum of ``number * first * second`` as few pairs of sums: parallel rows of its matrix of numbers are one."""
     rows: dict[Term, dict[Term, float]] = {}
     columns: dict[Term, dict[Term, float]] = {}
     for first, second, number in products:

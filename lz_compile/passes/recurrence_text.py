@@ -22,7 +22,8 @@ def text_of(transition: Transition, names: Mapping[Atom, str], state: str = "S")
         right = "" if update.right is None else _sum(update.right, letters, names)
         erase = "" if update.erase is None else _product(update.erase, letters | primed, names, inner)
         inside = " - ".join(part for part in (right, erase) if part)
-        parts.append(f"{_bracketed(left)} ({inside})" if erase and right else f"{_bracketed(left)} ({'-' * bool(erase)}{inside})")
+        sign = "-" if erase and not right else ""
+        parts.append(f"{_bracketed(left)} ({sign}{inside})")
     if transition.drive is not None:
         parts.append(_sum(transition.drive, letters, names))
     lines = [f"{own} = {' + '.join(part for part in parts if part) or '0'}"]
@@ -30,16 +31,15 @@ def text_of(transition: Transition, names: Mapping[Atom, str], state: str = "S")
     return "; ".join(lines)
 
 
-def _read(
-    read: Read, transition: Transition, letters: dict[int, str], names: Mapping[Atom, str], own: str
-) -> str:
+def _read(read: Read, transition: Transition, letters: dict[int, str], names: Mapping[Atom, str], own: str) -> str:
     extra = {len(transition.space) + i: _EXTRAS[i % len(_EXTRAS)] for i in range(len(read.extras))}
     places = letters | extra
     index = ",".join(places[place] for place in read.places)
     when = "before: " if transition.mode == "before" else ""
     looked = own if read.query is None else _product(read.query, places, names, own)
     rest = _sum(read.rest, {i: places[place] for i, place in enumerate(read.places)}, names)
-    return f"{when}{names.get(Atom(read.node.name), read.node.name)}[{index}] = {looked}" + (f" + {rest}" if read.rest.terms else "")
+    added = f" + {rest}" if read.rest.terms else ""
+    return f"{when}{names.get(Atom(read.node.name), read.node.name)}[{index}] = {looked}{added}"
 
 
 def _letters(transition: Transition) -> dict[int, str]:

@@ -20,6 +20,7 @@ from lz_compile.passes.axes import Axis, Dims, Size, atoms, axes_of
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.match import Match
 from lz_compile.passes.rewrite import KernelCall, emit
+from lz_compile.passes.scan_steps import run_steps
 from lz_compile.passes.view import Call, hint_of, is_symbolic, read, tensor_of
 
 Sizes = Mapping[Axis, int]
@@ -206,7 +207,7 @@ def _copy(
         return graph.call_method("narrow", (values[call.input], position, call.get("start"), extents[position]))
     if call is not None and call.name == "view_as_complex":  # which strides it takes is no part of what it computes
         args = (graph.call_method("contiguous", (values[call.input],)),)
-    target: Any = node.target
+    target: Any = run_steps if node.target is torch.ops.higher_order.scan else node.target
     if call is not None and call.name == "scaled_dot_product_attention":
         named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, values.__getitem__))
         args, kwargs = tuple(named.pop(name) for name in ("query", "key", "value")), named

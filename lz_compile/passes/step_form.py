@@ -2,7 +2,7 @@
 
 States that depend on each other are one *component*; components are in the order in which they can be computed. A value
 that depends on states belongs to the last component among theirs, and is read as a sum of products in the states of that
-one. What earlier components give is a tensor there like any other, and so is what depends on no state and has no simpler form.
+one. What earlier components give is a tensor there like any other, and so is what has no simpler form and no state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class StepForm:
 
     ``home`` is the component of every node (:data:`FREE`: none), ``values`` are those that have a form in their component,
     ``atoms`` the nodes behind atoms, and ``reasons`` say of the others that depend on states what is in the way. ``outer``
-    are values as other components see them, and ``delays`` the components that depend on nothing of their own.
+    are values as other components see them, ``delays`` the components that depend on nothing of their own, and ``indicators``
+    the inputs that hold nothing but zeros and ones.
     """
 
     step: Step
@@ -40,6 +41,7 @@ class StepForm:
     reasons: Mapping[fx.Node, str]
     outer: Mapping[fx.Node, IndexSum]
     delays: frozenset[int]
+    indicators: frozenset[fx.Node] = frozenset()
 
     def is_atom(self, node: fx.Node) -> bool:
         """Whether other components take a value as it is, and do not compute it themselves."""
@@ -68,7 +70,9 @@ def read_step(step: Step, indicators: frozenset[fx.Node] = frozenset()) -> StepF
     delays = frozenset(i for i, states in enumerate(components) if _is_delay(step, states))
     reader = _Reader(step, home, delays, indicators)
     reader.read(list(step.graph.nodes))
-    return StepForm(step, components, home, reader.values, reader.atoms, reader.reasons, reader.outer, delays)
+    return StepForm(
+        step, components, home, reader.values, reader.atoms, reader.reasons, reader.outer, delays, indicators
+    )
 
 
 def between(wanted: fx.Node, edge: set[fx.Node]) -> list[fx.Node]:
@@ -313,7 +317,9 @@ class _Reader:
 
     def _states(self, node: fx.Node) -> set[int]:
         inputs = set(between(node, set()))
-        return {i for i, state in enumerate(self.step.states) if state in inputs and self.home[state] == self.home[node]}
+        return {
+            i for i, state in enumerate(self.step.states) if state in inputs and self.home[state] == self.home[node]
+        }
 
     def _atom(self, node: fx.Node) -> IndexSum:
         value = node.meta["val"]

@@ -101,7 +101,9 @@ def _matmul(_: fx.Node, one: IndexSum, other: IndexSum) -> IndexSum:
     return one.matmul(other)
 
 
-def _addmm(_: fx.Node, base: IndexSum, one: IndexSum, other: IndexSum, *, beta: float = 1, alpha: float = 1) -> IndexSum:
+def _addmm(
+    _: fx.Node, base: IndexSum, one: IndexSum, other: IndexSum, *, beta: float = 1, alpha: float = 1
+) -> IndexSum:
     return base.scaled(beta).plus(one.matmul(other), alpha)
 
 
@@ -300,11 +302,18 @@ LOGICAL: Mapping[Any, Rule] = {
     aten.bitwise_xor.Tensor: _xor,
 }
 
-#: Rules that hold for truth values too.
-OF_TRUTH_VALUES: frozenset[Rule] = frozenset(
-    {_mul, _where, _same, _copy, _reshape, _expand, _permute, _transpose, _unsqueeze, _squeeze, _select, _slice, _cat}
-    | {_stack, _full, _diagonal, _scalar}
+#: Rules of calls that compute nothing.
+_MOVES: frozenset[Rule] = frozenset(
+    {_same, _cast, _reshape, _expand, _permute, _transpose, _unsqueeze, _squeeze, _select, _slice, _cat, _stack}
 )
+#: Rules that hold for truth values too.
+OF_TRUTH_VALUES: frozenset[Rule] = _MOVES | {_mul, _where, _copy, _full, _diagonal, _scalar}
+
+
+def moves_only(node: fx.Node) -> bool:
+    """Whether a call moves or casts numbers, and computes none."""
+    return RULES.get(node.target) in _MOVES
+
 
 #: Operations without a rule that are linear all the same.
 _LINEAR = frozenset(

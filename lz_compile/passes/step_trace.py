@@ -62,11 +62,12 @@ def scan_call(node: fx.Node) -> ScanCall | None:
     values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     target, owner = values["combine_fn"], node.graph.owning_module
     body = getattr(owner, str(target.target), None) if isinstance(target, fx.Node) else None
-    groups = [tuple(values.get(name, ())) for name in names[1:]]
+    groups: list[tuple[Any, ...]] = [tuple(values.get(name, ())) for name in names[1:]]  # type: ignore[arg-type]
     is_plain = all(tensor_of(each) is not None for group in groups for each in group)
     if not isinstance(body, fx.GraphModule) or not is_plain or not groups[1]:
         return None
-    return ScanCall(node, body, *groups)
+    init, xs, given = groups
+    return ScanCall(node, body, init, xs, given)
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,10 @@ def trace_step(call: ScanCall, ambient: Ambient) -> Step:
     values += [_tensor(node) for node in call.given]
     if any(not isinstance(size, int) or size == 0 for value in values for size in value.shape):
         raise RefusedError("STEP_SIZES", "sizes inside of a step are symbolic or zero", "compile with dynamic=False")
-    module = traced(torch.func.functionalize(call.body), values, ambient)
+    mode = values[0].fake_mode  # type: ignore[attr-defined]
+    module = traced(torch.func.functionalize(call.body), values, ambient, mode)
     if any(_writes(node) for node in module.graph.nodes):  # some compound operations write into tensors of their own
-        module = traced(torch.func.functionalize(module), values, ambient)
+        module = traced(torch.func.functionalize(module), values, ambient, mode)
     for node in module.graph.nodes:
         _check(node)
         if node.target in _VIEWS:
@@ -136,13 +138,13 @@ def trace_step(call: ScanCall, ambient: Ambient) -> Step:
     return step
 
 
-def traced(function: Callable[..., Any], values: Sequence[torch.Tensor], ambient: Ambient) -> fx.GraphModule:
-    """``function`` over example values as ATen operations, under the modes of ``ambient``."""
+def traced(function: Callable[..., Any], values: Sequence[torch.Tensor], ambient: Ambient, mode: Any) -> fx.GraphModule:
+    """``function`` over example values of a fake mode as ATen operations, under the modes of ``ambient``."""
     with ExitStack() as stack:
         for manager in ambient_context(ambient):
             stack.enter_context(manager)
         stack.enter_context(torch.no_grad())
-        stack.enter_context(values[0].fake_mode)  # type: ignore[attr-defined]
+        stack.enter_context(mode)
         return make_fx(function)(*values)
 
 

@@ -46,7 +46,7 @@ class SumAttributes:
 class SumEmitter:
     """Both summands in the canonical layout of what reads their sum: of the operand ``name`` of ``reader``.
 
-    ``outputs`` are the sum as it is read and, where that is another node, as it is computed, each with its axes.
+    ``outputs`` are the sum as it is read, and every node back to where it is computed, each with its axes.
     """
 
     reader: Match
@@ -168,8 +168,8 @@ def _match(
         output_dims=chain[read],
         core=tuple(reversed(chain)),
         read={**region.interior, **chain},
-        emitter=SumEmitter(reader, name, summands, {read: chain[read], total: chain[total]}),
+        emitter=SumEmitter(reader, name, summands, chain),
         ambient=effects.ambient(total),
         where=where_of(total),
-        also=() if total is read else (total,),
+        also=tuple(chain)[1:],
     )

@@ -9,7 +9,7 @@ nothing but decay, right and drive have, and the others are the *batch*, each el
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -79,6 +79,16 @@ class Transition:
     def batch(self) -> tuple[int, ...]:
         """The other indices."""
         return tuple(i for i in range(len(self.space)) if i not in self.keys + self.values)
+
+    def sums(self) -> Iterator[IndexSum]:
+        """Every operand."""
+        yield self.decay
+        for update in self.updates:
+            yield from (part for part in (update.left, update.right, update.erase) if part is not None)
+        if self.drive is not None:
+            yield self.drive
+        for read in self.reads:
+            yield from (part for part in (read.query, read.rest) if part is not None)
 
 
 def transition_of(form: StepForm, component: int, wanted: Sequence[fx.Node]) -> Transition:
@@ -194,10 +204,7 @@ def _part(term: Term, factors: Iterable[Factor], named: Mapping[int, int] | None
     factors, named = tuple(factors), named or {}
     inner = sorted({i for each in factors for i in each.indices if i < 0 and i not in named}, reverse=True)
     place = {index: -1 - position for position, index in enumerate(inner)}
-    moved = [
-        Factor(each.atom, tuple(named.get(i, place.get(i, i)) for i in each.indices))
-        for each in factors
-    ]
+    moved = [Factor(each.atom, tuple(named.get(i, place.get(i, i)) for i in each.indices)) for each in factors]
     return normal_term(moved, [term.bound[-1 - index] for index in inner])[0]
 
 

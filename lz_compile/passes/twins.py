@@ -105,6 +105,7 @@ def _renamed(match: Match, renamed: Mapping[fx.Node, fx.Node]) -> Match:
         dropped={renamed[node]: axes for node, axes in match.dropped.items()},
         selecting=frozenset(renamed[node] for node in match.selecting),
         where=where_of(renamed[match.output]),
+        scales={renamed[node]: scale for node, scale in match.scales.items()},
         implied={renamed[node]: text for node, text in match.implied.items()},
         buffers=tuple(renamed[node] for node in match.buffers),
         prototype=match,

@@ -86,6 +86,7 @@ def _kind(matches: Sequence[MatchReport]) -> Iterator[Any]:
             "problem": "" if first.context is None else _problem(first.context),
             "attributes": _attributes(first.attributes),
             "masks": _masks(first),
+            "formula": first.formula,
             "why": first.why,
             "guards": ", ".join(first.guards),
             "reasons": "\n".join(str(reason) for reason in first.reasons),

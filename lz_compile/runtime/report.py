@@ -27,7 +27,7 @@ class MatchReport:
     ``graph`` is the path of the nested graph it was found in ("" for the outermost); ``context`` is what the kernel was
     chosen for, ``guards`` are the questions about symbolic sizes that the choice depends on. ``mask`` says what the masks
     mean ("causal and key padding"; "mask" and "bias" stand for what is a tensor like any other), ``mask_reasons`` why a
-    mask is no more than that.
+    mask is no more than that. ``formula`` is what is computed, where the attributes alone would not say it.
     """
 
     op: str
@@ -44,6 +44,7 @@ class MatchReport:
     guards: list[str] = field(default_factory=list)
     mask: str = ""
     mask_reasons: list[Reason] = field(default_factory=list)
+    formula: str = ""
 
     @classmethod
     def of(cls, match: Match, graph: str) -> MatchReport:
@@ -55,6 +56,7 @@ class MatchReport:
             attributes=match.attributes.to_dict(),
             mask=match.masks_mean,
             mask_reasons=list(match.mask_reasons),
+            formula=match.formula,
         )
 
     def decide(self, decision: Decision, problem: Problem) -> None:
@@ -74,6 +76,7 @@ class MatchReport:
             "where": self.where,
             "graph": self.graph,
             "attributes": self.attributes,
+            "formula": self.formula,
             "mask": self.mask,
             "mask_reasons": [reason.to_dict() for reason in self.mask_reasons],
             "why": self.why,
@@ -161,10 +164,10 @@ class GraphReport:
 
     graph_id: int
     matches: list[MatchReport] = field(default_factory=list)
-    loops: list[LoopReport] = field(default_factory=list)
     near_misses: list[MissReport] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    loops: list[LoopReport] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""

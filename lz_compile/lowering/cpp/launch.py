@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -43,27 +43,21 @@ class Launch:
         """Without the operands that there are not."""
         return cls({name: each for name, each in operands.items() if each is not None}, attrs, chunk)
 
-    @property
+    @cached_property
     def sizes(self) -> ScanSizes:
         """Of the scan."""
         return sizes_of(self.operands)
 
-    @property
+    @cached_property
     def compute_dtype(self) -> torch.dtype:
         """Of the state and of sums."""
         return compute_dtype_of(self.operands, self.attrs)
-
-    @property
-    def chunks(self) -> int:
-        """How many checkpoints there are."""
-        return -(-self.sizes.length // self.chunk)
 
     # ---- the two directions ---------------------------------------------------------------------------------------
 
     def forward(self, reads: torch.Tensor, last: torch.Tensor, checkpoints: torch.Tensor | None) -> None:
         """Fill reads ``[B, H, T, Q, V]``, the last state ``[B, H, K, V]`` and checkpoints ``[B, H, chunks, K, V]``."""
-        outputs = (reads, last.unsqueeze(2), checkpoints)
-        self._run(self._program(frozenset()), outputs, backward=False)
+        self._run((reads, last.unsqueeze(2), checkpoints), frozenset(), backward=False)
 
     def backward(
         self, checkpoints: torch.Tensor, reads: torch.Tensor, last: torch.Tensor, wanted: frozenset[str]
@@ -71,27 +65,31 @@ class Launch:
         """The gradients of the wanted operands, from those of reads ``[B, H, T, Q, V]`` and of the last state."""
         buffers = {name: self._buffer(name) for name in OPERANDS if name in wanted}
         gradients = [buffers.get(name) for name in OPERANDS]
-        self._run(self._program(wanted), (checkpoints, reads, last.unsqueeze(2), *gradients), backward=True)
+        self._run((checkpoints, reads, last.unsqueeze(2), *gradients), wanted, backward=True)
         return {name: self._reduced(name, buffer) for name, buffer in buffers.items()}
 
-    def _run(self, program: Program, others: tuple[torch.Tensor | None, ...], *, backward: bool) -> None:
-        sizes, (panel, threads) = self.sizes, self._shares(program)
-        given = [None if name not in self.operands else self._seen(name) for name in OPERANDS]
-        tensors = [*given, *others]
-        numbers = [*sizes[:5], self.chunk, panel, threads]
-        for tensor in tensors:
+    def _run(self, others: tuple[torch.Tensor | None, ...], wanted: frozenset[str], *, backward: bool) -> None:
+        tensors = [*(self.operands.get(name) for name in OPERANDS), *others]
+        layouts = tuple(None if each is None else (each.dtype, each.shape, each.stride()) for each in tensors)
+        function, numbers = _prepared(layouts, self.attrs, self.chunk, wanted, backward, torch.get_num_threads())
+        pointers = (ctypes.c_void_p * len(tensors))(*(None if each is None else each.data_ptr() for each in tensors))
+        function(pointers, numbers)
+
+    def prepare(self, others: Sequence[torch.Tensor | None], wanted: frozenset[str], *, backward: bool) -> Any:
+        """The compiled function, and its second argument: sizes and strides."""
+        program = self._program(wanted)
+        panel, threads = self._shares
+        numbers = [*self.sizes[:5], self.chunk, panel, threads]
+        given = [self._seen(name) if name in self.operands else None for name in OPERANDS]
+        for tensor in (*given, *others):
             numbers += [0] * 6 if tensor is None else _strides(tensor)
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        function = _function(program, backward)
-        function((ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int64 * len(numbers))(*numbers))
+        return _function(program, backward), (ctypes.c_int64 * len(numbers))(*numbers)
 
     # ---- what the code is written for -----------------------------------------------------------------------------
 
     def _program(self, gradients: frozenset[str]) -> Program:
         sizes, structure = self.sizes, structure_of(self.operands)
         drive = structure_of({"decay": self.operands.get("drive")}).decay
-        compute = self.compute_dtype
-        lanes = inductor.vector_bits() // 8 // compute.itemsize
         return Program(
             decay=structure.decay,
             drive=drive,
@@ -102,22 +100,36 @@ class Launch:
             gradients=gradients,
             reads_before=self.attrs.reads == "before",
             dtypes=tuple((name, each.dtype) for name, each in sorted(self.operands.items())),
-            compute_dtype=compute,
+            compute_dtype=self.compute_dtype,
             out_dtype=self.attrs.out_dtype,
             state_dtype=self.attrs.state_dtype,
-            lanes=lanes,
-            vectors=vectors_for(sizes.value_dim, lanes),
+            lanes=self._lanes,
+            vectors=vectors_for(sizes.value_dim, self._lanes),
         )
 
-    def _shares(self, program: Program) -> tuple[int, int]:
+    @cached_property
+    def _lanes(self) -> int:
+        """Elements of a vector register."""
+        return inductor.vector_bits() // 8 // self.compute_dtype.itemsize
+
+    @cached_property
+    def _shares(self) -> tuple[int, int]:
         """The columns of a panel, and the threads."""
-        sizes, block = self.sizes, program.lanes * program.vectors
+        sizes, block = self.sizes, self._lanes * vectors_for(self.sizes.value_dim, self._lanes)
         work = sizes.batch * sizes.heads * max(sizes.length, 1) * sizes.key_dim * sizes.value_dim
         threads = max(1, min(torch.get_num_threads(), work // THREAD_WORK))
         blocks = max(1, -(-sizes.value_dim // block))
         fitting = max(1, PANEL_BYTES // (sizes.key_dim * block * self.compute_dtype.itemsize))
         panels = max(-(-blocks // fitting), min(blocks, -(-threads // max(1, sizes.batch * sizes.heads))))
         return -(-blocks // panels) * block, threads
+
+    @property
+    def _panels(self) -> int:
+        return max(1, -(-self.sizes.value_dim // self._shares[0]))
+
+    @property
+    def _chunks(self) -> int:
+        return -(-self.sizes.length // self.chunk)
 
     def _is_constant(self, name: str) -> bool:
         return name != "state" and self.operands[name].shape[2] == 1 and self.sizes.length != 1
@@ -138,18 +150,13 @@ class Launch:
     def _buffer(self, name: str) -> torch.Tensor:
         """Memory for a gradient, for each batch and head of its own; first the panels where they have one each."""
         sizes, seen = self.sizes, self._seen(name)
-        steps = seen.shape[2] if name == "state" else self.chunks if self._is_constant(name) else sizes.length
+        steps = seen.shape[2] if name == "state" else self._chunks if self._is_constant(name) else sizes.length
         shape = (sizes.batch, sizes.heads, steps, *seen.shape[3:])
         panels = self._panels if name in _COLUMNS_SHARE or (name in ("decay", "drive") and seen.shape[4] == 1) else 1
         operand = self.operands[name].unsqueeze(2) if name == "state" else self.operands[name]
         if panels == 1 and shape == operand.shape:
             return torch.empty_like(operand, dtype=self.compute_dtype).unsqueeze(0)
         return torch.empty((panels, *shape), dtype=self.compute_dtype)
-
-    @property
-    def _panels(self) -> int:
-        panel, _ = self._shares(self._program(frozenset()))
-        return max(1, -(-self.sizes.value_dim // panel))
 
     def _reduced(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """A gradient with the shape, strides and dtype of its operand (of what ``empty_like`` makes of it)."""
@@ -174,6 +181,24 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     part = tensor.stride(0) if tensor.dim() == 6 else 0
     strides, sizes = tensor.stride()[-5:], tensor.shape[-5:]
     return [*(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)), part]
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    layouts: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...]] | None, ...],
+    attrs: ScanAttrs,
+    chunk: int,
+    wanted: frozenset[str],
+    backward: bool,
+    threads: int,
+) -> Any:
+    """What :meth:`Launch.prepare` gives for tensors with these dtypes, shapes and strides, and so many threads."""
+    tensors = [
+        None if each is None else torch.empty_strided(each[1], each[2], dtype=each[0], device="meta")
+        for each in layouts
+    ]
+    operands = dict(zip(OPERANDS, tensors, strict=False))
+    return Launch.of(operands, attrs, chunk).prepare(tensors[len(OPERANDS) :], wanted, backward=backward)
 
 
 @lru_cache(maxsize=256)

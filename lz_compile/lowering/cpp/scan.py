@@ -88,7 +88,8 @@ class Program:
 
 @lru_cache(maxsize=256)
 def _source(program: Program, backward: bool) -> str:
-    prelude = vectors(program.compute_dtype, program.lanes, program.vectors)
+    dtypes = [*dict(program.dtypes).values(), program.out_dtype, program.state_dtype]
+    prelude = vectors(program.compute_dtype, program.lanes, program.vectors, dtypes)
     return "\n".join((prelude, program.configuration(), STEP, BACKWARD if backward else FORWARD))
 
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 #: The C++ types of elements.
@@ -16,8 +18,13 @@ ELEMENTS = {
 }
 
 
-def vectors(compute: torch.dtype, lanes: int, count: int) -> str:
-    """Types and functions for blocks of ``count`` registers of ``lanes`` elements each."""
+#: What there must be included for them; it takes as long to compile as all else.
+_HEADERS = {torch.bfloat16: "c10/util/BFloat16.h", torch.float16: "c10/util/Half.h"}
+
+
+def vectors(compute: torch.dtype, lanes: int, count: int, dtypes: Iterable[torch.dtype]) -> str:
+    """Types and functions for blocks of ``count`` registers of ``lanes`` elements each, and elements of some dtypes."""
+    includes = sorted({f"#include <{_HEADERS[dtype]}>" for dtype in dtypes if dtype in _HEADERS})
     constants = f"""
 using Acc = {ELEMENTS[compute]};
 using Mask = {"int32_t" if compute == torch.float32 else "int64_t"};
@@ -25,7 +32,7 @@ constexpr int64_t kLanes = {lanes};
 constexpr int64_t kVectors = {count};
 constexpr int64_t kColumns = kLanes * kVectors;
 """
-    return HEADERS + constants + BLOCKS + _sums(lanes) + MEMORY
+    return "\n".join((*includes, HEADERS)) + constants + BLOCKS + _sums(lanes) + MEMORY
 
 
 def _sums(lanes: int) -> str:
@@ -55,8 +62,6 @@ INLINE Vec sums(const Vec* x) {{
 
 
 HEADERS = """
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -1,7 +1,7 @@
 """A scan by combining steps pairwise (``lowering/chunk_prefixes.py``): logarithmic depth, in plain PyTorch.
 
-Where a step erases, it is a matrix ``A = diag(decay) - left^T erase``, and two steps combine by a product of matrices. Where it
-does not, ``A`` is diagonal, and everything is by elements: moving averages, RG-LRU and Mamba-1 are no more than that.
+Where a step erases, it is a matrix ``A = diag(decay) - left^T erase``, and two steps combine by a product of matrices.
+Where it does not, ``A`` is diagonal, and everything is by elements: moving averages, RG-LRU and Mamba-1 are no more.
 
 All states of a tile are there at once. Tiles follow one another, each from the state that the one before leaves, and what was
 read from a tile is all that is kept of it; what autograd needs is kept for all of them.
@@ -16,7 +16,7 @@ from lz_compile.lowering.chunk_operands import ChunkOperands, results
 from lz_compile.lowering.ops.scan import Reads, ScanAttrs
 
 #: The most tiles, and the fewest steps of one.
-TILES, SHORTEST = 8, 64
+TILES, SHORTEST = 4, 64
 
 
 def scan(
@@ -81,7 +81,7 @@ def _factors(operands: ChunkOperands) -> tuple[torch.Tensor, chunk_prefixes.Time
         decay = operands.query.new_ones((1, 1, 1, 1, 1)).expand(1, 1, operands.length, 1, 1)
     if operands.erase is None or operands.left is None:
         return decay, chunk_prefixes.diagonal
-    one = torch.eye(operands.rows, dtype=decay.dtype, device=decay.device)
+    one = decay.new_ones((operands.rows,)).diag()
     return one * decay - operands.left.transpose(3, 4) @ operands.erase, chunk_prefixes.matrices
 
 

@@ -1,9 +1,9 @@
 """flash-linear-attention's chunked kernels, as one node of a graph each, where a call of the library's own breaks it.
 
-The library wants logarithms of decays, and the delta rules among its kernels want a key and its strength, of which this op has
-products: ``left = beta * key``, ``erase = decay * key``. Both are facts of the data. So the data is looked at before every call:
-decays that are zero, negative, above one, or so small that the gradient of a logarithm loses their digits, and updates
-that do not write along what they erase, are computed by PyTorch in chunks. Looking waits for the device.
+The library wants logarithms of decays, and the delta rules among its kernels want a key and its strength, of which this op
+has products: ``left = beta * key``, ``erase = decay * key``. Both are facts of the data. So the data is looked at before
+every call: decays that are zero, negative, above one, or so small that the gradient of a logarithm loses their digits, and
+updates that do not write along what they erase, are computed by PyTorch in chunks. Looking waits for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.opaque_scan import decoded, fake, fallback, given, gradients_by, in_torch, scan_by, together
-from lz_compile.lowering.ops.scan import ScanAttrs, sizes_of
+from lz_compile.lowering.ops.scan import sizes_of
 
 #: The smallest decay that is given as a logarithm: gradients of logarithms are divided by the decay.
 SMALLEST_DECAY = 2.0**-10
@@ -24,7 +24,7 @@ LARGEST_KEY = 256
 #: What an update may have beside the direction that is erased, over its own length, in roundings of its dtype.
 ASIDE = 4.0
 
-#: By its name in the op, every operand ``[B, T, H, K | V | 1]`` in float32 or what it is given in, the state ``[B, H, K, V]``.
+#: By its name in the op, every operand ``[B, T, H, K | V | 1]``, and the state ``[B, H, K, V]`` in float32.
 Given: TypeAlias = dict[str, torch.Tensor]
 Call: TypeAlias = Callable[[Given], tuple[torch.Tensor, torch.Tensor]]
 
@@ -91,16 +91,18 @@ def _prepared(operands: dict[str, torch.Tensor | None], *, is_factored: bool) ->
 def _factored(found: Given, decay: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Key, strength, and whether what is written lies along what is erased.
 
-    Where it does, gradients through these formulas are those of the key and the strength that the source has.
+    Where it does, gradients through these formulas are those of the key and the strength that the source has, unless the
+    key is zero: no product tells the strength then.
     """
     left, erase = found["left"].float(), found["erase"].float()
     key = erase if decay is None else erase / decay.clamp(min=SMALLEST_DECAY)
     square = key.square().sum(-1)
-    beta = (left * key).sum(-1) / square.clamp(min=torch.finfo(torch.float32).tiny)
+    beta = (left * key).sum(-1) / torch.where(square == 0, 1.0, square)
     with torch.no_grad():
         aside = (left - beta.unsqueeze(-1) * key).norm(dim=-1)
         allowed = ASIDE * torch.finfo(found["left"].dtype).eps * left.norm(dim=-1)
-        return key, beta, (aside <= allowed).all()
+        fits = (aside <= allowed).all()
+        return key, beta, fits & (square != 0).all() if left.requires_grad else fits
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------

@@ -47,10 +47,10 @@ norm = norm_by(_operator)
 
 
 def residual_norm(
-    *,
-    fused: Mapping[str, Fused],
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    *,
+    fused: Mapping[str, Fused],
     attrs: NormAttrs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The normalised sum of two tensors, and the sum, in the op's canonical layout (see ``lowering/fused.py``)."""

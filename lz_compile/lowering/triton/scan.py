@@ -41,12 +41,16 @@ class Scan:
     @property
     def wide(self) -> torch.dtype:
         """The dtype of the state."""
-        return torch.promote_types(torch.promote_types(common_dtype(self.operands), self.attrs.compute_dtype), torch.float32)
+        return torch.promote_types(
+            torch.promote_types(common_dtype(self.operands), self.attrs.compute_dtype), torch.float32
+        )
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads and the last state, contiguous."""
         sizes = self.sizes
-        reads = self._empty((sizes.batch, sizes.heads, sizes.length, sizes.reads, sizes.value_dim), self.attrs.out_dtype)
+        reads = self._empty(
+            (sizes.batch, sizes.heads, sizes.length, sizes.reads, sizes.value_dim), self.attrs.out_dtype
+        )
         last = self._empty((sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim), self.attrs.state_dtype)
         tensors, strides = self._arguments
         self._launch(scan_kernels.forward, (*tensors, reads, last), strides, {})
@@ -119,7 +123,8 @@ class Scan:
     def _block(self) -> int:
         """Columns of a program."""
         rows = triton.next_power_of_2(self.sizes.key_dim)
-        return max(1, min(triton.next_power_of_2(self.sizes.value_dim), self.tile // rows))
+        block: int = max(1, min(triton.next_power_of_2(self.sizes.value_dim), self.tile // rows))
+        return block
 
     def _launch(self, kernel: Any, tensors: Any, strides: list[int], more: dict[str, int]) -> None:
         sizes, block = self.sizes, self._block

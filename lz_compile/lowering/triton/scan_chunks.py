@@ -1,8 +1,8 @@
 """What passes from chunk to chunk of a scan, in Triton: the states before all chunks, and gradients.
 
-The recurrence ``S' = total S + writes^T (updates - erases S)`` is sequential in the chunks, of which a program walks through all
-for some columns of one head, with the state in registers. Going back, gradients ``G`` of the states ``S`` follow the same
-recurrence with the roles of ``writes`` and ``erases`` exchanged, ``D = total D' - erases^T (writes D') + G``: one kernel does both.
+The recurrence ``S' = total S + writes^T (updates - erases S)`` is sequential in the chunks. A program walks through them for
+some columns of one head, with the state in registers. Going back, gradients ``G`` of the states ``S`` follow the same
+recurrence with ``writes`` and ``erases`` exchanged, ``D = total D' - erases^T (writes D') + G``: one kernel does both.
 Everything else, forward and backward, is products of matrices in all chunks at once.
 """
 
@@ -74,8 +74,8 @@ def states(
     """The states before all chunks, and the last one.
 
     Shapes:
-        total ``[B, H, n, K | 1]``, writes and erases ``[B, H, n, C, K]``, updates ``[B, H, n, C, V]``, state ``[B, H, K, V]``, all
-        of one dtype and contiguous; the result ``[B, H, n + 1, K, V]``.
+        total ``[B, H, n, K | 1]``, writes and erases ``[B, H, n, C, K]``, updates ``[B, H, n, C, V]``, state ``[B, H, K, V]``,
+        all of one dtype and contiguous; the result ``[B, H, n + 1, K, V]``.
     """
     found = state.new_empty((*state.shape[:2], writes.shape[2] + 1, *state.shape[2:]))
     found[:, :, 0] = state

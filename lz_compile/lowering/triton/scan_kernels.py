@@ -23,7 +23,9 @@ def _column(given, place, k, stride, keep, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _part(given, place, k, v, stride_k, stride_v, rows, columns, HAS_K: tl.constexpr, HAS_V: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _part(
+    given, place, k, v, stride_k, stride_v, rows, columns, HAS_K: tl.constexpr, HAS_V: tl.constexpr, WIDE: tl.constexpr
+):
     """What broadcasts over the state, as ``[K | 1, BLOCK | 1]``."""
     if HAS_K and HAS_V:
         found = tl.load(given + place + k * stride_k + v * stride_v, mask=(k < rows) & (v < columns), other=0.0)
@@ -74,7 +76,9 @@ def _advanced(
 
 
 @triton.jit
-def _read(S, query, reads, query_place, place, k, v, query_q, query_k, rows, columns, READS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _read(
+    S, query, reads, query_place, place, k, v, query_q, query_k, rows, columns, READS: tl.constexpr, WIDE: tl.constexpr
+):
     """Store what the queries of a step read."""
     for q in tl.static_range(READS):
         vector = _column(query, query_place + q * query_q, k, query_k, k < rows, WIDE)
@@ -122,7 +126,63 @@ def forward(
 
 
 @triton.jit
-def backward(
+def _of_reads(
+    g, S, of_reads, query, of_query, reads_place, query_place, of_query_place, k, v, query_q, query_k, rows, columns,
+    READS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The gradient ``g`` of the state ``S`` that was read, with what its reads add; stores the gradient of queries."""
+    for q in tl.static_range(READS):
+        y = tl.load(of_reads + reads_place + q * columns + v, mask=v < columns, other=0.0).to(WIDE)
+        g += _column(query, query_place + q * query_q, k, query_k, k < rows, WIDE) * y
+        tl.store(of_query + of_query_place + q * rows + k, tl.sum(S * y, 1)[:, None], mask=k < rows)
+    return g
+
+
+@triton.jit
+def _of_updates(
+    g, S, before, left, right, erase, of_left, of_right, of_erase, left_place, right_place, erase_place, rows_place,
+    columns_place, k, v, left_r, left_k, right_r, right_v, erase_r, erase_k, rows, columns,
+    RANK: tl.constexpr, ERASES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """``before``, the gradient of the state ``S`` before a step, with what its updates add; stores those of updates."""
+    for r in tl.static_range(RANK):
+        vector = _column(left, left_place + r * left_r, k, left_k, k < rows, WIDE)
+        of_written = tl.sum(vector * g, 0)[None, :]
+        written = tl.load(right + right_place + r * right_r + v * right_v, mask=v < columns, other=0.0).to(WIDE)
+        if ERASES:
+            eraser = _column(erase, erase_place + r * erase_r, k, erase_k, k < rows, WIDE)
+            written -= tl.sum(eraser * S, 0)[None, :]
+            before -= eraser * of_written
+            tl.store(of_erase + rows_place + r * rows + k, -tl.sum(S * of_written, 1)[:, None], mask=k < rows)
+        tl.store(of_left + rows_place + r * rows + k, tl.sum(g * written, 1)[:, None], mask=k < rows)
+        tl.store(of_right + columns_place + r * columns + v, of_written, mask=v < columns)
+    return before
+
+
+@triton.jit
+def _walked(
+    S, target, start, steps, decay, left, right, erase, drive, k, v,
+    decay_t, decay_k, decay_v, left_t, left_r, left_k, right_t, right_r, right_v, erase_t, erase_r, erase_k,
+    drive_t, drive_k, drive_v, rows, columns,
+    EVERY: tl.constexpr, HAS_DECAY: tl.constexpr, DECAY_K: tl.constexpr, DECAY_V: tl.constexpr, RANK: tl.constexpr,
+    ERASES: tl.constexpr, HAS_DRIVE: tl.constexpr, DRIVE_K: tl.constexpr, DRIVE_V: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The state after ``steps`` steps from ``start``; every so many-th before a step is stored."""
+    is_element = (k < rows) & (v < columns)
+    for step in range(steps):
+        t = start + step
+        if step % EVERY == 0:
+            tl.store(target + tl.cast(step // EVERY, tl.int64) * rows * columns, S, mask=is_element)
+        S = _advanced(
+            S, decay, left, right, erase, drive, t * decay_t, t * left_t, t * right_t, t * erase_t, t * drive_t, k, v,
+            decay_k, decay_v, left_r, left_k, right_r, right_v, erase_r, erase_k, drive_k, drive_v, rows, columns,
+            HAS_DECAY, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
+        )  # fmt: skip
+    return S
+
+
+@triton.jit
+def backward(  # noqa: PLR0915 one walk, in which the state and its gradient stay in registers
     of_reads, of_last, state, decay, left, right, erase, drive, query, states, kept,
     of_state, of_decay, of_left, of_right, of_erase, of_drive, of_query, heads, length, rows, columns,
     state_b, state_h, state_k, state_v, decay_b, decay_h, decay_t, decay_k, decay_v,
@@ -144,92 +204,70 @@ def backward(
     b, h = head // heads, head % heads
     k = tl.arange(0, ROWS).to(tl.int64)[:, None]
     v = part * BLOCK + tl.arange(0, BLOCK).to(tl.int64)[None, :]
-    is_row, is_column = k < rows, v < columns
-    is_element = is_row & is_column
+    is_element = (k < rows) & (v < columns)
     inside = k * columns + v
-    kept += head * spans * rows * columns + inside
-    states += head * SPAN * rows * columns + inside
-    by_part = (part * all_heads + head) * length  # of what has a summand for each program
+    size = tl.cast(rows, tl.int64) * columns
+    kept += head * spans * size + inside
+    states += head * SPAN * size + inside
+    decay += b * decay_b + h * decay_h
+    left += b * left_b + h * left_h
+    right += b * right_b + h * right_h
+    erase += b * erase_b + h * erase_h
+    drive += b * drive_b + h * drive_h
+    query += b * query_b + h * query_h
     S = tl.zeros((ROWS, BLOCK), WIDE)
     if HAS_STATE:
         first = state + b * state_b + h * state_h
         S = tl.load(first + k * state_k + v * state_v, mask=is_element, other=0.0).to(WIDE)
-    for step in range(length):
-        t = tl.cast(step, tl.int64)
-        if step % SPAN == 0:
-            tl.store(kept + t // SPAN * rows * columns, S, mask=is_element)
-        S = _advanced(
-            S, decay, left, right, erase, drive, b * decay_b + h * decay_h + t * decay_t,
-            b * left_b + h * left_h + t * left_t, b * right_b + h * right_h + t * right_t,
-            b * erase_b + h * erase_h + t * erase_t, b * drive_b + h * drive_h + t * drive_t, k, v,
-            decay_k, decay_v, left_r, left_k, right_r, right_v, erase_r, erase_k, drive_k, drive_v, rows, columns,
-            HAS_DECAY, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
-        )  # fmt: skip
-    g = tl.load(of_last + head * rows * columns + inside, mask=is_element, other=0.0).to(WIDE)
+    start = tl.cast(0, tl.int64)
+    _walked(
+        S, kept, start, length, decay, left, right, erase, drive, k, v,
+        decay_t, decay_k, decay_v, left_t, left_r, left_k, right_t, right_r, right_v, erase_t, erase_r, erase_k,
+        drive_t, drive_k, drive_v, rows, columns,
+        SPAN, HAS_DECAY, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
+    )  # fmt: skip
+    g = tl.load(of_last + head * size + inside, mask=is_element, other=0.0).to(WIDE)
     for each in range(spans):
-        span = tl.cast(spans - 1 - each, tl.int64)
-        steps = tl.minimum(length - (spans - 1 - each) * SPAN, SPAN)
+        span = spans - 1 - each
+        start = tl.cast(span, tl.int64) * SPAN
+        steps = tl.minimum(length - span * SPAN, SPAN)
         tl.debug_barrier()  # another thread may have stored what this one loads
-        S = tl.load(kept + span * rows * columns, mask=is_element, other=0.0)
-        for step in range(steps):
-            t = span * SPAN + step
-            tl.store(states + step * rows * columns, S, mask=is_element)
-            S = _advanced(
-                S, decay, left, right, erase, drive, b * decay_b + h * decay_h + t * decay_t,
-                b * left_b + h * left_h + t * left_t, b * right_b + h * right_h + t * right_t,
-                b * erase_b + h * erase_h + t * erase_t, b * drive_b + h * drive_h + t * drive_t, k, v,
-                decay_k, decay_v, left_r, left_k, right_r, right_v, erase_r, erase_k, drive_k, drive_v, rows, columns,
-                HAS_DECAY, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
-            )  # fmt: skip
+        after = _walked(
+            tl.load(kept + tl.cast(span, tl.int64) * size, mask=is_element, other=0.0), states, start, steps,
+            decay, left, right, erase, drive, k, v,
+            decay_t, decay_k, decay_v, left_t, left_r, left_k, right_t, right_r, right_v, erase_t, erase_r, erase_k,
+            drive_t, drive_k, drive_v, rows, columns,
+            1, HAS_DECAY, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
+        )  # fmt: skip
         tl.debug_barrier()
         for back in range(steps):
-            index = steps - 1 - back
-            t = span * SPAN + index
-            after = S
-            S = tl.load(states + index * rows * columns, mask=is_element, other=0.0)
-            query_place = b * query_b + h * query_h + t * query_t
+            t = start + (steps - 1 - back)
+            S = tl.load(states + (t - start) * size, mask=is_element, other=0.0)
+            own = head * length + t  # of what no program shares with another
+            shared = (part * all_heads + head) * length + t  # of what has a summand for each program
             if not READS_BEFORE:
-                for q in tl.static_range(READS):
-                    y = tl.load(
-                        of_reads + ((head * length + t) * READS + q) * columns + v, mask=is_column, other=0.0
-                    ).to(WIDE)
-                    g += _column(query, query_place + q * query_q, k, query_k, is_row, WIDE) * y
-                    found = tl.sum(after * y, 1)[:, None]
-                    tl.store(of_query + ((by_part + t) * READS + q) * rows + k, found, mask=is_row)
+                g = _of_reads(
+                    g, after, of_reads, query, of_query, own * READS * columns, t * query_t, shared * READS * rows,
+                    k, v, query_q, query_k, rows, columns, READS, WIDE,
+                )  # fmt: skip
             before = g
             if HAS_DECAY:
-                place = b * decay_b + h * decay_h + t * decay_t
-                before = g * _part(decay, place, k, v, decay_k, decay_v, rows, columns, DECAY_K, DECAY_V, WIDE)
-                place = (head if DECAY_V else part * all_heads + head) * length + t
-                size = (rows if DECAY_K else 1) * (columns if DECAY_V else 1)
-                _store_part(g * S, of_decay, place * size, k, v, rows, columns, DECAY_K, DECAY_V)
-            for r in tl.static_range(RANK):
-                vector = _column(left, b * left_b + h * left_h + t * left_t + r * left_r, k, left_k, is_row, WIDE)
-                of_written = tl.sum(vector * g, 0)[None, :]
-                place = b * right_b + h * right_h + t * right_t + r * right_r
-                written = tl.load(right + place + v * right_v, mask=is_column, other=0.0).to(WIDE)
-                place = ((by_part + t) * RANK + r) * rows + k
-                if ERASES:
-                    eraser = _column(
-                        erase, b * erase_b + h * erase_h + t * erase_t + r * erase_r, k, erase_k, is_row, WIDE
-                    )
-                    written -= tl.sum(eraser * S, 0)[None, :]
-                    before -= eraser * of_written
-                    tl.store(of_erase + place, -tl.sum(S * of_written, 1)[:, None], mask=is_row)
-                tl.store(of_left + place, tl.sum(g * written, 1)[:, None], mask=is_row)
-                tl.store(of_right + ((head * length + t) * RANK + r) * columns + v, of_written, mask=is_column)
+                before = g * _part(decay, t * decay_t, k, v, decay_k, decay_v, rows, columns, DECAY_K, DECAY_V, WIDE)
+                place = (own if DECAY_V else shared) * (rows if DECAY_K else 1) * (columns if DECAY_V else 1)
+                _store_part(g * S, of_decay, place, k, v, rows, columns, DECAY_K, DECAY_V)
+            before = _of_updates(
+                g, S, before, left, right, erase, of_left, of_right, of_erase, t * left_t, t * right_t, t * erase_t,
+                shared * RANK * rows, own * RANK * columns, k, v,
+                left_r, left_k, right_r, right_v, erase_r, erase_k, rows, columns, RANK, ERASES, WIDE,
+            )  # fmt: skip
             if HAS_DRIVE:
-                place = (head if DRIVE_V else part * all_heads + head) * length + t
-                size = (rows if DRIVE_K else 1) * (columns if DRIVE_V else 1)
-                _store_part(g, of_drive, place * size, k, v, rows, columns, DRIVE_K, DRIVE_V)
+                place = (own if DRIVE_V else shared) * (rows if DRIVE_K else 1) * (columns if DRIVE_V else 1)
+                _store_part(g, of_drive, place, k, v, rows, columns, DRIVE_K, DRIVE_V)
             g = before
             if READS_BEFORE:
-                for q in tl.static_range(READS):
-                    y = tl.load(
-                        of_reads + ((head * length + t) * READS + q) * columns + v, mask=is_column, other=0.0
-                    ).to(WIDE)
-                    g += _column(query, query_place + q * query_q, k, query_k, is_row, WIDE) * y
-                    found = tl.sum(S * y, 1)[:, None]
-                    tl.store(of_query + ((by_part + t) * READS + q) * rows + k, found, mask=is_row)
-        tl.debug_barrier()
-    tl.store(of_state + head * rows * columns + inside, g, mask=is_element)
+                g = _of_reads(
+                    g, S, of_reads, query, of_query, own * READS * columns, t * query_t, shared * READS * rows,
+                    k, v, query_q, query_k, rows, columns, READS, WIDE,
+                )  # fmt: skip
+            after = S
+    tl.store(of_state + head * size + inside, g, mask=is_element)

@@ -1,0 +1,311 @@
+"""Blends of a seed with its host, as grafting does it: ``alpha * seed + (1 - alpha) * host``, or ``host + alpha * seed``.
+
+Canonical layout, in which every kernel takes and returns it:
+
+    host         [N, C, S], never differentiated
+    seed         [N, C, S]
+    alpha        [N or 1, C or 1, 1], one number for all, for each channel ``C`` or for each row ``N``
+    host_weight  [N or 1, C or 1, 1], in place of ``1 - alpha`` where a soft gate gives both weights
+    logits       [N, K], where ``has_gate``: the classes by whose margin ``alpha`` is gated
+    result       [N, C, S] in ``attrs.out_dtype``; for a margin alone [N]
+
+The gate of a row is ``sigmoid(gain * margin - offset)``, where the margin is the largest logit minus the second largest, and
+``alpha`` times the gate is held between ``low`` and ``high``: numbers, tensors without dimensions, or None. ``C`` is the
+class dimension where the blend is followed by a softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from lz_compile.passes.axes import Size
+
+#: Names of modes; ``margin`` is the difference of the two largest logits alone.
+Mode: TypeAlias = Literal["convex", "residual", "channel", "confidence", "logit", "soft_gate", "margin"]
+#: What the blend is followed by, over its channels.
+Normalised: TypeAlias = Literal["none", "softmax", "log_softmax"]
+#: A number, or a tensor without dimensions.
+Scalar: TypeAlias = "float | torch.Tensor"
+
+VARIANTS = ("convex", "residual", "channel", "confidence", "logit", "soft_gate", "margin")
+LAYOUT = "NCS"
+#: What an eager call runs where nothing is better.
+EAGER_KERNEL = "torch.blend"
+EXACT_DIMS: tuple[str, ...] = ()
+BUCKETED_DIMS = (("num_rows",), ("num_channels",), ("inner_size",), ("num_classes",))
+TIMELESS_FEATURES: frozenset[str] = frozenset({"distinct_margin", "residual", "host_weight", "alpha_gradient"})
+
+
+@dataclass(frozen=True)
+class BlendAttrs:
+    """The attributes of one blend.
+
+    ``mode`` is its name; what is computed follows from the other attributes and from the operands that are given. With
+    ``is_distinct`` the margin is that to the next *different* logit, otherwise it is zero where two logits share the maximum.
+    ``is_sorted`` says that the source finds it by sorting, as ``topk`` does.
+    ``compute_dtype`` is the widest dtype in which the source computes anything; a kernel may round less, never more.
+    """
+
+    mode: Mode = "convex"
+    is_residual: bool = False
+    has_gate: bool = False
+    has_host_weight: bool = False
+    is_distinct: bool = False
+    is_sorted: bool = False
+    normalised: Normalised = "none"
+    compute_dtype: torch.dtype = torch.float32
+    out_dtype: torch.dtype = torch.float32
+
+    @property
+    def variant(self) -> str:
+        """The mode."""
+        return self.mode
+
+    def deterministic(self) -> BlendAttrs:
+        """The same: nothing is random."""
+        return self
+
+    def assuming_finite(self) -> BlendAttrs:
+        """The same: NaN stays NaN in every kernel."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class BlendFacts:
+    """Sizes, dtype (of the seed) and device of one blend, for kernel selection; ``num_classes`` is 1 without a gate.
+
+    ``alpha_needs_grad`` says that weights or logits want gradients, and not the seed alone.
+    """
+
+    num_rows: Size
+    num_channels: Size
+    inner_size: Size
+    num_classes: Size
+    dtype: torch.dtype
+    device: str
+    needs_grad: bool = False
+    alpha_needs_grad: bool = False
+
+
+def reference(
+    host: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    alpha: Scalar = 1.0,
+    host_weight: torch.Tensor | None = None,
+    logits: torch.Tensor | None = None,
+    gain: Scalar = 1.0,
+    offset: Scalar = 0.0,
+    low: Scalar | None = None,
+    high: Scalar | None = None,
+    *,
+    attrs: BlendAttrs,
+) -> torch.Tensor:
+    """The definition of the op, in float32 or the wider dtype of its seed (float64 is the ground truth of every test).
+
+    Shapes:
+        as in the module's legend.
+    """
+    given = seed if seed is not None else logits
+    assert given is not None, "a blend has a seed, a margin has logits"
+    wide = torch.promote_types(torch.promote_types(given.dtype, attrs.compute_dtype), torch.float32)
+    form = replace(attrs, compute_dtype=wide)
+    return compute(host, seed, alpha, host_weight, logits, gain, offset, low, high, attrs=form, margin=sorted_margin)
+
+
+def compute(
+    host: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    alpha: Scalar,
+    host_weight: torch.Tensor | None,
+    logits: torch.Tensor | None,
+    gain: Scalar,
+    offset: Scalar,
+    low: Scalar | None,
+    high: Scalar | None,
+    *,
+    attrs: BlendAttrs,
+    margin: Callable[[torch.Tensor, bool], torch.Tensor],
+) -> torch.Tensor:
+    """The op with every step in ``attrs.compute_dtype`` and the margins that ``margin`` gives."""
+
+    def cast(value: Any) -> Any:
+        is_tensor = hasattr(value, "dtype")
+        return value.to(attrs.compute_dtype) if is_tensor and value.dtype != attrs.compute_dtype else value
+
+    difference = None if logits is None else margin(cast(logits), attrs.is_distinct)
+    if attrs.mode == "margin":
+        assert difference is not None, "a margin is that of logits"
+        return _rounded(difference, attrs)
+    weight = cast(alpha)
+    if difference is not None:
+        weight = weight * gate(difference, cast(gain), cast(offset))[:, None, None]
+        weight = bounded(weight, cast(low), cast(high))
+    host, seed = cast(host), cast(seed)
+    assert host is not None, "a blend has a host"
+    assert seed is not None, "a blend has a seed"
+    if attrs.is_residual:
+        blended = host + weight * seed
+    else:
+        blended = weight * seed + (1 - weight if host_weight is None else cast(host_weight)) * host
+    if attrs.normalised == "softmax":
+        blended = torch.softmax(blended, 1)
+    elif attrs.normalised == "log_softmax":
+        blended = torch.log_softmax(blended, 1)
+    return _rounded(blended, attrs)
+
+
+def _rounded(value: torch.Tensor, attrs: BlendAttrs) -> torch.Tensor:
+    return value if value.dtype == attrs.out_dtype else value.to(attrs.out_dtype)
+
+
+def gate(margin: torch.Tensor, gain: Scalar, offset: Scalar) -> torch.Tensor:
+    """``sigmoid(gain * margin - offset)``."""
+    return torch.sigmoid(gain * margin - offset)
+
+
+def bounded(value: torch.Tensor, low: Scalar | None, high: Scalar | None) -> torch.Tensor:
+    """``value`` held between two bounds, each a number, a tensor without dimensions or None; NaN stays NaN."""
+    for bound, is_tensor, clamp in (
+        (low, torch.maximum, torch.clamp_min),
+        (high, torch.minimum, torch.clamp_max),
+    ):
+        if bound is not None:
+            value = clamp(value, bound) if isinstance(bound, (int, float)) else is_tensor(value, bound)
+    return value
+
+
+def sorted_margin(logits: torch.Tensor, is_distinct: bool = False) -> torch.Tensor:
+    """The largest minus the second largest along the last dimension, ``[N, K]`` to ``[N]``, by sorting."""
+    ordered = logits.sort(-1, descending=True).values
+    if not is_distinct:
+        return ordered[..., 0] - ordered[..., 1]
+    largest = ordered[..., :1]
+    return largest[..., 0] - torch.where(ordered == largest, -math.inf, ordered).amax(-1)
+
+
+def top2_margin(logits: torch.Tensor, is_distinct: bool = False) -> torch.Tensor:
+    """The largest minus the second largest along the last dimension, ``[N, K]`` to ``[N]``, by two maxima.
+
+    Where several share the maximum, the second largest is the largest; unless ``is_distinct``: then it is the next one.
+    """
+    largest = logits.amax(-1, keepdim=True)
+    is_largest = logits == largest
+    second = torch.where(is_largest, -math.inf, logits).amax(-1)
+    largest = largest.squeeze(-1)
+    if not is_distinct:
+        second = torch.where(is_largest.sum(-1) > 1, largest, second)
+    return largest - second
+
+
+def features(attrs: BlendAttrs, facts: BlendFacts) -> dict[str, str]:
+    """What a kernel must support for this blend: feature name (``supports`` in descriptors) and what asks for it."""
+    is_wider = attrs.out_dtype.itemsize > facts.dtype.itemsize
+    needed = {
+        "gate": attrs.has_gate and "a gate by the margin of logits",
+        "sorted": attrs.is_sorted and "logits that the source sorts",
+        "distinct_margin": attrs.is_distinct and "a margin to the next different logit",
+        "residual": attrs.is_residual and "a host that is kept whole",
+        "host_weight": attrs.has_host_weight and "a weight of the host's own",
+        "normalised": attrs.normalised != "none" and f"a {attrs.normalised} of the blend",
+        "wide_result": is_wider and f"a {attrs.out_dtype} result of a {facts.dtype} seed",
+        "training": facts.needs_grad and "gradients",
+        "alpha_gradient": facts.alpha_needs_grad and "gradients of the weights",
+    }
+    return {name: text for name, text in needed.items() if isinstance(text, str)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a model's source would spell it."""
+
+    inputs: tuple[torch.Tensor, ...]
+    attrs: BlendAttrs
+    facts: BlendFacts
+
+    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The problem with a kernel over the canonical operands."""
+
+        def run(*given: torch.Tensor) -> torch.Tensor:
+            return call(**_operands(self.attrs, given), attrs=self.attrs)
+
+        return run
+
+    def as_written(self) -> Callable[..., torch.Tensor]:
+        """The problem as models spell it."""
+
+        def run(*given: torch.Tensor) -> torch.Tensor:
+            operands = _operands(self.attrs, given)
+            if "logits" in operands:
+                top = operands["logits"].topk(2, dim=-1).values
+                margin = top[:, 0] - top[:, 1]
+                if self.attrs.mode == "margin":
+                    return margin
+                scaled = operands["gain"] * margin - operands["offset"]
+                operands["alpha"] = (operands["alpha"] * torch.sigmoid(scaled)[:, None, None]).clamp(0.0, 1.0)
+            host, seed, alpha = operands["host"], operands["seed"], operands["alpha"]
+            if self.attrs.is_residual:
+                return host + alpha * seed
+            blended = alpha * seed + (operands["host_weight"] if self.attrs.has_host_weight else 1 - alpha) * host
+            return blended if self.attrs.normalised == "none" else torch.softmax(blended, 1)
+
+        return run
+
+
+def _operands(attrs: BlendAttrs, given: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """The tensors of a sample by name."""
+    if attrs.mode == "margin":
+        return {"logits": given[0]}
+    named: dict[str, Any] = dict(zip(("host", "seed", "alpha"), given, strict=False))
+    if attrs.has_host_weight:
+        named["host_weight"] = given[3]
+    if attrs.has_gate:
+        named |= {"logits": given[3], "gain": 4.0, "offset": 0.8, "low": 0.0, "high": 1.0}
+    return named
+
+
+def sample(
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    variant: str = "convex",
+    is_training: bool = False,
+) -> Sample:
+    """A problem of given sizes (by the names that descriptors use) with random inputs."""
+    rows, channels, inner = (sizes[name] for name in ("num_rows", "num_channels", "inner_size"))
+    classes = sizes.get("num_classes", 1)
+
+    def values(*shape: int, seeks: bool = False) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.float32).to(dtype).requires_grad_(seeks)
+
+    attrs = BlendAttrs(
+        mode=variant,  # type: ignore[arg-type]  # one of VARIANTS, which are the modes
+        is_residual=variant == "residual",
+        has_gate=variant in ("confidence", "margin"),
+        has_host_weight=variant == "soft_gate",
+        is_sorted=variant in ("confidence", "margin"),
+        normalised="softmax" if variant == "logit" else "none",
+        compute_dtype=dtype,
+        out_dtype=dtype,
+    )
+    facts = BlendFacts(rows, channels, inner, classes, dtype, device.type, is_training)
+    logits = values(rows, classes, seeks=is_training and variant == "margin") if attrs.has_gate else None
+    if variant == "margin":
+        assert logits is not None, "a margin is that of logits"
+        return Sample((logits,), attrs, facts)
+    weights = torch.rand((1, channels, 1) if variant == "channel" else (1, 1, 1), device=device).to(dtype)
+    inputs = [values(rows, channels, inner), values(rows, channels, inner, seeks=is_training), weights]
+    inputs += [logits] if logits is not None else []
+    inputs += [1 - weights] if attrs.has_host_weight else []
+    return Sample(tuple(inputs), attrs, facts)

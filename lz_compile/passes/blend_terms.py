@@ -1,0 +1,190 @@
+"""Every value of a graph as a sum of products, as far as it is one: a cheap look before anything is read in axes.
+
+Axes are not looked at: a tensor and its transpose are the same factor here. What looks like a blend is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from lz_compile.passes import layout
+from lz_compile.passes.activations import is_read
+from lz_compile.passes.algebra import constant_value, is_cast, specialised
+from lz_compile.passes.axes import LayoutError, fresh, shape_of
+from lz_compile.passes.builder import EMITTED
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.view import Call, tensor_of
+
+#: The factors of a product (in the order of the graph, as often as they occur), and the number before it.
+Terms: TypeAlias = Mapping[tuple[fx.Node, ...], float]
+
+#: The last operation of a blend.
+ANCHORS = frozenset({"add", "sub", "rsub", "lerp", "addcmul"})
+_MOST_TERMS, _MOST_FACTORS = 8, 4
+_NEAR = 1e-9
+
+
+@dataclass
+class Sums:
+    """The terms of every tensor of a graph; values that are computed twice in the same way are one factor."""
+
+    effects: Effects
+    _found: dict[fx.Node, Terms] = field(default_factory=dict)
+    _first: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        computed: dict[Any, fx.Node] = {}
+        for node, call in self.effects.calls.items():
+            key = None if call is None else self._key(call)
+            self._first[node] = node if key is None else computed.setdefault(key, node)
+            terms = None if call is None or EMITTED in node.meta else self._read(call)
+            self._found[node] = {(self._first[node],): 1.0} if terms is None or _is_large(terms) else terms
+
+    def of(self, node: fx.Node) -> Terms:
+        """The terms of a node."""
+        return self._found[node]
+
+    def first(self, node: fx.Node) -> fx.Node:
+        """The first of the nodes that compute the same."""
+        return self._first[node]
+
+    def _key(self, call: Call) -> Any:
+        """What makes two calls the same; None for one that may be another each time."""
+        if call.is_inplace or tensor_of(call.node) is None or not is_repeatable(call):
+            return None
+        if any(self.effects.is_overwritten(each) for each in call.node.all_input_nodes):
+            return None
+        arguments = fx.map_arg((call.node.args, dict(call.node.kwargs)), lambda node: self._first[node].name)
+        return call.node.op, call.node.target, repr(arguments), self.effects.ambient(call.node)
+
+    def _read(self, call: Call) -> Terms | None:
+        """None for what is a factor itself."""
+        tensor = tensor_of(call.node)
+        if tensor is None or not (tensor.is_floating_point() or is_cast(call)):
+            return None
+        constant = constant_value(call)
+        if constant is not None:
+            return {(): float(constant)}
+        if is_cast(call) or _is_moved(call):
+            return self._operand(call, call.input)
+        rule = _RULES.get(call.name)
+        return None if rule is None else rule(self, call)
+
+    def _operand(self, call: Call, value: Any) -> Terms | None:
+        value = specialised(value)
+        if isinstance(value, fx.Node):
+            return self._found.get(self.effects.current(value, call.node))
+        return {(): float(value)} if isinstance(value, (int, float)) else None
+
+    def operands(self, call: Call, *names: str) -> list[Terms] | None:
+        """The terms of arguments; None where one has none."""
+        found = [self._operand(call, call.get(name)) for name in names]
+        return None if any(each is None for each in found) else found  # type: ignore[return-value]  # none is None
+
+    def scale(self, call: Call, name: str) -> Terms | None:
+        """The terms of an argument that is one by default."""
+        return self._operand(call, call.get(name, 1))
+
+
+def is_repeatable(call: Call) -> bool:
+    """Whether a call is pointwise, rearranges or detaches: the same arguments give the same value."""
+    return is_read(call) or is_cast(call) or layout.rearranges(call) or call.name == "detach"
+
+
+def _is_moved(call: Call) -> bool:
+    tensor = tensor_of(call.node)
+    if tensor is None or not layout.rearranges(call):
+        return False
+    try:
+        return layout.read_input_dims(call, fresh(shape_of(tensor))) is not None
+    except LayoutError:
+        return False
+
+
+def _is_large(terms: Terms) -> bool:
+    return len(terms) > _MOST_TERMS or any(len(factors) > _MOST_FACTORS for factors in terms)
+
+
+def plus(first: Terms, second: Terms, sign: float = 1.0) -> Terms:
+    """``first + sign * second``."""
+    found = dict(first)
+    for factors, number in second.items():
+        found[factors] = found.get(factors, 0.0) + sign * number
+    return {factors: number for factors, number in found.items() if abs(number) > _NEAR}
+
+
+def times(first: Terms, second: Terms) -> Terms:
+    """The product of two sums."""
+    found: dict[tuple[fx.Node, ...], float] = {}
+    for one, number in first.items():
+        for other, factor in second.items():
+            key = tuple(sorted((*one, *other), key=lambda node: node.name))
+            found[key] = found.get(key, 0.0) + number * factor
+    return {factors: number for factors, number in found.items() if abs(number) > _NEAR}
+
+
+def _added(sums: Sums, call: Call, first: str, second: str, sign: float) -> Terms | None:
+    found, scale = sums.operands(call, first, second), sums.scale(call, "alpha")
+    return None if found is None or scale is None else plus(found[0], times(scale, found[1]), sign)
+
+
+def _mul(sums: Sums, call: Call) -> Terms | None:
+    found = sums.operands(call, "input", "other")
+    return None if found is None else times(*found)
+
+
+def _div(sums: Sums, call: Call) -> Terms | None:
+    found = sums.operands(call, "input", "other")
+    if found is None or call.get("rounding_mode") is not None or set(found[1]) != {()}:
+        return None
+    return times(found[0], {(): 1.0 / found[1][()]})
+
+
+def _neg(sums: Sums, call: Call) -> Terms | None:
+    found = sums.operands(call, "input")
+    return None if found is None else times(found[0], {(): -1.0})
+
+
+def _lerp(sums: Sums, call: Call) -> Terms | None:
+    found = sums.operands(call, "input", "end", "weight")
+    return None if found is None else plus(found[0], times(found[2], plus(found[1], found[0], -1.0)))
+
+
+def _addcmul(sums: Sums, call: Call) -> Terms | None:
+    found, scale = sums.operands(call, "input", "tensor1", "tensor2"), sums.scale(call, "value")
+    return None if found is None or scale is None else plus(found[0], times(scale, times(found[1], found[2])))
+
+
+_RULES: Mapping[str, Any] = {
+    "add": lambda sums, call: _added(sums, call, "input", "other", 1.0),
+    "sub": lambda sums, call: _added(sums, call, "input", "other", -1.0),
+    "rsub": lambda sums, call: _added(sums, call, "other", "input", -1.0),
+    "mul": _mul,
+    "div": _div,
+    "neg": _neg,
+    "lerp": _lerp,
+    "addcmul": _addcmul,
+}
+
+
+def weights(terms: Terms, seed: fx.Node, host: fx.Node) -> tuple[Terms, Terms] | None:
+    """What ``seed`` and ``host`` are multiplied by, if every product holds exactly one of them, once."""
+    found: tuple[dict[tuple[fx.Node, ...], float], ...] = ({}, {})
+    for factors, number in terms.items():
+        counts = factors.count(seed), factors.count(host)
+        if counts not in ((1, 0), (0, 1)):
+            return None
+        of_host = counts == (0, 1)
+        rest = list(factors)
+        rest.remove(host if of_host else seed)
+        found[of_host][tuple(rest)] = number
+    return found if all(found) else None  # type: ignore[return-value]  # a pair
+
+
+def is_one(terms: Terms) -> bool:
+    """Whether terms are the number one."""
+    return set(terms) == {()} and abs(terms[()] - 1.0) < _NEAR

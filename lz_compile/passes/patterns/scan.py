@@ -1,0 +1,194 @@
+"""Recurrences that are affine in their state, in all of their spellings.
+
+The anchor is a ``scan``: a loop that was one in the source, or that was rolled up again. Its step is read as algebra
+(:mod:`step_form`), and what the state becomes as factors, rank-one updates and a summand (:mod:`transition`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.scan import ScanAttrs
+from lz_compile.passes import layout
+from lz_compile.passes.algebra import constant_value
+from lz_compile.passes.axes import Axis, Dims, as_size
+from lz_compile.passes.effects import Effects, grad_enabled
+from lz_compile.passes.index_sum import Atom, IndexSum
+from lz_compile.passes.loop_plan import Part, Plan, plan_of
+from lz_compile.passes.match import Match, NearMiss, RefusedError
+from lz_compile.passes.recurrence_text import text_of
+from lz_compile.passes.scan_emitter import Given, ScanEmitter
+from lz_compile.passes.step_check import check
+from lz_compile.passes.step_form import StepForm, read_step
+from lz_compile.passes.step_trace import SCAN, ScanCall, scan_call, trace_step
+from lz_compile.passes.transition import Transition
+from lz_compile.passes.view import read, tensor_of, where_of
+
+OP = "scan"
+
+
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
+    """Every scan in ``graph`` whose step has a structure that the op knows; of the others, why it has none."""
+    for node in graph.nodes:
+        if node.target is not SCAN or not node.users:
+            continue
+        call = scan_call(node)
+        if call is None:
+            continue
+        try:
+            yield _match(call, effects)
+        except RefusedError as refusal:
+            yield NearMiss(OP, node, refusal.reason, refusal.edit, where_of(node))
+
+
+def _match(call: ScanCall, effects: Effects) -> Match:
+    """The match of one scan.
+
+    Raises:
+        RefusedError: its step has no structure that the op knows.
+    """
+    results = call.results()
+    _check_surroundings(call, effects)
+    step = trace_step(call, effects.ambient(call.node))
+    form = read_step(step)
+    transition = _only(plan_of(form))
+    check(form, transition)
+    return _finished(call, effects, form, transition, results)
+
+
+def _only(plan: Plan) -> Transition:
+    """The transition of a loop that is nothing else."""
+    for part in plan.parts:
+        if part.reason is not None:
+            raise part.reason
+    transitions = [part.transition for part in plan.parts if part.transition is not None]
+    if plan.is_apart or len(transitions) != 1:
+        text = f"the loop does more than one recurrence: {_described(plan.parts, plan.form)}"
+        raise RefusedError("LOOP_NOT_APART", text, "compute what needs no state before or after the loop")
+    return transitions[0]
+
+
+def _described(parts: list[Part], form: StepForm) -> str:
+    names = [form.step.names[form.step.states[state]] for part in parts for state in part.states]
+    return f"its states are {', '.join(names)}" if names else "it has no state"
+
+
+def _check_surroundings(call: ScanCall, effects: Effects) -> None:
+    """Refuse inside of function transforms, and where an operand is overwritten before the last result is taken."""
+    if any("_increment_nesting" in name for name in effects.ambient(call.node).other):
+        raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
+    last = max(call.node.users)
+    for node in call.operands:
+        writer = effects.overwritten_after(node, call.node, last)
+        if writer is not None:
+            text = f"{node.name} is overwritten by {writer.name} before the results are taken"
+            raise RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")
+
+
+def _finished(
+    call: ScanCall, effects: Effects, form: StepForm, transition: Transition, results: dict[int, list[fx.Node]]
+) -> Match:
+    step = form.step
+    outer = dict(zip((*step.slices, *step.given), (*call.xs, *call.given), strict=True))
+    used = sorted(_atoms(transition))
+    given = {atom: Given(outer[form.atoms[atom]], form.atoms[atom] in step.slices) for atom in used}
+    if not any(each.over_time for each in given.values()):
+        raise RefusedError("NOTHING_OVER_TIME", "every step does the same", "a power of one matrix is no scan")
+    places = {read.node: index for index, read in enumerate(transition.reads)}
+    reads = [
+        (node, places[result])
+        for index, result in enumerate(step.results)
+        for node in results.get(len(step.states) + index, ())
+    ]
+    first = call.init[0]
+    emitter = ScanEmitter(
+        transition=transition,
+        given=given,
+        first=None if _is_zero(first) and _is_spanned(transition) else first,
+        final=tuple(results.get(0, ())),
+        reads=tuple(reads),
+        attrs=_attributes(form, transition),
+        recurrence=text_of(transition, {atom: step.names[form.atoms[atom]] for atom in used}),
+    )
+    time = Axis(as_size(_tensor(call.xs[0]).shape[0]))
+    inputs = {each.node: _dims(each.node, time if each.over_time else None) for each in given.values()}
+    unused = {node: _dims(node, time) for node in call.xs} | {node: _dims(node, None) for node in call.given}
+    inputs = {**unused, **inputs}
+    interior: dict[fx.Node, Dims] = {}
+    for node in call.init:
+        (interior if emitter.first is None else inputs)[node] = _dims(node, None)
+    ordered = sorted(emitter.outputs)
+    dims = {node: _dims(node, time if node not in emitter.final else None) for node in ordered}
+    needs_grad = grad_enabled(effects.ambient(call.node)) and any(_tensor(node).requires_grad for node in inputs)
+    axes = {axis for each in (*inputs.values(), *interior.values(), *dims.values()) for dim in each for axis in dim}
+    return Match(
+        op=OP,
+        attributes=emitter.attrs,
+        facts=emitter.facts(time.size, needs_grad),
+        inputs=inputs,
+        operands={},
+        fills={},
+        masks={},
+        output=emitter.outputs[0],
+        also=emitter.outputs[1:],
+        output_dims=dims[emitter.outputs[0]],
+        core=(call.node, *(node for node in ordered if node is not emitter.outputs[0]), emitter.outputs[0]),
+        read=interior,
+        emitter=emitter,
+        ambient=effects.ambient(call.node),
+        where=where_of(call.node),
+        masked_rows_count=False,
+        fixed=frozenset(axes - {time}),
+    )
+
+
+def _atoms(transition: Transition) -> set[Atom]:
+    return {atom for whole in transition.sums() for atom in whole.atoms if atom.kind in ("given", "mask")}
+
+
+def _attributes(form: StepForm, transition: Transition) -> ScanAttrs:
+    state = form.step.states[transition.state].meta["val"].dtype
+    values = [node.meta["val"] for node in form.step.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    compute = state
+    for value in values:
+        if value.is_floating_point():
+            compute = torch.promote_types(compute, value.dtype)
+    compute = torch.promote_types(compute, torch.float32)
+    kinds = {read.node.meta["val"].dtype for read in transition.reads}
+    is_last = len(kinds) == 1 and not any(read.rest.terms for read in transition.reads)
+    return ScanAttrs(
+        reads=transition.mode,
+        erases=any(update.erase is not None for update in transition.updates),
+        compute_dtype=compute,
+        out_dtype=kinds.pop() if is_last else compute,
+        state_dtype=state,
+    )
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """Whether a tensor is known to hold zeros."""
+    call = read(node)
+    while call is not None and layout.rearranges(call) and isinstance(call.input, fx.Node) and not call.is_inplace:
+        call = read(call.input)
+    return call is not None and not call.is_inplace and constant_value(call) == 0
+
+
+def _is_spanned(transition: Transition) -> bool:
+    """Whether the operands have every index of the state, so that its size is known without it."""
+    sums: list[IndexSum] = [whole for whole in transition.sums() if whole.terms]
+    return {i for whole in sums for term in whole.terms for i in term.indices} >= set(range(len(transition.space)))
+
+
+def _dims(node: fx.Node, time: Axis | None) -> Dims:
+    sizes = [as_size(size) for size in _tensor(node).shape]
+    own = [() if size == 1 else (Axis(size),) for size in sizes]
+    return tuple(own if time is None else [(time,), *own[1:]])
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    value = tensor_of(node)
+    assert value is not None, f"{node.name} is no tensor"
+    return value

@@ -1,0 +1,177 @@
+"""This package's scans in Triton: that they are the reference (in the interpreter), compile for GPUs, and can be told apart."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lz_compile.lowering.kernels import triton_scan
+from lz_compile.runtime import events, health
+from lz_compile.runtime.registry import kernels
+from tests.scan_kernel_problems import PROBLEMS, assert_near, exactly, with_gradients
+
+TESTS = Path(__file__).parent
+KERNELS = {"lz.triton_scan": triton_scan.scan, "lz.triton_chunked_scan": triton_scan.chunked_scan}
+for_every_kernel = pytest.mark.parametrize("name", KERNELS)
+
+
+def interpreted(selection: str) -> None:
+    """Run tests of ``interpreted_triton_scan.py`` where Triton is imported with its interpreter on."""
+    pytest.importorskip("triton", reason="needs Triton, whose interpreter runs its kernels on a CPU")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [str(TESTS / "interpreted_triton_scan.py"), "-k", selection, "-W", "ignore::RuntimeWarning"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_some_of_every_kernel_is_the_references_in_the_interpreter():
+    interpreted("kda_shared_keys or without_elements or (differences and True)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selection", ["steps_are", "not steps_are"])
+def test_kernels_are_the_references_in_the_interpreter(selection):
+    interpreted(selection)
+
+
+# ---- for GPUs --------------------------------------------------------------------------------------------------------
+
+_STEP = {
+    "HAS_STATE": True, "HAS_DECAY": True, "DECAY_K": True, "DECAY_V": False, "RANK": 1, "ERASES": True,
+    "HAS_DRIVE": False, "DRIVE_K": False, "DRIVE_V": False, "READS": 1, "READS_BEFORE": False, "ROWS": 64, "BLOCK": 16,
+}  # fmt: skip
+_FULL = {
+    **_STEP, "DECAY_V": True, "RANK": 2, "HAS_DRIVE": True, "DRIVE_K": True, "READS": 2, "READS_BEFORE": True,
+}  # fmt: skip
+_CHANNELS = {**_STEP, "DECAY_K": False, "RANK": 0, "HAS_DRIVE": True, "DRIVE_V": True, "ROWS": 1, "BLOCK": 128}
+_PASS = {
+    "HAS_TOTAL": True, "TOTAL_K": True, "HAS_READING": True, "HAS_WRITTEN": True, "IS_BACK": False,
+    "PRECISION": "tf32", "TOKENS": 64, "ROWS": 64, "BLOCK": 32,
+}  # fmt: skip
+_FORWARD, _BACKWARD = ("x" * 9 + "i" * 38, "x" * 9 + "w" * 9 + "i" * 38)
+#: Kernel: its module, the types of its arguments (``x`` a tensor, ``w`` one in the wide dtype, ``i`` a size), and constants.
+_COMPILED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "kda.forward": ("scan_kernels", _FORWARD, _STEP),
+    "kda.backward": ("scan_kernels", _BACKWARD, {**_STEP, "SPAN": 32}),
+    "everything.forward": ("scan_kernels", _FORWARD, _FULL),
+    "everything.backward": ("scan_kernels", _BACKWARD, {**_FULL, "SPAN": 32}),
+    "channels.forward": ("scan_kernels", _FORWARD, _CHANNELS),
+    "channels.backward": ("scan_kernels", _BACKWARD, {**_CHANNELS, "SPAN": 32}),
+    "chunks.pass_on": ("scan_chunks", "wwwwwiiii", _PASS),
+    "gradients.pass_on": ("scan_chunks", "wwwwwiiii", {**_PASS, "HAS_WRITTEN": False, "IS_BACK": True}),
+    "diagonal.pass_on": ("scan_chunks", "wwwwwiiii", {**_PASS, "HAS_READING": False, "PRECISION": "ieee"}),
+    "diagonal_gradients.pass_on": (
+        "scan_chunks",
+        "wwwwwiiii",
+        {**_PASS, "HAS_READING": False, "HAS_WRITTEN": False, "IS_BACK": True, "TOTAL_K": False},
+    ),
+}
+
+
+@pytest.fixture
+def _compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    triton = pytest.importorskip("triton", reason="needs Triton, which compiles for a GPU without one")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("needs Triton without its interpreter: unset TRITON_INTERPRET")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+@pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "everything" in name else name for name in _COMPILED]
+)
+def test_a_kernel_compiles_for_a_gpu(name, backend, arch, warp, dtype):
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, types, constants = _COMPILED[name]
+    kernel = getattr(importlib.import_module(f"lz_compile.lowering.triton.{module}"), name.rpartition(".")[2])
+    constants = {**constants, "WIDE": tl.float64 if dtype == "fp64" else tl.float32}
+    if dtype == "fp64" and "PRECISION" in constants:
+        constants["PRECISION"] = "ieee"
+    kinds = {"x": f"*{dtype}", "w": "*fp64" if dtype == "fp64" else "*fp32", "i": "i32"}
+    given = iter(types)
+    signature = {each: "constexpr" if each in constants else kinds[next(given)] for each in kernel.arg_names}
+    assert next(given, None) is None, "every type is an argument's"
+    values = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+    compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget(backend, arch, warp))
+    assert compiled.asm["cubin" if backend == "cuda" else "hsaco"]
+
+
+# ---- what is said of them, and what happens elsewhere ----------------------------------------------------------------
+
+
+def test_importing_the_adapter_imports_no_triton():
+    program = "import sys\nfrom lz_compile.lowering.kernels import triton_scan\nprint('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@for_every_kernel
+def test_a_prior_that_nobody_measured_decides_nothing_and_says_so(name):
+    spec = kernels("scan")[name]
+    assert spec.platforms == {"cuda", "rocm"}
+    assert "a guess that was never measured" in spec.prior_source
+    assert all(row.relative_latency > 0.9 for row in spec.prior), "priors have a noise of a tenth"
+
+
+@pytest.fixture
+def _restored() -> Iterator[None]:
+    yield
+    for kernel_id in list(health.retirements()):
+        health.restore(kernel_id)
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("case", ["kda", "mamba_1"])
+@for_every_kernel
+def test_a_kernel_that_cannot_be_launched_is_completed_by_pytorch_and_retired(name, case):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("needs Triton without its interpreter: unset TRITON_INTERPRET")
+    if case == "mamba_1" and name == "lz.triton_chunked_scan":
+        return
+    problem = PROBLEMS[case]
+    operands, attrs = problem.operands(), problem.attrs()
+    with events.collect() as happened:
+        found = KERNELS[name](**operands, attrs=attrs)
+    exact = exactly(operands, attrs)
+    assert_near(
+        dict(zip(("reads", "last"), found, strict=True)), {each: exact[each] for each in ("reads", "last")}, 1e-9
+    )
+    assert health.retired(name)
+    assert "KERNEL_FAILED" in {event.code for event in happened}
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that Triton compiles for")
+@pytest.mark.parametrize("case", PROBLEMS)
+@for_every_kernel
+def test_a_scan_and_its_gradients_are_the_references_on_a_gpu(name, case):
+    problem = replace(PROBLEMS[case], length=200, rows=min(PROBLEMS[case].rows * 16, 64))
+    if PROBLEMS[case].rows == 1:
+        problem = replace(problem, rows=1)
+    if name == "lz.triton_chunked_scan" and problem.decay in ("value", "full"):
+        return
+    operands = {each: x.cuda() for each, x in problem.operands(torch.float32).items()}
+    attrs = problem.attrs(torch.float32)
+    found = with_gradients(KERNELS[name], operands, attrs)
+    assert not health.retirements()
+    exact = exactly(operands, attrs)
+    assert_near(found, exact, 1e-4)
