@@ -86,8 +86,8 @@ def layer_norm(
         ValueError: the input is not of floating-point numbers, or the shapes do not fit.
     """
     _check_floating("layer_norm", "an input", input)
-    is_one = not isinstance(normalized_shape, Sequence)
-    shape = (operator.index(normalized_shape),) if is_one else tuple(map(operator.index, normalized_shape))
+    given_shape = normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,)
+    shape = tuple(operator.index(size) for size in given_shape)
     if not shape:
         raise ValueError("lz.layer_norm: expected one dimension at least, received (). Name the dimensions of a row")
     if tuple(input.shape[input.dim() - len(shape) :]) != shape:
@@ -168,8 +168,8 @@ def alibi(slopes: torch.Tensor, queries: int, keys: int | None = None) -> torch.
     keys = queries if keys is None else keys
     if slopes.dim() != 1 or not 0 <= queries <= keys:
         raise ValueError(
-            f"lz.alibi: expected slopes [H] and no more queries than keys, none negative, received slopes {tuple(slopes.shape)}, "
-            f"{queries} queries and {keys} keys"
+            "lz.alibi: expected slopes [H] and no more queries than keys, none negative, "
+            f"received slopes {tuple(slopes.shape)}, {queries} queries and {keys} keys"
         )
     rows = torch.arange(keys - queries, keys, device=slopes.device)
     columns = torch.arange(keys, device=slopes.device)

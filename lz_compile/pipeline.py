@@ -14,7 +14,7 @@ from torch import fx
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options
-from lz_compile.passes.distribute import Distributed, distribute, has_known_part
+from lz_compile.passes.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.fusion import Fusion, fusions
 from lz_compile.passes.inline import Inlined, inline
@@ -25,6 +25,7 @@ from lz_compile.passes.reroll import reroll
 from lz_compile.passes.rewrite import Recipes, erase_unread, splice
 from lz_compile.passes.share import share_equal
 from lz_compile.passes.symbolic_sizes import symbolic_sizes
+from lz_compile.passes.unbatch import unbatch
 from lz_compile.passes.validate import Validation, validate
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, loaded_tables, policy
@@ -96,6 +97,7 @@ def _read(module: fx.GraphModule, options: Options, report: GraphReport) -> Iter
     tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
     for path, child in _graphs(module):
         is_changed = _inline(child.graph, options, report)
+        is_changed = _unbatch(child.graph, options, report) or is_changed
         is_changed = _roll(child, path, options, report) or is_changed
         is_changed = _take_apart(child, options, report) or is_changed
         effects, matches = _recognise(child.graph, options, report)
@@ -233,17 +235,35 @@ def _inline(graph: fx.Graph, options: Options, report: GraphReport) -> bool:
     return any(isinstance(each, Inlined) for each in found)
 
 
+def _unbatch(graph: fx.Graph, options: Options, report: GraphReport) -> bool:
+    """Spell out arithmetic that is mapped over a dimension; whether there was some."""
+    with _timed(report, "inline"):
+        try:
+            return unbatch(graph) > 0
+        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+            _fail("INLINE_FAILED", "spelling out torch.vmap", error, options)
+            return False
+
+
 def _roll(module: fx.GraphModule, path: str, options: Options, report: GraphReport) -> bool:
     """Roll the loops that Dynamo unrolled; whether there was one. Steps are graphs of their own, and looked at next."""
+    missed: list[NearMiss] = []
+
+    def is_known(scan: fx.Node) -> bool:
+        missed.extend(miss for miss in [why_unknown(scan)] if miss is not None)
+        return not missed or missed[-1].node is not scan
+
     with _timed(report, "loops"):
         try:
-            found = reroll(module, options.loops, has_known_part)
+            found = reroll(module, options.loops, is_known)
         except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
             _fail("LOOPS_FAILED", "reading the loops of a graph", error, options)
             return False
     report.near_misses.extend(MissReport.of(miss) for miss in found if isinstance(miss, NearMiss))
     loops = [each for each in found if not isinstance(each, NearMiss)]
     report.loops.extend(LoopReport.of(loop, path) for loop in loops)
+    kept = {loop.where for loop in loops if loop.scan is None}
+    report.near_misses.extend(MissReport.of(miss) for miss in missed if miss.where in kept)
     return any(loop.scan is not None for loop in loops)
 
 

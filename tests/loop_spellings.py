@@ -175,7 +175,12 @@ STEPS: dict[str, tuple[Step, tuple[tuple[int, ...], ...]]] = {
     "nonlinear": (nonlinear_step, ((B, H, V),)),
     "spiking": (spiking_step, ((B, H, V), (B, H, V), (B, H, V))),
 }
-GATES = (torch.sigmoid, lambda a: torch.exp(-F.softplus(a)), lambda a: 1 - torch.sigmoid(a), lambda a: a.sigmoid() * 0.9)
+GATES = (
+    torch.sigmoid,
+    lambda a: torch.exp(-F.softplus(a)),
+    lambda a: 1 - torch.sigmoid(a),
+    lambda a: a.sigmoid() * 0.9,
+)
 
 # ---- loops -------------------------------------------------------------------------------------------------------------
 

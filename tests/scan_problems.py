@@ -154,7 +154,10 @@ def run(problem: Problem, call: Call, dtype: torch.dtype = torch.float64, **argu
     reads, last = call(**leaves, attrs=problem.attrs, **arguments)
     generator = torch.Generator().manual_seed(reads.numel() + last.numel())
     given = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.dtype) for each in (reads, last)]
-    found = torch.autograd.grad((reads, last), list(leaves.values()), given, materialize_grads=True)
+    outputs, given = zip(
+        *(pair for pair in zip((reads, last), given, strict=True) if pair[0].requires_grad), strict=True
+    )
+    found = torch.autograd.grad(outputs, list(leaves.values()), given, materialize_grads=True)
     return Outcome(reads.detach(), last.detach(), dict(zip(leaves, found, strict=True)))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from scan_problems import KINDS, Problem, errors, problem, run
 from torch._inductor.utils import run_and_get_code
 
 from lz_compile.errors import GradientUnsupportedError
@@ -17,7 +18,6 @@ from lz_compile.lowering.kernels import rolled
 from lz_compile.lowering.ops import scan as op
 from lz_compile.runtime import events, health
 from lz_compile.runtime.registry import kernels
-from scan_problems import KINDS, Problem, errors, problem, run
 
 KDA = {"decay": "key", "drive": None, "rank": 1, "erases": True, "reads": 1, "at": "after", "broadcasts": False}
 EMA = {"decay": "value", "drive": "full", "rank": 0, "reads": 0, "at": "after", "broadcasts": False}
@@ -37,15 +37,14 @@ def test_the_kernel_is_there_for_every_feature_and_dtype_on_a_cpu() -> None:
     assert op.features(given.attrs, facts).keys() <= spec.supports
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))])
 def test_any_structure_gives_what_the_reference_gives(seed: int) -> None:
     given = problem(seed)
     found = errors(run(given, rolled.scan, chunk=4), run(given, op.reference))
     assert max(found.values()) < 1e-12, (found, given.attrs)
 
 
-@pytest.mark.parametrize("at", ["after", "before"])
-@pytest.mark.parametrize("decay", [None, *KINDS])
+@pytest.mark.parametrize(("decay", "at"), [(None, "before"), ("key", "before"), *((kind, "after") for kind in KINDS)])
 def test_every_decay_in_float32(decay: str | None, at: str) -> None:
     given = problem(7, **{**KDA, "decay": decay, "at": at}, B=2, H=2, T=70, K=8, V=19)
     found = errors(run(given, rolled.scan, torch.float32, chunk=16), run(given, op.reference))
@@ -174,8 +173,7 @@ def test_the_operators_keep_their_promises() -> None:
     torch.library.opcheck(back, (torch.ones_like(reads), torch.ones_like(last), kept, *arguments, wanted))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("structure", [KDA, EMA])
+@pytest.mark.parametrize(("structure", "dynamic"), [(KDA, True), (EMA, False)])
 def test_inductor_compiles_it_forward_and_backward(structure: dict[str, Any], dynamic: bool) -> None:
     given = problem(14, **structure, B=2, H=3, T=11, K=4 if structure is KDA else 1, V=8)
     names = list(given.operands)
@@ -238,7 +236,7 @@ def test_what_does_not_compile_is_completed_by_pytorch(fails: str, monkeypatch: 
         for cache in (launch._prepared, launch._function):
             cache.cache_clear()
     assert max(found.values()) < 1e-12, found
-    assert any("no compiler" in event.message or "lz.rolled_scan" in event.message for event in happened)
+    assert any("lz.rolled_scan" in str(event) and "no compiler" in str(event) for event in happened), happened
 
 
 @pytest.mark.parametrize(("columns", "lanes", "vectors"), [(64, 8, 4), (8, 8, 1), (1, 8, 1), (40, 8, 3), (24, 8, 3)])

@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from benchmarks.scan_accuracy import DECAYS, STRUCTURES, Case, errors, runs
 from lz_compile.lowering import chunk_prefixes
 from lz_compile.lowering.chunk_form import chunk_form
 from lz_compile.lowering.chunk_operands import ChunkOperands
-from lz_compile.lowering.kernels import associative_scan, chunked_scan
+from lz_compile.lowering.kernels import associative_scan, chunked_scan, triton_scan
 from lz_compile.lowering.ops.scan import ScanAttrs, facts_of, reference, sample
 from lz_compile.passes.builder import GraphBuilder
 from lz_compile.passes.effects import Ambient
@@ -38,6 +40,16 @@ OURS: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
     "lz.chunked_scan": (chunked_scan.scan, {"chunk": 4}),
     "lz.associative_scan": (associative_scan.scan, {"shortest": 3}),
     "lz.associative_matrix_scan": (associative_scan.scan, {"shortest": 3}),
+}
+#: What appends nodes that no CPU can run, by the operator among them.
+LAUNCHED = {
+    "lz.triton_scan": torch.ops.layerzero.triton_scan.default,
+    "lz.triton_chunked_scan": torch.ops.layerzero.triton_scan_chunks.default,
+}
+EMITTED: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
+    **OURS,
+    "lz.triton_scan": (triton_scan.scan, {}),
+    "lz.triton_chunked_scan": (triton_scan.chunked_scan, {"chunk": 4}),
 }
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -199,15 +211,23 @@ def test_a_chunk_reads_nothing_of_later_steps():
 # ---- as nodes of a graph ---------------------------------------------------------------------------------------------
 
 
-def emitted(name: str, operands: dict[str, Tensor], attrs: ScanAttrs) -> fx.GraphModule:
-    """The graph that a kernel appends, with the operands as inputs."""
-    scan, arguments = OURS[name]
+def emitted(
+    name: str, operands: dict[str, Tensor], attrs: ScanAttrs, *, symbolic: tuple[int, ...] = ()
+) -> fx.GraphModule:
+    """The graph that a kernel appends, with the operands as inputs; some of their dimensions may be symbolic."""
+    scan, arguments = EMITTED[name]
     module = fx.symbolic_trace(_First())
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=ShapeEnv())
     graph = fx.Graph()
     nodes = {each: graph.placeholder(each) for each in operands}
     for each, node in nodes.items():
-        node.meta["example_value"] = mode.from_tensor(operands[each])
+        tensor = operands[each]
+        kinds = [
+            DimDynamic.DYNAMIC if dim in symbolic and tensor.shape[dim] > 1 else DimDynamic.STATIC
+            for dim in range(tensor.dim())
+        ]
+        context = StatelessSymbolicContext(dynamic_sizes=kinds)
+        node.meta["example_value"] = mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(each))
     output = graph.output(tuple(nodes.values()))
     output.meta["example_value"] = next(iter(nodes.values())).meta["example_value"]
     template = next(iter(nodes.values()))
@@ -239,6 +259,36 @@ def test_a_kernel_appends_nodes_that_compute_what_it_does(name, case):
         assert found.is_contiguous()
 
 
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("lz.chunked_scan", "erasing_with_a_row_as_summand"),
+        ("lz.chunked_scan", "erasing_with_a_summand"),
+        ("lz.chunked_scan", "linear_attention"),
+        ("lz.associative_scan", "mamba_1"),
+        ("lz.associative_matrix_scan", "kda"),
+        ("lz.triton_scan", "kda"),
+        ("lz.triton_chunked_scan", "kda"),
+    ],
+)
+def test_batch_and_heads_may_be_symbolic(name, case):
+    problem = replace(PROBLEMS[case], batch=3, heads=2)
+    module = emitted(name, problem.operands(), problem.attrs(), symbolic=(0, 1))
+    other = replace(problem, batch=5, heads=4)
+    operands = other.operands()
+    if name in LAUNCHED:
+        assert any(node.target == LAUNCHED[name] for node in module.graph.nodes)
+        return
+    for found, expected in zip(module(*operands.values()), reference(**operands, attrs=other.attrs()), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_symbolic_length_is_refused():
+    problem = PROBLEMS["kda"]
+    with pytest.raises(ValueError, match="expected numbers as the sizes T, received symbols"):
+        emitted("lz.chunked_scan", problem.operands(), problem.attrs(), symbolic=(2,))
+
+
 @pytest.mark.parametrize("name", ["lz.chunked_scan", "lz.associative_scan"])
 def test_a_graph_grows_with_the_logarithm_of_the_length(name):
     problem = PROBLEMS["kda" if name == "lz.chunked_scan" else "mamba_1"]
@@ -268,16 +318,6 @@ def test_decays_by_column_are_refused_by_their_shape():
             ValueError, match=r"one decay for every row.*received torch.Size|received \(2, 2, 21, 1, 3\)"
         ):
             scan(**problem.operands(), attrs=problem.attrs())
-
-
-def test_a_symbolic_length_is_refused():
-    from lz_compile.lowering.chunk_operands import sizes_of_shapes
-
-    class Symbolic:
-        shape = (2, 2, object(), 1, 4)
-
-    with pytest.raises(ValueError, match="expected numbers as the sizes T, received symbols"):
-        sizes_of_shapes({"query": Symbolic()})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,22 @@ from typing import Any
 import pytest
 import torch
 
+from lz_compile.lowering.fused import SIBLING, Fused
 from lz_compile.lowering.kernels import triton_mlp, triton_norm, triton_rope
 from lz_compile.lowering.ops import mlp, norm, rope
 from lz_compile.runtime import events, health
 from lz_compile.runtime.registry import kernels
 
 TESTS = Path(__file__).parent
-KERNELS = {"norm": "lz.triton_norm", "rope": "lz.triton_rope", "mlp": "lz.triton_mlp"}
-for_every_op = pytest.mark.parametrize("op", KERNELS)
+#: By kernel, its op.
+KERNELS = {
+    "lz.triton_norm": "norm",
+    "lz.triton_residual_norm": "norm",
+    "lz.triton_rope": "rope",
+    "lz.triton_rope_pair": "rope",
+    "lz.triton_mlp": "mlp",
+}
+for_every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 
 def interpreted(selection: str) -> None:
@@ -153,7 +161,7 @@ def test_tiles_are_timed_once_each(block, rows):
 
 
 def test_importing_the_adapters_imports_no_triton():
-    modules = [f"lz_compile.lowering.kernels.triton_{op}" for op in KERNELS]
+    modules = [f"lz_compile.lowering.kernels.triton_{op}" for op in {*KERNELS.values()}]
     program = (
         f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nprint('triton' in sys.modules)"
     )
@@ -161,9 +169,9 @@ def test_importing_the_adapters_imports_no_triton():
     assert done.stdout.strip() == "False"
 
 
-@for_every_op
-def test_a_prior_that_nobody_measured_decides_nothing_and_says_so(op):
-    spec = kernels(op)[KERNELS[op]]
+@for_every_kernel
+def test_a_prior_that_nobody_measured_decides_nothing_and_says_so(kernel):
+    spec = kernels(KERNELS[kernel])[kernel]
     assert spec.platforms == {"cuda", "rocm"}
     assert "a guess that was never measured" in spec.prior_source
     assert all(row.relative_latency > 0.9 for row in spec.prior), "priors have a noise of a tenth"
@@ -176,29 +184,40 @@ def _restored() -> Iterator[None]:
         health.restore(kernel_id)
 
 
-def _without_a_driver(op: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_a_driver(kernel: str) -> tuple[Any, Any]:
     """What the kernel gives on a CPU, where it cannot be launched, and the reference."""
-    if op == "norm":
+    if KERNELS[kernel] == "norm":
         attrs = norm.NormAttrs(True, 1e-5, has_weight=True, has_bias=True)
-        given = (torch.randn(3, 8), torch.randn(8), torch.randn(8))
-        return triton_norm.norm(*given, attrs=attrs), norm.reference(*given, attrs=attrs)
-    if op == "rope":
+        given, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
+        if kernel == "lz.triton_norm":
+            return triton_norm.norm(given, weight, bias, attrs=attrs), norm.reference(given, weight, bias, attrs=attrs)
+        residual = Fused("residual", {"input": given, "residual": torch.randn(3, 8)}, None)
+        total = residual.reference()
+        expected = norm.reference(total, weight, bias, attrs=attrs), total
+        return triton_norm.residual_norm(weight, bias, fused={"input": residual}, attrs=attrs), expected
+    if KERNELS[kernel] == "rope":
         form = rope.RopeAttrs(True, 6, 1)
-        tables = (torch.randn(2, 5, 3, 8).transpose(1, 2), torch.randn(1, 1, 5, 6), torch.randn(1, 1, 5, 6))
-        return triton_rope.rope(*tables, attrs=form), rope.reference(*tables, attrs=form)
+        query, *tables = torch.randn(2, 5, 3, 8).transpose(1, 2), torch.randn(1, 1, 5, 6), torch.randn(1, 1, 5, 6)
+        turned = rope.reference(query, *tables, attrs=form)
+        if kernel == "lz.triton_rope":
+            return triton_rope.rope(query, *tables, attrs=form), turned
+        key = {"input": torch.randn(2, 1, 5, 8), "cos": tables[0], "sin": tables[1]}
+        other = Fused("rope", key, form)
+        found = triton_rope.rope_pair(query, *tables, fused={SIBLING: other}, attrs=form)
+        return found, (turned, other.reference())
     gate, up = torch.randn(3, 8), torch.randn(3, 8)
     return triton_mlp.mlp(gate, up, attrs=mlp.MlpAttrs()), mlp.reference(gate, up, attrs=mlp.MlpAttrs())
 
 
 @pytest.mark.usefixtures("_restored")
-@for_every_op
-def test_a_kernel_that_cannot_be_launched_is_completed_by_pytorch_and_retired(op):
+@for_every_kernel
+def test_a_kernel_that_cannot_be_launched_is_completed_by_pytorch_and_retired(kernel):
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("needs Triton without its interpreter: unset TRITON_INTERPRET")
     with events.collect() as happened:
-        found, expected = _without_a_driver(op)
+        found, expected = _without_a_driver(kernel)
     torch.testing.assert_close(found, expected)
-    assert health.retired(KERNELS[op])
+    assert health.retired(kernel)
     assert "KERNEL_FAILED" in {event.code for event in happened}
 
 

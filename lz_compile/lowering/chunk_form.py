@@ -6,7 +6,8 @@ the state before the chunk, and ``E`` what the erasing rows see of the keys of e
     (I + E) D = right - erase S        reads = query S + Q D        S' = total S + left^T D
 
 where ``erase``, ``query`` and ``left`` carry the decays to the chunk's limits (``chunk_products.py``). The system is solved
-by substitution: powers of ``E`` cancel one another and lose every digit where keys are alike.
+by substitution: powers of ``E`` cancel one another and lose every digit where keys are alike. A step that is not finite
+makes the reads of its whole chunk NaN, earlier ones too.
 
 **Source**: Yang et al., Parallelizing linear transformers with the delta rule over sequence length (2024), eq. 7 to 10; Kimi
 Team, Kimi Linear (2025), section 3, for decays by channel. Both factor decays through logarithms, which this does not.

@@ -1,7 +1,9 @@
-"""All states of an affine recurrence ``S' = A S + B`` in logarithmic depth (Blelloch, 1990), for any kind of ``A``.
+"""All states of an affine recurrence ``S' = A S + B`` in logarithmic depth, for any kind of ``A``.
 
 Going up, neighbours are combined into one map, ``(A1 A0, A1 B0 + B1)``. Going down, the state before a pair gives the one
 between its two. So only half of the maps are ever combined, and no prefix of maps is kept, only states.
+
+**Source**: Blelloch, Prefix sums and their applications (1990).
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ class BlendEmitter:
         found["alpha"] = builder.evaluate(gate.alpha, gate.region, whole, dtype)
         logits = gate.logits
         rows = (self.groups.rows, logits.classes)
-        found["logits"] = builder.arrange(builder.value(logits.node), logits.dims, rows)
+        value = builder.arrange(builder.value(logits.node), logits.dims, rows)
+        found["logits"] = value.detach() if logits.is_detached else value
         for name in ("gain", "offset", "low", "high"):
             expression = getattr(gate, name)
             if expression is not None:
@@ -145,6 +146,7 @@ class BlendEmitter:
         operands = {name: node for name, node in operands.items() if node in inputs}
         if gate is not None:
             operands["logits"] = gate.logits.node
+        if gate is not None and not gate.logits.is_detached:
             weighing[gate.logits.node] = gate.logits.dims
         facts = BlendFacts(
             *(product(axis.size for axis in run) for run in self.groups.all),

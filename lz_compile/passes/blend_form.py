@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -66,27 +65,45 @@ class Forms:
             return None
         if not tensor.dim() or not tensor.is_floating_point() or 0 in tensor.shape:
             return None
-        terms = self.sums.of(node)
-        if not 2 <= len(terms) or not any(len(factors) > 1 or abs(number) != 1 for factors, number in terms.items()):
+        behind = self.sums.behind(node)
+        if not self.sums.has_product(node, behind) or not any(map(self._tells, behind)):
             return None
         size = product(shape_of(tensor))
-        leaves = {factor for factors in terms for factor in factors}
-        large = [leaf for leaf in leaves if _is_row(leaf, size)]
-        return next(self._forms(node, terms, sorted(large, key=self.effects.position.__getitem__)), None)
-
-    def _forms(self, node: fx.Node, terms: Terms, large: list[fx.Node]) -> Iterator[Form]:
-        """The forms that are blends, what is isolated first."""
-        found = [self._form(node, terms, seed, host) for seed in large for host in large if seed is not host]
+        places = {
+            self.sums.first(each): place
+            for place, each in reversed(list(enumerate(behind)))
+            if _is_row(each, size) and not self.sums.is_moved(each)
+        }
+        found = [self._form(node, seed, host) for seed in places for host in places if seed is not host]
         forms = [form for form in found if form is not None and self._is_meant(form)]
-        yield from sorted(forms, key=lambda form: (not form.is_isolated, len(form.weight), form.is_residual))
 
-    def _form(self, node: fx.Node, terms: Terms, seed: fx.Node, host: fx.Node) -> Form | None:
-        found = weights(terms, seed, host)
+        def order(form: Form) -> tuple[bool, bool, int, int]:
+            near = places[form.seed] + places[form.host]
+            return not form.is_isolated, form.is_residual, near, len(form.weight)
+
+        return min(forms, key=order, default=None)
+
+    def _tells(self, node: fx.Node) -> bool:
+        """Whether a value is what only blends are made of: a host that is detached, or a weight that is given."""
+        call = self.effects.calls.get(node)
+        if call is not None and call.name == "detach":
+            return True
+        if self.gates is not None and self.gates.depends(node):
+            return True
+        picked = None if call is None else piece(self.effects, call)
+        source = None if picked is None else self.effects.calls.get(picked[0])
+        return (source is not None and source.name == "softmax") or self._is_given(node)
+
+    def _form(self, node: fx.Node, seed: fx.Node, host: fx.Node) -> Form | None:
+        terms = self.sums.of(node, (seed, host))
+        found = None if terms is None else weights(terms, seed, host)
         if found is None:
             return None
         of_seed, of_host = found
         is_residual = is_one(of_host)
         is_soft = self._are_shares(of_seed, of_host)
+        if is_residual and self._is_scaled(host):
+            return None
         if not is_residual and not is_soft and not is_one(plus(of_seed, of_host)):
             return None
         if set(of_seed) == {()} and abs(of_seed[()]) == 1:  # a sum or a difference
@@ -96,6 +113,11 @@ class Forms:
         if wants == [False, True]:
             return None
         return Form(seed, host, of_seed, of_host, is_residual, is_soft, is_isolated=not wants[1])
+
+    def _is_scaled(self, host: fx.Node) -> bool:
+        """Whether a host is another one times a weight: then that weight is the host's."""
+        terms = self.sums.of(host, ())
+        return terms is not None and len(terms) == 1 and terms != {(self.sums.first(host),): 1.0}
 
     def _are_shares(self, of_seed: Terms, of_host: Terms) -> bool:
         """Whether two weights are the two numbers of a softmax over two; the seed's is the first."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import fx
 
-from lz_compile.passes.activations import AT_LEAST, AT_MOST, BENDS, is_read
+from lz_compile.passes.activations import AT_LEAST, AT_MOST, BENDS, Rule, is_read
 from lz_compile.passes.algebra import Leaf, Region, constant_value, is_cast, tidy
 from lz_compile.passes.axes import Axis, Dims, resolve, shape_of
-from lz_compile.passes.blend_ranks import Rank, Ranks
+from lz_compile.passes.blend_ranks import Rank, Ranks, piece
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.projections import rearranges
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.view import Call, tensor_of
 
 _MARGIN, _EXP, _SECOND = sympy.Symbol("margin", real=True), sympy.Symbol("t", positive=True), sympy.Symbol("second")
 _NEAR = 1e-9
@@ -22,12 +22,16 @@ _NEAR = 1e-9
 
 @dataclass(frozen=True)
 class Logits:
-    """The tensor whose margin it is: ``dims`` with those of its classes, ``classes``; and how the source finds it."""
+    """The tensor whose margin it is: ``dims`` with those of its classes, ``classes``; and how the source finds it.
+
+    ``is_detached`` says that no gradient flows through the margin.
+    """
 
     node: fx.Node
     dims: Dims
     classes: tuple[Axis, ...]
     ranks: tuple[Rank, ...]
+    is_detached: bool = False
 
     @property
     def nodes(self) -> frozenset[fx.Node]:
@@ -82,7 +86,7 @@ class Gates:
         call = self.effects.calls.get(node)
         if call is None or call.is_inplace or tensor_of(node) is None:
             return False
-        if not (is_read(call) or is_cast(call) or rearranges(call)):
+        if not (is_read(call) or is_cast(call) or rearranges(call) or call.name == "detach"):
             return False
         return any(self.depends(each) for each in node.all_input_nodes)
 
@@ -93,15 +97,52 @@ class Gates:
         call = self.effects.calls.get(node)
         return not self.depends(node) and (call is None or constant_value(call) is None)
 
-    def read(self, leaves: Sequence[Leaf], others: tuple[Leaf, ...]) -> Gate | None:
-        """The gate in a weight, which may be computed several times; ``others`` are tensors that may be the logits."""
-        region = Region(self.effects, expand_masks=True, stops=self, functions=BENDS)
-        expressions = [region.express(leaf.node, leaf.dims) for leaf in leaves]
+    def read(
+        self, weight: sympy.Expr, leaves: Mapping[sympy.Symbol, Sequence[Leaf]], others: tuple[Leaf, ...]
+    ) -> Gate | None:
+        """The gate in a weight, of which each symbol may be computed several times.
+
+        Args:
+            weight: over the symbols of ``leaves``.
+            leaves: the values of a symbol, all the same.
+            others: tensors whose axes are known, and that may be the logits.
+        """
+        detached: list[fx.Node] = []
+        functions = {**BENDS, "detach": _through(detached), "getitem": _only_one, "select": _only_one}
+        region = Region(self.effects, expand_masks=True, stops=self, functions=functions)
+        values = {
+            symbol: [region.express(leaf.node, leaf.dims) for leaf in leaves[symbol]]
+            for symbol in weight.free_symbols & leaves.keys()
+        }
         logits = logits_of(region, self.ranks, others)
-        if logits is None:
+        wants = [tensor_of(leaf.node) for leaf in region.leaves.values() if leaf.node not in self.ranks]
+        wants += [tensor_of(leaf.node) for symbol in values for leaf in leaves[symbol]]
+        if logits is None or (detached and any(each is not None and each.requires_grad for each in wants)):
             return None
-        found = [_gate(expression, region, logits, self.ranks) for expression in expressions]
-        return found[0] if all(gate == found[0] for gate in found) else None
+        read = {symbol: [margin_in(each, region, self.ranks) for each in same] for symbol, same in values.items()}
+        if any(each is None or each != same[0] for same in read.values() for each in same):
+            return None
+        whole = _expanded(weight.xreplace({symbol: same[0] for symbol, same in read.items()}))
+        return _gate(whole, region, replace(logits, is_detached=bool(detached)))
+
+
+def _through(detached: list[fx.Node]) -> Rule:
+    """Reads through ``detach``, and notes it."""
+
+    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+        detached.append(call.node)
+        return region.operand(call, "input", dims)
+
+    return rule
+
+
+def _only_one(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+    """The only element of a dimension."""
+    picked, tensor = piece(region.effects, call), tensor_of(call.input)
+    if picked is None or tensor is None or shape_of(tensor)[picked[1]] != 1 or picked[0] is not call.input:
+        return None
+    at = picked[1]
+    return region.express(call.input, dims if picked[3] else (*dims[:at], (), *dims[at:]), call.node)
 
 
 def logits_of(region: Region, ranks: Ranks, others: tuple[Leaf, ...] = ()) -> Logits | None:
@@ -136,9 +177,13 @@ def margin_in(expression: sympy.Expr, region: Region, ranks: Ranks) -> sympy.Exp
         rank = ranks.of(leaf.node)
         if rank is not None:
             values[symbol] = rank.first * (_MARGIN + _SECOND) + rank.second * _SECOND
-    hints = {"power_exp": False, "power_base": False, "log": False}
-    found = tidy(sympy.expand(expression.xreplace(values), **hints))
+    found = _expanded(expression.xreplace(values))
     return None if found.has(_SECOND) else found
+
+
+def _expanded(expression: sympy.Expr) -> sympy.Expr:
+    """Multiplied out, but for powers of sums."""
+    return tidy(sympy.expand(expression, power_exp=False, power_base=False, log=False))
 
 
 def is_margin(expression: sympy.Expr | None) -> bool:
@@ -146,10 +191,7 @@ def is_margin(expression: sympy.Expr | None) -> bool:
     return expression is not None and sympy.expand(expression - _MARGIN) == 0
 
 
-def _gate(expression: sympy.Expr, region: Region, logits: Logits, ranks: Ranks) -> Gate | None:
-    found = margin_in(expression, region, ranks)
-    if found is None:
-        return None
+def _gate(found: sympy.Expr, region: Region, logits: Logits) -> Gate | None:
     low, high, inner = _bounds(_without_needless_bounds(found))
     parts = _sigmoid(inner)
     if parts is None:
@@ -222,22 +264,42 @@ def _sigmoid(expression: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
     exponent = min(exponents, key=str)
     values = {}
     for other in exponents:
-        if _is_zero(other - exponent):
+        if is_zero(other - exponent):
             values[sympy.exp(other)] = _EXP
-        elif _is_zero(other + exponent):
+        elif is_zero(other + exponent):
             values[sympy.exp(other)] = 1 / _EXP
         else:
             return None
-    rational = plain.xreplace(values)
-    for factor, argument in ((1 + _EXP, -exponent), ((1 + _EXP) / _EXP, exponent)):
-        found = tidy(sympy.cancel(sympy.nsimplify(sympy.together(rational * factor), rational=True)))
-        if not found.has(_EXP, _MARGIN):
-            return tidy(found.evalf(17)) if found.is_number else found, argument
-    return None
+    above, below = sympy.fraction(sympy.together(sympy.nsimplify(plain.xreplace(values), rational=True)))
+    (p0, p1), (q0, q1) = ([_coefficient(each, power) for power in (0, 1)] for each in (above, below))
+    if any(each.has(_EXP) for each in (p0, p1, q0, q1)):
+        return None
+    if not is_zero(above - p0 - p1 * _EXP) or not is_zero(below - q0 - q1 * _EXP) or q0 == 0 or q1 == 0:
+        return None
+    if p1 == 0:  # factor / (1 + ratio * exp(exponent))
+        factor, ratio, argument = p0 / q0, q1 / q0, -exponent
+    elif p0 == 0:
+        factor, ratio, argument = p1 / q1, q0 / q1, exponent
+    else:
+        return None
+    factor, ratio = sympy.cancel(factor), sympy.cancel(ratio)
+    if not ratio.is_number or ratio <= 0 or factor.has(_MARGIN):
+        return None
+    return _as_floats(factor), argument - _as_floats(sympy.log(ratio))
 
 
-def _is_zero(expression: sympy.Expr) -> bool:
-    found = sympy.expand(expression)
-    if found.is_number:
-        return bool(abs(found) < _NEAR)
-    return all(abs(number) < _NEAR for number in sympy.Poly(found, *found.free_symbols).coeffs())
+def _coefficient(polynomial: sympy.Expr, power: int) -> sympy.Expr:
+    return sympy.expand(polynomial).coeff(_EXP, power)
+
+
+def _as_floats(expression: sympy.Expr) -> sympy.Expr:
+    """The fractions that floats were taken for as floats again."""
+    if expression.is_number:
+        return tidy(expression.evalf(17))
+    return expression.xreplace({each: tidy(each.evalf(17)) for each in expression.atoms(sympy.Rational)})
+
+
+def is_zero(expression: sympy.Expr) -> bool:
+    """Whether an expression is zero but for rounding."""
+    terms = sympy.Add.make_args(sympy.expand(expression))
+    return all(abs(term.as_coeff_Mul()[0]) < _NEAR for term in terms)

@@ -15,7 +15,7 @@ from lz_compile.passes.algebra import Leaf, Region, reduce_indicators
 from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh, resolve, shape_of
 from lz_compile.passes.blend_emitter import BlendEmitter, MarginEmitter, Weights, group
 from lz_compile.passes.blend_form import Form, Forms
-from lz_compile.passes.blend_gate import Gate, is_margin, logits_of, margin_in
+from lz_compile.passes.blend_gate import Gate, is_margin, is_zero, logits_of, margin_in
 from lz_compile.passes.blend_replay import between, reached, shared_inputs
 from lz_compile.passes.core import Core, find_core, is_dead
 from lz_compile.passes.effects import Effects
@@ -25,7 +25,6 @@ from lz_compile.passes.view import tensor_of
 #: The emitter, its core, and everything that was read with its axes.
 Found: TypeAlias = tuple["BlendEmitter | MarginEmitter", Core, Mapping[fx.Node, Dims]]
 
-_NEAR = 1e-9
 _SOFTMAX = frozenset({"softmax", "log_softmax"})
 
 
@@ -122,10 +121,10 @@ def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
     seed, host = (_only_leaf(forms, region, alike, node, dims) for node in (form.seed, form.host))
     of_seed, of_host = (sympy.expand(expression.coeff(symbol, 1)) for symbol in (seed, host))
     rest = sympy.expand(expression - of_seed * seed - of_host * host)
-    if not _is_nothing(rest) or {seed, host} & (of_seed.free_symbols | of_host.free_symbols):
+    if not is_zero(rest) or {seed, host} & (of_seed.free_symbols | of_host.free_symbols):
         raise LayoutError("no sum of two tensors")
     expected = sympy.S.One if form.is_residual else 1 - of_seed
-    if not form.is_soft and not _is_nothing(sympy.expand(of_host - expected)):
+    if not form.is_soft and not is_zero(of_host - expected):
         raise LayoutError("the weights are along different dimensions")
     leaves = {symbols[0]: [region.leaves[symbol] for symbol in symbols] for symbols in alike}
     gate, is_gated = _gate(forms, leaves, of_seed, (region.leaves[seed], region.leaves[host]))
@@ -169,13 +168,6 @@ def _only_leaf(
     return symbols[0]
 
 
-def _is_nothing(expression: sympy.Expr) -> bool:
-    if expression.is_number:
-        return bool(abs(expression) < _NEAR)
-    numbers = [abs(term.as_coeff_Mul()[0]) for term in sympy.Add.make_args(expression)]
-    return all(number < _NEAR for number in numbers)
-
-
 def _gate(
     forms: Forms, leaves: Mapping[sympy.Symbol, list[Leaf]], weight: sympy.Expr, tensors: tuple[Leaf, ...]
 ) -> tuple[Gate | None, bool]:
@@ -183,21 +175,10 @@ def _gate(
     gates = forms.gates
     if gates is None:
         return None, False
-    gated = [each for each in weight.free_symbols & leaves.keys() if gates.depends(leaves[each][0].node)]
-    if not gated:
+    symbols = weight.free_symbols & leaves.keys()
+    if not any(gates.depends(leaves[symbol][0].node) for symbol in symbols):
         return None, False
-    factor = weight.coeff(gated[0], 1)
-    if len(gated) > 1 or weight.coeff(gated[0], 0) != 0 or factor.has(gated[0]):
-        return None, True
-    gate = gates.read(leaves[gated[0]], tensors)
-    if gate is None or (factor != 1 and (gate.low is not None or gate.high is not None)):
-        return None, True
-    symbols = {
-        symbol: gate.region.leaf(leaves[symbol][0].node, leaves[symbol][0].dims) for symbol in factor.free_symbols
-    }
-    if factor != 1 and any(len(leaves[symbol]) > 1 for symbol in symbols):
-        return None, True
-    return replace(gate, alpha=gate.alpha * factor.xreplace(symbols)), True
+    return gates.read(weight, leaves, tensors), True
 
 
 def _softmax_after(effects: Effects, anchor: fx.Node) -> fx.Node | None:

@@ -64,15 +64,18 @@ def distribute(graph: fx.Graph) -> Iterator[Distributed | NearMiss]:
             yield NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
 
 
-def has_known_part(node: fx.Node) -> bool:
-    """Whether a part of a scan has a structure that kernels know."""
+def why_unknown(node: fx.Node) -> NearMiss | None:
+    """Why no part of a scan has a structure that kernels know; None where one has."""
     call = scan_call(node)
-    if call is None:
-        return False
     try:
-        return _plan(call, Effects(node.graph).ambient(node)).pays
-    except RefusedError:
-        return False
+        if call is None:
+            raise RefusedError("STEP_OPAQUE", "a loop reads or carries something that is no tensor", "carry tensors")
+        plan = _plan(call, Effects(node.graph).ambient(node))
+        if plan.pays:
+            return None
+        raise plan.refusal
+    except RefusedError as refusal:
+        return NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
 
 
 def _plan(call: ScanCall, ambient: Ambient) -> Plan:

@@ -125,9 +125,8 @@ class _Planner:
 
     def joined(self, fusion: Fusion, name: str, first: Match) -> Fusion:
         """With another match, unless something speaks against it."""
-        what = (
-            f"the {first.op} before {name} ({first.where})" if name != SIBLING else f"the {first.op} at {first.where}"
-        )
+        where = f"at {first.where}" if name == SIBLING else f"before {name} ({first.where})"
+        what = f"the {first.op} {where}"
         together = replace(fusion, others={**fusion.others, name: first})
         reason = self._obstacle(first, fusion.match, name, what) or self._conflict(together, what)
         early = () if reason is not None else self._brought(together, what)
@@ -167,17 +166,16 @@ class _Planner:
     def _conflict(self, fusion: Fusion, what: str) -> Reason | None:
         """Matches are replaced from the last to the first: those in between must not read what is given early."""
         position, together = self._effects.position, fusion.of(fusion.ops)
-        for node in (node for each in fusion.others.values() for node in each.core if node in self._along):
-            if self._along[node] is not fusion.match:
-                return Reason(
-                    "NOT_FUSED",
-                    f"{what} is computed along with the {self._along[node].op} at {self._along[node].where}",
-                )
+        along = {id(self._along.get(node, fusion.match)) for each in fusion.others.values() for node in each.core}
+        for other in self._matches:
+            if id(other) in along and other is not fusion.match:
+                return Reason("NOT_FUSED", f"{what} is computed along with the {other.op} at {other.where}")
         given = {*together.also}
+        last, own = position[fusion.match.output], {each.output for each in fusion.others.values()}
         for other in self._matches if given else ():
-            is_between = position[other.output] < position[fusion.match.output]
-            nodes = {*other.inputs, *other.read, *other.core}
-            if is_between and other not in fusion.others.values() and not given.isdisjoint(nodes):
+            if position[other.output] >= last or other.output in own:
+                continue
+            if not given.isdisjoint((*other.inputs, *other.read, *other.core)):
                 return Reason("NOT_FUSED", f"{what} is read by the {other.op} at {other.where} before")
         return None
 

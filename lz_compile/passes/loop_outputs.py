@@ -134,12 +134,16 @@ def _assignment(steps: Steps, owner: fx.Node, index: int) -> Assignment | None:
 
 @dataclass(frozen=True)
 class Use:
-    """A ``reader`` behind the loop of what the call at ``index`` of ``step`` gave, under the name ``operand``."""
+    """A ``reader`` behind the loop of what the call at ``index`` of ``step`` gave, under the name ``operand``.
+
+    ``is_later`` says that somebody behind the loop has overwritten it by then.
+    """
 
     reader: fx.Node
     operand: fx.Node
     step: int
     index: int
+    is_later: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,15 +182,18 @@ def uses_of(steps: Steps, written: frozenset[int]) -> list[Use]:
         if steps.versions.writes.get(use.reader) is use.operand and use.step != steps.count - 1:
             text = f"{use.reader.name} at {where_of(use.reader)} overwrites what a step computed"
             raise RefusedError("OVERWRITTEN_LATER", text, "use the out-of-place form of that operation")
+        if use.is_later and use.step != steps.count - 1:
+            raise RefusedError("OVERWRITTEN_LATER", f"{use.reader.name} reads what is overwritten by then", "copy it")
     return [use for use in found if use.index not in written]
 
 
 def _use(steps: Steps, reader: fx.Node, operand: fx.Node) -> Use:
-    version = _last_inside(steps, steps.versions.resolve(reader, operand))
+    seen = steps.versions.resolve(reader, operand)
+    version = _last_inside(steps, seen)
     place = None if version is None else steps.place(version)
     if place is None:
         raise RefusedError("OVERWRITTEN_LATER", f"{reader.name} reads what is overwritten behind the loop", "copy it")
-    return Use(reader, operand, *place)
+    return Use(reader, operand, *place, is_later=version is not seen)
 
 
 def _last_inside(steps: Steps, version: fx.Node) -> fx.Node | None:
@@ -201,7 +208,11 @@ def _last_inside(steps: Steps, version: fx.Node) -> fx.Node | None:
 
 
 def collector_of(steps: Steps, node: fx.Node, uses: Sequence[Use]) -> Collector | None:
-    """A reader as a collector of values in order of steps, None if it is none."""
+    """A reader as a collector of values in order of steps, None if it is none.
+
+    Raises:
+        RefusedError: somebody behind the loop has overwritten one of the values.
+    """
     call = read(node)
     if call is None or call.name not in ("stack", "cat"):
         return None
@@ -215,6 +226,9 @@ def collector_of(steps: Steps, node: fx.Node, uses: Sequence[Use]) -> Collector 
     found = [places.get(item) for item in items[first : last + 1]]
     if any(place is None for place in found):
         return None
+    if any(use.is_later for use in uses):
+        text = f"{node.name} at {where_of(node)} joins what is overwritten behind the loop"
+        raise RefusedError("OVERWRITTEN_LATER", text, "use the out-of-place form of that operation")
     known = [place for place in found if place is not None]
     width = next((i for i, place in enumerate(known) if place[0] != known[0][0]), len(known))
     count, rest = divmod(len(known), width)

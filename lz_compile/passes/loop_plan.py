@@ -52,6 +52,13 @@ class Plan:
         return not set(part.outside) <= given or set(part.wanted) != set(step.results)
 
     @property
+    def refusal(self) -> RefusedError:
+        """Why there is nothing but parts without a known structure."""
+        found = [part.reason for part in self.parts if part.reason is not None]
+        nothing = RefusedError("NO_RECURRENCE", "no state of the loop depends on the step before", "no loop is needed")
+        return found[0] if found else nothing
+
+    @property
     def pays(self) -> bool:
         """Whether a part has a structure that kernels know."""
         return any(part.transition is not None for part in self.parts)
@@ -123,20 +130,40 @@ class _Planner:
         options = [best, tuple(wanted), *self._whole(component, wanted)]
         refused: RefusedError | None = None
         for option in dict.fromkeys(options):
+            if not self._is_enough(component, option):
+                continue
             try:
                 found = transition_of(self.form, component, option)
             except RefusedError as refusal:
                 refused = refused or refusal
                 continue
             return self._as_vector(component, found) or (option, found)
-        assert refused is not None, "there is an option"
+        if refused is None:
+            text = "what follows from the state needs it in several forms"
+            refused = RefusedError("READ_UNKNOWN", text, "read the state in one form")
         raise refused
+
+    def _is_enough(self, component: int, edge: tuple[fx.Node, ...]) -> bool:
+        """Whether everything that others need follows from the values at the edge."""
+        queue, seen = list(self.requested[component]), set(edge)
+        while queue:
+            node = queue.pop()
+            if node in seen or self.form.home[node] != component:
+                continue
+            if node.op != "call_function":
+                return False
+            seen.add(node)
+            queue.extend(node.all_input_nodes)
+        return True
 
     def _as_vector(self, component: int, found: Transition) -> tuple[tuple[fx.Node, ...], Transition] | None:
         """A state without values, each element of which goes its own way, as a vector that is read whole."""
         (state,) = self.form.components[component]
         option = (self.step.carried[state],)
-        if found.values or found.mode == "before" or any(update.erase is not None for update in found.updates):
+        is_whole = all(read.query is None for read in found.reads)
+        if found.values or is_whole or not self._is_enough(component, option):
+            return None
+        if found.mode == "before" or any(update.erase is not None for update in found.updates):
             return None
         try:
             vector = transition_of(self.form, component, option)

@@ -63,7 +63,9 @@ def slices_of(nodes: Sequence[fx.Node], resolve: Resolve) -> Slices | None:
 def _is_within(found: Slices) -> bool:
     size = _static_size(found.source, found.dim)
     width = 1 if found.length is None else found.length
-    return size is not None and min(found.starts) >= 0 and max(found.starts) + width <= size and width > 0
+    if size is None:  # a single entry is there, for it was taken
+        return found.length is None and min(found.starts) >= 0
+    return min(found.starts) >= 0 and max(found.starts) + width <= size and width > 0
 
 
 def _static_size(source: fx.Node, dim: int) -> int | None:
@@ -85,9 +87,11 @@ def _selected(calls: Sequence[Call], resolve: Resolve) -> Slices | None:
         return None
     length = lengths.pop()
     size = _static_size(source, dim % tensor.dim())
-    if size is None or not (length is None or isinstance(length, int)):
+    if not (length is None or isinstance(length, int)) or (size is None and min(starts) < 0):
         return None
-    return Slices(source, dim % tensor.dim(), tuple(start + size if start < 0 else start for start in starts), length)
+    return Slices(
+        source, dim % tensor.dim(), tuple(start + (size or 0) if start < 0 else start for start in starts), length
+    )
 
 
 def _indexed(calls: Sequence[Call], resolve: Resolve) -> Slices | None:
@@ -115,7 +119,7 @@ def cut(source: fx.Node, tensor: torch.Tensor, indices: Sequence[tuple[Any, ...]
         return None
     dim = sum(element is not None for element in indices[0][:place])
     size = _static_size(source, dim)
-    ranges = [None if size is None else _range(index[place], size) for index in indices]
+    ranges = [_range(index[place], size) for index in indices]
     known = [each for each in ranges if each is not None]
     if len(known) != len(ranges) or len({length for _, length in known}) != 1:
         return None
@@ -147,10 +151,14 @@ def _leaves(index: tuple[Any, ...]) -> list[Any]:
     ]
 
 
-def _range(element: Any, size: int) -> tuple[int, int | None] | None:
-    """Start and length (None for a single entry) of an element of an index."""
+def _range(element: Any, size: int | None) -> tuple[int, int | None] | None:
+    """Start and length (None for a single entry) of an element of an index; what ends nowhere needs a size."""
+    if isinstance(element, int) and element >= 0:
+        return element, None
+    if size is None:
+        return None
     if isinstance(element, int):
-        return element + size if element < 0 else element, None
+        return element + size, None
     if not isinstance(element, slice) or element.step not in (None, 1):
         return None
     if not all(part is None or isinstance(part, int) for part in (element.start, element.stop)):

@@ -14,7 +14,7 @@ from torch import fx
 from lz_compile.passes.effects import Ambient, ambient_context
 from lz_compile.passes.loop_body import Around, Body, Carried, Entry, Part, Ref, Streamed
 from lz_compile.passes.loop_search import is_number
-from lz_compile.passes.loop_steps import kind_of
+from lz_compile.passes.loop_steps import kind_of, kind_of_value
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.view import read, tensor_of, value_of, where_of
 
@@ -230,21 +230,12 @@ def _shaped(emit: Emitter, result: Result, values: dict[Ref, fx.Node]) -> fx.Nod
         raise RefusedError("BUFFER_READ", "a number is assigned in each step", "assign tensors")
     if tensor.dtype != result.slot.dtype:
         node = emit.call("to", node, result.slot.dtype)
-    if kind_of(node) != kind_of_tensor(result.slot):
+    if kind_of(node) != kind_of_value(result.slot):
         sizes = tuple(result.slot.shape)
         if not all(isinstance(size, int) for size in sizes):
             raise RefusedError("SHAPE_CHANGES", "what is assigned in each step is broadcast", "expand it before")
         node = emit.call("expand", node, sizes)
     return node  # type: ignore[no-any-return]
-
-
-def kind_of_tensor(tensor: torch.Tensor) -> Any:
-    """As :func:`~loop_steps.kind_of` of a node with that value."""
-    return (
-        tensor.dtype,
-        tensor.device,
-        tuple(str(s.node.expr) if isinstance(s, torch.SymInt) else s for s in tensor.shape),
-    )
 
 
 def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, inputs: Sequence[fx.Node]) -> list[fx.Node]:

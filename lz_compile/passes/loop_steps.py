@@ -84,19 +84,23 @@ class Steps:
 
 def kind_of(node: Any) -> Hashable:
     """What a value is, without what it holds: dtype, device and shape."""
-    return _kind(value_of(node))
+    return kind_of_value(value_of(node))
 
 
-def _kind(value: Any) -> Hashable:
+def kind_of_value(value: Any) -> Hashable:
+    """The same of an example value."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.device, tuple(_size(size) for size in value.shape)
     if isinstance(value, (tuple, list)):
-        return tuple(_kind(each) for each in value)
+        return tuple(kind_of_value(each) for each in value)
     return _size(value) if isinstance(value, torch.SymInt) else type(value).__name__
 
 
 def _size(size: Any) -> Hashable:
-    return str(size.node.expr) if isinstance(size, torch.SymInt) else size
+    if not isinstance(size, torch.SymInt):
+        return size  # type: ignore[no-any-return]
+    expression = size.node.expr
+    return int(expression) if expression.is_number else str(expression)
 
 
 class Grid:
@@ -117,6 +121,8 @@ class Grid:
             RefusedError: too few steps are alike, and how they differ.
         """
         middle = self._middle
+        if not any(isinstance(made, Made) and made.lag for row in self._rows[middle] for made in row):
+            raise RefusedError("NO_STATE", "no step reads what the one before it made", "run all steps as a batch")
         first = last = middle
         while last + 1 < self._run.steps and self._differs(last + 1) is None:
             last += 1
@@ -129,15 +135,14 @@ class Grid:
         start = self._run.start + first * self._run.period
         return Steps(self._program, self._versions, start, self._run.period, count, self._rows[middle])
 
-    def carries(self) -> bool:
-        """Whether steps hand on values at all."""
-        return any(isinstance(made, Made) and made.lag for row in self._rows[self._middle] for made in row)
-
     def _middle_step(self) -> int:
         """A step that most of the others are like."""
-        alike: dict[Any, list[int]] = {}
+        wired: dict[Any, list[int]] = {}
         for step, row in enumerate(self._rows):
-            alike.setdefault((row, self._kinds[step]), []).append(step)
+            wired.setdefault(row, []).append(step)
+        alike: dict[Any, list[int]] = {}
+        for step in max(wired.values(), key=len):
+            alike.setdefault(self._kinds[step], []).append(step)
         longest = max(alike.values(), key=len)
         return longest[len(longest) // 2]
 
@@ -232,7 +237,7 @@ class Grid:
         return kind_of(self._versions.tensor(self._program.nodes[begin + index]))
 
     def _refusal(self, first: int, last: int) -> RefusedError:
-        other = first - 1 if first > 0 else min(last + 1, self._run.steps - 1)
+        other = last + 1 if last + 1 < self._run.steps else max(first - 1, 0)
         index = self._differs(other) or 0
         node = self._program.nodes[self._run.start + other * self._run.period + index]
         kind, alike = self._kinds[other][index], self._kinds[self._middle][index]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from lz_compile.passes.index_sum import IDENTITY, Atom, IndexSum, Term
+from lz_compile.passes.index_sum import IDENTITY, Atom, IndexSum, Term, mapped
 from lz_compile.passes.transition import Read, Transition
 
 _BATCH, _KEYS, _VALUES, _EXTRAS, _BOUND = "bhgnm", "kij", "vw", "qpr", "xyzst"
@@ -23,23 +23,26 @@ def text_of(transition: Transition, names: Mapping[Atom, str], state: str = "S")
         erase = "" if update.erase is None else _product(update.erase, letters | primed, names, inner)
         inside = " - ".join(part for part in (right, erase) if part)
         sign = "-" if erase and not right else ""
-        parts.append(f"{_bracketed(left)} ({sign}{inside})")
+        inside = f"{sign}{inside}"
+        parts.append(f"{_bracketed(left)} {f'({inside})' if erase else _bracketed(inside)}")
     if transition.drive is not None:
         parts.append(_sum(transition.drive, letters, names))
     lines = [f"{own} = {' + '.join(part for part in parts if part) or '0'}"]
-    lines += [_read(read, transition, letters, names, own) for read in transition.reads]
+    for number, read in enumerate(transition.reads):
+        name = f"y{number}" if len(transition.reads) > 1 else "y"
+        lines.append(_read(name, read, transition, letters, names, own))
     return "; ".join(lines)
 
 
-def _read(read: Read, transition: Transition, letters: dict[int, str], names: Mapping[Atom, str], own: str) -> str:
-    extra = {len(transition.space) + i: _EXTRAS[i % len(_EXTRAS)] for i in range(len(read.extras))}
-    places = letters | extra
-    index = ",".join(places[place] for place in read.places)
-    when = "before: " if transition.mode == "before" else ""
+def _read(
+    name: str, read: Read, transition: Transition, letters: dict[int, str], names: Mapping[Atom, str], own: str
+) -> str:
+    places = letters | {len(transition.space) + i: _EXTRAS[i % len(_EXTRAS)] for i in range(len(read.extras))}
     looked = own if read.query is None else _product(read.query, places, names, own)
     rest = _sum(read.rest, {i: places[place] for i, place in enumerate(read.places)}, names)
     added = f" + {rest}" if read.rest.terms else ""
-    return f"{when}{names.get(Atom(read.node.name), read.node.name)}[{index}] = {looked}{added}"
+    when = " before the step" if transition.mode == "before" else ""
+    return f"{name}[{','.join(places[place] for place in read.places)}] = {looked}{added}{when}"
 
 
 def _letters(transition: Transition) -> dict[int, str]:
@@ -62,6 +65,13 @@ def _bracketed(text: str) -> str:
 
 
 def _sum(whole: IndexSum, letters: Mapping[int, str], names: Mapping[Atom, str]) -> str:
+    masks = sorted({each for term in whole.terms for each in term.of("mask") if min(each.indices, default=0) >= 0})
+    if masks and len(whole.terms) > 1:
+        mask = masks[0]
+        there = mapped(whole, lambda term: term.without([mask]) if mask in term.factors else term)
+        gone = mapped(whole, lambda term: None if mask in term.factors else term)
+        condition = _term(Term((mask,)), letters, names)
+        return f"where({condition}, {_sum(there, letters, names)}, {_sum(gone, letters, names)})"
     parts: list[str] = []
     for term, number in sorted(whole.terms.items(), key=lambda entry: (entry[0].factors, entry[0].bound)):
         text = _term(term, letters, names)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from lz_compile.passes.effects import Ambient, Effects
-from lz_compile.passes.loop_search import Program, Run, phases, runs
+from lz_compile.passes.loop_reading import Loop, read_loop
+from lz_compile.passes.loop_search import LEAST_STEPS, Program, Run, phases, runs
 from lz_compile.passes.loop_steps import Grid, Steps, parameters_of
 from lz_compile.passes.loop_versions import Versions
 from lz_compile.passes.match import NearMiss, RefusedError
-from lz_compile.passes.roll import Loop, read_loop, roll
+from lz_compile.passes.roll import roll
 from lz_compile.passes.trial_scan import trial_scan
 from lz_compile.passes.view import tensor_of, where_of
 from lz_compile.reasons import Reason
@@ -68,16 +69,29 @@ def reroll(module: fx.GraphModule, policy: str = "auto", is_special: IsSpecial =
     Returns:
         the loops, in order of size, and what looks like one and is none, with the reason.
     """
-    found: list[RolledLoop | NearMiss] = []
-    program = Program(module.graph)
+    rolled: list[RolledLoop | NearMiss] = []
+    while True:
+        loops, misses = _loops_of(module.graph)
+        found: list[RolledLoop | NearMiss] = []
+        replaced: set[fx.Node] = set()
+        is_outdated = False
+        for loop in sorted(loops, key=lambda loop: -loop.steps.start):
+            if not replaced.isdisjoint(loop.readers):  # a later loop, or its results, read this one: look again
+                is_outdated = True
+                continue
+            result = _rolled(module, loop, policy, is_special)
+            found.append(result)
+            if isinstance(result, RolledLoop) and result.scan is not None:
+                replaced |= loop.replaced
+        if not is_outdated:
+            return [*rolled, *reversed(found), *misses]
+        rolled.extend(each for each in reversed(found) if isinstance(each, RolledLoop) and each.scan is not None)
+
+
+def _loops_of(graph: fx.Graph) -> tuple[list[Loop], list[NearMiss]]:
+    program = Program(graph)
     stretches = runs(program.kinds)
-    if not stretches:
-        return found
-    search = _Search(program, module.graph)
-    loops, misses = search.loops(stretches)
-    for loop in sorted(loops, key=lambda loop: -loop.steps.start):
-        found.append(_rolled(module, loop, policy, is_special))
-    return [*reversed(found), *misses]
+    return _Search(program).loops(stretches) if stretches else ([], [])
 
 
 def _rolled(module: fx.GraphModule, loop: Loop, policy: str, is_special: IsSpecial) -> RolledLoop | NearMiss:
@@ -127,9 +141,8 @@ def _text(node: fx.Node) -> str:
 class _Search:
     """Reads stretches of repeated calls as loops, the largest first; what is part of a loop is not looked at again."""
 
-    def __init__(self, program: Program, graph: fx.Graph) -> None:
+    def __init__(self, program: Program) -> None:
         self._program = program
-        self._graph = graph
         self._versions: Versions | None = None
         self._effects: Effects | None = None
         self._taken = bytearray(len(program.nodes))
@@ -138,43 +151,76 @@ class _Search:
         """The loops among stretches, and near misses where no loop was found in a stretch that looks like one."""
         found: list[Loop] = []
         misses: dict[int, NearMiss] = {}
-        for run in stretches[:_MOST_TRIED]:
+        pending = [free for stretch in stretches[_MOST_TRIED - 1 :: -1] for free in self._free(stretch)]
+        while pending:
+            run = pending.pop()
             if any(self._taken[run.start : run.stop]):
+                pending.extend(self._free(run))
                 continue
             loop, refusal = self._loop(run)
             if loop is not None:
                 found.append(loop)
                 self._taken[loop.steps.start : loop.steps.stop] = b"\1" * (loop.steps.stop - loop.steps.start)
+                pending.extend(self._free(run))
             elif refusal is not None:
                 node = self._program.nodes[run.start]
                 misses[run.start] = NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
         kept = [miss for start, miss in misses.items() if not self._taken[start]]
         return found, kept
 
+    def _free(self, run: Run) -> Iterator[Run]:
+        """The parts of a stretch that belong to no loop yet."""
+        start = run.start
+        while run.stop - start >= LEAST_STEPS * run.period:
+            stop = self._taken.find(1, start, run.stop)
+            stop = run.stop if stop < 0 else stop
+            if stop - start >= LEAST_STEPS * run.period:
+                yield Run(start, stop, run.period)
+            after = self._taken.find(0, stop, run.stop)
+            start = run.stop if after < 0 else after
+
     def _loop(self, run: Run) -> tuple[Loop | None, RefusedError | None]:
         refusal: RefusedError | None = None
         for multiple in range(1, _MULTIPLES + 1):
             longer = Run(run.start, run.stop, run.period * multiple)
-            for phase in self._phases(longer):
-                try:
-                    return self._read(phase), None
-                except RefusedError as error:
-                    refusal = refusal or error
-                    if error.reason.code in _FINAL:
-                        return None, refusal if error.reason.code not in _SILENT else None
+            try:
+                for steps in self._phases(longer):
+                    try:
+                        return self._read(steps), None
+                    except RefusedError as error:
+                        refusal = refusal or error
+                        if error.reason.code in _FINAL:
+                            raise
+            except RefusedError as error:
+                refusal = refusal or error
+                if error.reason.code in _FINAL:
+                    break
         return None, refusal if refusal is not None and refusal.reason.code not in _SILENT else None
 
-    def _phases(self, run: Run) -> Iterator[Run]:
-        if run.steps >= 4:
-            yield from phases(self._program, run)[:_PHASES]
+    def _phases(self, run: Run) -> list[Steps]:
+        """The loops that the likeliest beginnings of a step give, the longest first.
 
-    def _read(self, run: Run) -> Loop:
+        Raises:
+            RefusedError: there is none.
+        """
+        if run.steps < LEAST_STEPS:
+            return []
         if self._versions is None:
             self._versions = Versions(self._program)
-        grid = Grid(self._program, self._versions, run)
-        if not grid.carries():
-            raise RefusedError("NO_STATE", "no step reads what the one before it made", "run all steps as a batch")
-        steps = grid.steps()
+        found: list[Steps] = []
+        refusal: RefusedError | None = None
+        for phase in phases(self._program, run)[:_PHASES]:
+            try:
+                found.append(Grid(self._program, self._versions, phase).steps())
+            except RefusedError as error:
+                refusal = refusal or error
+                if error.reason.code in _FINAL:
+                    break
+        if refusal is not None and (not found or refusal.reason.code in _FINAL):
+            raise refusal
+        return sorted(found, key=lambda steps: -steps.count)
+
+    def _read(self, steps: Steps) -> Loop:
         columns = (
             steps.column(index, leaf)
             for index, row in enumerate(steps.wiring)
@@ -187,11 +233,13 @@ class _Search:
 
     def _ambient(self, steps: Steps) -> Ambient:
         if self._effects is None:
-            self._effects = Effects(self._graph)
+            self._effects = Effects(self._program.graph)
         return self._effects.ambient(steps.node(0, 0))
 
 
 #: Refusals that hold wherever a step is taken to begin.
-_FINAL = frozenset({"LAYERS", "RANDOM", "MODE_CHANGES_INSIDE", "DATA_DEPENDENT", "NESTED_GRAPH", "INPUT_OVERWRITTEN"})
+_FINAL = frozenset(
+    {"LAYERS", "NO_STATE", "RANDOM", "MODE_CHANGES_INSIDE", "DATA_DEPENDENT", "NESTED_GRAPH", "INPUT_OVERWRITTEN"}
+)
 #: Refusals of what is no loop over anything: the same calls on different things.
 _SILENT = frozenset({"LAYERS", "NO_STATE"})

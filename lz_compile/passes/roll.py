@@ -3,291 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
 from torch import fx
 
-from lz_compile.passes.effects import Ambient, grad_enabled
-from lz_compile.passes.loop_body import Body, Gathered, Numbers, Stream
-from lz_compile.passes.loop_outputs import Assignment, Buffer, Collector, Use, buffers_of, collector_of, uses_of
-from lz_compile.passes.loop_purity import is_pure, refuse_impure
-from lz_compile.passes.loop_search import is_number
-from lz_compile.passes.loop_slices import Slices
-from lz_compile.passes.loop_step_graph import Emitter, Result, StepGraph, step_graph
+from lz_compile.passes.loop_outputs import Assignment, Buffer, Collector
+from lz_compile.passes.loop_purity import is_pure
+from lz_compile.passes.loop_reading import Loop, emitter_of
+from lz_compile.passes.loop_scan import emit_scan
+from lz_compile.passes.loop_step_graph import Emitter
 from lz_compile.passes.loop_steps import Steps, kind_of
 from lz_compile.passes.match import RefusedError
-from lz_compile.passes.view import tensor_of, where_of
-
-SCAN = torch.ops.higher_order.scan
-
-
-@dataclass
-class Loop:
-    """A loop and all that is read of it."""
-
-    steps: Steps
-    body: Body
-    buffers: list[Buffer]
-    collectors: list[Collector]
-    uses: list[Use]
-    ambient: Ambient
-    step: StepGraph
-    results: Mapping[Any, int]
-    finals: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether steps read something that moves on."""
-        return any(not isinstance(self.body.streams[number], Numbers) for number in self.step.streams)
-
-
-def read_loop(steps: Steps, ambient: Ambient) -> Loop:
-    """Everything that is needed to roll a loop; changes nothing.
-
-    Raises:
-        RefusedError: it is no scan.
-    """
-    for index in range(steps.period):
-        refuse_impure(steps.node(0, index))
-    _refuse_unclear(steps)
-    buffers = buffers_of(steps)
-    written = frozenset(each.index for buffer in buffers for each in buffer.assignments)
-    body = Body(steps, written)
-    uses = [use for use in uses_of(steps, written) if _is_in_step(body, use.index)]
-    collectors = _collectors(steps, uses)
-    finals = _finals(body)
-    results: dict[Any, Result] = {
-        each.index: Result(body.assigned[each.index], _slot(steps, buffer, each))
-        for buffer in buffers
-        for each in buffer.assignments
-    }
-    collected = {collector.node for collector in collectors}
-    for index in sorted({index for collector in collectors for index in collector.indices}):
-        results["value", index] = Result(body.refs[index])
-    for use in uses:
-        if use.reader not in collected and not (use.step == steps.count - 1 and use.index in finals):
-            results.setdefault(("value", use.index), Result(body.refs[use.index]))
-    last = {use.index for use in uses if use.step == steps.count - 1 and use.index in finals}
-    emitter = _Emitters(steps, ambient)
-    step = step_graph(
-        body,
-        list(results.values()),
-        [finals[index] for index in last],
-        lambda number: emitter.entry(body.streams[number]),
-        emitter,
-    )
-    if not step.slots:
-        raise RefusedError("NO_STATE", "no step reads what the one before it made", "run all steps at once, as a batch")
-    numbers = {key: number for number, key in enumerate(results)}
-    return Loop(steps, body, buffers, collectors, uses, ambient, step, numbers, finals)
-
-
-def _refuse_unclear(steps: Steps) -> None:
-    versions, inside = steps.versions, set(steps.nodes)
-    for node in steps.nodes:
-        if node in versions.unclear:
-            text = f"{versions.unclear[node]} ({where_of(node)})"
-            raise RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")
-    written = [versions.writes[node] for node in steps.nodes if node in versions.writes]
-    for node, text in versions.unclear.items():
-        if node not in inside and any(versions.shares(node_read, written) for node_read in node.all_input_nodes):
-            raise RefusedError("OPERAND_MUTATED", f"{text} ({where_of(node)})", "copy it before the loop")
-
-
-def _is_in_step(body: Body, index: int) -> bool:
-    """Whether the step computes a call; slices and what is the same in every step stay where they are."""
-    return index not in body.hoisted and index not in body.cuts
-
-
-def _finals(body: Body) -> dict[int, int]:
-    """By the index of a call, the slot that holds its value at the end."""
-    return {index: slot for slot, index in body.made_by.items()}
-
-
-def _collectors(steps: Steps, uses: Sequence[Use]) -> list[Collector]:
-    by_reader: dict[fx.Node, list[Use]] = {}
-    for use in uses:
-        by_reader.setdefault(use.reader, []).append(use)
-    found = [collector_of(steps, reader, mine) for reader, mine in by_reader.items() if len(mine) > 1]
-    return [collector for collector in found if collector is not None]
-
-
-def _slot(steps: Steps, buffer: Buffer, assignment: Assignment) -> torch.Tensor:
-    """What one assignment writes to, as an example value."""
-    tensor = tensor_of(buffer.node)
-    assert tensor is not None, "what is assigned to is a tensor"
-    width, pace = assignment.cut.length or 1, assignment.cut.pace
-    if pace is None or width not in (1, abs(pace)):
-        raise RefusedError("BUFFER_READ", f"what is assigned to {buffer.node.name} leaves gaps", "assign to all of it")
-    return _Emitters(steps, Ambient()).plain(steps.node(0, 0)).compute(operator.getitem, tensor, assignment.elements)  # type: ignore[no-any-return]
-
-
-class _Emitters:
-    """Makes emitters for the graphs of one loop."""
-
-    def __init__(self, steps: Steps, ambient: Ambient) -> None:
-        self._steps = steps
-        self._ambient = ambient
-        modes = (getattr(tensor_of(node), "fake_mode", None) for node in steps.nodes)
-        self._fake_mode = next(mode for mode in modes if mode is not None)
-
-    def __call__(self, graph: fx.Graph, like: fx.Node) -> Emitter:
-        return Emitter(graph, self._fake_mode, self._ambient, like)
-
-    def plain(self, like: fx.Node) -> Emitter:
-        """For example values only."""
-        return self(fx.Graph(), like)
-
-    def entry(self, stream: Stream) -> torch.Tensor:
-        """The example value of a stream in one step."""
-        graph = fx.Graph()
-        emit = self(graph, self._steps.node(0, 0))
-
-        def stand_in(node: fx.Node) -> fx.Node:
-            placeholder = graph.placeholder(node.name)
-            placeholder.meta["example_value"] = node.meta["example_value"]
-            return placeholder
-
-        whole = tensor_of(stacked(emit, stream, stand_in))
-        assert whole is not None, "a stream is a tensor"
-        return emit.compute(torch.select, whole, 0, 0)  # type: ignore[no-any-return]
-
-
-# ---- emission ----------------------------------------------------------------------------------------------------------
-
-Place = Callable[[fx.Node], fx.Node]
-
-
-def stacked(emit: Emitter, stream: Stream, place: Place) -> fx.Node:
-    """A stream as one tensor, steps first; slices at an even pace are a view."""
-    if isinstance(stream, Numbers):
-        return _numbers(emit, stream.values, stream.device)
-    if isinstance(stream, Gathered):
-        return emit.call(torch.stack, [place(node) for node in stream.nodes])
-    source, pace, width = place(stream.source), stream.pace, stream.length or 1
-    tensor = tensor_of(source)
-    assert tensor is not None, "slices are cut out of a tensor"
-    if not pace:
-        return _picked(emit, source, stream)
-    first = min(stream.starts[0], stream.starts[-1])
-    span = abs(pace) * (len(stream.starts) - 1) + width
-    if (first, span) != (0, tensor.shape[stream.dim]):
-        source = emit.call("narrow", source, stream.dim, first, span)
-    if width == 1:
-        if abs(pace) > 1:
-            index = (*[slice(None)] * stream.dim, slice(None, None, abs(pace)))
-            source = emit.call(operator.getitem, source, index)
-        found = emit.call("movedim", source, stream.dim, 0) if stream.dim else source
-        if stream.length is not None:
-            found = emit.call("unsqueeze", found, stream.dim + 1)
-    else:
-        found = emit.call("movedim", emit.call("unfold", source, stream.dim, width, abs(pace)), stream.dim, 0)
-        found = emit.call("movedim", found, -1, stream.dim + 1)
-    return emit.call("flip", found, 0) if pace < 0 else found
-
-
-def _picked(emit: Emitter, source: fx.Node, stream: Slices) -> fx.Node:
-    """Slices at no even pace, copied together."""
-    width, tensor = stream.length or 1, tensor_of(source)
-    assert tensor is not None, "slices are cut out of a tensor"
-    numbers = tuple(start + shift for start in stream.starts for shift in range(width))
-    found = emit.call("index_select", source, stream.dim, _numbers(emit, numbers, tensor.device))
-    if stream.length is not None:
-        found = emit.call("unflatten", found, stream.dim, (len(stream.starts), width))
-    return emit.call("movedim", found, stream.dim, 0) if stream.dim else found
-
-
-def _numbers(emit: Emitter, values: Sequence[int | float], device: torch.device) -> fx.Node:
-    if all(isinstance(value, int) for value in values) and len(values) > 1:
-        pace = int(values[1] - values[0])
-        stop = int(values[0]) + pace * len(values)
-        if pace and tuple(range(int(values[0]), stop, pace)) == tuple(values):
-            return emit.call(torch.arange, int(values[0]), stop, pace, dtype=torch.int64, device=device)
-    dtype = torch.int64 if all(isinstance(value, int) for value in values) else torch.float64
-    return emit.call(torch.tensor, list(values), dtype=dtype, device=device)
-
-
-def emit_scan(loop: Loop, emit: Emitter, owner: torch.nn.Module, place: Place) -> fx.Node:
-    """The scan, at the insertion point of a graph in which ``place`` is what nodes of the source are."""
-    body, step, steps = loop.body, loop.step, loop.steps
-    emit.like = steps.node(0, 0)
-    streams = [stacked(emit, body.streams[number], place) for number in step.streams]
-    if not streams:
-        tensor = tensor_of(body.slots[step.slots[0]].like)
-        assert tensor is not None, "what is carried is a tensor"
-        streams = [_numbers(emit, range(steps.count), tensor.device)]
-        _without_streams(step)
-    taken: set[int] = set()
-    initial = [_alone(emit, _initial(emit, loop, slot, place), taken) for slot in step.slots]
-    around = [_alone(emit, place(body.around[number]), taken) for number in step.around]
-    path = next(path for path in (f"loop_body_{i}" for i in count()) if not hasattr(owner, path))
-    owner.add_module(path, step.module)
-    callee = emit.graph.create_node("get_attr", path)
-    scan = emit.graph.call_function(SCAN, (callee, initial, streams, around))
-    for node in (callee, scan):
-        node.meta.update(
-            {key: emit.like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in emit.like.meta}
-        )
-    scan.meta["example_value"] = _example(loop, emit, scan)
-    return scan
-
-
-def _without_streams(step: StepGraph) -> None:
-    """A scan counts its steps by a stream: give the step one that it does not read."""
-    graph = step.module.graph
-    if any(node.name.startswith("x_") for node in graph.nodes if node.op == "placeholder"):
-        return
-    last = [node for node in graph.nodes if node.op == "placeholder"][len(step.slots) - 1]
-    with graph.inserting_after(last):
-        counter = graph.placeholder("x_counter")
-    counter.meta["example_value"] = last.meta["example_value"].new_empty((), dtype=torch.int64)
-    step.module.recompile()
-
-
-def _initial(emit: Emitter, loop: Loop, slot: int, place: Place) -> fx.Node:
-    given, like = loop.body.slots[slot].initial, tensor_of(loop.body.slots[slot].like)
-    assert like is not None, "what is carried is a tensor"
-    if not is_number(given):
-        return place(given)
-    sizes = tuple(like.shape)
-    if not all(isinstance(size, int) for size in sizes):
-        text = f"the state begins as the number {given}, and its shape is symbolic"
-        raise RefusedError("SHAPE_CHANGES", text, "begin with a tensor (torch.zeros) instead of a number")
-    return emit.call(torch.full, sizes, given, dtype=like.dtype, device=like.device)
-
-
-def _alone(emit: Emitter, node: fx.Node, taken: set[int]) -> fx.Node:
-    """An operand that shares memory with no other one; carried ones are contiguous, and so are all copies."""
-    tensor = tensor_of(node)
-    if tensor is None:
-        return node
-    memory = tensor.untyped_storage()._cdata
-    if memory in taken:
-        return emit.call("clone", node, memory_format=torch.contiguous_format)
-    taken.add(memory)
-    return node if tensor.is_contiguous() else emit.call("contiguous", node)
-
-
-def _example(loop: Loop, emit: Emitter, scan: fx.Node) -> tuple[torch.Tensor, ...]:
-    operands = [tensor_of(node) for node in scan.all_input_nodes]
-    wants_grad = grad_enabled(loop.ambient) and any(each is not None and each.requires_grad for each in operands)
-    carried = [tensor_of(loop.body.slots[slot].like) for slot in loop.step.slots]
-    shapes = [(each, tuple(each.shape)) for each in carried if each is not None]
-    shapes += [(each, (loop.steps.count, *each.shape)) for each in loop.step.results]
-    found = [emit.compute(torch.empty, shape, dtype=each.dtype, device=each.device) for each, shape in shapes]
-    for value in found:
-        if wants_grad and (value.is_floating_point() or value.is_complex()):
-            value.requires_grad_()
-    return tuple(found)
-
-
-def emitter_of(loop: Loop, graph: fx.Graph) -> Emitter:
-    """Appends to a graph what belongs to a loop."""
-    return _Emitters(loop.steps, loop.ambient)(graph, loop.steps.node(0, 0))
+from lz_compile.passes.view import tensor_of
 
 
 def roll(loop: Loop, owner: fx.GraphModule) -> fx.Node:
@@ -335,7 +63,9 @@ class _Readers:
             found.extend(self._filled(buffer))
         for collector in loop.collectors:
             self._emit.like = collector.node
-            value = self._collected(collector)
+            values = [self._values(("value", index)) for index in collector.indices]
+            with self._emit.graph.inserting_before(collector.node):  # behind what else it joins
+                value = self._collected(collector, values)
             if kind_of(value) != kind_of(collector.node):
                 raise RefusedError("SHAPE_CHANGES", f"{collector.node.name} joins something else", "stack tensors")
             found.append((None, collector.node, value))
@@ -362,9 +92,8 @@ class _Readers:
             self._entries[step, index] = self._emit.call("select", self._values(("value", index)), 0, step)
         return self._entries[step, index]
 
-    def _collected(self, collector: Collector) -> fx.Node:
+    def _collected(self, collector: Collector, found: list[fx.Node]) -> fx.Node:
         emit, dim = self._emit, collector.dim
-        found = [self._values(("value", index)) for index in collector.indices]
         value = found[0]
         if len(found) > 1:
             value = emit.call("flatten", emit.call(torch.stack, found, 1), 0, 1)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from lz_compile.lowering.ops.scan import DecayKind, ScanAttrs, ScanFacts, ScanStructure
-from lz_compile.passes.axes import Axis, Dims, Size
+from lz_compile.passes.axes import Axis, Size
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.index_sum import Atom, IndexSum, Term
 from lz_compile.passes.index_values import TIME, Source, Values
@@ -33,7 +33,7 @@ class ScanEmitter:
     """The operands and results of one transition.
 
     ``first`` is the state before the first step (None: zeros), ``final`` and ``reads`` the nodes of the results, as ``(node,
-    place)`` with the place of a read among those of the transition. ``recurrence`` is readable algebra.
+    place)`` with the place of a read among those of the transition.
     """
 
     transition: Transition
@@ -42,8 +42,6 @@ class ScanEmitter:
     final: tuple[fx.Node, ...]
     reads: tuple[tuple[fx.Node, int], ...]
     attrs: ScanAttrs
-    recurrence: str = ""
-    dims: Mapping[fx.Node, Dims] = field(default_factory=dict)
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:

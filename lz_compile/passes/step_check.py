@@ -69,7 +69,7 @@ def _step(transition: Transition, known: Mapping[Atom, torch.Tensor], state: tor
     looked = new if transition.mode == "after" else state
     for read in transition.reads:
         sizes = (*transition.space, *read.extras)
-        whole = looked.expand(transition.space).reshape(*transition.space, *(1 for _ in read.extras))
+        whole = looked.expand(transition.space).reshape((*transition.space, *(1 for _ in read.extras)))
         if read.query is not None:
             whole = whole * value(read.query, sizes)
         keys = [key for key in transition.keys if key not in read.places]

@@ -93,7 +93,7 @@ def sum_before(reader: Match, name: str, effects: Effects) -> Match | Reason | N
     chain = None if dims is None else _chain(effects, read, dims)
     if dims is None or chain is None:
         return None
-    total = next(reversed(chain))
+    total = next(iter(reversed(chain)))
     region = Region(effects, stops=frozenset(total.all_input_nodes), expand_masks=True)
     try:
         expression = region.express(total, chain[total])
@@ -151,11 +151,11 @@ def _match(
     reader: Match,
     name: str,
     effects: Effects,
-    chain: Mapping[fx.Node, Dims],
+    chain: dict[fx.Node, Dims],
     summands: tuple[Leaf, Leaf],
     region: Region,
 ) -> Match:
-    read, total = next(iter(chain)), next(reversed(chain))
+    read, total = next(iter(chain)), next(iter(reversed(chain)))
     return Match(
         op=RESIDUAL,
         attributes=SumAttributes(),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from lz_compile.passes.loop_reading import Loop, emitter_of
+from lz_compile.passes.loop_scan import emit_scan
 from lz_compile.passes.loop_step_graph import Emitter
-from lz_compile.passes.roll import Loop, emit_scan, emitter_of
 
 
 def trial_scan(loop: Loop) -> fx.Node:

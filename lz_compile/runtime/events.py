@@ -34,10 +34,13 @@ class _Sinks(threading.local):
 _sinks = _Sinks()
 
 
-def record(code: str, message: str, error: BaseException | None = None) -> None:
-    """Note an event; with ``error``, its type and text are part of the message and its traceback goes to the log."""
+def record(code: str, message: str, error: BaseException | None = None, *, level: int = logging.WARNING) -> None:
+    """Note an event; with ``error``, its type and text are part of the message and its traceback goes to the log.
+
+    ``level`` is that of the log: CRITICAL for what must stop whoever listens.
+    """
     text = message if error is None else f"{message}: {type(error).__name__}: {error}"
-    logger.warning("[%s] %s", code, text, exc_info=error)
+    logger.log(level, "[%s] %s", code, text, exc_info=error)
     for sink in _sinks.open:
         sink.append(Event(code, text))
 

@@ -63,6 +63,9 @@ class Launch:
         self, checkpoints: torch.Tensor, reads: torch.Tensor, last: torch.Tensor, wanted: frozenset[str]
     ) -> dict[str, torch.Tensor]:
         """The gradients of the wanted operands, from those of reads ``[B, H, T, Q, V]`` and of the last state."""
+        batch, heads, _, rows, columns = self.sizes[:5]
+        if 0 in (batch, heads, rows, columns):
+            return {name: torch.zeros_like(self.operands[name]) for name in wanted}
         buffers = {name: self._buffer(name) for name in OPERANDS if name in wanted}
         gradients = [buffers.get(name) for name in OPERANDS]
         self._run((checkpoints, reads, last.unsqueeze(2), *gradients), wanted, backward=True)

@@ -16,6 +16,8 @@ from lz_compile.lowering.ops.scan import OPERANDS, DecayKind
 
 #: A block of columns has at most so many registers: twice as many, and one more, are in use at once.
 MAX_VECTORS = 4
+#: What a block costs beside its registers, in registers.
+BLOCK_COST = 2
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,10 @@ def _source(program: Program, backward: bool) -> str:
 
 
 def vectors_for(columns: int, lanes: int) -> int:
-    """How many registers a block has: as many as leave the fewest elements unused, rather more than fewer."""
+    """How many registers a block has, such that few elements go unused and there are few blocks."""
     needed = -(-columns // lanes)
-    return max(range(1, min(MAX_VECTORS, needed) + 1), key=lambda count: (-(-(-needed // count) * count), count))
+
+    def cost(count: int) -> int:
+        return -(-needed // count) * (count + BLOCK_COST)
+
+    return min(range(min(MAX_VECTORS, max(needed, 1)), 0, -1), key=cost)

@@ -215,9 +215,10 @@ def _backward_fallback(
     leaves = {name: each.detach() for name, each in operands.items()}
     asked = [leaves[name].requires_grad_() for name, wants in zip(_NAMES, wanted, strict=True) if wants]
     with torch.enable_grad():
-        reads, last = reference(**leaves, attrs=_attributes(attrs))
-        given = (of_reads.transpose(1, 2), of_last)
-        found = torch.autograd.grad((reads, last), asked, given, materialize_grads=True)
+        results = reference(**leaves, attrs=_attributes(attrs))
+        pairs = zip(results, (of_reads.transpose(1, 2), of_last), strict=True)
+        outputs, given = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
+        found = torch.autograd.grad(outputs, asked, given, materialize_grads=True)
     return [torch.empty_like(each).copy_(gradient) for each, gradient in zip(asked, found, strict=True)]
 
 
@@ -290,6 +291,9 @@ def _define() -> None:
     library.impl("rolled_scan", _call, "CompositeImplicitAutograd")
     kernel = "layerzero::rolled_scan_forward_kernel"
     torch.library.register_autograd(kernel, _recorded, setup_context=_set_up, lib=library)
+    library.impl(
+        "rolled_scan_backward_kernel", torch.library.fallthrough_kernel, "Autograd"
+    )  # its fallback asks autograd
     _libraries.append(library)
 
 

@@ -74,8 +74,8 @@ def states(
     """The states before all chunks, and the last one.
 
     Shapes:
-        total ``[B, H, n, K | 1]``, writes and erases ``[B, H, n, C, K]``, updates ``[B, H, n, C, V]``, state ``[B, H, K, V]``,
-        all of one dtype and contiguous; the result ``[B, H, n + 1, K, V]``.
+        total ``[B, H, n, K | 1]``, writes and erases ``[B, H, n, C, K]``, updates ``[B, H, n, C, V]``, state
+        ``[B, H, K, V]``, all of one dtype and contiguous; the result ``[B, H, n + 1, K, V]``.
     """
     found = state.new_empty((*state.shape[:2], writes.shape[2] + 1, *state.shape[2:]))
     found[:, :, 0] = state

@@ -6,7 +6,7 @@ The anchor is a ``scan``: a loop that was one in the source, or that was rolled 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
@@ -18,7 +18,9 @@ from lz_compile.passes.axes import Axis, Dims, as_size
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.index_sum import Atom, IndexSum
 from lz_compile.passes.loop_plan import Part, Plan, plan_of
-from lz_compile.passes.match import Match, NearMiss, RefusedError
+from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.prefix_scan import PrefixScan, prefix_scans
+from lz_compile.passes.prefix_scan_emitter import match_of
 from lz_compile.passes.recurrence_text import text_of
 from lz_compile.passes.scan_emitter import Given, ScanEmitter
 from lz_compile.passes.step_check import check
@@ -30,18 +32,23 @@ from lz_compile.passes.view import read, tensor_of, where_of
 OP = "scan"
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
     """Every scan in ``graph`` whose step has a structure that the op knows; of the others, why it has none."""
     for node in graph.nodes:
         if node.target is not SCAN or not node.users:
             continue
         call = scan_call(node)
-        if call is None:
-            continue
-        try:
-            yield _match(call, effects)
-        except RefusedError as refusal:
-            yield NearMiss(OP, node, refusal.reason, refusal.edit, where_of(node))
+        if call is not None:
+            yield attempt(OP, node, _found, call, effects)
+    for found in prefix_scans(graph, effects):
+        yield match_of(found, effects) if isinstance(found, PrefixScan) else found
+
+
+def _found(call: ScanCall, effects: Effects) -> Match | NearMiss:
+    try:
+        return _match(call, effects)
+    except RefusedError as refusal:
+        return NearMiss(OP, call.node, refusal.reason, refusal.edit, where_of(call.node))
 
 
 def _match(call: ScanCall, effects: Effects) -> Match:
@@ -111,7 +118,6 @@ def _finished(
         final=tuple(results.get(0, ())),
         reads=tuple(reads),
         attrs=_attributes(form, transition),
-        recurrence=text_of(transition, {atom: step.names[form.atoms[atom]] for atom in used}),
     )
     time = Axis(as_size(_tensor(call.xs[0]).shape[0]))
     inputs = {each.node: _dims(each.node, time if each.over_time else None) for each in given.values()}
@@ -140,13 +146,27 @@ def _finished(
         emitter=emitter,
         ambient=effects.ambient(call.node),
         where=where_of(call.node),
+        formula=text_of(transition, {atom: step.names[form.atoms[atom]] for atom in used}),
         masked_rows_count=False,
+        scales=_scales(transition, given),
         fixed=frozenset(axes - {time}),
     )
 
 
 def _atoms(transition: Transition) -> set[Atom]:
     return {atom for whole in transition.sums() for atom in whole.atoms if atom.kind in ("given", "mask")}
+
+
+def _scales(transition: Transition, given: Mapping[Atom, Given]) -> dict[fx.Node, float]:
+    """For keys that erase: their length is about one, as that of the keys of models is, or a state would grow."""
+    size = 1
+    for key in transition.keys:
+        size *= transition.space[key]
+    sums = [part for u in transition.updates if u.erase is not None for part in (u.left, u.erase)]
+    factors = {each for whole in sums for term in whole.terms for each in term.factors if each.atom in given}
+    keyed = {each.atom for each in factors if set(transition.keys) & set(each.indices)}
+    decays = transition.decay.atoms
+    return {given[atom].node: size**-0.5 for atom in sorted(keyed - decays)}
 
 
 def _attributes(form: StepForm, transition: Transition) -> ScanAttrs:

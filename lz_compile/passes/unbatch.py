@@ -1,0 +1,109 @@
+"""``torch.vmap`` over the first dimension of elementwise arithmetic, as that arithmetic.
+
+Dynamo spells a vmap out as calls that add a hidden dimension and remove it again. Elementwise functions of tensors of equal
+rank do the same with and without: the hidden dimension is then one like any other. ``associative_scan`` is made of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import fx
+
+from lz_compile.passes.algebra import is_pointwise
+from lz_compile.passes.effects import Effects, ambient_context
+from lz_compile.passes.view import Call, read, tensor_of, value_of
+
+_BEGINS, _ENDS, _ENTERS, _LEAVES = (
+    "_vmap_increment_nesting",
+    "_vmap_decrement_nesting",
+    "_add_batch_dim",
+    "_remove_batch_dim",
+)
+_SCAFFOLD = frozenset({_BEGINS, _ENDS, "lazy_load_decompositions"})
+
+
+def unbatch(graph: fx.Graph) -> int:
+    """Spell such regions out, in place; how many there were."""
+    if not any(_name(node) == _BEGINS for node in graph.nodes):
+        return 0
+    effects = Effects(graph)
+    found = [region for region in _regions(graph) if _is_elementwise(region)]
+    for region in found:
+        ambient = effects.ambient(region[0])
+        for node in region:
+            _spell_out(node, ambient)
+        for node in reversed(region):
+            if _name(node) in _SCAFFOLD or _name(node) in (_ENTERS, _LEAVES):
+                graph.erase_node(node)
+    return len(found)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """The nodes from where a vmap begins to where it ends, of those that hold no other."""
+    region: list[fx.Node] = []
+    for node in graph.nodes:
+        if _name(node) == _BEGINS:
+            region = []
+        elif not region:
+            continue
+        region.append(node)
+        if _name(node) == _ENDS:
+            yield region
+            region = []
+
+
+def _is_elementwise(region: Sequence[fx.Node]) -> bool:
+    """Whether everything in a region maps equal elements of tensors of one rank."""
+    rank: dict[fx.Node, int] = {}
+    entered = [node for node in region if _name(node) == _ENTERS]
+    ranks = {tensor.dim() - 1 for node in entered if (tensor := tensor_of(node.args[0])) is not None}
+    if len(ranks) != 1 or any(node.args[1] != 0 for node in entered):
+        return False
+    (common,) = ranks
+    for node in region:
+        if _name(node) in _SCAFFOLD:
+            continue
+        if _name(node) == _ENTERS:
+            rank[node] = common
+        elif _name(node) == _LEAVES:
+            if node.args[0] not in rank or node.args[3] != 0:
+                return False
+        elif _maps(read(node), rank, common):
+            rank[node] = common
+        else:
+            return False
+    inside = set(region)
+    return not any(user not in inside for node in rank for user in node.users)
+
+
+def _maps(call: Call | None, rank: dict[fx.Node, int], common: int) -> bool:
+    """Whether a call is pointwise, and reads nothing with more dimensions than what it is mapped over."""
+    if call is None or call.is_inplace or not is_pointwise(call):
+        return False
+    operands = call.node.all_input_nodes
+    outside = [tensor_of(node) for node in operands if node not in rank]
+    is_given = all(tensor is not None and tensor.dim() <= common for tensor in outside)
+    return is_given and any(node in rank for node in operands)
+
+
+def _spell_out(node: fx.Node, ambient: Any) -> None:
+    if _name(node) in (_ENTERS, _LEAVES):
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    elif _name(node) not in _SCAFFOLD:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        mode = next(tensor.fake_mode for tensor in map(tensor_of, node.all_input_nodes) if tensor is not None)  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            for manager in ambient_context(ambient):
+                stack.enter_context(manager)
+            stack.enter_context(mode)
+            if node.op == "call_method":
+                node.meta["example_value"] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                node.meta["example_value"] = node.target(*args, **kwargs)  # type: ignore[operator]

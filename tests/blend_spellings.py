@@ -1,0 +1,291 @@
+"""Spellings of blends, put together from independent choices, each with its value in float64; and sums that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+#: ``w * s + (1 - w) * h``.
+CONVEX: Mapping[str, Mix] = {
+    "weighted_sum": lambda h, s, w: w * s + (1 - w) * h,
+    "host_first": lambda h, s, w: h * (1.0 - w) + s * w,
+    "delta": lambda h, s, w: h + w * (s - h),
+    "delta_of_seed": lambda h, s, w: s - (1 - w) * (s - h),
+    "delta_subtracted": lambda h, s, w: h - w * (h - s),
+    "lerp": torch.lerp,
+    "lerp_method": lambda h, s, w: h.lerp(s, w),
+    "lerp_back": lambda h, s, w: torch.lerp(s, h, 1 - w),
+    "addcmul": lambda h, s, w: torch.addcmul(h, w.expand_as(h), s - h),
+    "addcmul_of_both": lambda h, s, w: torch.addcmul(w * s, 1 - w, h),
+    "multiplied_out": lambda h, s, w: h + w * s - w * h,
+    "rsub": lambda h, s, w: torch.rsub(w, 1) * h + w * s,
+    "negated": lambda h, s, w: -((w - 1) * h - w * s),
+    "methods": lambda h, s, w: s.mul(w).add(h.mul(w.neg().add(1))),
+    "sub_with_alpha": lambda h, s, w: torch.sub(s, (1 - w) * (s - h), alpha=1),
+    "halved": lambda h, s, w: (2 * w * s + (2 - 2 * w) * h) / 2 + 0.0,
+    "in_place": lambda h, s, w: h.clone().mul_(1 - w).add_(w * s),
+    "iadd": lambda h, s, w: _iadd((1 - w) * h, w * s),
+}
+#: ``h + w * s``.
+RESIDUAL: Mapping[str, Mix] = {
+    "sum": lambda h, s, w: h + w * s,
+    "seed_first": lambda h, s, w: s * w + h,
+    "addcmul": lambda h, s, w: torch.addcmul(h, w.expand_as(h), s),
+    "addcmul_value": lambda h, s, w: torch.addcmul(h, s, 2 * w, value=0.5),
+    "subtracted": lambda h, s, w: h - (-w) * s,
+    "methods": lambda h, s, w: h.add(s.mul(w)),
+    "in_place": lambda h, s, w: h.clone().add_(s * w),
+}
+BOUNDS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda w: w,
+    "clamp": lambda w: w.clamp(0.0, 1.0),
+    "clip": lambda w: torch.clip(w, 0, 1),
+    "clamp_each": lambda w: torch.clamp_max(torch.clamp_min(w, 0.0), 1.0),
+    "hardtanh": lambda w: F.hardtanh(w, 0.0, 1.0),
+    "extrema": lambda w: torch.minimum(torch.maximum(w, w.new_zeros(())), w.new_ones(())),
+}
+
+
+def _iadd(first: Tensor, second: Tensor) -> Tensor:
+    first += second
+    return first
+
+
+# ---- gates -----------------------------------------------------------------------------------------------------------
+
+
+def _two_maxima(x: Tensor) -> Tensor:
+    largest = x.amax(-1, keepdim=True)
+    is_largest = x == largest
+    second = x.masked_fill(is_largest, -torch.inf).amax(-1)
+    return largest.squeeze(-1) - torch.where(is_largest.sum(-1) > 1, largest.squeeze(-1), second)
+
+
+def _of_topk(x: Tensor) -> Tensor:
+    top = torch.topk(x, k=2, dim=1).values
+    return top[:, 0] - top[:, 1]
+
+
+def _of_unbound(x: Tensor) -> Tensor:
+    first, second = x.topk(2, dim=-1)[0].unbind(-1)
+    return first - second
+
+
+def _of_three(x: Tensor) -> Tensor:
+    top, _ = torch.topk(x, 3, -1)
+    return (top[..., :1] - top[..., 1:2]).squeeze(-1)
+
+
+def _of_diff(x: Tensor) -> Tensor:
+    return -torch.diff(x.topk(2).values, dim=-1).squeeze(-1)
+
+
+def _of_sort(x: Tensor) -> Tensor:
+    ordered = torch.sort(x, dim=-1, descending=True).values
+    return ordered.select(-1, 0) - ordered.select(-1, 1)
+
+
+def _of_ascending(x: Tensor) -> Tensor:
+    ordered, _ = x.sort(dim=1)
+    return ordered[:, -1] - ordered[:, -2]
+
+
+def _of_scatter(x: Tensor) -> Tensor:
+    first, place = x.max(-1, keepdim=True)
+    return (first - x.scatter(-1, place, -torch.inf).amax(-1, keepdim=True))[:, 0]
+
+
+def _of_one_hot(x: Tensor) -> Tensor:
+    hot = F.one_hot(x.argmax(-1), x.shape[-1]).bool()
+    return x.amax(-1) - torch.where(hot, -torch.inf, x).max(-1).values
+
+
+def _of_kth(x: Tensor) -> Tensor:
+    size = x.shape[-1]
+    return x.kthvalue(size).values - x.kthvalue(size - 1).values
+
+
+#: The largest minus the second largest of ``[N, K]``.
+MARGINS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "topk": _of_topk,
+    "topk_unbound": _of_unbound,
+    "topk_of_three": _of_three,
+    "topk_diff": _of_diff,
+    "sort": _of_sort,
+    "sort_ascending": _of_ascending,
+    "two_maxima": _two_maxima,
+    "scatter": _of_scatter,
+    "one_hot": _of_one_hot,
+    "kthvalue": _of_kth,
+}
+#: Those that sort.
+SORTED = frozenset({"topk", "topk_unbound", "topk_of_three", "topk_diff", "sort", "sort_ascending", "kthvalue"})
+SIGMOIDS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "method": lambda z: z.sigmoid(),
+    "exponential": lambda z: 1 / (1 + torch.exp(-z)),
+    "tanh": lambda z: 0.5 * (1 + torch.tanh(z / 2)),
+    "complement": lambda z: 1 - torch.sigmoid(-z),
+}
+SLOPES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "factored": lambda m: 5.0 * (m - 0.3),
+    "multiplied_out": lambda m: 5.0 * m - 1.5,
+    "divided": lambda m: (m - 0.3) / 0.2,
+}
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def _loop(w: Tensor, host: Tensor, axis: int) -> Tensor:
+    while w.dim() < host.dim() - axis:
+        w = w.unsqueeze(-1)
+    return w
+
+
+def _index(w: Tensor, host: Tensor, axis: int) -> Tensor:
+    return w[(slice(None), *(None for _ in range(host.dim() - axis - 1)))]
+
+
+def _view(w: Tensor, host: Tensor, axis: int) -> Tensor:
+    return w.view(*(-1 if dim == axis else 1 for dim in range(host.dim())))
+
+
+def _expanded(w: Tensor, host: Tensor, axis: int) -> Tensor:
+    return _view(w, host, axis).expand_as(host)
+
+
+#: How a vector along one dimension is brought to the rank of the host.
+SPREADS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "loop": _loop,
+    "index": _index,
+    "view": _view,
+    "expanded": _expanded,
+}
+SHAPES = ((4, 6), (3, 5, 4), (4, 6, 3, 5), (2, 4, 3, 2, 3))
+DETACHED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "method": lambda h: h.detach(),
+    "no_grad": lambda h: _without_grad(h),
+    "data": lambda h: h.data,
+}
+MODES = ("convex", "per_row", "map", "residual", "channel", "confidence", "logit", "soft_gate")
+
+
+def _without_grad(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.tanh(h) + h
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way to write one blend. Fields that a mode has no use for are ignored."""
+
+    mode: str = "convex"
+    mixed: str = "weighted_sum"
+    bounds: str = "none"
+    spread: str = "loop"
+    margin: str = "topk"
+    sigmoid: str = "sigmoid"
+    slope: str = "factored"
+    shape: tuple[int, ...] = (4, 6, 3, 5)
+    detached: str = "method"
+    is_channels_last: bool = False
+    is_sum: bool = False
+    is_training: bool = True
+    is_log: bool = False
+    is_gate_detached: bool = False
+
+    def inputs(self, seed: int = 0) -> list[Tensor]:
+        """Host, seed, alpha, logits."""
+        generator = torch.Generator().manual_seed(seed)
+        host, grafted = (torch.randn(self.shape, generator=generator) for _ in range(2))
+        if self.is_channels_last and len(self.shape) == 4:
+            host, grafted = (x.to(memory_format=torch.channels_last) for x in (host, grafted))
+        shape = {"channel": self.shape[1:2], "per_row": self.shape[:1], "map": self.shape}.get(self.mode, ())
+        alpha = torch.rand(shape, generator=generator) * 1.4 - 0.2
+        logits = torch.randn(self.shape[0], 2 if self.mode == "soft_gate" else 7, generator=generator)
+        for tensor in (host, grafted, logits):
+            tensor.requires_grad_(self.is_training)
+        return [host, grafted, alpha, logits]
+
+    def build(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The function of host, seed, alpha and logits."""
+
+        def run(host: Tensor, seed: Tensor, alpha: Tensor, logits: Tensor) -> Tensor:
+            host = DETACHED[self.detached](host)
+            seed = seed + torch.tanh(seed) if self.is_sum else seed
+            if self.mode == "soft_gate":
+                shares = torch.softmax(logits, -1)
+                first, second = (SPREADS[self.spread](shares[:, place], host, 0) for place in (0, 1))
+                return first * seed + second * host
+            weight = self._weight(host, alpha, logits)
+            mixed = (RESIDUAL if self.mode == "residual" else CONVEX)[self.mixed](host, seed, weight)
+            if self.mode == "logit":
+                return torch.log_softmax(mixed, 1) if self.is_log else mixed.softmax(dim=1)
+            return mixed
+
+        return run
+
+    def _weight(self, host: Tensor, alpha: Tensor, logits: Tensor) -> Tensor:
+        bound = BOUNDS[self.bounds]
+        if self.mode == "confidence":
+            logits = logits.detach() if self.is_gate_detached else logits
+            gate = SIGMOIDS[self.sigmoid](SLOPES[self.slope](MARGINS[self.margin](logits)))
+            return bound(alpha * SPREADS[self.spread](gate, host, 0))
+        alpha = bound(alpha)
+        return SPREADS[self.spread](alpha, host, int(self.mode == "channel")) if alpha.dim() == 1 else alpha
+
+    def expected(self) -> dict[str, object]:
+        """Attributes of the match."""
+        mode = {"per_row": "convex", "map": "convex"}.get(self.mode, self.mode)
+        normalised = ("log_softmax" if self.is_log else "softmax") if mode == "logit" else "none"
+        is_gated = mode == "confidence"
+        return {
+            "mode": mode,
+            "is_residual": mode == "residual",
+            "has_gate": is_gated,
+            "is_sorted": is_gated and self.margin in SORTED,
+            "normalised": normalised,
+        }
+
+
+@st.composite
+def spellings(draw: st.DrawFn) -> Spelling:
+    """Any spelling."""
+    mode = draw(st.sampled_from(MODES))
+    return Spelling(
+        mode=mode,
+        mixed=draw(st.sampled_from(sorted(RESIDUAL if mode == "residual" else CONVEX))),
+        bounds=draw(st.sampled_from(sorted(BOUNDS))),
+        spread=draw(st.sampled_from(sorted(SPREADS))),
+        margin=draw(st.sampled_from(sorted(MARGINS))),
+        sigmoid=draw(st.sampled_from(sorted(SIGMOIDS))),
+        slope=draw(st.sampled_from(sorted(SLOPES))),
+        shape=draw(st.sampled_from(SHAPES)),
+        detached=draw(st.sampled_from(sorted(DETACHED))),
+        is_channels_last=draw(st.booleans()),
+        is_sum=draw(st.booleans()),
+        is_training=draw(st.booleans()),
+        is_log=draw(st.booleans()),
+        is_gate_detached=draw(st.booleans()),
+    )
+
+
+#: Functions of host, seed, alpha and a vector ``[C]`` that are no blends, whatever is detached.
+DIFFERENT: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "sum": lambda h, s, a, v: h + s,
+    "difference": lambda h, s, a, v: s - h,
+    "weights_that_add_up_to_two": lambda h, s, a, v: a * s + (2 - a) * h,
+    "weights_of_two_kinds": lambda h, s, a, v: a * s + (1 - v[:, None, None]) * h,
+    "squared_complement": lambda h, s, a, v: a * s + (1 - a * a) * h,
+    "scaled_host": lambda h, s, a, v: s + a * h,
+    "both_scaled": lambda h, s, a, v: a * s + a * h,
+    "product": lambda h, s, a, v: a * s * h + (1 - a) * h,
+    "different_axes": lambda h, s, a, v: v[:, None, None] * s + (1 - v[None, :, None]) * h,
+}
