@@ -86,7 +86,8 @@ class Gates:
         call = self.effects.calls.get(node)
         if call is None or call.is_inplace or tensor_of(node) is None:
             return False
-        if not (is_read(call) or is_cast(call) or rearranges(call) or call.name == "detach"):
+        is_moved = is_cast(call) or rearranges(call) or call.name == "detach" or _only_place(self.effects, call) is not None
+        if not is_read(call) and not is_moved:
             return False
         return any(self.depends(each) for each in node.all_input_nodes)
 
@@ -138,11 +139,19 @@ def _through(detached: list[fx.Node]) -> Rule:
 
 def _only_one(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     """The only element of a dimension."""
-    picked, tensor = piece(region.effects, call), tensor_of(call.input)
-    if picked is None or tensor is None or shape_of(tensor)[picked[1]] != 1 or picked[0] is not call.input:
+    found = _only_place(region.effects, call)
+    if found is None:
         return None
-    at = picked[1]
-    return region.express(call.input, dims if picked[3] else (*dims[:at], (), *dims[at:]), call.node)
+    at, keeps_dim = found
+    return region.express(call.input, dims if keeps_dim else (*dims[:at], (), *dims[at:]), call.node)
+
+
+def _only_place(effects: Effects, call: Call) -> tuple[int, bool] | None:
+    """The dimension of which a call takes the only element, and whether it stays."""
+    picked, tensor = piece(effects, call), tensor_of(call.input)
+    if picked is None or tensor is None or picked[0] is not call.input or shape_of(tensor)[picked[1]] != 1:
+        return None
+    return picked[1], picked[3]
 
 
 def logits_of(region: Region, ranks: Ranks, others: tuple[Leaf, ...] = ()) -> Logits | None:

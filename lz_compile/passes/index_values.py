@@ -71,6 +71,8 @@ class Values:
         if mask is not None:
             there = self._sum(mapped(whole, lambda term: _without(term, mask)), order)
             gone = self._sum(mapped(whole, lambda term: None if mask in term.factors else term), order)
+            if not _is_tensor(there) and not _is_tensor(gone):
+                there = self.like.new_full([], there, dtype=self.dtype)
             condition = self._factor(mask, (), order)
             return torch.where(condition if condition.dtype == torch.bool else condition != 0, there, gone)
         shared = _shared(whole) if len(whole.terms) > 1 else []

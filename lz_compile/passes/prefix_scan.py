@@ -26,6 +26,7 @@ LEAST_STEPS = 4
 _ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "addcmul"})
 _SLICES = frozenset({"slice", "getitem", "narrow", "select"})
 _JOINS = frozenset({"cat", "concat", "concatenate", "stack", "pad"})
+_CONSTANTS = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"})
 _LAYOUT = frozenset({"flatten", "reshape", "view", "contiguous", "clone", "flip", "unsqueeze", "squeeze"})
 _MIXING = _SLICES | _JOINS | {"flatten", "reshape", "view", "flip"}
 _AGREES = 1e-9
@@ -127,7 +128,7 @@ class _Reader:
         tensor = tensor_of(node)
         if call is None or call.is_inplace or tensor is None or not tensor.is_floating_point():
             return None
-        return call if call.name in _ARITHMETIC | _MIXING | _LAYOUT else None
+        return call if call.name in _ARITHMETIC | _MIXING | _LAYOUT | _CONSTANTS else None
 
     def _alive(self) -> set[fx.Node]:
         """What the graph's results depend on."""

@@ -14,8 +14,8 @@ from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.opaque_scan import apart, decoded, fake, fallback, given, of_operands, scan_by, together
 from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs
 
-#: The largest tile of a chunk: its tokens, times their updates, times the rows of the state.
-LARGEST_TILE = 64 * 128
+#: The largest tile of a chunk in bytes: its tokens, times their updates, times the rows of the state.
+LARGEST_TILE = 64 * 128 * 4
 #: The fewest tokens of a chunk.
 SHORTEST = 16
 
@@ -90,7 +90,9 @@ def chunked_scan(
     """
     operands = dict(zip(OPERANDS, (state, decay, left, right, erase, drive, query), strict=True))
     sizes = sizes_of_shapes({name: each for name, each in operands.items() if each is not None})
-    while chunk > SHORTEST and chunk * sizes["R"] * sizes["K"] > LARGEST_TILE:
+    is_double = any(each is not None and each.dtype == torch.float64 for each in operands.values())
+    row_bytes = sizes["R"] * sizes["K"] * (8 if is_double or attrs.compute_dtype == torch.float64 else 4)
+    while chunk > SHORTEST and chunk * row_bytes > LARGEST_TILE:
         chunk //= 2
     return in_chunks(operands, attrs, chunk, _passed)
 

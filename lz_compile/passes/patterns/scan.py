@@ -15,6 +15,7 @@ from lz_compile.lowering.ops.scan import ScanAttrs
 from lz_compile.passes import layout
 from lz_compile.passes.algebra import constant_value
 from lz_compile.passes.axes import Axis, Dims, as_size
+from lz_compile.passes.chunked_forms import chunked_forms
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.index_sum import Atom, IndexSum
 from lz_compile.passes.loop_plan import Part, Plan, plan_of
@@ -40,8 +41,11 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | 
         call = scan_call(node)
         if call is not None:
             yield attempt(OP, node, _found, call, effects)
+    known: set[fx.Node] = set()
     for found in prefix_scans(graph, effects):
         yield match_of(found, effects) if isinstance(found, PrefixScan) else found
+        known.update(found.core if isinstance(found, PrefixScan) else ())
+    yield from chunked_forms(graph, effects, known)
 
 
 def _found(call: ScanCall, effects: Effects) -> Match | NearMiss:

@@ -1,0 +1,212 @@
+"""Recurrences in logarithmic depth: whoever combines neighbours, in whatever order, computes ``h[t] = a[t] h[t-1] + b[t]``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import Rewriting
+from torch import Tensor
+from torch._higher_order_ops.associative_scan import associative_scan
+
+Scan = Callable[[Tensor, Tensor], Tensor]
+
+
+def reference(a: Tensor, b: Tensor, dim: int) -> Tensor:
+    a, b = torch.broadcast_tensors(a, b)
+    states = [b.select(dim, 0)]
+    for t in range(1, b.shape[dim]):
+        states.append(a.select(dim, t) * states[-1] + b.select(dim, t))
+    return torch.stack(states, dim)
+
+
+def combined(dim: int) -> Scan:
+    def combine(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    return lambda a, b: associative_scan(combine, (a, b), dim=dim, combine_mode="generic")[1]
+
+
+def padded(dim: int) -> Scan:
+    """Doubling over shifted copies, padded with what changes nothing."""
+
+    def scan(a: Tensor, b: Tensor) -> Tensor:
+        steps, shift = b.shape[dim], 1
+        while shift < steps:
+            pad = [0, 0] * (b.dim() - 1 - dim) + [shift, 0]
+            before_a = F.pad(a, pad, value=1.0).narrow(dim, 0, steps)
+            before_b = F.pad(b, pad).narrow(dim, 0, steps)
+            a, b = a * before_a, b + a * before_b
+            shift *= 2
+        return b
+
+    return scan
+
+
+def joined(dim: int) -> Scan:
+    """Doubling by slices that are joined again."""
+
+    def scan(a: Tensor, b: Tensor) -> Tensor:
+        steps, shift = b.shape[dim], 1
+        while shift < steps:
+            rest = steps - shift
+            later, earlier = a.narrow(dim, shift, rest), b.narrow(dim, 0, rest)
+            new = torch.addcmul(b.narrow(dim, shift, rest), later, earlier)
+            b = torch.cat([b.narrow(dim, 0, shift), new], dim)
+            a = torch.cat([a.narrow(dim, 0, shift), later * a.narrow(dim, 0, rest)], dim)
+            shift *= 2
+        return b
+
+    return scan
+
+
+def halved(dim: int) -> Scan:
+    """Pairs are combined, their scan is spread again."""
+
+    def scan(a: Tensor, b: Tensor) -> Tensor:
+        steps = b.shape[dim]
+        if steps == 1:
+            return b
+        index = (slice(None),) * dim
+        even, odd = (*index, slice(0, None, 2)), (*index, slice(1, None, 2))
+        pairs = scan(a[even] * a[odd], a[odd] * b[even] + b[odd])
+        shifted = torch.cat([torch.zeros_like(pairs.narrow(dim, 0, 1)), pairs.narrow(dim, 0, steps // 2 - 1)], dim)
+        return torch.stack([a[even] * shifted + b[even], pairs], dim + 1).flatten(dim, dim + 1)
+
+    return scan
+
+
+FORMS: dict[str, Callable[[int], Scan]] = {"combined": combined, "padded": padded, "joined": joined, "halved": halved}
+
+
+def compiled(function: Callable[..., Tensor], *inputs: Tensor, **options: object) -> tuple[Tensor, Rewriting]:
+    torch._dynamo.reset()
+    backend = Rewriting(**options)
+    return torch.compile(function, backend=backend, fullgraph=True)(*inputs), backend
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int, narrow: int | None = None) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    thin = tuple(1 if dim == narrow else size for dim, size in enumerate(shape))
+    a = 2 * torch.rand(thin, generator=generator, dtype=dtype) - 1
+    return a.requires_grad_(), torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("seed", range(3))
+def test_every_form_is_one_recurrence_with_its_gradients(form: str, seed: int) -> None:
+    rng = random.Random(seed)
+    dim = rng.randrange(3)
+    sizes = [rng.choice([1, 2, 3]), rng.choice([2, 5]), rng.choice([1, 4])]
+    sizes[dim] = 16 if form == "halved" else rng.choice([8, 13, 16])
+    a, b = inputs(tuple(sizes), torch.float64, seed)
+    scan = FORMS[form](dim)
+    got, backend = compiled(lambda a, b: scan(a, b).tanh(), a, b)
+    (match,) = backend.report.matches
+    assert match.op == "scan", backend.why_not()
+    assert match.rewritten, backend.why_not()
+    assert match.formula == "h[t] = a[t] * h[t-1] + b[t]"
+    want = reference(a, b, dim).tanh()
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    wanted = torch.autograd.grad(want.square().sum(), (a, b))
+    for one, two in zip(torch.autograd.grad(got.square().sum(), (a, b)), wanted, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+
+
+def test_a_factor_that_broadcasts_is_spread() -> None:
+    a, b = inputs((2, 16, 5), torch.float32, 0, narrow=2)
+    got, backend = compiled(combined(1), a.expand(2, 16, 5), b)
+    assert backend.report.matches[0].rewritten, backend.why_not()
+    torch.testing.assert_close(got, reference(a, b, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_by_doubling_needs_no_factor() -> None:
+    def scan(b: Tensor) -> Tensor:
+        shift = 1
+        while shift < b.shape[0]:
+            b = torch.cat([b[:shift], b[shift:] + b[:-shift]])
+            shift *= 2
+        return b
+
+    _, b = inputs((11, 3), torch.float64, 0)
+    got, backend = compiled(scan, b)
+    assert backend.report.matches[0].formula == "h[t] = h[t-1] + b[t]", backend.why_not()
+    torch.testing.assert_close(got, b.cumsum(0))
+
+
+@pytest.mark.parametrize("fault", ["sign", "shift", "swapped"])
+def test_what_computes_something_else_stays_as_it_is(fault: str) -> None:
+    def scan(a: Tensor, b: Tensor) -> Tensor:
+        steps, shift = b.shape[0], 1
+        while shift < steps:
+            new = b[shift:] + a[shift:] * b[:-shift]
+            if shift == 2:
+                new = {
+                    "sign": b[shift:] - a[shift:] * b[:-shift],
+                    "shift": b[shift:] + a[shift:] * b[shift:],
+                    "swapped": b[shift:] + a[:-shift] * b[:-shift],
+                }[fault]
+            b = torch.cat([b[:shift], new])
+            a = torch.cat([a[:shift], a[shift:] * a[:-shift]])
+            shift *= 2
+        return b
+
+    a, b = inputs((16, 3), torch.float64, 0)
+    got, backend = compiled(scan, a, b)
+    assert not backend.report.matches
+    assert any("something else than h[t]" in str(miss.reason) for miss in backend.report.near_misses), backend.why_not()
+    torch.testing.assert_close(got, scan(a, b))
+
+
+def test_a_step_that_someone_else_reads_is_kept() -> None:
+    def scan(a: Tensor, b: Tensor) -> Tensor:
+        found, shift = b, 1
+        while shift < b.shape[0]:
+            found = torch.cat([found[:shift], found[shift:] + a[shift:] * found[:-shift]])
+            a = torch.cat([a[:shift], a[shift:] * a[:-shift]])
+            kept = found if shift == 2 else kept if shift > 2 else None  # noqa: F821
+            shift *= 2
+        return found @ kept.T
+
+    a, b = inputs((8, 3), torch.float64, 0)
+    got, backend = compiled(scan, a, b)
+    assert not backend.report.matches
+    assert any("is also used by" in str(miss.reason) for miss in backend.report.near_misses), backend.why_not()
+    torch.testing.assert_close(got, scan(a, b))
+
+
+def test_elementwise_arithmetic_under_vmap_is_spelled_out_and_other_is_not() -> None:
+    def mapped(x: Tensor, y: Tensor) -> Tensor:
+        first = y[0]
+        return torch.vmap(lambda one, two: one * two + first)(x, y) + torch.vmap(lambda one: one.sum())(x)[:, None]
+
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    got, backend = compiled(mapped, x, y)
+    torch.testing.assert_close(got, mapped(x, y))
+    names = [getattr(node.target, "__name__", "") for graph in backend.graphs for node in graph.graph.nodes]
+    assert names.count("_vmap_increment_nesting") == 1
+
+
+def test_recurrences_in_chunks_are_named() -> None:
+    def chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        total = g.cumsum(-1)
+        decays = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+        return ((q @ k.transpose(-1, -2)) * decays) @ v
+
+    q, k, v = torch.randn(3, 2, 6, 4)
+    g = -torch.rand(2, 6)
+    got, backend = compiled(chunks, q, k, v, g)
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["CHUNKED_ALREADY"]
+    torch.testing.assert_close(got, chunks(q, k, v, g))
+
+
+def test_other_cumulative_sums_are_not() -> None:
+    def top_p(logits: Tensor, values: Tensor) -> Tensor:
+        probabilities = logits.softmax(-1).sort(descending=True).values
+        return (probabilities.cumsum(-1) < 0.9).float() @ values
+
+    _, backend = compiled(top_p, torch.randn(2, 7), torch.randn(7, 3))
+    assert not [miss for miss in backend.report.near_misses if miss.op == "scan"]
