@@ -276,7 +276,7 @@ def test_a_kernel_appends_nodes_that_compute_what_it_does(name, case):
     ],
 )
 def test_batch_and_heads_may_be_symbolic(name, case):
-    problem = replace(PROBLEMS[case], batch=3, heads=2)
+    problem = replace(PROBLEMS[case], batch=3, heads=2, length=10)
     module = emitted(name, problem.operands(), problem.attrs(), symbolic=(0, 1))
     other = replace(problem, batch=5, heads=4)
     operands = other.operands()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +88,8 @@ def step_graph(
     finals: Sequence[int],
     streamed: Callable[[int], torch.Tensor],
     emitter: Callable[[fx.Graph, fx.Node], Emitter],
+    *,
+    has_gradient: bool,
 ) -> StepGraph:
     """Build the graph of a step.
 
@@ -97,6 +99,7 @@ def step_graph(
         finals: the slots whose last value is read.
         streamed: the example value of a step's entry of a stream.
         emitter: makes an emitter for a graph.
+        has_gradient: whether the loop is differentiated; what is saved for that must not be what is handed on.
 
     Raises:
         RefusedError: what a call gives in the loop is something else than without.
@@ -124,7 +127,9 @@ def step_graph(
             values[Part(number)] = _emit(emit, entry, values)
     outputs = [values[body.slots[slot].source] for slot in slots]
     outputs += [_shaped(emit, result, values) for result in results]
-    outputs = _apart(emit, outputs, len(slots), [values[ref] for ref in values if not isinstance(ref, Part)])
+    taken = values.values() if has_gradient else [values[ref] for ref in values if not isinstance(ref, Part)]
+    outputs = _apart(emit, outputs, len(slots), taken)
+    _refuse_without_gradient(outputs, has_gradient)
     graph.output(outputs)
     examples = tuple(tensor for tensor in map(tensor_of, outputs[len(slots) :]) if tensor is not None)
     module = fx.GraphModule(torch.nn.Module(), graph)
@@ -238,9 +243,9 @@ def _shaped(emit: Emitter, result: Result, values: dict[Ref, fx.Node]) -> fx.Nod
     return node  # type: ignore[no-any-return]
 
 
-def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """The outputs, no two of which share memory with each other or with an input; what is carried is contiguous."""
-    taken = {_memory(node) for node in inputs}
+def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, others: Iterable[fx.Node]) -> list[fx.Node]:
+    """The outputs, none of which shares memory with another or with others; what is carried is contiguous."""
+    taken = {_memory(node) for node in others}
     found = []
     for number, output in enumerate(outputs):
         tensor = tensor_of(output)
@@ -253,6 +258,15 @@ def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, inputs: Sequence
         taken.add(_memory(node))
         found.append(node)
     return found
+
+
+def _refuse_without_gradient(outputs: Sequence[fx.Node], has_gradient: bool) -> None:
+    """PyTorch's scan has no gradient where any of what a step gives has none (2.13)."""
+    for node in outputs:
+        tensor = tensor_of(node)
+        if has_gradient and tensor is not None and not (tensor.is_floating_point() or tensor.is_complex()):
+            text = f"each step gives {tensor.dtype} ({where_of(node)}), and the loop is differentiated"
+            raise RefusedError("NO_GRADIENT", text, "compute what has no gradient in a loop of its own, under no_grad")
 
 
 def _memory(node: fx.Node) -> Any:

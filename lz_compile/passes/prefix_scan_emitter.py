@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.scan import ScanAttrs, ScanFacts, ScanStructure
-from lz_compile.passes.axes import Axis, Dims, product
+from lz_compile.lowering.ops.scan import DecayKind, ScanAttrs, ScanFacts, ScanStructure
+from lz_compile.passes.algebra import is_constant
+from lz_compile.passes.axes import Axis, Dims, as_size, axes_of, product
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.match import Match
@@ -78,7 +79,10 @@ def match_of(scan: PrefixScan, effects: Effects) -> Match:
     emitter = PrefixScanEmitter(scan, attrs)
     columns = product(axis.size for axis in emitter._groups[-1])
     needs_grad = grad_enabled(ambient) and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    decay = "none" if scan.decay is None else "value"
+    decay: DecayKind = "none" if scan.decay is None else "value"
+    own = set(axes_of(scan.dims[scan.output]))
+    calls = {node: effects.calls[node] for node in scan.core}
+    constants = {node: _constant_dims(node, scan) for node, call in calls.items() if call and is_constant(call)}
     return Match(
         op="scan",
         attributes=attrs,
@@ -96,10 +100,23 @@ def match_of(scan: PrefixScan, effects: Effects) -> Match:
         output=scan.output,
         output_dims=scan.dims[scan.output],
         core=scan.core,
-        read={},
+        read=constants,
         emitter=emitter,
         ambient=ambient,
         where=where_of(scan.output),
-        fixed=frozenset({scan.time}),
+        fixed=frozenset(
+            {scan.time, *(axis for dims in constants.values() for axis in axes_of(dims) if axis not in own)}
+        ),
         formula="h[t] = h[t-1] + b[t]" if scan.decay is None else "h[t] = a[t] * h[t-1] + b[t]",
     )
+
+
+def _constant_dims(node: fx.Node, scan: PrefixScan) -> Dims:
+    """The axes of a constant inside: those of the result, but along time, where it has a size of its own."""
+    result = scan.dims[scan.output]
+    found = []
+    for place, size in enumerate(map(as_size, tensor_of(node).shape)):  # type: ignore[union-attr]
+        own = result[place] if place < len(result) and place != scan.dim else ()
+        is_own = len(own) == 1 and own[0].size == size
+        found.append(() if size == 1 else own if is_own else (Axis(size),))
+    return tuple(found)

@@ -212,6 +212,8 @@ class _Search:
         for phase in phases(self._program, run)[:_PHASES]:
             try:
                 found.append(Grid(self._program, self._versions, phase).steps())
+                if found[-1].count == phase.steps:
+                    break
             except RefusedError as error:
                 refusal = refusal or error
                 if error.reason.code in _FINAL:

@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lz_compile.passes import layout
+from lz_compile.passes.algebra import constant_value
 from lz_compile.passes.effects import Ambient, ambient_context
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.view import read, tensor_of
@@ -132,6 +133,7 @@ def trace_step(call: ScanCall, ambient: Ambient) -> Step:
     inputs = list(module.graph.find_nodes(op="placeholder"))
     first, second = len(call.init), len(call.init) + len(call.xs)
     names = {inner: _source_name(outer) for inner, outer in zip(inputs, call.operands, strict=True)}
+    names |= {state: "state" for state, outer in zip(inputs, call.init, strict=False) if is_filled(outer)}
     step = Step(module, tuple(inputs[:first]), tuple(inputs[first:second]), tuple(inputs[second:]), names)
     if not all(isinstance(each, fx.Node) for each in step.outputs):
         raise RefusedError("STEP_RESULTS", "a step gives something that is no tensor", "return tensors")
@@ -146,6 +148,15 @@ def traced(function: Callable[..., Any], values: Sequence[torch.Tensor], ambient
         stack.enter_context(torch.no_grad())
         stack.enter_context(mode)
         return make_fx(function)(*values)
+
+
+def is_filled(node: fx.Node, number: float | None = None) -> bool:
+    """Whether a tensor is known to hold one number everywhere (this one)."""
+    call = read(node)
+    while call is not None and layout.rearranges(call) and isinstance(call.input, fx.Node) and not call.is_inplace:
+        call = read(call.input)
+    found = None if call is None or call.is_inplace else constant_value(call)
+    return found is not None and number in (None, found)
 
 
 def _source_name(node: fx.Node) -> str:

@@ -12,8 +12,6 @@ import torch
 from torch import fx
 
 from lz_compile.lowering.ops.scan import ScanAttrs
-from lz_compile.passes import layout
-from lz_compile.passes.algebra import constant_value
 from lz_compile.passes.axes import Axis, Dims, as_size
 from lz_compile.passes.chunked_forms import chunked_forms
 from lz_compile.passes.effects import Effects, grad_enabled
@@ -26,9 +24,9 @@ from lz_compile.passes.recurrence_text import text_of
 from lz_compile.passes.scan_emitter import Given, ScanEmitter
 from lz_compile.passes.step_check import check
 from lz_compile.passes.step_form import StepForm, read_step
-from lz_compile.passes.step_trace import SCAN, ScanCall, scan_call, trace_step
+from lz_compile.passes.step_trace import SCAN, ScanCall, is_filled, scan_call, trace_step
 from lz_compile.passes.transition import Transition
-from lz_compile.passes.view import read, tensor_of, where_of
+from lz_compile.passes.view import tensor_of, where_of
 
 OP = "scan"
 
@@ -118,7 +116,7 @@ def _finished(
     emitter = ScanEmitter(
         transition=transition,
         given=given,
-        first=None if _is_zero(first) and _is_spanned(transition) else first,
+        first=None if is_filled(first, 0) and _is_spanned(transition) else first,
         final=tuple(results.get(0, ())),
         reads=tuple(reads),
         attrs=_attributes(form, transition),
@@ -190,14 +188,6 @@ def _attributes(form: StepForm, transition: Transition) -> ScanAttrs:
         out_dtype=kinds.pop() if is_last else compute,
         state_dtype=state,
     )
-
-
-def _is_zero(node: fx.Node) -> bool:
-    """Whether a tensor is known to hold zeros."""
-    call = read(node)
-    while call is not None and layout.rearranges(call) and isinstance(call.input, fx.Node) and not call.is_inplace:
-        call = read(call.input)
-    return call is not None and not call.is_inplace and constant_value(call) == 0
 
 
 def _is_spanned(transition: Transition) -> bool:

@@ -1,0 +1,199 @@
+"""Loops taken apart: into scans that follow each other, and what is computed for all steps at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from step_spellings import KNOWN, STATE, B, Family, H, K, T, V, inputs
+from test_scan_steps import Compiler, compiled, eager
+from torch import fx
+from torch._higher_order_ops import scan
+from torch.utils import _pytree as pytree
+
+from lz_compile.passes.distribute import Distributed, distribute, why_unknown
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.match import Match
+from lz_compile.passes.patterns.scan import recognise
+from lz_compile.passes.step_trace import SCAN
+
+
+class Apart:
+    """A backend that takes loops apart and runs eagerly."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+        self.again: list[Any] = []
+        self.module: fx.GraphModule | None = None
+
+    def __call__(self, module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        self.found = list(distribute(module.graph))
+        self.again = list(distribute(module.graph))
+        module.graph.lint()
+        module.recompile()
+        self.module = module
+        return module.forward
+
+    @property
+    def scans(self) -> list[fx.Node]:
+        assert self.module is not None
+        return [node for node in self.module.graph.nodes if node.target is SCAN]
+
+    def calls_inside(self) -> set[str]:
+        """The operations that are left in steps."""
+        bodies = [getattr(self.module, str(node.args[0].target)) for node in self.scans]
+        nodes = [node for body in bodies for node in body.graph.nodes if node.op == "call_function"]
+        return {node.target.overloadpacket.__name__ for node in nodes}
+
+
+PARTS = {
+    "spike_kda": (2, 0),
+    "spike_kda_arithmetic": (2, 0),
+    "kda_gates_inside": (1, 0),
+    "linear_attention": (2, 0),
+    "token_shift": (1, 1),
+    "two_ema": (2, 0),
+    "mlstm": (3, 0),
+    "lif_and_gla": (2, 0),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_loop_becomes_its_parts_with_the_same_results(name):
+    family = KNOWN[name]
+    init, given = inputs(family)
+    backend = Apart()
+    with torch.no_grad():
+        got = compiled(family, backend, init, given)
+    (found,) = backend.found
+    assert isinstance(found, Distributed)
+    assert (found.scans, found.delays) == PARTS[name]
+    assert len(backend.scans) == found.scans
+    assert backend.again == []
+    for one, other in zip(got, eager(family, init, given), strict=True):
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_what_needs_no_state_is_done_for_all_steps_at_once():
+    family = KNOWN["kda_gates_inside"]
+    init, given = inputs(family)
+    backend = Apart()
+    with torch.no_grad():
+        compiled(family, backend, init, given)
+    assert not backend.calls_inside() & {"sigmoid", "linalg_vector_norm", "silu", "rsqrt", "exp"}
+
+
+def test_a_loop_that_is_one_recurrence_stays_as_it_is():
+    family = KNOWN["kda_einsum"]
+    init, given = inputs(family)
+    backend = Apart()
+    with torch.no_grad():
+        compiled(family, backend, init, given)
+    assert backend.found == []
+
+
+def _refused(step: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> str:
+    texts: list[str] = []
+
+    def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        assert list(distribute(module.graph)) == []
+        (node,) = module.graph.find_nodes(op="call_function", target=SCAN)
+        miss = why_unknown(node)
+        found = list(recognise(module.graph, Effects(module.graph)))
+        assert miss is not None
+        assert not any(isinstance(each, Match) for each in found)
+        texts.append(miss.reason.message)
+        return module.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(lambda: scan(step, torch.zeros(2, 3), given), backend=backend, fullgraph=True)()
+    return texts[0]
+
+
+def test_random_numbers_are_not_drawn_all_at_once():
+    def step(h, x):
+        h = 0.9 * h + torch.rand_like(x[0])
+        return h, h.clone()
+
+    assert "draws random numbers" in _refused(step, (torch.randn(4, 2, 3),))
+
+
+def test_a_nested_loop_is_not_looked_into():
+    def step(h, x):
+        inner, _ = scan(lambda c, y: (c + y, c.clone()), h, x[0])
+        return 0.5 * inner, inner.clone()
+
+    assert "is not looked into" in _refused(step, (torch.randn(4, 2, 2, 3),))
+
+
+def test_tokens_that_are_dropped_may_hold_nan():
+    family = KNOWN["spike_kda"]
+    init, given = inputs(family)
+    drop = given[-1]
+    dirty = tuple(
+        each if each is drop else each.masked_fill(drop.reshape(T, B, *(1 for _ in each.shape[2:])), float("nan"))
+        for each in given
+    )
+    compiler = Compiler()
+    with torch.no_grad():
+        got = compiled(family, compiler, init, dirty)
+    assert len(compiler.matches) == 2
+    for one, other in zip(got, eager(family, init, given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_a_state_that_never_changes_is_an_operand():
+    def step(carry, x):
+        S, gain = carry
+        q, k, v, a, _ = x
+        S = a[..., None] * S + (gain * k)[..., None] * v[..., None, :]
+        return (S, gain), torch.einsum("bhk,bhkv->bhv", q, S)
+
+    family = Family(step, (STATE, (B, H, K)), KNOWN["gla"].given, ("key",))
+    init, given = inputs(family)
+
+    def run(init: Any, given: Any) -> Any:
+        return pytree.tree_leaves(scan(lambda S, x: step((S, init[1]), x)[0][:1] + (step((S, init[1]), x)[1],), init[0], given))
+
+    compiler = Compiler()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(run, backend=compiler, fullgraph=True)(init, given)
+    assert compiler.structure == ("key",)
+    want = eager(family, init, given)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got[1], want[2], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rewrites_are_proven_in_the_dtypes_of_models(dtype):
+    for name in ("kda_einsum", "spike_kda", "mamba1"):
+        family = KNOWN[name]
+        init, given = inputs(family, dtype)
+        compiler = Compiler(proves=True)
+        with torch.no_grad():
+            got = compiled(family, compiler, init, given)
+        assert [(verdict.ok, verdict.reason) for verdict in compiler.verdicts] == [(True, "")] * len(family.structure)
+        wide = [[each.double() if each.is_floating_point() else each for each in group] for group in (init, given)]
+        for one, other in zip(got, eager(family, *wide), strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=3e-2, atol=3e-2)
+            assert one.dtype == dtype
+
+
+def test_the_formula_says_what_was_found():
+    family = KNOWN["spike_kda"]
+    compiler = Compiler()
+    with torch.no_grad():
+        compiled(family, compiler, *inputs(family))
+    first, second = (match.formula for match in compiler.matches)
+    assert first == (
+        "S[b,h,k,v] = where(given_5[b], 1, given_3[b,h,k]) S[b,h,k,v] + where(given_5[b], 0, given_1[b,h,k] given_4[b,h]) "
+        "(given_2[b,h,v] - given_1[b,h,k'] given_3[b,h,k'] S[b,h,k',v]); "
+        "y[b,h,v] = where(given_5[b], 0, given_0[b,h,k]) S[b,h,k,v]"
+    )
+    assert second == "S[b,h,v] = given_5[b] S[b,h,v] + scan_1[b,h,v]; y[b,h,v] = S[b,h,v]"
+    assert V == 5
