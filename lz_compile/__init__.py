@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lz_compile.api import attention, warmup
+    from lz_compile.blender import Blender, SoftGate
+    from lz_compile.blending import BlenderConfig, BlendMode, blend
     from lz_compile.diagnosis import DoctorReport, doctor
     from lz_compile.functional import alibi, embedding, layer_norm, linear, mlp_fused, rms_norm, rope
     from lz_compile.inspection import SelectionReport, dry_run, explain, which
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlendMode",
+    "Blender",
+    "BlenderConfig",
     "DispatchTable",
     "DoctorReport",
     "GraphReport",
@@ -30,11 +35,13 @@ __all__ = [
     "ReadinessReport",
     "Report",
     "SelectionReport",
+    "SoftGate",
     "TuneReport",
     "__version__",
     "alibi",
     "attention",
     "avoid",
+    "blend",
     "clear_reports",
     "configure",
     "disabled",
@@ -71,6 +78,8 @@ __all__ = [
 _HOMES = {
     "attention": "lz_compile.api",
     "warmup": "lz_compile.api",
+    **dict.fromkeys(("Blender", "SoftGate"), "lz_compile.blender"),
+    **dict.fromkeys(("BlendMode", "BlenderConfig", "blend"), "lz_compile.blending"),
     "DispatchTable": "lz_compile.runtime.dispatch_table",
     "load_dispatch_table": "lz_compile.runtime.loaded_tables",
     "unload_dispatch_table": "lz_compile.runtime.loaded_tables",

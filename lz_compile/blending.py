@@ -43,14 +43,14 @@ class BlenderConfig:
 
     ``low`` and ``high`` bound every weight. Of weights that are a tensor, no more than ``cap_share`` may lie above
     ``cap_above``. ``hysteresis`` is half the width of the band in which nothing switches. ``gain`` and ``threshold`` are those
-    of the confidence gate ``sigmoid(gain * (margin - threshold))``. ``max_step`` is what a soft gate's weight may change by
+    of the gate ``sigmoid(gain * (margin - threshold))``. ``max_step`` is what a soft gate's weight may change by
     from batch to batch, ``ramp_batches`` how long alpha takes to its target. ``channel_dim`` is that of channels, and of
     classes in LOGIT.
     """
 
     mode: BlendMode = BlendMode.CONVEX
-    low: Scalar = 0.0
-    high: Scalar = 1.0
+    low: Scalar | None = 0.0
+    high: Scalar | None = 1.0
     cap_above: float = 0.8
     cap_share: float = 1.0
     hysteresis: float = 0.02
@@ -206,7 +206,9 @@ def _soft(host: torch.Tensor, seed: torch.Tensor, gate_logits: torch.Tensor) -> 
 def _check(host: torch.Tensor, seed: torch.Tensor, alpha: torch.Tensor) -> None:
     """Refuse what is no blend in any mode."""
     if not isinstance(alpha, torch.Tensor):
-        raise ValueError("lz.blend: expected alpha as a tensor, which may change without a compile. Give torch.tensor(...)")
+        raise ValueError(
+            "lz.blend: expected alpha as a tensor, which may change without a compile. Give torch.tensor(...)"
+        )
     problem = None
     if host.shape != seed.shape:
         problem = "host and seed differ in shape"
@@ -274,9 +276,7 @@ def _over_channels(alpha: torch.Tensor, seed: torch.Tensor, channel_dim: int) ->
     return weight
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
 def _note(code: str, message: str, level: int = logging.WARNING) -> None:
     """An event; of compiled code, once when it is traced."""
     events.record(code, message, level=level)
-
-

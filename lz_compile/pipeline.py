@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from lz_compile.errors import USER_ERRORS, RewriteFailedError
+from lz_compile.errors import RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options
-from lz_compile.passes.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.fusion import Fusion, fusions
-from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.joint import FusedEmitter
-from lz_compile.passes.match import Failure, Match, NearMiss
-from lz_compile.passes.patterns import Recogniser, recognisers
-from lz_compile.passes.reroll import reroll
+from lz_compile.passes.match import Match
 from lz_compile.passes.rewrite import Recipes, erase_unread, splice
 from lz_compile.passes.share import share_equal
 from lz_compile.passes.symbolic_sizes import symbolic_sizes
-from lz_compile.passes.unbatch import unbatch
 from lz_compile.passes.validate import Validation, validate
+from lz_compile.reading import Reading, fail, graphs, timed
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, loaded_tables, policy
 from lz_compile.runtime.context import of_match
 from lz_compile.runtime.estimate import INDUCTOR
 from lz_compile.runtime.loaded_tables import Loaded
 from lz_compile.runtime.registry import KernelSpec, kernels
-from lz_compile.runtime.report import GraphReport, LoopReport, MatchReport, MissReport
+from lz_compile.runtime.report import GraphReport, MatchReport
 from lz_compile.runtime.select import Decision, Problem, select
 from lz_compile.runtime.store import Store
 from lz_compile.runtime.verdict import Policy
 
-#: Of Python calls, while a graph is read.
-_RECURSION = 50_000
 #: Reasons that do not say why a match is left to Inductor.
 _BESIDE = ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE", "NOT_FUSED")
 
@@ -55,10 +47,10 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
     """
     for found in _read(module, options, report):
         if options.tunes(found.known.policy) and found.matches and found.effects is not None:
-            with _timed(report, "tune"):
+            with timed(report, "tune"):
                 _tune(found.matches, found.effects, found.known, options)
         _rewrite(found, options, report)
-        with _timed(report, "rewrite"):
+        with timed(report, "rewrite"):
             share_equal(found.module.graph)
             erase_unread(found.module.graph, (node for match in found.matches for node in match.implied))
         if found.is_changed or any(entry.rewritten for entry in found.entries):
@@ -95,18 +87,15 @@ class _Found:
 
 def _read(module: fx.GraphModule, options: Options, report: GraphReport) -> Iterator[_Found]:
     tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
-    for path, child in _graphs(module):
-        is_changed = _inline(child.graph, options, report)
-        is_changed = _unbatch(child.graph, options, report) or is_changed
-        is_changed = _roll(child, path, options, report) or is_changed
-        is_changed = _take_apart(child, options, report) or is_changed
-        effects, matches = _recognise(child.graph, options, report)
+    for path, child in graphs(module):
+        reading = Reading.of(child, path, options, report)
+        effects, matches = reading.effects, reading.matches
         if options.assume_finite:
             matches = _assuming_finite(matches)
         entries = [MatchReport.of(match, path) for match in matches]
         report.matches.extend(entries)
         known = _Known(policy.current().with_locks(options.lock), tables, _fusions(matches, effects, options))
-        yield _Found(child, is_changed, effects, matches, entries, known)
+        yield _Found(child, reading.is_changed, effects, matches, entries, known)
 
 
 def _fusions(matches: list[Match], effects: Effects | None, options: Options) -> Mapping[fx.Node, Fusion]:
@@ -120,15 +109,8 @@ def _fusions(matches: list[Match], effects: Effects | None, options: Options) ->
     try:
         return fusions(matches, effects, wanted) if effects is not None and any(map(wanted, matches)) else {}
     except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
-        _fail("FUSION_FAILED", "looking for what could be computed together", error, options)
+        fail("FUSION_FAILED", "looking for what could be computed together", error, options)
         return {}
-
-
-def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
-    """The module and the graph modules that its higher-order operators call, at any depth."""
-    for path, child in module.named_modules():
-        if isinstance(child, fx.GraphModule):
-            yield path, child
 
 
 def _rewrite(found: _Found, options: Options, report: GraphReport) -> None:
@@ -137,7 +119,7 @@ def _rewrite(found: _Found, options: Options, report: GraphReport) -> None:
         try:
             _apply(found.module.graph, match, entry, options, report, found.known)
         except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
-            _fail("REWRITE_FAILED", f"{match.op} at {match.where} is left to Inductor", error, options)
+            fail("REWRITE_FAILED", f"{match.op} at {match.where} is left to Inductor", error, options)
             entry.kernel, entry.rewritten = INDUCTOR, False
             entry.reasons.append(Reason("REWRITE_FAILED", f"{type(error).__name__}: {error}"))
 
@@ -224,102 +206,11 @@ def _tune(matches: list[Match], effects: Effects, known: _Known, options: Option
             tuned = tuning.tune_match(subject, effects, problem, known.policy, deadline, fusion)
             known.problems[known.key(match)] = tuned
         except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
-            _fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error, options)
-
-
-def _inline(graph: fx.Graph, options: Options, report: GraphReport) -> bool:
-    """Spell out calls that hide an attention; whether there was one."""
-    with _timed(report, "inline"):
-        found = inline(graph, strict=options.strict)
-    report.near_misses.extend(MissReport.of(miss) for miss in found if isinstance(miss, NearMiss))
-    return any(isinstance(each, Inlined) for each in found)
-
-
-def _unbatch(graph: fx.Graph, options: Options, report: GraphReport) -> bool:
-    """Spell out arithmetic that is mapped over a dimension; whether there was some."""
-    with _timed(report, "inline"):
-        try:
-            return unbatch(graph) > 0
-        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
-            _fail("INLINE_FAILED", "spelling out torch.vmap", error, options)
-            return False
-
-
-def _roll(module: fx.GraphModule, path: str, options: Options, report: GraphReport) -> bool:
-    """Roll the loops that Dynamo unrolled; whether there was one. Steps are graphs of their own, and looked at next."""
-    missed: list[NearMiss] = []
-
-    def is_known(scan: fx.Node) -> bool:
-        missed.extend(miss for miss in [why_unknown(scan)] if miss is not None)
-        return not missed or missed[-1].node is not scan
-
-    with _timed(report, "loops"):
-        try:
-            found = reroll(module, options.loops, is_known)
-        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
-            _fail("LOOPS_FAILED", "reading the loops of a graph", error, options)
-            return False
-    report.near_misses.extend(MissReport.of(miss) for miss in found if isinstance(miss, NearMiss))
-    loops = [each for each in found if not isinstance(each, NearMiss)]
-    report.loops.extend(LoopReport.of(loop, path) for loop in loops)
-    kept = {loop.where for loop in loops if loop.scan is None}
-    report.near_misses.extend(MissReport.of(miss) for miss in missed if miss.where in kept)
-    return any(loop.scan is not None for loop in loops)
-
-
-def _take_apart(module: fx.GraphModule, options: Options, report: GraphReport) -> bool:
-    """Compute for all steps at once what needs no state, and states one after the other; whether there was such a loop."""
-    found: list[Distributed | NearMiss] = []
-    with _timed(report, "loops"):
-        try:
-            found.extend(distribute(module.graph))
-        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
-            _fail("LOOPS_FAILED", "taking the loops of a graph apart", error, options)
-    report.near_misses.extend(MissReport.of(miss) for miss in found if isinstance(miss, NearMiss))
-    return any(isinstance(each, Distributed) for each in found)
-
-
-def _recognise(graph: fx.Graph, options: Options, report: GraphReport) -> tuple[Effects | None, list[Match]]:
-    matches: list[Match] = []
-    with _timed(report, "recognise"), _deep_recursion():
-        try:
-            effects = Effects(graph)
-        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
-            _fail("RECOGNISER_FAILED", "reading a graph", error, options)
-            return None, []
-        for op, recognise in recognisers().items():
-            for found in _all_of(op, recognise, graph, effects):
-                if isinstance(found, Failure):
-                    at = f" at {found.where}" if found.where else ""
-                    _fail("RECOGNISER_FAILED", f"recognising {op}{at}", found.error, options)
-                elif isinstance(found, NearMiss):
-                    report.near_misses.append(MissReport.of(found))
-                else:
-                    matches.append(found)
-    return effects, sorted(matches, key=lambda match: effects.position[match.output])
-
-
-def _all_of(op: str, recognise: Recogniser, graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
-    """What a recogniser yields; what it raises between two anchors is its last word."""
-    try:
-        yield from recognise(graph, effects)
-    except Exception as error:  # noqa: BLE001 as above
-        yield Failure(op, "", error)
-
-
-@contextmanager
-def _deep_recursion() -> Iterator[None]:
-    """Readers follow a graph recursively, which may be longer than Python's stack usually gets."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(before, _RECURSION))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
+            fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error, options)
 
 
 def _decide(match: Match, entry: MatchReport, known: _Known, report: GraphReport) -> Decision:
-    with _timed(report, "select"):
+    with timed(report, "select"):
         decision = known.decide(match)
     entry.decide(decision, known.problem(match))
     for refused in (decision.refused_lock, decision.refused_table):
@@ -379,7 +270,7 @@ def _replaced(
 ) -> bool:
     """Whether a kernel is the last one to try: it was put in, or nothing may be; one that proves wrong is quarantined."""
     subject = known.subject(match, kernel)
-    with _timed(report, "validate"):
+    with timed(report, "validate"):
         verdict = known.prove(subject, kernel)
     entry.validation = verdict.to_dict()
     if verdict.ok and not _holds(match):
@@ -388,7 +279,7 @@ def _replaced(
         return True
     if verdict.ok:
         assert kernel.call is not None, "what has no call is never proven"
-        with _timed(report, "rewrite"):
+        with timed(report, "rewrite"):
             splice(graph, subject, kernel.call, known.recipes)
         entry.rewritten = True
         if isinstance(subject.emitter, FusedEmitter):
@@ -406,20 +297,3 @@ def _replaced(
 def _holds(match: Match) -> bool:
     """Whether what was read off buffers stays true as long as the compiled code runs: guards see to that."""
     return not match.buffers or inductor.guard_values(match.buffers)
-
-
-def _fail(code: str, text: str, error: Exception, options: Options) -> None:
-    if isinstance(error, USER_ERRORS):
-        raise error
-    events.record(code, text, error)
-    if options.strict:
-        raise RewriteFailedError(f"{text}: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _timed(report: GraphReport, stage: str) -> Iterator[None]:
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start

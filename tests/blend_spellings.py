@@ -169,17 +169,18 @@ SPREADS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "expanded": _expanded,
 }
 SHAPES = ((4, 6), (3, 5, 4), (4, 6, 3, 5), (2, 4, 3, 2, 3))
-DETACHED: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "method": lambda h: h.detach(),
-    "no_grad": lambda h: _without_grad(h),
-    "data": lambda h: h.data,
-}
-MODES = ("convex", "per_row", "map", "residual", "channel", "confidence", "logit", "soft_gate")
-
-
 def _without_grad(h: Tensor) -> Tensor:
     with torch.no_grad():
         return torch.tanh(h) + h
+
+
+DETACHED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "method": lambda h: h.detach(),
+    "no_grad": _without_grad,
+    "data": lambda h: h.data,
+    "kept": lambda h: h,
+}
+MODES = ("convex", "per_row", "map", "residual", "channel", "confidence", "logit", "soft_gate")
 
 
 @dataclass(frozen=True)
@@ -216,21 +217,21 @@ class Spelling:
 
     def build(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """The function of host, seed, alpha and logits."""
+        return lambda host, seed, alpha, logits: self.blend(host, seed, alpha, logits)
 
-        def run(host: Tensor, seed: Tensor, alpha: Tensor, logits: Tensor) -> Tensor:
-            host = DETACHED[self.detached](host)
-            seed = seed + torch.tanh(seed) if self.is_sum else seed
-            if self.mode == "soft_gate":
-                shares = torch.softmax(logits, -1)
-                first, second = (SPREADS[self.spread](shares[:, place], host, 0) for place in (0, 1))
-                return first * seed + second * host
-            weight = self._weight(host, alpha, logits)
-            mixed = (RESIDUAL if self.mode == "residual" else CONVEX)[self.mixed](host, seed, weight)
-            if self.mode == "logit":
-                return torch.log_softmax(mixed, 1) if self.is_log else mixed.softmax(dim=1)
-            return mixed
-
-        return run
+    def blend(self, host: Tensor, seed: Tensor, alpha: Tensor, logits: Tensor) -> Tensor:
+        """The blend."""
+        host = DETACHED[self.detached](host)
+        seed = seed + torch.tanh(seed) if self.is_sum else seed
+        if self.mode == "soft_gate":
+            shares = torch.softmax(logits, -1)
+            first, second = (SPREADS[self.spread](shares[:, place], host, 0) for place in (0, 1))
+            return first * seed + second * host
+        weight = self._weight(host, alpha, logits)
+        mixed = (RESIDUAL if self.mode == "residual" else CONVEX)[self.mixed](host, seed, weight)
+        if self.mode == "logit":
+            return torch.log_softmax(mixed, 1) if self.is_log else mixed.softmax(dim=1)
+        return mixed
 
     def _weight(self, host: Tensor, alpha: Tensor, logits: Tensor) -> Tensor:
         bound = BOUNDS[self.bounds]
@@ -268,7 +269,7 @@ def spellings(draw: st.DrawFn) -> Spelling:
         sigmoid=draw(st.sampled_from(sorted(SIGMOIDS))),
         slope=draw(st.sampled_from(sorted(SLOPES))),
         shape=draw(st.sampled_from(SHAPES)),
-        detached=draw(st.sampled_from(sorted(DETACHED))),
+        detached=draw(st.sampled_from(sorted(set(DETACHED) - {"kept"}))),
         is_channels_last=draw(st.booleans()),
         is_sum=draw(st.booleans()),
         is_training=draw(st.booleans()),

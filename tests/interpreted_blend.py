@@ -45,7 +45,10 @@ def check(attrs: BlendAttrs, dtype: torch.dtype, sizes: tuple[int, int, int], al
     slack = TOLERANCE[dtype]
     torch.testing.assert_close(out.double(), wanted, rtol=4 * slack, atol=4 * slack)
     gradient = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
-    (found,), (expected,) = torch.autograd.grad(out, seed, gradient.to(dtype)), torch.autograd.grad(wanted, wide, gradient)
+    (found,), (expected,) = (
+        torch.autograd.grad(out, seed, gradient.to(dtype)),
+        torch.autograd.grad(wanted, wide, gradient),
+    )
     torch.testing.assert_close(found.double(), expected, rtol=4 * slack, atol=4 * slack)
 
 
@@ -61,7 +64,9 @@ def test_a_gated_blend_is_the_references(dtype):
     attrs = BlendAttrs("confidence", has_gate=True)
     given = {"logits": torch.randn(5, 33), "gain": 3.0, "offset": 0.5, "low": 0.0, "high": 0.9}
     check(attrs, dtype, (5, 1, 40), torch.tensor(1.3), **given)
-    check(attrs, dtype, (5, 4, 9), torch.rand(1, 4, 1), **{**given, "gain": torch.tensor(2.0), "low": None, "high": None})
+    check(
+        attrs, dtype, (5, 4, 9), torch.rand(1, 4, 1), **{**given, "gain": torch.tensor(2.0), "low": None, "high": None}
+    )
 
 
 def test_a_weight_may_be_a_number_and_a_tile_may_be_cut():
@@ -76,7 +81,10 @@ def test_a_margin_is_that_of_the_two_largest(classes, dtype):
     attrs = BlendAttrs("margin", has_gate=True, compute_dtype=dtype, out_dtype=dtype)
     top = logits.double().topk(2).values
     torch.testing.assert_close(
-        triton_blend.blend(logits=logits, attrs=attrs).double(), top[:, 0] - top[:, 1], rtol=0, atol=8 * TOLERANCE[dtype]
+        triton_blend.blend(logits=logits, attrs=attrs).double(),
+        top[:, 0] - top[:, 1],
+        rtol=0,
+        atol=8 * TOLERANCE[dtype],
     )
 
 
@@ -96,10 +104,14 @@ def test_ties_have_no_margin_and_what_is_not_a_number_stays_in_its_row():
 def test_operands_may_be_strided_and_rows_may_be_none():
     host, seed = torch.randn(7, 3, 5).transpose(0, 2), torch.randn(7, 3, 5).transpose(0, 2)
     alpha, attrs = torch.rand(1, 3, 1), BlendAttrs()
-    torch.testing.assert_close(triton_blend.blend(host, seed, alpha, attrs=attrs), op.reference(host, seed, alpha, attrs=attrs))
+    torch.testing.assert_close(
+        triton_blend.blend(host, seed, alpha, attrs=attrs), op.reference(host, seed, alpha, attrs=attrs)
+    )
     logits = torch.randn(9, 5).T
     margin = BlendAttrs("margin", has_gate=True)
-    torch.testing.assert_close(triton_blend.blend(logits=logits, attrs=margin), op.reference(logits=logits, attrs=margin))
+    torch.testing.assert_close(
+        triton_blend.blend(logits=logits, attrs=margin), op.reference(logits=logits, attrs=margin)
+    )
     empty = torch.randn(0, 3, 5)
     assert triton_blend.blend(empty, empty, alpha, attrs=attrs).shape == (0, 3, 5)
 

@@ -429,9 +429,7 @@ KNOWN: Mapping[str, Family] = {
     "two_ema": Family(two_ema, _VECTOR * 2, ((B, 7),) * 2, ("value", "scalar")),
     "mlstm": Family(mlstm, (STATE, (B, H, K), (B, H)), FIVE, ("scalar", "scalar"), missed="maximum of the state"),
     "lif_and_gla": Family(lif_and_gla, (STATE, (B, H, K)), FIVE, ("key",), missed="gt of the state"),
-    "grouped_queries": Family(
-        grouped_queries, (STATE,), ((B, H, 2, K), (B, H, K), (B, H, V), (B, H, K)), ("key",)
-    ),
+    "grouped_queries": Family(grouped_queries, (STATE,), ((B, H, 2, K), (B, H, K), (B, H, V), (B, H, K)), ("key",)),
     "several_reads": Family(several_reads, (STATE,), FIVE, ("key",)),
     "states_as_results": Family(states_as_results, (STATE,), FIVE, ("key e",)),
 }

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 
 from lz_compile.lowering.kernels import torch_blend
 from lz_compile.lowering.ops import blend as op
+from lz_compile.passes.match import NearMiss
 from lz_compile.passes.patterns.blend import recognise
 from lz_compile.runtime.registry import kernels
 from tests.backends import Rewriting
@@ -33,6 +38,7 @@ from tests.blend_spellings import (
 )
 from tests.graphs import capture, effects_of
 
+TESTS = Path(__file__).parent
 LOCK = {"blend": "torch.blend"}
 many = settings(
     max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
@@ -73,8 +79,7 @@ def _check(spelling: Spelling) -> None:
 
 @pytest.mark.parametrize("mixed", CONVEX)
 def test_every_way_to_weigh_two_tensors_is_recognised(mixed: str) -> None:
-    _check(Spelling(mixed=mixed))
-    _check(Spelling(mode="channel", mixed=mixed, is_training=False))
+    _check(Spelling(mode="channel", mixed=mixed))
 
 
 @pytest.mark.parametrize("mixed", RESIDUAL)
@@ -89,35 +94,34 @@ def test_every_way_to_find_the_two_largest_is_recognised(margin: str) -> None:
 
 @pytest.mark.parametrize("sigmoid", SIGMOIDS)
 def test_every_way_to_write_a_gate_is_recognised(sigmoid: str) -> None:
-    for slope in SLOPES:
-        _check(Spelling(mode="confidence", sigmoid=sigmoid, slope=slope))
+    for slope in SLOPES if sigmoid == "exponential" else ("factored",):
+        _check(Spelling(mode="confidence", sigmoid=sigmoid, slope=slope, is_training=False))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_recognised_in_every_shape(mode: str) -> None:
-    for shape in SHAPES:
-        _check(Spelling(mode=mode, mixed="sum" if mode == "residual" else "delta", shape=shape))
+    for shape in SHAPES[::2] if mode in ("convex", "residual", "logit") else SHAPES[1::2]:
+        _check(Spelling(mode=mode, mixed="sum" if mode == "residual" else "delta", shape=shape, is_training=False))
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_weights_may_be_bounded_in_any_way(bounds: str) -> None:
-    for mode in ("convex", "confidence"):
-        _check(Spelling(mode=mode, bounds=bounds))
+    _check(Spelling(mode="confidence", bounds=bounds, is_training=False))
 
 
 @pytest.mark.parametrize("spread", SPREADS)
 def test_weights_may_be_broadcast_in_any_way(spread: str) -> None:
-    for mode in ("per_row", "channel", "confidence", "soft_gate"):
-        _check(Spelling(mode=mode, spread=spread))
+    for mode in ("channel", "soft_gate"):
+        _check(Spelling(mode=mode, spread=spread, is_training=False))
 
 
-@pytest.mark.parametrize("detached", DETACHED)
+@pytest.mark.parametrize("detached", sorted(set(DETACHED) - {"kept"}))
 def test_a_host_may_be_detached_in_any_way(detached: str) -> None:
     for mode in ("convex", "residual"):
         _check(Spelling(mode=mode, mixed="sum" if mode == "residual" else "delta", detached=detached, is_sum=True))
 
 
-@settings(many, max_examples=25)
+@settings(many, max_examples=15)
 @given(spelling=spellings())
 def test_any_spelling_is_recognised_and_right(spelling: Spelling) -> None:
     _check(spelling)
@@ -128,3 +132,203 @@ def test_any_spelling_is_recognised_and_right(spelling: Spelling) -> None:
 @given(spelling=spellings())
 def test_many_spellings_are_recognised_and_right(spelling: Spelling) -> None:
     _check(spelling)
+
+
+# ---- what is none ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("different", DIFFERENT)
+def test_a_sum_that_is_no_blend_is_left_alone(different: str) -> None:
+    host, seed = torch.randn(4, 6, 6), torch.randn(4, 6, 6, requires_grad=True)
+    module = capture(
+        lambda h, s, a, v: DIFFERENT[different](h.detach(), s, a, v), host, seed, torch.tensor(0.3), torch.rand(6)
+    )
+    assert list(recognise(module.graph, effects_of(module))) == []
+
+
+def test_ordinary_networks_hold_no_blends() -> None:
+    layer, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    scale = nn.Parameter(torch.full((8,), 0.1))
+
+    def gated(h: Tensor, x: Tensor) -> Tensor:
+        z = torch.sigmoid(layer(x) + other(h))
+        return z * h + (1 - z) * torch.tanh(other(x))
+
+    def layer_scale(h: Tensor, x: Tensor) -> Tensor:
+        return h + scale * layer(x)
+
+    def straight_through(h: Tensor, x: Tensor) -> Tensor:
+        return layer(x) + (layer(x).round() - layer(x)).detach()
+
+    def dropped_path(h: Tensor, x: Tensor) -> Tensor:
+        return h + (torch.rand(4, 1) > 0.2).float() * layer(x) / 0.8
+
+    def averaged(h: Tensor, x: Tensor) -> Tensor:
+        return torch.lerp(h, layer(x), 0.01)
+
+    for function in (gated, layer_scale, straight_through, dropped_path, averaged):
+        for has_gradients in (True, False):
+            with torch.set_grad_enabled(has_gradients):
+                module = capture(function, torch.randn(4, 8, requires_grad=True), torch.randn(4, 8))
+                assert list(recognise(module.graph, effects_of(module))) == [], function.__name__
+
+
+def _only_miss(function: Callable[..., Any], *inputs: Any) -> Any:
+    module = capture(function, *inputs)
+    (found,) = recognise(module.graph, effects_of(module))
+    assert isinstance(found, NearMiss), found
+    return found
+
+
+def test_a_host_that_is_not_detached_is_named() -> None:
+    host, seed = (torch.randn(4, 6, requires_grad=True) for _ in range(2))
+    alpha, logits = torch.tensor(0.3), torch.randn(4, 2, requires_grad=True)
+    for function in (
+        lambda h, s, a, g: a * s + (1 - a) * h,
+        lambda h, s, a, g: h + a * s,
+        lambda h, s, a, g: g.softmax(-1)[:, :1] * s + g.softmax(-1)[:, 1:] * h,
+        lambda h, s, a, g: Spelling(mode="confidence", detached="kept").blend(h, s, a, s),
+    ):
+        miss = _only_miss(function, host, seed, alpha, logits)
+        assert miss.reason.code == "HOST_NOT_DETACHED"
+        assert "gradients flow to the host" in miss.reason.message
+        assert miss.edit.endswith(".detach()")
+
+
+def test_a_value_inside_that_is_used_elsewhere_is_named() -> None:
+    def function(h: Tensor, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        part = a * s
+        return part + (1 - a) * h.detach(), part
+
+    miss = _only_miss(function, torch.randn(4, 6), torch.randn(4, 6, requires_grad=True), torch.tensor(0.3))
+    assert miss.reason.code == "INTERIOR_USED"
+
+
+def test_a_gate_that_is_used_elsewhere_is_left_outside() -> None:
+    def function(h: Tensor, s: Tensor, a: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        top = x.topk(2).values
+        gate = torch.sigmoid(4 * (top[:, 0] - top[:, 1]))
+        return torch.lerp(h.detach(), s, (a * gate)[:, None]), gate
+
+    inputs = torch.randn(4, 6), torch.randn(4, 6, requires_grad=True), torch.tensor(0.3), torch.randn(4, 9)
+    (out, gate), backend = _run(function, *inputs)
+    found = [(match.attributes["mode"], match.attributes["has_gate"]) for match in backend.report.matches]
+    assert found == [("margin", True), ("confidence", False)]
+    assert all(match.rewritten for match in backend.report.matches)
+    torch.testing.assert_close((out, gate), function(*inputs))
+
+
+def test_a_margin_alone_is_found_without_sorting() -> None:
+    x = torch.randn(5, 40)
+    x[0, 3] = x[0, 7] = 9.0
+    for name in sorted(SORTED):
+        function = MARGINS[name]
+        found, backend = _run(lambda x, function=function: function(x) * 2 + 1, x)
+        assert [match.attributes["mode"] for match in backend.report.matches] == ["margin"], name
+        assert backend.report.matches[0].rewritten, backend.why_not()
+        assert not any("topk" in str(node) or "sort" in str(node) for node in backend.graphs[0].graph.nodes)
+        torch.testing.assert_close(found, function(x) * 2 + 1)
+
+
+def test_what_was_sorted_and_is_wanted_itself_stays() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        top = x.topk(2)
+        return top.values[:, 0] - top.values[:, 1], top.indices
+
+    module = capture(function, torch.randn(4, 9))
+    assert list(recognise(module.graph, effects_of(module))) == []
+
+
+# ---- the op and its kernels ------------------------------------------------------------------------------------------
+
+
+def test_two_maxima_are_exact_where_logits_are_equal_or_no_numbers() -> None:
+    x = torch.randn(6, 20, dtype=torch.float64)
+    x[0, [4, 9]], x[1, 3], x[2], x[3, [1, 2]], x[4, 5] = 7.0, torch.nan, 1.0, torch.inf, torch.inf
+    torch.testing.assert_close(op.top2_margin(x), op.sorted_margin(x), equal_nan=True)
+    assert op.top2_margin(x)[[0, 2]].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(op.top2_margin(x, True)[:1], op.sorted_margin(x, True)[:1])
+
+
+@pytest.mark.parametrize("variant", op.VARIANTS)
+def test_the_kernel_is_the_reference(variant: str) -> None:
+    sizes = {"num_rows": 5, "num_channels": 4, "inner_size": 3, "num_classes": 7}
+    sample = op.sample(sizes, torch.float32, torch.device("cpu"), variant=variant)
+    found = sample.with_kernel(torch_blend.blend)(*sample.inputs)
+    torch.testing.assert_close(found, sample.with_kernel(op.reference)(*sample.inputs))
+    torch.testing.assert_close(found, sample.as_written()(*sample.inputs))
+    assert sample.attrs.variant == variant
+
+
+def test_every_kernel_says_what_it_does() -> None:
+    found = kernels("blend")
+    assert {"inductor", "torch.blend", "lz.triton_blend"} <= set(found)
+    assert "never measured" in found["lz.triton_blend"].prior_source
+    assert not {"alpha_gradient", "normalised", "host_weight"} & found["lz.triton_blend"].supports
+
+
+def test_sizes_may_be_symbolic() -> None:
+    for mode in ("channel", "confidence", "logit"):
+        spelling = Spelling(mode=mode)
+        inputs = spelling.inputs()
+        result, backend = _run(spelling.build(), *inputs, dynamic=True)
+        assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+        torch.testing.assert_close(result, spelling.build()(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_is_rounded_no_more_than_the_source() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        inputs = [each.detach().to(dtype) for each in Spelling().inputs()]
+        inputs[1].requires_grad_()
+        result, backend = _run(Spelling(bounds="clamp").build(), *inputs)
+        assert backend.report.matches[0].rewritten, backend.why_not()
+        assert result.dtype == dtype
+
+
+def test_triton_is_the_reference_in_its_interpreter() -> None:
+    _interpreted("strided or cut or ties")
+
+
+@pytest.mark.slow
+def test_all_of_triton_is_the_reference_in_its_interpreter() -> None:
+    _interpreted("not (strided or cut or ties)")
+
+
+def _interpreted(selection: str) -> None:
+    pytest.importorskip("triton", reason="needs Triton, whose interpreter runs its kernels on a CPU")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [str(TESTS / "interpreted_blend.py"), "-k", selection, "-W", "ignore::RuntimeWarning"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+@pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])
+@pytest.mark.parametrize("name", ["_gate_rows", "_forward", "_backward"])
+def test_triton_compiles_for_a_gpu(name: str, backend: str, arch: Any, warp: int, dtype: str, tmp_path: Path, monkeypatch):
+    triton = pytest.importorskip("triton", reason="needs Triton, which compiles for a GPU without one")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("needs Triton without its interpreter: unset TRITON_INTERPRET")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lz_compile.lowering.triton import blend
+
+    types, constants = {
+        "_gate_rows": ("xwiiiww", {"IS_GATE": True, "BLOCK": 2048}),
+        "_forward": ("xxxwwxiiii", {"HAS_GATE": True, "IS_RESIDUAL": False, "BLOCK": 1024}),
+        "_backward": ("xxwwxiiii", {"HAS_GATE": True, "BLOCK": 1024}),
+    }[name]
+    kernel = getattr(blend, name)
+    constants = {**constants, "WIDE": tl.float64 if dtype == "fp64" else tl.float32}
+    kinds = {"x": f"*{dtype}", "w": "*fp64" if dtype == "fp64" else "*fp32", "i": "i32"}
+    given = iter(types)
+    signature = {each: "constexpr" if each in constants else kinds[next(given)] for each in kernel.arg_names}
+    assert next(given, None) is None, "every type is an argument's"
+    values = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+    compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget(backend, arch, warp))
+    assert compiled.asm["cubin" if backend == "cuda" else "hsaco"]

@@ -10,17 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lz_compile.passes.index_sum import (
-    IDENTITY,
-    Atom,
-    Factor,
-    IndexSum,
-    Term,
-    UnreadableError,
-    normal_term,
-    refinement,
-    substituted,
-)
+from lz_compile.passes.index_sum import IndexSum, refinement, substituted
+from lz_compile.passes.index_terms import IDENTITY, Atom, Factor, Term, UnreadableError, normal_term
 from lz_compile.passes.index_values import Source, Values
 
 
@@ -127,7 +118,9 @@ def test_an_atom_is_replaced_by_what_it_stands_for():
     a, b, c = tensors.atom("a", 3, 3), tensors.atom("b", 3, 3), tensors.atom("c", 3, 3)
     new = IndexSum.of_atom(Atom("new"), (3, 3))
     read = c.whole.matmul(new).plus(b.whole)
-    assert substituted(read, Atom("new"), a.whole.matmul(b.whole)) == c.whole.matmul(a.whole).matmul(b.whole).plus(b.whole)
+    assert substituted(read, Atom("new"), a.whole.matmul(b.whole)) == c.whole.matmul(a.whole).matmul(b.whole).plus(
+        b.whole
+    )
 
 
 def test_an_index_that_nothing_has_counts_its_size():
@@ -143,7 +136,10 @@ def expressions(draw: st.DrawFn) -> tuple[Tensors, Pair]:
     """A random expression of operations that have a rule, over few atoms, so that they meet themselves."""
     tensors = Tensors()
     shapes = list(itertools.product(SIZES, SIZES, SIZES))
-    pool = [tensors.atom(f"t{i}", *draw(st.sampled_from(shapes)), kind=draw(st.sampled_from(["given", "mask"]))) for i in range(3)]
+    pool = [
+        tensors.atom(f"t{i}", *draw(st.sampled_from(shapes)), kind=draw(st.sampled_from(["given", "mask"])))
+        for i in range(3)
+    ]
     for _ in range(draw(st.integers(1, 6))):
         one, other = draw(st.sampled_from(pool)), draw(st.sampled_from(pool))
         kind = draw(st.sampled_from(["permute", "sum", "times", "plus", "matmul", "reshape", "expand", "diagonal"]))

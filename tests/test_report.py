@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -185,6 +186,7 @@ class Snapshots(expecttest.TestCase):
       "scale": 0.25,
       "bias_is_finite": true
      },
+     "formula": "",
      "mask": "",
      "mask_reasons": [],
      "why": "expected at 0.8 of Inductor's latency",
@@ -253,6 +255,7 @@ class Snapshots(expecttest.TestCase):
      }
     }
    ],
+   "loops": [],
    "near_misses": [
     {
      "op": "attention",
@@ -386,7 +389,7 @@ def shown(module: fx.GraphModule) -> str:
 
 MATCH_KEYS = {
     "op", "kernel", "rewritten", "where", "graph", "attributes", "why", "reasons", "candidates", "validation",
-    "context", "guards", "mask", "mask_reasons",
+    "context", "guards", "mask", "mask_reasons", "formula",
 }  # fmt: skip
 VALIDATION_KEYS = {"ok", "error", "source_error", "grad_error", "cases", "reason", "origin", "seconds"}
 
@@ -404,7 +407,7 @@ def test_json_has_the_same_keys_whatever_happened():
         assert json.loads(json.dumps(report)) == report
         assert set(report) == {"schema_version", "graphs"}
         for graph in report["graphs"]:
-            assert set(graph) == {"graph_id", "matches", "near_misses", "events", "seconds"}
+            assert set(graph) == {"graph_id", "loops", "matches", "near_misses", "events", "seconds"}
             assert graph["matches"]
             for match in graph["matches"]:
                 assert set(match) == MATCH_KEYS
@@ -650,9 +653,10 @@ def test_the_structured_trace_holds_graphs_and_report(tmp_path):
 
 def test_a_fault_goes_into_the_log_with_its_traceback(monkeypatch):
     heard = []
-    monkeypatch.setattr(events.logger, "warning", lambda *args, **kwargs: heard.append((args, kwargs)))
+    monkeypatch.setattr(events.logger, "log", lambda *args, **kwargs: heard.append((args, kwargs)))
     error = ValueError("planted")
     events.record("CODE", "doing something", error)
-    ((text, *values), kwargs) = heard[0]
+    ((level, text, *values), kwargs) = heard[0]
+    assert level == logging.WARNING
     assert text % tuple(values) == "[CODE] doing something: ValueError: planted"
     assert kwargs["exc_info"] is error

@@ -37,7 +37,7 @@ def test_the_kernel_is_there_for_every_feature_and_dtype_on_a_cpu() -> None:
     assert op.features(given.attrs, facts).keys() <= spec.supports
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
 def test_any_structure_gives_what_the_reference_gives(seed: int) -> None:
     given = problem(seed)
     found = errors(run(given, rolled.scan, chunk=4), run(given, op.reference))
@@ -51,7 +51,9 @@ def test_every_decay_in_float32(decay: str | None, at: str) -> None:
     assert max(found.values()) < 2e-6, found
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.bfloat16, 2e-2), pytest.param(torch.float16, 3e-3, marks=pytest.mark.slow)]
+)
 def test_half_precision_is_computed_in_float32_and_rounded_once(dtype: torch.dtype, bound: float) -> None:
     given = problem(11, **KDA, B=2, H=1, T=33, K=8, V=19)
     leaves = given.in_dtype(dtype).leaves(dtype)

@@ -12,6 +12,7 @@ from torch import fx
 
 from lz_compile.passes.builder import EMITTED, provenance
 from lz_compile.passes.effects import Ambient, ambient_context
+from lz_compile.passes.loop_plan import Traces
 from lz_compile.passes.step_trace import traced
 from lz_compile.passes.view import tensor_of
 
@@ -64,6 +65,7 @@ class Batched:
     """Values of a step as tensors for all steps (``over_time``), or that are the same in every step."""
 
     around: Around
+    traces: Traces
     over_time: dict[fx.Node, fx.Node] = field(default_factory=dict)
     always: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -98,12 +100,15 @@ class Batched:
         inside = set(nodes)
         edge = sorted({each for node in nodes for each in node.all_input_nodes if each not in inside})
         results = [node for node in nodes if isinstance(node.meta["val"], torch.Tensor)]
-        segment = _segment(nodes, edge, results)
         places = [0 if node in self.over_time else None for node in edge]
         given = [self.over_time[node] if node in self.over_time else self.always[node] for node in edge]
-        function = torch.vmap(segment, in_dims=tuple(places)) if where is self.over_time else segment
         values = [_detached(node) for node in given]
-        whole = traced(function, values, self.around.ambient, self.around.mode)
+        key = (tuple(nodes), tuple((value.dtype, value.shape, value.stride()) for value in values))
+        if key not in self.traces:
+            segment = _segment(nodes, edge, results)
+            function = torch.vmap(segment, in_dims=tuple(places)) if where is self.over_time else segment
+            self.traces[key] = traced(function, values, self.around.ambient, self.around.mode)
+        whole = self.traces[key]
         where.update(zip(results, self._inserted(whole, given), strict=True))
 
     def _inserted(self, whole: fx.GraphModule, given: Sequence[fx.Node]) -> list[fx.Node]:

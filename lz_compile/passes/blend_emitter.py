@@ -149,7 +149,9 @@ class BlendEmitter:
         if gate is not None and not gate.logits.is_detached:
             weighing[gate.logits.node] = gate.logits.dims
         facts = BlendFacts(
-            *(product(axis.size for axis in run) for run in self.groups.all),
+            num_rows=product(axis.size for axis in self.groups.rows),
+            num_channels=product(axis.size for axis in self.groups.channels),
+            inner_size=product(axis.size for axis in self.groups.inner),
             num_classes=1 if gate is None else product(axis.size for axis in gate.logits.classes),
             dtype=tensor_of(self.seed.node).dtype,  # type: ignore[union-attr]  # a seed is a tensor
             device=tensor_of(self.output).device.type,  # type: ignore[union-attr]  # so is a result
@@ -263,7 +265,11 @@ def group(output: fx.Node, dims: Dims, alpha: set[Axis], rows: set[Axis], channe
     places = {axis: place for place, axis in enumerate(order)}
     if channels:
         start, stop = _run(places, channels)
-        if stop - start != len(channels) or any(places[axis] >= stop for axis in alpha) or _run(places, rows)[1] > start:
+        if (
+            stop - start != len(channels)
+            or any(places[axis] >= stop for axis in alpha)
+            or _run(places, rows)[1] > start
+        ):
             return None
         return Groups(order[:start], order[start:stop], order[stop:])
     if rows:

@@ -11,7 +11,8 @@ from lz_compile.passes.activations import is_read
 from lz_compile.passes.algebra import is_cast, is_constant
 from lz_compile.passes.axes import product, shape_of
 from lz_compile.passes.blend_gate import Gates
-from lz_compile.passes.blend_ranks import Ranks, piece
+from lz_compile.passes.blend_pieces import piece
+from lz_compile.passes.blend_ranks import Ranks
 from lz_compile.passes.blend_terms import ANCHORS, Sums, Terms, is_one, plus, weights
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.effects import Effects, grad_enabled
@@ -153,7 +154,12 @@ class Forms:
             return True
         if not form.factors or not all(self._is_given(factor) for factor in form.factors):
             return False
-        return form.is_isolated or not form.is_residual or all(_is_number_like(each) for each in form.factors)
+        if not form.is_residual:
+            return True
+        size = product(shape_of(tensor_of(form.seed)))  # type: ignore[arg-type]  # a seed is a tensor
+        if any(_is_row(factor, size) for factor in form.factors):  # the product of two tensors
+            return False
+        return form.is_isolated or all(_is_number_like(each) for each in form.factors)
 
     def _is_detached(self, node: fx.Node) -> bool:
         """Whether a value was cut off from its gradient: by ``detach``, or as ``data``."""
@@ -193,5 +199,3 @@ def _is_number_like(node: fx.Node) -> bool:
     """Whether a weight is one number, or a row of them."""
     tensor = tensor_of(node)
     return tensor is None or (tensor.is_floating_point() and sum(size != 1 for size in tensor.shape) <= 1)
-
-

@@ -11,7 +11,8 @@ from torch import fx
 from lz_compile.passes.activations import AT_LEAST, AT_MOST, BENDS, Rule, is_read
 from lz_compile.passes.algebra import Leaf, Region, constant_value, is_cast, tidy
 from lz_compile.passes.axes import Axis, Dims, resolve, shape_of
-from lz_compile.passes.blend_ranks import Rank, Ranks, piece
+from lz_compile.passes.blend_pieces import piece
+from lz_compile.passes.blend_ranks import Rank, Ranks
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.projections import rearranges
 from lz_compile.passes.view import Call, tensor_of
@@ -86,7 +87,9 @@ class Gates:
         call = self.effects.calls.get(node)
         if call is None or call.is_inplace or tensor_of(node) is None:
             return False
-        is_moved = is_cast(call) or rearranges(call) or call.name == "detach" or _only_place(self.effects, call) is not None
+        is_moved = (
+            is_cast(call) or rearranges(call) or call.name == "detach" or _only_place(self.effects, call) is not None
+        )
         if not is_read(call) and not is_moved:
             return False
         return any(self.depends(each) for each in node.all_input_nodes)
@@ -149,7 +152,7 @@ def _only_one(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
 def _only_place(effects: Effects, call: Call) -> tuple[int, bool] | None:
     """The dimension of which a call takes the only element, and whether it stays."""
     picked, tensor = piece(effects, call), tensor_of(call.input)
-    if picked is None or tensor is None or picked[0] is not call.input or shape_of(tensor)[picked[1]] != 1:
+    if picked is None or tensor is None or picked[0] is not call.input or picked[5] or shape_of(tensor)[picked[1]] != 1:
         return None
     return picked[1], picked[3]
 

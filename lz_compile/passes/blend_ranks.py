@@ -13,6 +13,7 @@ from torch import fx
 from lz_compile.passes import layout
 from lz_compile.passes.algebra import constant_value, is_cast
 from lz_compile.passes.axes import Dims, LayoutError, fresh, resolve, shape_of
+from lz_compile.passes.blend_pieces import argument, piece
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.view import Call, tensor_of, value_of
 
@@ -26,7 +27,7 @@ class Rank:
     """``largest * first + second * second largest`` of ``source`` along ``dim``; ``nodes`` are all that it is made of.
 
     With ``is_distinct`` the second largest is the largest of those that differ from the largest. ``is_spelled`` says that
-    the source names the number of elements.
+    the source names the number of elements, ``inserted`` are dimensions of one that the value has besides.
     """
 
     source: fx.Node
@@ -35,12 +36,14 @@ class Rank:
     second: int
     keeps_dim: bool
     nodes: frozenset[fx.Node]
+    inserted: tuple[int, ...] = ()
     is_distinct: bool = False
     is_sorted: bool = False
     is_spelled: bool = False
 
     def of_source(self, dims: Dims, classes: Dims) -> Dims:
         """The dims of the source, given those of this value, and those of the class dimension."""
+        dims = tuple(dim for place, dim in enumerate(dims) if place not in self.inserted)
         rest = (*dims[: self.dim], *dims[self.dim + self.keeps_dim :])
         return (*rest[: self.dim], *classes, *rest[self.dim :])
 
@@ -109,19 +112,19 @@ class Ranks:
         source = tensor_of(call.input)
         if source is None or call.name not in ("topk", "sort", "msort"):
             return None
-        dim = _argument(call, "dim", "#2" if call.name == "topk" else "#1", 0 if call.name == "msort" else -1)
+        dim = argument(call, "dim", "#2" if call.name == "topk" else "#1", 0 if call.name == "msort" else -1)
         if not isinstance(dim, int) or not source.dim():
             return None
         dim %= source.dim()
         extent = shape_of(source)[dim]
         size = extent if isinstance(extent, int) else 0
         if call.name == "topk":
-            count = _argument(call, "k", "#1", 0)
-            is_plain = _argument(call, "largest", "#3", True) is True and _argument(call, "sorted", "#4", True) is True
+            count = argument(call, "k", "#1", 0)
+            is_plain = argument(call, "largest", "#3", True) is True and argument(call, "sorted", "#4", True) is True
             if not is_plain or not isinstance(count, int) or count < 2:
                 return None
             places, size = {0: 0, 1: 1, -count: 0, 1 - count: 1}, count
-        elif call.name == "sort" and _argument(call, "descending", "#2", False) is True:
+        elif call.name == "sort" and argument(call, "descending", "#2", False) is True:
             places = {0: 0, 1: 1} | ({-size: 0, 1 - size: 1} if size else {})
         else:
             places = {-1: 0, -2: 1} | ({size - 1: 0, size - 2: 1} if size else {})
@@ -135,7 +138,7 @@ class Ranks:
         picked = piece(self.effects, call)
         if picked is None:
             return None
-        values, dim, start, keeps_dim, nodes = picked
+        values, dim, start, keeps_dim, nodes, inserted = picked
         ordered = self._sorted(values)
         if ordered is None or ordered[0].dim != dim or start not in ordered[1]:
             return None
@@ -147,17 +150,18 @@ class Ranks:
             second=int(not is_first),
             keeps_dim=keeps_dim,
             nodes=rank.nodes | nodes,
+            inserted=inserted,
             is_spelled=start not in (0, 1, -1, -2),
         )
 
     def _difference(self, call: Call) -> Rank | None:
         """``diff`` of the two largest: the second minus the first."""
         ordered = self._sorted(call.input)
-        dim = _argument(call, "dim", "#2", -1)
+        dim = argument(call, "dim", "#2", -1)
         given = tensor_of(call.input)
         if ordered is None or given is None or dim % given.dim() != ordered[0].dim or shape_of(given)[dim] != 2:
             return None
-        if _argument(call, "n", "#1", 1) != 1 or {"prepend", "append"} & call.arguments.keys():
+        if argument(call, "n", "#1", 1) != 1 or {"prepend", "append"} & call.arguments.keys():
             return None
         sign = -1 if ordered[1].get(0) == 0 else 1
         rank = ordered[0]
@@ -165,18 +169,20 @@ class Ranks:
 
     def _kth(self, call: Call, values: Call) -> Rank | None:
         """``kthvalue``, which counts from the smallest."""
-        source, count = tensor_of(call.input), _argument(call, "k", "#1", 0)
-        dim = _argument(call, "dim", "#2", -1)
+        source, count = tensor_of(call.input), argument(call, "k", "#1", 0)
+        dim = argument(call, "dim", "#2", -1)
         if source is None or not source.dim() or not isinstance(dim, int) or not isinstance(count, int):
             return None
         dim %= source.dim()
         size = shape_of(source)[dim]
         if not isinstance(size, int) or size < 2 or size - count not in (0, 1):
             return None
-        keeps_dim = _argument(call, "keepdim", "#3", False) is True
+        keeps_dim = argument(call, "keepdim", "#3", False) is True
         is_first = size == count
         nodes = frozenset({call.node, values.node})
-        return Rank(call.input, dim, int(is_first), int(not is_first), keeps_dim, nodes, False, True, True)
+        return Rank(
+            call.input, dim, int(is_first), int(not is_first), keeps_dim, nodes, is_sorted=True, is_spelled=True
+        )
 
     # ---- maxima ------------------------------------------------------------------------------------------------
 
@@ -200,8 +206,8 @@ class Ranks:
         if call is None:
             return None
         if call.name == "scatter":
-            index, fill = call.arguments.get("#2", call.get("index")), _argument(call, "value", "#3", call.get("src"))
-            place = _argument(call, "dim", "#1", None)
+            index, fill = call.arguments.get("#2", call.get("index")), argument(call, "value", "#3", call.get("src"))
+            place = argument(call, "dim", "#1", None)
             found = self._place(index, dim) if isinstance(place, int) and place % _rank_of(node) == dim else None
             source = self._copied(call.input)
             is_it = found is not None and found[0] is source and self._is_bottom(fill, node)
@@ -222,7 +228,7 @@ class Ranks:
         return None
 
     def _second(self, source: fx.Node, dim: int, nodes: frozenset[fx.Node], is_distinct: bool) -> Rank:
-        return Rank(source, dim, 0, 1, False, nodes, is_distinct)
+        return Rank(source, dim, 0, 1, False, nodes, is_distinct=is_distinct)
 
     def _copied(self, node: Any) -> fx.Node | None:
         call = self._call(node)
@@ -239,9 +245,7 @@ class Ranks:
         lowest = torch.finfo(tensor.dtype).min if tensor is not None and tensor.is_floating_point() else -math.inf
         return number <= max(_BOTTOM, lowest / 2)
 
-    def _marks_largest(
-        self, mask: fx.Node, source: fx.Node, dim: int
-    ) -> tuple[bool, frozenset[fx.Node], bool] | None:
+    def _marks_largest(self, mask: fx.Node, source: fx.Node, dim: int) -> tuple[bool, frozenset[fx.Node], bool] | None:
         """Whether a mask is True (or False) at the largest; the nodes that it is made of; whether it marks every one."""
         call = self._call(mask)
         if call is None:
@@ -263,10 +267,10 @@ class Ranks:
                 if place is not None and place[0] is source and self._counts(first, source, dim):
                     return is_true, place[1] | {mask}, False
             return self._is_hot(call, other, source, dim) if is_true else None
-        if call.name == "scatter" and _argument(call, "value", "#3", None) in (True, 1):
+        if call.name == "scatter" and argument(call, "value", "#3", None) in (True, 1):
             start, place = self._call(call.input), self._place(call.arguments.get("#2", call.get("index")), dim)
             is_zero = start is not None and constant_value(start) == 0
-            along = _argument(call, "dim", "#1", None)
+            along = argument(call, "dim", "#1", None)
             if is_zero and place is not None and place[0] is source and along % _rank_of(mask) == dim:
                 return True, place[1] | {mask}, False
         return self._hot(mask, source, dim)
@@ -286,9 +290,7 @@ class Ranks:
         place = self._place(call.input, dim, keeps_dim=False)
         return None if place is None or place[0] is not source else (True, place[1] | {node}, False)
 
-    def _place(
-        self, node: Any, dim: int, *, keeps_dim: bool = True
-    ) -> tuple[fx.Node, frozenset[fx.Node]] | None:
+    def _place(self, node: Any, dim: int, *, keeps_dim: bool = True) -> tuple[fx.Node, frozenset[fx.Node]] | None:
         """The tensor of whose largest element along ``dim`` a value is the index."""
         nodes: set[fx.Node] = set()
         call = self._call(node)
@@ -309,8 +311,8 @@ class Ranks:
             nodes.add(call.node)
         elif call.name != "argmax":
             return None
-        along = _argument(call, "dim", "#1", None)
-        is_kept |= _argument(call, "keepdim", "#2", False) is True
+        along = argument(call, "dim", "#1", None)
+        is_kept |= argument(call, "keepdim", "#2", False) is True
         if not isinstance(along, int) or not isinstance(call.input, fx.Node) or is_kept is not keeps_dim:
             return None
         return (call.input, frozenset(nodes)) if along % _rank_of(call.input) == dim else None
@@ -343,6 +345,7 @@ class Ranks:
                 return None
             passed.add(node)
             node, given = call.input, inner
+        given = tuple(dim for place, dim in enumerate(given) if place not in rank.inserted)
         own = (*given[: rank.dim], *given[rank.dim + rank.keeps_dim :])
         if rank.source is not source or rank.dim != dim or resolve(own) != resolve(wanted):
             return None
@@ -369,7 +372,9 @@ class Ranks:
         read = self._marks_largest(total.input, largest.source, largest.dim)
         if read is None or read[0] is not True or not read[2] or along % _rank_of(largest.source) != largest.dim:
             return None
-        shapes = {shape_of(tensor) for tensor in map(tensor_of, (call.node, condition, chosen, other)) if tensor is not None}
+        shapes = {
+            shape_of(tensor) for tensor in map(tensor_of, (call.node, condition, chosen, other)) if tensor is not None
+        }
         if len(shapes) != 1:
             return None
         nodes = largest.nodes | rest.nodes | read[1] | {call.node, compared.node, total.node, chosen, other}
@@ -390,67 +395,6 @@ def _aligned(dims: Dims, node: fx.Node) -> Dims:
     shape = shape_of(tensor_of(node))  # type: ignore[arg-type]  # it is compared with a tensor
     tail = dims[len(dims) - len(shape) :]
     return tuple(() if size == 1 else dim for dim, size in zip(tail, shape, strict=True))
-
-
-def piece(effects: Effects, call: Call) -> tuple[Any, int, int, bool, frozenset[fx.Node]] | None:
-    """One position along a dimension: the tensor, the dimension, the position, whether the dimension stays, all nodes."""
-    source, own = tensor_of(call.input), frozenset({call.node})
-    if call.name == "select" and source is not None:
-        dim, index = call.get("dim"), call.get("index")
-        return (call.input, dim % source.dim(), index, False, own) if isinstance(index, int) else None
-    if call.name == "narrow" and source is not None and call.get("length") == 1:
-        start = call.get("start")
-        return (call.input, call.get("dim") % source.dim(), start, True, own) if isinstance(start, int) else None
-    if call.name != "getitem":
-        return None
-    if source is not None:
-        found = _indexed(call.arguments.get("#1"), source)
-        return None if found is None else (call.input, *found, own)
-    outer = effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
-    index = call.arguments.get("#1")
-    whole = None if outer is None else tensor_of(outer.input)
-    if outer is None or whole is None or not isinstance(index, int) or not whole.dim():
-        return None
-    own |= {outer.node}
-    dim = outer.get("dim", outer.arguments.get("#1" if outer.name == "unbind" else "#2", 0)) % whole.dim()
-    count = shape_of(whole)[dim]
-    if outer.name == "unbind":
-        return outer.input, dim, index, False, own
-    parts = outer.arguments.get("#1", outer.get("chunks", outer.get("split_size_or_sections", outer.get("split_size"))))
-    is_single = parts == count if outer.name == "chunk" else parts in (1, [1] * _number(count), (1,) * _number(count))
-    if outer.name in ("chunk", "split", "split_with_sizes", "tensor_split") and is_single:
-        return outer.input, dim, index, True, own
-    return None
-
-
-def _number(size: Any) -> int:
-    return size if isinstance(size, int) else 0
-
-
-def _indexed(index: Any, source: torch.Tensor) -> tuple[int, int, bool] | None:
-    """The dimension, the position, and whether the dimension stays, of an index that takes one position."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    if any(not (item is Ellipsis or isinstance(item, (int, slice))) for item in items):
-        return None
-    if Ellipsis in items:
-        at = items.index(Ellipsis)
-        items[at : at + 1] = [slice(None)] * (source.dim() - len(items) + 1)
-    found = [(dim, item) for dim, item in enumerate(items) if item != slice(None)]
-    if len(found) != 1:
-        return None
-    ((dim, item),) = found
-    if isinstance(item, int):
-        return dim, item, False
-    start, stop, size = item.start or 0, item.stop, shape_of(source)[dim]
-    if item.step not in (None, 1) or not isinstance(start, int):
-        return None
-    if stop is None and (start == -1 or size == start + 1):
-        return dim, start, True
-    return (dim, start, True) if isinstance(stop, int) and stop == start + 1 else None
-
-
-def _argument(call: Call, name: str, position: str, default: Any) -> Any:
-    return call.get(name, call.arguments.get(position, default))
 
 
 def _rank_of(node: fx.Node) -> int:

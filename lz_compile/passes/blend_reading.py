@@ -48,7 +48,11 @@ class Blend:
 
     def inputs_of(self, leaf: Leaf) -> list[fx.Node]:
         """The nodes at the edge from which a leaf is computed."""
-        return [node for node in self.edges if node in reached(leaf.node, self.edges)] if leaf.node in self.again else [leaf.node]
+        return (
+            [node for node in self.edges if node in reached(leaf.node, self.edges)]
+            if leaf.node in self.again
+            else [leaf.node]
+        )
 
 
 def read_blend(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Found:
@@ -66,7 +70,9 @@ def read_blend(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> F
             f"gradients flow to the host {form.host.name} as well as to the seed {form.seed.name}",
             f"blend with {form.host.name}.detach()",
         )
-    kinds = [found] if found.weights.gate is None else [found, replace(found, weights=replace(found.weights, gate=None))]
+    kinds = (
+        [found] if found.weights.gate is None else [found, replace(found, weights=replace(found.weights, gate=None))]
+    )
     for blend in kinds:
         for output in (_softmax_after(effects, anchor), anchor):
             if output is None:
@@ -229,9 +235,7 @@ def _finish(effects: Effects, forms: Forms, blend: Blend, output: fx.Node) -> Fo
         compute_dtype=_widest(core, set(edges)),
         out_dtype=tensor_of(output).dtype,  # type: ignore[union-attr]  # an output is a tensor
     )
-    emitter = BlendEmitter(
-        blend.host, blend.seed, weights, groups, output, blend.dims, attrs, blend.edges, blend.again
-    )
+    emitter = BlendEmitter(blend.host, blend.seed, weights, groups, output, blend.dims, attrs, blend.edges, blend.again)
     return emitter, core, {**read, output: blend.dims}
 
 

@@ -109,6 +109,7 @@ class _Expansion:
     depth: int = 0
 
     def of(self, node: fx.Node) -> Terms:
+        """The terms of a node."""
         if node not in self._found:
             first = self.sums.first(node)
             call = self.sums.effects.calls[node]

@@ -34,7 +34,7 @@ def chunked_forms(graph: fx.Graph, effects: Effects, known: Collection[fx.Node])
         if call is None or call.name != "cumsum" or tensor is None or not tensor.is_floating_point():
             continue
         follows = _followed(node, effects)
-        names = {(effects.calls[each].name if effects.calls[each] else "") for each in follows}
+        names = {call.name for call in map(effects.calls.__getitem__, follows) if call is not None}
         is_product = bool(names & contraction.PRODUCTS or names & _SOLVERS)
         if names & _EXPONENTIALS and is_product and follows.isdisjoint(known):
             if seen.isdisjoint(follows):

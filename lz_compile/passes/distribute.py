@@ -17,11 +17,10 @@ from torch import fx
 
 from lz_compile.passes.batched import Around, Batched
 from lz_compile.passes.effects import Ambient, Effects, grad_enabled
-from lz_compile.passes.indicators import indicators_of
-from lz_compile.passes.loop_plan import Part, Plan, plan_of
+from lz_compile.passes.loop_plan import Part, Plan
 from lz_compile.passes.match import NearMiss, RefusedError
-from lz_compile.passes.step_form import read_step
-from lz_compile.passes.step_trace import SCAN, ScanCall, scan_call, trace_step
+from lz_compile.passes.scan_reading import Readings
+from lz_compile.passes.step_trace import SCAN, ScanCall, scan_call
 from lz_compile.passes.view import tensor_of, where_of
 
 aten = torch.ops.aten
@@ -48,12 +47,13 @@ def distribute(graph: fx.Graph) -> Iterator[Distributed | NearMiss]:
     """
     scans = [node for node in graph.nodes if node.target is SCAN and node.users]
     effects = Effects(graph) if scans else None
+    readings = Readings(follows_masks=True)
     for node in scans:
         call = scan_call(node)
         if call is None or effects is None:
             continue
         try:
-            plan = _plan(call, effects.ambient(node))
+            plan = readings.plan(call, effects.ambient(node))
         except RefusedError:
             continue  # the recogniser says why
         if not plan.pays or not plan.is_apart:
@@ -70,17 +70,12 @@ def why_unknown(node: fx.Node) -> NearMiss | None:
     try:
         if call is None:
             raise RefusedError("STEP_OPAQUE", "a loop reads or carries something that is no tensor", "carry tensors")
-        plan = _plan(call, Effects(node.graph).ambient(node))
+        plan = Readings(follows_masks=True).plan(call, Effects(node.graph).ambient(node))
         if plan.pays:
             return None
         raise plan.refusal
     except RefusedError as refusal:
         return NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
-
-
-def _plan(call: ScanCall, ambient: Ambient) -> Plan:
-    step = trace_step(call, ambient)
-    return plan_of(read_step(step, indicators_of(call, step)))
 
 
 def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:
@@ -145,7 +140,7 @@ class _Loop:
         self.around = around
         step = plan.form.step
         self.step = step
-        self.batched = Batched(around, dict(zip(step.slices, call.xs, strict=True)))
+        self.batched = Batched(around, plan.traces, dict(zip(step.slices, call.xs, strict=True)))
         self.batched.always.update(zip(step.given, call.given, strict=True))
         self.final: dict[int, fx.Node] = {}
         self.masks = {node: around.call(aten.ne.Scalar, (self._given(node), 0)) for node in plan.form.indicators}

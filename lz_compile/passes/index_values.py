@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from lz_compile.passes.index_sum import IDENTITY, Atom, Factor, IndexSum, Term, mapped
+from lz_compile.passes.index_sum import IndexSum, mapped
+from lz_compile.passes.index_terms import IDENTITY, Atom, Factor, Term
 
 _MAX_MASKS = 4
 #: In the order of a result, the place of time.

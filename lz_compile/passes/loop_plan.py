@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from torch import fx
 
@@ -34,12 +35,17 @@ class Part:
     is_delay: bool = False
 
 
+#: Operations for all steps at once, by the operations of a step and what is known of their operands.
+Traces: TypeAlias = "dict[Any, fx.GraphModule]"
+
+
 @dataclass
 class Plan:
-    """The parts of a loop, in the order in which they run."""
+    """The parts of a loop, in the order in which they run; ``traces`` are those of what is computed around them."""
 
     form: StepForm
     parts: list[Part] = field(default_factory=list)
+    traces: Traces = field(default_factory=dict)
 
     @property
     def is_apart(self) -> bool:

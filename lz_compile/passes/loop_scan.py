@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.effects import grad_enabled
-from lz_compile.passes.loop_reading import Loop
+from lz_compile.passes.loop_facts import Loop
 from lz_compile.passes.loop_search import is_number
 from lz_compile.passes.loop_step_graph import Emitter, StepGraph
 from lz_compile.passes.loop_streams import Place, numbers, stacked

@@ -276,7 +276,9 @@ def _dims(output: fx.Node, leaves: Sequence[fx.Node]) -> dict[fx.Node, Dims]:
     """One axis for each dimension of the output, and the same for the leaves where they do not broadcast."""
     shape = [as_size(size) for size in tensor_of(output).shape]  # type: ignore[union-attr]
     axes = [Axis(size) for size in shape]
-    found = {output: tuple(() if size == 1 else (axis,) for size, axis in zip(shape, axes, strict=True))}
+    found: dict[fx.Node, Dims] = {
+        output: tuple(() if size == 1 else (axis,) for size, axis in zip(shape, axes, strict=True))
+    }
     for leaf in leaves:
         sizes = [as_size(size) for size in tensor_of(leaf).shape]  # type: ignore[union-attr]
         found[leaf] = tuple(() if size == 1 else (axis,) for size, axis in zip(sizes, axes, strict=True))

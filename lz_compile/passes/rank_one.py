@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from lz_compile.passes.index_sum import Dims, Factor, IndexSum, Term, mapped
+from lz_compile.passes.index_sum import Dims, IndexSum, mapped
+from lz_compile.passes.index_terms import Factor, Term
 
 #: A number times two products of disjoint indices.
 Product: TypeAlias = "tuple[Term, Term, float]"

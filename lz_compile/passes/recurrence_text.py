@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from lz_compile.passes.index_sum import IDENTITY, Atom, IndexSum, Term, mapped
+from lz_compile.passes.index_sum import IndexSum, mapped
+from lz_compile.passes.index_terms import IDENTITY, Atom, Term
 from lz_compile.passes.transition import Read, Transition
 
 _BATCH, _KEYS, _VALUES, _EXTRAS, _BOUND = "bhgnm", "kij", "vw", "qpr", "xyzst"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from lz_compile.passes.effects import Ambient, Effects
-from lz_compile.passes.loop_reading import Loop, read_loop
+from lz_compile.passes.loop_facts import Loop, read_loop
 from lz_compile.passes.loop_search import LEAST_STEPS, Program, Run, phases, runs
 from lz_compile.passes.loop_steps import Grid, Steps, parameters_of
 from lz_compile.passes.loop_versions import Versions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import fx
 from lz_compile.lowering.ops.scan import DecayKind, ScanAttrs, ScanFacts, ScanStructure
 from lz_compile.passes.axes import Axis, Size
 from lz_compile.passes.builder import Builder
-from lz_compile.passes.index_sum import Atom, IndexSum, Term
+from lz_compile.passes.index_sum import IndexSum, mapped
+from lz_compile.passes.index_terms import Atom, Factor, Term
 from lz_compile.passes.index_values import TIME, Source, Values
 from lz_compile.passes.transition import Read, Transition
 from lz_compile.passes.view import tensor_of
@@ -59,9 +61,9 @@ class ScanEmitter:
             found["decay"] = values.of(move.decay, (batch, heads, (TIME,), keys, columns))
         if move.updates:
             found["left"] = self._stacked([u.left for u in move.updates], values, keys)
-            found["right"] = self._stacked([u.right for u in move.updates], values, columns)
+            found["right"] = self._stacked([_masked(u.right, u.left) for u in move.updates], values, columns)
         if any(update.erase is not None for update in move.updates):
-            found["erase"] = self._stacked([u.erase for u in move.updates], values, keys)
+            found["erase"] = self._stacked([_masked(u.erase, u.left) for u in move.updates], values, keys)
         if move.drive is not None:
             found["drive"] = values.of(move.drive, (batch, heads, (TIME,), keys, columns))
         query = self._query(values)
@@ -224,6 +226,23 @@ class ScanEmitter:
         if own & set(move.keys):
             return "full" if own & set(move.values) else "key"
         return "value" if own & set(move.values) else "scalar"
+
+
+def _masked(part: IndexSum | None, left: IndexSum) -> IndexSum | None:
+    """Zero wherever a mask alone makes ``left`` zero: what is left out there may be NaN, and zero times NaN is not zero."""
+    if part is None:
+        return None
+    for mask in sorted({factor for term in left.terms for factor in term.of("mask")}):
+        whole = IndexSum(part.dims, {Term((mask,)): 1.0})
+        if all(mask in term.factors for term in left.terms):
+            part = part.times(whole)
+        elif not mapped(left, partial(_where, mask)).terms:
+            part = part.plus(part.times(whole), -1)
+    return part
+
+
+def _where(mask: Factor, term: Term) -> Term:
+    return term.without([mask]) if mask in term.factors else term
 
 
 def _joined(rows: Sequence[Any], dim: int) -> Any:

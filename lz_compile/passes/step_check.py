@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.index_sum import Atom, IndexSum
+from lz_compile.passes.index_sum import IndexSum
+from lz_compile.passes.index_terms import Atom
 from lz_compile.passes.index_values import Source, Values
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.step_form import StepForm, between
 from lz_compile.passes.transition import Transition
 
 #: States with more elements than this are left to the proof of the rewrite.
-_LARGEST = 1 << 24
+_LARGEST = 1 << 22
 _TOLERANCE = 1e-9
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.index_sum import Atom, IndexSum, UnreadableError
+from lz_compile.passes.index_sum import IndexSum
+from lz_compile.passes.index_terms import Atom, UnreadableError
 from lz_compile.passes.step_rules import LOGICAL, OF_TRUTH_VALUES, RULES, Rule, as_sum, shape_of
 from lz_compile.passes.step_trace import Step
 
@@ -92,7 +93,7 @@ def between(wanted: fx.Node, edge: set[fx.Node]) -> list[fx.Node]:
 
 def _homes(step: Step) -> tuple[tuple[tuple[int, ...], ...], dict[fx.Node, int]]:
     """The components, and the one that every node belongs to. A state that never changes is none."""
-    changing = [i for i, state in enumerate(step.states) if step.carried[i] is not state]
+    changing = [i for i, state in enumerate(step.states) if _origin(step.carried[i]) is not state]
     depends: dict[fx.Node, frozenset[int]] = {step.states[i]: frozenset({i}) for i in changing}
     for node in step.graph.nodes:
         if node not in depends:
@@ -111,6 +112,13 @@ def _homes(step: Step) -> tuple[tuple[tuple[int, ...], ...], dict[fx.Node, int]]
         left = [j for j in left if j not in component]
     where = {state: place for place, component in enumerate(order) for state in component}
     return tuple(order), {node: max((where[i] for i in found), default=FREE) for node, found in depends.items()}
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What a tensor is a copy of."""
+    while node.target in (aten.clone.default, aten.alias.default):
+        (node,) = node.all_input_nodes
+    return node
 
 
 def _is_delay(step: Step, states: tuple[int, ...]) -> bool:

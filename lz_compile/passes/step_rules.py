@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lz_compile.passes.index_sum import IndexSum, UnreadableError
+from lz_compile.passes.index_sum import IndexSum
+from lz_compile.passes.index_terms import UnreadableError
 
 aten = torch.ops.aten
 Value: TypeAlias = "IndexSum | float"

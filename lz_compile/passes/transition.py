@@ -15,16 +15,8 @@ from typing import Literal
 
 from torch import fx
 
-from lz_compile.passes.index_sum import (
-    IDENTITY,
-    Atom,
-    Factor,
-    IndexSum,
-    Term,
-    UnreadableError,
-    normal_term,
-    substituted,
-)
+from lz_compile.passes.index_sum import IndexSum, substituted
+from lz_compile.passes.index_terms import IDENTITY, Atom, Factor, Term, UnreadableError, normal_term
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.rank_one import Product, paired, products_of
 from lz_compile.passes.step_form import StepForm, between

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from lz_compile.passes.loop_reading import Loop, emitter_of
+from lz_compile.passes.loop_facts import Loop, emitter_of
 from lz_compile.passes.loop_scan import emit_scan
 from lz_compile.passes.loop_step_graph import Emitter
 

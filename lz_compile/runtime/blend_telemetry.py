@@ -30,9 +30,9 @@ _PERCENTILE = 0.95
 class BlendTelemetry:
     """The figures of one batch.
 
-    ``alpha_sparsity`` is the share of weights that are zero, ``clamped_fraction`` that of weights which a bound or cap changed;
-    ``gate_mean`` is NaN without a gate. ``kernel_ms`` is that of calls which are not compiled into something larger, None for
-    others: there a blend has no time of its own.
+    ``alpha_sparsity`` is the share of weights that are zero, ``clamped_fraction`` that of weights which a bound or cap
+    changed; ``gate_mean`` is NaN without a gate. ``kernel_ms`` is that of calls which are not compiled into something larger,
+    telemetry included, and None for others: there a blend has no time of its own.
     """
 
     blend_mode: str
@@ -101,7 +101,7 @@ class Reader:
         self._read_clock()
         if values is None:
             return None
-        found = BlendTelemetry(mode, *values, kernel_ms=self.kernel_ms)
+        found = BlendTelemetry(mode, **dict(zip(FIGURES, values, strict=True)), kernel_ms=self.kernel_ms)
         if math.isnan(found.alpha_mean):
             events.record("BLEND_ALPHA_NAN", f"alpha of a {mode} blend is NaN", level=logging.CRITICAL)
         events.record("BLEND_TELEMETRY", json.dumps(found.to_dict()), level=logging.DEBUG)

@@ -94,7 +94,7 @@ INLINE Block product(const Block& a, const Block& x) {
 
 // Takes the gradient of the state after a step to that of the state before it, for some columns.
 template <bool kFirst>
-INLINE void reverse(const Problem& p, const Gradients& g, const Rows& rows, Sums& sums_of, const Place& at,
+INLINE void reverse(const Problem& p, const Gradients& g, const Rows rows, const Sums sums_of, const Place& at,
                     const Target& target, const Block* before, const Block* after, const Block* written, Block* gradient) {
   Block of_reads[Q1], of_right[R1], put_there[R1];
   const OutT* given = g.reads.at(at.b, at.h, at.t) + at.column * g.reads.s[4];

@@ -14,7 +14,7 @@ from lz_compile.lowering.cpp.step import STEP
 from lz_compile.lowering.cpp.vectors import ELEMENTS, vectors
 from lz_compile.lowering.ops.scan import OPERANDS, DecayKind
 
-#: A block of columns has at most so many registers: twice as many, and one more, are in use at once.
+#: A block of columns has at most so many registers: three or four blocks are in use at once.
 MAX_VECTORS = 4
 #: What a block costs beside its registers, in registers.
 BLOCK_COST = 2

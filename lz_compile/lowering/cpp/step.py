@@ -111,7 +111,7 @@ INLINE void look(const Rows& rows, int64_t i, const Block& x, Block* found) {
 
 // Takes the columns of a state one step on; `written` is what is put under each key, `reads` what the queries find.
 template <bool kReads>
-INLINE void advance(const Problem& p, const Rows& rows, const Place& at, const Block* from, Block* to, Block* written,
+INLINE void advance(const Problem& p, const Rows rows, const Place& at, const Block* from, Block* to, Block* written,
                     Block* reads) {
   Block put[R1], found[Q1];
   for (int64_t r = 0; r < R; ++r) {

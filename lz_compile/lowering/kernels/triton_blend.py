@@ -24,7 +24,7 @@ def blend(
     *,
     attrs: BlendAttrs,
 ) -> torch.Tensor:
-    """A blend in the op's canonical layout (see ``lowering/ops/blend.py``), without softmax and a weight of the host's own."""
+    """A blend in the op's canonical layout (see ``lowering/ops/blend.py``), without softmax and the host's own weight."""
     assert host_weight is None, "lz.triton_blend is given a weight for the host"
     assert (attrs.normalised, attrs.is_distinct) == ("none", False), "lz.triton_blend is asked for a softmax"
     if attrs.mode == "margin":
@@ -33,7 +33,7 @@ def blend(
         return margins
     assert host is not None, "a blend has a host"
     assert seed is not None, "a blend has a seed"
-    weight = alpha if isinstance(alpha, torch.Tensor) or hasattr(alpha, "dtype") else seed.new_full((), alpha)
+    weight = seed.new_full((), alpha) if isinstance(alpha, (int, float)) else alpha
     wide = torch.promote_types(attrs.compute_dtype, torch.float32)
     numbers = [
         _number(each, seed, wide)

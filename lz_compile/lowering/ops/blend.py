@@ -250,13 +250,17 @@ class Sample:
                 top = operands["logits"].topk(2, dim=-1).values
                 margin = top[:, 0] - top[:, 1]
                 if self.attrs.mode == "margin":
-                    return margin
+                    found: torch.Tensor = margin
+                    return found
                 scaled = operands["gain"] * margin - operands["offset"]
                 operands["alpha"] = (operands["alpha"] * torch.sigmoid(scaled)[:, None, None]).clamp(0.0, 1.0)
-            host, seed, alpha = operands["host"], operands["seed"], operands["alpha"]
+            host: torch.Tensor = operands["host"]
+            seed: torch.Tensor = operands["seed"]
+            alpha: torch.Tensor = operands["alpha"]
             if self.attrs.is_residual:
                 return host + alpha * seed
-            blended = alpha * seed + (operands["host_weight"] if self.attrs.has_host_weight else 1 - alpha) * host
+            of_host: torch.Tensor = operands["host_weight"] if self.attrs.has_host_weight else 1 - alpha
+            blended = alpha * seed + of_host * host
             return blended if self.attrs.normalised == "none" else torch.softmax(blended, 1)
 
         return run

@@ -20,11 +20,11 @@ CLASSES = 2048
 @triton.jit
 def _second(first_a, second_a, first_b, second_b):
     """The two largest of two pairs; NaN counts as the largest."""
-    is_a = (first_a > first_b) | (first_a != first_a)
+    is_a = (first_a > first_b) | (first_a != first_a)  # noqa: PLR0124 NaN
     first = tl.where(is_a, first_a, first_b)
     other = tl.where(is_a, first_b, first_a)
     rest = tl.where(is_a, second_a, second_b)
-    return first, tl.where((other > rest) | (other != other), other, rest)
+    return first, tl.where((other > rest) | (other != other), other, rest)  # noqa: PLR0124 NaN
 
 
 @triton.jit
@@ -118,7 +118,7 @@ class Blend:
         attrs: BlendAttrs,
     ) -> None:
         self.seed, self.attrs, self.bounds = seed, attrs, numbers[2:]
-        rows, channels, inner = seed.shape
+        _, channels, inner = seed.shape
         self.alpha = alpha.contiguous()
         self.alphas = self.alpha.numel()
         by_row = self.alpha.dim() > 0 and self.alpha.shape[1] == 1 and self.alpha.shape[0] > 1
@@ -135,7 +135,9 @@ class Blend:
         """The blend, contiguous."""
         host, seed = host.contiguous(), self.seed.contiguous()
         result = seed.new_empty(seed.shape, dtype=self.attrs.out_dtype)
-        self._launch(_forward, (host, seed, self.alpha, self.gates, self.bounds, result), IS_RESIDUAL=self.attrs.is_residual)
+        self._launch(
+            _forward, (host, seed, self.alpha, self.gates, self.bounds, result), IS_RESIDUAL=self.attrs.is_residual
+        )
         return result
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:

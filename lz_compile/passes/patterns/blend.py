@@ -62,9 +62,7 @@ class _Reader:
         except RefusedError as refusal:
             return _missed(anchor, refusal)
         except MutatedError as error:
-            return _missed(
-                anchor, RefusedError("OPERAND_MUTATED", f"a value is {error}", "use its out-of-place form")
-            )
+            return _missed(anchor, RefusedError("OPERAND_MUTATED", f"a value is {error}", "use its out-of-place form"))
         except LayoutError:
             return None
         return emitter.match(OP, core, read)

@@ -15,16 +15,18 @@ from lz_compile.lowering.ops.scan import ScanAttrs
 from lz_compile.passes.axes import Axis, Dims, as_size
 from lz_compile.passes.chunked_forms import chunked_forms
 from lz_compile.passes.effects import Effects, grad_enabled
-from lz_compile.passes.index_sum import Atom, IndexSum
-from lz_compile.passes.loop_plan import Part, Plan, plan_of
+from lz_compile.passes.index_sum import IndexSum
+from lz_compile.passes.index_terms import Atom
+from lz_compile.passes.loop_plan import Part, Plan
 from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
 from lz_compile.passes.prefix_scan import PrefixScan, prefix_scans
 from lz_compile.passes.prefix_scan_emitter import match_of
 from lz_compile.passes.recurrence_text import text_of
 from lz_compile.passes.scan_emitter import Given, ScanEmitter
+from lz_compile.passes.scan_reading import Readings
 from lz_compile.passes.step_check import check
-from lz_compile.passes.step_form import StepForm, read_step
-from lz_compile.passes.step_trace import SCAN, ScanCall, is_filled, scan_call, trace_step
+from lz_compile.passes.step_form import StepForm
+from lz_compile.passes.step_trace import SCAN, ScanCall, is_filled, scan_call
 from lz_compile.passes.transition import Transition
 from lz_compile.passes.view import tensor_of, where_of
 
@@ -33,12 +35,14 @@ OP = "scan"
 
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
     """Every scan in ``graph`` whose step has a structure that the op knows; of the others, why it has none."""
+    readings = Readings(follows_masks=False)
+    checked: set[int] = set()
     for node in graph.nodes:
         if node.target is not SCAN or not node.users:
             continue
         call = scan_call(node)
         if call is not None:
-            yield attempt(OP, node, _found, call, effects)
+            yield attempt(OP, node, _found, call, effects, readings, checked)
     known: set[fx.Node] = set()
     for found in prefix_scans(graph, effects):
         yield match_of(found, effects) if isinstance(found, PrefixScan) else found
@@ -46,26 +50,27 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | 
     yield from chunked_forms(graph, effects, known)
 
 
-def _found(call: ScanCall, effects: Effects) -> Match | NearMiss:
+def _found(call: ScanCall, effects: Effects, readings: Readings, checked: set[int]) -> Match | NearMiss:
     try:
-        return _match(call, effects)
+        return _match(call, effects, readings, checked)
     except RefusedError as refusal:
         return NearMiss(OP, call.node, refusal.reason, refusal.edit, where_of(call.node))
 
 
-def _match(call: ScanCall, effects: Effects) -> Match:
-    """The match of one scan.
+def _match(call: ScanCall, effects: Effects, readings: Readings, checked: set[int]) -> Match:
+    """The match of one scan; ``checked`` are the transitions that were compared with their steps already.
 
     Raises:
         RefusedError: its step has no structure that the op knows.
     """
     results = call.results()
     _check_surroundings(call, effects)
-    step = trace_step(call, effects.ambient(call.node))
-    form = read_step(step)
-    transition = _only(plan_of(form))
-    check(form, transition)
-    return _finished(call, effects, form, transition, results)
+    plan = readings.plan(call, effects.ambient(call.node))
+    transition = _only(plan)
+    if id(transition) not in checked:
+        check(plan.form, transition)
+        checked.add(id(transition))
+    return _finished(call, effects, plan.form, transition, results)
 
 
 def _only(plan: Plan) -> Transition:

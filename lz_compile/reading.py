@@ -1,0 +1,173 @@
+"""What is read in a graph, before anything is chosen: calls spelled out, loops rolled and taken apart, ops recognised."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from lz_compile.errors import USER_ERRORS, RewriteFailedError
+from lz_compile.options import Options
+from lz_compile.passes.distribute import Distributed, distribute, why_unknown
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.inline import Inlined, inline
+from lz_compile.passes.match import Failure, Match, NearMiss
+from lz_compile.passes.patterns import Recogniser, recognisers
+from lz_compile.passes.reroll import reroll
+from lz_compile.passes.unbatch import unbatch
+from lz_compile.runtime import events
+from lz_compile.runtime.report import GraphReport, LoopReport, MissReport
+
+#: Of Python calls, while a graph is read.
+_RECURSION = 50_000
+
+
+def graphs(module: fx.GraphModule, path: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
+    """The module and the graph modules that it uses then, at any depth, each once."""
+    yield path, module
+    seen: set[str] = set()
+    for node in module.graph.nodes:
+        name = str(node.target)
+        if node.op not in ("get_attr", "call_module") or name in seen:
+            continue
+        seen.add(name)
+        child = operator.attrgetter(name)(module)
+        if isinstance(child, fx.GraphModule):
+            yield from graphs(child, f"{path}.{name}" if path else name)
+
+
+@dataclass
+class Reading:
+    """One graph: what was recognised in it, in graph order. ``effects`` is None where it could not be read."""
+
+    is_changed: bool = False
+    effects: Effects | None = None
+    matches: list[Match] = field(default_factory=list)
+    _misses: list[NearMiss] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, module: fx.GraphModule, path: str, options: Options, report: GraphReport) -> Reading:
+        """Read a graph, which may change for that; whatever fails is an event, and leaves it as it was.
+
+        Raises:
+            RewriteFailedError: something failed and ``options.strict`` is set.
+        """
+        found = cls()
+        found._spell_out(module.graph, options, report)
+        found._roll(module, path, options, report)
+        found._take_apart(module.graph, options, report)
+        found._recognise(module.graph, options, report)
+        # Pieces of something that was recognised look like loops, too.
+        known = {node for match in found.matches for node in match.core}
+        report.near_misses.extend(MissReport.of(miss) for miss in found._misses if miss.node not in known)
+        return found
+
+    def _spell_out(self, graph: fx.Graph, options: Options, report: GraphReport) -> None:
+        """Calls that hide an attention, and arithmetic that is mapped over a dimension."""
+        with timed(report, "inline"):
+            found = inline(graph, strict=options.strict)
+            self.is_changed |= any(isinstance(each, Inlined) for each in found)
+            self._misses += [miss for miss in found if isinstance(miss, NearMiss)]
+            try:
+                self.is_changed |= unbatch(graph) > 0
+            except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+                fail("INLINE_FAILED", "spelling out torch.vmap", error, options)
+
+    def _roll(self, module: fx.GraphModule, path: str, options: Options, report: GraphReport) -> None:
+        """Roll the loops that Dynamo unrolled. Steps are graphs of their own, and looked at next."""
+        kept: list[NearMiss] = []
+
+        def is_known(scan: fx.Node) -> bool:
+            miss = why_unknown(scan)
+            kept.extend([] if miss is None else [miss])
+            return miss is None
+
+        with timed(report, "loops"):
+            try:
+                found = reroll(module, options.loops, is_known)
+            except Exception as error:  # noqa: BLE001 as above
+                fail("LOOPS_FAILED", "reading the loops of a graph", error, options)
+                return
+        loops = [each for each in found if not isinstance(each, NearMiss)]
+        report.loops.extend(LoopReport.of(loop, path) for loop in loops)
+        places = {loop.where for loop in loops if loop.scan is None}
+        self._misses += [miss for miss in found if isinstance(miss, NearMiss)]
+        self._misses += [miss for miss in kept if miss.where in places]
+        self.is_changed |= any(loop.scan is not None for loop in loops)
+
+    def _take_apart(self, graph: fx.Graph, options: Options, report: GraphReport) -> None:
+        """Compute for all steps at once what needs no state, and states one after the other."""
+        found: list[Distributed | NearMiss] = []
+        with timed(report, "loops"):
+            try:
+                found.extend(distribute(graph))
+            except Exception as error:  # noqa: BLE001 as above
+                fail("LOOPS_FAILED", "taking the loops of a graph apart", error, options)
+        self._misses += [miss for miss in found if isinstance(miss, NearMiss)]
+        self.is_changed |= any(isinstance(each, Distributed) for each in found)
+
+    def _recognise(self, graph: fx.Graph, options: Options, report: GraphReport) -> None:
+        with timed(report, "recognise"), _deep_recursion():
+            try:
+                effects = Effects(graph)
+            except Exception as error:  # noqa: BLE001 as above
+                fail("RECOGNISER_FAILED", "reading a graph", error, options)
+                return
+            for op, recognise in recognisers().items():
+                for found in _all_of(op, recognise, graph, effects):
+                    if isinstance(found, Failure):
+                        at = f" at {found.where}" if found.where else ""
+                        fail("RECOGNISER_FAILED", f"recognising {op}{at}", found.error, options)
+                    elif isinstance(found, NearMiss):
+                        self._misses.append(found)
+                    else:
+                        self.matches.append(found)
+        self.effects = effects
+        self.matches.sort(key=lambda match: effects.position[match.output])
+
+
+def _all_of(op: str, recognise: Recogniser, graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+    """What a recogniser yields; what it raises between two anchors is its last word."""
+    try:
+        yield from recognise(graph, effects)
+    except Exception as error:  # noqa: BLE001 as above
+        yield Failure(op, "", error)
+
+
+@contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """Readers follow a graph recursively, which may be longer than Python's stack usually gets."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, _RECURSION))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def fail(code: str, text: str, error: Exception, options: Options) -> None:
+    """Make an event of a fault; errors of the user's own pass, and under ``options.strict`` all do.
+
+    Raises:
+        RewriteFailedError: ``options.strict`` is set.
+    """
+    if isinstance(error, USER_ERRORS):
+        raise error
+    events.record(code, text, error)
+    if options.strict:
+        raise RewriteFailedError(f"{text}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def timed(report: GraphReport, stage: str) -> Iterator[None]:
+    """Add the seconds that pass inside to those of a stage."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start
