@@ -139,7 +139,7 @@ def test_many_spellings_are_recognised_and_right(spelling: Spelling) -> None:
 
 @pytest.mark.parametrize("different", DIFFERENT)
 def test_a_sum_that_is_no_blend_is_left_alone(different: str) -> None:
-    host, seed = torch.randn(4, 6, 6), torch.randn(4, 6, 6, requires_grad=True)
+    host, seed = torch.randn(6, 6, 6), torch.randn(6, 6, 6, requires_grad=True)
     module = capture(
         lambda h, s, a, v: DIFFERENT[different](h.detach(), s, a, v), host, seed, torch.tensor(0.3), torch.rand(6)
     )
@@ -286,12 +286,12 @@ def test_half_precision_is_rounded_no_more_than_the_source() -> None:
 
 
 def test_triton_is_the_reference_in_its_interpreter() -> None:
-    _interpreted("strided or cut or ties")
+    _interpreted("strided or cut")
 
 
 @pytest.mark.slow
 def test_all_of_triton_is_the_reference_in_its_interpreter() -> None:
-    _interpreted("not (strided or cut or ties)")
+    _interpreted("not (strided or cut)")
 
 
 def _interpreted(selection: str) -> None:

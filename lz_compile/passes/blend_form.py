@@ -118,7 +118,9 @@ class Forms:
     def _is_scaled(self, host: fx.Node) -> bool:
         """Whether a host is another one times a weight: then that weight is the host's."""
         terms = self.sums.of(host, ())
-        return terms is not None and len(terms) == 1 and terms != {(self.sums.first(host),): 1.0}
+        if terms is None or terms == {(self.sums.first(host),): 1.0}:
+            return False
+        return bool(set.intersection(*map(set, terms)))
 
     def _are_shares(self, of_seed: Terms, of_host: Terms) -> bool:
         """Whether two weights are the two numbers of a softmax over two; the seed's is the first."""
@@ -132,7 +134,7 @@ class Forms:
             call = self.effects.calls.get(factor)
             picked.append(None if call is None else piece(self.effects, call))
         first, second = picked
-        if first is None or second is None or first[:2] != second[:2]:
+        if first is None or second is None or first[1] != second[1] or self._differ(first[0], second[0]):
             return False
         source, shares = self.effects.calls.get(first[0]), tensor_of(first[0])
         if source is None or shares is None or source.name != "softmax":
@@ -140,6 +142,9 @@ class Forms:
         places = [place % 2 for place in (first[2], second[2])]
         is_along = source.get("dim") is not None and source.get("dim") % shares.dim() == first[1]
         return is_along and shape_of(shares)[first[1]] == 2 and places == [0, 1]
+
+    def _differ(self, one: fx.Node, other: fx.Node) -> bool:
+        return self.sums.first(one) is not self.sums.first(other)
 
     # ---- what is meant -----------------------------------------------------------------------------------------------
 

@@ -150,8 +150,8 @@ class _Expansion:
 
 
 def is_repeatable(call: Call) -> bool:
-    """Whether a call is pointwise, rearranges or detaches: the same arguments give the same value."""
-    return is_read(call) or is_cast(call) or layout.rearranges(call) or call.name == "detach"
+    """Whether a call is pointwise, rearranges, detaches or is a softmax: the same arguments give the same value."""
+    return is_read(call) or is_cast(call) or layout.rearranges(call) or call.name in ("detach", "softmax")
 
 
 def _is_moved(call: Call) -> bool:
