@@ -120,10 +120,11 @@ class Values:
                 own, wanted = [TIME, *own], [value.shape[0], *wanted]
             if list(value.shape) != wanted:
                 value = value.reshape(wanted)
-        for index in dict.fromkeys(each for each in own if own.count(each) > 1):
-            first, second = (position for position, each in enumerate(own) if each == index)
+        while len(set(own)) < len(own):
+            index = next(each for each in own if own.count(each) > 1)
+            first, second, *_ = (position for position, each in enumerate(own) if each == index)
             value = value.diagonal(0, first, second)
-            own = [each for each in own if each != index] + [index]
+            own = [each for position, each in enumerate(own) if position not in (first, second)] + [index]
         ranked = sorted(own, key=places.index)
         if ranked != own:
             value = value.permute([own.index(index) for index in ranked])

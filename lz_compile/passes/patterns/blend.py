@@ -31,13 +31,16 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | 
     ranks = Ranks(effects) if has_ranks(effects) else None
     reader = _Reader(effects, Forms.of(effects, ranks))
     covered: set[fx.Node] = set()
+    missed: set[fx.Node] = set()
     for node in reversed(graph.nodes):  # the last operation of a blend is met first
-        form = reader.forms.at(node) if node not in covered else None
+        form = reader.forms.at(node) if node not in covered and node not in missed else None
         found = None if form is None else attempt(OP, node, reader.blend, node, form)
         if isinstance(found, Match):
             covered.update(found.core)
         if found is not None:
             yield found
+        if isinstance(found, NearMiss):  # what it is made of is no blend of its own
+            missed.update(reader.forms.sums.behind(node))
     for node in reversed(graph.nodes) if ranks is not None else ():
         if node in covered or not reader.is_margin(node):
             continue
