@@ -1,8 +1,8 @@
 """``lz.blend``: a seed network's output mixed into that of its host, which never gets a gradient from it.
 
 All modes are a sum ``weight * seed + host_weight * host`` of tensors; what they weigh by is a tensor, too, so that nothing is
-compiled again when it changes, be it to zero or to one. In a function that is compiled, by whatever backend, this is plain
-PyTorch code, which ours recognises. Elsewhere the kernel that is expected to be the fastest here runs.
+compiled again when it changes, be it to zero or to one. This is plain PyTorch code, whether it is compiled, by whatever backend,
+or not; ours recognises it (:mod:`lz_compile.passes.patterns.blend`) and chooses a kernel.
 
 **Source** *Kasmina, blending upgrades* (executor side): modes, safety rails and defaults.
 """
