@@ -28,7 +28,7 @@ import lz_compile
 from models.grafting import Grafting, GraftingConfig, Host, Stage, loss
 
 mpl.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 the backend is chosen first
+from matplotlib import pyplot as plt
 
 #: Every so many batches, the accuracy on images that are not trained on.
 _EVERY = 10

@@ -39,8 +39,8 @@ _TINY = 1e-6
 class Blender(nn.Module):
     """Mixes a seed into its host batch by batch (see :func:`lz_compile.blend`), and ramps alpha towards a target.
 
-    Buffers: ``alpha``, its ``target`` and where it came from (``origin``), all of alpha's shape; ``progress`` of the ramp, 0 to
-    1; ``is_confident``, the gate's last decision; ``weights``, the last of a soft gate, the seed's first; ``drift_mean``
+    Buffers: ``alpha``, its ``target`` and where it came from (``origin``), all of alpha's shape; ``progress`` of the ramp, 0
+    to 1; ``is_confident``, the gate's last decision; ``weights``, the last of a soft gate, the seed's first; ``drift_mean``
     and ``drift_square``, moving averages; the numbers of the configuration; ``figures`` of telemetry.
 
     Args:

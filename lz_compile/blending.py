@@ -1,8 +1,8 @@
 """``lz.blend``: a seed network's output mixed into that of its host, which never gets a gradient from it.
 
 All modes are a sum ``weight * seed + host_weight * host`` of tensors; what they weigh by is a tensor, too, so that nothing is
-compiled again when it changes, be it to zero or to one. This is plain PyTorch code, whether it is compiled, by whatever backend,
-or not; ours recognises it (:mod:`lz_compile.passes.patterns.blend`) and chooses a kernel.
+compiled again when it changes, be it to zero or to one. This is plain PyTorch code, whether it is compiled, by whatever
+backend, or not; ours recognises it (:mod:`lz_compile.passes.patterns.blend`) and chooses a kernel.
 
 **Source** *Kasmina, blending upgrades* (executor side): modes, safety rails and defaults.
 """
@@ -42,8 +42,8 @@ class BlenderConfig:
     """The mode of a blend and its safety rails.
 
     ``low`` and ``high`` bound every weight. Of weights that are a tensor, no more than ``cap_share`` may lie above
-    ``cap_above``. ``hysteresis`` is half the width of the band in which nothing switches. ``gain`` and ``threshold`` are those
-    of the gate ``sigmoid(gain * (margin - threshold))``. ``max_step`` is what a soft gate's weight may change by
+    ``cap_above``. ``hysteresis`` is half the width of the band in which nothing switches. ``gain`` and ``threshold`` are
+    those of the gate ``sigmoid(gain * (margin - threshold))``. ``max_step`` is what a soft gate's weight may change by
     from batch to batch, ``ramp_batches`` how long alpha takes to its target. ``channel_dim`` is that of channels, and of
     classes in LOGIT.
     """

@@ -15,6 +15,7 @@ from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.options import Options
 from lz_compile.passes.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.effects import Effects
+from lz_compile.passes.forward_stores import forward_stores
 from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.match import Failure, Match, NearMiss
 from lz_compile.passes.patterns import Recogniser, recognisers
@@ -89,6 +90,7 @@ class Reading:
 
         with timed(report, "loops"):
             try:
+                self.is_changed |= forward_stores(module.graph) > 0
                 found = reroll(module, options.loops, is_known)
             except Exception as error:  # noqa: BLE001 as above
                 fail("LOOPS_FAILED", "reading the loops of a graph", error, options)

@@ -169,6 +169,8 @@ SPREADS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "expanded": _expanded,
 }
 SHAPES = ((4, 6), (3, 5, 4), (4, 6, 3, 5), (2, 4, 3, 2, 3))
+
+
 def _without_grad(h: Tensor) -> Tensor:
     with torch.no_grad():
         return torch.tanh(h) + h
@@ -217,7 +219,7 @@ class Spelling:
 
     def build(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """The function of host, seed, alpha and logits."""
-        return lambda host, seed, alpha, logits: self.blend(host, seed, alpha, logits)
+        return self.blend
 
     def blend(self, host: Tensor, seed: Tensor, alpha: Tensor, logits: Tensor) -> Tensor:
         """The blend."""

@@ -306,7 +306,9 @@ def _interpreted(selection: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 @pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])
 @pytest.mark.parametrize("name", ["_gate_rows", "_forward", "_backward"])
-def test_triton_compiles_for_a_gpu(name: str, backend: str, arch: Any, warp: int, dtype: str, tmp_path: Path, monkeypatch):
+def test_triton_compiles_for_a_gpu(
+    name: str, backend: str, arch: Any, warp: int, dtype: str, tmp_path: Path, monkeypatch
+):
     triton = pytest.importorskip("triton", reason="needs Triton, which compiles for a GPU without one")
     if triton.knobs.runtime.interpret:
         pytest.skip("needs Triton without its interpreter: unset TRITON_INTERPRET")

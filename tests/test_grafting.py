@@ -63,7 +63,9 @@ def test_blending_is_recognised_with_its_gate(model: Grafting) -> None:
     _at(model, Stage.BLENDING)
     found = torch.compile(model, backend=backend, fullgraph=True)(images)
     blends = [match for match in backend.report.matches if match.op == "blend"]
-    assert [match.attributes["mode"] for match in blends if match.rewritten] == ["margin", "confidence"], backend.why_not()
+    assert [match.attributes["mode"] for match in blends if match.rewritten] == ["margin", "confidence"], (
+        backend.why_not()
+    )
     torch.testing.assert_close(found.logits_BK, model(images).logits_BK, rtol=1e-4, atol=1e-5)
 
 

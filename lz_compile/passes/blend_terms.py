@@ -82,6 +82,7 @@ class Sums:
         return call is not None and (is_cast(call) or _is_moved(call))
 
     def is_sum(self, call: Call) -> bool:
+        """Whether a call adds, multiplies, casts or rearranges."""
         tensor = tensor_of(call.node)
         if tensor is None or EMITTED in call.node.meta or not (tensor.is_floating_point() or is_cast(call)):
             return False

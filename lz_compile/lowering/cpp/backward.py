@@ -20,7 +20,7 @@ class Sums {
   Sums(Memory& memory, int64_t K) {
     auto take = [&](Vec*& each) {
       each = memory.take<Vec>(rows(K));
-      std::fill(each, each + rows(K), Vec{});
+      for (Vec* row = each; row != each + rows(K); ++row) *row = Vec{};
     };
     for (auto& each : left) take(each);
     for (auto& each : erase) take(each);
@@ -43,7 +43,7 @@ INLINE void store_sums(Acc* to, int64_t stride, int64_t count, const Vec* sums_o
       target = adds ? target + found : found;
       continue;
     }
-    for (int64_t lane = 0; lane < std::min(kLanes, count - i); ++lane) {
+    for (int64_t lane = 0; lane < least(kLanes, count - i); ++lane) {
       Acc& target = to[(i + lane) * stride];
       target = adds ? target + found[lane] : found[lane];
     }
@@ -182,16 +182,16 @@ INLINE void store_rows(const Problem& p, const Gradients& g, const Sums& sums_of
 // `states` has room for those before, between and after the steps of a chunk, `written` for what its steps write.
 static void walk_panel(const Problem& p, const Gradients& g, Rows& rows, Sums& sums_of, Block* states, Block* written,
                        Block* gradient, int64_t b, int64_t h, int64_t first) {
-  const int64_t end = std::min(first + p.panel, p.V), size = p.blocks() * p.K, puts = p.blocks() * R1;
+  const int64_t end = least(first + p.panel, p.V), size = p.blocks() * p.K, puts = p.blocks() * R1;
   const int64_t part = first / p.panel;
-  auto columns = [&](int64_t j) { return std::min(kColumns, end - j); };
+  auto columns = [&](int64_t j) { return least(kColumns, end - j); };
   for (int64_t block = 0, j = first; j < end; ++block, j += kColumns) {
     const LastT* from = g.last.at(b, h, 0) + j * g.last.s[4];
     for (int64_t i = 0; i < p.K; ++i)
       gradient[block * p.K + i] = load(from + i * g.last.s[3], g.last.s[4], columns(j));
   }
   for (int64_t chunk = p.chunks() - 1; chunk >= 0; --chunk) {
-    const int64_t start = chunk * p.chunk, stop = std::min(start + p.chunk, p.T);
+    const int64_t start = chunk * p.chunk, stop = least(start + p.chunk, p.T);
     for (int64_t block = 0, j = first; j < end; ++block, j += kColumns) {
       const Acc* from = g.checkpoints.at(b, h, chunk) + j * g.checkpoints.s[4];
       for (int64_t i = 0; i < p.K; ++i)
@@ -238,7 +238,7 @@ extern "C" void scan_backward(void* const* pointers, const int64_t* numbers) {
   arguments.take(g.last);
   arguments.take(g.state); arguments.take(g.decay); arguments.take(g.left); arguments.take(g.right);
   arguments.take(g.erase); arguments.take(g.drive); arguments.take(g.query);
-  const int64_t size = p.blocks() * p.K, steps = std::min(p.chunk, p.T);
+  const int64_t size = p.blocks() * p.K, steps = least(p.chunk, p.T);
   const int64_t states = (steps + 1) * size, written = steps * p.blocks() * R1;
 #pragma omp parallel num_threads(p.threads)
   {

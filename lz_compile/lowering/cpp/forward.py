@@ -10,19 +10,19 @@ struct Results {
 };
 
 static void run_panel(const Problem& p, const Results& out, Rows& rows, Block* states, int64_t b, int64_t h, int64_t first) {
-  const int64_t end = std::min(first + p.panel, p.V);
+  const int64_t end = least(first + p.panel, p.V);
   Block written[R1], reads[Q1];
   for (int64_t block = 0, j = first; j < end; ++block, j += kColumns) {
     for (int64_t i = 0; i < p.K; ++i) {
       states[block * p.K + i] = kState ? load(p.state.at(b, h, 0) + i * p.state.s[3] + j * p.state.s[4], p.state.s[4],
-                                              std::min(kColumns, end - j))
+                                              least(kColumns, end - j))
                                        : zero();
     }
   }
   for (int64_t t = 0; t < p.T; ++t) {
     rows.read(p, b, h, t);
     for (int64_t block = 0, j = first; j < end; ++block, j += kColumns) {
-      const Place at{b, h, t, j, std::min(kColumns, end - j)};
+      const Place at{b, h, t, j, least(kColumns, end - j)};
       Block* state = states + block * p.K;
       if (out.checkpoints.data && t % p.chunk == 0) {
         Acc* to = out.checkpoints.at(b, h, t / p.chunk) + j;
@@ -36,7 +36,7 @@ static void run_panel(const Problem& p, const Results& out, Rows& rows, Block* s
   for (int64_t block = 0, j = first; j < end; ++block, j += kColumns) {
     LastT* to = out.last.at(b, h, 0) + j * out.last.s[4];
     for (int64_t i = 0; i < p.K; ++i)
-      store(to + i * out.last.s[3], out.last.s[4], std::min(kColumns, end - j), states[block * p.K + i]);
+      store(to + i * out.last.s[3], out.last.s[4], least(kColumns, end - j), states[block * p.K + i]);
   }
 }
 

@@ -62,9 +62,9 @@ INLINE Vec sums(const Vec* x) {{
 
 
 HEADERS = """
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <new>
 #include <type_traits>
 #if defined(_OPENMP)
@@ -72,6 +72,8 @@ HEADERS = """
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
+// <algorithm> would take as long to compile as the loop.
+INLINE int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
 """
 
 BLOCKS = """

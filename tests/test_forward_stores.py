@@ -1,0 +1,123 @@
+"""Values that go from step to step by way of a tensor that is filled: read as values, where that is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from backends import Rewriting
+from torch import Tensor
+
+from lz_compile.passes.forward_stores import forward_stores
+
+Program = Callable[[Tensor, Tensor], Tensor]
+
+
+def by_index(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, 0] = x[:, 0]
+    for t in range(1, x.shape[1]):
+        out[:, t] = a * out[:, t - 1] + x[:, t]
+    return out
+
+
+def by_ellipsis(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    for t in range(x.shape[1]):
+        before = out[..., t - 1, :] if t else torch.zeros_like(x[:, 0])
+        out[:, t, ...] = a * before + x[:, t]
+    return out
+
+
+def two_back(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for t in range(2, x.shape[1]):
+        out[:, t] = a * out[:, t - 1] + x[:, t] - 0.5 * out[:, t - 2]
+    return out
+
+
+def run(program: Program, x: Tensor, a: Tensor) -> Rewriting:
+    torch._dynamo.reset()
+    backend = Rewriting()
+    got = torch.compile(program, backend=backend, fullgraph=True)(x, a)
+    want = program(x, a)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    gradients = [torch.autograd.grad(each.square().sum(), x)[0] for each in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-8)
+    return backend
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    x = torch.randn(2, 9, 3, dtype=torch.float64, requires_grad=True)
+    # Eager has no gradient for the factor: what it multiplies is overwritten.
+    return x, torch.rand(3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("program", [by_index, by_ellipsis])
+def test_a_state_that_is_read_back_is_a_recurrence(program: Program) -> None:
+    backend = run(program, *inputs())
+    assert [match.op for match in backend.report.matches if match.rewritten] == ["scan"], backend.why_not()
+
+
+def test_two_steps_back_gives_the_same() -> None:
+    run(two_back, *inputs())
+
+
+def overwritten_later(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, 0] = x[:, 0]
+    seen = out[:, 0]
+    out[:, 0] = x[:, 1]
+    return seen * a + out.sum(1)
+
+
+def overlapping(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, 0] = x[:, 0]
+    out[0] = x[1]
+    return out[:, 0] * a
+
+
+def through_a_view(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, 0] = x[:, 0]
+    out.transpose(0, 1)[0] = x[:, 1]
+    return out[:, 0] * a
+
+
+def value_changes(x: Tensor, a: Tensor) -> Tensor:
+    out, value = torch.zeros_like(x), x[:, 0] * 2
+    out[:, 0] = value
+    value.mul_(3)
+    return out[:, 0] * a + value
+
+
+def broadcast(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, 0] = a
+    return out[:, 0] * x[:, 0]
+
+
+def narrowed(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.zeros(x.shape)
+    out[:, 0] = x[:, 0]
+    return out[:, 0].double() * a
+
+
+@pytest.mark.parametrize(
+    "program", [overwritten_later, overlapping, through_a_view, value_changes, broadcast, narrowed]
+)
+def test_what_would_be_another_value_is_read_from_memory(program: Program) -> None:
+    counts: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        counts.append(forward_stores(module.graph))
+        module.recompile()
+        return module.forward
+
+    x, a = inputs()
+    torch._dynamo.reset()
+    got = torch.compile(program, backend=backend, fullgraph=True)(x, a)
+    torch.testing.assert_close(got, program(x, a))
+    assert counts == [0]
