@@ -162,7 +162,8 @@ class SpikeKDA(nn.Module):
         return config.kda_mode == "scan" or (config.kda_mode == "auto" and is_worth_it)
 
     def _heads(self, x_BTC: Tensor) -> Tensor:
-        return x_BTC.unflatten(-1, (self.config.heads, -1))
+        x_BTHD: Tensor = x_BTC.unflatten(-1, (self.config.heads, -1))
+        return x_BTHD
 
     def _spikes(self, x_BTC: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
         """Leaky integrate-and-fire: what reaches the threshold fires, and loses that much."""

@@ -102,6 +102,11 @@ class Effects:
         """Whether anything in the graph is overwritten in place."""
         return bool(self._mutations)
 
+    @property
+    def writes_made(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        """Every call that overwrites memory in place, with the node through which it does so."""
+        return tuple((mutation.node, mutation.target) for mutation in self._mutations)
+
     @contextmanager
     def watched(self) -> Iterator[Look]:
         """Everything that is looked at inside; who watches outside sees it, too."""

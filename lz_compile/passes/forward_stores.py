@@ -14,7 +14,7 @@ from torch import fx
 
 from lz_compile.passes.axes import as_size
 from lz_compile.passes.effects import Effects
-from lz_compile.passes.view import Call, tensor_of
+from lz_compile.passes.view import tensor_of
 
 #: For every dimension a position, or None for all of it.
 Piece: TypeAlias = "tuple[int | None, ...]"
@@ -33,21 +33,22 @@ def forward_stores(graph: fx.Graph) -> int:
     if not loaded:
         return 0
     effects = Effects(graph)
-    written = [call for call in map(effects.calls.get, graph.nodes) if call is not None and call.is_inplace]
     count = 0
     for buffer in loaded:
-        if all(_is_a_store(call, buffer) for call in written if _writes_to(call, buffer, effects)):
-            count += sum(_replaced(load, value, effects, written) for load, value in _loads(buffer, effects))
+        if all(_is_a_store(node, target, buffer) for node, target in _writes_to(buffer, effects)):
+            count += sum(_replaced(load, value, effects) for load, value in list(_loads(buffer, effects)))
     return count
 
 
-def _writes_to(call: Call, buffer: fx.Node, effects: Effects) -> bool:
-    return isinstance(call.input, fx.Node) and effects.owner(call.input) is effects.owner(buffer)
+def _writes_to(buffer: fx.Node, effects: Effects) -> list[tuple[fx.Node, fx.Node]]:
+    """The calls that overwrite memory of a tensor, and through which view."""
+    owner = effects.owner(buffer)
+    return [(node, target) for node, target in effects.writes_made if effects.owner(target) is owner]
 
 
-def _is_a_store(call: Call, buffer: fx.Node) -> bool:
+def _is_a_store(node: fx.Node, target: fx.Node, buffer: fx.Node) -> bool:
     """Whether a call fills a piece of the buffer itself, at places that are numbers."""
-    return call.node.target is operator.setitem and call.input is buffer and _piece(call.node, buffer) is not None
+    return node.target is operator.setitem and target is buffer and _piece(node, buffer) is not None
 
 
 def _loads(buffer: fx.Node, effects: Effects) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -98,7 +99,7 @@ def _overlap(one: Piece, two: Piece) -> bool:
     return all(first is None or second is None or first == second for first, second in zip(one, two, strict=True))
 
 
-def _replaced(load: fx.Node, value: fx.Node, effects: Effects, written: list[Call]) -> bool:
+def _replaced(load: fx.Node, value: fx.Node, effects: Effects) -> bool:
     """Whether a reader's value is now the one that was written: not where it has another form, or changes later."""
     old, new = tensor_of(load), tensor_of(value)
     if old is None or new is None or (old.dtype, old.device) != (new.dtype, new.device):
@@ -108,9 +109,10 @@ def _replaced(load: fx.Node, value: fx.Node, effects: Effects, written: list[Cal
     if any((call := effects.calls[user]) is not None and call.name in _STRIDED for user in load.users):
         return False
     start = effects.position[value]
-    if any(effects.position[call.node] > start and _writes_to(call, value, effects) for call in written):
+    if any(effects.position[node] > start for node, _ in _writes_to(value, effects)):
         return False
     if effects.ambient(load) != effects.ambient(value):
         return False
     load.replace_all_uses_with(value)
+    load.graph.erase_node(load)
     return True

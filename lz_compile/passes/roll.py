@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.loop_facts import Loop, emitter_of
 from lz_compile.passes.loop_outputs import Assignment, Buffer, Collector
 from lz_compile.passes.loop_purity import is_pure
-from lz_compile.passes.loop_facts import Loop, emitter_of
 from lz_compile.passes.loop_scan import emit_scan
 from lz_compile.passes.loop_step_graph import Emitter
 from lz_compile.passes.loop_steps import Steps, kind_of
