@@ -29,7 +29,7 @@ import lz_compile
 from models.spike_kda import Mode, SpikeKDAConfig, SpikeKDALM
 
 mpl.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 the backend is chosen first
+from matplotlib import pyplot as plt
 
 
 @dataclass(frozen=True)
