@@ -14,7 +14,7 @@ from torch import fx
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.options import Options
 from lz_compile.passes.distribute import Distributed, distribute, why_unknown
-from lz_compile.passes.effects import Effects
+from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.forward_stores import forward_stores
 from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.match import Failure, Match, NearMiss
@@ -83,8 +83,12 @@ class Reading:
         """Roll the loops that Dynamo unrolled. Steps are graphs of their own, and looked at next."""
         kept: list[NearMiss] = []
 
-        def is_known(scan: fx.Node) -> bool:
-            miss = why_unknown(scan)
+        def is_known(scan: fx.Node, ambient: Ambient) -> bool:
+            try:
+                miss = why_unknown(scan, ambient)
+            except Exception as error:  # noqa: BLE001 one loop must not cost the others
+                fail("LOOPS_FAILED", "looking at the step of a loop", error, options)
+                return False
             kept.extend([] if miss is None else [miss])
             return miss is None
 

@@ -49,7 +49,7 @@ def run(program: Program, x: Tensor, a: Tensor) -> Rewriting:
 
 
 def inputs() -> tuple[Tensor, Tensor]:
-    x = torch.randn(2, 9, 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 18, 3, dtype=torch.float64, requires_grad=True)
     # Eager has no gradient for the factor: what it multiplies is overwritten.
     return x, torch.rand(3, dtype=torch.float64)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,14 +22,16 @@ from models.tanh_rnn import TanhRNN
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
 
-def compiled(function: nn.Module, *inputs: Tensor, **options: object) -> tuple[tuple[Tensor, ...], Rewriting]:
+def compiled(function: Callable[..., Any], *inputs: Tensor, **options: object) -> tuple[tuple[Tensor, ...], Rewriting]:
     torch._dynamo.reset()
     backend = Rewriting(**options)
     found = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
     return (found if isinstance(found, tuple) else (found,)), backend
 
 
-def compare(function: nn.Module, *inputs: Tensor, dtype: torch.dtype = torch.float64, **options: object) -> Rewriting:
+def compare(
+    function: Callable[..., Any], *inputs: Tensor, dtype: torch.dtype = torch.float64, **options: object
+) -> Rewriting:
     """The same results and gradients as eager, in float64 for reference."""
     got, backend = compiled(function, *inputs, **options)
     want = function(*inputs)
@@ -73,8 +78,8 @@ def test_kimi_delta_attention_with_dropped_tokens_is_two_scans(dtype: torch.dtyp
 def test_spikes_stay_a_loop_and_the_attention_that_they_modulate_does_not() -> None:
     torch.manual_seed(0)
     config = SpikeKDAConfig(channels=12, heads=2, key_dim=3, value_dim=4, neurons=3, kda_mode="sequential")
-    layer, x = SpikeKDA(config).double(), torch.randn(2, 8, 12, dtype=torch.float64, requires_grad=True)
-    drop = torch.rand(2, 8) < 0.3
+    layer, x = SpikeKDA(config).double(), torch.randn(2, 18, 12, dtype=torch.float64, requires_grad=True)
+    drop = torch.rand(2, 18) < 0.3
 
     class Outputs(nn.Module):
         def __init__(self) -> None:
@@ -95,7 +100,7 @@ def test_spikes_stay_a_loop_and_the_attention_that_they_modulate_does_not() -> N
     "model", [GatedDelta(10, heads=2, key_dim=3, value_dim=4), EMA(10)], ids=lambda model: type(model).__name__
 )
 def test_loops_of_models_run_by_a_kernel(model: nn.Module) -> None:
-    x = torch.randn(2, 11, 10, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 17, 10, dtype=torch.float64, requires_grad=True)
     backend = compare(model.double(), x)
     assert len(kernels(backend)) == 1, backend.why_not()
 
@@ -114,6 +119,87 @@ def test_short_loops_that_are_not_affine_are_kept() -> None:
     (loop,) = backend.report.graphs[0].loops
     assert not loop.rolled
     assert "LOOP_SHORT" in str(loop.reason)
+
+
+def cumulative_mean(x: Tensor) -> Tensor:
+    mean, means = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        mean = mean + (x[:, t] - mean) / (t + 1)
+        means.append(mean)
+    return torch.stack(means, 1)
+
+
+def divided(x: Tensor, narrow: Tensor) -> Tensor:
+    state, states = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = state / narrow[:, t] + x[:, t]
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_quotients_are_those_of_the_wider_dtype(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 18, 3, dtype=torch.float64, requires_grad=True)
+    backend = compare(divided, x, (torch.rand(2, 18, 3) * 3 + 1).to(dtype))
+    assert kernels(backend) == ["lz.rolled_scan"], backend.why_not()
+
+
+def test_a_mean_so_far_is_exact() -> None:
+    compare(cumulative_mean, torch.randn(2, 18, 3, dtype=torch.float64, requires_grad=True))
+
+
+def powers(x: Tensor, factor: Tensor) -> Tensor:
+    for _ in range(12):
+        x = x * factor
+    return x
+
+
+def few_terms(x: Tensor, weights: Tensor) -> Tensor:
+    total = torch.zeros_like(x[0])
+    for index in range(10):
+        total = total + weights[index] * x[index]
+    return total
+
+
+@pytest.mark.parametrize("function", [powers, few_terms])
+def test_a_few_pointwise_steps_are_left_to_inductor(function: Callable[..., Tensor]) -> None:
+    x = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)
+    backend = compare(function, x, torch.rand(10 if function is few_terms else 5, dtype=torch.float64))
+    assert not any(loop.rolled for loop in backend.report.graphs[0].loops)
+
+
+def test_loops_under_autocast_are_looked_at_under_autocast() -> None:
+    projection = nn.Linear(6, 6)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            state, states = torch.zeros_like(x[:, 0]), []
+            for t in range(x.shape[1]):
+                state = 0.5 * state + projection(x[:, t]).float()
+                states.append(state)
+            return torch.stack(states, 1)
+
+    x = torch.randn(2, 18, 6)
+    torch._dynamo.reset()
+    backend = Rewriting()
+    got = torch.compile(run, backend=backend)(x)
+    torch.testing.assert_close(got, run(x), rtol=2e-2, atol=2e-2)
+    assert not backend.report.events
+
+
+@pytest.mark.slow
+def test_the_last_state_alone_compiles_without_gradients() -> None:
+    def last(x: Tensor, state: Tensor) -> Tensor:
+        for t in range(x.shape[1]):
+            state = (0.5 * state + x[:, t]).tanh()
+        return state
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        x, state = torch.randn(4, 40, 8), torch.randn(4, 8)
+        got = torch.compile(last, backend=layerzero, options={"layerzero.loops": "roll"})(x, state)
+        torch.testing.assert_close(got, last(x, state))
+    assert not reports()[-1].events
 
 
 def test_loops_are_kept_on_demand() -> None:

@@ -118,7 +118,7 @@ class Forms:
     def _is_scaled(self, host: fx.Node) -> bool:
         """Whether a host is another one times a weight: then that weight is the host's."""
         terms = self.sums.of(host, ())
-        if terms is None or terms == {(self.sums.first(host),): 1.0}:
+        if not terms or terms == {(self.sums.first(host),): 1.0}:
             return False
         return bool(set.intersection(*map(set, terms)))
 

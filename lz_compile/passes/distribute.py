@@ -64,13 +64,13 @@ def distribute(graph: fx.Graph) -> Iterator[Distributed | NearMiss]:
             yield NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
 
 
-def why_unknown(node: fx.Node) -> NearMiss | None:
+def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
     """Why no part of a scan has a structure that kernels know; None where one has."""
     call = scan_call(node)
     try:
         if call is None:
             raise RefusedError("STEP_OPAQUE", "a loop reads or carries something that is no tensor", "carry tensors")
-        plan = Readings(follows_masks=True).plan(call, Effects(node.graph).ambient(node))
+        plan = Readings(follows_masks=True).plan(call, ambient)
         if plan.pays:
             return None
         raise plan.refusal

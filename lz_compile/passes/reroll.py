@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from lz_compile.passes import contraction
 from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.loop_facts import Loop, read_loop
 from lz_compile.passes.loop_search import LEAST_STEPS, Program, Run, phases, runs
@@ -20,7 +21,7 @@ from lz_compile.passes.loop_versions import Versions
 from lz_compile.passes.match import NearMiss, RefusedError
 from lz_compile.passes.roll import roll
 from lz_compile.passes.trial_scan import trial_scan
-from lz_compile.passes.view import tensor_of, where_of
+from lz_compile.passes.view import read, tensor_of, where_of
 from lz_compile.reasons import Reason
 
 #: Calls, over all steps, from which on a loop compiles faster than its steps one by one (Inductor takes 12 to 20 s for 16
@@ -34,8 +35,11 @@ _PHASES = 3
 _MULTIPLES = 4
 _MOST_TRIED = 64
 
-#: Whether a scan is one that there are kernels for: such a loop is rolled however short it is.
-IsSpecial = Callable[[fx.Node], bool]
+#: Steps from which on a loop is rolled because there is a kernel for it: if a step contracts something, and if not.
+LEAST_CONTRACTIONS, LEAST_POINTWISE = 8, 16
+
+#: Whether a scan under these modes is one that there are kernels for.
+IsSpecial = Callable[[fx.Node, Ambient], bool]
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class RolledLoop:
     kept: Reason | None
 
 
-def never(_: fx.Node) -> bool:
+def never(_scan: fx.Node, _ambient: Ambient) -> bool:
     """No scan is special."""
     return False
 
@@ -97,12 +101,19 @@ def _loops_of(graph: fx.Graph) -> tuple[list[Loop], list[NearMiss]]:
 def _rolled(module: fx.GraphModule, loop: Loop, policy: str, is_special: IsSpecial) -> RolledLoop | NearMiss:
     kept = None if policy == "roll" else _too_short(loop, policy)
     try:
-        if kept is not None and is_special is not never and is_special(trial_scan(loop)):
+        if kept is not None and _may_be_special(loop) and is_special(trial_scan(loop), loop.ambient):
             kept = None
         scan = None if kept is not None else roll(loop, module)
     except RefusedError as refusal:
         return NearMiss("scan", loop.steps.node(0, 0), refusal.reason, refusal.edit, loop.steps.where)
     return _described(loop, scan, kept)
+
+
+def _may_be_special(loop: Loop) -> bool:
+    """Whether a kernel may be worth it: Inductor fuses a few steps of pointwise operations into one loop over memory."""
+    calls = [call for call in map(read, loop.step.module.graph.nodes) if call is not None]
+    contracts = any(call.name in contraction.PRODUCTS | {"sum", "mean", "linear"} for call in calls)
+    return loop.has_streams and loop.steps.count >= (LEAST_CONTRACTIONS if contracts else LEAST_POINTWISE)
 
 
 def _too_short(loop: Loop, policy: str) -> Reason | None:
@@ -112,10 +123,7 @@ def _too_short(loop: Loop, policy: str) -> Reason | None:
     least = WORTHWHILE_STEPS if loop.has_streams else WORTHWHILE_ITERATIONS
     if calls >= WORTHWHILE_CALLS and steps >= least:
         return None
-    text = (
-        f"{steps} steps of {loop.step.calls} calls compile about as fast one by one, and nothing is known of its step"
-    )
-    return Reason("LOOP_SHORT", text)
+    return Reason("LOOP_SHORT", f"{steps} steps of {loop.step.calls} calls compile about as fast one by one")
 
 
 def _described(loop: Loop, scan: fx.Node | None, kept: Reason | None) -> RolledLoop:

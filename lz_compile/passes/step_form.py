@@ -157,7 +157,10 @@ def _as_product(graph: fx.Graph, node: fx.Node, home: Mapping[fx.Node, int]) -> 
     assert isinstance(under, fx.Node)
     if not is_state or home[under] >= home[over] or not node.meta["val"].is_floating_point():  # type: ignore[index]
         return False
+    dtype = node.meta["val"].dtype
     with graph.inserting_before(node):
+        if under.meta["val"].dtype != dtype:  # a quotient is computed in the wider of both
+            under = insert(graph, aten._to_copy.default, (under,), {"dtype": dtype})
         inverse = insert(graph, aten.reciprocal.default, (under,))
         product = insert(graph, aten.mul.Tensor, (over, inverse))
     node.replace_all_uses_with(product)
