@@ -503,16 +503,16 @@ def moving_average(length: int, more: int = 0) -> Callable[[torch.Tensor, torch.
 
 
 def test_short_loops_are_kept_unless_their_step_is_special():
-    function, inputs = moving_average(T), sequences()
+    function, inputs = moving_average(17), sequences(B, 17, D)
     backend = rolled(function, *inputs, policy="auto")
     assert [loop.kept.code for loop in backend.loops] == ["LOOP_SHORT"]
     asked: list[fx.Node] = []
 
-    def is_special(scan: fx.Node) -> bool:
+    def is_special(scan: fx.Node, _ambient: object) -> bool:
         asked.append(scan)
         return True
 
-    assert rolled(function, *inputs, policy="auto", is_special=is_special).steps == [T]
+    assert rolled(function, *inputs, policy="auto", is_special=is_special).steps == [17]
     (scan,) = asked
     step = getattr(scan.graph.owning_module, scan.args[0].target)
     assert [len(operands) for operands in scan.args[1:]] == [1, 2, 0]
