@@ -17,7 +17,7 @@ from lz_compile.passes.fusion import Fusion, fusions
 from lz_compile.passes.joint import FusedEmitter
 from lz_compile.passes.match import Match
 from lz_compile.passes.rewrite import Recipes, erase_unread, splice
-from lz_compile.passes.scan_outputs import give_results
+from lz_compile.passes.scan_outputs import drop_steps, give_results
 from lz_compile.passes.share import share_equal
 from lz_compile.passes.symbolic_sizes import symbolic_sizes
 from lz_compile.passes.validate import Validation, validate
@@ -55,6 +55,7 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
             share_equal(found.module.graph)
             erase_unread(found.module.graph, (node for match in found.matches for node in match.implied))
             has_results = give_results(found.module) > 0
+            drop_steps(found.module)
         if found.is_changed or has_results or any(entry.rewritten for entry in found.entries):
             found.module.graph.lint()
             found.module.recompile()

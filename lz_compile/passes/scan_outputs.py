@@ -1,4 +1,4 @@
-"""Scans of which only the last state is read: Inductor does not compile them unless their steps give something."""
+"""Scans that stay: Inductor does not compile those whose steps give nothing. Of those that went, the steps go, too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from torch import fx
 from lz_compile.passes.view import tensor_of, value_of
 
 _SCAN = torch.ops.higher_order.scan
+
+
+#: What the steps of our own making are called.
+_OURS = ("loop_body_", "scan_part_")
+
+
+def drop_steps(module: fx.GraphModule) -> None:
+    """Delete the steps of our own making that no scan calls any more."""
+    named = module.graph.find_nodes(op="get_attr")
+    for node in named:
+        if not node.users and str(node.target).startswith(_OURS):
+            module.graph.erase_node(node)
+    used = {str(node.target) for node in named if node.users}
+    for name, child in list(module.named_children()):
+        if isinstance(child, fx.GraphModule) and name.startswith(_OURS) and name not in used:
+            module.delete_submodule(name)
 
 
 def give_results(module: fx.GraphModule) -> int:

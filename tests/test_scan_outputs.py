@@ -1,0 +1,64 @@
+"""Scans that stay in a graph compile, and the steps of those that went are gone."""
+
+from __future__ import annotations
+
+import torch
+from backends import Rewriting
+from torch import Tensor, fx
+from torch._higher_order_ops.scan import scan
+
+
+def last(x: Tensor, state: Tensor) -> Tensor:
+    for t in range(x.shape[1]):
+        state = (0.5 * state + x[:, t]).tanh()
+    return state
+
+
+def average(x: Tensor, state: Tensor) -> Tensor:
+    for t in range(x.shape[1]):
+        state = 0.5 * state + x[:, t]
+    return state
+
+
+def written(x: Tensor, state: Tensor) -> Tensor:
+    def step(carry: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
+        new = (carry + now).tanh()
+        return new, new * 2
+
+    final, results = scan(step, state, x.movedim(1, 0))
+    return final + results[-1]
+
+
+def run(function: object, x: Tensor, state: Tensor) -> Rewriting:
+    torch._dynamo.reset()
+    backend = Rewriting(loops="roll")
+    with torch.no_grad():
+        got = torch.compile(function, backend=backend, fullgraph=True)(x, state)  # type: ignore[call-overload]
+        torch.testing.assert_close(got, function(x, state))  # type: ignore[operator]
+    return backend
+
+
+def steps(backend: Rewriting) -> list[list[int]]:
+    """For each scan that is left, how many outputs its step has and how many values the scan."""
+    (module,) = backend.graphs
+    found = []
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
+        body = getattr(module, str(node.args[0].target))
+        (output,) = body.graph.find_nodes(op="output")
+        found.append([len(output.args[0]), len(node.meta["example_value"])])
+    return found
+
+
+def test_a_scan_of_which_the_last_state_is_read_gives_something() -> None:
+    assert steps(run(last, torch.randn(2, 20, 3), torch.randn(2, 3))) == [[2, 2]]
+
+
+def test_a_scan_that_gives_something_stays_as_it_is() -> None:
+    assert steps(run(written, torch.randn(2, 20, 3), torch.randn(2, 3))) == [[2, 2]]
+
+
+def test_steps_that_nobody_runs_are_dropped() -> None:
+    backend = run(average, torch.randn(2, 20, 3), torch.randn(2, 3))
+    assert [match.kernel for match in backend.report.matches] == ["lz.rolled_scan"], backend.why_not()
+    (module,) = backend.graphs
+    assert not [child for child in module.children() if isinstance(child, fx.GraphModule)]
