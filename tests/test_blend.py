@@ -41,7 +41,7 @@ from tests.graphs import capture, effects_of
 TESTS = Path(__file__).parent
 LOCK = {"blend": "torch.blend"}
 many = settings(
-    max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
 
 

@@ -85,6 +85,8 @@ def test_a_kernel_is_the_reference_with_gradients(name, case):
     problem = PROBLEMS[case]
     if set(missing(HERE[name], problem)) - {"many_steps"}:
         return
+    if name in COMPILED and list(PROBLEMS).index(case) % 6:  # its own tests try every structure
+        return
     operands, attrs = problem.operands(), problem.attrs()
     scan, arguments = OURS.get(name, (call_of(name), {}))
     found = with_gradients(lambda **given: scan(**given, **arguments), operands, attrs)
@@ -254,6 +256,8 @@ class _First(torch.nn.Module):
 def test_a_kernel_appends_nodes_that_compute_what_it_does(name, case):
     problem = PROBLEMS[case]
     if set(missing(HERE[name], problem)) - {"many_steps"}:
+        return
+    if name in COMPILED and list(PROBLEMS).index(case) % 6:  # its own tests try every structure
         return
     operands, attrs = problem.operands(), problem.attrs()
     module = emitted(name, operands, attrs)
