@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import checkpoint
 
-from lz_compile import pipeline, reports
+from lz_compile import pipeline, reading, reports
 from lz_compile.backend import layerzero
 from lz_compile.compiler import process
 from lz_compile.errors import OptionError, RewriteFailedError, UnknownKernelError
@@ -693,12 +693,12 @@ def broken(monkeypatch, planted):
     def plant(fault: str) -> None:
         if fault.startswith("recogniser"):
             recogniser = _raise_late if fault.endswith("midway") else _raise
-            monkeypatch.setattr(pipeline, "recognisers", lambda: {"attention": recogniser})
+            monkeypatch.setattr(reading, "recognisers", lambda: {"attention": recogniser})
         elif fault in ("kernel", "kernel_in_a_graph", "shape"):
             planted({"kernel": _raise, "kernel_in_a_graph": _raise_in_a_graph, "shape": _with_another_shape}[fault])
         else:
             names = {"effects": "Effects", "selection": "select", "splice": "splice", "validation": "validate"}
-            monkeypatch.setattr(pipeline, names[fault], _raise)
+            monkeypatch.setattr(reading if fault == "effects" else pipeline, names[fault], _raise)
 
     return plant
 

@@ -30,10 +30,10 @@ CPU = SimpleNamespace(platform="cpu", device_name="AMD EPYC", sm_version=None, g
 
 #: Every operation, as messages list them.
 OPERATIONS = (
-    "attention, attention.causal, attention.full, mlp, mlp.gated, mlp.plain, norm, norm.layer, norm.rms, rope".split(
-        ", "
-    )
-)
+    "attention, attention.causal, attention.full, "
+    "blend, blend.channel, blend.confidence, blend.convex, blend.logit, blend.margin, blend.residual, blend.soft_gate, "
+    "mlp, mlp.gated, mlp.plain, norm, norm.layer, norm.rms, rope, scan, scan.delta, scan.diagonal"
+).split(", ")
 
 
 REAL_KERNELS = registry.kernels
@@ -223,7 +223,8 @@ TOP = ", ".join(field.name for field in msgspec.structs.fields(config.Keys))
 CONDITIONS = (
     "operation, dtype, platform, generation, device_name, sm, seq_len, "
     "batch_size, num_heads, num_kv_heads, seq_len_q, seq_len_k, head_dim, value_dim, "
-    "num_rows, intermediate_size, hidden_size, rotary_dim"
+    "num_rows, num_channels, inner_size, num_classes, intermediate_size, hidden_size, rotary_dim, "
+    "length, key_dim, rank, reads"
 )
 COMPARISONS = "a number, a comparison such as '>=90' or '<128', or a range such as '512..2048'"
 

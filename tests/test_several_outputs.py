@@ -65,7 +65,7 @@ def _match(module: fx.GraphModule, core: list[fx.Node], outputs: list[fx.Node], 
     dims = {source: fresh(shape_of(tensor_of(source))) for source in sources}
     fixed = frozenset(axis for each in dims.values() for axis in axes_of(each))
     return Match(
-        op="toy",
+        op="norm",
         attributes=_Attrs(),
         facts=None,
         inputs=dims,

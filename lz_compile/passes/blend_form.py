@@ -64,7 +64,7 @@ class Forms:
         call, tensor = self.effects.calls.get(node), tensor_of(node)
         if call is None or call.name not in ANCHORS or EMITTED in node.meta or tensor is None:
             return None
-        if not tensor.dim() or not tensor.is_floating_point() or 0 in tensor.shape:
+        if not tensor.dim() or not tensor.is_floating_point() or 0 in shape_of(tensor):
             return None
         behind = self.sums.behind(node)
         if not self.sums.has_product(node, behind) or not any(map(self._tells, behind)):
