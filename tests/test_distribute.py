@@ -101,7 +101,7 @@ def _refused(step: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> str:
     def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         assert list(distribute(module.graph)) == []
         (node,) = module.graph.find_nodes(op="call_function", target=SCAN)
-        miss = why_unknown(node)
+        miss = why_unknown(node, Effects(node.graph).ambient(node))
         found = list(recognise(module.graph, Effects(module.graph)))
         assert miss is not None
         assert not any(isinstance(each, Match) for each in found)
