@@ -19,10 +19,9 @@ from torch import fx
 from lz_compile.passes.axes import Axis, Dims, Size, as_size
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import NearMiss, RefusedError
+from lz_compile.passes.reroll import LEAST_POINTWISE
 from lz_compile.passes.view import Call, tensor_of, where_of
 
-#: Fewer steps are not worth a kernel.
-LEAST_STEPS = 4
 _ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "addcmul"})
 _SLICES = frozenset({"slice", "getitem", "narrow", "select"})
 _JOINS = frozenset({"cat", "concat", "concatenate", "stack", "pad"})
@@ -94,7 +93,7 @@ class _Reader:
         if len(core) > _MOST_CALLS:
             return None
         for dim, steps in enumerate(tensor_of(output).shape):  # type: ignore[union-attr]
-            if not isinstance(steps, int) or steps < LEAST_STEPS:
+            if not isinstance(steps, int) or steps < LEAST_POINTWISE:
                 continue
             mixing = sum(self._mixes(node, dim) for node in core)
             leaves = self._leaves(core, dim, steps)
@@ -233,9 +232,7 @@ def _unknown(output: fx.Node, text: str) -> RefusedError:
 def _random(leaf: fx.Node, dim: int, generator: torch.Generator) -> torch.Tensor:
     """Numbers below one, with few elements in other dimensions than time."""
     shape = tensor_of(leaf).shape  # type: ignore[union-attr]
-    sizes = [
-        int(size) if place == dim else min(_SMALL, 1 if _is_one(size) else _SMALL) for place, size in enumerate(shape)
-    ]
+    sizes = [int(size) if place == dim else 1 if _is_one(size) else _SMALL for place, size in enumerate(shape)]
     return 2 * torch.rand(sizes, generator=generator, dtype=torch.float64) - 1
 
 
