@@ -15,9 +15,9 @@ from lz_compile.options import Options
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.fusion import Fusion, fusions
 from lz_compile.passes.joint import FusedEmitter
+from lz_compile.passes.loops.scan_outputs import drop_steps, give_results
 from lz_compile.passes.match import Match
 from lz_compile.passes.rewrite import Recipes, erase_unread, splice
-from lz_compile.passes.scan_outputs import drop_steps, give_results
 from lz_compile.passes.share import share_equal
 from lz_compile.passes.symbolic_sizes import symbolic_sizes
 from lz_compile.passes.validate import Validation, validate

@@ -13,14 +13,14 @@ from torch import fx
 
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.options import Options
-from lz_compile.passes.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.effects import Ambient, Effects
-from lz_compile.passes.forward_stores import forward_stores
 from lz_compile.passes.inline import Inlined, inline
+from lz_compile.passes.loops.distribute import Distributed, distribute, why_unknown
+from lz_compile.passes.loops.forward_stores import forward_stores
+from lz_compile.passes.loops.reroll import reroll
+from lz_compile.passes.loops.unbatch import unbatch
 from lz_compile.passes.match import Failure, Match, NearMiss
 from lz_compile.passes.patterns import Recogniser, recognisers
-from lz_compile.passes.reroll import reroll
-from lz_compile.passes.unbatch import unbatch
 from lz_compile.runtime import events
 from lz_compile.runtime.report import GraphReport, LoopReport, MissReport
 

@@ -12,7 +12,7 @@ from graphs import Symbols, at, capture, effects_of, in_order, number_of, output
 from torch import Tensor, fx
 
 from lz_compile.passes.axes import Axis, Dims, Size, product, shape_of
-from lz_compile.passes.masks import Axes, Masks, Meaning
+from lz_compile.passes.masks.masks import Axes, Masks, Meaning
 from lz_compile.passes.view import tensor_of
 from lz_compile.reasons import Reason
 

@@ -12,12 +12,12 @@ from test_scan_steps import Compiler, compiled, eager
 from torch import fx
 from torch._higher_order_ops import scan
 
-from lz_compile.passes import scan_reading
-from lz_compile.passes.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.effects import Effects
+from lz_compile.passes.loops import scan_reading
+from lz_compile.passes.loops.distribute import Distributed, distribute, why_unknown
+from lz_compile.passes.loops.step_trace import SCAN
 from lz_compile.passes.match import Match
 from lz_compile.passes.patterns.scan import recognise
-from lz_compile.passes.step_trace import SCAN
 
 
 class Apart:

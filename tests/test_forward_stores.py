@@ -9,7 +9,7 @@ import torch
 from backends import Rewriting
 from torch import Tensor
 
-from lz_compile.passes.forward_stores import forward_stores
+from lz_compile.passes.loops.forward_stores import forward_stores
 
 Program = Callable[[Tensor, Tensor], Tensor]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lz_compile.passes.axes import Axis
 from lz_compile.passes.constants import Constants
-from lz_compile.passes.index_reading import Reader
-from lz_compile.passes.piecewise import Piecewise, Value
-from lz_compile.passes.polynomial import Polynomial, Variable
-from lz_compile.passes.predicates import AtLeast, Constant, Every, Given, Predicate, Some, Zero
+from lz_compile.passes.masks.index_reading import Reader
+from lz_compile.passes.masks.piecewise import Piecewise, Value
+from lz_compile.passes.masks.polynomial import Polynomial, Variable
+from lz_compile.passes.masks.predicates import AtLeast, Constant, Every, Given, Predicate, Some, Zero
 
 # ---- values at every index ----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lz_compile.errors import RewriteFailedError
-from lz_compile.passes.attention_calls import BODIES, multi_head_attention
+from lz_compile.passes.attention.attention_calls import BODIES, multi_head_attention
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.inline_proof import difference

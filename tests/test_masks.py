@@ -20,7 +20,7 @@ from transformers import masking_utils
 
 from lz_compile.passes.axes import Axis, fresh, shape_of
 from lz_compile.passes.effects import Effects
-from lz_compile.passes.masks import Axes, Masks, Meaning
+from lz_compile.passes.masks.masks import Axes, Masks, Meaning
 from lz_compile.passes.view import tensor_of
 from lz_compile.reasons import Reason
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lz_compile.passes.algebra import INFINITY, Region
 from lz_compile.passes.axes import fresh, shape_of
-from lz_compile.passes.masks_finite import is_bounded, is_finite
+from lz_compile.passes.masks.masks_finite import is_bounded, is_finite
 from lz_compile.passes.view import tensor_of
 from tests.graphs import call_named, capture, effects_of, output_of
 

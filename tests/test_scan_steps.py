@@ -13,8 +13,8 @@ from torch._higher_order_ops import scan
 from torch.utils import _pytree as pytree
 
 from lz_compile.lowering.ops.scan import reference
-from lz_compile.passes.distribute import distribute
 from lz_compile.passes.effects import Effects
+from lz_compile.passes.loops.distribute import distribute
 from lz_compile.passes.match import Match, NearMiss
 from lz_compile.passes.patterns.scan import recognise
 from lz_compile.passes.rewrite import Recipes, splice

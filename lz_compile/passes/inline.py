@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from lz_compile.errors import RewriteFailedError
-from lz_compile.passes.attention_calls import BODIES, REFUSED
+from lz_compile.passes.attention.attention_calls import BODIES, REFUSED
 from lz_compile.passes.builder import EMITTED, GraphBuilder
 from lz_compile.passes.core import dead_users, is_dead
 from lz_compile.passes.effects import Ambient, Effects

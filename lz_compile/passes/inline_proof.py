@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lz_compile.passes.attention_calls import BODIES
+from lz_compile.passes.attention.attention_calls import BODIES
 from lz_compile.passes.effects import Ambient, ambient_context
 from lz_compile.passes.validate import SLACK, TOLERANCE
 

@@ -18,9 +18,9 @@ from lz_compile.passes import layout
 from lz_compile.passes.algebra import constant_value, is_constant
 from lz_compile.passes.axes import Axis, Dims, Size, atoms, axes_of
 from lz_compile.passes.builder import Builder
+from lz_compile.passes.loops.scan_steps import run_steps
 from lz_compile.passes.match import Match
 from lz_compile.passes.rewrite import KernelCall, emit
-from lz_compile.passes.scan_steps import run_steps
 from lz_compile.passes.view import Call, hint_of, is_symbolic, read, tensor_of
 
 Sizes = Mapping[Axis, int]

@@ -13,8 +13,8 @@ from lz_compile.runtime.events import Event
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
+    from lz_compile.passes.loops.reroll import RolledLoop
     from lz_compile.passes.match import Match, NearMiss
-    from lz_compile.passes.reroll import RolledLoop
     from lz_compile.runtime.select import Decision, Problem
 
 SCHEMA_VERSION = "1.0"

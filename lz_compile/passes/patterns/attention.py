@@ -13,20 +13,22 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
-from lz_compile.passes import contraction, layout, masks_finite, probabilities, scores
+from lz_compile.passes import contraction, layout
 from lz_compile.passes.algebra import INFINITY, Region, tidy
-from lz_compile.passes.attention_axes import assign_roles
+from lz_compile.passes.attention import probabilities, scores
+from lz_compile.passes.attention.attention_axes import assign_roles
+from lz_compile.passes.attention.unread import has_scores, unread
 from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, fresh, shape_of
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.contraction import Contraction, Factor
 from lz_compile.passes.core import Core, find_core
 from lz_compile.passes.effects import Effects, MutatedError
-from lz_compile.passes.masks import Masks
+from lz_compile.passes.masks import masks_finite
+from lz_compile.passes.masks.masks import Masks
+from lz_compile.passes.masks.proven_masks import simplify
 from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
 from lz_compile.passes.patterns.sdpa_call import match_sdpa_call
-from lz_compile.passes.proven_masks import simplify
 from lz_compile.passes.twins import Twins
-from lz_compile.passes.unread import has_scores, unread
 from lz_compile.passes.view import Call, tensor_of, where_of
 from lz_compile.reasons import Reason
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from lz_compile.passes.axes import LayoutError
-from lz_compile.passes.blend_form import Form, Forms
-from lz_compile.passes.blend_ranks import Ranks, has_ranks
-from lz_compile.passes.blend_reading import read_blend, read_margin
+from lz_compile.passes.blends.blend_form import Form, Forms
+from lz_compile.passes.blends.blend_ranks import Ranks, has_ranks
+from lz_compile.passes.blends.blend_reading import read_blend, read_margin
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt

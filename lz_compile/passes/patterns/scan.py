@@ -13,21 +13,21 @@ from torch import fx
 
 from lz_compile.lowering.ops.scan import ScanAttrs
 from lz_compile.passes.axes import Axis, Dims, as_size
-from lz_compile.passes.chunked_forms import chunked_forms
 from lz_compile.passes.effects import Effects, grad_enabled
-from lz_compile.passes.index_sum import IndexSum
-from lz_compile.passes.index_terms import Atom
-from lz_compile.passes.loop_plan import Part, Plan
+from lz_compile.passes.loops.chunked_forms import chunked_forms
+from lz_compile.passes.loops.index_sum import IndexSum
+from lz_compile.passes.loops.index_terms import Atom
+from lz_compile.passes.loops.loop_plan import Part, Plan
+from lz_compile.passes.loops.prefix_scan import PrefixScan, prefix_scans
+from lz_compile.passes.loops.prefix_scan_emitter import match_of
+from lz_compile.passes.loops.recurrence_text import text_of
+from lz_compile.passes.loops.scan_emitter import Given, ScanEmitter
+from lz_compile.passes.loops.scan_reading import Readings
+from lz_compile.passes.loops.step_check import check
+from lz_compile.passes.loops.step_form import StepForm
+from lz_compile.passes.loops.step_trace import SCAN, ScanCall, is_filled, scan_call
+from lz_compile.passes.loops.transition import Transition
 from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
-from lz_compile.passes.prefix_scan import PrefixScan, prefix_scans
-from lz_compile.passes.prefix_scan_emitter import match_of
-from lz_compile.passes.recurrence_text import text_of
-from lz_compile.passes.scan_emitter import Given, ScanEmitter
-from lz_compile.passes.scan_reading import Readings
-from lz_compile.passes.step_check import check
-from lz_compile.passes.step_form import StepForm
-from lz_compile.passes.step_trace import SCAN, ScanCall, is_filled, scan_call
-from lz_compile.passes.transition import Transition
 from lz_compile.passes.view import tensor_of, where_of
 
 OP = "scan"

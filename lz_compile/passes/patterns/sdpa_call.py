@@ -7,16 +7,16 @@ import torch
 from torch import fx
 
 from lz_compile.lowering.ops.attention import AttentionAttrs
-from lz_compile.passes import masks_finite
 from lz_compile.passes.algebra import Region
-from lz_compile.passes.attention_emitter import AttentionEmitter, Roles
+from lz_compile.passes.attention.attention_emitter import AttentionEmitter, Roles
+from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.axes import Axis, Dims, Shape, Size, axes_of, broadcast_from, fresh, regroup, shape_of
 from lz_compile.passes.core import find_core
 from lz_compile.passes.effects import Effects
-from lz_compile.passes.masks import Masks
+from lz_compile.passes.masks import masks_finite
+from lz_compile.passes.masks.masks import Masks
+from lz_compile.passes.masks.proven_masks import simplify
 from lz_compile.passes.match import Match
-from lz_compile.passes.operand import Operand
-from lz_compile.passes.proven_masks import simplify
 from lz_compile.passes.view import Call, tensor_of
 
 SOURCE = "torch.sdpa"

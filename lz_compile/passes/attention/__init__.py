@@ -1,0 +1,1 @@
+"""The parts of an attention: contractions, scores, probabilities, operands."""

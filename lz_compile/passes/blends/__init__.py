@@ -1,0 +1,1 @@
+"""Blends of a host with a seed, by their coefficients."""

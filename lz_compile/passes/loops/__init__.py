@@ -1,0 +1,1 @@
+"""Loops that Dynamo unrolled, and recurrences, read as scans."""

@@ -1,0 +1,138 @@
+"""Operations of a step done for all steps at once, as nodes of the graph around the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.passes.builder import EMITTED, provenance
+from lz_compile.passes.effects import Ambient, ambient_context
+from lz_compile.passes.loops.loop_plan import Traces
+from lz_compile.passes.loops.step_trace import traced
+from lz_compile.passes.view import tensor_of
+
+
+@dataclass
+class Around:
+    """The graph around a loop, at the place of the loop; new nodes get complete metadata."""
+
+    graph: fx.Graph
+    template: fx.Node
+    ambient: Ambient
+    mode: Any
+    created: list[fx.Node] = field(default_factory=list)
+
+    def call(self, target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+        """A new call, with its example value."""
+        node = self.graph.call_function(target, args, dict(kwargs or {}))
+        given_args, given_kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["example_value"])
+        with ExitStack() as stack:
+            for manager in ambient_context(self.ambient):
+                stack.enter_context(manager)
+            stack.enter_context(self.mode)
+            value = target(*given_args, **given_kwargs)
+        return self.note(node, value)
+
+    def note(self, node: fx.Node, value: Any) -> fx.Node:
+        """Keep the metadata of a node that is new."""
+        node.meta.update(provenance(self.template))
+        if node.op != "get_attr":
+            node.meta["example_value"] = value
+        del node.meta[EMITTED]  # this is the source's own computation, and may be recognised
+        self.created.append(node)
+        return node
+
+    def empty(self, shape: Sequence[Any], like: torch.Tensor, *, wants_grad: bool) -> torch.Tensor:
+        """An example value."""
+        with self.mode:
+            value = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+        return value.requires_grad_(wants_grad and like.is_floating_point())
+
+    def undo(self) -> None:
+        """Erase everything that was made."""
+        for node in reversed(self.created):
+            self.graph.erase_node(node)
+        self.created.clear()
+
+
+@dataclass
+class Batched:
+    """Values of a step as tensors for all steps (``over_time``), or that are the same in every step."""
+
+    around: Around
+    traces: Traces
+    over_time: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    always: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def compute(self, nodes: Iterable[fx.Node]) -> None:
+        """Compute these for all steps, with whatever they need that is not there yet."""
+        missing, needs_time = self._missing(nodes)
+        self._emit([node for node in missing if node not in needs_time], self.always)
+        self._emit([node for node in missing if node in needs_time], self.over_time)
+
+    def _missing(self, nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
+        found, stack = set[fx.Node](), [node for node in nodes if not self.has(node)]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                assert node.op == "call_function", f"{node.name} is needed before it is there"
+                found.add(node)
+                stack.extend(each for each in node.all_input_nodes if not self.has(each))
+        order = sorted(found)
+        needs_time = set(self.over_time)
+        for node in order:
+            if any(each in needs_time for each in node.all_input_nodes):
+                needs_time.add(node)
+        return order, needs_time
+
+    def has(self, node: fx.Node) -> bool:
+        """Whether a value is there."""
+        return node in self.over_time or node in self.always
+
+    def _emit(self, nodes: Sequence[fx.Node], where: dict[fx.Node, fx.Node]) -> None:
+        if not nodes:
+            return
+        inside = set(nodes)
+        edge = sorted({each for node in nodes for each in node.all_input_nodes if each not in inside})
+        results = [node for node in nodes if isinstance(node.meta["val"], torch.Tensor)]
+        places = [0 if node in self.over_time else None for node in edge]
+        given = [self.over_time[node] if node in self.over_time else self.always[node] for node in edge]
+        values = [_detached(node) for node in given]
+        key = (tuple(nodes), tuple((value.dtype, value.shape, value.stride()) for value in values))
+        if key not in self.traces:
+            segment = _segment(nodes, edge, results)
+            function = torch.vmap(segment, in_dims=tuple(places)) if where is self.over_time else segment
+            self.traces[key] = traced(function, values, self.around.ambient, self.around.mode)
+        whole = self.traces[key]
+        where.update(zip(results, self._inserted(whole, given), strict=True))
+
+    def _inserted(self, whole: fx.GraphModule, given: Sequence[fx.Node]) -> list[fx.Node]:
+        copies = dict(zip(whole.graph.find_nodes(op="placeholder"), given, strict=True))
+        for node in whole.graph.nodes:
+            if node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+                copies[node] = self.around.call(node.target, args, kwargs)
+            elif node.op == "output":
+                return [copies[each] for each in node.args[0]]
+        raise LookupError("a graph without an output")
+
+
+def _detached(node: fx.Node) -> torch.Tensor:
+    value = tensor_of(node)
+    assert value is not None, f"{node.name} is no tensor"
+    return value.detach()
+
+
+def _segment(nodes: Sequence[fx.Node], edge: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
+    """Some of the nodes of a step as a function by itself."""
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in edge}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return fx.GraphModule(torch.nn.Module(), graph)

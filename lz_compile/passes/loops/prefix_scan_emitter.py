@@ -1,0 +1,122 @@
+"""A recurrence that the source computes in logarithmic depth, as a match of the op ``scan``: a state without keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.scan import DecayKind, ScanAttrs, ScanFacts, ScanStructure
+from lz_compile.passes.algebra import is_constant
+from lz_compile.passes.axes import Axis, Dims, as_size, axes_of, product
+from lz_compile.passes.builder import Builder
+from lz_compile.passes.effects import Effects, grad_enabled
+from lz_compile.passes.loops.prefix_scan import PrefixScan
+from lz_compile.passes.match import Match
+from lz_compile.passes.view import tensor_of, where_of
+
+_Groups = tuple[tuple[Axis, ...], ...]
+
+
+@dataclass(frozen=True)
+class PrefixScanEmitter:
+    """Every dimension but time is one of columns; ``dims`` are the axes of the result and of what goes in."""
+
+    scan: PrefixScan
+    attrs: ScanAttrs
+
+    def operands(self, builder: Builder) -> dict[str, Any]:
+        """``decay`` and ``drive`` ``[1, 1, T, 1, V]``."""
+        given = {"drive": self.scan.drive} | ({} if self.scan.decay is None else {"decay": self.scan.decay})
+        return {
+            name: builder.arrange(builder.value(node), self.scan.dims[node], self._groups, expand=True)
+            for name, node in given.items()
+        }
+
+    @property
+    def _groups(self) -> _Groups:
+        scan = self.scan
+        columns = tuple(axis for dim in scan.dims[scan.output] for axis in dim if axis is not scan.time)
+        return ((), (), (scan.time,), (), columns)
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The states of all steps, where the source has them."""
+        states, _ = value
+        found = builder.restore(states.reshape([builder.extent(self.scan.time), -1]), self._groups[2::2], self._flat)
+        shape = [builder.size(dim) for dim in self.scan.dims[self.scan.output]]
+        return found.reshape(shape).to(tensor_of(self.scan.output).dtype)  # type: ignore[union-attr]
+
+    @property
+    def _flat(self) -> Dims:
+        return tuple(dim for dim in self.scan.dims[self.scan.output] if dim)
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
+        """Nothing is implied here.
+
+        Raises:
+            LookupError: always.
+        """
+        raise LookupError(f"{node.name} is implied by no attribute of a scan")
+
+
+def match_of(scan: PrefixScan, effects: Effects) -> Match:
+    """The match of such a recurrence; proofs keep the number of steps, which the source has spelled out."""
+    leaves = [scan.drive] if scan.decay is None else [scan.decay, scan.drive]
+    tensors = [tensor_of(node) for node in leaves]
+    result = tensor_of(scan.output)
+    assert result is not None, "a recurrence is over tensors"
+    dtype = result.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    ambient = effects.ambient(scan.output)
+    attrs = ScanAttrs(compute_dtype=wide, out_dtype=dtype, state_dtype=dtype)
+    emitter = PrefixScanEmitter(scan, attrs)
+    columns = product(axis.size for axis in emitter._groups[-1])
+    needs_grad = grad_enabled(ambient) and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    decay: DecayKind = "none" if scan.decay is None else "value"
+    own = set(axes_of(scan.dims[scan.output]))
+    calls = {node: effects.calls[node] for node in scan.core}
+    constants = {node: _constant_dims(node, scan) for node, call in calls.items() if call and is_constant(call)}
+    return Match(
+        op="scan",
+        attributes=attrs,
+        facts=ScanFacts(
+            *(1, 1, scan.time.size, 1, columns, 0, 1),
+            structure=ScanStructure(decay=decay, has_drive=True),
+            dtype=dtype,
+            device=result.device.type,
+            needs_grad=needs_grad,
+        ),
+        inputs={node: scan.dims[node] for node in leaves},
+        operands={},
+        fills={},
+        masks={},
+        output=scan.output,
+        output_dims=scan.dims[scan.output],
+        core=scan.core,
+        read=constants,
+        emitter=emitter,
+        ambient=ambient,
+        where=where_of(scan.output),
+        fixed=frozenset(
+            {scan.time, *(axis for dims in constants.values() for axis in axes_of(dims) if axis not in own)}
+        ),
+        formula="h[t] = h[t-1] + b[t]" if scan.decay is None else "h[t] = a[t] * h[t-1] + b[t]",
+    )
+
+
+def _constant_dims(node: fx.Node, scan: PrefixScan) -> Dims:
+    """The axes of a constant inside: those of the result, but along time, where it has a size of its own."""
+    result = scan.dims[scan.output]
+    found = []
+    for place, size in enumerate(map(as_size, tensor_of(node).shape)):  # type: ignore[union-attr]
+        own = result[place] if place < len(result) and place != scan.dim else ()
+        is_own = len(own) == 1 and own[0].size == size
+        found.append(() if size == 1 else own if is_own else (Axis(size),))
+    return tuple(found)

@@ -1,0 +1,255 @@
+"""Loops that Dynamo has unrolled, found and rolled again into ``torch.ops.higher_order.scan``.
+
+:mod:`loop_search` finds calls that repeat, :mod:`loop_steps` compares the steps, :mod:`loop_body` reads one of them as a
+function of the state, of slices and of what stays the same, :mod:`loop_outputs` finds what is read of them, :mod:`roll`
+puts the scan in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from lz_compile.passes import contraction
+from lz_compile.passes.effects import Ambient, Effects
+from lz_compile.passes.loops.loop_facts import Loop, read_loop
+from lz_compile.passes.loops.loop_search import LEAST_STEPS, Program, Run, phases, runs
+from lz_compile.passes.loops.loop_steps import Grid, Steps, parameters_of
+from lz_compile.passes.loops.loop_versions import Versions
+from lz_compile.passes.loops.roll import roll
+from lz_compile.passes.loops.trial_scan import trial_scan
+from lz_compile.passes.match import NearMiss, RefusedError
+from lz_compile.passes.view import read, tensor_of, where_of
+from lz_compile.reasons import Reason
+
+#: Calls, over all steps, from which on a loop compiles faster than its steps one by one (Inductor takes 12 to 20 s for 16
+#: steps of 20 to 29 calls, a scan about 4 s).
+WORTHWHILE_CALLS = 256
+WORTHWHILE_STEPS = 8
+#: The same for loops that read nothing that moves on: iterations of the same function rather than over time.
+WORTHWHILE_ITERATIONS = 32
+
+_PHASES = 3
+_MULTIPLES = 4
+_MOST_TRIED = 64
+
+#: Steps from which on a loop is rolled because there is a kernel for it: if a step contracts something, and if not.
+LEAST_CONTRACTIONS, LEAST_POINTWISE = 8, 16
+
+#: Whether a scan under these modes is one that there are kernels for.
+IsSpecial = Callable[[fx.Node, Ambient], bool]
+
+
+@dataclass(frozen=True)
+class RolledLoop:
+    """A loop that was found, and whether it was rolled (``scan``) or why not (``kept``)."""
+
+    where: str
+    steps: int
+    calls: int
+    carried: tuple[str, ...]
+    streams: tuple[str, ...]
+    around: int
+    outputs: tuple[str, ...]
+    scan: fx.Node | None
+    kept: Reason | None
+
+
+def never(_scan: fx.Node, _ambient: Ambient) -> bool:
+    """No scan is special."""
+    return False
+
+
+def reroll(module: fx.GraphModule, policy: str = "auto", is_special: IsSpecial = never) -> list[RolledLoop | NearMiss]:
+    """Roll the loops of a graph, in place; recompiling is the caller's.
+
+    Args:
+        module: its graph is rewritten; the steps become submodules.
+        policy: ``"auto"`` rolls what is special or long, ``"roll"`` every loop, ``"keep"`` what is special.
+        is_special: asked with a scan in a graph of its own, with placeholders for all that the loop reads.
+
+    Returns:
+        the loops, in order of size, and what looks like one and is none, with the reason.
+    """
+    rolled: list[RolledLoop | NearMiss] = []
+    while True:
+        loops, misses = _loops_of(module.graph)
+        found: list[RolledLoop | NearMiss] = []
+        replaced: set[fx.Node] = set()
+        is_outdated = False
+        for loop in sorted(loops, key=lambda loop: -loop.steps.start):
+            if not replaced.isdisjoint(loop.readers):  # a later loop, or its results, read this one: look again
+                is_outdated = True
+                continue
+            result = _rolled(module, loop, policy, is_special)
+            found.append(result)
+            if isinstance(result, RolledLoop) and result.scan is not None:
+                replaced |= loop.replaced
+        if not is_outdated:
+            return [*rolled, *reversed(found), *misses]
+        rolled.extend(each for each in reversed(found) if isinstance(each, RolledLoop) and each.scan is not None)
+
+
+def _loops_of(graph: fx.Graph) -> tuple[list[Loop], list[NearMiss]]:
+    program = Program(graph)
+    stretches = runs(program.kinds)
+    return _Search(program).loops(stretches) if stretches else ([], [])
+
+
+def _rolled(module: fx.GraphModule, loop: Loop, policy: str, is_special: IsSpecial) -> RolledLoop | NearMiss:
+    kept = None if policy == "roll" else _too_short(loop, policy)
+    try:
+        if kept is not None and _may_be_special(loop) and is_special(trial_scan(loop), loop.ambient):
+            kept = None
+        scan = None if kept is not None else roll(loop, module)
+    except RefusedError as refusal:
+        return NearMiss("scan", loop.steps.node(0, 0), refusal.reason, refusal.edit, loop.steps.where)
+    return _described(loop, scan, kept)
+
+
+def _may_be_special(loop: Loop) -> bool:
+    """Whether a kernel may be worth it: Inductor fuses a few steps of pointwise operations into one loop over memory."""
+    calls = [call for call in map(read, loop.step.module.graph.nodes) if call is not None]
+    contracts = any(call.name in contraction.PRODUCTS | {"sum", "mean", "linear"} for call in calls)
+    return loop.has_streams and loop.steps.count >= (LEAST_CONTRACTIONS if contracts else LEAST_POINTWISE)
+
+
+def _too_short(loop: Loop, policy: str) -> Reason | None:
+    if policy == "keep":
+        return Reason("LOOPS_KEPT", "layerzero.loops is 'keep', and nothing is known of its step")
+    calls, steps = loop.steps.count * loop.step.calls, loop.steps.count
+    least = WORTHWHILE_STEPS if loop.has_streams else WORTHWHILE_ITERATIONS
+    if calls >= WORTHWHILE_CALLS and steps >= least:
+        return None
+    return Reason("LOOP_SHORT", f"{steps} steps of {loop.step.calls} calls compile about as fast one by one")
+
+
+def _described(loop: Loop, scan: fx.Node | None, kept: Reason | None) -> RolledLoop:
+    body, step, steps = loop.body, loop.step, loop.steps
+    return RolledLoop(
+        where=steps.where,
+        steps=steps.count,
+        calls=step.calls,
+        carried=tuple(_text(body.slots[slot].like) for slot in step.slots),
+        streams=tuple(type(body.streams[number]).__name__.lower() for number in step.streams),
+        around=len(step.around),
+        outputs=tuple(str(list(result.shape)) for result in step.results),
+        scan=scan,
+        kept=kept,
+    )
+
+
+def _text(node: fx.Node) -> str:
+    tensor = tensor_of(node)
+    return "" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+class _Search:
+    """Reads stretches of repeated calls as loops, the largest first; what is part of a loop is not looked at again."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._versions: Versions | None = None
+        self._effects: Effects | None = None
+        self._taken = bytearray(len(program.nodes))
+
+    def loops(self, stretches: list[Run]) -> tuple[list[Loop], list[NearMiss]]:
+        """The loops among stretches, and near misses where no loop was found in a stretch that looks like one."""
+        found: list[Loop] = []
+        misses: dict[int, NearMiss] = {}
+        pending = [free for stretch in stretches[_MOST_TRIED - 1 :: -1] for free in self._free(stretch)]
+        while pending:
+            run = pending.pop()
+            if any(self._taken[run.start : run.stop]):
+                pending.extend(self._free(run))
+                continue
+            loop, refusal = self._loop(run)
+            if loop is not None:
+                found.append(loop)
+                self._taken[loop.steps.start : loop.steps.stop] = b"\1" * (loop.steps.stop - loop.steps.start)
+                pending.extend(self._free(run))
+            elif refusal is not None:
+                node = self._program.nodes[run.start]
+                misses[run.start] = NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
+        kept = [miss for start, miss in misses.items() if not self._taken[start]]
+        return found, kept
+
+    def _free(self, run: Run) -> Iterator[Run]:
+        """The parts of a stretch that belong to no loop yet."""
+        start = run.start
+        while run.stop - start >= LEAST_STEPS * run.period:
+            stop = self._taken.find(1, start, run.stop)
+            stop = run.stop if stop < 0 else stop
+            if stop - start >= LEAST_STEPS * run.period:
+                yield Run(start, stop, run.period)
+            after = self._taken.find(0, stop, run.stop)
+            start = run.stop if after < 0 else after
+
+    def _loop(self, run: Run) -> tuple[Loop | None, RefusedError | None]:
+        refusal: RefusedError | None = None
+        for multiple in range(1, _MULTIPLES + 1):
+            longer = Run(run.start, run.stop, run.period * multiple)
+            try:
+                for steps in self._phases(longer):
+                    try:
+                        return self._read(steps), None
+                    except RefusedError as error:
+                        refusal = refusal or error
+                        if error.reason.code in _FINAL:
+                            raise
+            except RefusedError as error:
+                refusal = refusal or error
+                if error.reason.code in _FINAL:
+                    break
+        return None, refusal if refusal is not None and refusal.reason.code not in _SILENT else None
+
+    def _phases(self, run: Run) -> list[Steps]:
+        """The loops that the likeliest beginnings of a step give, the longest first.
+
+        Raises:
+            RefusedError: there is none.
+        """
+        if run.steps < LEAST_STEPS:
+            return []
+        if self._versions is None:
+            self._versions = Versions(self._program)
+        found: list[Steps] = []
+        refusal: RefusedError | None = None
+        for phase in phases(self._program, run)[:_PHASES]:
+            try:
+                found.append(Grid(self._program, self._versions, phase).steps())
+                if found[-1].count == phase.steps:
+                    break
+            except RefusedError as error:
+                refusal = refusal or error
+                if error.reason.code in _FINAL:
+                    break
+        if refusal is not None and (not found or refusal.reason.code in _FINAL):
+            raise refusal
+        return sorted(found, key=lambda steps: -steps.count)
+
+    def _read(self, steps: Steps) -> Loop:
+        columns = (
+            steps.column(index, leaf)
+            for index, row in enumerate(steps.wiring)
+            for leaf, made in enumerate(row)
+            if made is None
+        )
+        if parameters_of([column for column in columns if column[0] is not column[-1]]):
+            raise RefusedError("LAYERS", "every step has parameters of its own", "share them")
+        return read_loop(steps, self._ambient(steps))
+
+    def _ambient(self, steps: Steps) -> Ambient:
+        if self._effects is None:
+            self._effects = Effects(self._program.graph)
+        return self._effects.ambient(steps.node(0, 0))
+
+
+#: Refusals that hold wherever a step is taken to begin.
+_FINAL = frozenset(
+    {"LAYERS", "NO_STATE", "RANDOM", "MODE_CHANGES_INSIDE", "DATA_DEPENDENT", "NESTED_GRAPH", "INPUT_OVERWRITTEN"}
+)
+#: Refusals of what is no loop over anything: the same calls on different things.
+_SILENT = frozenset({"LAYERS", "NO_STATE"})

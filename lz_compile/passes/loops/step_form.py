@@ -1,0 +1,360 @@
+"""A step of a scan read as algebra: what depends on which state, and what is a sum of products of a state.
+
+States that depend on each other are one *component*; components are in the order in which they can be computed. A value
+that depends on states belongs to the last component among theirs, and is read as a sum of products in the states of that
+one. What earlier components give is a tensor there like any other, and so is what has no simpler form and no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.passes.loops.index_sum import IndexSum
+from lz_compile.passes.loops.index_terms import Atom, UnreadableError
+from lz_compile.passes.loops.step_rules import LOGICAL, OF_TRUTH_VALUES, RULES, Rule, as_sum, shape_of
+from lz_compile.passes.loops.step_trace import Step
+
+aten = torch.ops.aten
+#: The home of what depends on no state.
+FREE = -1
+
+
+@dataclass(frozen=True)
+class StepForm:
+    """What was read.
+
+    ``home`` is the component of every node (:data:`FREE`: none), ``values`` are those that have a form in their component,
+    ``atoms`` the nodes behind atoms, and ``reasons`` say of the others that depend on states what is in the way. ``outer``
+    are values as other components see them, ``delays`` the components that depend on nothing of their own, and ``indicators``
+    the inputs that hold nothing but zeros and ones.
+    """
+
+    step: Step
+    components: tuple[tuple[int, ...], ...]
+    home: Mapping[fx.Node, int]
+    values: Mapping[fx.Node, IndexSum]
+    atoms: Mapping[Atom, fx.Node]
+    reasons: Mapping[fx.Node, str]
+    outer: Mapping[fx.Node, IndexSum]
+    delays: frozenset[int]
+    indicators: frozenset[fx.Node] = frozenset()
+
+    def is_atom(self, node: fx.Node) -> bool:
+        """Whether other components take a value as it is, and do not compute it themselves."""
+        value = (self.values if self.home[node] == FREE else self.outer).get(node)
+        return value is None or any(self.atoms.get(atom) is node for atom in value.atoms)
+
+    def state_atom(self, state: int) -> Atom:
+        """The atom of a state before the step."""
+        return Atom(self.step.states[state].name, "state")
+
+    def with_atom(self, node: fx.Node, atom: Atom, wanted: fx.Node) -> IndexSum | None:
+        """The value of ``wanted`` with ``node`` as an atom of its own, where that has a form."""
+        reader = _Reader(self.step, self.home, self.delays)
+        reader.outer = dict(self.outer)
+        reader.values.update({each: value for each, value in self.values.items() if self.home[each] == FREE})
+        reader.values[node] = IndexSum.of_atom(atom, shape_of(node))
+        reader.read(between(wanted, {node}), fixed={node})
+        return reader.values.get(wanted)
+
+
+def read_step(step: Step, indicators: frozenset[fx.Node] = frozenset()) -> StepForm:
+    """Read a step; ``indicators`` are inputs that hold nothing but zeros and ones."""
+    components, home = _homes(step)
+    if _prepare(step, home):
+        components, home = _homes(step)
+    delays = frozenset(i for i, states in enumerate(components) if _is_delay(step, states))
+    reader = _Reader(step, home, delays, indicators)
+    reader.read(list(step.graph.nodes))
+    return StepForm(
+        step, components, home, reader.values, reader.atoms, reader.reasons, reader.outer, delays, indicators
+    )
+
+
+def between(wanted: fx.Node, edge: set[fx.Node]) -> list[fx.Node]:
+    """What ``wanted`` needs down to ``edge``, in the order of the graph."""
+    needed, stack = {wanted}, [wanted]
+    while stack:
+        node = stack.pop()
+        for operand in () if node in edge else node.all_input_nodes:
+            if operand not in needed:
+                needed.add(operand)
+                stack.append(operand)
+    return sorted(needed)
+
+
+# ---- what depends on what ------------------------------------------------------------------------------------------
+
+
+def _homes(step: Step) -> tuple[tuple[tuple[int, ...], ...], dict[fx.Node, int]]:
+    """The components, and the one that every node belongs to. A state that never changes is none."""
+    changing = [i for i, state in enumerate(step.states) if _origin(step.carried[i]) is not state]
+    depends: dict[fx.Node, frozenset[int]] = {step.states[i]: frozenset({i}) for i in changing}
+    for node in step.graph.nodes:
+        if node not in depends:
+            depends[node] = frozenset[int]().union(*(depends[each] for each in node.all_input_nodes))
+    reach = {i: set(depends[step.carried[i]]) for i in changing}
+    for middle in changing:
+        for i in changing:
+            if middle in reach[i]:
+                reach[i] |= reach[middle]
+    order: list[tuple[int, ...]] = []
+    left = list(changing)
+    while left:
+        ready = next(i for i in left if all(j not in left or j == i or i in reach[j] for j in reach[i]))
+        component = tuple(j for j in left if j == ready or (j in reach[ready] and ready in reach[j]))
+        order.append(component)
+        left = [j for j in left if j not in component]
+    where = {state: place for place, component in enumerate(order) for state in component}
+    return tuple(order), {node: max((where[i] for i in found), default=FREE) for node, found in depends.items()}
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What a tensor is a copy of."""
+    while node.target in (aten.clone.default, aten.alias.default):
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _is_delay(step: Step, states: tuple[int, ...]) -> bool:
+    own = {step.states[state] for state in states}
+    return not any(own & set(between(step.carried[state], set())) for state in states)
+
+
+def _prepare(step: Step, home: Mapping[fx.Node, int]) -> bool:
+    """Spell out quotients of a state, and choices between values of several components; whether there were any."""
+    changed = False
+    for node in list(step.graph.nodes):
+        if node.target is aten.div.Tensor and isinstance(node.args[1], fx.Node):
+            changed |= _as_product(step.graph, node, home)
+        elif node.target is aten.addcdiv.default:
+            changed |= _as_quotient(step.graph, node)
+        elif node.target is aten.where.self:
+            changed |= _as_sum_of_choices(step.graph, node, home)
+    if changed:
+        step.module.recompile()
+    return changed
+
+
+def _as_quotient(graph: fx.Graph, node: fx.Node) -> bool:
+    base, one, other = node.args
+    with graph.inserting_before(node):
+        quotient = insert(graph, aten.div.Tensor, (one, other))
+        whole = insert(graph, aten.add.Tensor, (base, quotient), {"alpha": node.kwargs.get("value", 1)})
+    node.replace_all_uses_with(whole)
+    graph.erase_node(node)
+    return True
+
+
+def _as_product(graph: fx.Graph, node: fx.Node, home: Mapping[fx.Node, int]) -> bool:
+    over, under = node.args
+    is_state = isinstance(over, fx.Node) and home.get(over, FREE) != FREE
+    assert isinstance(under, fx.Node)
+    if not is_state or home[under] >= home[over] or not node.meta["val"].is_floating_point():  # type: ignore[index]
+        return False
+    dtype = node.meta["val"].dtype
+    with graph.inserting_before(node):
+        if under.meta["val"].dtype != dtype:  # a quotient is computed in the wider of both
+            under = insert(graph, aten._to_copy.default, (under,), {"dtype": dtype})
+        inverse = insert(graph, aten.reciprocal.default, (under,))
+        product = insert(graph, aten.mul.Tensor, (over, inverse))
+    node.replace_all_uses_with(product)
+    graph.erase_node(node)
+    return True
+
+
+def _as_sum_of_choices(graph: fx.Graph, node: fx.Node, home: Mapping[fx.Node, int]) -> bool:
+    condition, one, other = node.args
+    homes = {home.get(each, FREE) for each in (one, other) if isinstance(each, fx.Node)}
+    if FREE in homes or len(homes) < 2 or home.get(condition, FREE) != FREE:  # type: ignore[arg-type]
+        return False
+    kind = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
+    with graph.inserting_before(node):
+        zero = insert(graph, aten.scalar_tensor.default, (0.0,), kind)
+        first = insert(graph, aten.where.self, (condition, one, zero))
+        second = insert(graph, aten.where.self, (condition, zero, other))
+        whole = insert(graph, aten.add.Tensor, (first, second))
+    node.replace_all_uses_with(whole)
+    graph.erase_node(node)
+    return True
+
+
+def insert(graph: fx.Graph, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+    """A new call at the insertion point of a graph, with its example value."""
+    node = graph.call_function(target, args, dict(kwargs or {}))
+    given_args, given_kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    mode = next(each.meta["val"].fake_mode for each in graph.find_nodes(op="placeholder"))
+    with mode, torch.no_grad():
+        node.meta["val"] = target(*given_args, **given_kwargs)
+    return node
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Reads nodes one after the other."""
+
+    def __init__(
+        self,
+        step: Step,
+        home: Mapping[fx.Node, int],
+        delays: frozenset[int],
+        indicators: frozenset[fx.Node] = frozenset(),
+    ) -> None:
+        self.step = step
+        self.home = home
+        self.delays = delays
+        self.indicators = indicators
+        self.values: dict[fx.Node, IndexSum] = {}
+        self.outer: dict[fx.Node, IndexSum] = {}
+        self.atoms: dict[Atom, fx.Node] = {}
+        self.reasons: dict[fx.Node, str] = {}
+
+    def read(self, nodes: Sequence[fx.Node], fixed: set[fx.Node] | None = None) -> None:
+        """Read these, in the order of the graph."""
+        for node in nodes:
+            if node in (fixed or ()) or node.op == "output" or not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            if node in self.values and self.home[node] == FREE:
+                continue
+            if node in self.step.states and self.home[node] != FREE:
+                self.values[node] = IndexSum.of_atom(Atom(node.name, "state"), shape_of(node))
+            elif node.op != "call_function":
+                self._keep(node)
+            else:
+                self._read_call(node)
+
+    def _read_call(self, node: fx.Node) -> None:
+        is_free = self.home[node] == FREE
+        try:
+            value = self._by_rule(node)
+        except UnreadableError as error:
+            if is_free:
+                self._keep(node)
+            else:
+                self.reasons[node] = str(error)
+            return
+        if is_free and _is_contraction(value):
+            self._keep(node)
+        else:
+            self.values[node] = value
+
+    def _keep(self, node: fx.Node) -> None:
+        """As an atom, where it is a tensor of real numbers or truth values."""
+        value = node.meta["val"]
+        if value.dtype == torch.bool or value.is_floating_point():
+            self.values[node] = self._atom(node)
+
+    def _by_rule(self, node: fx.Node) -> IndexSum:
+        rule = _rule(node)
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", node.name)
+        is_state = self.home[node] != FREE
+        if rule is None:
+            raise UnreadableError(f"{name} of {self._source(node)}" if is_state else name)
+        arguments = self._named(node)
+        try:
+            value = rule(node, *arguments[0], **arguments[1])
+        except TypeError as error:
+            raise UnreadableError(f"{name} with unusual arguments") from error
+        if value.shape != shape_of(node):
+            value = value.expanded(shape_of(node))
+        if any(len(term.of("state")) > 1 for term in value.terms):
+            raise UnreadableError(f"{name} of {self._source(node)} with itself")
+        return value
+
+    def _named(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with sums in the place of tensors, without those that say only where and how to store."""
+        args = tuple(self._argument(node, each) for each in node.args)
+        kwargs = {name: self._argument(node, each) for name, each in node.kwargs.items() if name not in _STORAGE}
+        return args, kwargs
+
+    def _argument(self, node: fx.Node, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._argument(node, each) for each in value]
+        if not isinstance(value, fx.Node):
+            return value
+        if self.home[value] not in (FREE, self.home[node]):
+            return self._outer(value)
+        found = self.values.get(value)
+        if found is None:
+            raise UnreadableError(self.reasons.get(value, f"{value.name} has no form"))
+        return as_sum(found)
+
+    def _outer(self, node: fx.Node) -> IndexSum:
+        """A value of an earlier component as later ones see it: what is only larger than what it is made of is no atom."""
+        if node not in self.outer:
+            try:
+                value = self._outer_by_rule(node)
+            except UnreadableError:
+                value = self._atom(node)
+            self.outer[node] = value
+        return self.outer[node]
+
+    def _outer_by_rule(self, node: fx.Node) -> IndexSum:
+        size = node.meta["val"].numel()
+        operands = [each for each in node.all_input_nodes if self.home[each] != FREE]
+        sizes = [each.meta["val"].numel() for each in operands if isinstance(each.meta.get("val"), torch.Tensor)]
+        is_read = node in self.values and self.home[node] not in self.delays
+        rule = _rule(node) if node.op == "call_function" else None
+        if rule is None or (is_read and size <= max(sizes, default=size)):
+            raise UnreadableError("a value of its own")
+        args = tuple(self._outer_argument(each) for each in node.args)
+        kwargs = {name: self._outer_argument(each) for name, each in node.kwargs.items() if name not in _STORAGE}
+        value = rule(node, *args, **kwargs)
+        if _is_contraction(value):
+            raise UnreadableError("a sum of its own")
+        return value if value.shape == shape_of(node) else value.expanded(shape_of(node))
+
+    def _outer_argument(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._outer_argument(each) for each in value]
+        if not isinstance(value, fx.Node):
+            return value
+        found = self.values.get(value) if self.home[value] == FREE else self._outer(value)
+        if found is None:
+            raise UnreadableError(f"{value.name} has no form")
+        return found
+
+    def _source(self, node: fx.Node) -> str:
+        """What a value that depends on a state is computed from, in words."""
+        states = [self.step.names[self.step.states[i]] for i in sorted(self._states(node))]
+        return f"the state {states[0]}" if len(states) == 1 else f"the states {', '.join(states)}"
+
+    def _states(self, node: fx.Node) -> set[int]:
+        inputs = set(between(node, set()))
+        return {
+            i for i, state in enumerate(self.step.states) if state in inputs and self.home[state] == self.home[node]
+        }
+
+    def _atom(self, node: fx.Node) -> IndexSum:
+        value = node.meta["val"]
+        is_mask = value.dtype == torch.bool or node in self.indicators
+        if is_mask or value.is_floating_point():
+            atom = Atom(node.name, "mask" if is_mask else "given")
+            self.atoms[atom] = node
+            return IndexSum.of_atom(atom, shape_of(node))
+        raise UnreadableError(f"{node.name}, which is of {value.dtype}")
+
+
+_STORAGE = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "implicit"})
+
+
+def _rule(node: fx.Node) -> Rule | None:
+    """The rule of a call, as far as it holds for the numbers that it gives."""
+    dtype = node.meta["val"].dtype
+    if dtype == torch.bool:
+        rule = RULES.get(node.target)
+        return LOGICAL.get(node.target) or (rule if rule in OF_TRUTH_VALUES else None)
+    return RULES.get(node.target) if dtype.is_floating_point else None
+
+
+def _is_contraction(value: IndexSum) -> bool:
+    """Whether something is summed over, other than a product with an identity."""
+    sums = any(term.bound for term in value.terms)
+    return sums and not any(atom.kind == "identity" for atom in value.atoms)

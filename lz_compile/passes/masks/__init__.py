@@ -1,0 +1,1 @@
+"""What the mask of an attention means."""

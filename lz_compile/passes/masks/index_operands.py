@@ -1,0 +1,51 @@
+"""Arguments of calls at an index: as numbers or as conditions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from lz_compile.passes.axes import Dims, broadcast_from, shape_of
+from lz_compile.passes.masks import piecewise
+from lz_compile.passes.masks.piecewise import Piecewise, Value, compared, everywhere, indicator, selection
+from lz_compile.passes.masks.polynomial import ZERO
+from lz_compile.passes.masks.predicates import Predicate, choice, negation
+from lz_compile.passes.view import Call, tensor_of
+
+if TYPE_CHECKING:
+    from lz_compile.passes.masks.index_reading import Reader
+
+
+def operand(reader: Reader, call: Call, value: Any, dims: Dims) -> Value | None:
+    """A (broadcast) argument of a pointwise call."""
+    if isinstance(value, fx.Node):
+        tensor = tensor_of(value)
+        if tensor is not None:
+            return reader.read(value, broadcast_from(dims, shape_of(tensor)), call.node)
+    return reader.scalar(value)
+
+
+def boolean(value: Value | None) -> Predicate | None:
+    """Whether a value is not zero."""
+    if not isinstance(value, Piecewise):
+        return value
+    opposite = compared(piecewise.equal, value, everywhere(ZERO))
+    return None if opposite is None else negation(opposite)
+
+
+def numeric(value: Value | None) -> Piecewise | None:
+    """A number, conditions as 0 and 1."""
+    return value if value is None or isinstance(value, Piecewise) else indicator(value)
+
+
+def merged(where: Predicate, chosen: Value | None, otherwise: Value | None) -> Value | None:
+    """One value where a condition holds, another one elsewhere."""
+    if chosen is None or otherwise is None:
+        return None
+    if not isinstance(chosen, Piecewise) and not isinstance(otherwise, Piecewise):
+        return choice(where, chosen, otherwise)
+    first, second = numeric(chosen), numeric(otherwise)
+    if first is None or second is None:
+        return None
+    return selection(where, first, second)
