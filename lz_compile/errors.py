@@ -154,3 +154,7 @@ class SolveError(LayerZeroError, ValueError):
 
 #: What is the user's to mend, and is raised whatever falls back otherwise.
 USER_ERRORS = (OptionError, ConfigError, DispatchTableError, RewriteFailedError)
+
+
+class ConstraintError(LayerZeroError, ValueError):
+    """Constraints on tokens (masks, scores, logits) that contradict each other or their domain."""
