@@ -1,8 +1,12 @@
 """Blends by every kernel, over a convex one of the same size; and the confidence gate over its spelling with ``topk``.
 
 The claims to check: RESIDUAL and CONFIDENCE take no more than 5 %, CHANNEL no more than 15 % longer than CONVEX (with a gate
-over ten classes, all by layerzero). A confidence blend of logits, spelled with ``topk``, is three times faster by layerzero
-than by Inductor for 1,000 to 50,000 classes. Nothing else is slower than by Inductor.
+over ten classes, all by layerzero; CONVEX by Inductor, over the same tensors). A confidence blend of logits, spelled with
+``topk``, is three times faster by layerzero than by Inductor for 1,000 to 50,000 classes. Nothing else is slower than by
+Inductor: by more than what a choice between kernels may miss, in three rounds of four.
+
+The document that the budgets are from counts the blend alone, with a gate that is known already. Here the gate is part of it:
+reading the logits of a row, whose margin is taken, is time that a model spends too.
 
     python -m benchmarks.blend [--modes convex residual] [--classes 1000 50000] [--elements 22] [--dtypes fp32] [--training]
 """
@@ -35,6 +39,8 @@ CHANNELS, SIDE, FEW = 64, 16, 10
 BUDGETS: Mapping[str, float] = {"residual": 1.05, "confidence": 1.05, "channel": 1.15}
 #: How many times faster than Inductor's code for ``topk``.
 SPEEDUP = 3.0
+#: What anything else may take over Inductor's code: a kernel is chosen if it saves more than 3 %.
+NO_SLOWER = 1.03
 CONVEX = "convex"
 
 
@@ -56,7 +62,7 @@ def channel(host: Tensor, seed: Tensor, alpha: Tensor, logits: Tensor) -> Tensor
 
 def confidence(host: Tensor, seed: Tensor, alpha: Tensor, logits: Tensor) -> Tensor:
     """Gated by the margin of the two largest logits, which ``topk`` finds."""
-    top = torch.topk(logits, k=2, dim=1).values
+    top = torch.topk(logits.detach(), k=2, dim=1).values
     gate = torch.sigmoid(6.0 * (top[:, 0] - top[:, 1] - 0.2))
     while gate.dim() < host.dim():
         gate = gate.unsqueeze(-1)
@@ -104,8 +110,8 @@ class Case:
             return torch.randn(shape, generator=generator).to(settings.device, self.dtype)
 
         host, seed, alpha = drawn(*shape), drawn(*shape), torch.tensor(0.4, device=settings.device, dtype=self.dtype)
-        logits = seed if self.is_of_logits else drawn(self.rows, self.classes)
-        return [host, seed.requires_grad_(settings.training), alpha, logits.detach()]
+        seed.requires_grad_(settings.training)
+        return [host, seed, alpha, seed if self.is_of_logits else drawn(self.rows, self.classes)]
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
@@ -156,7 +162,7 @@ def run_case(case: Case, settings: argparse.Namespace, publication: Publication)
 
 
 def verdicts(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A line per case and variant, with what was promised of it."""
+    """A line per case and variant, medians with their quartiles, and what was promised of it."""
     cases = list(rows[0]["case"]) if rows else []
     columns = (*cases, "variant", "kernels", "latency us", "of convex", "of inductor's", "promised")
     table = table_of(
@@ -164,33 +170,39 @@ def verdicts(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     )
     for row in rows:
         for name, entry in row["variants"].items():
-            of_inductor = entry.get("of_inductor", {}).get("median")
+            of_convex, of_inductor = row["of_convex"].get(name), entry.get("of_inductor")
             table.add_row(
                 *map(str, row["case"].values()),
                 name,
                 entry["kernels"],
                 f"{entry['latency_us']['median']:.1f}",
-                f"{row['of_convex'][name]['median']:.2f}" if name in row["of_convex"] else "",
-                "" if of_inductor is None else f"{of_inductor:.2f}",
-                promised(row["case"], row["of_convex"].get(name, {}).get("median"), of_inductor)
-                if name == LAYERZERO
-                else "",
+                _shown(of_convex),
+                _shown(of_inductor),
+                promised(row["case"], of_convex, of_inductor) if name == LAYERZERO else "",
             )
     return table
 
 
-def promised(case: Mapping[str, Any], of_convex: float | None, of_inductor: float | None) -> str:
+def _shown(ratio: Mapping[str, float] | None) -> str:
+    return "" if ratio is None else f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
+def promised(
+    case: Mapping[str, Any], of_convex: Mapping[str, float] | None, of_inductor: Mapping[str, float] | None
+) -> str:
     """What a case is to keep, and whether it does."""
-    if case["classes"] > FEW:
-        return _kept(of_inductor, 1 / SPEEDUP, "of inductor's") if case["form"] == "confidence" else ""
-    budget = BUDGETS.get(case["form"])
-    return "" if budget is None else _kept(of_convex, budget, "of convex")
+    if case["form"] == "confidence" and case["classes"] > FEW:
+        return _kept(of_inductor, "median", 1 / SPEEDUP, "of inductor's")
+    found = [_kept(of_inductor, "low", NO_SLOWER, "of inductor's")]
+    if case["form"] in BUDGETS:
+        found.append(_kept(of_convex, "median", BUDGETS[case["form"]], "of convex"))
+    return ", ".join(found)
 
 
-def _kept(measured: float | None, limit: float, what: str) -> str:
+def _kept(measured: Mapping[str, float] | None, which: str, limit: float, what: str) -> str:
     if measured is None:
-        return "not measured"
-    return f"{limit:.2f} {what}: {'kept' if measured <= limit else 'MISSED'}"
+        return f"{what}: not measured"
+    return f"{limit:.2f} {what}: {'kept' if measured[which] <= limit else 'MISSED'}"
 
 
 def cases(settings: argparse.Namespace) -> Iterator[Case]:

@@ -12,14 +12,24 @@ if TYPE_CHECKING:
     from lz_compile.functional import alibi, embedding, layer_norm, linear, mlp_fused, rms_norm, rope
     from lz_compile.inspection import SelectionReport, dry_run, explain, which
     from lz_compile.readiness import ReadinessReport, readiness_check
+    from lz_compile.routing import RoutingRecord, routed_adapter
     from lz_compile.runtime.dispatch_table import DispatchTable
     from lz_compile.runtime.loaded_tables import load_dispatch_table, unload_dispatch_table
     from lz_compile.runtime.policy import avoid, configure, disabled, load_config, lock, prefer, unlock
     from lz_compile.runtime.registration import register_kernel
     from lz_compile.runtime.registry import KernelInfo, list_kernels, unregister_kernel
     from lz_compile.runtime.report import GraphReport, Report, clear_reports, reports
+    from lz_compile.sampling import (
+        apply_token_bitmask,
+        domain_fusion,
+        sample,
+        sample_topk,
+        sample_topp,
+        sampling_probs,
+    )
     from lz_compile.scans import kda, linear_scan
     from lz_compile.solving import save_decisions, solve
+    from lz_compile.speculation import Verification, speculative_verify
     from lz_compile.trial import validate
     from lz_compile.tuning import TuneReport, tune
 
@@ -34,11 +44,14 @@ __all__ = [
     "KernelInfo",
     "ReadinessReport",
     "Report",
+    "RoutingRecord",
     "SelectionReport",
     "SoftGate",
     "TuneReport",
+    "Verification",
     "__version__",
     "alibi",
+    "apply_token_bitmask",
     "attention",
     "avoid",
     "blend",
@@ -46,6 +59,7 @@ __all__ = [
     "configure",
     "disabled",
     "doctor",
+    "domain_fusion",
     "dry_run",
     "embedding",
     "explain",
@@ -64,8 +78,14 @@ __all__ = [
     "reports",
     "rms_norm",
     "rope",
+    "routed_adapter",
+    "sample",
+    "sample_topk",
+    "sample_topp",
+    "sampling_probs",
     "save_decisions",
     "solve",
+    "speculative_verify",
     "tune",
     "unload_dispatch_table",
     "unlock",
@@ -80,10 +100,16 @@ _HOMES = {
     "warmup": "lz_compile.api",
     **dict.fromkeys(("Blender", "SoftGate"), "lz_compile.blender"),
     **dict.fromkeys(("BlendMode", "BlenderConfig", "blend"), "lz_compile.blending"),
+    **dict.fromkeys(("RoutingRecord", "routed_adapter"), "lz_compile.routing"),
     "DispatchTable": "lz_compile.runtime.dispatch_table",
     "load_dispatch_table": "lz_compile.runtime.loaded_tables",
     "unload_dispatch_table": "lz_compile.runtime.loaded_tables",
     **dict.fromkeys(("kda", "linear_scan"), "lz_compile.scans"),
+    **dict.fromkeys(
+        ("apply_token_bitmask", "domain_fusion", "sample", "sample_topk", "sample_topp", "sampling_probs"),
+        "lz_compile.sampling",
+    ),
+    **dict.fromkeys(("Verification", "speculative_verify"), "lz_compile.speculation"),
     "save_decisions": "lz_compile.solving",
     "solve": "lz_compile.solving",
     "KernelInfo": "lz_compile.runtime.registry",

@@ -6,8 +6,8 @@ gain, threshold and bounds may be set anew, without a line being compiled again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,16 @@ from lz_compile.blending import (
     BlenderConfig,
     BlendMode,
     Scalar,
-    blend,
     capped,
     confidence_gate,
     drift_gate,
+    fitted,
     mix,
     steady,
     weigh,
 )
 from lz_compile.lowering.ops.blend import bounded, top2_margin
-from lz_compile.runtime.blend_telemetry import FIGURES, BlendTelemetry, Reader, measured
+from lz_compile.runtime.blend_telemetry import FIGURES, MODES, BlendTelemetry, Reader, measured
 
 __all__ = ["Blender", "SoftGate"]
 
@@ -39,21 +39,22 @@ _TINY = 1e-6
 class Blender(nn.Module):
     """Mixes a seed into its host batch by batch (see :func:`lz_compile.blend`), and ramps alpha towards a target.
 
-    Buffers: ``alpha``, its ``target`` and where it came from (``origin``), all of alpha's shape; ``progress`` of the ramp, 0
-    to 1; ``is_confident``, the gate's last decision; ``weights``, the last of a soft gate, the seed's first; ``drift_mean``
-    and ``drift_square``, moving averages; the numbers of the configuration; ``figures`` of telemetry.
+    Buffers: ``alpha``, its ``target`` and where it came from (``origin``), all of alpha's shape; ``batches``, how many of the
+    ramp are over; ``is_confident``, the gate's last decision; ``weights``, the last of a soft gate, the seed's first;
+    ``drift_mean`` and ``drift_square``, moving averages; the numbers of the configuration, infinite where there is no bound;
+    ``figures`` of telemetry. Every call moves the memory, in evaluation as in training; what is no number does not enter it.
 
     Args:
         config: the mode and its safety rails.
         alpha: to begin with: a number, or a tensor ``[C]``, ``[G]`` or of the seed's shape.
-        target: where :meth:`advance` takes it to, by default ``high``.
+        target: where :meth:`advance` takes it to, by default ``high``, or one without that.
         has_telemetry: whether :meth:`telemetry` has anything to tell.
     """
 
     alpha: Tensor
     target: Tensor
     origin: Tensor
-    progress: Tensor
+    batches: Tensor
     is_confident: Tensor
     weights: Tensor
     drift_mean: Tensor
@@ -78,20 +79,25 @@ class Blender(nn.Module):
         self.config = config = config or BlenderConfig()
         self.has_telemetry = has_telemetry
         start = torch.as_tensor(alpha, dtype=torch.get_default_dtype()).detach().clone()
-        end = torch.as_tensor(config.high if target is None else target, dtype=start.dtype).detach()
+        bounds = {"low": -math.inf if config.low is None else config.low}
+        bounds |= {"high": math.inf if config.high is None else config.high}
+        target = (1.0 if config.high is None else config.high) if target is None else target
+        end = torch.as_tensor(target, dtype=start.dtype).detach()
         for name, value in (
             ("alpha", start),
             ("origin", start.clone()),
             ("target", end.expand(start.shape).clone()),
-            ("progress", start.new_zeros(())),
-            ("is_confident", torch.zeros((), dtype=torch.bool)),
+            ("batches", torch.zeros((), dtype=torch.int64, device=start.device)),
+            ("is_confident", torch.zeros((), dtype=torch.bool, device=start.device)),
             ("weights", start.new_tensor([0.0, 1.0])),
             ("drift_mean", start.new_zeros(())),
             ("drift_square", start.new_zeros(())),
-            ("figures", torch.zeros(len(FIGURES))),
-            *((name, torch.as_tensor(getattr(config, name), dtype=start.dtype).clone()) for name in _TENSORS),
+            ("figures", torch.full((len(FIGURES),), math.nan, device=start.device)),
         ):
             self.register_buffer(name, value)
+        for name in _TENSORS:
+            number = bounds.get(name, getattr(config, name))
+            self.register_buffer(name, torch.as_tensor(number, dtype=start.dtype, device=start.device).clone())
         self._reader = Reader()
 
     # ---- blending --------------------------------------------------------------------------------------------------
@@ -110,25 +116,30 @@ class Blender(nn.Module):
         """
         if torch.compiler.is_compiling() or not self.has_telemetry:
             return self._blended(host, seed, logits, gate_logits)
-        self._reader.start(seed.device)
+        begun = self._reader.now(seed.device)
         out = self._blended(host, seed, logits, gate_logits)
-        self._reader.stop(seed.device)
+        self._reader.took(begun, seed.device)
         return out
 
     def _blended(self, host: Tensor, seed: Tensor, logits: Tensor | None, gate_logits: Tensor | None) -> Tensor:
-        mode, config = self.config.mode, self.settings()
-        if mode is BlendMode.SOFT_GATE and gate_logits is not None and gate_logits.shape in ((seed.shape[0], 2), (2,)):
+        config, gate = self.settings(), None
+        mode, dim = config.mode, config.channel_dim
+        if mode is BlendMode.CONFIDENCE and logits is None:
+            logits, gate = (seed, None) if seed.dim() == 2 else (None, self._gate_of_drift(seed))
+        mode, alpha = fitted(host, seed, self.alpha, mode, dim, logits=logits, gate=gate, gate_logits=gate_logits)
+        if mode is BlendMode.SOFT_GATE:
+            assert gate_logits is not None, "a soft gate that fits has logits"
             return self._softly(host, seed, gate_logits)
-        gate = None
-        if mode is BlendMode.CONFIDENCE:
-            gate = self._gate(seed, seed if logits is None and seed.dim() == 2 else logits)
-        out = blend(host, seed, self.alpha, mode, config=config, gate=gate, gate_logits=gate_logits)
+        if mode is not BlendMode.CONFIDENCE:
+            gate = None
+        elif gate is None:
+            assert logits is not None, "a gate that fits has logits"
+            gate = self._gate_of_margin(logits)
+        weight = weigh(seed, alpha, mode, config, gate)
         if self.has_telemetry:
-            alpha = self.alpha.mean() if mode is BlendMode.SOFT_GATE else self.alpha
-            weight = weigh(seed, alpha, mode, config, gate) if gate is not None else self._limited(alpha)
-            given = weigh(seed, alpha, mode, replace(config, low=None, high=None), gate) if gate is not None else alpha
-            self._note(given, weight, gate)
-        return out
+            unlimited = replace(config, low=None, high=None, cap_share=1.0)
+            self._note(weigh(seed, alpha, mode, unlimited, gate), weight, gate, mode)
+        return mix(host, seed, weight, mode, dim)
 
     def settings(self) -> BlenderConfig:
         """The configuration with the numbers as they are now, as tensors."""
@@ -138,41 +149,46 @@ class Blender(nn.Module):
     def _limited(self, alpha: Tensor) -> Tensor:
         return capped(bounded(alpha, self.low, self.high), self.config.cap_above, self.config.cap_share)
 
-    def _gate(self, seed: Tensor, logits: Tensor | None) -> Tensor:
+    @torch.no_grad()
+    def _gate_of_margin(self, logits: Tensor) -> Tensor:
         """One number for each row; the threshold lies lower while the batches before were confident."""
-        with torch.no_grad():
-            threshold = self.threshold - torch.where(self.is_confident, self.hysteresis, -self.hysteresis)
-            if logits is None:
-                drift = self._drift(seed)
-                found = drift_gate(drift, self.gain, self.threshold).expand(seed.shape[0])
-                self.is_confident.copy_(drift <= self.threshold + (self.threshold - threshold))
-                return found
-            found = confidence_gate(logits, self.gain, threshold)
-            self.is_confident.copy_(top2_margin(logits.detach()).mean() > threshold)
-        return found
+        threshold = self.threshold - torch.where(self.is_confident, self.hysteresis, -self.hysteresis)
+        gate = confidence_gate(logits, self.gain, threshold)
+        self.is_confident.copy_(top2_margin(logits.detach()).mean() > threshold)
+        return gate
+
+    @torch.no_grad()
+    def _gate_of_drift(self, seed: Tensor) -> Tensor:
+        """The same number for every row; more drift is borne while the batches before were confident."""
+        threshold = self.threshold + torch.where(self.is_confident, self.hysteresis, -self.hysteresis)
+        drift = self._drift(seed)
+        self.is_confident.copy_(drift <= threshold)
+        return drift_gate(drift, self.gain, threshold).expand(seed.shape[:1])
 
     def _drift(self, seed: Tensor) -> Tensor:
         """The moving deviation of the output's mean, relative to its size."""
-        mean = seed.detach().float().mean().to(self.drift_mean.dtype)
-        self.drift_mean.lerp_(mean, 1 - _MEMORY)
-        self.drift_square.lerp_(mean.square(), 1 - _MEMORY)
+        values = seed.detach().float()
+        mean = values.mean().to(self.drift_mean.dtype)
+        for average, now in ((self.drift_mean, mean), (self.drift_square, mean.square())):
+            average.lerp_(torch.where(now.isfinite(), now, average), 1 - _MEMORY)
         deviation = (self.drift_square - self.drift_mean.square()).clamp_min(0.0).sqrt()
-        size = seed.detach().float().square().mean().sqrt().to(deviation.dtype)
+        size = values.square().mean().sqrt().to(deviation.dtype)
         return deviation / (size + _TINY)
 
     def _softly(self, host: Tensor, seed: Tensor, gate_logits: Tensor) -> Tensor:
         """By a soft gate, whose weights differ from the last ones by a step at most."""
-        share = torch.softmax(gate_logits, -1)[..., 0]
-        last = self.weights[0].to(share.dtype)
-        step = bounded(share - last, -self.max_step.to(share.dtype), self.max_step.to(share.dtype))
-        wanted, share = share, bounded(last + step, self.low.to(share.dtype), self.high.to(share.dtype))
+        wanted = torch.softmax(gate_logits, -1)[..., 0]
+        last, most = self.weights[0].to(wanted.dtype), self.max_step.to(wanted.dtype)
+        share = last + bounded(wanted - last, -most, most)
+        share = bounded(share, self.low.to(wanted.dtype), self.high.to(wanted.dtype))
         weight = share.reshape(*share.shape, *(1 for _ in range(seed.dim() - share.dim())))
         out = mix(host, seed, weight, BlendMode.SOFT_GATE)
         with torch.no_grad():
             mean = share.detach().mean().to(self.weights.dtype)
+            mean = torch.where(mean.isfinite(), mean, self.weights[0])
             self.weights.copy_(torch.stack([mean, 1 - mean]))
         if self.has_telemetry:
-            self._note(wanted, share, share)
+            self._note(wanted, share, share, BlendMode.SOFT_GATE)
         return out
 
     # ---- the schedule ----------------------------------------------------------------------------------------------
@@ -180,15 +196,16 @@ class Blender(nn.Module):
     @torch.no_grad()
     def advance(self) -> None:
         """One batch further on the way to the target, straight and element by element; call it once a batch."""
-        self.progress.add_(1.0 / self.config.ramp_batches).clamp_(max=1.0)
-        self.alpha.copy_(self._limited(torch.lerp(self.origin, self.target, self.progress)))
+        self.batches.add_(1).clamp_(max=self.config.ramp_batches)
+        share = (self.batches / self.config.ramp_batches).to(self.alpha.dtype)
+        self.alpha.copy_(self._limited(torch.lerp(self.origin, self.target, share)))
 
     @torch.no_grad()
     def aim(self, target: float | Tensor) -> None:
         """Begin a ramp from where alpha is to another target, a number or a tensor of alpha's shape."""
         self.origin.copy_(self.alpha)
         self.target.copy_(torch.as_tensor(target, dtype=self.alpha.dtype, device=self.alpha.device))
-        self.progress.zero_()
+        self.batches.zero_()
 
     @torch.no_grad()
     def request(self, alpha: float | Tensor) -> None:
@@ -215,26 +232,21 @@ class Blender(nn.Module):
     # ---- telemetry -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _note(self, given: Tensor, weight: Tensor, gate: Tensor | None) -> None:
-        self.figures.copy_(measured(given, weight, gate))
+    def _note(self, given: Tensor, weight: Tensor, gate: Tensor | None, mode: BlendMode) -> None:
+        if weight.numel():  # of an empty batch there is nothing to say
+            self.figures.copy_(measured(given, weight, gate, MODES.index(mode.value)))
 
     def telemetry(self) -> BlendTelemetry | None:
-        """What the last blends did, as far as it has arrived on the host; never waits for the device.
+        """What the last blends did, as far as it has arrived on the host; never waits for the device. None before the first.
 
-        NaN in alpha is an event (``BLEND_ALPHA_NAN``) of level CRITICAL.
+        Its mode is that which was used: CONVEX where another one did not fit. NaN in alpha is an event of level CRITICAL
+        (``BLEND_ALPHA_NAN``).
         """
-        return self._reader.poll(self.figures, self.config.mode.value)
+        return self._reader.poll(self.figures)
 
     def extra_repr(self) -> str:
         """The configuration."""
         return ", ".join(f"{each.name}={getattr(self.config, each.name)}" for each in fields(self.config))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Blender:
-        """With buffers of its own, and nothing on its way to the host."""
-        copied = Blender(self.config, self.alpha, has_telemetry=self.has_telemetry)
-        copied.load_state_dict(self.state_dict())
-        memo[id(self)] = copied
-        return copied
 
 
 class SoftGate(nn.Module):

@@ -46,6 +46,9 @@ class BlenderConfig:
     those of the gate ``sigmoid(gain * (margin - threshold))``. ``max_step`` is what a soft gate's weight may change by
     from batch to batch, ``ramp_batches`` how long alpha takes to its target. ``channel_dim`` is that of channels, and of
     classes in LOGIT.
+
+    Raises:
+        ValueError: a number makes no sense. Tensors are taken as they are: to look at them would be to wait for them.
     """
 
     mode: BlendMode = BlendMode.CONVEX
@@ -59,6 +62,19 @@ class BlenderConfig:
     max_step: float = 0.1
     ramp_batches: int = 100
     channel_dim: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, is_sensible, wanted in (
+            ("cap_share", self.cap_share, 0 <= self.cap_share <= 1, "a share, 0 to 1"),
+            ("hysteresis", self.hysteresis, self.hysteresis >= 0, "zero or more"),
+            ("max_step", self.max_step, self.max_step > 0, "more than zero"),
+            ("ramp_batches", self.ramp_batches, self.ramp_batches >= 1, "one or more"),
+        ):
+            if not is_sensible:
+                raise ValueError(f"lz.BlenderConfig: expected {name} as {wanted}, received {value}")
+        low, high = self.low, self.high
+        if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
+            raise ValueError(f"lz.BlenderConfig: expected low up to high, received {low} and {high}. Swap them")
 
 
 _DEFAULT = BlenderConfig()
@@ -98,26 +114,44 @@ def blend(
         result is like the seed.
 
     Raises:
-        ValueError: host and seed differ in shape or device or are not of floating-point numbers, or alpha does not broadcast
-            to them. That is an event (``BLEND_IMPOSSIBLE``), too.
+        ValueError: host and seed differ in shape or device, or not all are of floating-point numbers; that is an event
+            (``BLEND_IMPOSSIBLE``), too. Or alpha is no tensor, or the mode no mode.
     """
     mode = config.mode if mode is None else mode
-    _check(host, seed, alpha)
     if mode is BlendMode.CONFIDENCE and logits is None and seed.dim() == 2:
         logits = seed
-    misfit = _misfit(mode, seed, alpha, logits, gate, gate_logits, config.channel_dim)
-    if misfit is not None:
-        _note("BLEND_FELL_BACK", f"lz.blend: {mode.name} falls back to CONVEX: {misfit}")
-        mode = BlendMode.CONVEX
-        alpha = alpha if _broadcasts(alpha, seed) else alpha.mean()
+    mode, alpha = fitted(host, seed, alpha, mode, config.channel_dim, logits=logits, gate=gate, gate_logits=gate_logits)
     if mode is BlendMode.SOFT_GATE:
         assert gate_logits is not None, "a soft gate that fits has logits"
         return _soft(host, seed, gate_logits)
     if mode is BlendMode.CONFIDENCE and gate is None:
         assert logits is not None, "a gate that fits has logits"
         gate = confidence_gate(logits, config.gain, config.threshold)
-    weight = weigh(seed, alpha, mode, config, gate)
-    return mix(host, seed, weight, mode, config.channel_dim)
+    return mix(host, seed, weigh(seed, alpha, mode, config, gate), mode, config.channel_dim)
+
+
+def fitted(
+    host: torch.Tensor,
+    seed: torch.Tensor,
+    alpha: torch.Tensor,
+    mode: BlendMode,
+    channel_dim: int = 1,
+    *,
+    logits: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    gate_logits: torch.Tensor | None = None,
+) -> tuple[BlendMode, torch.Tensor]:
+    """The mode and alpha that are used: those that are asked for, or CONVEX and a mean alpha where these do not fit.
+
+    Raises:
+        ValueError: no mode can be had.
+    """
+    _check(host, seed, alpha, mode)
+    misfit = _misfit(mode, seed, alpha, logits, gate, gate_logits, channel_dim)
+    if misfit is None:
+        return mode, alpha
+    _note("BLEND_FELL_BACK", f"lz.blend: {mode.name} falls back to CONVEX: {misfit}")
+    return BlendMode.CONVEX, alpha if _broadcasts(alpha, seed) else alpha.mean()
 
 
 def weigh(
@@ -203,8 +237,12 @@ def _soft(host: torch.Tensor, seed: torch.Tensor, gate_logits: torch.Tensor) -> 
 # ---- what fits -------------------------------------------------------------------------------------------------------
 
 
-def _check(host: torch.Tensor, seed: torch.Tensor, alpha: torch.Tensor) -> None:
+def _check(host: torch.Tensor, seed: torch.Tensor, alpha: torch.Tensor, mode: BlendMode) -> None:
     """Refuse what is no blend in any mode."""
+    if not isinstance(mode, BlendMode):
+        raise ValueError(
+            f"lz.blend: expected mode as a BlendMode, received {mode!r}. Give BlendMode.RESIDUAL, for example"
+        )
     if not isinstance(alpha, torch.Tensor):
         raise ValueError(
             "lz.blend: expected alpha as a tensor, which may change without a compile. Give torch.tensor(...)"
@@ -212,7 +250,7 @@ def _check(host: torch.Tensor, seed: torch.Tensor, alpha: torch.Tensor) -> None:
     problem = None
     if host.shape != seed.shape:
         problem = "host and seed differ in shape"
-    elif host.device != seed.device or alpha.device not in (seed.device, torch.device("cpu")):
+    elif host.device != seed.device or (alpha.device != seed.device and (alpha.dim() or alpha.device.type != "cpu")):
         problem = "host, seed and alpha are on different devices"
     elif not (host.is_floating_point() and seed.is_floating_point() and alpha.is_floating_point()):
         problem = "host, seed and alpha are not all of floating-point numbers"

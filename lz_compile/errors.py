@@ -48,6 +48,26 @@ class GradientUnsupportedError(LayerZeroError, RuntimeError):
         )
 
 
+class DoubleBackwardError(LayerZeroError, RuntimeError):
+    """A gradient is to be differentiated that is no function of its operands: what is routed, is by a comparison."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__(
+            f"differentiating {function} twice: expected a backward without create_graph, for routed gradients have none of "
+            "their own. Leave create_graph out, or take the plain sum of both adapters"
+        )
+
+
+class TransformUnsupportedError(LayerZeroError, RuntimeError):
+    """A function is transformed by ``torch.func`` or forward-mode differentiation in a form that has no such transform."""
+
+    def __init__(self, function: str, what: str, instead: str) -> None:
+        super().__init__(
+            f"transforming {function} by torch.func: expected {instead}, received {what}, whose backward is no derivative. "
+            "Call it outside of the transform, or take that"
+        )
+
+
 class OperatorRedefinedError(LayerZeroError, ValueError):
     """A name of an operator is used a second time, for another function."""
 

@@ -15,7 +15,7 @@ from lz_compile.options import Options
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.fusion import Fusion, fusions
 from lz_compile.passes.joint import FusedEmitter
-from lz_compile.passes.loops.scan_outputs import drop_steps, give_results
+from lz_compile.passes.loops.scan_outputs import drop_steps, give_results, give_symbols
 from lz_compile.passes.match import Match
 from lz_compile.passes.rewrite import Recipes, erase_unread, splice
 from lz_compile.passes.share import share_equal
@@ -54,7 +54,7 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
         with timed(report, "rewrite"):
             share_equal(found.module.graph)
             erase_unread(found.module.graph, (node for match in found.matches for node in match.implied))
-            has_results = give_results(found.module) > 0
+            has_results = give_results(found.module) + give_symbols(found.module) > 0
             drop_steps(found.module)
         if found.is_changed or has_results or any(entry.rewritten for entry in found.entries):
             found.module.graph.lint()

@@ -63,10 +63,17 @@ class Reading:
         found._roll(module, path, options, report)
         found._take_apart(module.graph, options, report)
         found._recognise(module.graph, options, report)
-        # Pieces of something that was recognised look like loops, too.
-        known = {node for match in found.matches for node in match.core}
-        report.near_misses.extend(MissReport.of(miss) for miss in found._misses if miss.node not in known)
+        report.near_misses.extend(map(MissReport.of, found._unknown()))
         return found
+
+    def _unknown(self) -> Iterator[NearMiss]:
+        """The near misses, but for pieces of something that was recognised: those look like loops, too."""
+        known = {node for match in self.matches for node in match.core}
+        cores = [known, *(set(match.core) for match in self.matches if match.op == "scan")]
+        for miss in self._misses:
+            most = max(len(core & miss.pieces) for core in cores[1:] or [set[fx.Node]()])
+            if miss.node not in known and 2 * most <= len(miss.pieces):
+                yield miss
 
     def _spell_out(self, graph: fx.Graph, options: Options, report: GraphReport) -> None:
         """Calls that hide an attention, and arithmetic that is mapped over a dimension."""

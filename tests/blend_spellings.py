@@ -42,6 +42,8 @@ RESIDUAL: Mapping[str, Mix] = {
     "subtracted": lambda h, s, w: h - (-w) * s,
     "methods": lambda h, s, w: h.add(s.mul(w)),
     "in_place": lambda h, s, w: h.clone().add_(s * w),
+    "divided": lambda h, s, w: h + s * w / 0.5 / 2,
+    "scaled_as_it_is_added": lambda h, s, w: torch.add(h, s * w / 2, alpha=2),
 }
 BOUNDS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "none": lambda w: w,
@@ -203,6 +205,7 @@ class Spelling:
     is_training: bool = True
     is_log: bool = False
     is_gate_detached: bool = False
+    is_host_first: bool = False
 
     def inputs(self, seed: int = 0) -> list[Tensor]:
         """Host, seed, alpha, logits."""
@@ -227,7 +230,8 @@ class Spelling:
         seed = seed + torch.tanh(seed) if self.is_sum else seed
         if self.mode == "soft_gate":
             shares = torch.softmax(logits, -1)
-            first, second = (SPREADS[self.spread](shares[:, place], host, 0) for place in (0, 1))
+            places = (1, 0) if self.is_host_first else (0, 1)
+            first, second = (SPREADS[self.spread](shares[:, place], host, 0) for place in places)
             return first * seed + second * host
         weight = self._weight(host, alpha, logits)
         mixed = (RESIDUAL if self.mode == "residual" else CONVEX)[self.mixed](host, seed, weight)
@@ -248,7 +252,9 @@ class Spelling:
         """Attributes of the match."""
         mode = {"per_row": "convex", "map": "convex"}.get(self.mode, self.mode)
         normalised = ("log_softmax" if self.is_log else "softmax") if mode == "logit" else "none"
-        is_gated = mode == "confidence"
+        # of equal maxima, each way to find them without a sort has a gradient of its own
+        is_left = self.is_training and not self.is_gate_detached and self.margin not in SORTED
+        is_gated = mode == "confidence" and not is_left
         return {
             "mode": mode,
             "is_residual": mode == "residual",
@@ -277,6 +283,7 @@ def spellings(draw: st.DrawFn) -> Spelling:
         is_training=draw(st.booleans()),
         is_log=draw(st.booleans()),
         is_gate_detached=draw(st.booleans()),
+        is_host_first=draw(st.booleans()),
     )
 
 

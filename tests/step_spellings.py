@@ -377,6 +377,13 @@ def coupled(carry, x):
     return (u, w), u + w
 
 
+def coupled_unequally(carry, x):
+    u, w = carry
+    x_t, a = x
+    u = a * u + 0.1 * w + x_t
+    return (u, 0.5 * w - 0.1 * u.sum(-1, keepdim=True)), u.clone()
+
+
 def rolled_state(h, x):
     (x_t,) = x
     h = 0.9 * torch.roll(h, 1, -1) + x_t
@@ -440,7 +447,7 @@ UNKNOWN: Mapping[str, tuple[Family, str]] = {
     "threshold_of_the_state": (Family(threshold_of_the_state, _VECTOR, ((B, 7),), ()), "gt of the state"),
     "square_of_the_state": (Family(square_of_the_state, _VECTOR, ((B, 7),), ()), "mul of the state"),
     "lstm": (Family(lstm, _VECTOR * 2, ((B, 28),), ()), "not affine in its state: sigmoid of the state"),
-    "coupled": (Family(coupled, _VECTOR * 2, ((B, 7),) * 2, ()), "depend on each other"),
+    "coupled_unequally": (Family(coupled_unequally, ((B, 7), (B, 1)), ((B, 7),) * 2, ()), "depend on each other"),
     "rolled_state": (Family(rolled_state, _VECTOR, ((B, 7),), ()), "roll of the state"),
     "two_sided": (Family(two_sided, (STATE,), FIVE, ()), "multiplied from both sides"),
 }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lz_compile.lowering.kernels import torch_blend
 from lz_compile.lowering.ops import blend as op
+from lz_compile.passes.blends.blend_terms import Sums
 from lz_compile.passes.match import NearMiss
 from lz_compile.passes.patterns.blend import recognise
 from lz_compile.runtime.registry import kernels
@@ -238,6 +239,54 @@ def test_what_was_sorted_and_is_wanted_itself_stays() -> None:
     assert list(recognise(module.graph, effects_of(module))) == []
 
 
+def test_equal_logits_have_the_gradient_of_a_sort() -> None:
+    """One of those that share the first place gets it, and one what the second gets, whichever a sort puts first."""
+    logits = torch.randn(4, 9)
+    logits[0, [2, 5]], logits[1], logits[2, 3:] = 8.0, 1.0, -torch.inf
+    for name in sorted(SORTED):
+        spelling = Spelling(mode="confidence", margin=name)
+        host, seed, alpha, _ = spelling.inputs()
+        found = []
+        for is_compiled in (True, False):
+            given = logits.clone().requires_grad_()
+            out = (
+                _run(spelling.build(), host, seed, alpha, given)[0]
+                if is_compiled
+                else spelling.blend(host, seed, alpha, given)
+            )
+            (gradient,) = torch.autograd.grad(out.square().sum(), given)
+            found.append(gradient.abs().sort(-1).values)  # a sort may put either of two equal ones first
+            assert ((gradient != 0).sum(-1) == 2).all()
+            torch.testing.assert_close(gradient.sum(-1), torch.zeros(4))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_margin_with_a_sorts_gradient_is_the_same_number() -> None:
+    x = torch.randn(7, 20, dtype=torch.float64)
+    x[0, [4, 9]], x[1, 3], x[2], x[3, [1, 2]], x[4, 5], x[5, 1:], x[6] = (
+        *(7.0, torch.nan, 1.0, torch.inf, torch.inf, -torch.inf),
+        -torch.inf,
+    )
+    torch.testing.assert_close(op.picked_margin(x), op.sorted_margin(x), equal_nan=True)
+
+
+def test_a_deep_network_without_blends_is_hardly_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all pairs of equal size, only those are expanded with which a value vanishes."""
+    expanded = []
+    monkeypatch.setattr(
+        Sums, "of", lambda self, anchor, cuts, of=Sums.of: expanded.append(anchor) or of(self, anchor, cuts)
+    )
+
+    def chain(x: Tensor, *weights: Tensor) -> Tensor:
+        for one, two in zip(weights[::2], weights[1::2], strict=True):
+            x = x + torch.tanh(x @ one) * torch.sigmoid(x @ two) * 0.5
+        return x
+
+    module = capture(chain, torch.randn(4, 6), *(torch.randn(6, 6, requires_grad=True) for _ in range(24)))
+    assert list(recognise(module.graph, effects_of(module))) == []
+    assert len(expanded) < 240, "were 4,000"
+
+
 # ---- the op and its kernels ------------------------------------------------------------------------------------------
 
 
@@ -321,8 +370,8 @@ def test_triton_compiles_for_a_gpu(
 
     types, constants = {
         "_gate_rows": ("xwiiiww", {"IS_GATE": True, "BLOCK": 2048}),
-        "_forward": ("xxxwwxiiii", {"HAS_GATE": True, "IS_RESIDUAL": False, "BLOCK": 1024}),
-        "_backward": ("xxwwxiiii", {"HAS_GATE": True, "BLOCK": 1024}),
+        "_forward": ("xxxwwxiiii", {"HAS_GATE": True, "IS_LARGE": False, "IS_RESIDUAL": False, "BLOCK": 1024}),
+        "_backward": ("xxwwxiiii", {"HAS_GATE": True, "IS_LARGE": True, "BLOCK": 1024}),
     }[name]
     kernel = getattr(blend, name)
     constants = {**constants, "WIDE": tl.float64 if dtype == "fp64" else tl.float32}

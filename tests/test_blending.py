@@ -16,7 +16,7 @@ import lz_compile as lz
 from lz_compile.blending import capped, confidence_gate, drift_gate, steady
 from lz_compile.lowering.ops.blend import top2_margin
 from lz_compile.runtime import events
-from lz_compile.runtime.blend_telemetry import measured, percentile
+from lz_compile.runtime.blend_telemetry import SAMPLED, Reader, measured, percentile
 from tests.backends import Rewriting
 
 M = lz.BlendMode
@@ -31,7 +31,7 @@ def _extras(mode: lz.BlendMode, rows: int) -> dict[str, Tensor]:
 
 
 def _alpha(mode: lz.BlendMode) -> Tensor:
-    return torch.rand(6) if mode is M.CHANNEL else ALPHA
+    return torch.rand(6) if mode is M.CHANNEL else ALPHA.clone()
 
 
 def _expected(mode: lz.BlendMode, host: Tensor, seed: Tensor, alpha: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
@@ -191,6 +191,46 @@ def test_a_mode_that_does_not_fit_falls_back_to_convex(
     assert mode.name in found[0].message
 
 
+@pytest.mark.parametrize(
+    ("mode", "alpha", "given"),
+    [
+        (M.CONFIDENCE, ALPHA, {"logits": torch.randn(4, 1)}),  # of one class, which is the first by any margin
+        (M.CONFIDENCE, ALPHA, {"logits": torch.randn(3, 9)}),
+        (M.CONFIDENCE, torch.rand(6), {"logits": torch.randn(4, 9)}),
+        (M.CHANNEL, torch.rand(5), {}),
+        (M.SOFT_GATE, ALPHA, {"gate_logits": torch.randn(4, 3)}),
+    ],
+)
+def test_a_blender_falls_back_as_the_function_does_and_tells_of_the_mode_that_it_used(
+    mode: lz.BlendMode, alpha: Tensor, given: dict[str, Tensor]
+) -> None:
+    host, seed, blender = *torch.randn(2, 4, 6, 5), lz.Blender(lz.BlenderConfig(mode), alpha)
+    with events.collect() as found:
+        out = blender(host, seed, **given)
+    assert [event.code for event in found] == ["BLEND_FELL_BACK"]
+    torch.testing.assert_close(out, torch.lerp(host, seed, alpha.mean()))
+    figures = blender.telemetry()
+    assert figures is not None
+    assert figures.blend_mode == "convex"
+    assert figures.gate_mean != figures.gate_mean
+    assert figures.alpha_mean == pytest.approx(float(alpha.mean()))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cap_share": -0.1}, "cap_share as a share"),
+        ({"ramp_batches": 0}, "ramp_batches as one or more"),
+        ({"max_step": 0.0}, "max_step as more than zero"),
+        ({"hysteresis": -1.0}, "hysteresis as zero or more"),
+        ({"low": 1.0, "high": 0.5}, "low up to high, received 1.0 and 0.5"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lz.BlenderConfig(**given)
+
+
 def test_what_is_no_blend_in_any_mode_is_critical(caplog: pytest.LogCaptureFixture) -> None:
     host, seed = torch.randn(4, 6), torch.randn(4, 7)
     with events.collect() as found, pytest.raises(ValueError, match="differ in shape"):
@@ -201,6 +241,10 @@ def test_what_is_no_blend_in_any_mode_is_critical(caplog: pytest.LogCaptureFixtu
         lz.blend(host.long(), host, ALPHA)
     with pytest.raises(ValueError, match="as a tensor"):
         lz.blend(host, host, 0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="BlendMode, received 'residual'"):
+        lz.blend(host, host, ALPHA, "residual")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="different devices"):
+        lz.blend(host.to("meta"), host.to("meta"), torch.rand(6), M.CHANNEL)
 
 
 def test_a_weight_that_is_no_number_stays_none_and_is_critical(caplog: pytest.LogCaptureFixture) -> None:
@@ -265,6 +309,35 @@ def test_alpha_ramps_to_its_target_and_on_to_the_next() -> None:
     for _ in range(4):
         vector.advance()
     torch.testing.assert_close(vector.alpha, torch.tensor([0.0, 0.5, 1.0]))
+
+
+def test_a_ramp_arrives_in_time_in_any_precision() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        blender = lz.Blender(lz.BlenderConfig(ramp_batches=1000)).to(dtype)
+        for _ in range(1000):
+            blender.advance()
+        assert float(blender.alpha) == 1.0
+
+
+def test_a_blender_without_bounds_has_none() -> None:
+    blender = lz.Blender(lz.BlenderConfig(low=None, high=None, hysteresis=0.0), -2.0)
+    assert float(blender.target) == 1.0
+    host, seed = torch.randn(2, 4, 6)
+    torch.testing.assert_close(blender(host, seed), 3 * host - 2 * seed)
+    blender.request(5.0)
+    assert float(blender.alpha) == 5.0
+
+
+def test_a_batch_without_numbers_does_not_enter_the_memory() -> None:
+    host, seed = torch.randn(2, 4, 6, 5)
+    bad = seed.clone()
+    bad[0, 0] = torch.nan
+    soft = lz.Blender(lz.BlenderConfig(M.SOFT_GATE))
+    assert soft(host, seed, gate_logits=torch.full((4, 2), torch.nan)).isnan().all()
+    drifting = lz.Blender(lz.BlenderConfig(M.CONFIDENCE), 1.0)
+    assert drifting(host, bad).isnan().any()
+    assert soft(host, seed, gate_logits=torch.zeros(4, 2)).isfinite().all()
+    assert drifting(host, seed).isfinite().all()
 
 
 def test_a_gate_multiplies_the_ramp() -> None:
@@ -382,7 +455,7 @@ def test_telemetry_tells_what_was_blended() -> None:
     used = capped(alpha.clamp(0, 0.9), 0.5, 0.25)
     assert found.blend_mode == "channel"
     assert found.alpha_mean == pytest.approx(float(used.mean()), abs=1e-6)
-    assert found.alpha_p95 == pytest.approx(0.9, abs=1 / 128)
+    assert found.alpha_p95 == pytest.approx(0.9)
     assert found.alpha_sparsity == pytest.approx(0.25)
     assert found.clamped_fraction == pytest.approx(float((used != alpha).float().mean()))
     assert found.gate_mean != found.gate_mean
@@ -410,15 +483,46 @@ def test_a_percentile_is_near_the_exact_one() -> None:
     torch.manual_seed(0)
     for values in (torch.rand(5000), torch.rand(40), torch.zeros(9), torch.ones(9), torch.rand(1) * 0.5):
         exact = values.quantile(0.95, interpolation="higher")
-        slack = 0.03 if len(values) > 1024 else 1 / 256 + 1e-6
-        assert abs(float(percentile(values)) - float(exact)) <= slack
-    assert measured(torch.full((3,), torch.nan), torch.full((3,), torch.nan), None)[:2].isnan().all()
+        assert abs(float(percentile(values)) - float(exact)) <= (0.04 if len(values) > SAMPLED else 1e-6)
+    assert measured(torch.full((3,), torch.nan), torch.full((3,), torch.nan), None)[1:3].isnan().all()
+
+
+def test_times_that_nobody_asks_for_are_forgotten() -> None:
+    reader, device = Reader(), torch.device("cpu")
+    for _ in range(100):
+        reader.took(reader.now(device), device)
+    assert len(reader._moments) < 20
+    reader.poll(torch.zeros(6))
+    assert not reader._moments
+    assert reader.kernel_ms is not None
+
+
+def test_a_copy_is_all_of_a_blender_but_what_is_on_its_way() -> None:
+    class Other(lz.Blender):
+        pass
+
+    blender = Other(lz.BlenderConfig(M.CHANNEL), torch.rand(6)).half().eval()
+    blender(*torch.randn(2, 4, 6))
+    copied = copy.deepcopy(blender)
+    assert type(copied) is Other
+    assert (copied.training, copied.alpha.dtype) == (False, torch.float16)
+    assert len(blender._reader._moments) == 1
+    assert not copied._reader._moments
+    torch.testing.assert_close(copied.alpha, blender.alpha)
+
+
+def test_an_empty_batch_is_blended_and_tells_nothing() -> None:
+    for mode in M:
+        blender = lz.Blender(lz.BlenderConfig(mode), torch.rand(6) if mode is M.CHANNEL else 0.3)
+        extras = {name: each[:0] for name, each in _extras(mode, 4).items()}
+        assert blender(torch.empty(0, 6), torch.empty(0, 6), **extras).shape == (0, 6)
 
 
 def test_without_telemetry_nothing_is_noted() -> None:
     blender = lz.Blender(alpha=0.3, has_telemetry=False)
+    assert lz.Blender(alpha=0.3).telemetry() is None
     blender(*torch.randn(2, 4, 6))
-    assert not blender.figures.any()
+    assert blender.telemetry() is None
 
 
 def test_two_maxima_are_what_gates_are_made_of() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from lz_compile.passes.loops.forward_stores import forward_stores
 
 Program = Callable[[Tensor, Tensor], Tensor]
+Place = Callable[[int], tuple[object, ...]]
 
 
 def by_index(x: Tensor, a: Tensor) -> Tensor:
@@ -62,6 +64,72 @@ def test_a_state_that_is_read_back_is_a_recurrence(program: Program) -> None:
 
 def test_two_steps_back_gives_the_same() -> None:
     run(two_back, *inputs())
+
+
+def stored(seed: int) -> Program:
+    """A recurrence over what is in a tensor already, kept in that tensor: ``x[t] <- x[t] + a x[t - 1]``, in one spelling."""
+    rng = random.Random(seed)
+    how = UPDATES[seed % len(UPDATES)]
+    place = rng.choice(PLACES)
+    start, is_backward = rng.choice((1, 2)), rng.random() < 0.4
+    base = rng.choice(("clone", "input", "computed"))
+
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        x = x.clone() if base == "clone" else x if base == "input" else x.cos()
+        steps = range(start, x.shape[1])
+        for t in reversed(range(x.shape[1] - start)) if is_backward else steps:
+            how(x, place, t, x[place(t + start if is_backward else t - start)] * a)
+        return x * 1 if base == "input" else x
+
+    return program
+
+
+def _added(x: Tensor, place: Place, t: int, value: Tensor) -> None:
+    x[place(t)] += value
+
+
+def _added_in_place(x: Tensor, place: Place, t: int, value: Tensor) -> None:
+    x[place(t)].add_(value)
+
+
+def _assigned(x: Tensor, place: Place, t: int, value: Tensor) -> None:
+    x[place(t)] = x[place(t)] + value
+
+
+def _twice(x: Tensor, place: Place, t: int, value: Tensor) -> None:
+    now = x[place(t)]
+    now *= 0.5
+    now += value
+
+
+def _chained(x: Tensor, place: Place, t: int, value: Tensor) -> None:
+    x[place(t)].mul_(0.5).add_(value)
+
+
+def _copied(x: Tensor, place: Place, t: int, value: Tensor) -> None:
+    x[place(t)].copy_(x[place(t)].sin() + value)
+
+
+UPDATES = (_added, _added_in_place, _assigned, _twice, _chained, _copied)
+PLACES: tuple[Place, ...] = (
+    lambda t: (slice(None), t),
+    lambda t: (..., t, slice(None)),
+    lambda t: (slice(None), slice(t, t + 1)),
+)
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 36))])
+def test_a_recurrence_over_what_a_tensor_holds_is_read_however_it_is_spelled(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, a = (torch.rand(2, 36, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    a = a[0, 0]
+    program, given, own = stored(seed), x.clone(), x.clone()
+    torch._dynamo.reset()
+    backend = Rewriting()
+    got = torch.compile(program, backend=backend, fullgraph=True)(given, a)
+    torch.testing.assert_close(got, program(own, a), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(given, own, rtol=1e-9, atol=1e-9)
+    assert {match.op for match in backend.report.matches if match.rewritten} == {"scan"}, backend.why_not()
 
 
 def overwritten_later(x: Tensor, a: Tensor) -> Tensor:

@@ -298,6 +298,38 @@ class Spellings:
             kept.append(h)
         return torch.stack(kept, 1)
 
+    @staticmethod
+    def written_into_an_input(x, a, expect=(8,)):
+        h = zeros()
+        for t in range(T):
+            h = a[:, t] * h + 1
+            x[:, t] = h
+        return x * 1
+
+    @staticmethod
+    def both_ways_in_one_loop(x, a, expect=(8,)):
+        there, back, one, two = zeros(), zeros(), [], []
+        for t in range(T):
+            there = a[:, t] * there + x[:, t]
+            back = a[:, T - 1 - t] * back + x[:, T - 1 - t]
+            one.append(there)
+            two.append(back)
+        return torch.stack(one, 1), torch.stack(two[::-1], 1)
+
+    @staticmethod
+    def running_mean_by_lerp(x, a, expect=(8,)):
+        h = zeros()
+        for t in range(T):
+            h = torch.lerp(h, x[:, t], 1 / (t + 1))
+        return h
+
+    @staticmethod
+    def counter_as_alpha(x, a, expect=(8,)):
+        h = zeros()
+        for t in range(T):
+            h = torch.sub(h * a[:, t], x[:, t], alpha=0.5 * t).add_(a[:, t], alpha=t)
+        return h
+
 
 CASES = [getattr(Spellings, name) for name in vars(Spellings) if not name.startswith("_")]
 
@@ -377,12 +409,21 @@ def overwrites_a_part(x, a):
     return s, h
 
 
-def writes_into_an_input(x, a):
-    h = zeros()
+def overwrites_an_input(x, a):
+    h = x[:, 0] * 1
     for t in range(T):
-        h = a[:, t] * h + 1
-        x[:, t] = h
+        x.mul_(a).add_(h.unsqueeze(1))
+        h = x[:, t].clone()
     return x * 1
+
+
+def overwrites_through_two_views(x, a):
+    h = x.clone()
+    for t in range(1, T):
+        view = h[:, t].t()
+        h[:, t] += a[:, t] * h[:, t - 1]
+        h[:, t - 1] = view.t()
+    return h
 
 
 def moves_in_two_places(x, a):
@@ -413,7 +454,8 @@ REFUSED = [
     (grows, "[SHAPE_CHANGES]"),
     (switches_gradients, "[MODE_CHANGES_INSIDE]"),
     (overwrites_a_part, "through a view"),
-    (writes_into_an_input, "[INPUT_OVERWRITTEN]"),
+    (overwrites_an_input, "[INPUT_OVERWRITTEN]"),
+    (overwrites_through_two_views, "[OPERAND_MUTATED]"),
     (moves_in_two_places, "[COUNTER_USED] getitem"),
     (counts_in_a_size, "[COUNTER_USED] roll"),
     (overwritten_among_the_kept, "[OVERWRITTEN_LATER]"),

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from lz_compile.lowering.fused import SIBLING, Fused
-from lz_compile.lowering.kernels import triton_mlp, triton_norm, triton_rope
-from lz_compile.lowering.ops import mlp, norm, rope
+from lz_compile.lowering.kernels import triton_blend, triton_mlp, triton_norm, triton_rope
+from lz_compile.lowering.ops import blend, mlp, norm, rope
 from lz_compile.runtime import events, health
 from lz_compile.runtime.registry import kernels
 
@@ -27,6 +27,7 @@ KERNELS = {
     "lz.triton_rope": "rope",
     "lz.triton_rope_pair": "rope",
     "lz.triton_mlp": "mlp",
+    "lz.triton_blend": "blend",
 }
 for_every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
@@ -205,6 +206,10 @@ def _without_a_driver(kernel: str) -> tuple[Any, Any]:
         other = Fused("rope", key, form)
         found = triton_rope.rope_pair(query, *tables, fused={SIBLING: other}, attrs=form)
         return found, (turned, other.reference())
+    if KERNELS[kernel] == "blend":
+        operands = {"host": torch.randn(3, 2, 5), "seed": torch.randn(3, 2, 5), "alpha": torch.rand(1, 2, 1)}
+        attrs = blend.BlendAttrs()
+        return triton_blend.blend(**operands, attrs=attrs), blend.reference(**operands, attrs=attrs)
     gate, up = torch.randn(3, 8), torch.randn(3, 8)
     return triton_mlp.mlp(gate, up, attrs=mlp.MlpAttrs()), mlp.reference(gate, up, attrs=mlp.MlpAttrs())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -16,10 +16,14 @@ from lz_compile.passes.view import read, where_of
 
 @dataclass(frozen=True)
 class Core:
-    """Everything between the first node of a subgraph and its output that depends on the first, in graph order."""
+    """Everything between the first node of a subgraph and its output that depends on the first, in graph order.
+
+    No gradient flows through ``ungraded`` ones, so that the gradient mode around them makes no difference.
+    """
 
     nodes: tuple[fx.Node, ...]
     ambient: Ambient
+    ungraded: frozenset[fx.Node] = frozenset()
 
     @property
     def output(self) -> fx.Node:
@@ -45,7 +49,7 @@ class Core:
                     f"{node.name} ({where_of(node)}) is also used by {outside[0].name}",
                     "do not return or reuse the scores or probabilities (output_attentions=False)",
                 )
-        if any(effects.ambient(node) != self.ambient for node in self.nodes):
+        if any(self._mode(effects, node) != self.ambient for node in self.nodes):
             raise RefusedError(
                 "MODE_CHANGES_INSIDE",
                 "autocast or gradient mode changes inside",
@@ -73,6 +77,10 @@ class Core:
                     f"{node.name} is overwritten by {writer.name} before the output",
                     "use the out-of-place form of that operation",
                 )
+
+    def _mode(self, effects: Effects, node: fx.Node) -> Ambient:
+        mode = effects.ambient(node)
+        return replace(mode, grad=self.ambient.grad) if node in self.ungraded else mode
 
 
 def is_dead(node: fx.Node) -> bool:

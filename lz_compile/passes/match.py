@@ -130,13 +130,17 @@ class Match:
 
 @dataclass(frozen=True)
 class NearMiss:
-    """A subgraph with the op's anchor that was refused, and the smallest edit that would make it match."""
+    """A subgraph with the op's anchor that was refused, and the smallest edit that would make it match.
+
+    ``pieces`` are all calls that it is made of, where those may turn out to be pieces of something else.
+    """
 
     op: str
     node: fx.Node
     reason: Reason
     edit: str
     where: str
+    pieces: frozenset[fx.Node] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,9 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
 
 
 def _hints(match: Match) -> Sizes:
-    """The sizes that symbolic axes were traced with, of those that are a dimension of an input by themselves."""
+    """The sizes that symbolic axes were traced with, of those that are a dimension of a node by themselves."""
     found: dict[Axis, int] = {}
-    for node, dims in match.inputs.items():
+    for node, dims in (*match.inputs.items(), *match.read.items()):
         tensor = tensor_of(node)
         for own, extent in zip(dims, () if tensor is None else tensor.shape, strict=False):
             if len(atoms(own)) == 1 and isinstance(extent, torch.SymInt) and extent.node.has_hint():

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,13 +18,17 @@ import torch
 
 from lz_compile.runtime import events
 
-#: The figures of the buffer, in this order.
-FIGURES = ("alpha_mean", "alpha_p95", "alpha_sparsity", "gate_mean", "clamped_fraction")
+#: Names of modes, by their number among the figures.
+MODES = ("convex", "residual", "channel", "confidence", "delta", "logit", "soft_gate")
+#: The figures of the buffer, in this order; the first is the number of the mode, and NaN before any blend.
+FIGURES = ("blend_mode", "alpha_mean", "alpha_p95", "alpha_sparsity", "gate_mean", "clamped_fraction")
 #: Weights up to this count as zero.
 NOTHING = 1e-3
-#: The 95th percentile is that of so many elements at most, evenly spaced, to within a 256th of the range from 0 to 1.
-SAMPLED, HALVINGS = 1024, 8
+#: The 95th percentile is that of so many elements at most, evenly spaced.
+SAMPLED = 512
 _PERCENTILE = 0.95
+#: Of a rank, for rounding.
+_SLACK = 1e-3
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,8 @@ class BlendTelemetry:
         }
 
 
-def measured(given: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    """The figures of a batch: of the weights that were asked for, those that were used, and the gate.
+def measured(given: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None, mode: int = 0) -> torch.Tensor:
+    """The figures of a batch: of the weights that were asked for, those that were used, the gate, and the mode's number.
 
     Shapes:
         given and weight of the same number of elements, or given of fewer, which broadcast; the result is one number for each
@@ -62,6 +67,7 @@ def measured(given: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | Non
     of_gate = torch.full((), math.nan, device=used.device) if gate is None else gate.detach().float().mean()
     return torch.stack(
         [
+            used.new_full((), mode),
             used.mean(),
             percentile(used.flatten()),
             (used.abs() <= NOTHING).float().mean(),
@@ -72,38 +78,46 @@ def measured(given: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | Non
 
 
 def percentile(values: torch.Tensor) -> torch.Tensor:
-    """The 95th percentile of weights between 0 and 1, by halving the range: no sort, and no size that is data's."""
+    """The 95th percentile, the higher of two: the least value that is not below 95 % of the others. NaN if any is.
+
+    Every value is compared with every other, which is two small reductions; a sort would be a kernel that nothing is fused
+    with, and a search for the value one reduction after another.
+
+    Shapes:
+        values ``[N]``; the result has no dimensions.
+    """
     step = -(-values.shape[0] // SAMPLED)
     sampled = values[::step]
-    low = torch.zeros((), dtype=values.dtype, device=values.device)
-    width = 1.0
-    for _ in range(HALVINGS):
-        width /= 2
-        below = (sampled <= low + width).to(values.dtype).mean()
-        low = torch.where(below < _PERCENTILE, low + width, low)
-    found = low + width
+    ranks = (sampled <= sampled[:, None]).to(torch.float32).sum(-1)
+    is_above = ranks - 1 >= _PERCENTILE * (sampled.shape[0] - 1) - _SLACK
+    found = torch.where(is_above, sampled, math.inf).amin()
     return torch.where(sampled.isnan().any(), torch.nan, found)
 
 
 @dataclass
 class Reader:
-    """Copies of a buffer on its way to the host."""
+    """Copies of a buffer on its way to the host, and moments that were noted. A copy of a reader has seen nothing yet."""
 
     _host: torch.Tensor | None = None
     _arrival: Any = None
     _last: tuple[float, ...] | None = None
-    _stopwatch: list[tuple[Any, Any]] = field(default_factory=list)
+    _moments: deque[tuple[Any, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     kernel_ms: float | None = None
 
-    def poll(self, figures: torch.Tensor, mode: str) -> BlendTelemetry | None:
+    def __reduce__(self) -> tuple[type[Reader], tuple[()]]:
+        return Reader, ()
+
+    def poll(self, figures: torch.Tensor) -> BlendTelemetry | None:
         """The figures that have arrived last, None where none have; never waits."""
         values = self._arrived(figures)
         self._read_clock()
-        if values is None:
+        if values is None or math.isnan(values[0]):
             return None
-        found = BlendTelemetry(mode, **dict(zip(FIGURES, values, strict=True)), kernel_ms=self.kernel_ms)
+        mode, *rest = values
+        named = dict(zip(FIGURES[1:], rest, strict=True))
+        found = BlendTelemetry(MODES[round(mode)], **named, kernel_ms=self.kernel_ms)
         if math.isnan(found.alpha_mean):
-            events.record("BLEND_ALPHA_NAN", f"alpha of a {mode} blend is NaN", level=logging.CRITICAL)
+            events.record("BLEND_ALPHA_NAN", f"alpha of a {found.blend_mode} blend is NaN", level=logging.CRITICAL)
         events.record("BLEND_TELEMETRY", json.dumps(found.to_dict()), level=logging.DEBUG)
         return found
 
@@ -114,7 +128,8 @@ class Reader:
             assert self._host is not None, "what has arrived was sent"
             self._last, self._arrival = tuple(self._host.tolist()), None
         if self._arrival is None:
-            self._host = torch.empty(figures.shape, pin_memory=True) if self._host is None else self._host
+            if self._host is None:
+                self._host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
             self._host.copy_(figures, non_blocking=True)
             self._arrival = torch.cuda.Event()
             self._arrival.record()
@@ -122,35 +137,32 @@ class Reader:
 
     # ---- the clock -------------------------------------------------------------------------------------------------
 
-    def start(self, device: torch.device) -> None:
-        """Before a blend that runs by itself."""
-        self._stopwatch.append((_now(device), None))
+    def now(self, device: torch.device) -> Any:
+        """A moment: of the device's stream, or of the clock; None while a graph is captured, which notes none."""
+        if device.type != "cuda":
+            return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-    def stop(self, device: torch.device) -> None:
-        """After it."""
-        self._stopwatch[-1] = (self._stopwatch[-1][0], _now(device))
+    def took(self, begun: Any, device: torch.device) -> None:
+        """A blend that began then, and ran by itself, is over; of those that nobody asks for, the last few are kept."""
+        if begun is not None:
+            self._moments.append((begun, self.now(device)))
 
     def _read_clock(self) -> None:
-        while self._stopwatch:
-            first, last = self._stopwatch[0]
+        while self._moments:
+            first, last = self._moments[0]
             if isinstance(first, float):
                 self.kernel_ms = 1e3 * (last - first)
             elif last.query():
                 self.kernel_ms = first.elapsed_time(last)
             else:
                 break
-            self._stopwatch.pop(0)
-        del self._stopwatch[:-_KEPT]
+            self._moments.popleft()
 
 
 #: Of calls whose time nobody has asked for.
 _KEPT = 16
-
-
-def _now(device: torch.device) -> Any:
-    """A moment: of the device's stream, or of the clock."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -61,6 +61,16 @@ def hint(dim: Dim) -> int:
     return dim if isinstance(dim, int) else dim.hint
 
 
+def known_size(size: int | torch.SymInt) -> int:
+    """A tensor's size, or while tracing the one to choose for."""
+    if isinstance(size, int):
+        return size
+    from lz_compile.lowering import inductor
+
+    known = inductor.range_of(size)
+    return UNKNOWN_SIZE if known.hint is None else known.hint
+
+
 def lower(dim: Dim) -> int:
     """The smallest size that may come."""
     return dim if isinstance(dim, int) else dim.lower

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lz_compile.lowering.ops.blend import BlendAttrs, Scalar, compute, top2_margin
+from lz_compile.lowering.ops.blend import BlendAttrs, Scalar, compute, picked_margin, top2_margin
 
 
 def blend(
@@ -21,4 +21,5 @@ def blend(
     attrs: BlendAttrs,
 ) -> torch.Tensor:
     """A blend in the op's canonical layout (see ``lowering/ops/blend.py``)."""
-    return compute(host, seed, alpha, host_weight, logits, gain, offset, low, high, attrs=attrs, margin=top2_margin)
+    margin = picked_margin if attrs.is_differentiated else top2_margin
+    return compute(host, seed, alpha, host_weight, logits, gain, offset, low, high, attrs=attrs, margin=margin)

@@ -48,7 +48,8 @@ class BlendAttrs:
 
     ``mode`` is its name; what is computed follows from the other attributes and from the operands that are given. With
     ``is_distinct`` the margin is that to the next *different* logit, otherwise it is zero where two logits share the maximum.
-    ``is_sorted`` says that the source finds it by sorting, as ``topk`` does.
+    ``is_sorted`` says that the source finds it by sorting, as ``topk`` does. With ``is_differentiated`` gradients flow through
+    it: to one largest and one second largest logit, however many of them are equal.
     ``compute_dtype`` is the widest dtype in which the source computes anything; a kernel may round less, never more.
     """
 
@@ -58,6 +59,7 @@ class BlendAttrs:
     has_host_weight: bool = False
     is_distinct: bool = False
     is_sorted: bool = False
+    is_differentiated: bool = False
     normalised: Normalised = "none"
     compute_dtype: torch.dtype = torch.float32
     out_dtype: torch.dtype = torch.float32
@@ -204,8 +206,23 @@ def top2_margin(logits: torch.Tensor, is_distinct: bool = False) -> torch.Tensor
     second = torch.where(is_largest, -math.inf, logits).amax(-1)
     largest = largest.squeeze(-1)
     if not is_distinct:
-        second = torch.where(is_largest.sum(-1) > 1, largest, second)
+        count = is_largest.to(torch.float32).sum(-1)  # in integers it takes longer than both maxima
+        second = torch.where(count > 1, largest, second)
     return largest - second
+
+
+def picked_margin(logits: torch.Tensor, is_distinct: bool = False) -> torch.Tensor:
+    """The largest minus the second largest along the last dimension, ``[N, K]`` to ``[N]``, with a sort's gradient.
+
+    A maximum shares its gradient out among equal logits, and of :func:`top2_margin` none is left then; a sort gives it to
+    the two that it puts first. So do the places of the two.
+    """
+    assert not is_distinct, "a sort takes equal logits one by one"
+    first = logits.detach().argmax(-1, keepdim=True)
+    second = logits.detach().scatter(-1, first, -math.inf).argmax(-1, keepdim=True)
+    other = (first == 0).to(torch.int64)  # where all that is left is infinite, its place is the first's, or not
+    second = torch.where(second == first, other, second)
+    return (logits.gather(-1, first) - logits.gather(-1, second)).squeeze(-1)
 
 
 def features(attrs: BlendAttrs, facts: BlendFacts) -> dict[str, str]:

@@ -155,7 +155,7 @@ def sizes_of(operands: Operands) -> ScanSizes:
             raise ValueError(f"scan: expected {name} with the dimensions {names}, received {tuple(operand.shape)}")
         for dim, size in zip(names, operand.shape, strict=True):
             known = found.setdefault(dim, size)
-            if _is_one(known):
+            if is_one(known):
                 found[dim] = size
             elif isinstance(known, int) and isinstance(size, int) and size not in (1, known):
                 raise ValueError(
@@ -166,7 +166,7 @@ def sizes_of(operands: Operands) -> ScanSizes:
     return ScanSizes(batch, heads, length, rows, columns, found.get("R", 0), found.get("Q", 1))
 
 
-def _is_one(size: Any) -> bool:
+def is_one(size: Any) -> bool:
     """Whether an operand broadcasts along a dimension; a symbol never stands for one."""
     return isinstance(size, int) and size == 1
 
@@ -175,7 +175,7 @@ def _check(operands: Operands, sizes: Mapping[str, int]) -> None:
     left, right, erase, query = (operands.get(name) for name in ("left", "right", "erase", "query"))
     if (left is None) != (right is None) or (erase is not None and left is None):
         raise ValueError("scan: expected left and right together, and erase with them only")
-    if query is None and not _is_one(sizes.get("K", 1)):
+    if query is None and not is_one(sizes.get("K", 1)):
         raise ValueError(f"scan: expected a query of a state of {sizes['K']} rows, received none")
     if "T" not in sizes:
         raise ValueError("scan: expected an operand that has steps, received none")
@@ -196,7 +196,7 @@ def structure_of(operands: Operands) -> ScanStructure:
 def _decay_kind(decay: torch.Tensor | None) -> DecayKind:
     if decay is None:
         return "none"
-    rows, columns = (not _is_one(size) for size in decay.shape[3:])
+    rows, columns = (not is_one(size) for size in decay.shape[3:])
     if rows:
         return "full" if columns else "key"
     return "value" if columns else "scalar"

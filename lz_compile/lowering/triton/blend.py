@@ -51,6 +51,15 @@ def _gate_rows(
 
 
 @triton.jit
+def _places(IS_LARGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Which elements a program has; in 32 bits where these do, as they are divided by sizes for what they are weighed by."""
+    program = tl.program_id(0)
+    if IS_LARGE:
+        program = program.to(tl.int64)
+    return program * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def _weight(
     alpha, gates, bounds, place, keep, inner, alphas, span,
     WIDE: tl.constexpr, HAS_GATE: tl.constexpr,
@@ -68,9 +77,9 @@ def _weight(
 @triton.jit
 def _forward(
     host, seed, alpha, gates, bounds, result, count, inner, alphas, span,
-    WIDE: tl.constexpr, HAS_GATE: tl.constexpr, IS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr, HAS_GATE: tl.constexpr, IS_LARGE: tl.constexpr, IS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = _places(IS_LARGE, BLOCK)
     keep = place < count
     weight = _weight(alpha, gates, bounds, place, keep, inner, alphas, span, WIDE, HAS_GATE)
     h = tl.load(host + place, mask=keep, other=0.0).to(WIDE)
@@ -82,9 +91,9 @@ def _forward(
 @triton.jit
 def _backward(
     gradient, alpha, gates, bounds, of_seed, count, inner, alphas, span,
-    WIDE: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr, HAS_GATE: tl.constexpr, IS_LARGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = _places(IS_LARGE, BLOCK)
     keep = place < count
     weight = _weight(alpha, gates, bounds, place, keep, inner, alphas, span, WIDE, HAS_GATE)
     g = tl.load(gradient + place, mask=keep, other=0.0).to(WIDE)
@@ -154,7 +163,7 @@ class Blend:
         with on(self.seed.device):
             kernel[(triton.cdiv(count, TILE),)](
                 *tensors, count, self.inner, self.alphas, self.span,
-                WIDE=wide, HAS_GATE=self.has_gate, BLOCK=TILE, **constants,
+                WIDE=wide, HAS_GATE=self.has_gate, IS_LARGE=count + TILE >= 2**31, BLOCK=TILE, **constants,
             )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,8 +155,8 @@ class BlendEmitter:
             num_classes=1 if gate is None else product(axis.size for axis in gate.logits.classes),
             dtype=tensor_of(self.seed.node).dtype,  # type: ignore[union-attr]  # a seed is a tensor
             device=tensor_of(self.output).device.type,  # type: ignore[union-attr]  # so is a result
-            needs_grad=_wants_grad(core, inputs),
-            alpha_needs_grad=_wants_grad(core, weighing),
+            needs_grad=wants_grad(core, inputs),
+            alpha_needs_grad=wants_grad(core, weighing),
         )
         return _match(op, self, core, facts, inputs, operands, read, None if gate is None else gate.logits)
 
@@ -199,7 +199,7 @@ class MarginEmitter:
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
         inputs = {self.logits.node: self.logits.dims}
-        needs_grad = _wants_grad(core, inputs)
+        needs_grad = wants_grad(core, inputs)
         facts = BlendFacts(
             num_rows=product(axis.size for axis in self.rows),
             num_channels=1,
@@ -213,7 +213,8 @@ class MarginEmitter:
         return _match(op, self, core, facts, inputs, {"logits": self.logits.node}, read, self.logits)
 
 
-def _wants_grad(core: Core, nodes: Mapping[fx.Node, Dims]) -> bool:
+def wants_grad(core: Core, nodes: Iterable[fx.Node]) -> bool:
+    """Whether gradients are recorded, and any of the nodes wants one."""
     tensors = [tensor_of(node) for node in nodes]
     return grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors)
 

@@ -11,6 +11,7 @@ from lz_compile.passes.activations import is_read
 from lz_compile.passes.algebra import is_cast, is_constant
 from lz_compile.passes.axes import product, shape_of
 from lz_compile.passes.blends.blend_gate import Gates
+from lz_compile.passes.blends.blend_pairs import vanishing
 from lz_compile.passes.blends.blend_pieces import piece
 from lz_compile.passes.blends.blend_ranks import Ranks
 from lz_compile.passes.blends.blend_terms import ANCHORS, Sums, Terms, is_one, plus, weights
@@ -27,8 +28,8 @@ _PICKS = frozenset({"select", "index_select", "narrow", "chunk", "split", "unbin
 class Form:
     """``weight * seed + host_weight * host``, the weights by their factors.
 
-    ``is_residual`` says that the host's weight is one, ``is_soft`` that both are shares of a softmax over two, otherwise they
-    add up to one. ``is_isolated`` says that no gradient flows to the host.
+    ``is_residual`` says that the host's weight is one, ``is_soft`` that both are shares of a softmax over two (the seed's the
+    second where it ``is_reversed``), otherwise they add up to one. ``is_isolated`` says that no gradient flows to the host.
     """
 
     seed: fx.Node
@@ -38,6 +39,7 @@ class Form:
     is_residual: bool
     is_soft: bool
     is_isolated: bool
+    is_reversed: bool = False
 
     @property
     def factors(self) -> set[fx.Node]:
@@ -75,12 +77,13 @@ class Forms:
             for place, each in reversed(list(enumerate(behind)))
             if _is_row(each, size) and not self.sums.is_moved(each)
         }
-        found = [self._form(node, seed, host) for seed in places for host in places if seed is not host]
+        pairs = vanishing(self.sums, node, behind, sorted(places, key=places.__getitem__))
+        found = [self._form(node, seed, host) for seed, host in pairs]
         forms = [form for form in found if form is not None and self._is_meant(form)]
 
-        def order(form: Form) -> tuple[bool, bool, int, int]:
+        def order(form: Form) -> tuple[bool, bool, int, bool, int]:
             near = places[form.seed] + places[form.host]
-            return not form.is_isolated, form.is_residual, near, len(form.weight)
+            return not form.is_isolated, form.is_residual, near, form.is_reversed, len(form.weight)
 
         return min(forms, key=order, default=None)
 
@@ -102,7 +105,8 @@ class Forms:
             return None
         of_seed, of_host = found
         is_residual = is_one(of_host)
-        is_soft = self._are_shares(of_seed, of_host)
+        shares = self._shares(of_seed, of_host)
+        is_soft = shares is not None
         if is_residual and self._is_scaled(host):
             return None
         if not is_residual and not is_soft and not is_one(plus(of_seed, of_host)):
@@ -113,7 +117,8 @@ class Forms:
         wants = [records and tensor_of(each).requires_grad for each in (seed, host)]  # type: ignore[union-attr]
         if wants == [False, True]:
             return None
-        return Form(seed, host, of_seed, of_host, is_residual, is_soft, is_isolated=not wants[1])
+        is_reversed = shares == (1, 0)
+        return Form(seed, host, of_seed, of_host, is_residual, is_soft, not wants[1], is_reversed)
 
     def _is_scaled(self, host: fx.Node) -> bool:
         """Whether a host is another one times a weight: then that weight is the host's."""
@@ -122,26 +127,27 @@ class Forms:
             return False
         return bool(set.intersection(*map(set, terms)))
 
-    def _are_shares(self, of_seed: Terms, of_host: Terms) -> bool:
-        """Whether two weights are the two numbers of a softmax over two; the seed's is the first."""
+    def _shares(self, of_seed: Terms, of_host: Terms) -> tuple[int, int] | None:
+        """Which of the two numbers of a softmax over two the weights are; None where they are no such."""
         factors = [factor for terms in (of_seed, of_host) for factor in terms]
         if len(of_seed) != 1 or len(of_host) != 1 or any(len(each) != 1 for each in factors):
-            return False
+            return None
         if any(number != 1 for terms in (of_seed, of_host) for number in terms.values()):
-            return False
+            return None
         picked = []
         for (factor,) in factors:
             call = self.effects.calls.get(factor)
             picked.append(None if call is None else piece(self.effects, call))
         first, second = picked
         if first is None or second is None or first[1] != second[1] or self._differ(first[0], second[0]):
-            return False
+            return None
         source, shares = self.effects.calls.get(first[0]), tensor_of(first[0])
         if source is None or shares is None or source.name != "softmax":
-            return False
-        places = [place % 2 for place in (first[2], second[2])]
+            return None
         is_along = source.get("dim") is not None and source.get("dim") % shares.dim() == first[1]
-        return is_along and shape_of(shares)[first[1]] == 2 and places == [0, 1]
+        if not is_along or shape_of(shares)[first[1]] != 2 or first[2] % 2 == second[2] % 2:
+            return None
+        return first[2] % 2, second[2] % 2
 
     def _differ(self, one: fx.Node, other: fx.Node) -> bool:
         return self.sums.first(one) is not self.sums.first(other)

@@ -12,7 +12,8 @@ from lz_compile.passes.activations import AT_LEAST, AT_MOST, BENDS, Rule, is_rea
 from lz_compile.passes.algebra import Leaf, Region, constant_value, is_cast, tidy
 from lz_compile.passes.axes import Axis, Dims, resolve, shape_of
 from lz_compile.passes.blends.blend_pieces import piece
-from lz_compile.passes.blends.blend_ranks import Rank, Ranks
+from lz_compile.passes.blends.blend_ranks import Ranks
+from lz_compile.passes.blends.blend_statistics import Rank
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.projections import rearranges
 from lz_compile.passes.view import Call, tensor_of
@@ -282,7 +283,7 @@ def _sigmoid(expression: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
             values[sympy.exp(other)] = 1 / _EXP
         else:
             return None
-    above, below = sympy.fraction(sympy.together(sympy.nsimplify(plain.xreplace(values), rational=True)))
+    above, below = sympy.fraction(sympy.together(_as_fractions(plain.xreplace(values))))
     (p0, p1), (q0, q1) = ([_coefficient(each, power) for power in (0, 1)] for each in (above, below))
     if any(each.has(_EXP) for each in (p0, p1, q0, q1)):
         return None
@@ -302,6 +303,11 @@ def _sigmoid(expression: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
 
 def _coefficient(polynomial: sympy.Expr, power: int) -> sympy.Expr:
     return sympy.expand(polynomial).coeff(_EXP, power)
+
+
+def _as_fractions(expression: sympy.Expr) -> sympy.Expr:
+    """Floats as the decimal fractions that they are printed as, without a guess at simpler ones."""
+    return expression.xreplace({each: sympy.Rational(repr(float(each))) for each in expression.atoms(sympy.Float)})
 
 
 def _as_floats(expression: sympy.Expr) -> sympy.Expr:

@@ -13,7 +13,7 @@ from torch import fx
 from lz_compile.lowering.ops.blend import BlendAttrs, Mode
 from lz_compile.passes.algebra import Leaf, Region, reduce_indicators
 from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh, resolve, shape_of
-from lz_compile.passes.blends.blend_emitter import BlendEmitter, MarginEmitter, Weights, group
+from lz_compile.passes.blends.blend_emitter import BlendEmitter, MarginEmitter, Weights, group, wants_grad
 from lz_compile.passes.blends.blend_form import Form, Forms
 from lz_compile.passes.blends.blend_gate import Gate, is_margin, is_zero, logits_of, margin_in
 from lz_compile.passes.blends.blend_replay import between, reached, shared_inputs
@@ -110,6 +110,7 @@ def read_margin(effects: Effects, forms: Forms, anchor: fx.Node) -> Found:
         has_gate=True,
         is_distinct=logits.is_distinct,
         is_sorted=True,
+        is_differentiated=wants_grad(core, [logits.node]),
         compute_dtype=tensor.dtype,
         out_dtype=tensor.dtype,
     )
@@ -224,6 +225,9 @@ def _finish(effects: Effects, forms: Forms, blend: Blend, output: fx.Node) -> Fo
         read = {**gate.region.interior, **read}
     stops = {leaf.node for leaf in weights.leaves} - blend.again
     core = _core(effects, edges, inside - stops, output)
+    is_differentiated = gate is not None and not gate.logits.is_detached and wants_grad(core, [gate.logits.node])
+    if gate is not None and is_differentiated and not gate.logits.is_sorted:
+        raise LayoutError("equal maxima share a gradient, each source in its own way")
     attrs = BlendAttrs(
         mode=_mode(blend, output),
         is_residual=blend.form.is_residual,
@@ -231,6 +235,7 @@ def _finish(effects: Effects, forms: Forms, blend: Blend, output: fx.Node) -> Fo
         has_host_weight=weights.host is not None,
         is_distinct=gate is not None and gate.logits.is_distinct,
         is_sorted=gate is not None and gate.logits.is_sorted,
+        is_differentiated=is_differentiated,
         normalised=effects.calls[output].name if output is not anchor else "none",  # type: ignore[union-attr,arg-type]
         compute_dtype=_widest(core, set(edges)),
         out_dtype=tensor_of(output).dtype,  # type: ignore[union-attr]  # an output is a tensor

@@ -24,7 +24,7 @@ Terms: TypeAlias = Mapping[tuple[fx.Node, ...], float]
 
 #: The last operation of a blend.
 ANCHORS = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "lerp", "addcmul"})
-_PRODUCTS = frozenset({"mul", "lerp", "addcmul"})
+_PRODUCTS = frozenset({"mul", "div", "lerp", "addcmul"})
 _MOST_TERMS, _MOST_FACTORS = 8, 5
 _MOST_NODES, _DEEPEST = 32, 16
 _NEAR = 1e-9
@@ -72,9 +72,9 @@ class Sums:
         return list(found)[1:]
 
     def has_product(self, anchor: fx.Node, nodes: Iterable[fx.Node]) -> bool:
-        """Whether anything is multiplied on the way."""
+        """Whether anything is multiplied or divided on the way, or scaled as it is added."""
         calls = [self.effects.calls[node] for node in (anchor, *nodes)]
-        return any(call is not None and call.name in _PRODUCTS for call in calls)
+        return any(call is not None and (call.name in _PRODUCTS or call.get("alpha", 1) != 1) for call in calls)
 
     def is_moved(self, node: fx.Node) -> bool:
         """Whether a value is another one, cast or rearranged."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.axes import Size, as_size, shape_of
 from lz_compile.passes.builder import EMITTED, provenance
 from lz_compile.passes.effects import Ambient, ambient_context
 from lz_compile.passes.loops.loop_plan import Traces
@@ -73,7 +74,8 @@ class Batched:
         """Compute these for all steps, with whatever they need that is not there yet."""
         missing, needs_time = self._missing(nodes)
         self._emit([node for node in missing if node not in needs_time], self.always)
-        self._emit([node for node in missing if node in needs_time], self.over_time)
+        sizes = [node for node in missing if not isinstance(node.meta["val"], torch.Tensor)]  # whoever needs them
+        self._emit(sorted({*sizes, *(node for node in missing if node in needs_time)}), self.over_time)
 
     def _missing(self, nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
         found, stack = set[fx.Node](), [node for node in nodes if not self.has(node)]
@@ -103,7 +105,7 @@ class Batched:
         places = [0 if node in self.over_time else None for node in edge]
         given = [self.over_time[node] if node in self.over_time else self.always[node] for node in edge]
         values = [_detached(node) for node in given]
-        key = (tuple(nodes), tuple((value.dtype, value.shape, value.stride()) for value in values))
+        key = (tuple(nodes), tuple((value.dtype, shape_of(value), _strides(value)) for value in values))
         if key not in self.traces:
             segment = _segment(nodes, edge, results)
             function = torch.vmap(segment, in_dims=tuple(places)) if where is self.over_time else segment
@@ -120,6 +122,10 @@ class Batched:
             elif node.op == "output":
                 return [copies[each] for each in node.args[0]]
         raise LookupError("a graph without an output")
+
+
+def _strides(value: torch.Tensor) -> tuple[Size, ...]:
+    return tuple(as_size(stride) for stride in value.stride())
 
 
 def _detached(node: fx.Node) -> torch.Tensor:

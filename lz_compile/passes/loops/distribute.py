@@ -18,17 +18,14 @@ from torch import fx
 from lz_compile.passes.effects import Ambient, Effects, grad_enabled
 from lz_compile.passes.loops.batched import Around, Batched
 from lz_compile.passes.loops.loop_plan import Part, Plan
+from lz_compile.passes.loops.loop_states import restated
+from lz_compile.passes.loops.rebuilt_scan import CONTIGUOUS, erase_scan, own_memory, value_of, with_strides
 from lz_compile.passes.loops.scan_reading import Readings
 from lz_compile.passes.loops.step_trace import SCAN, ScanCall, scan_call
 from lz_compile.passes.match import NearMiss, RefusedError
-from lz_compile.passes.view import tensor_of, where_of
+from lz_compile.passes.view import where_of
 
 aten = torch.ops.aten
-#: Results of these may share memory with what they are given.
-_VIEWS = frozenset(
-    {aten.reshape, aten.expand, aten.permute, aten.transpose, aten.t, aten.unsqueeze, aten.squeeze, aten.select}
-    | {aten.slice, aten.diagonal, aten.alias, aten.detach, aten.contiguous, aten._to_copy}
-)
 
 
 @dataclass(frozen=True)
@@ -52,16 +49,20 @@ def distribute(graph: fx.Graph) -> Iterator[Distributed | NearMiss]:
         call = scan_call(node)
         if call is None or effects is None:
             continue
-        try:
-            plan = readings.plan(call, effects.ambient(node))
-        except RefusedError:
+        found = restated(call, effects.ambient(node), readings)
+        plan = found.plan
+        if plan is None or not plan.pays:
+            found.undo()
             continue  # the recogniser says why
-        if not plan.pays or not plan.is_apart:
+        found.keep()
+        if not plan.is_apart:
+            if found.tried:
+                yield Distributed(where_of(node), 1, 0)
             continue
         try:
-            yield _distributed(call, plan, effects.ambient(node))
+            yield _distributed(found.call, plan, effects.ambient(node))
         except RefusedError as refusal:
-            yield NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
+            yield NearMiss("scan", found.call.node, refusal.reason, refusal.edit, where_of(node))
 
 
 def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
@@ -70,26 +71,28 @@ def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
     try:
         if call is None:
             raise RefusedError("STEP_OPAQUE", "a loop reads or carries something that is no tensor", "carry tensors")
-        plan = Readings(follows_masks=True).plan(call, ambient)
-        if plan.pays:
+        readings = Readings(follows_masks=True)
+        found = restated(call, ambient, readings)
+        found.undo()
+        if found.plan is not None and found.plan.pays:
             return None
-        raise plan.refusal
+        raise readings.plan(call, ambient).refusal
     except RefusedError as refusal:
         return NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
 
 
 def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:
     results = call.results()
-    if not isinstance(call.length, int) or not all(_value(node).is_contiguous() for node in call.init):
+    if not isinstance(call.length, int) or not all(value_of(node).is_contiguous() for node in call.init):
         text = "the number of steps is symbolic, or a first state is not contiguous"
         raise RefusedError("LOOP_KEPT_WHOLE", text, "compile with dynamic=False, and make the first state contiguous")
     graph = call.node.graph
-    around = Around(graph, call.node, ambient, _value(call.init[0]).fake_mode)  # type: ignore[attr-defined]
+    around = Around(graph, call.node, ambient, value_of(call.init[0]).fake_mode)  # type: ignore[attr-defined]
     with graph.inserting_before(call.node):
         try:
             values = _Loop(call, plan, around).values()
             replaced = [
-                (node, _with_strides(around, values[place], _value(node)))
+                (node, with_strides(around, values[place], value_of(node)))
                 for place, nodes in results.items()
                 for node in nodes
             ]
@@ -99,36 +102,9 @@ def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:
     for node, value in replaced:
         node.replace_all_uses_with(value)
         graph.erase_node(node)
-    _erase(call)
+    erase_scan(call)
     delays = sum(part.is_delay for part in plan.parts)
     return Distributed(where_of(call.node), len(plan.parts) - delays, delays)
-
-
-def _erase(call: ScanCall) -> None:
-    """Erase a loop that nobody reads any more, and its body."""
-    graph, (body,) = call.node.graph, [each for each in call.node.all_input_nodes if each.op == "get_attr"][:1]
-    graph.erase_node(call.node)
-    if not body.users:
-        graph.erase_node(body)
-    owner = graph.owning_module
-    if owner is not None and not any(each.target == body.target for each in graph.find_nodes(op="get_attr")):
-        owner.delete_submodule(str(body.target))
-
-
-def _with_strides(around: Around, node: fx.Node, old: torch.Tensor) -> fx.Node:
-    """The value with the strides of the one that it replaces."""
-    if _value(node).stride() == old.stride():
-        return node
-    if old.is_contiguous():
-        return around.call(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-    strides = old.stride()
-    order = sorted(range(old.dim()), key=lambda dim: -strides[dim])
-    back = [order.index(dim) for dim in range(old.dim())]
-    dense = around.call(aten.clone.default, (around.call(aten.permute.default, (node, order)),), _CONTIGUOUS)
-    return around.call(aten.permute.default, (dense, back))
-
-
-_CONTIGUOUS: dict[str, Any] = {"memory_format": torch.contiguous_format}
 
 
 class _Loop:
@@ -169,9 +145,9 @@ class _Loop:
         if node in self.batched.over_time:
             return self.batched.over_time[node]
         always = self.batched.always[node]
-        shape = [self.call.length, *_value(always).shape]
+        shape = [self.call.length, *(-1 for _ in value_of(always).shape)]
         whole = self.around.call(aten.expand.default, (always, shape))
-        return self.around.call(aten.clone.default, (whole,), _CONTIGUOUS)
+        return self.around.call(aten.clone.default, (whole,), CONTIGUOUS)
 
     def _delay(self, part: Part) -> None:
         for state in part.states:
@@ -195,11 +171,11 @@ class _Loop:
         )
         whole = self.around.graph.call_function(SCAN, (body, *operands))
         wants_grad = grad_enabled(self.around.ambient) and any(
-            _value(node).requires_grad for group in operands for node in group
+            value_of(node).requires_grad for group in operands for node in group
         )
-        values = [_value(node) for node in operands[0]]
+        values = [value_of(node) for node in operands[0]]
         examples = [self.around.empty(value.shape, value, wants_grad=wants_grad) for value in values]
-        values = [node.meta["val"] for node in part.wanted]
+        values = [self.step.example(node) for node in part.wanted]
         length = self.call.length
         examples += [self.around.empty((length, *v.shape), v, wants_grad=wants_grad) for v in values]
         self.around.note(whole, tuple(examples))
@@ -220,16 +196,16 @@ class _Loop:
             kind = {"dtype": node.meta["val"].dtype}
             mask = copies[node]
             with self.around.mode:
-                mask.meta = _example(node.meta["val"].bool())
+                mask.meta = _example(self.step.example(node).bool())
             copies[node] = graph.call_function(aten._to_copy.default, (mask,), kind)
         for node in part.nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         for node, copy in copies.items():
-            copy.meta = _example(node.meta["val"])
+            copy.meta = _example(self.step.example(node))
         taken: set[fx.Node] = set()
         outputs = []
         for node in (*(self.step.carried[state] for state in part.states), *part.wanted):
-            outputs.append(_own(graph, copies[node], taken))
+            outputs.append(own_memory(graph, copies[node], taken))
         graph.output(outputs)
         owner = self.around.graph.owning_module
         assert owner is not None, "a graph with a loop belongs to a module"
@@ -240,21 +216,3 @@ class _Loop:
 
 def _example(value: torch.Tensor) -> dict[str, Any]:
     return {"val": value, "example_value": value}
-
-
-def _own(graph: fx.Graph, node: fx.Node, taken: set[fx.Node]) -> fx.Node:
-    """The value in contiguous memory of its own: a scan takes nothing else."""
-    packet = getattr(node.target, "overloadpacket", None)
-    value: Any = node.meta["val"]
-    if node.op == "call_function" and packet not in _VIEWS and node not in taken and value.is_contiguous():
-        taken.add(node)
-        return node
-    copy = graph.call_function(aten.clone.default, (node,), _CONTIGUOUS)
-    copy.meta = _example(value)
-    return copy
-
-
-def _value(node: fx.Node) -> torch.Tensor:
-    value = tensor_of(node)
-    assert value is not None, f"{node.name} is no tensor"
-    return value

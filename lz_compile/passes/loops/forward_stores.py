@@ -1,42 +1,52 @@
 """What a program reads back of a tensor that it fills piece by piece is what it put there.
 
 ``out[:, t] = f(out[:, t - 1])`` is a loop that hands a value from step to step by way of memory. Where a piece is read that
-was written as a whole and not since, its reader takes the value itself.
+was written as a whole and not since, its reader takes the value itself. Where pieces are read that nobody has written yet,
+as in ``x[:, t] += f(x[:, t - 1])``, they are read of a copy of what was there before.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from lz_compile.passes.axes import as_size
 from lz_compile.passes.effects import Effects
+from lz_compile.passes.loops.loop_search import LEAST_STEPS
+from lz_compile.passes.loops.piece_writes import Piece, overlap, piece_of, store_pieces
 from lz_compile.passes.view import tensor_of
 
-#: For every dimension a position, or None for all of it.
-Piece: TypeAlias = "tuple[int | None, ...]"
-
+#: A tensor with more readers of pieces keeps what is stored twice.
+_MOST_READERS = 64
 #: Readers to which it matters how a tensor lies in memory.
 _STRIDED = frozenset({"view", "view_as", "as_strided", "stride", "data_ptr", "is_contiguous", "storage_offset"})
 
 
 def forward_stores(graph: fx.Graph) -> int:
     """Let readers of such pieces take what was written, in place; how many did."""
+    count = store_pieces(graph)
     stores: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target is operator.setitem and isinstance(node.args[0], fx.Node):
             stores.setdefault(node.args[0], []).append(node)
     loaded = [buffer for buffer in stores if any(user.target is operator.getitem for user in buffer.users)]
     if not loaded:
-        return 0
+        return count
     effects = Effects(graph)
-    count = 0
     for buffer in loaded:
         if all(_is_a_store(node, target, buffer) for node, target in _writes_to(buffer, effects)):
-            count += sum(_replaced(load, value, effects) for load, value in list(_loads(buffer, effects)))
+            found = _loads(buffer, effects)
+            left = [load for load, value in found.written if not _replaced(load, value, effects)]
+            count += len(found.written) - len(left)
+            if not (left or found.unclear) and len(found.original) >= LEAST_STEPS:
+                _read_before(buffer, found, stores[buffer][0])
+                count += len(found.original)
+            count += _drop_overwritten(buffer)
     return count
 
 
@@ -51,52 +61,173 @@ def _is_a_store(node: fx.Node, target: fx.Node, buffer: fx.Node) -> bool:
     return node.target is operator.setitem and target is buffer and _piece(node, buffer) is not None
 
 
-def _loads(buffer: fx.Node, effects: Effects) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Readers of a piece, with the value that was put there last."""
-    held: dict[Piece, fx.Node] = {}
+@dataclass
+class _Loads:
+    """Readers of pieces: with the value that was put there last, of what nobody had written yet, and others."""
+
+    written: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    original: list[fx.Node] = field(default_factory=list)
+    unclear: list[fx.Node] = field(default_factory=list)
+
+
+def _loads(buffer: fx.Node, effects: Effects) -> _Loads:
+    """The readers of pieces before the last store."""
+    found = _Loads()
     users = sorted(buffer.users, key=effects.position.__getitem__)
     pieces = {user: _piece(user, buffer) for user in users}
-    last = {piece: user for user, piece in pieces.items() if user.target is operator.setitem and piece is not None}
+    stored = [user for user in users if user.target is operator.setitem and pieces[user] is not None]
+    when = _Intervals([(pieces[user], effects.position[user], user.args[2]) for user in stored])
+    last = max((effects.position[user] for user in stored), default=-1)
     for user in users:
-        piece = pieces[user]
-        if user.target is operator.setitem and piece is not None:
-            value = user.args[2]
-            held = {other: node for other, node in held.items() if not _overlap(other, piece)}
-            if isinstance(value, fx.Node):
-                held[piece] = value
-        elif user.target is operator.getitem and piece in held:
-            position = effects.position[user]
-            changes = (other for other, store in last.items() if effects.position[store] > position)
-            if not any(_overlap(piece, other) for other in changes):  # who reads a view sees what is put there later
-                yield user, held[piece]
+        piece, position = pieces[user], effects.position[user]
+        if user.target is operator.setitem or (position > last and (piece is None or not when.touches(piece))):
+            continue
+        if piece is None or user.target is not operator.getitem:
+            if position < last:
+                found.unclear.append(user)
+            continue
+        following = when.first_after(piece, position)
+        if following is not None and _last_reader(user, effects) > following:
+            found.unclear.append(user)  # who reads a view sees what is put there later
+            continue
+        latest = when.last_before(piece, position)
+        if latest is None:
+            if position < last:
+                found.original.append(user)
+        elif isinstance(latest, fx.Node):
+            found.written.append((user, latest))
+        elif position < last:
+            found.unclear.append(user)
+    return found
+
+
+class _Intervals:
+    """The stores into one tensor; those that write a place that is read are found by their exact piece first."""
+
+    def __init__(self, stores: Sequence[tuple[Piece | None, int, object]]) -> None:
+        self._stores = [(piece, position, value) for piece, position, value in stores if piece is not None]
+        self._moving = self._moving_dim()
+        self._by_place: dict[int, list[tuple[Piece, int, object]]] = {}
+        for store in self._stores:
+            for place in self._places(store[0]):
+                self._by_place.setdefault(place, []).append(store)
+
+    def _moving_dim(self) -> int | None:
+        """A dimension in which every store names a place."""
+        rank = len(self._stores[0][0]) if self._stores else 0
+        return next((dim for dim in range(rank) if all(piece[dim] is not None for piece, _, _ in self._stores)), None)
+
+    def _places(self, piece: Piece) -> range:
+        span = (0, 1) if self._moving is None else piece[self._moving]
+        assert span is not None, "a store names its place in the moving dimension"
+        return range(*span)
+
+    def _near(self, piece: Piece) -> list[tuple[Piece, int, object]]:
+        """The stores that have an element in common with a piece, in order."""
+        if self._moving is not None and piece[self._moving] is not None:
+            found = [store for place in self._places(piece) for store in self._by_place.get(place, ())]
+        else:
+            found = self._stores
+        near = {store[1]: store for store in found if overlap(store[0], piece)}
+        return [near[position] for position in sorted(near)]
+
+    def touches(self, piece: Piece) -> bool:
+        """Whether anything is stored there."""
+        return bool(self._near(piece))
+
+    def first_after(self, piece: Piece, position: int) -> int | None:
+        """The position of the next store there."""
+        return next((each[1] for each in self._near(piece) if each[1] > position), None)
+
+    def last_before(self, piece: Piece, position: int) -> object | None:
+        """The value that the last store put there; False where that wrote only a part of it, or more."""
+        before = [each for each in self._near(piece) if each[1] < position]
+        if not before:
+            return None
+        return before[-1][2] if before[-1][0] == piece else False
+
+
+def _last_reader(load: fx.Node, effects: Effects) -> int:
+    """The last position at which a view of a piece, or a view of it, is read."""
+    memory = _memory(load)
+    last, queue, seen = 0, [load], {load}
+    while queue:
+        for user in queue.pop().users:
+            last = max(last, effects.position[user])
+            if user not in seen and _memory(user) in (None, memory):
+                seen.add(user)
+                queue.append(user)
+    return last
 
 
 def _piece(node: fx.Node, buffer: fx.Node) -> Piece | None:
-    """What an index of plain numbers and whole dimensions selects; None for any other."""
-    tensor = tensor_of(buffer)
-    if tensor is None or len(node.args) < 2 or node.args[0] is not buffer:
+    if len(node.args) < 2 or node.args[0] is not buffer:
         return None
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    rest = tensor.dim() - sum(each is not Ellipsis for each in index)
-    if rest < 0 or sum(each is Ellipsis for each in index) > 1:
-        return None
-    if Ellipsis not in index:
-        index = (*index, Ellipsis)
-    found: list[int | None] = []
-    for each in index:
-        if each is Ellipsis:
-            found.extend([None] * rest)
-        elif isinstance(each, slice) and (each.start, each.stop, each.step) == (None, None, None):
-            found.append(None)
-        elif isinstance(each, int) and not isinstance(each, bool) and isinstance(size := tensor.shape[len(found)], int):
-            found.append(each % size)
+    return piece_of(node.args[1], tensor_of(buffer))
+
+
+def _read_before(buffer: fx.Node, found: _Loads, first: fx.Node) -> None:
+    """Let readers of what nobody had written yet read a copy that is made before the first store."""
+    graph, tensor = buffer.graph, tensor_of(buffer)
+    assert tensor is not None, "a store is into a tensor"
+    earliest = min([first, *found.original])
+    with graph.inserting_before(earliest):
+        copy = graph.call_method("clone", (buffer,))
+    copy.meta.update({key: first.meta[key] for key in ("stack_trace", "nn_module_stack") if key in first.meta})
+    copy.meta["example_value"] = _copied(tensor, torch.Tensor.clone)
+    for load in found.original:
+        load.replace_input_with(buffer, copy)
+        load.meta["example_value"] = _copied(copy.meta["example_value"], lambda whole, at=load.args[1]: whole[at])
+
+
+def _drop_overwritten(buffer: fx.Node) -> int:
+    """Erase stores of pieces that are stored again before anybody reads them; how many there were."""
+    stores: dict[Piece, list[fx.Node]] = {}
+    loads: list[tuple[fx.Node, Piece]] = []
+    others: list[fx.Node] = []
+    for user in buffer.users:
+        piece = _piece(user, buffer)
+        if piece is None or user.target not in (operator.setitem, operator.getitem) or user.args[2:3] == (buffer,):
+            others.append(user)
+        elif user.target is operator.setitem:
+            stores.setdefault(piece, []).append(user)
         else:
-            return None
-    return tuple(found)
+            loads.append((user, piece))
+    if len(loads) > _MOST_READERS or _is_seen_otherwise(buffer):
+        return 0
+    count, memory = 0, _memory(buffer)
+    for piece, found in stores.items():
+        readers = others + [load for load, own in loads if overlap(own, piece)]
+        ordered = sorted(found)
+        for store, following in itertools.pairwise(ordered):
+            # A view that was taken before is read who knows when; a copy was not of what is stored here.
+            if not any(each < following and (each > store or _memory(each) == memory) for each in readers):
+                buffer.graph.erase_node(store)
+                count += 1
+    return count
 
 
-def _overlap(one: Piece, two: Piece) -> bool:
-    return all(first is None or second is None or first == second for first, second in zip(one, two, strict=True))
+def _is_seen_otherwise(buffer: fx.Node) -> bool:
+    """Whether anything but pieces of a tensor, and what is made of these, shows its memory."""
+    own, memory = {buffer}, _memory(buffer)
+    for node in buffer.graph.nodes:
+        if not own.isdisjoint(node.all_input_nodes):
+            own.add(node)
+        elif node not in own and memory is not None and _memory(node) == memory:
+            return True
+    return memory is None
+
+
+def _memory(node: fx.Node) -> int | None:
+    tensor = tensor_of(node)
+    if tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return tensor.untyped_storage()._cdata
+
+
+def _copied(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    with tensor.fake_mode:  # type: ignore[attr-defined]
+        return function(tensor)
 
 
 def _replaced(load: fx.Node, value: fx.Node, effects: Effects) -> bool:

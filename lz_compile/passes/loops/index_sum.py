@@ -38,7 +38,11 @@ class IndexSum:
     @staticmethod
     def of_atom(atom: Atom, shape: Sequence[int]) -> IndexSum:
         """A tensor of this shape as itself."""
-        dims = dims_of(shape)
+        return IndexSum.of_cut_atom(atom, dims_of(shape))
+
+    @staticmethod
+    def of_cut_atom(atom: Atom, dims: Dims) -> IndexSum:
+        """A tensor as itself, with dimensions that are products of indices of these sizes."""
         return IndexSum(dims, {Term((Factor(atom, tuple(range(_count(dims)))),)): 1.0})
 
     @staticmethod

@@ -24,10 +24,23 @@ TIME = -1_000_000
 
 @dataclass(frozen=True)
 class Source:
-    """Where the values of an atom are: a tensor with time as its first dimension (``over_time``), or without."""
+    """Where the values of an atom are: a tensor with time as its first dimension (``over_time``), or without.
+
+    ``shape`` is its shape without time, where that of the value is not in the numbers of a sum.
+    """
 
     value: Any
     over_time: bool
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """The shape without time."""
+        return list(self.value.shape[int(self.over_time) :] if self.shape is None else self.shape)
+
+
+def _itself(number: int) -> Any:
+    return number
 
 
 @dataclass(frozen=True)
@@ -39,12 +52,14 @@ class Values:
         sizes: of the free indices.
         dtype: in which is computed; a tensor that is taken as it is keeps its own.
         like: any tensor on the device.
+        extent: what a size of a sum is where it stands for another one.
     """
 
     source: Callable[[Atom], Source]
     sizes: Mapping[int, int]
     dtype: torch.dtype
     like: Any
+    extent: Callable[[int], Any] = _itself
 
     def of(self, whole: IndexSum, groups: Sequence[Sequence[int]]) -> Any:
         """The sum as a tensor with one dimension for each group of free indices (or :data:`TIME`).
@@ -58,11 +73,18 @@ class Values:
         if all(len(group) == 1 for group in groups):
             return value
         own = {index for term in whole.terms for index in term.indices}
-        given = dict(zip(order, value.shape, strict=True))
-        full = {i: self.sizes[i] if i >= 0 and own & set(group) else given[i] for group in groups for i in group}
-        if any(full[index] != given[index] for index in order):
-            value = value.expand([full[index] for index in order])
-        return value.reshape([_product(full[index] for index in group) for group in groups])
+        full = {index for group in groups if own & set(group) for index in group}
+        lengths = [self._length(value, place, index, index in full) for place, index in enumerate(order)]
+        if any(index in full and index not in own and index != TIME for index in order):
+            value = value.expand(lengths)
+        given = dict(zip(order, lengths, strict=True))
+        return value.reshape([_product(given[index] for index in group) for group in groups])
+
+    def _length(self, value: Any, place: int, index: int, is_full: bool) -> Any:
+        """The size of one dimension, with all elements where ``is_full``."""
+        if index == TIME:
+            return value.shape[place]
+        return self.extent(self.sizes[index]) if is_full else 1
 
     # ---- sums -----------------------------------------------------------------------------------------------------
 
@@ -110,16 +132,17 @@ class Values:
         sizes = {**self.sizes, **{-1 - i: size for i, size in enumerate(bound)}}
         places = [*order, *(-1 - i for i in range(len(bound)))]
         own = list(factor.indices)
-        wanted: list[Any] = [sizes[index] for index in own]
+        wanted = [sizes[index] for index in own]
         if factor.atom == IDENTITY:
-            value = self.like.new_ones([wanted[0]], dtype=self.dtype).diag_embed()
+            value = self.like.new_ones([self.extent(wanted[0])], dtype=self.dtype).diag_embed()
         else:
             source = self.source(factor.atom)
             value = source.value
+            if source.sizes != wanted:
+                steps = [value.shape[0]] if source.over_time else []
+                value = value.reshape([*steps, *map(self.extent, wanted)])
             if source.over_time:
-                own, wanted = [TIME, *own], [value.shape[0], *wanted]
-            if list(value.shape) != wanted:
-                value = value.reshape(wanted)
+                own = [TIME, *own]
         while len(set(own)) < len(own):
             index = next(each for each in own if own.count(each) > 1)
             first, second, *_ = (position for position, each in enumerate(own) if each == index)

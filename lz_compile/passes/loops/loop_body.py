@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.loops.loop_numbers import may_be_tensor, with_tensor_of_alpha
 from lz_compile.passes.loops.loop_purity import is_arithmetic, is_pure
 from lz_compile.passes.loops.loop_search import is_number, rebuilt
 from lz_compile.passes.loops.loop_slices import Slices, slices_of
@@ -71,14 +72,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A number that is another one in each step."""
+    """A number that is another one in each step; as a tensor of ``dtype`` (None: of 64 bits)."""
 
     values: tuple[int | float, ...]
     device: torch.device
+    dtype: torch.dtype | None = None
 
     def key(self) -> Hashable:
         """Equal for equal numbers; 1 and 1.0 are not."""
-        return tuple(map(repr, self.values)), self.device
+        return tuple(map(repr, self.values)), self.device, self.dtype
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,14 @@ class Body:
         if is_output:
             self.assigned[index] = rebuilt((node.args, node.kwargs), iter([None, *leaves]))[0][2]
             return
-        self.refs[index] = self._append(node, leaves)
+        self.refs[index] = self._append(node, leaves, counts=bool(moving))
 
-    def _append(self, node: fx.Node, leaves: Sequence[Any]) -> Part:
+    def _append(self, node: fx.Node, leaves: Sequence[Any], *, counts: bool = False) -> Part:
         args, kwargs = rebuilt((node.args, node.kwargs), iter(leaves))
+        scaled = with_tensor_of_alpha(node, args, kwargs) if counts else None
+        if scaled is not None:
+            self.entries.append(Entry(node, "call_function", *scaled))
+            return Part(len(self.entries) - 1)
         self.entries.append(Entry(node, node.op, node.target, args, kwargs, node in self.steps.versions.writes))
         return Part(len(self.entries) - 1)
 
@@ -219,10 +225,8 @@ class Body:
         node = self.steps.node(0, index)
         column = self.steps.column(index, leaf)
         tensor = tensor_of(node)
-        is_operand = leaf < len(self.steps.wiring[index]) and any(
-            given is self.steps.program.leaves[self.steps.start + index][leaf] for given in node.args[:2]
-        )
-        if tensor is None or not is_operand or not is_arithmetic(node) or len({type(each) for each in column}) != 1:
+        takes = may_be_tensor(node, self.steps.program.leaves[self.steps.start + index][leaf])
+        if tensor is None or not takes or len({type(each) for each in column}) != 1:
             text = f"{node.name} at {where_of(node)} takes {column[0]!r}, {column[1]!r}, ... step by step"
             raise RefusedError(
                 "COUNTER_USED", text, "use the loop's counter to index tensors only, or as a factor or term"
@@ -230,7 +234,7 @@ class Body:
         if tensor.dtype in (torch.float16, torch.bfloat16) and not all(_fits(each, tensor.dtype) for each in column):
             text = f"{node.name} at {where_of(node)} takes numbers that {tensor.dtype} cannot hold"
             raise RefusedError("COUNTER_USED", text, "make a tensor of them before the loop and index it")
-        return self._stream(Numbers(tuple(column), tensor.device))
+        return self._stream(Numbers(tuple(column), tensor.device, tensor.dtype if takes == "own dtype" else None))
 
     # ---- from around the loop ---------------------------------------------------------------------------------
 

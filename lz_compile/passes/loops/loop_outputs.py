@@ -64,20 +64,25 @@ def buffers_of(steps: Steps) -> list[Buffer]:
     """The buffers that a loop fills.
 
     Raises:
-        RefusedError: it overwrites an input of the graph, or parts of a tensor in a way that is not understood.
+        RefusedError: it overwrites the whole of an input of the graph, or parts of a tensor in a way that is not understood.
     """
     owners: dict[fx.Node, list[int]] = {}
     for index in range(steps.period):
         node = steps.node(0, index)
         if node in steps.versions.writes:
             owner = steps.versions.owner(node)
-            if owner.op in ("placeholder", "get_attr"):
-                text = f"{node.name} at {where_of(node)} overwrites {owner.name}, which is an input of the graph"
-                raise RefusedError("INPUT_OVERWRITTEN", text, "write into a tensor made beside the loop")
             if steps.place(owner) is None:
                 owners.setdefault(owner, []).append(index)
-    found = [_buffer(steps, owner, indices) for owner, indices in owners.items()]
-    return [buffer for buffer in found if buffer is not None]
+    found: list[Buffer] = []
+    for owner, indices in owners.items():
+        buffer = _buffer(steps, owner, indices)
+        if buffer is not None:
+            found.append(buffer)
+        elif owner.op in ("placeholder", "get_attr"):
+            node = steps.node(0, indices[0])
+            text = f"{node.name} at {where_of(node)} overwrites all of {owner.name}, an input of the graph, in every step"
+            raise RefusedError("INPUT_OVERWRITTEN", text, "overwrite a copy of it, and copy the last state back")
+    return found
 
 
 def _buffer(steps: Steps, owner: fx.Node, indices: Sequence[int]) -> Buffer | None:

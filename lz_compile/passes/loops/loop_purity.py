@@ -53,7 +53,8 @@ def refuse_impure(node: fx.Node) -> None:
 def _objection(node: fx.Node, call: Call) -> tuple[str, str, str] | None:
     name = str(getattr(node.target, "__name__", node.target))
     if call.name in _RANDOM or _drops(call) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        return "RANDOM", "draws random numbers, one after the other", "draw those of all steps before the loop"
+        text = "draws random numbers: a loop that is rolled up would draw them in another order"
+        return "RANDOM", text, "draw those of all steps before the loop"
     if name.startswith(_MODES) or name.endswith("_nesting"):
         return "MODE_CHANGES_INSIDE", "switches a mode", "enter or leave the mode outside of the loop"
     if call.name in _DECIDED_BY_DATA or _is_unbacked(value_of(node)):

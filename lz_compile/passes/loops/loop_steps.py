@@ -122,7 +122,9 @@ class Grid:
         """
         middle = self._middle
         if not any(isinstance(made, Made) and made.lag for row in self._rows[middle] for made in row):
-            raise RefusedError("NO_STATE", "no step reads what the one before it made", "run all steps as a batch")
+            raise self._unclear() or RefusedError(
+                "NO_STATE", "no step reads what the one before it made", "run all steps as a batch"
+            )
         first = last = middle
         while last + 1 < self._run.steps and self._differs(last + 1) is None:
             last += 1
@@ -134,6 +136,15 @@ class Grid:
             raise self._refusal(first, last)
         start = self._run.start + first * self._run.period
         return Steps(self._program, self._versions, start, self._run.period, count, self._rows[middle])
+
+    def _unclear(self) -> RefusedError | None:
+        """What goes from step to step by way of memory that is overwritten, in ways that are not understood."""
+        begin = self._run.start + self._middle * self._run.period
+        for node in self._program.nodes[begin : begin + self._run.period]:
+            if node in self._versions.unclear:
+                text = f"{self._versions.unclear[node]} ({where_of(node)})"
+                return RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")
+        return None
 
     def _middle_step(self) -> int:
         """A step that most of the others are like."""

@@ -20,7 +20,8 @@ Place = Callable[[fx.Node], fx.Node]
 def stacked(emit: Emitter, stream: Stream, place: Place) -> fx.Node:
     """A stream as one tensor, steps first; slices at an even pace are a view."""
     if isinstance(stream, Numbers):
-        return numbers(emit, stream.values, stream.device)
+        found = numbers(emit, stream.values, stream.device)
+        return found if stream.dtype is None else emit.call("to", found, stream.dtype)
     if isinstance(stream, Gathered):
         return emit.call(torch.stack, [place(node) for node in stream.nodes])
     source, pace, width = place(stream.source), stream.pace, stream.length or 1

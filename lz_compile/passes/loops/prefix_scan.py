@@ -29,7 +29,8 @@ _CONSTANTS = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "ne
 _LAYOUT = frozenset({"flatten", "reshape", "view", "contiguous", "clone", "flip", "unsqueeze", "squeeze"})
 _MIXING = _SLICES | _JOINS | {"flatten", "reshape", "view", "flip"}
 _AGREES = 1e-9
-_MOST_CALLS = 2000
+#: Reading is linear in the number of calls (about 0.1 ms each), but once for every result.
+_MOST_CALLS = 20_000
 _SMALL = 2
 
 
@@ -90,14 +91,15 @@ class _Reader:
         if output not in self._moved or not self._may_end(output):
             return None
         core = self.core(output)
-        if len(core) > _MOST_CALLS:
-            return None
         for dim, steps in enumerate(tensor_of(output).shape):  # type: ignore[union-attr]
             if not isinstance(steps, int) or steps < LEAST_POINTWISE:
                 continue
             mixing = sum(self._mixes(node, dim) for node in core)
             leaves = self._leaves(core, dim, steps)
             if mixing >= 2 * math.log2(steps) and leaves is not None:
+                if len(core) > _MOST_CALLS:
+                    text = f"{output.name} is put together of pieces over time by {len(core):,} calls, too many to be read"
+                    raise RefusedError("PREFIX_SCAN_LONG", text, f"use associative_scan: up to {_MOST_CALLS:,} calls are read")
                 return self._proven(output, core, dim, leaves)
         return None
 

@@ -7,6 +7,7 @@ puts the scan in their place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from lz_compile.passes import contraction
 from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.loops.loop_facts import Loop, read_loop
 from lz_compile.passes.loops.loop_search import LEAST_STEPS, Program, Run, phases, runs
-from lz_compile.passes.loops.loop_steps import Grid, Steps, parameters_of
+from lz_compile.passes.loops.loop_steps import Grid, Made, Steps, parameters_of
 from lz_compile.passes.loops.loop_versions import Versions
 from lz_compile.passes.loops.roll import roll
 from lz_compile.passes.loops.trial_scan import trial_scan
@@ -172,7 +173,8 @@ class _Search:
                 pending.extend(self._free(run))
             elif refusal is not None:
                 node = self._program.nodes[run.start]
-                misses[run.start] = NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
+                pieces = frozenset(self._program.nodes[run.start : run.stop])
+                misses[run.start] = NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node), pieces)
         kept = [miss for start, miss in misses.items() if not self._taken[start]]
         return found, kept
 
@@ -194,7 +196,7 @@ class _Search:
             try:
                 for steps in self._phases(longer):
                     try:
-                        return self._read(steps), None
+                        return self._untangled(self._read(steps), run), None
                     except RefusedError as error:
                         refusal = refusal or error
                         if error.reason.code in _FINAL:
@@ -204,6 +206,24 @@ class _Search:
                 if error.reason.code in _FINAL:
                     break
         return None, refusal if refusal is not None and refusal.reason.code not in _SILENT else None
+
+    def _untangled(self, loop: Loop, run: Run) -> Loop:
+        """Of a loop whose steps read only what was made two (or more) steps ago, the loop of twice as many calls.
+
+        Its steps belong to two recurrences in turns, as those of a loop that walks a sequence in both directions do.
+        """
+        lags = {made.lag for row in loop.steps.wiring for made in row if isinstance(made, Made) and made.lag}
+        apart = math.gcd(*lags)
+        if apart < 2:
+            return loop
+        period = loop.steps.period * apart
+        start = loop.steps.start
+        try:
+            found = [self._read(steps) for steps in self._phases(Run(start, loop.steps.stop, period))[:1]]
+        except RefusedError:
+            return loop  # as it was read
+        covered = [each for each in found if each.steps.count * period > run.steps * run.period - 2 * period]
+        return covered[0] if covered else loop
 
     def _phases(self, run: Run) -> list[Steps]:
         """The loops that the likeliest beginnings of a step give, the longest first.

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.scan import DecayKind, ScanAttrs, ScanFacts, ScanStructure
+from lz_compile.lowering.ops.scan import DecayKind, ScanAttrs, ScanFacts, ScanStructure, is_one
 from lz_compile.passes.axes import Axis, Size
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.loops.index_sum import IndexSum, mapped
 from lz_compile.passes.loops.index_terms import Atom, Factor, Term
 from lz_compile.passes.loops.index_values import TIME, Source, Values
+from lz_compile.passes.loops.stand_ins import NO_SYMBOLS, Place, StandIns
 from lz_compile.passes.loops.transition import Read, Transition
 from lz_compile.passes.view import tensor_of
 
@@ -24,10 +26,11 @@ _ONE = {Term(): 1.0}
 
 @dataclass(frozen=True)
 class Given:
-    """The node behind an atom, with time as its first dimension or without."""
+    """The node behind an atom, with time as its first dimension or without; ``shape`` is that of the atom in the step."""
 
     node: fx.Node
     over_time: bool
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class ScanEmitter:
     """The operands and results of one transition.
 
     ``first`` is the state before the first step (None: zeros), ``final`` and ``reads`` the nodes of the results, as ``(node,
-    place)`` with the place of a read among those of the transition.
+    place)`` with the place of a read among those of the transition. The sizes of a transition are ``numbers`` that may
+    stand for symbolic ones; ``places`` are the operands of the step as ``(node, first dimension)``, None if nobody reads it.
     """
 
     transition: Transition
@@ -44,6 +48,8 @@ class ScanEmitter:
     final: tuple[fx.Node, ...]
     reads: tuple[tuple[fx.Node, int], ...]
     attrs: ScanAttrs
+    numbers: StandIns = NO_SYMBOLS
+    places: tuple[tuple[fx.Node | None, int], ...] = ()
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
@@ -55,46 +61,52 @@ class ScanEmitter:
     def operands(self, builder: Builder) -> dict[str, Any]:
         """Decay, updates, summand, queries and first state, each as small as broadcasting lets it be."""
         move, values = self.transition, self._values(builder)
+        extent = self._extents(builder)
         batch, heads, keys, columns = self._groups()
         found: dict[str, Any] = {}
         if move.decay.terms != _ONE:
             found["decay"] = values.of(move.decay, (batch, heads, (TIME,), keys, columns))
         if move.updates:
             found["left"] = self._stacked([u.left for u in move.updates], values, keys)
-            found["right"] = self._stacked([_masked(u.right, u.left) for u in move.updates], values, columns)
+            found["right"] = self._stacked([_masked(u.right, u.left, keys) for u in move.updates], values, columns)
         if any(update.erase is not None for update in move.updates):
-            found["erase"] = self._stacked([_masked(u.erase, u.left) for u in move.updates], values, keys)
+            found["erase"] = self._stacked([_masked(u.erase, u.left, keys) for u in move.updates], values, keys)
         if move.drive is not None:
             found["drive"] = values.of(move.drive, (batch, heads, (TIME,), keys, columns))
         query = self._query(values)
         if query is not None:
             found["query"] = query
         if self.first is not None:
-            state = builder.value(self.first).reshape(move.space).permute([*batch, *heads, *keys, *columns])
-            found["state"] = state.reshape([self._size(group) for group in (batch, heads, keys, columns)])
+            state = builder.value(self.first).reshape([extent(size) for size in move.space])
+            state = state.permute([*batch, *heads, *keys, *columns])
+            found["state"] = state.reshape([extent(self._number(group)) for group in (batch, heads, keys, columns)])
         return found
 
-    def _values(self, builder: Builder, read: Read | None = None) -> Values:
+    def _extents(self, builder: Builder) -> Callable[[int], Any]:
+        """What the numbers of the transition are in a graph."""
+
+        def read(place: Place) -> Any:
+            node, first = self.places[place.operand]
+            return None if node is None or place.dim is None else builder.value(node).size(first + place.dim)
+
+        return cache(lambda number: self.numbers.extent(number, read))
+
+    def _values(self, builder: Builder) -> Values:
         def source(atom: Atom) -> Source:
             given = self.given[atom]
-            return Source(builder.value(given.node), given.over_time)
+            return Source(builder.value(given.node), given.over_time, given.shape)
 
         sizes = dict(enumerate(self.transition.space))
-        if read is not None:
-            sizes |= {len(sizes) + i: size for i, size in enumerate(read.extras)}
         like = builder.value(next(iter(self.given.values())).node)
-        return Values(source, sizes, self.attrs.compute_dtype, like)
+        return Values(source, sizes, self.attrs.compute_dtype, like, self._extents(builder))
 
     def _groups(self) -> tuple[tuple[int, ...], ...]:
         """The indices of batch, heads, keys and values."""
         move = self.transition
         return move.batch[:1], move.batch[1:], move.keys, move.values
 
-    def _size(self, group: Sequence[int]) -> int:
-        size = 1
-        for index in group:
-            size *= self.transition.space[index]
-        return size
+    def _number(self, group: Sequence[int]) -> int:
+        return math.prod(self.transition.space[index] for index in group)
 
     def _length(self, builder: Builder) -> Any:
         given = next(each for each in self.given.values() if each.over_time)
@@ -115,18 +127,20 @@ class ScanEmitter:
             return values.like.new_zeros([1] * 5, dtype=self.attrs.compute_dtype) if keys else None
         rows = []
         for read in move.reads:
-            own = Values(values.source, self._with_extras(read), values.dtype, values.like)
+            own = replace(values, sizes=self._with_extras(read))
             query = read.query or IndexSum(tuple((size,) for size in move.space), dict(_ONE))
-            rows.append(self._spread(own.of(query, (batch, heads, (TIME,), self._extras(read), keys)), read))
+            rows.append(
+                self._spread(own.of(query, (batch, heads, (TIME,), self._extras(read), keys)), read, values.extent)
+            )
         return _joined(rows, 3)
 
-    def _spread(self, rows: Any, read: Read) -> Any:
+    def _spread(self, rows: Any, read: Read, extent: Callable[[int], Any]) -> Any:
         """All rows of a read, also where they are equal."""
-        wanted = 1
-        for size in read.extras:
-            wanted *= size
+        wanted = math.prod(read.extras)
         shape = list(rows.shape)
-        return rows if shape[3] == wanted else rows.expand([*shape[:3], wanted, shape[4]])
+        if wanted == 1 or not is_one(shape[3]):
+            return rows
+        return rows.expand([*shape[:3], extent(wanted), shape[4]])
 
     def _extras(self, read: Read) -> tuple[int, ...]:
         rank = len(self.transition.space)
@@ -141,38 +155,35 @@ class ScanEmitter:
     def result(self, builder: Builder, value: Any) -> Any:
         """Final state and reads as the source has them; a tuple where there are several."""
         looked, state = value
-        found = [self._final(node, state) for node in self.final]
-        offsets = [0]
+        extent = self._extents(builder)
+        found = [self._final(node, state, extent) for node in self.final]
+        offsets: list[Any] = [0]
         for read in self.transition.reads:
-            size = 1
-            for extra in read.extras:
-                size *= extra
-            offsets.append(offsets[-1] + size)
+            offsets.append(offsets[-1] + extent(math.prod(read.extras)))
         for node, place in self.reads:
             read = self.transition.reads[place]
             rows = looked if len(self.transition.reads) == 1 else looked[:, :, :, offsets[place] : offsets[place + 1]]
             found.append(self._read(builder, node, read, rows))
         return tuple(found) if len(found) > 1 else found[0]
 
-    def _final(self, node: fx.Node, state: Any) -> Any:
+    def _final(self, node: fx.Node, state: Any, extent: Callable[[int], Any]) -> Any:
         order = [index for group in self._groups() for index in group]
-        value = state.reshape([self.transition.space[index] for index in order])
+        value = state.reshape([extent(self.transition.space[index]) for index in order])
         value = value.permute([order.index(index) for index in range(len(order))])
-        return value.reshape(_shape(node)).to(_dtype(node))
+        return value.reshape([extent(size) for size in self.transition.shape]).to(_dtype(node))
 
     def _read(self, builder: Builder, node: fx.Node, read: Read, rows: Any) -> Any:
         batch, heads, _, columns = self._groups()
-        sizes = self._with_extras(read)
+        values = self._values(builder)
+        extent, sizes = values.extent, self._with_extras(read)
         order = [*batch, *heads, TIME, *self._extras(read), *columns]
         length = self._length(builder)
-        value = rows.reshape([length if index == TIME else sizes[index] for index in order])
+        value = rows.reshape([length if index == TIME else extent(sizes[index]) for index in order])
         value = value.permute([order.index(index) for index in (TIME, *read.places)])
         if read.rest.terms:
-            values = Values(
-                self._values(builder).source, dict(enumerate(read.rest.sizes)), self.attrs.compute_dtype, rows
-            )
-            value = value + values.of(read.rest, ((TIME,), *((i,) for i in range(len(read.rest.sizes)))))
-        return value.reshape([length, *_shape(node)[1:]]).to(_dtype(node))
+            own = replace(values, sizes=dict(enumerate(read.rest.sizes)), like=rows)
+            value = value + own.of(read.rest, ((TIME,), *((i,) for i in range(len(read.rest.sizes)))))
+        return value.reshape([length, *(extent(size) for size in read.node.meta["val"].shape)]).to(_dtype(node))
 
     # ---- attributes -----------------------------------------------------------------------------------------------
 
@@ -191,7 +202,8 @@ class ScanEmitter:
     def facts(self, length: Size, needs_grad: bool) -> ScanFacts:
         """Sizes and structure, for kernel selection."""
         move = self.transition
-        batch, heads, keys, columns = (self._size(group) for group in self._groups())
+        size = self.numbers.size
+        batch, heads, keys, columns = (size(self._number(group)) for group in self._groups())
         tensors = [tensor_of(each.node) for each in self.given.values()]
         dtype = self.attrs.state_dtype
         for tensor in tensors:
@@ -204,7 +216,7 @@ class ScanEmitter:
             keys,
             columns,
             len(move.updates),
-            max(sum(_product(read.extras) for read in move.reads), 1),
+            sum(size(math.prod(read.extras)) for read in move.reads) or 1,
             ScanStructure(
                 decay=self._decay_kind(),
                 has_state=self.first is not None,
@@ -228,11 +240,15 @@ class ScanEmitter:
         return "value" if own & set(move.values) else "scalar"
 
 
-def _masked(part: IndexSum | None, left: IndexSum) -> IndexSum | None:
-    """Zero wherever a mask alone makes ``left`` zero: what is left out there may be NaN, and zero times NaN is not zero."""
+def _masked(part: IndexSum | None, left: IndexSum, keys: tuple[int, ...]) -> IndexSum | None:
+    """Zero wherever a mask alone makes ``left`` zero: what is left out there may be NaN, and zero times NaN is not zero.
+
+    A mask over keys makes only some rows zero, and says nothing of the other side.
+    """
     if part is None:
         return None
-    for mask in sorted({factor for term in left.terms for factor in term.of("mask")}):
+    masks = {factor for term in left.terms for factor in term.of("mask")}
+    for mask in sorted(each for each in masks if not set(keys) & set(each.indices)):
         whole = IndexSum(part.dims, {Term((mask,)): 1.0})
         if all(mask in term.factors for term in left.terms):
             part = part.times(whole)
@@ -250,26 +266,16 @@ def _joined(rows: Sequence[Any], dim: int) -> Any:
     if len(rows) == 1:
         return rows[0]
     sizes = [list(row.shape) for row in rows]
-    common = [max(size[place] for size in sizes) for place in range(len(sizes[0]))]
+    common = [next((size for size in own if not is_one(size)), 1) for own in zip(*sizes, strict=True)]
     spread = []
     for row, size in zip(rows, sizes, strict=True):
-        wanted = [size[place] if place == dim else common[place] for place in range(len(size))]
-        spread.append(row.expand(wanted) if wanted != size else row)
+        is_smaller = [place != dim and is_one(own) != is_one(common[place]) for place, own in enumerate(size)]
+        wanted = [common[place] if smaller else size[place] for place, smaller in enumerate(is_smaller)]
+        spread.append(row.expand(wanted) if any(is_smaller) else row)
     dtype = spread[0].dtype
     for row in spread:
         dtype = torch.promote_types(dtype, row.dtype)
     return torch.cat([row.to(dtype) for row in spread], dim)
-
-
-def _product(sizes: Sequence[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
-
-
-def _shape(node: fx.Node) -> tuple[Any, ...]:
-    return tuple(tensor_of(node).shape)  # type: ignore[union-attr]
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

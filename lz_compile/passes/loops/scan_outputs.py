@@ -1,12 +1,17 @@
-"""Scans that stay: Inductor does not compile those whose steps give nothing. Of those that went, the steps go, too."""
+"""Scans that stay: Inductor compiles those whose steps give something and are given every symbol that sizes are made of, as
+Dynamo gives them. Of those that went, the steps go, too.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
+import sympy
 import torch
 from torch import fx
 
+from lz_compile.passes.axes import as_size
 from lz_compile.passes.view import tensor_of, value_of
 
 _SCAN = torch.ops.higher_order.scan
@@ -51,3 +56,68 @@ def give_results(module: fx.GraphModule) -> int:
         node.meta["example_value"] = (*value_of(node), steps.new_empty(steps.shape[:1], dtype=value_of(node)[0].dtype))
         count += 1
     return count
+
+
+def give_symbols(module: fx.GraphModule) -> int:
+    """Let the steps of scans with symbolic sizes take each symbol as a number, in place; how many scans there were.
+
+    Inductor makes the memory for the results of a scan of what it is given (2.13).
+    """
+    count = 0
+    bodies: dict[str, fx.GraphModule] = {}
+    for node in module.graph.find_nodes(op="call_function", target=_SCAN):
+        callee, init, xs, given = node.args
+        known = {as_size(value_of(each)) for each in given if isinstance(value_of(each), torch.SymInt)}
+        wanted = [symbol for symbol in _symbols(node) if symbol not in known]
+        sources = [_source(node, symbol) for symbol in wanted]
+        if not wanted or any(source is None for source in sources):
+            continue
+        node.args = (callee, init, xs, (*given, *sources))
+        if str(callee.target) not in bodies:
+            bodies[str(callee.target)] = body = operator.attrgetter(str(callee.target))(module)
+            _take(body, [(str(symbol), value_of(source)) for symbol, source in zip(wanted, sources, strict=True)])
+        count += 1
+    return count
+
+
+def _symbols(scan: fx.Node) -> list[sympy.Symbol]:
+    """The symbols in the sizes of what a scan gives and takes."""
+    tensors = [*value_of(scan), *(value_of(node) for node in scan.all_input_nodes)]
+    sizes = [
+        as_size(size) for each in tensors if isinstance(each, torch.Tensor) for size in (*each.shape, *each.stride())
+    ]
+    found = {symbol for size in sizes if not isinstance(size, int) for symbol in size.free_symbols}
+    return sorted(found, key=str)
+
+
+def _source(scan: fx.Node, symbol: sympy.Symbol) -> fx.Node | None:
+    """A node before a scan that is a symbol: a number of the graph, or the size of a tensor."""
+    graph = scan.graph
+    for node in graph.nodes:
+        if node is scan:
+            return None
+        value = value_of(node)
+        if isinstance(value, torch.SymInt) and as_size(value) == symbol:
+            return node
+        if not isinstance(value, torch.Tensor):
+            continue
+        for dim, size in enumerate(value.shape):
+            if as_size(size) == symbol:
+                with graph.inserting_after(node if node.op != "placeholder" else _last_input(graph)):
+                    found = graph.call_method("size", (node, dim))
+                found.meta["example_value"] = size
+                return found
+    return None
+
+
+def _last_input(graph: fx.Graph) -> fx.Node:
+    return list(graph.find_nodes(op="placeholder"))[-1]
+
+
+def _take(body: fx.GraphModule, symbols: Sequence[tuple[str, torch.SymInt]]) -> None:
+    """More inputs, which the step does not read."""
+    for name, value in symbols:
+        with body.graph.inserting_after(_last_input(body.graph)):
+            taken = body.graph.placeholder(name)
+        taken.meta["example_value"] = value
+    body.recompile()

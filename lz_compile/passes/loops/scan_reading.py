@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,7 +15,7 @@ from lz_compile.passes.loops.loop_plan import Plan, plan_of
 from lz_compile.passes.loops.step_form import read_step
 from lz_compile.passes.loops.step_trace import ScanCall, trace_step
 from lz_compile.passes.match import RefusedError
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.view import value_of
 
 
 @dataclass
@@ -45,14 +46,14 @@ class Readings:
 
     def _key(self, call: ScanCall, ambient: Ambient) -> str:
         masks = [is_indicator(node) for node in (*call.xs, *call.given)] if self.follows_masks else []
-        values = [_described(tensor_of(node)) for node in call.operands]
+        values = [_described(value_of(node)) for node in call.operands]
         sizes = len(call.init), len(call.xs)
         return "\n".join([f"{sizes} {ambient} {masks}", *values, *_written(call.body)])
 
 
-def _described(value: torch.Tensor | None) -> str:
-    if value is None:
-        return ""
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return str(as_size(value))
     shape, strides = ([as_size(each) for each in sizes] for sizes in (value.shape, value.stride()))
     return f"{value.dtype} {value.device} {shape} {strides}"
 

@@ -8,20 +8,23 @@ one. What earlier components give is a tensor there like any other, and so is wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from lz_compile.passes.loops.index_sum import IndexSum
-from lz_compile.passes.loops.index_terms import Atom, UnreadableError
+from lz_compile.passes.loops.index_sum import Dims, IndexSum, dims_of
+from lz_compile.passes.loops.index_terms import Atom, Factor, UnreadableError
 from lz_compile.passes.loops.step_rules import LOGICAL, OF_TRUTH_VALUES, RULES, Rule, as_sum, shape_of
 from lz_compile.passes.loops.step_trace import Step
 
 aten = torch.ops.aten
 #: The home of what depends on no state.
 FREE = -1
+#: How often a state may turn out to be in finer pieces than it was read in.
+_MOST_CUTS = 4
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class StepForm:
     ``home`` is the component of every node (:data:`FREE`: none), ``values`` are those that have a form in their component,
     ``atoms`` the nodes behind atoms, and ``reasons`` say of the others that depend on states what is in the way. ``outer``
     are values as other components see them, ``delays`` the components that depend on nothing of their own, and ``indicators``
-    the inputs that hold nothing but zeros and ones.
+    the inputs that hold nothing but zeros and ones. ``cuts`` are the sizes of the indices of states whose dimensions are
+    products of several, ``multiples`` name the nodes that have a symbolic size as a factor.
     """
 
     step: Step
@@ -43,9 +47,13 @@ class StepForm:
     outer: Mapping[fx.Node, IndexSum]
     delays: frozenset[int]
     indicators: frozenset[fx.Node] = frozenset()
+    cuts: Mapping[fx.Node, Dims] = field(default_factory=dict)
+    multiples: frozenset[str] = frozenset()
 
     def is_atom(self, node: fx.Node) -> bool:
-        """Whether other components take a value as it is, and do not compute it themselves."""
+        """Whether other components take a value as it is, and do not compute it themselves, as they do sizes."""
+        if not isinstance(node.meta["val"], torch.Tensor):
+            return False
         value = (self.values if self.home[node] == FREE else self.outer).get(node)
         return value is None or any(self.atoms.get(atom) is node for atom in value.atoms)
 
@@ -55,25 +63,79 @@ class StepForm:
 
     def with_atom(self, node: fx.Node, atom: Atom, wanted: fx.Node) -> IndexSum | None:
         """The value of ``wanted`` with ``node`` as an atom of its own, where that has a form."""
-        reader = _Reader(self.step, self.home, self.delays)
+        reader = _Reader(self.step, self.home, self.delays, cuts=self.cuts, multiples=self.multiples)
         reader.outer = dict(self.outer)
         reader.values.update({each: value for each, value in self.values.items() if self.home[each] == FREE})
-        reader.values[node] = IndexSum.of_atom(atom, shape_of(node))
+        dims = self.values[node].dims if node in self.values else dims_of(shape_of(node))
+        reader.values[node] = IndexSum.of_cut_atom(atom, dims)
         reader.read(between(wanted, {node}), fixed={node})
         return reader.values.get(wanted)
 
 
 def read_step(step: Step, indicators: frozenset[fx.Node] = frozenset()) -> StepForm:
-    """Read a step; ``indicators`` are inputs that hold nothing but zeros and ones."""
+    """Read a step; ``indicators`` are inputs that hold nothing but zeros and ones.
+
+    With symbolic sizes, what is read differently where these are other ones has a size as a factor, and no form.
+    """
+    form = _read(step, indicators)
+    twin = step.twin
+    if twin is None:
+        return form
+    names, multiples = {mine.name for mine in indicators}, set[str]()
+    others = frozenset(each for each in twin.graph.nodes if each.name in names)
+    while True:
+        again = _read(twin, others, frozenset(multiples))
+        pairs = zip(step.graph.nodes, twin.graph.nodes, strict=True)
+        found = next((node for node, other in pairs if _differ(form.values.get(node), again.values.get(other))), None)
+        if found is None:
+            return form
+        assert found.name not in multiples, f"{found.name} is read though it has no form"
+        multiples.add(found.name)
+        form = _read(step, indicators, frozenset(multiples))
+
+
+def _differ(one: IndexSum | None, other: IndexSum | None) -> bool:
+    """Whether two sums are other ones even if their sizes stand for the same."""
+    return _numbers(one) != _numbers(other)
+
+
+def _numbers(value: IndexSum | None) -> dict[tuple[Factor, ...], float] | None:
+    return None if value is None else {term.factors: number for term, number in value.terms.items()}
+
+
+def _read(step: Step, indicators: frozenset[fx.Node], multiples: frozenset[str] = frozenset()) -> StepForm:
     components, home = _homes(step)
     if _prepare(step, home):
         components, home = _homes(step)
     delays = frozenset(i for i, states in enumerate(components) if _is_delay(step, states))
-    reader = _Reader(step, home, delays, indicators)
-    reader.read(list(step.graph.nodes))
+    cuts: dict[fx.Node, Dims] = {}
+    for _ in range(_MOST_CUTS):
+        reader = _Reader(step, home, delays, indicators, cuts, multiples)
+        reader.read(list(step.graph.nodes))
+        finer = _finer(step, reader.values)
+        if not finer:
+            break
+        cuts |= finer
     return StepForm(
-        step, components, home, reader.values, reader.atoms, reader.reasons, reader.outer, delays, indicators
+        step=step,
+        components=components,
+        home=home,
+        values=reader.values,
+        atoms=reader.atoms,
+        reasons=reader.reasons,
+        outer=reader.outer,
+        delays=delays,
+        indicators=indicators,
+        cuts=cuts,
+        multiples=multiples | reader.scaled,
     )
+
+
+def _finer(step: Step, values: Mapping[fx.Node, IndexSum]) -> dict[fx.Node, Dims]:
+    """The states whose dimensions a step takes apart, and in which pieces."""
+    pairs = zip(step.states, step.carried, strict=True)
+    both = ((state, values[state].dims, values[new].dims) for state, new in pairs if {state, new} <= values.keys())
+    return {state: after for state, before, after in both if before != after}
 
 
 def between(wanted: fx.Node, edge: set[fx.Node]) -> list[fx.Node]:
@@ -130,7 +192,7 @@ def _prepare(step: Step, home: Mapping[fx.Node, int]) -> bool:
     """Spell out quotients of a state, and choices between values of several components; whether there were any."""
     changed = False
     for node in list(step.graph.nodes):
-        if node.target is aten.div.Tensor and isinstance(node.args[1], fx.Node):
+        if node.target is aten.div.Tensor and _is_tensor(node.args[1]):
             changed |= _as_product(step.graph, node, home)
         elif node.target is aten.addcdiv.default:
             changed |= _as_quotient(step.graph, node)
@@ -206,8 +268,13 @@ class _Reader:
         home: Mapping[fx.Node, int],
         delays: frozenset[int],
         indicators: frozenset[fx.Node] = frozenset(),
+        cuts: Mapping[fx.Node, Dims] = MappingProxyType({}),
+        multiples: frozenset[str] = frozenset(),
     ) -> None:
         self.step = step
+        self.multiples = multiples
+        self.scaled: set[str] = set()
+        self.cuts = cuts
         self.home = home
         self.delays = delays
         self.indicators = indicators
@@ -224,7 +291,8 @@ class _Reader:
             if node in self.values and self.home[node] == FREE:
                 continue
             if node in self.step.states and self.home[node] != FREE:
-                self.values[node] = IndexSum.of_atom(Atom(node.name, "state"), shape_of(node))
+                dims = self.cuts.get(node, dims_of(shape_of(node)))
+                self.values[node] = IndexSum.of_cut_atom(Atom(node.name, "state"), dims)
             elif node.op != "call_function":
                 self._keep(node)
             else:
@@ -257,10 +325,17 @@ class _Reader:
         is_state = self.home[node] != FREE
         if rule is None:
             raise UnreadableError(f"{name} of {self._source(node)}" if is_state else name)
+        if node.name in self.multiples:
+            raise UnreadableError(f"{name} has a symbolic size as a factor")
         arguments = self._named(node)
         try:
             value = rule(node, *arguments[0], **arguments[1])
-        except TypeError as error:
+        except (TypeError, UnreadableError) as error:
+            if any(isinstance(each, fx.Node) and not _is_tensor(each) for each in node.args):
+                self.scaled.add(node.name)
+                raise UnreadableError(f"{name} has a symbolic size as an argument") from error
+            if isinstance(error, UnreadableError):
+                raise
             raise UnreadableError(f"{name} with unusual arguments") from error
         if value.shape != shape_of(node):
             value = value.expanded(shape_of(node))
@@ -277,7 +352,7 @@ class _Reader:
     def _argument(self, node: fx.Node, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [self._argument(node, each) for each in value]
-        if not isinstance(value, fx.Node):
+        if not _is_tensor(value):
             return value
         if self.home[value] not in (FREE, self.home[node]):
             return self._outer(value)
@@ -299,7 +374,7 @@ class _Reader:
     def _outer_by_rule(self, node: fx.Node) -> IndexSum:
         size = node.meta["val"].numel()
         operands = [each for each in node.all_input_nodes if self.home[each] != FREE]
-        sizes = [each.meta["val"].numel() for each in operands if isinstance(each.meta.get("val"), torch.Tensor)]
+        sizes = [each.meta["val"].numel() for each in operands if _is_tensor(each)]
         is_read = node in self.values and self.home[node] not in self.delays
         rule = _rule(node) if node.op == "call_function" else None
         if rule is None or (is_read and size <= max(sizes, default=size)):
@@ -314,7 +389,7 @@ class _Reader:
     def _outer_argument(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [self._outer_argument(each) for each in value]
-        if not isinstance(value, fx.Node):
+        if not _is_tensor(value):
             return value
         found = self.values.get(value) if self.home[value] == FREE else self._outer(value)
         if found is None:
@@ -340,6 +415,11 @@ class _Reader:
             self.atoms[atom] = node
             return IndexSum.of_atom(atom, shape_of(node))
         raise UnreadableError(f"{node.name}, which is of {value.dtype}")
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether an argument is a node that holds a tensor, not a size: the shape of a result says what that is."""
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
 _STORAGE = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "implicit"})

@@ -55,7 +55,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Transition:
-    """A state's step; operands have the indices of the state, ``space`` their sizes."""
+    """A state's step; operands have the indices of the state, ``space`` their sizes. ``shape`` is that of the state."""
 
     state: int
     space: tuple[int, ...]
@@ -66,6 +66,7 @@ class Transition:
     drive: IndexSum | None
     reads: tuple[Read, ...] = ()
     mode: Reads = "after"
+    shape: tuple[int, ...] = ()
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -104,7 +105,7 @@ def transition_of(form: StepForm, component: int, wanted: Sequence[fx.Node]) -> 
         raise RefusedError("STATE_CUT", "the state is cut in other pieces than it is carried in", "reshape it outside")
     split = _split(whole, atom)
     reads, mode = _reads(form, state, whole, wanted, split)
-    return _joined(state, space, split, reads, mode)
+    return replace(_joined(state, space, split, reads, mode), shape=whole.shape)
 
 
 def _check_affine(form: StepForm, component: int) -> None:
@@ -116,6 +117,10 @@ def _check_affine(form: StepForm, component: int) -> None:
             raise RefusedError("NOT_AFFINE", text, "keep counters out of the state")
         if node not in form.values:
             inner = [each for each in between(node, set()) if each in form.reasons]
+            multiple = next((each for each in inner if each.name in form.multiples), None)
+            if multiple is not None:
+                text = f"{multiple.name} multiplies the state by a symbolic size"
+                raise RefusedError("STEP_SIZES", text, "make that size static, or multiply by a tensor")
             curved = [each for each in inner if is_curved(each)]
             first = next((form.reasons[each] for each in [*curved, *inner]), "something without a form")
             text = f"the step is not affine in its state: {first}"

@@ -6,6 +6,7 @@ The anchor is a ``scan``: a loop that was one in the source, or that was rolled 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -23,11 +24,13 @@ from lz_compile.passes.loops.prefix_scan_emitter import match_of
 from lz_compile.passes.loops.recurrence_text import text_of
 from lz_compile.passes.loops.scan_emitter import Given, ScanEmitter
 from lz_compile.passes.loops.scan_reading import Readings
+from lz_compile.passes.loops.stand_ins import StandIns
 from lz_compile.passes.loops.step_check import check
 from lz_compile.passes.loops.step_form import StepForm
 from lz_compile.passes.loops.step_trace import SCAN, ScanCall, is_filled, scan_call
 from lz_compile.passes.loops.transition import Transition
 from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.patterns.scan_call import scan_calls
 from lz_compile.passes.view import tensor_of, where_of
 
 OP = "scan"
@@ -43,6 +46,7 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | 
         call = scan_call(node)
         if call is not None:
             yield attempt(OP, node, _found, call, effects, readings, checked)
+    yield from scan_calls(graph, effects)
     known: set[fx.Node] = set()
     for found in prefix_scans(graph, effects):
         yield match_of(found, effects) if isinstance(found, PrefixScan) else found
@@ -108,7 +112,10 @@ def _finished(
     step = form.step
     outer = dict(zip((*step.slices, *step.given), (*call.xs, *call.given), strict=True))
     used = sorted(_atoms(transition))
-    given = {atom: Given(outer[form.atoms[atom]], form.atoms[atom] in step.slices) for atom in used}
+    atoms = {atom: form.atoms[atom] for atom in used}
+    given = {
+        atom: Given(outer[node], node in step.slices, tuple(node.meta["val"].shape)) for atom, node in atoms.items()
+    }
     if not any(each.over_time for each in given.values()):
         raise RefusedError("NOTHING_OVER_TIME", "every step does the same", "a power of one matrix is no scan")
     places = {read.node: index for index, read in enumerate(transition.reads)}
@@ -117,18 +124,21 @@ def _finished(
         for index, result in enumerate(step.results)
         for node in results.get(len(step.states) + index, ())
     ]
-    first = call.init[0]
+    first = None if is_filled(call.init[0], 0) and _is_spanned(transition) else call.init[0]
     emitter = ScanEmitter(
         transition=transition,
         given=given,
-        first=None if is_filled(first, 0) and _is_spanned(transition) else first,
+        first=first,
         final=tuple(results.get(0, ())),
         reads=tuple(reads),
         attrs=_attributes(form, transition),
+        numbers=step.sizes,
+        places=((first, 0), *((node, 1) for node in call.xs), *((node, 0) for node in call.given)),
     )
     time = Axis(as_size(_tensor(call.xs[0]).shape[0]))
     inputs = {each.node: _dims(each.node, time if each.over_time else None) for each in given.values()}
-    unused = {node: _dims(node, time) for node in call.xs} | {node: _dims(node, None) for node in call.given}
+    unused = {node: _dims(node, time) for node in call.xs}
+    unused |= {node: _dims(node, None) for node in call.given if tensor_of(node) is not None}
     inputs = {**unused, **inputs}
     interior: dict[fx.Node, Dims] = {}
     for node in call.init:
@@ -155,7 +165,7 @@ def _finished(
         where=where_of(call.node),
         formula=text_of(transition, {atom: step.names[form.atoms[atom]] for atom in used}),
         masked_rows_count=False,
-        scales=_scales(transition, given),
+        scales=_scales(transition, given, step.sizes),
         fixed=frozenset(axes - {time}),
     )
 
@@ -164,11 +174,9 @@ def _atoms(transition: Transition) -> set[Atom]:
     return {atom for whole in transition.sums() for atom in whole.atoms if atom.kind in ("given", "mask")}
 
 
-def _scales(transition: Transition, given: Mapping[Atom, Given]) -> dict[fx.Node, float]:
+def _scales(transition: Transition, given: Mapping[Atom, Given], numbers: StandIns) -> dict[fx.Node, float]:
     """For keys that erase: their length is about one, as that of the keys of models is, or a state would grow."""
-    size = 1
-    for key in transition.keys:
-        size *= transition.space[key]
+    size = numbers.hint(math.prod(transition.space[key] for key in transition.keys))
     sums = [part for u in transition.updates if u.erase is not None for part in (u.left, u.erase)]
     factors = {each for whole in sums for term in whole.terms for each in term.factors if each.atom in given}
     keyed = {each.atom for each in factors if set(transition.keys) & set(each.indices)}

@@ -1,0 +1,417 @@
+"""The C++ of a sampling: vectors of scores and clocks, selection of a threshold without a sort, and the loop over rows."""
+
+from __future__ import annotations
+
+VECTORS = """
+#include <cmath>
+#include <cstring>
+#include <limits>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+#define INLINE static inline __attribute__((always_inline))
+typedef float Floats __attribute__((vector_size(kLanes * 4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4), may_alias));
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+INLINE Floats filled(float x) { return Floats{} + x; }
+INLINE Words words(uint32_t x) { return Words{} + x; }
+INLINE Words counting(uint32_t first) {
+  Words x;
+  for (int j = 0; j < kLanes; ++j) x[j] = first + j;
+  return x;
+}
+
+template <typename Element> INLINE Floats load(const Element* at) {
+  Floats x;
+  if constexpr (sizeof(Element) == 4) {
+    std::memcpy(&x, at, sizeof(x));
+  } else {  // bfloat16: the upper half of a float
+    typedef uint16_t Halves __attribute__((vector_size(kLanes * 2), may_alias));
+    Halves halves;
+    std::memcpy(&halves, at, sizeof(halves));
+    x = (Floats)(__builtin_convertvector(halves, Words) << 16);
+  }
+  return x;
+}
+
+// ln(x) for normal x above zero, within 1 ulp or two: Cephes' polynomial.
+INLINE Floats logarithm(Floats x) {
+  Words bits = (Words)x;
+  Ints exponent = (Ints)(bits >> 23) - 126;
+  Floats m = (Floats)((bits & 0x007fffffu) | 0x3f000000u);
+  Ints is_small = m < 0.707106781186547524f;
+  exponent += is_small;  // true is -1
+  m = (is_small ? m + m : m) - 1.0f;
+  Floats e = __builtin_convertvector(exponent, Floats), z = m * m;
+  Floats y = filled(7.0376836292e-2f);
+  y = y * m - 1.1514610310e-1f;
+  y = y * m + 1.1676998740e-1f;
+  y = y * m - 1.2420140846e-1f;
+  y = y * m + 1.4249322787e-1f;
+  y = y * m - 1.6668057665e-1f;
+  y = y * m + 2.0000714765e-1f;
+  y = y * m - 2.4999993993e-1f;
+  y = y * m + 3.3333331174e-1f;
+  y = y * m * z - 2.12194440e-4f * e - 0.5f * z;
+  return m + y + 0.693359375f * e;
+}
+
+// exp(x) for x <= 0; zero below the smallest normal number.
+INLINE Floats exponential(Floats x) {
+  Ints is_zero = x < -87.3f;
+  x = is_zero ? filled(-87.3f) : x;
+  Floats n = x * 1.44269504088896341f;
+  Ints whole = __builtin_convertvector(n - 0.5f, Ints);  // rounds towards zero, and n is not positive: to the nearest
+  n = __builtin_convertvector(whole, Floats);
+  x = x - n * 0.693359375f + n * 2.12194440e-4f;
+  Floats y = filled(1.9875691500e-4f);
+  y = y * x + 1.3981999507e-3f;
+  y = y * x + 8.3334519073e-3f;
+  y = y * x + 4.1665795894e-2f;
+  y = y * x + 1.6666665459e-1f;
+  y = y * x + 5.0000001201e-1f;
+  y = y * x * x + x + 1.0f;
+  y = y * (Floats)(Words)((whole + 127) << 23);
+  return is_zero ? Floats{} : y;
+}
+
+INLINE Words mixed(Words x) {
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+static uint32_t mixed_number(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+struct Keys {
+  uint32_t first, second;
+  explicit Keys(int64_t seed) {
+    first = mixed_number(uint32_t(seed) ^ 0x9e3779b9u);
+    second = mixed_number(mixed_number(uint32_t(uint64_t(seed) >> 32) ^ 0x85ebca6bu) ^ first);
+  }
+};
+
+// What a token's exponential clock shows, as its logarithm: the token whose z minus this is largest is a sample of
+// softmax(z).
+INLINE Floats log_clock(Words token, const Keys& keys) {
+  Words h = mixed(mixed(token + keys.first) ^ keys.second);
+  Floats high = __builtin_convertvector((Ints)(h >> 16), Floats), low = __builtin_convertvector((Ints)(h & 0xffffu), Floats);
+  Floats v = (high * 65536.0f + (low + 0.5f)) * 2.3283064365386963e-10f;
+  Floats u = 1.0f - v, rest = 1.0f - u;
+  Ints is_tiny = rest == 0.0f, is_last = u <= 0.0f;
+  Floats safe = is_last ? filled(1.1754944e-38f) : u;
+  Floats clock = -logarithm(safe) * (v / (is_tiny ? filled(1.0f) : rest));
+  return logarithm(is_tiny ? v : clock);
+}
+
+// Sums and maxima of lanes.
+INLINE float largest(Floats x) {
+  float found = x[0];
+  for (int j = 1; j < kLanes; ++j) found = x[j] > found ? x[j] : found;
+  return found;
+}
+INLINE bool any(Ints x) {
+  int32_t found = 0;
+  for (int j = 0; j < kLanes; ++j) found |= x[j];
+  return found != 0;
+}
+"""
+
+SELECTION = """
+// Numbers whose order as unsigned integers is that of floats.
+INLINE uint32_t ordered(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+static float unordered(uint32_t key) {
+  const uint32_t bits = key & 0x80000000u ? key & 0x7fffffffu : ~key;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+constexpr int kBins = 2048, kCopies = 4;
+
+// The bin, from the highest down, with which sums reach what is wanted; `reached` becomes the sum above it.
+template <typename Weight> static int bin_reaching(const Weight* sums, int bins, Weight wanted, Weight& reached) {
+  int lowest = -1;
+  Weight before = reached;
+  for (int bin = bins - 1; bin >= 0; --bin) {
+    if (sums[bin] == 0) continue;
+    if (reached + sums[bin] >= wanted) return bin;
+    lowest = bin;
+    before = reached;
+    reached += sums[bin];
+  }
+  reached = before;  // all of it weighs less, by rounding: the lowest that weighs anything
+  return lowest < 0 ? 0 : lowest;
+}
+
+// The largest score such that scores at least as large weigh `wanted`; `weigh(i)` is what score i weighs, `count` is a
+// multiple of kCopies, `places` memory for as many numbers. Nothing in the loops depends on the data but addresses.
+template <typename Weight, typename Weigh>
+static float reaching(const float* z, int64_t count, Weight wanted, const Weigh& weigh, uint32_t* places) {
+  Weight reached = 0, sums[kCopies][kBins] = {};  // copies, for additions to one bin wait for each other
+  for (int64_t i = 0; i < count; i += kCopies)
+    for (int copy = 0; copy < kCopies; ++copy) sums[copy][ordered(z[i + copy]) >> 21] += weigh(i + copy);
+  for (int copy = 1; copy < kCopies; ++copy)
+    for (int bin = 0; bin < kBins; ++bin) sums[0][bin] += sums[copy][bin];
+  uint32_t prefix = uint32_t(bin_reaching(sums[0], kBins, wanted, reached)) << 21;
+  int64_t left = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    places[left] = uint32_t(i);
+    left += (ordered(z[i]) >> 21) == (prefix >> 21);
+  }
+  for (int shift = 10; shift >= 0; shift -= 10) {
+    const int bins = shift ? kBins : kBins / 2;
+    std::memset(sums[0], 0, sizeof(sums[0]));
+    for (int64_t n = 0; n < left; ++n) sums[0][(ordered(z[places[n]]) >> shift) & (bins - 1)] += weigh(places[n]);
+    prefix |= uint32_t(bin_reaching(sums[0], bins, wanted, reached)) << shift;
+    int64_t fewer = 0;
+    for (int64_t n = 0; n < left; ++n) {
+      const uint32_t place = places[n];
+      places[fewer] = place;
+      fewer += (ordered(z[place]) >> shift) == (prefix >> shift);
+    }
+    left = fewer;
+  }
+  return unordered(prefix);
+}
+
+static constexpr auto kOne = [](int64_t) { return int64_t(1); };
+constexpr int64_t kGroup = 16;  // registers
+
+// The k-th largest of `count` scores. The k-th largest of the maxima of groups is no larger, and few scores are at
+// least that.
+static float kth_largest(const float* z, int64_t count, int64_t k, float* maxima, uint32_t* places) {
+  const int64_t group = kGroup * kLanes, groups = count / group * kLanes;
+  if (k > groups) return reaching<int64_t>(z, count, k, kOne, places);
+  for (int64_t g = 0; g < groups; g += kLanes) {
+    Floats most = load(z + g * kGroup);
+    for (int64_t n = 1; n < kGroup; ++n) {
+      const Floats x = load(z + g * kGroup + n * kLanes);
+      most = x > most ? x : most;
+    }
+    std::memcpy(maxima + g, &most, sizeof(most));
+  }
+  const float least = reaching<int64_t>(maxima, groups, k, kOne, places);
+  int64_t left = 0;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    if (!any(load(z + i) >= least)) continue;
+    for (int j = 0; j < kLanes; ++j) {
+      maxima[left] = z[i + j];
+      left += z[i + j] >= least;
+    }
+  }
+  while (left % kCopies) maxima[left++] = kNothing;
+  return reaching<int64_t>(maxima, left, k, kOne, places);
+}
+"""
+
+ROWS = """
+struct Row {
+  const Logit* logits;
+  const uint32_t* mask;
+  const Bias* bias;
+  float inverse;  // of the temperature
+  int64_t vocab;
+
+  // Scores of kLanes tokens from `i` on; nothing where a token is masked.
+  INLINE Floats at(const Row& row, int64_t i) {
+    Floats z = load(row.logits + i);
+    if constexpr (kHas_bias) z += load(row.bias + i);
+    z *= row.inverse;
+    if constexpr (kHas_bitmask) {
+      const Words bits = (words(row.mask[i >> 5]) >> (counting(0) + uint32_t(i & 31))) & 1u;
+      z = (Ints)bits != 0 ? z : filled(kNothing);
+    }
+    return z;
+  }
+  // The last, incomplete ones, from a copy with nothing behind them.
+  static Floats rest(const Row& row, int64_t i) {
+    Floats z = filled(kNothing);
+    for (int j = 0; i + j < row.vocab; ++j) {
+      const int64_t token = i + j;
+      if constexpr (kHas_bitmask) {
+        if (!(row.mask[token >> 5] >> (token & 31) & 1u)) continue;
+      }
+      float x = float(row.logits[token]);
+      if constexpr (kHas_bias) x += float(row.bias[token]);
+      z[j] = x * row.inverse;
+    }
+    return z;
+  }
+  INLINE Floats from(const Row& row, int64_t i) { return i + kLanes <= row.vocab ? at(row, i) : rest(row, i); }
+};
+
+struct Best {
+  Floats value = filled(kNothing);
+  Ints place = Ints{} - 1;
+  INLINE void see(Best& best, Floats y, int64_t i) {
+    const Ints is_more = y > best.value;
+    best.value = is_more ? y : best.value;
+    best.place = is_more ? (Ints)counting(uint32_t(i)) : best.place;
+  }
+  static int32_t token(const Best& best) {
+    float value = kNothing;
+    int32_t found = -1;
+    for (int j = 0; j < kLanes; ++j) {
+      const bool is_first = best.value[j] == value && best.place[j] >= 0 && best.place[j] < found;
+      if (best.value[j] > value || is_first) value = best.value[j], found = best.place[j];
+    }
+    return found;
+  }
+};
+
+static int32_t sample_whole(const Row& row, const Keys* keys) {
+  Best best;
+  Ints is_bad{};
+  for (int64_t i = 0; i < row.vocab; i += kLanes) {
+    const Floats z = Row::from(row, i);
+    is_bad |= (z != z) | (z > 3.4028234e38f);
+    Best::see(best, keys ? z - log_clock(counting(uint32_t(i)), *keys) : z, i);
+  }
+  return any(is_bad) ? -1 : Best::token(best);
+}
+
+static int32_t sample_kept(const float* z, int64_t padded, float least, const Keys* keys) {
+  Best best;
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const Floats x = load(z + i);
+    const Ints is_kept = x >= least;
+    if (!any(is_kept)) continue;
+    const Floats y = keys ? x - log_clock(counting(uint32_t(i)), *keys) : x;
+    Best::see(best, is_kept ? y : filled(kNothing), i);
+  }
+  return Best::token(best);
+}
+
+struct Limits {
+  int64_t top_k;
+  double top_p;
+  float min_p;
+};
+
+// The smallest score that is kept, of scores `z` whose largest is `most`; `weights` and `places` are memory.
+static float least_kept(
+    const float* z, float* weights, uint32_t* places, int64_t padded, float most, const Limits& limits) {
+  float least = kNothing;
+  if (kHas_top_k && limits.top_k > 0 && limits.top_k < padded)
+    least = kth_largest(z, padded, limits.top_k, weights, places);
+  if (kHas_top_p && limits.top_p < 1) {
+    double total = 0;
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const Floats x = load(z + i);
+      const Floats e = x >= least ? exponential(x - most) : Floats{};
+      std::memcpy(weights + i, &e, sizeof(e));
+      float sum = 0;
+      for (int j = 0; j < kLanes; ++j) sum += e[j];
+      total += sum;
+    }
+    const auto weigh = [weights](int64_t i) { return double(weights[i]); };
+    const float found = reaching<double>(z, padded, limits.top_p * total, weigh, places);
+    least = found > least ? found : least;
+  }
+  if (kHas_min_p && limits.min_p > 0) {
+    const float found = most + std::log(limits.min_p);
+    least = found > least ? found : least;
+  }
+  return least == kNothing ? -3.4028234e38f : least;
+}
+
+// Scores into `z`, up to a whole number of registers; their largest, or NaN where one is no number or infinite.
+static float scores_of(const Row& row, float* z, int64_t padded) {
+  Floats most = filled(kNothing);
+  Ints is_bad{};
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const Floats x = Row::from(row, i);
+    is_bad |= (x != x) | (x > 3.4028234e38f);
+    most = x > most ? x : most;
+    std::memcpy(z + i, &x, sizeof(x));
+  }
+  return any(is_bad) ? std::numeric_limits<float>::quiet_NaN() : largest(most);
+}
+
+static void write_row(Out* out, const float* z, int64_t vocab, int64_t padded, float most, float least) {
+  float factor = 1;
+  if (!kIsScores) {
+    Floats sums{};
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const Floats x = load(z + i);
+      sums += x >= least ? exponential(x - most) : Floats{};
+    }
+    double total = 0;
+    for (int j = 0; j < kLanes; ++j) total += sums[j];
+    factor = float(1 / total);
+  }
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const Floats x = load(z + i);
+    const Floats other = kIsScores ? filled(kNothing) : Floats{};
+    const Floats y = x >= least ? (kIsScores ? x : exponential(x - most) * factor) : other;
+    const int64_t stop = i + kLanes <= vocab ? kLanes : vocab - i;
+    for (int64_t j = 0; j < stop; ++j) out[i + j] = Out(y[j]);
+  }
+}
+
+extern "C" void sampling(void** tensors, const int64_t* numbers) {
+  const auto* logits = (const Logit*)tensors[0];
+  const auto* mask = (const uint32_t*)tensors[1];
+  const auto* bias = (const Bias*)tensors[2];
+  const auto* temperature = (const float*)tensors[3];
+  const auto* top_k = (const int32_t*)tensors[4];
+  const auto* top_p = (const float*)tensors[5];
+  const auto* min_p = (const float*)tensors[6];
+  const auto* seeds = (const int64_t*)tensors[7];
+  auto* out = (Out*)tensors[8];
+  auto* memory = (float*)tensors[9];
+  const int64_t rows = numbers[0], vocab = numbers[1], padded = numbers[2], threads = numbers[3];
+  const int64_t* strides = numbers + 4;  // of rows, for each of the first nine tensors
+  constexpr bool kTruncates = kHas_top_k || kHas_top_p || kHas_min_p;
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+  for (int64_t n = 0; n < rows; ++n) {
+    const float t = kHas_temperature ? temperature[n * strides[3]] : 1.0f;
+    const bool is_greedy = t == 0 || !kHas_seeds;
+    const Row row{logits + n * strides[0], mask + n * strides[1], bias + n * strides[2], t == 0 ? 1.0f : 1 / t, vocab};
+#if IS_IDS
+    const Keys keys(kHas_seeds ? seeds[n * strides[7]] : 0);
+    if (!kTruncates || is_greedy) {
+      out[n] = sample_whole(row, is_greedy ? nullptr : &keys);
+      continue;
+    }
+#endif
+#if defined(_OPENMP)
+    float* z = memory + omp_get_thread_num() * 3 * padded;
+#else
+    float* z = memory;
+#endif
+    const float most = scores_of(row, z, padded);
+    const Limits limits{
+        kHas_top_k ? top_k[n * strides[4]] : 0,
+        kHas_top_p ? double(top_p[n * strides[5]]) : 1.0,
+        kHas_min_p ? min_p[n * strides[6]] : 0.0f};
+    const bool is_bad = !(most > kNothing);
+    auto* places = (uint32_t*)(z + 2 * padded);
+    const float least = is_bad ? 0.0f : t == 0 ? most : least_kept(z, z + padded, places, padded, most, limits);
+#if IS_IDS
+    out[n] = is_bad ? -1 : sample_kept(z, padded, least, &keys);
+#else
+    Out* to = out + n * strides[8];
+    if (is_bad) {
+      for (int64_t i = 0; i < vocab; ++i) to[i] = Out(kIsScores ? z[i] : std::numeric_limits<float>::quiet_NaN());
+    } else {
+      write_row(to, z, vocab, padded, most, least);
+    }
+#endif
+  }
+}
+"""

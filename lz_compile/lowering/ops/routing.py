@@ -1,0 +1,297 @@
+"""Gradient routing through a quarantine adapter: two adapters of a linear layer, one of which learns from some rollouts only.
+
+``delta`` shifts the singular values of the layer in its frozen basis ``u``, ``vh``: the adapter that is kept. ``a_q`` and
+``b_q`` are the quarantine, which is dropped later on. The value is the plain sum; only gradients are routed:
+
+    a = x vh^T,  kept = (a * gate * delta) u^T,  result = x weight^T + bias + base + kept + (x a_q^T) b_q^T
+
+Canonical layout, in which every kernel takes and returns it, of ``G`` rollouts of ``S`` tokens:
+
+    x            [G, S, D]   packed: [1, N, D] of N tokens, whose rollouts are given
+    vh, u        [R, D], [E, R]
+    delta        [R]
+    a_q, b_q     [Q, D], [E, Q]
+    v            [R], never differentiated; what the arms compare with. Without an arm it is for the record alone
+    weight, bias [E, D], [E]; absent: zero
+    base         [G, S, E]; absent: zero
+    gate         [G, R] for each rollout or [G, S, R] for each token; absent: one. Its gradient is what the source's gets
+    rollout      [N], the rollout of every token of x [1, N, D], as an integer; those out of range are of none
+    num_rollouts G, given where ``rollout`` is
+    record       [G, C], see below
+    result       [G, S, E] in ``attrs.out_dtype``
+
+With the arm ``grad``, what the tokens of one rollout send to ``delta`` is summed, ``g_b``, and left out of the gradient of
+``delta`` (and of nothing else) where its cosine with ``v`` is above the threshold. With ``act`` the kept adapter of a token
+is detached where the cosine of ``a`` with ``v`` is. Both norms of a cosine are at least :data:`EPS`; NaN is not above.
+
+``record`` is a leaf of zeros, never read, whose *gradient* says what a backward did, in the columns :data:`COLUMNS` and,
+where it has ``R`` more, ``g_b`` before anything was left out. Kernels fill it; to the definition it is nothing.
+
+**Source** *GRPO gradient routing through a quarantine adapter* (the layer, arms A and B, the finding on gates per token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from lz_compile.passes.axes import Size
+
+#: What is routed: nothing, the gradient of a rollout, or the activations of a token.
+Arm: TypeAlias = Literal["none", "grad", "act"]
+#: What there is a gate for.
+Gate: TypeAlias = Literal["none", "rollout", "token"]
+
+VARIANTS = ("none", "grad", "act")
+LAYOUT = "GSD"
+#: What an eager call runs where nothing is better.
+EAGER_KERNEL = "torch.routing"
+EXACT_DIMS: tuple[str, ...] = ()
+BUCKETED_DIMS = (
+    ("num_rollouts", "rollout_length"),
+    ("num_rollouts",),
+    ("rank",),
+    ("quarantine_rank",),
+    ("in_features",),
+    ("out_features",),
+)
+TIMELESS_FEATURES: frozenset[str] = frozenset({"base"})
+
+#: The least that the norms in a cosine count as.
+EPS = 1e-6
+#: Of a record: the cosine (that of ``act`` is the mean over tokens), the share of tokens that were left out, the norm of
+#: ``g_b``, that of what reached ``delta``, and how many backwards are summed here.
+COLUMNS = ("cosine", "flagged", "norm", "passed_norm", "calls")
+
+
+@dataclass(frozen=True)
+class RoutingAttrs:
+    """The attributes of one routed adapter.
+
+    ``compute_dtype`` is the widest dtype in which the source sums the gradient of ``delta``; a kernel may round less, never
+    more.
+    """
+
+    arm: Arm = "none"
+    gate: Gate = "none"
+    has_rollout_ids: bool = False
+    has_weight: bool = False
+    threshold: float = 0.0
+    compute_dtype: torch.dtype = torch.float32
+    out_dtype: torch.dtype = torch.float32
+
+    @property
+    def variant(self) -> str:
+        """The arm."""
+        return self.arm
+
+    def deterministic(self) -> RoutingAttrs:
+        """The same: nothing is random."""
+        return self
+
+    def assuming_finite(self) -> RoutingAttrs:
+        """The same: NaN stays NaN in every kernel."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class RoutingFacts:
+    """Sizes, dtype (of ``x``) and device of one routed adapter, for kernel selection.
+
+    ``rollout_length`` is the mean where rollouts are packed. ``basis_needs_grad`` says that ``vh`` or ``u`` wants one.
+    """
+
+    num_rollouts: Size
+    rollout_length: Size
+    in_features: Size
+    out_features: Size
+    rank: Size
+    quarantine_rank: Size
+    dtype: torch.dtype
+    device: str
+    needs_grad: bool = False
+    basis_needs_grad: bool = False
+    has_record: bool = False
+
+
+def reference(
+    x: torch.Tensor,
+    vh: torch.Tensor,
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    a_q: torch.Tensor,
+    b_q: torch.Tensor,
+    v: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    base: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    rollout: torch.Tensor | None = None,
+    num_rollouts: int | None = None,
+    record: torch.Tensor | None = None,
+    *,
+    attrs: RoutingAttrs,
+) -> torch.Tensor:
+    """The definition of the op, in float32 or the wider dtype of ``x`` (float64 is the ground truth of every test).
+
+    Every rollout has a copy of ``delta``, so that the gradient of a copy is ``g_b``; what flows back through the copying
+    is filtered. With the other arms all of it is for autograd to see.
+
+    Shapes:
+        as in the module's legend.
+    """
+    wide = torch.promote_types(torch.promote_types(x.dtype, attrs.compute_dtype), torch.float32)
+    x_GSD, vh, u, delta, a_q, b_q = (each.to(wide) for each in (x, vh, u, delta, a_q, b_q))
+    place = places(x_GSD, rollout, num_rollouts)
+    count = x_GSD.shape[0] if num_rollouts is None else num_rollouts
+    a_GSR = x_GSD @ vh.T
+    direction = None if v is None else v.detach().to(wide)
+    copies = delta.expand(count + 1, -1)
+    if attrs.arm == "grad":
+        copies = _Copies.apply(delta, direction, count, attrs.threshold)  # type: ignore[no-untyped-call]
+    gated_GSR = a_GSR if gate is None else a_GSR * spread(gate.to(wide), place)
+    kept = (gated_GSR * spread(copies, place)) @ u.T
+    if attrs.arm == "act":
+        assert direction is not None, "the act arm has a direction"
+        is_flagged = (cosine(a_GSR.detach(), direction) > attrs.threshold).unsqueeze(-1)
+        kept = torch.where(is_flagged, kept.detach(), kept)
+    total = kept + (x_GSD @ a_q.T) @ b_q.T
+    if weight is not None:
+        total = total + x_GSD @ weight.to(wide).T
+    for summand in (bias, base):
+        total = total if summand is None else total + summand.to(wide)
+    return total.to(attrs.out_dtype)
+
+
+class _Copies(torch.autograd.Function):
+    """``delta`` once for every rollout, and once more for tokens of none; backward leaves flagged rollouts out."""
+
+    @staticmethod
+    def forward(ctx: Any, delta: torch.Tensor, v: torch.Tensor, count: int, threshold: float) -> torch.Tensor:
+        ctx.v, ctx.threshold = v, threshold
+        return delta.repeat(count + 1, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        total = gradient[-1].clone()
+        for g in gradient[:-1]:
+            if not cosine(g, ctx.v) > ctx.threshold:
+                total += g
+        return total, None, None, None
+
+
+def cosine(g: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Of the last dimension of ``g [..., R]`` with ``v [R]``, where neither norm counts as less than :data:`EPS`."""
+    lengths: torch.Tensor = g.norm(dim=-1).clamp_min(EPS) * v.norm().clamp_min(EPS)
+    return (g * v).sum(-1) / lengths
+
+
+def places(x: torch.Tensor, rollout: torch.Tensor | None, num_rollouts: int | None) -> torch.Tensor:
+    """The number of every token's rollout, ``[G, S]``; tokens of none have the number after the last."""
+    groups, length, _ = x.shape
+    if rollout is None:
+        return torch.arange(groups, device=x.device).unsqueeze(1).expand(groups, length)
+    assert num_rollouts is not None, "the rollouts of tokens are numbered"
+    ids = rollout.long()
+    return torch.where((ids < 0) | (ids >= num_rollouts), num_rollouts, ids).unsqueeze(0)
+
+
+def spread(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """``[G, S, R]`` of one row for every rollout (and perhaps one more); of rows for every token, the same."""
+    if rows.dim() == 3:
+        return rows
+    beyond = torch.nn.functional.pad(rows, (0, 0, 0, 1), value=1.0)  # a token of no rollout has no gate
+    found: torch.Tensor = beyond[place]
+    return found
+
+
+def features(attrs: RoutingAttrs, facts: RoutingFacts) -> dict[str, str]:
+    """What a kernel must support for this adapter: feature name (``supports`` in descriptors) and what asks for it."""
+    needed = {
+        "grad_arm": attrs.arm == "grad" and "gradients that are routed by rollout",
+        "act_arm": attrs.arm == "act" and "activations that are routed by token",
+        "rollout_gate": attrs.gate == "rollout" and "a gate for each rollout",
+        "token_gate": attrs.gate == "token" and "a gate for each token",
+        "rollout_ids": attrs.has_rollout_ids and "rollouts of any length",
+        "weight": attrs.has_weight and "the layer itself",
+        "training": facts.needs_grad and "gradients",
+        "basis_gradient": facts.basis_needs_grad and "gradients of the basis",
+        "record": facts.has_record and "a record of what was routed",
+    }
+    return {name: text for name, text in needed.items() if isinstance(text, str)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a model's source would spell it."""
+
+    inputs: tuple[torch.Tensor, ...]
+    attrs: RoutingAttrs
+    facts: RoutingFacts
+
+    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The problem with a kernel over the canonical operands."""
+
+        def run(*given: torch.Tensor) -> torch.Tensor:
+            return call(*given[: 6 if self.attrs.arm == "none" else 7], attrs=self.attrs)
+
+        return run
+
+    def as_written(self) -> Callable[..., torch.Tensor]:
+        """The problem as models spell it: per-rollout gradients are read off a gate of ones, the last input."""
+
+        def run(*given: torch.Tensor) -> torch.Tensor:
+            x, vh, u, delta, a_q, b_q, *rest = given
+            a = x @ vh.T
+            inner = a * rest[1] * delta if self.attrs.arm == "grad" else a * delta
+            kept = inner @ u.T
+            if self.attrs.arm == "act":
+                is_flagged = torch.nn.functional.cosine_similarity(a, rest[0], -1, EPS) > self.attrs.threshold
+                kept = torch.where(is_flagged.unsqueeze(-1), kept.detach(), kept)
+            return kept + (x @ a_q.T) @ b_q.T
+
+        return run
+
+
+def sample(
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    variant: str = "grad",
+    is_training: bool = False,
+) -> Sample:
+    """A problem of given sizes (by the names that descriptors use) with random inputs."""
+    rollouts, length, wide, out, rank, few = (sizes[name] for name in _SIZES)
+
+    def values(*shape: int, seeks: bool = False, scale: float = 1.0) -> torch.Tensor:
+        found = torch.randn(shape, device=device, dtype=torch.float32) * scale
+        return found.to(dtype).requires_grad_(seeks and is_training)
+
+    inputs = [
+        values(rollouts, length, wide, seeks=True),
+        values(rank, wide, scale=wide**-0.5),
+        values(out, rank, scale=rank**-0.5),
+        values(rank, seeks=True),
+        values(few, wide, seeks=True, scale=wide**-0.5),
+        values(out, few, seeks=True),
+    ]
+    inputs += [values(rank)] if variant != "none" else []
+    inputs += [torch.ones_like(inputs[6]).expand(rollouts, 1, rank).clone()] if variant == "grad" else []
+    if variant == "grad":
+        inputs[-1].requires_grad_(is_training)
+    attrs = RoutingAttrs(variant, out_dtype=dtype)  # type: ignore[arg-type]  # one of VARIANTS, which are the arms
+    facts = RoutingFacts(rollouts, length, wide, out, rank, few, dtype, device.type, is_training)
+    return Sample(tuple(inputs), attrs, facts)
+
+
+_SIZES = ("num_rollouts", "rollout_length", "in_features", "out_features", "rank", "quarantine_rank")

@@ -1,0 +1,300 @@
+"""Sampling of the next token: mask, additive scores, temperature, top-k, top-p, min-p and a draw, as one operation.
+
+Canonical layout:
+
+    logits       [N, V]
+    bitmask      [N or 1, ceil(V / 32)] int32, bit ``t % 32`` of word ``t // 32`` allows token ``t``
+    bias         [N or 1, V], added to the logits
+    temperature  [N or 1] float32; 0 takes the largest
+    top_k        [N or 1] int32; 0 keeps all
+    top_p        [N or 1] float32, above 0; 1 keeps all
+    min_p        [N or 1] float32, from 0 to 1
+    seeds        [N] int64; without them the largest is taken
+    result       ids [N] int32, or scores or probabilities [N, V]
+
+Scores are ``z = (logits + bias) / temperature``, and minus infinity where the mask forbids. Kept are the ``top_k``
+largest of a row; of those the fewest, the largest first, whose probabilities sum up to ``top_p``; of those the ones at
+least ``min_p`` times as probable as the likeliest. Tokens that are equally likely are kept together. This is the order
+of ``transformers``.
+
+A draw is a race of exponential clocks (Gumbel-max): the token is that for which ``z - log(clock(seed, token))`` is
+largest. A clock is a function of the seed and the token alone: equal in every kernel, on every device, wherever in a
+batch the row is. A row is no distribution if it holds NaN or plus infinity where it is not masked, or nothing: its
+token is -1, its probabilities are NaN, and of its scores all are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from lz_compile.passes.axes import Size
+
+#: What is given back: a token for each row, the scores with minus infinity for what is not kept, or their softmax.
+Result: TypeAlias = Literal["ids", "scores", "probs"]
+
+OPERANDS = ("logits", "bitmask", "bias", "temperature", "top_k", "top_p", "min_p", "seeds")
+VARIANTS = ("ids", "scores", "probs")
+LAYOUT = "NV"
+#: What an eager call runs where nothing is better.
+EAGER_KERNEL = "torch.sampling"
+EXACT_DIMS: tuple[str, ...] = ()
+BUCKETED_DIMS = (("num_rows",), ("vocab_size",))
+TIMELESS_FEATURES: frozenset[str] = frozenset({"bias", "temperature"})
+
+_WORD = 32
+
+
+@dataclass(frozen=True)
+class SamplingAttrs:
+    """The attributes of one sampling: what it gives, which limits it is given, and the dtype of scores and probabilities."""
+
+    result: Result = "ids"
+    has_bitmask: bool = False
+    has_bias: bool = False
+    has_temperature: bool = False
+    has_top_k: bool = False
+    has_top_p: bool = False
+    has_min_p: bool = False
+    is_random: bool = False
+    out_dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, operands: Mapping[str, Any], result: Result, out_dtype: torch.dtype) -> SamplingAttrs:
+        """Of a sampling with these operands, None where there is none."""
+        present = {name for name, each in operands.items() if each is not None}
+        limits = {f"has_{name}": name in present for name in OPERANDS[1:-1]}
+        return cls(result=result, is_random="seeds" in present, out_dtype=out_dtype, **limits)
+
+    @property
+    def variant(self) -> str:
+        """What is given back."""
+        return self.result
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may be left out."""
+        return self.has_top_k or self.has_top_p or self.has_min_p
+
+    def deterministic(self) -> SamplingAttrs:
+        """The same: what is random follows from seeds that are given."""
+        return self
+
+    def assuming_finite(self) -> SamplingAttrs:
+        """The same: rows that are not finite are told from others."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class SamplingFacts:
+    """Sizes, dtype (of the logits) and device of one sampling, for kernel selection."""
+
+    num_rows: Size
+    vocab_size: Size
+    dtype: torch.dtype
+    device: str
+    needs_grad: bool = False
+
+
+# ---- definition ------------------------------------------------------------------------------------------------------
+
+
+def reference(
+    logits: torch.Tensor,
+    bitmask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    *,
+    attrs: SamplingAttrs,
+) -> torch.Tensor:
+    """The definition of the op, by sorting, in float32 or the wider dtype of its logits.
+
+    Shapes:
+        as in the module's legend.
+    """
+    z = scores(logits, bitmask, bias, temperature, torch.promote_types(logits.dtype, torch.float32))
+    kept = z > -math.inf
+    if temperature is not None:
+        kept = kept & ((temperature != 0)[:, None] | (z == z.amax(-1, keepdim=True)))
+    if top_k is not None:
+        ordered = z.sort(-1, descending=True).values
+        last = torch.where(top_k > 0, top_k, z.shape[-1]).clamp(max=z.shape[-1]).long() - 1
+        kept = kept & (z >= ordered.gather(-1, last.expand(z.shape[0])[:, None]))
+    if top_p is not None:
+        kept = kept & _within(torch.where(kept, z, -math.inf), top_p)
+    if min_p is not None:
+        kept = kept & (z >= z.amax(-1, keepdim=True) + min_p.to(z.dtype).log()[:, None])
+    return finished(z, kept, seeds, temperature, attrs)
+
+
+def _within(z: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The fewest tokens, the likeliest first, whose probabilities reach ``top_p``, and those as likely as the last."""
+    probabilities = torch.softmax(z, -1)
+    ordered = probabilities.sort(-1, descending=True).values
+    before = ordered.cumsum(-1) - ordered
+    last = (before < top_p.to(z.dtype)[:, None]).sum(-1, keepdim=True).clamp(min=1) - 1
+    return (top_p >= 1)[:, None] | (probabilities >= ordered.gather(-1, last))
+
+
+def scores(
+    logits: torch.Tensor,
+    bitmask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """``(logits + bias) / temperature`` in ``dtype``, and minus infinity where the mask forbids; ``[N, V]``."""
+    z = logits.to(dtype)
+    if bias is not None:
+        z = z + bias.to(dtype)
+    if temperature is not None:
+        z = z / torch.where(temperature == 0, 1.0, temperature).to(dtype)[:, None]
+    return z if bitmask is None else torch.where(allowed(bitmask, z.shape[-1]), z, -math.inf)
+
+
+def allowed(bitmask: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Words ``[..., W]`` as booleans ``[..., vocab_size]``."""
+    tokens = torch.arange(vocab_size, device=bitmask.device)
+    words = bitmask.index_select(-1, tokens // _WORD)
+    return (words >> (tokens % _WORD).to(torch.int32)) & 1 != 0
+
+
+def finished(
+    z: torch.Tensor,
+    kept: torch.Tensor,
+    seeds: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    attrs: SamplingAttrs,
+) -> torch.Tensor:
+    """The result, from scores and the tokens that are kept, both ``[N, V]``."""
+    is_finite = (z < math.inf).all(-1) & (z > -math.inf).any(-1)
+    if attrs.result == "ids":
+        y = z if seeds is None else z - noise(seeds, temperature, z)
+        token = torch.where(kept, y, -math.inf).argmax(-1)
+        return torch.where(is_finite, token, -1).to(torch.int32)
+    left = torch.where(kept | ~is_finite[:, None], z, -math.inf)
+    return (left if attrs.result == "scores" else torch.softmax(left, -1)).to(attrs.out_dtype)
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+def noise(seeds: torch.Tensor, temperature: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """What every token's clock shows, as its logarithm ``[N, V]``; nothing in rows of temperature zero."""
+    found = log_clocks(seeds, like.shape[-1], like.dtype)
+    return found if temperature is None else torch.where((temperature == 0)[:, None], 0.0, found)
+
+
+def log_clocks(seeds: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """``log(-log(1 - v))`` ``[N, count]``, where ``v``, uniform in (0, 1), is a hash of the seed ``[N]`` and of a number."""
+    uniform = (bits(seeds, count).to(torch.float64) + 0.5) * 2.0**-32
+    return (-torch.log1p(-uniform)).log().to(dtype)
+
+
+def bits(seeds: torch.Tensor, count: int) -> torch.Tensor:
+    """32 random bits for each of ``count`` numbers under each seed ``[N]``, as int64 ``[N, count]``."""
+    first = _mixed((seeds & _LOW) ^ 0x9E3779B9)
+    second = _mixed(_mixed(((seeds >> 32) & _LOW) ^ 0x85EBCA6B) ^ first)
+    tokens = torch.arange(count, device=seeds.device)
+    return _mixed(_mixed((tokens + first[:, None]) & _LOW) ^ second[:, None])
+
+
+_LOW = 0xFFFFFFFF
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """A permutation of 32-bit numbers in which every bit of the result depends on all of ``x``.
+
+    **Source** C. Wellons, *Prospecting for hash functions* (2018): ``lowbias32``.
+    """
+    x = x ^ (x >> 16)
+    x = _times(x, 0x7FEB352D)
+    x = x ^ (x >> 15)
+    x = _times(x, 0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _times(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """The lower 32 bits of a product, of which no part exceeds 63 bits."""
+    high = ((x >> 16) * factor) & 0xFFFF
+    return ((high << 16) + (x & 0xFFFF) * factor) & _LOW
+
+
+# ---- for selection ---------------------------------------------------------------------------------------------------
+
+
+def features(attrs: SamplingAttrs, facts: SamplingFacts) -> dict[str, str]:
+    """What a kernel must support for this sampling: feature name (``supports`` in descriptors) and what asks for it."""
+    needed = {
+        "bitmask": attrs.has_bitmask and "a mask of bits",
+        "bias": attrs.has_bias and "scores to add",
+        "temperature": attrs.has_temperature and "a temperature",
+        "top_k": attrs.has_top_k and "top-k",
+        "top_p": attrs.has_top_p and "top-p",
+        "min_p": attrs.has_min_p and "min-p",
+        "random": attrs.is_random and "a draw",
+        "training": facts.needs_grad and "gradients",
+    }
+    return {name: text for name, text in needed.items() if isinstance(text, str)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a decoding loop would spell it."""
+
+    inputs: tuple[torch.Tensor, ...]
+    names: tuple[str, ...]
+    attrs: SamplingAttrs
+    facts: SamplingFacts
+
+    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The problem with a kernel over the canonical operands."""
+
+        def run(*given: torch.Tensor) -> torch.Tensor:
+            return call(**dict(zip(self.names, given, strict=True)), attrs=self.attrs)
+
+        return run
+
+    def as_written(self) -> Callable[..., torch.Tensor]:
+        """The problem as a decoding loop spells it, with the same draw."""
+
+        def run(*given: torch.Tensor) -> torch.Tensor:
+            return reference(**dict(zip(self.names, given, strict=True)), attrs=self.attrs)
+
+        return run
+
+
+def sample(
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    variant: str = "ids",
+    is_training: bool = False,
+) -> Sample:
+    """A problem of given sizes (by the names that descriptors use): a mask of half of all tokens, temperature and a draw."""
+    rows, vocab = sizes["num_rows"], sizes["vocab_size"]
+    operands = {
+        "logits": (torch.randn(rows, vocab, device=device) * 3).to(dtype).requires_grad_(is_training),
+        "bitmask": torch.randint(-(2**31), 2**31, (rows, -(-vocab // _WORD)), device=device, dtype=torch.int32),
+        "temperature": torch.full((rows,), 0.8, device=device),
+    }
+    if variant == "ids":
+        operands["seeds"] = torch.arange(rows, device=device)
+    attrs = SamplingAttrs.of(operands, variant, dtype)  # type: ignore[arg-type]  # one of VARIANTS, which are the results
+    facts = SamplingFacts(rows, vocab, dtype, device.type, is_training)
+    return Sample(tuple(operands.values()), tuple(operands), attrs, facts)

@@ -1,0 +1,168 @@
+"""Calls of ``lz.kda`` and ``lz.linear_scan``, which graphs hold as the operator ``layerzero::scan``: the op itself."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops import scan as scan_op
+from lz_compile.lowering.ops.scan import EAGER_KERNEL, OPERANDS, ScanAttrs, ScanFacts
+from lz_compile.passes.axes import Axis, Dims, as_size
+from lz_compile.passes.builder import EMITTED, Builder
+from lz_compile.passes.effects import Effects, grad_enabled
+from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.view import tensor_of, where_of
+from lz_compile.runtime import eager
+from lz_compile.runtime.context import UNKNOWN_SIZE
+
+_OP = "scan"
+_ERASING = "S[k,v] <- decay S[k,v] + left[k] (right[v] - sum over k' of erase[k'] S[k',v])"
+_PLAIN = "S[k,v] <- decay S[k,v] + left[k] right[v] + drive[k,v]"
+
+
+def scan_calls(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+    """Every such call whose results are taken apart."""
+    for node in graph.nodes:
+        if node.op == "call_function" and _is_scan(node) and node.users and EMITTED not in node.meta:
+            yield attempt(_OP, node, _found, node, effects)
+
+
+def _is_scan(node: fx.Node) -> bool:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return getattr(packet, "_qualified_op_name", "") == "layerzero::scan"
+
+
+def _found(node: fx.Node, effects: Effects) -> Match | NearMiss:
+    try:
+        return _match(node, effects)
+    except RefusedError as refusal:
+        return NearMiss(_OP, node, refusal.reason, refusal.edit, where_of(node))
+
+
+@dataclass(frozen=True)
+class ScanCallEmitter:
+    """Operands are in the op's canonical layout already; ``places`` are those of the outputs among its two results."""
+
+    given: Mapping[str, fx.Node]
+    places: tuple[int, ...]
+    attrs: ScanAttrs
+
+    def operands(self, builder: Builder) -> dict[str, Any]:
+        """As they are."""
+        return {name: builder.value(node) for name, node in self.given.items()}
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """Reads, last state, or both, as they are."""
+        found = tuple(value[place] for place in self.places)
+        return found if len(found) > 1 else found[0]
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
+        """Nothing is implied here.
+
+        Raises:
+            LookupError: always.
+        """
+        raise LookupError(f"{node.name} is implied by no attribute of a scan")
+
+
+def _match(node: fx.Node, effects: Effects) -> Match:
+    """The match of one call.
+
+    Raises:
+        RefusedError: its results are not taken apart, it is mapped over a dimension, or an operand is overwritten.
+    """
+    arguments = dict(zip((*OPERANDS, "out_dtype", "state_dtype"), node.args, strict=False)) | node.kwargs
+    given = {name: arguments[name] for name in OPERANDS if isinstance(arguments.get(name), fx.Node)}
+    outputs = _outputs(node, effects, given)
+    tensors = {name: tensor for name, each in given.items() if (tensor := tensor_of(each)) is not None}
+    wide = torch.promote_types(scan_op.common_dtype(tensors), torch.float32)
+    dtypes = [arguments[name] for name in ("out_dtype", "state_dtype")]
+    attrs = ScanAttrs("after", "erase" in given, wide, *dtypes)
+    axes = {letter: Axis(as_size(size)) for letter, size in zip("BHTKVRQ", scan_op.sizes_of(tensors), strict=True)}
+    inputs = {each: _dims(name, tensors[name], axes) for name, each in given.items()}
+    ambient = effects.ambient(node)
+    facts = scan_op.facts_of(tensors)
+    facts = ScanFacts(
+        *(axes[letter].size for letter in "BHTKVRQ"),
+        structure=facts.structure,
+        dtype=facts.dtype,
+        device=facts.device,
+        needs_grad=grad_enabled(ambient) and any(tensor.requires_grad for tensor in tensors.values()),
+    )
+    places = {place: tuple(axes[letter] for letter in letters) for place, letters in enumerate(("BHTQV", "BHKV"))}
+    dims = {each: tuple(() if axis.size == 1 else (axis,) for axis in places[place]) for each, place in outputs.items()}
+    ordered = sorted(outputs)
+    return Match(
+        op=_OP,
+        attributes=attrs,
+        facts=facts,
+        inputs=inputs,
+        operands={},
+        fills={},
+        masks={},
+        output=ordered[0],
+        also=tuple(ordered[1:]),
+        output_dims=dims[ordered[0]],
+        core=(node, *ordered[1:], ordered[0]),
+        read={},
+        emitter=ScanCallEmitter(given, tuple(outputs[each] for each in ordered), attrs),
+        ambient=ambient,
+        where=where_of(node),
+        source_kernel=_source(attrs, facts, tensors),
+        formula=f"{_ERASING if attrs.erases else _PLAIN}; y[q,v] = sum over k of query[q,k] S[k,v]",
+        masked_rows_count=False,
+        scales=_scales(given, axes["K"]),
+    )
+
+
+def _outputs(node: fx.Node, effects: Effects, given: Mapping[str, fx.Node]) -> dict[fx.Node, int]:
+    """The nodes that pick a result, with its place."""
+    if any("_increment_nesting" in name for name in effects.ambient(node).other):
+        raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
+    found: dict[fx.Node, int] = {}
+    for user in node.users:
+        if user.target is not operator.getitem or not isinstance(user.args[1], int):
+            raise RefusedError("SCAN_USED_WHOLE", f"{user.name} takes all results of a scan", "unpack them")
+        found[user] = user.args[1] % 2
+    read = {user: place for user, place in found.items() if user.users}
+    for each in given.values():
+        writer = effects.overwritten_after(each, node, max(read or found))
+        if writer is not None:
+            text = f"{each.name} is overwritten by {writer.name} before the results are taken"
+            raise RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")
+    return read or found
+
+
+def _dims(name: str, tensor: torch.Tensor, axes: Mapping[str, Axis]) -> Dims:
+    """Every dimension of an operand is one axis, or broadcasts."""
+    sizes = [as_size(size) for size in tensor.shape]
+    return tuple(() if size == 1 else (axes[letter],) for letter, size in zip(OPERANDS[name], sizes, strict=True))
+
+
+def _scales(given: Mapping[str, fx.Node], keys: Axis) -> dict[fx.Node, float]:
+    """For keys that erase: their length is about one, or a state would grow."""
+    size = keys.size if isinstance(keys.size, int) else 64
+    return {given[name]: size**-0.5 for name in ("left", "erase") if "erase" in given}
+
+
+def _source(attrs: ScanAttrs, facts: ScanFacts, tensors: Mapping[str, torch.Tensor]) -> str:
+    """The kernel that the call chooses by itself, when it is traced."""
+    sizes = {name: _hint(size) for name, size in scan_op.sizes_of(tensors)._asdict().items()}
+    kernel = eager.kernel_for(_OP, attrs, replace(facts, **sizes), next(iter(tensors.values())).device)
+    return EAGER_KERNEL if kernel is None or kernel.call is None else kernel.kernel_id
+
+
+def _hint(size: Any) -> int:
+    """A size, or the one that a symbolic size was traced with."""
+    if isinstance(size, int):
+        return size
+    return size.node.hint if isinstance(size.node.hint, int) else UNKNOWN_SIZE

@@ -1,0 +1,1 @@
+"""What the recogniser of routed adapters needs alone."""

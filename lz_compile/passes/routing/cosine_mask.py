@@ -1,0 +1,356 @@
+"""Masks that compare the cosine of ``a`` with a direction with a threshold, in all of their spellings.
+
+Both sides of the comparison are functions of three numbers: the product of ``a`` and ``v``, and the square of the length of
+each. The comparison is that of the cosine with a threshold if it has the same outcome for all of them; at a threshold of
+zero the lengths do not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+from torch import fx
+
+from lz_compile.lowering.ops.routing import EPS
+from lz_compile.passes import contraction
+from lz_compile.passes.algebra import Leaf, Region, Rule
+from lz_compile.passes.axes import Axis, Dims, axes_of, broadcast_from, shape_of
+from lz_compile.passes.match import RefusedError
+from lz_compile.passes.routing.activation import Activation
+from lz_compile.passes.view import Call, tensor_of
+
+A, V = sympy.symbols("a v", real=True)
+DOT = sympy.Symbol("dot", real=True)
+LENGTH_A, LENGTH_V = sympy.symbols("aa vv", positive=True)
+#: What a sum over the rank makes of products of two elements.
+_SUMMED: Mapping[tuple[int, int], sympy.Expr] = {(1, 1): DOT, (2, 0): LENGTH_A, (0, 2): LENGTH_V}
+_NORMS = frozenset({"norm", "linalg_norm", "linalg_vector_norm", "vector_norm"})
+_COMPARED = {"gt": (1, True), "lt": (-1, True), "ge": (1, False), "le": (-1, False)}
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """``cos(a, v) > threshold``, with ``v`` as it is read and every node on the way with its axes.
+
+    ``inputs`` are the axes along which the input was read, ``ranks`` the names that the axis of the rank has.
+    """
+
+    v: Leaf
+    threshold: float
+    interior: Mapping[fx.Node, Dims]
+    readers: Mapping[fx.Node, fx.Node]
+    inputs: list[Dims]
+    ranks: list[Axis]
+
+
+def cosine_of(
+    region: Region, mask: Leaf, activation: Activation, *, is_inverted: bool, depends: Callable[[fx.Node], bool]
+) -> Cosine:
+    """The cosine and the threshold that a mask compares.
+
+    Args:
+        region: that the mask was read in.
+        mask: the comparison, with the axes of its dimensions.
+        activation: the kept adapter's ``a``.
+        is_inverted: gradients stop where it is False.
+        depends: whether a value is computed from the layer's input.
+
+    Raises:
+        RefusedError: it is another mask.
+        LayoutError: a layout has no exact form in axes.
+    """
+    call = region.effects.calls[mask.node]
+    if call is None or call.name not in _COMPARED or not depends(mask.node):
+        raise _general(mask, "is no comparison of the layer's own a = Vh x")
+    sign, is_strict = _COMPARED[call.name]
+    reader = _Reader(region.effects, expand_masks=True, activation=activation, depends=depends)
+    try:
+        sides = [reader.operand(call, name, mask.dims) for name in ("input", "other")]
+    except _OtherError as other:
+        raise _general(mask, str(other)) from other
+    difference = sign * (sides[0] - sides[1]) * (-1 if is_inverted else 1)
+    if is_inverted:
+        is_strict = not is_strict
+    if reader.v is None or not difference.free_symbols <= {DOT, LENGTH_A, LENGTH_V} or not difference.has(DOT):
+        raise _general(mask, "compares something else than a cosine with a direction")
+    if not is_strict:
+        raise RefusedError(
+            "MASK_NOT_STRICT",
+            f"the mask {mask.node.name} holds for a cosine that is the threshold itself, too: of tokens that are zero",
+            "stop gradients where the cosine is above the threshold (>), and nowhere else",
+        )
+    interior = {mask.node: mask.dims, **activation.interior, **reader.interior}
+    readers = {**activation.readers, **reader.readers}
+    return Cosine(reader.v, _threshold(mask, difference), interior, readers, activation.inputs, reader.ranks)
+
+
+def _general(mask: Leaf, why: str) -> RefusedError:
+    return RefusedError(
+        "MASK_GENERAL",
+        f"the mask {mask.node.name} of the kept adapter {why}",
+        "mask by torch.cosine_similarity(a, v, dim=-1) > threshold, or leave the mask to the op: arm='act'",
+    )
+
+
+# ---- the comparison as a function of three numbers -------------------------------------------------------------------
+
+
+def _threshold(mask: Leaf, difference: sympy.Expr) -> float:
+    """The cosine at which a difference changes its sign, for all lengths.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    function = sympy.lambdify((DOT, LENGTH_A, LENGTH_V), difference, modules=[{"Max": _larger}, "math"])
+
+    def value(cosine: float, length: float, other: float) -> float:
+        try:
+            return float(function(cosine * length * other, length**2, other**2))
+        except (ZeroDivisionError, OverflowError):
+            return math.nan
+
+    lengths = [(length, other) for length in (1e-9, 1e-7, 1e-5, 0.03, 1.0, 7.0, 300.0) for other in (0.2, 1.0, 5.0)]
+    zero = all(value(c, *each) * c > 0 for each in lengths for c in (-1.0, -0.3, -1e-3, 1e-3, 0.2, 1.0))
+    if zero and not value(0.0, 1.0, 1.0) > 0 and not value(0.0, 0.0, 1.0) > 0:
+        return 0.0
+    threshold = _root(lambda c: value(c, 1.0, 1.0))
+    if threshold is None:
+        raise _general(mask, "is no cosine that is compared with a threshold")
+    floors = [(max(length, EPS), max(other, EPS)) for length, other in lengths]
+    for (length, other), (low, under) in zip(lengths, floors, strict=True):
+        for c in (-1.0, -0.5, 0.0, threshold - 1e-4, threshold + 1e-4, 0.5, 1.0):
+            true = c * length * other / (low * under)
+            if abs(c) <= 1 and (value(c, length, other) > 0) != (true > threshold):
+                raise _unlike(mask, threshold, length, other)
+    return threshold
+
+
+def _unlike(mask: Leaf, threshold: float, length: float, other: float) -> RefusedError:
+    if length < EPS * 100:
+        return RefusedError(
+            "COSINE_FLOOR",
+            f"the mask {mask.node.name} treats a of length {length:g} otherwise than a cosine with norms of at least {EPS:g}",
+            f"torch.cosine_similarity(a, v, dim=-1, eps={EPS:g}), or the threshold zero instead of {threshold:g}",
+        )
+    return RefusedError(
+        "COSINE_NOT_NORMALISED",
+        f"the mask {mask.node.name} depends on the lengths of a and v ({length:g} and {other:g}), not on their cosine alone",
+        f"divide by both norms, or compare with zero instead of {threshold:g}",
+    )
+
+
+def _larger(*values: float) -> float:
+    return max(values)
+
+
+def _root(function: Callable[[float], float]) -> float | None:
+    """Where a function of a cosine changes from negative to positive, as the number that was meant."""
+    low, high = -1.0, 1.0
+    if not function(low) < 0 < function(high):
+        return None
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if function(middle) > 0 else (middle, high)
+    return next(
+        (meant for meant in (round(high, digits) for digits in range(1, 12)) if abs(meant - high) < 1e-12), high
+    )
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+class _OtherError(Exception):
+    """What is read is no function of a cosine; the text goes on ``the mask``."""
+
+
+@dataclass
+class _Reader(Region):
+    """Reads numbers, and elements of ``a`` and ``v`` along an axis that is about to be summed over."""
+
+    activation: Activation | None = None
+    depends: Callable[[fx.Node], bool] = field(default=lambda _node: True)
+    v: Leaf | None = None
+    ranks: list[Axis] = field(default_factory=list)
+    _rank: list[Axis] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.functions = _FUNCTIONS
+
+    def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
+        """As of every region; ``a`` is a symbol, and so is what gives a direction."""
+        if not isinstance(node, fx.Node) or tensor_of(node) is None:
+            return super().express(node, dims, reader)
+        seen = node if reader is None else self.seen_by(reader, node)
+        has_rank = bool(self._rank) and self._rank[-1] in axes_of(dims)
+        if has_rank and self.depends(seen) and self._is_activation(seen, dims):
+            return A
+        if self.depends(seen):
+            return super().express(node, dims, reader)
+        before = self.v
+        try:
+            return super().express(node, dims, reader)
+        except _OtherError:  # a direction that is computed somehow
+            self.v = before
+            return self._given(seen, dims, has_rank)
+
+    def _is_activation(self, node: fx.Node, dims: Dims) -> bool:
+        return self.activation is not None and self.activation.is_it(node, dims, self._rank[-1])
+
+    def _given(self, node: fx.Node, dims: Dims, has_rank: bool) -> sympy.Expr:
+        if not has_rank or set(axes_of(dims)) != {self._rank[-1]}:
+            raise _OtherError(f"reads {node.name}, which is no direction along the rank")
+        if self.v is not None and self.v.node is not node:
+            raise _OtherError(f"compares two directions, {self.v.node.name} and {node.name}")
+        if self.v is None:
+            self.v = Leaf(node, dims)
+        return V
+
+    def leaf(  # nothing may be left that is not understood
+        self, node: fx.Node, dims: Dims, kind: str = "tensor", contraction_: contraction.Contraction | None = None
+    ) -> sympy.Symbol:
+        """Nothing is a leaf here.
+
+        Raises:
+            _OtherError: always.
+        """
+        raise _OtherError(f"depends on {node.name}")
+
+    def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
+        rule = _REDUCTIONS.get(call.name)
+        if rule is None:
+            return super()._express_call(call, dims)
+        expression: sympy.Expr = rule(self, call, dims)
+        self.interior.setdefault(call.node, dims)
+        return expression
+
+    def over(self, axis: Axis, operands: list[tuple[Any, Dims]], reader: fx.Node) -> list[sympy.Expr]:
+        """Values along an axis."""
+        self._rank.append(axis)
+        self.ranks.append(axis)
+        try:
+            return [self.express(node, dims, reader) for node, dims in operands]
+        finally:
+            self._rank.pop()
+
+    def total(self, expression: sympy.Expr) -> sympy.Expr:
+        """The sum over the rank of a polynomial in elements of ``a`` and ``v``."""
+        found = sympy.S.Zero
+        for (of_a, of_v), coefficient in sympy.Poly(sympy.expand(expression), A, V).terms():
+            if (of_a, of_v) not in _SUMMED or coefficient.has(A, V):
+                raise _OtherError("sums something else than products of a and v")
+            found += coefficient * _SUMMED[of_a, of_v]
+        return found
+
+
+def _only(axes: tuple[Axis, ...]) -> Axis:
+    if len(axes) != 1:
+        raise _OtherError("sums over more than the rank")
+    return axes[0]
+
+
+def _along(call: Call) -> Call:
+    """The same call with its dimension named, where there is but one."""
+    tensor = tensor_of(call.input)
+    if call.get("dim") is None and tensor is not None and tensor.dim() == 1:
+        return replace(call, arguments={**call.arguments, "dim": 0})
+    return call
+
+
+def _sum(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
+    call = _along(call)
+    inner = contraction.reduction_dims(call, dims)
+    if inner is None:
+        raise _OtherError("sums over everything")
+    (element,) = reader.over(_only(inner[1]), [(call.input, inner[0])], call.node)
+    return reader.total(element)
+
+
+def _norm(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
+    power = call.get("p", call.get("ord", call.arguments.get("#1", 2)))
+    tensor = tensor_of(call.input)
+    if power not in (2, 2.0, None, "fro") or tensor is None:
+        raise _OtherError("takes another norm than the Euclidean one")
+    call = _along(call)
+    inner = contraction.reduction_dims(call, dims)
+    if inner is None:
+        raise _OtherError("takes the norm of everything")
+    (element,) = reader.over(_only(inner[1]), [(call.input, inner[0])], call.node)
+    return sympy.sqrt(reader.total(element**2))
+
+
+def _product(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
+    """A product with a vector, whichever call it is."""
+    if call.name in ("addmm", "baddbmm", "linear") and (call.name != "linear" or call.get("bias") is not None):
+        raise _OtherError("adds something to products of a and v")
+    names = ("input", "weight" if call.name == "linear" else "other", "mat2", "vec", "tensor", "#1")
+    given = [call.get(name) for name in names if isinstance(call.get(name), fx.Node)]
+    shapes = [shape_of(tensor) for tensor in map(tensor_of, given) if tensor is not None]
+    if call.name != "einsum" and len(shapes) == 2 and len(shapes[1]) == 1:
+        if shapes[0][-1] == 1:
+            raise _OtherError("has a rank of one")
+        axis = Axis(shapes[0][-1])
+        operands = [(given[0], (*dims, (axis,)) if len(shapes[0]) > 1 else ((axis,),)), (given[1], ((axis,),))]
+    else:
+        found = contraction.read(reader, call, dims)
+        if found is None:
+            raise _OtherError(f"depends on {call.node.name}")
+        axis = _only(found.summed)
+        operands = [(side.node, side.dims) for side in (found.left, found.right)]
+    left, right = reader.over(axis, operands, call.node)
+    return reader.total(left * right)
+
+
+def _cosine_similarity(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
+    given = [call.get("x1", call.input), call.get("x2", call.arguments.get("#1"))]
+    at, floor = call.get("dim", call.arguments.get("#2", 1)), call.get("eps", call.arguments.get("#3", 1e-8))
+    tensors = [tensor_of(each) for each in given]
+    if any(tensor is None for tensor in tensors) or not isinstance(at, int):
+        raise _OtherError("is no cosine of two tensors")
+    shapes = [shape_of(tensor) for tensor in tensors if tensor is not None]
+    rank = max(map(len, shapes))
+    whole = list(dims)
+    size = next(shape[at % rank - rank] for shape in shapes if len(shape) >= rank - at % rank)
+    axis = Axis(size)
+    whole.insert(at % rank, (axis,))
+    operands = [(node, broadcast_from(tuple(whole), shape)) for node, shape in zip(given, shapes, strict=True)]
+    one, other = reader.over(axis, operands, call.node)
+    lengths = [sympy.Max(sympy.sqrt(reader.total(each**2)), sympy.Float(floor)) for each in (one, other)]
+    return reader.total(one * other) / (lengths[0] * lengths[1])
+
+
+def _normalize(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    """Elements of a tensor over its length along the rank."""
+    assert isinstance(region, _Reader), "only masks are read so"
+    tensor, at = tensor_of(call.input), call.get("dim", 1)
+    floor, power = call.get("eps", 1e-12), call.get("p", 2.0)
+    is_along = tensor is not None and isinstance(at, int) and region._rank and region._rank[-1] in axes_of((dims[at],))
+    if not is_along or power != 2:
+        raise _OtherError("normalises along something else than the rank")
+    element = region.express(call.input, dims, call.node)
+    return element / sympy.Max(sympy.sqrt(region.total(element**2)), sympy.Float(floor))
+
+
+def _clamp(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    if call.get("max") is not None:
+        raise _OtherError("clamps from above")
+    bound = call.get("min", call.get("other"))
+    if bound is None:
+        raise _OtherError("takes the largest of several numbers")
+    return sympy.Max(region.operand(call, "input", dims), region.express(bound, (), call.node))
+
+
+_REDUCTIONS: Mapping[str, Callable[[_Reader, Call, Dims], sympy.Expr]] = {
+    "sum": _sum,
+    **dict.fromkeys(_NORMS, _norm),
+    **dict.fromkeys(contraction.PRODUCTS, _product),
+    "cosine_similarity": _cosine_similarity,
+}
+_FUNCTIONS: Mapping[str, Rule] = {
+    "normalize": _normalize,
+    **dict.fromkeys(("clamp", "clamp_min", "maximum"), _clamp),
+    "detach": lambda region, call, dims: region.operand(call, "input", dims),
+}

@@ -1,0 +1,367 @@
+"""Drawing tokens: ``lz.sample`` and its kin, masks of bits, the fusion of constraint domains, speculative verification.
+
+Every draw is a function of a seed for its row: equal wherever in a batch the row stands, on every device, compiled or not.
+Without compiling, a call runs the kernel that is expected to be the fastest here; in a function that is compiled it is one
+operator, ``layerzero::sampling``, for which the kernel is chosen where it is traced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from lz_compile.domains.mask import DomainMask, word_count
+from lz_compile.domains.soft import DomainScore
+from lz_compile.errors import ConstraintError
+from lz_compile.lowering.ops.sampling import OPERANDS, Result, SamplingAttrs, SamplingFacts
+from lz_compile.runtime import context as contexts
+from lz_compile.runtime import eager, health, policy
+
+__all__ = ["apply_token_bitmask", "domain_fusion", "sample", "sample_topk", "sample_topp", "sampling_probs"]
+
+#: A number for all rows, or one for each.
+PerRow = float | torch.Tensor
+_MOST_SEED = 2**63 - 1
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: PerRow = 1.0,
+    top_k: int | torch.Tensor = 0,
+    top_p: PerRow = 1.0,
+    min_p: PerRow = 0.0,
+    bitmask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    seeds: torch.Tensor | int | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """A token for each row, drawn from ``softmax((logits + bias) / temperature)`` of the tokens that are kept.
+
+    Kept are those that the mask allows; of them the ``top_k`` largest; of those the fewest whose probabilities reach
+    ``top_p``; of those the ones at least ``min_p`` times as probable as the likeliest. Equally likely tokens are kept
+    together.
+
+    Args:
+        logits: floating point.
+        temperature: 0 takes the likeliest token.
+        top_k: 0 keeps all.
+        top_p: above 0; 1 keeps all.
+        min_p: from 0 to 1.
+        bitmask: bit ``t % 32`` of word ``t // 32`` allows token ``t``.
+        bias: added to the logits.
+        seeds: of the draws, one for each row; a number counts up from row to row. By default they are drawn.
+        generator: that draws seeds, by default that of PyTorch (``torch.manual_seed``).
+
+    Shapes:
+        logits ``[..., V]``; temperature, top_k, top_p and min_p numbers or ``[...]``; bitmask ``[ceil(V / 32)]`` or
+        ``[..., ceil(V / 32)]`` int32; bias ``[V]`` or ``[..., V]``; seeds ``[...]`` int64; the result ``[...]`` int32.
+
+    Raises:
+        ConstraintError: shapes or ranges do not fit; or (on a CPU, where it is not compiled) a row has no token to draw, or
+            NaN or plus infinity among its logits. On other devices, and compiled, its token is -1.
+
+    **Source** Gumbel-max: Yellott, 1977; top-p: Holtzman et al., 2020; min-p: Nguyen et al., 2024.
+    """
+    operands = _Operands("sample", logits)
+    operands.add_limits(temperature, top_k, top_p, min_p)
+    operands.add_constraints(bitmask, bias)
+    operands.add_seeds(seeds, generator)
+    return operands.run("ids")
+
+
+def sample_topk(
+    logits: torch.Tensor,
+    k: int | torch.Tensor,
+    *,
+    temperature: PerRow = 1.0,
+    seeds: torch.Tensor | int | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """A token for each row, drawn from the ``k`` likeliest: :func:`sample` with ``top_k``, which says the rest.
+
+    Shapes:
+        logits ``[..., V]``; the result ``[...]`` int32.
+
+    Raises:
+        ConstraintError: as :func:`sample`.
+    """
+    return sample(logits, top_k=k, temperature=temperature, seeds=seeds, generator=generator)
+
+
+def sample_topp(
+    logits: torch.Tensor,
+    p: PerRow,
+    *,
+    temperature: PerRow = 1.0,
+    seeds: torch.Tensor | int | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """A token for each row, drawn from the fewest that are as likely as ``p`` together: :func:`sample` with ``top_p``.
+
+    Shapes:
+        logits ``[..., V]``; the result ``[...]`` int32.
+
+    Raises:
+        ConstraintError: as :func:`sample`.
+    """
+    return sample(logits, top_p=p, temperature=temperature, seeds=seeds, generator=generator)
+
+
+def sampling_probs(
+    logits: torch.Tensor,
+    *,
+    temperature: PerRow = 1.0,
+    top_k: int | torch.Tensor = 0,
+    top_p: PerRow = 1.0,
+    min_p: PerRow = 0.0,
+    bitmask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The distribution that :func:`sample` draws from; differentiable in logits and bias.
+
+    Shapes:
+        as of :func:`sample`; the result is like the logits, in float32 at least. A row without a distribution is NaN.
+
+    Raises:
+        ConstraintError: shapes or ranges do not fit.
+    """
+    operands = _Operands("sampling_probs", logits)
+    operands.add_limits(temperature, top_k, top_p, min_p)
+    operands.add_constraints(bitmask, bias)
+    return operands.run("probs")
+
+
+def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
+    """Logits with minus infinity for every token that the mask does not allow.
+
+    Shapes:
+        logits ``[..., V]``; bitmask ``[ceil(V / 32)]`` or ``[..., ceil(V / 32)]`` int32, bit ``t % 32`` of word ``t //
+        32`` allows token ``t``, as xgrammar and llguidance fill it; the result is like the logits.
+
+    Raises:
+        ConstraintError: the shapes do not fit.
+    """
+    operands = _Operands("apply_token_bitmask", logits)
+    operands.add_constraints(bitmask, None)
+    return operands.run("scores", logits.dtype)
+
+
+def domain_fusion(
+    logits: torch.Tensor,
+    hard: Sequence[torch.Tensor | DomainMask] = (),
+    soft: Sequence[torch.Tensor | DomainScore] = (),
+    weights: Sequence[float] | torch.Tensor | None = None,
+    temperature: float | torch.Tensor = 1.0,
+) -> torch.Tensor:
+    """Logits under all constraint domains at once: one intersection of the hard ones, one sum of the soft ones.
+
+    ``logits + sum(weight * score) / temperature`` where every hard mask allows the token. One softmax of it is the
+    model's distribution given the constraints; a score never brings back a token that a mask has taken away.
+
+    Args:
+        logits: of the model.
+        hard: masks, as words of bits (int32), as booleans, or of a domain.
+        soft: scores from -1 to 1, or of a domain, with its weight.
+        weights: of the scores, by default 1.
+        temperature: of the scores, above 0.
+
+    Shapes:
+        logits ``[..., V]``; masks ``[ceil(V / 32)]`` or ``[..., ceil(V / 32)]`` int32, or ``[V]`` or ``[..., V]`` bool;
+        scores ``[V]`` or ``[..., V]``; the result is like the logits.
+
+    Raises:
+        ConstraintError: shapes do not fit, there is not a weight for each score, or (on a CPU, where it is not
+        compiled) a score is not
+            within -1 and 1.
+    """
+    doing = "domain_fusion"
+    operands = _Operands(doing, logits)
+    scores = [each.scores * each.weight if isinstance(each, DomainScore) else each for each in soft]
+    factors = [1.0] * len(scores) if weights is None else list(weights)
+    if len(factors) != len(scores):
+        raise _error(doing, f"a weight for each of {len(scores)} scores", f"{len(factors)}")
+    if isinstance(temperature, (int, float)) and not (math.isfinite(temperature) and temperature > 0):
+        raise _error(doing, "a finite temperature above 0", f"{temperature}")
+    bias: torch.Tensor | None = None
+    for given, score, factor in zip(soft, scores, factors, strict=True):
+        if isinstance(given, torch.Tensor):
+            _check_scores(doing, given)
+        part = score.to(logits.device) * (factor / temperature)
+        bias = part if bias is None else bias + part
+    words: torch.Tensor | None = None
+    for mask in hard:
+        own = operands.words_of(mask)
+        words = own if words is None else words & own
+    operands.add_constraints(words, bias)
+    return operands.run("scores", logits.dtype)
+
+
+# ---- operands --------------------------------------------------------------------------------------------------------
+
+
+class _Operands:
+    """Canonical operands of a sampling over logits ``[..., V]``, checked as they are given."""
+
+    def __init__(self, doing: str, logits: torch.Tensor) -> None:
+        if not logits.is_floating_point() or not logits.dim() or not logits.shape[-1]:
+            found = f"{logits.dtype} of shape {list(logits.shape)}"
+            raise _error(doing, "floating-point logits [..., V] over at least one token", found)
+        self._doing = doing
+        self._rows = logits.shape[:-1]
+        self._vocab = logits.shape[-1]
+        self._given: dict[str, torch.Tensor] = {"logits": logits.reshape(-1, self._vocab)}
+
+    @property
+    def _logits(self) -> torch.Tensor:
+        return self._given["logits"]
+
+    def add_limits(self, temperature: PerRow, top_k: int | torch.Tensor, top_p: PerRow, min_p: PerRow) -> None:
+        """Temperature and what is kept; what changes nothing is left out."""
+        self._add("temperature", temperature, torch.float32, unless=1.0, least=0.0, most=math.inf)
+        self._add("top_k", top_k, torch.int32, unless=0, least=0, most=2**31 - 1)
+        self._add("top_p", top_p, torch.float32, unless=1.0, least=5e-324, most=1.0)
+        self._add("min_p", min_p, torch.float32, unless=0.0, least=0.0, most=1.0)
+
+    def _add(self, name: str, value: PerRow, dtype: torch.dtype, *, unless: float, least: float, most: float) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.dim() and tuple(value.shape) != tuple(self._rows):
+                raise _error(self._doing, f"{name} as a number or of shape {list(self._rows)}", f"{list(value.shape)}")
+            self._given[name] = value.to(self._logits.device, dtype).reshape(-1)
+        elif not least <= value <= most:
+            expected = "above 0, up to 1" if name == "top_p" else f"from {least:g} to {most:g}"
+            raise _error(self._doing, f"{name} {expected}", f"{value}")
+        elif value != unless:
+            self._given[name] = torch.full((1,), value, dtype=dtype, device=self._logits.device)
+
+    def add_constraints(self, bitmask: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        """A mask of bits, and what is added to logits."""
+        if bitmask is not None:
+            self._given["bitmask"] = self.words_of(bitmask)
+        if bias is not None:
+            if not bias.is_floating_point():
+                raise _error(self._doing, "a floating-point bias", f"{bias.dtype}")
+            self._given["bias"] = self._by_row("bias", bias, self._vocab)
+
+    def words_of(self, mask: torch.Tensor | DomainMask) -> torch.Tensor:
+        """A mask as words ``[N or 1, W]``."""
+        words = mask.words if isinstance(mask, DomainMask) else mask
+        if words.dtype == torch.bool:
+            from lz_compile.domains.mask import pack
+
+            words = pack(self._by_row("a boolean mask", words, self._vocab))
+        if words.dtype != torch.int32:
+            raise _error(self._doing, "a mask of int32 words or booleans", f"{words.dtype}")
+        return self._by_row("a mask of words", words, word_count(self._vocab))
+
+    def _by_row(self, name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
+        """``[N, width]``, or ``[1, width]`` for all rows."""
+        shape = tuple(tensor.shape)
+        if shape not in {(width,), (1, width), (*self._rows, width)}:
+            expected = f"{name} of shape {[width]} or {[*self._rows, width]}"
+            raise _error(self._doing, expected, f"{list(shape)}")
+        return tensor.to(self._logits.device).reshape(-1, width)
+
+    def add_seeds(self, seeds: torch.Tensor | int | None, generator: torch.Generator | None) -> None:
+        """A seed for each row."""
+        rows, device = self._logits.shape[0], self._logits.device
+        if seeds is None:
+            own = device if generator is None else generator.device
+            drawn = torch.randint(0, _MOST_SEED, (rows,), generator=generator, device=own)
+            self._given["seeds"] = drawn.to(device)
+        elif isinstance(seeds, int):
+            self._given["seeds"] = torch.arange(rows, device=device) + seeds
+        elif tuple(seeds.shape) != tuple(self._rows) or seeds.dtype not in (torch.int64, torch.int32):
+            found = f"{seeds.dtype} of shape {list(seeds.shape)}"
+            raise _error(self._doing, f"int64 seeds of shape {list(self._rows)}", found)
+        else:
+            self._given["seeds"] = seeds.to(device, torch.int64).reshape(-1)
+
+    def run(self, result: Result, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The result, with the rows that were given."""
+        logits = self._logits
+        given: list[Any] = [self._given.get(name) for name in OPERANDS]
+        out_dtype = torch.promote_types(logits.dtype, torch.float32) if dtype is None else dtype
+        is_compiling = torch.compiler.is_compiling()
+        call: Any = torch.ops.layerzero.sampling.default if is_compiling else _selected
+        found: torch.Tensor = call(*given, result, out_dtype)
+        if result != "ids":
+            return found.reshape(*self._rows, self._vocab)
+        if not is_compiling and found.device.type == "cpu":
+            self._check_drawn(found)
+        return found.reshape(self._rows)
+
+    def _check_drawn(self, tokens: torch.Tensor) -> None:
+        bad = (tokens < 0).nonzero().flatten().tolist()
+        if bad:
+            rows = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+            found = f"none in row {rows}: NaN or infinite logits, or a mask that allows nothing"
+            raise _error(self._doing, "a token that can be drawn", found)
+
+
+def _check_scores(doing: str, scores: torch.Tensor) -> None:
+    if not scores.is_floating_point():
+        raise _error(doing, "floating-point scores", f"{scores.dtype}")
+    if torch.compiler.is_compiling() or scores.device.type != "cpu" or not scores.numel():
+        return
+    low, high = (float(each) for each in scores.detach().aminmax())
+    if not (low >= -1 and high <= 1):  # also where they are NaN
+        raise _error(doing, "scores from -1 to 1", f"{low:g} to {high:g}. Scale or clamp them")
+
+
+def _error(doing: str, expected: str, received: str) -> ConstraintError:
+    return ConstraintError(f"lz.{doing}: expected {expected}, received {received}")
+
+
+# ---- choosing and running --------------------------------------------------------------------------------------------
+
+
+def _selected(
+    logits: torch.Tensor,
+    bitmask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    result: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced."""
+    values = (logits, bitmask, bias, temperature, top_k, top_p, min_p, seeds)
+    operands = {name: each for name, each in zip(OPERANDS, values, strict=True) if each is not None}
+    attrs = SamplingAttrs.of(operands, result, out_dtype)  # type: ignore[arg-type]  # a Result, as schemas spell it
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in operands.values())
+    rows, vocab = (contexts.known_size(size) for size in logits.shape)
+    facts = SamplingFacts(rows, vocab, logits.dtype, logits.device.type, needs_grad)
+    kernel = eager.kernel_for("sampling", attrs, facts, logits.device) if rows else None
+    if kernel is None or kernel.call is None:
+        return _own(attrs, operands)
+
+    def complete(**operands: torch.Tensor) -> torch.Tensor:
+        eager.forget()
+        return _own(attrs, operands)
+
+    enabled = policy.current().settings.fallback_enabled
+    run = partial(kernel.call, attrs=attrs)
+    found: torch.Tensor = health.guarded(kernel.kernel_id, run, complete, fallback_enabled=enabled, **operands)
+    return found
+
+
+def _own(attrs: SamplingAttrs, operands: Mapping[str, Any]) -> torch.Tensor:
+    from lz_compile.lowering.kernels.torch_sampling import sampling as composed
+
+    return composed(**operands, attrs=attrs)
+
+
+_LIBRARY = torch.library.Library("layerzero", "FRAGMENT")
+_LIBRARY.define(
+    "sampling" + torch.library.infer_schema(_selected, mutates_args=()),
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+)
+_LIBRARY.impl("sampling", _selected, "CompositeImplicitAutograd")

@@ -1,0 +1,149 @@
+"""Loops that no kernel runs (their steps are not affine) as one compiled step: results and gradients are the loop's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import Rewriting
+from torch import Tensor
+
+from lz_compile import reports
+
+B, T, D = 2, 9, 3
+
+#: States, this step's input and the weights, to the states after the step and what it gives.
+Step = Callable[[Sequence[Tensor], Tensor, Sequence[Tensor]], tuple[list[Tensor], Tensor]]
+
+
+def elman(states: Sequence[Tensor], x: Tensor, w: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    h = torch.tanh(F.linear(x, w[0][:D]) + F.linear(states[0], w[1][:D], w[2][:D]))
+    return [h], h
+
+
+def gru(states: Sequence[Tensor], x: Tensor, w: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    given, held = (
+        F.linear(x, w[0][: 3 * D], w[2][: 3 * D]).chunk(3, -1),
+        F.linear(states[0], w[1][: 3 * D]).chunk(3, -1),
+    )
+    reset, update = torch.sigmoid(given[0] + held[0]), torch.sigmoid(given[1] + held[1])
+    new = torch.tanh(given[2] + reset * held[2])
+    h = (1 - update) * new + update * states[0]
+    return [h], h
+
+
+def lstm(states: Sequence[Tensor], x: Tensor, w: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    h, c = states
+    i, f, g, o = (F.linear(x, w[0], w[2]) + F.linear(h, w[1])).split(D, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    h = torch.sigmoid(o) * torch.tanh(c)
+    return [h, c], h
+
+
+def slstm(states: Sequence[Tensor], x: Tensor, w: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    h, c, n, m = states
+    i, f, z, o = (F.linear(x, w[0], w[2]) + F.linear(h, w[1])).chunk(4, dim=-1)
+    most = torch.maximum(F.logsigmoid(f) + m, i)
+    keep, write = torch.exp(F.logsigmoid(f) + m - most), torch.exp(i - most)
+    c = keep * c + write * torch.tanh(z)
+    n = keep * n + write
+    h = torch.sigmoid(o) * c / n.clamp(min=0.1)
+    return [h, c, n, most], h
+
+
+def cell_in_half(states: Sequence[Tensor], x: Tensor, w: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """One state that holds two, of which one squashes the other."""
+    h, c = states[0].chunk(2, -1)
+    c = torch.sigmoid(F.linear(x, w[0][:D]) + h) * c + x
+    h = torch.tanh(c)
+    return [torch.cat([h, c], -1)], h
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loop in one spelling."""
+
+    loop: Callable[..., tuple[Tensor, ...]]
+    notes: str
+
+
+STEPS: dict[str, tuple[Step, tuple[int, ...]]] = {
+    "elman": (elman, (D,)),
+    "gru": (gru, (D,)),
+    "lstm": (lstm, (D, D)),
+    "slstm": (slstm, (D, D, D, D)),
+    "cell_in_half": (cell_in_half, (2 * D,)),
+}
+OUTPUTS = ("all", "last", "several", "chosen")
+
+
+def spelled(seed: int) -> Case:
+    """The loop that a seed stands for."""
+    rng = random.Random(seed)
+    name = list(STEPS)[seed % len(STEPS)]
+    step, widths = STEPS[name]
+    output = OUTPUTS[(seed // len(STEPS)) % len(OUTPUTS)]
+    order = rng.choice((range(T), range(T - 1, -1, -1)))
+    is_zero = rng.random() < 0.3
+
+    def loop(x: Tensor, first: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        states = [first.new_zeros(B, width) if is_zero else first[:, :width].tanh() for width in widths]
+        kept, held = [], []
+        for t in order:
+            states, y = step(states, x[:, t], weights)
+            kept.append(y)
+            held.append(states[-1] * 0.5)
+        if output == "last":
+            return (kept[-1],)
+        if output == "chosen":
+            return kept[2] + held[4], *states
+        joined = torch.stack(kept, 1)
+        return (joined, torch.stack(held), *states) if output == "several" else (joined,)
+
+    return Case(loop, f"{name} {output} {order} {is_zero}")
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((B, T, D), (B, 2 * D), (4 * D, D), (4 * D, D), (4 * D,))
+    found = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) * 0.5 for shape in shapes]
+    return [each.requires_grad_() for each in found]
+
+
+def check(case: Case, got: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Compare results, and gradients of inputs, of the first state and of weights."""
+    want = case.loop(*given)
+    torch.testing.assert_close(tuple(got), want, rtol=1e-9, atol=1e-9)
+    weights = [torch.linspace(-1, 1, each.numel(), dtype=each.dtype).reshape(each.shape) for each in want]
+    gradients = [
+        torch.autograd.grad(results, given, weights, allow_unused=True, materialize_grads=True)
+        for results in (tuple(got), want)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))])
+def test_a_loop_of_one_compiled_step_has_the_gradients_of_the_loop(seed: int) -> None:
+    case, given = spelled(seed), inputs()
+    torch._dynamo.reset()
+    backend = Rewriting(loops="roll")
+    got = torch.compile(case.loop, backend=backend, fullgraph=True)(*given)
+    assert [loop.rolled for loop in backend.report.loops] == [True], (case.notes, backend.why_not())
+    assert not any(match.rewritten for match in backend.report.matches), case.notes
+    assert any(miss.reason.code == "NOT_AFFINE" for miss in backend.report.near_misses), backend.why_not()
+    check(case, got, given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 8, 13])
+def test_the_same_through_inductor(seed: int) -> None:
+    case, given = spelled(seed), inputs()
+    torch._dynamo.reset()
+    got = torch.compile(case.loop, backend="layerzero", options={"layerzero.loops": "roll"}, fullgraph=True)(*given)
+    assert [loop.rolled for loop in reports()[-1].loops] == [True], case.notes
+    assert not reports()[-1].events
+    check(case, got, given)
