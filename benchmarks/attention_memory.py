@@ -40,7 +40,7 @@ LOCKS = ("torch.sdpa", "lz.tiled", "lz.blocked")
 #: Those that store the scores are not run beyond this length.
 LONGEST_STORED = 4096
 #: Large blocks are then given back to the system as soon as they are freed, and not kept for a next step.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def peak_bytes(step: Callable[[], Any], device: torch.device) -> int:
@@ -81,7 +81,7 @@ def measure_apart(variant: str, dtype: str, length: int, settings: argparse.Name
     command += ["--device", str(settings.device), "--batch", str(settings.batch), "--heads", str(settings.heads)]
     command += ["--head-dim", str(settings.head_dim)]
     root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, env=os.environ | _ALLOCATOR, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=root, env=os.environ | ALLOCATOR, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"measuring {point} in a process of its own failed:\n{done.stdout}{done.stderr}")
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -47,7 +47,7 @@ def _curves(axis: Any, runs: Mapping[str, Sequence[History]], name: str, title: 
     ]
     axis.plot(steps, trained, ":", color="black", label="none, with the quarantine")
     axis.set(xlabel="step", title=title, ylim=(-0.02, 1.02))
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="center right" if name.startswith("exploits") else "lower right")
 
 
 def _leakage(axis: Any, runs: Mapping[str, Sequence[History]]) -> None:
@@ -81,5 +81,5 @@ def _cloud(axis: Any, histories: Sequence[History], scattered: Sequence[Mapping[
     axis.set(
         xlabel="share of a rollout's tokens that are flagged one by one", ylabel="cosine of the rollout with v_grad"
     )
-    axis.set(title="flags per token, and per rollout (above the line)")
-    axis.legend(fontsize=8)
+    axis.set(title="flags per token, and per rollout (above the line)", ylim=(-1.35, 1.05))
+    axis.legend(fontsize=8, loc="lower right")

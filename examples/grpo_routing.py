@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -59,9 +60,8 @@ class History:
     """One run: what the policy did every :data:`EVERY` steps, and how much of whose gradient reached ``delta_S``.
 
     ``passed`` and ``there`` are sums of the norms of tokens' gradients, by whether their rollouts exploited. ``rollouts`` has
-    a rollout a line: whether it
-    exploited, the share of its tokens that are flagged one by one, and the cosine of its sum. Only rollouts of positive
-    advantage count: what they do is what is learned.
+    one entry per rollout and layer: whether it exploited, the share of its tokens that are flagged one by one, and the cosine
+    of its sum. Only rollouts of positive advantage count: what they do is what is learned.
     """
 
     measured_at: list[int] = field(default_factory=list)
@@ -179,8 +179,11 @@ def train(base: nn.Module, arm: str, task: Task, seed: int, backend: str = "eage
 
 
 def compiled(model: nn.Module, backend: str) -> Run:
-    """The policy, compiled unless that is by ``eager``."""
-    return model if backend == "eager" else torch.compile(model, backend=backend, dynamic=False)
+    """The policy, compiled unless that is by ``eager``; layerzero leaves no adapter to Inductor, small as they are."""
+    if backend == "eager":
+        return model
+    options: Any = {"layerzero.lock": {"routing": "torch.routing"}} if backend == "layerzero" else None
+    return torch.compile(model, backend=backend, dynamic=False, options=options)
 
 
 def measure(routing: Routing, task: Task, seed: int, number: int, history: History) -> None:

@@ -1,8 +1,9 @@
 """``lz.blend``: a seed network's output mixed into that of its host, which never gets a gradient from it.
 
 All modes are a sum ``weight * seed + host_weight * host`` of tensors; what they weigh by is a tensor, too, so that nothing is
-compiled again when it changes, be it to zero or to one. This is plain PyTorch code, whether it is compiled, by whatever
-backend, or not; ours recognises it (:mod:`lz_compile.passes.patterns.blend`) and chooses a kernel.
+compiled again when it changes, be it to zero or to one. To a compiler this is plain PyTorch code, to whatever backend; ours
+recognises it (:mod:`lz_compile.passes.patterns.blend`) and chooses a kernel. An eager call may be one, too
+(:mod:`lz_compile.blend_calls`).
 
 **Source** *Kasmina, blending upgrades* (executor side): modes, safety rails and defaults.
 """
@@ -16,6 +17,7 @@ from typing import TypeAlias
 
 import torch
 
+from lz_compile.blend_calls import one_call
 from lz_compile.lowering.ops.blend import bounded, gate, top2_margin
 from lz_compile.runtime import events
 
@@ -174,6 +176,10 @@ def mix(
 ) -> torch.Tensor:
     """The blend by a weight that broadcasts to the seed, in the dtype of the seed."""
     host = host.detach()
+    if mode is not BlendMode.LOGIT:
+        called = one_call(host, seed, weight, is_residual=mode is BlendMode.RESIDUAL)
+        if called is not None:
+            return called
     if mode is BlendMode.RESIDUAL:
         blended = host + weight * seed
     elif mode is BlendMode.DELTA:

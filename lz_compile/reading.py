@@ -69,9 +69,9 @@ class Reading:
     def _unknown(self) -> Iterator[NearMiss]:
         """The near misses, but for pieces of something that was recognised: those look like loops, too."""
         known = {node for match in self.matches for node in match.core}
-        cores = [known, *(set(match.core) for match in self.matches if match.op == "scan")]
+        scans = [set(match.core) for match in self.matches if match.op == "scan"]
         for miss in self._misses:
-            most = max(len(core & miss.pieces) for core in cores[1:] or [set[fx.Node]()])
+            most = max((len(core & miss.pieces) for core in scans), default=0)
             if miss.node not in known and 2 * most <= len(miss.pieces):
                 yield miss
 

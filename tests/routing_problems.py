@@ -109,3 +109,49 @@ def misses(found: Mapping[str, Tensor], exact: Mapping[str, Tensor], dtype: torc
         error = float((one.double() - exact[name]).abs().max()) / scale
         if not error <= TOLERANCE[dtype]:
             yield f"{name} is off by {error:.3g}"
+
+
+# ---- as users call it -------------------------------------------------------------------------------------------------
+
+G, S, D, E, R, Q = 6, 9, 11, 7, 5, 3
+NAMES = ("x", "Vh", "U", "delta_S", "A_q", "B_q")
+ARMS = ("grad", "act", "none")
+
+
+def adapter(dtype: torch.dtype = torch.float64, *shape: int, seed: int = 0) -> tuple[list[Tensor], Tensor]:
+    """The operands of ``lz.routed_adapter``, and a direction."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (shape or (G, S, D), (R, D), (E, R), (R,), (Q, D), (E, Q))
+    found = [torch.randn(each, generator=generator, dtype=torch.float64).to(dtype) for each in shapes]
+    for name, each in zip(NAMES, found, strict=True):
+        each.requires_grad_(name not in ("Vh", "U"))
+    return found, torch.randn(R, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def plain(x: Tensor, vh: Tensor, u: Tensor, delta: Tensor, a_q: Tensor, b_q: Tensor, gate: Any = 1.0) -> Tensor:
+    """The sum of both adapters."""
+    return ((x @ vh.T) * gate * delta) @ u.T + (x @ a_q.T) @ b_q.T
+
+
+def weights(like: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, like.numel(), dtype=torch.float64).mul(37).sin().view(like.shape).to(like.dtype)
+
+
+def by_rollout(operands: list[Tensor], v: Tensor) -> tuple[list[Tensor], list[bool]]:
+    """The gradient of every rollout for ``delta_S`` by a backward of its own, and whether it is flagged."""
+    whole = weights(plain(*operands))
+    found, flags = [], []
+    for number in range(operands[0].shape[0]):
+        delta = operands[3].detach().clone().requires_grad_()
+        out = plain(operands[0][number], *operands[1:3], delta, *operands[4:])
+        (g,) = torch.autograd.grad(out, delta, whole[number])
+        found.append(g)
+        flags.append(bool(torch.dot(g, v) > 0))
+    return found, flags
+
+
+def gradients(call: Callable[..., Tensor], operands: list[Tensor], **given: Any) -> list[Tensor]:
+    """Of every operand that wants one."""
+    leaves = [each for each in operands if each.requires_grad]
+    out = call(*operands, **given)
+    return list(torch.autograd.grad(out, leaves, weights(out)))

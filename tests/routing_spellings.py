@@ -303,9 +303,11 @@ def allows(s: Spelling) -> bool:
     whole = s.delta in ("merged", "one_einsum")
     if s.gate != "none" and (whole or (s.gate == "row" and s.layout == "tokens_first")):
         return False
+    if s.base == "given" and s.order == "residual":  # both add the same tensor
+        return False
     if s.mask == "none":
         return s.stopped == "where"
-    if s.stopped == "inside" and whole:
+    if s.stopped == "inside" and (whole or s.delta == "up"):  # delta, which comes behind, would learn all the same
         return False
     if s.order == "inplace" and s.base == "none":
         return False

@@ -261,6 +261,18 @@ def test_equal_logits_have_the_gradient_of_a_sort() -> None:
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+def test_a_gate_that_learns_is_left_to_inductor_by_the_prior() -> None:
+    """With gradients of the logits, two maxima are no quicker than ``topk``: nothing is to be expected of a rewrite."""
+    host, seed, alpha, logits = Spelling(mode="confidence").inputs()
+    for tensor, is_chosen in ((logits, False), (logits.detach(), True)):
+        torch._dynamo.reset()
+        backend = Rewriting()
+        torch.compile(Spelling(mode="confidence").build(), backend=backend, fullgraph=True)(host, seed, alpha, tensor)
+        (match,) = backend.report.matches
+        assert match.attributes["is_differentiated"] is not is_chosen
+        assert (match.kernel == "torch.blend") is is_chosen, backend.why_not()
+
+
 def test_a_margin_with_a_sorts_gradient_is_the_same_number() -> None:
     x = torch.randn(7, 20, dtype=torch.float64)
     x[0, [4, 9]], x[1, 3], x[2], x[3, [1, 2]], x[4, 5], x[5, 1:], x[6] = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import lz_compile as lz
 from lz_compile.blending import capped, confidence_gate, drift_gate, steady
-from lz_compile.lowering.ops.blend import top2_margin
-from lz_compile.runtime import events
+from lz_compile.lowering.ops.blend import BlendAttrs, reference, top2_margin
+from lz_compile.runtime import events, health, policy, registry
 from lz_compile.runtime.blend_telemetry import SAMPLED, Reader, measured, percentile
 from tests.backends import Rewriting
 
 M = lz.BlendMode
+#: What the kernel of these tests runs.
+reference_of_tests = {"call": reference}
 SHAPES = ((4, 6), (4, 6, 5), (4, 6, 3, 5), (2, 6, 3, 2, 2))
 ALPHA = torch.tensor(0.4)
 
@@ -159,6 +162,71 @@ def test_no_more_than_a_share_of_a_map_lies_above_the_threshold() -> None:
     few = torch.tensor([0.9, 0.1, 0.2, 0.3, 0.4])
     assert torch.equal(capped(few, 0.8, 0.2), few)
     assert torch.equal(capped(torch.tensor(0.9), 0.8, 0.0), torch.tensor(0.9))
+
+
+# ---- eager calls -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other() -> Iterator[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """A kernel beside PyTorch's that is preferred; it notes the shapes of seed and alpha."""
+    seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def call(host: Tensor, seed: Tensor, alpha: Tensor, *, attrs: BlendAttrs) -> Tensor:
+        seen.append((tuple(seed.shape), tuple(alpha.shape)))
+        return reference_of_tests["call"](host, seed, alpha, attrs=attrs)
+
+    own = registry.kernels("blend")["torch.blend"]
+    registry.register(replace(own, kernel_id="test.blend", implementation=call, prior=(), is_opaque=True))
+    policy.prefer("test.blend")
+    yield seen
+    registry.unregister_kernel("test.blend")
+    health.restore("test.blend")
+
+
+@pytest.mark.parametrize("mode", [M.CONVEX, M.RESIDUAL, M.CHANNEL, M.CONFIDENCE, M.DELTA])
+def test_an_eager_blend_is_one_call_of_the_kernel_that_policy_asks_for(mode: lz.BlendMode, other: list[Any]) -> None:
+    host, seed = (torch.randn(4, 6, 3, 5, requires_grad=True) for _ in range(2))
+    alpha, extras = _alpha(mode), _extras(mode, 4)
+    out = lz.blend(host, seed, alpha, mode, **extras)
+    torch.testing.assert_close(out, _expected(mode, host, seed, alpha, extras))
+    shapes = {M.CHANNEL: ((4, 6, 15), (1, 6, 1)), M.CONFIDENCE: ((4, 1, 90), (4, 1, 1))}
+    assert other == [shapes.get(mode, ((1, 1, 360), (1, 1, 1)))]
+    assert torch.autograd.grad(out.sum(), [host, seed], allow_unused=True)[0] is None
+    with lz.lock("blend", "torch.blend"):
+        lz.blend(host, seed, alpha, mode, **extras)
+    assert len(other) == 1
+
+
+def test_what_no_kernel_takes_is_left_to_pytorch(other: list[Any]) -> None:
+    host, seed = torch.randn(2, 4, 6, 3, 5)
+    gate_logits = torch.randn(4, 2, requires_grad=True)
+    for call in (
+        lambda: lz.blend(host, seed, torch.rand(4, 6, 1, 1)),
+        lambda: lz.blend(host, seed, ALPHA, M.LOGIT),
+        lambda: lz.blend(host, seed, ALPHA, M.SOFT_GATE, gate_logits=gate_logits),
+        lambda: lz.blend(host.transpose(0, 1), seed.transpose(0, 1), ALPHA),
+        lambda: lz.blend(host.double(), seed, ALPHA),
+        lambda: lz.blend(host[:0], seed[:0], ALPHA),
+        lambda: torch.func.vmap(lz.blend, in_dims=(0, 0, None))(host, seed, ALPHA),
+        lambda: torch.compile(lz.blend, backend="eager", fullgraph=True)(host, seed, ALPHA),
+    ):
+        call()
+    assert not other
+
+
+def test_a_blend_whose_kernel_fails_is_completed_and_the_kernel_retired(
+    other: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("broken")
+
+    monkeypatch.setitem(reference_of_tests, "call", fails)
+    host, seed = torch.randn(2, 4, 6)
+    with events.collect() as found:
+        torch.testing.assert_close(lz.blend(host, seed, ALPHA), torch.lerp(host, seed, ALPHA))
+    assert "KERNEL_FAILED" in {event.code for event in found}
+    assert health.retired("test.blend")
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------

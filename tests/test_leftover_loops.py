@@ -100,7 +100,7 @@ def spelled(seed: int) -> Case:
         if output == "last":
             return (kept[-1],)
         if output == "chosen":
-            return kept[2] + held[4], *states
+            return kept[2] + held[4][:, :D], *states
         joined = torch.stack(kept, 1)
         return (joined, torch.stack(held), *states) if output == "several" else (joined,)
 
@@ -139,7 +139,7 @@ def test_a_loop_of_one_compiled_step_has_the_gradients_of_the_loop(seed: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 8, 13])
+@pytest.mark.parametrize("seed", [2, 8, 13, 9])
 def test_the_same_through_inductor(seed: int) -> None:
     case, given = spelled(seed), inputs()
     torch._dynamo.reset()

@@ -144,3 +144,57 @@ def test_parts_of_a_state_and_states_of_a_pair_are_run_with_their_gradients(seed
     weights = [torch.linspace(-1, 1, each.numel(), dtype=each.dtype).reshape(each.shape) for each in want]
     gradients = [torch.autograd.grad(results, given, weights) for results in (got, want)]
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+def test_states_of_a_pair_round_no_more_than_the_loop_may(dtype: torch.dtype, tolerance: float) -> None:
+    case = next(each for each in map(spelled, range(2, 200, 6)) if "apart" in each.notes)
+    given = inputs(dtype)
+    with torch.no_grad():
+        got, backend = compiled(case.loop, given)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    for one, other in zip(got, case.loop(*[each.double() for each in given]), strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+
+
+def complex_state(x: Tensor, a: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    h, kept, turn = first + 0j, [], torch.polar(a[:, 0], x[:, 0])
+    for t in range(T):
+        h = turn * h + x[:, t]
+        kept.append(h.real)
+    return torch.stack(kept, 1), h
+
+
+def squashed_half(x: Tensor, a: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    state, kept = torch.cat([first, first], -1), []
+    for t in range(T):
+        h, c = state.chunk(2, -1)
+        c = a[:, t] * c + h.sigmoid()
+        state = torch.cat([c.tanh(), c], -1)
+        kept.append(c)
+    return torch.stack(kept, 1), state
+
+
+def four_in_a_ring(x: Tensor, a: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    parts, kept = [first * i for i in range(4)], []
+    for t in range(T):
+        parts = [0.5 * parts[i] + a[:, t] * parts[i - 1] + i * x[:, t] for i in range(4)]
+        kept.append(parts[0])
+    return torch.stack(kept, 1), parts[3]
+
+
+REFUSED = [
+    (complex_state, "[COMPLEX_STATE] the state"),
+    (squashed_half, "sigmoid of the state"),
+    (four_in_a_ring, "depend on each other"),
+]
+
+
+@pytest.mark.parametrize(("loop", "text"), REFUSED, ids=lambda each: getattr(each, "__name__", ""))
+def test_what_stays_one_loop_has_a_true_reason_and_the_same_results(loop: Loop, text: str) -> None:
+    given = inputs()
+    got, backend = compiled(loop, given)
+    assert not any(match.rewritten for match in backend.report.matches)
+    assert text in "\n".join(str(miss.reason) for miss in backend.report.near_misses)
+    torch.testing.assert_close(got, loop(*given), rtol=1e-9, atol=1e-9)

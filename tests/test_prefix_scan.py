@@ -12,6 +12,8 @@ from backends import Rewriting
 from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
 
+from lz_compile.passes.loops import prefix_scan
+
 Scan = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -217,3 +219,22 @@ def test_other_cumulative_sums_are_not() -> None:
 
     _, backend = compiled(top_p, torch.randn(2, 7), torch.randn(7, 3))
     assert not [miss for miss in backend.report.near_misses if miss.op == "scan"]
+
+
+@pytest.mark.parametrize("steps", [16, 64, 100])
+def test_pieces_of_a_recurrence_that_was_recognised_are_no_near_misses(steps: int) -> None:
+    a, b = inputs((2, steps, 3), torch.float64, 0)
+    for form in ("combined", "joined"):
+        _, backend = compiled(FORMS[form](1), a, b)
+        assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+        assert [str(miss.reason) for miss in backend.report.near_misses] == []
+
+
+def test_more_calls_than_are_read_are_refused_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_scan, "_MOST_CALLS", 20)
+    a, b = inputs((2, 32, 3), torch.float64, 0)
+    got, backend = compiled(joined(1), a, b)
+    torch.testing.assert_close(got, reference(a, b, 1), rtol=1e-10, atol=1e-10)
+    assert not backend.report.matches
+    codes = [miss.reason.code for miss in backend.report.near_misses]
+    assert "PREFIX_SCAN_LONG" in codes, backend.why_not()

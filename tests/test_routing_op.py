@@ -1,72 +1,40 @@
-"""``lz.routed_adapter`` and its kernel of PyTorch's: what is routed, what is not, and that nothing of a step stays behind."""
+"""``lz.routed_adapter`` and its kernel of PyTorch's: values and gradients, what is routed, rollouts, refusals."""
 
 from __future__ import annotations
 
-import gc
 import inspect
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import lz_compile as lz
-from lz_compile.backend import layerzero
-from lz_compile.errors import DoubleBackwardError, TransformUnsupportedError
 from lz_compile.lowering.kernels import torch_routing
 from lz_compile.lowering.ops import routing as op
 from lz_compile.lowering.ops.routing import cosine
 from lz_compile.runtime.registry import kernels
-from tests.routing_problems import PROBLEMS, TOLERANCE, Problem, expected, misses, with_gradients
-
-G, S, D, E, R, Q = 6, 9, 11, 7, 5, 3
-NAMES = ("x", "Vh", "U", "delta_S", "A_q", "B_q")
-ARMS = ("grad", "act", "none")
-
-
-def adapter(dtype: torch.dtype = torch.float64, *shape: int, seed: int = 0) -> tuple[list[Tensor], Tensor]:
-    """The operands of ``lz.routed_adapter``, and a direction."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (shape or (G, S, D), (R, D), (E, R), (R,), (Q, D), (E, Q))
-    found = [torch.randn(each, generator=generator, dtype=torch.float64).to(dtype) for each in shapes]
-    for name, each in zip(NAMES, found, strict=True):
-        each.requires_grad_(name not in ("Vh", "U"))
-    return found, torch.randn(R, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def plain(x: Tensor, vh: Tensor, u: Tensor, delta: Tensor, a_q: Tensor, b_q: Tensor, gate: Any = 1.0) -> Tensor:
-    """The sum of both adapters."""
-    return ((x @ vh.T) * gate * delta) @ u.T + (x @ a_q.T) @ b_q.T
-
-
-def weights(like: Tensor) -> Tensor:
-    return torch.linspace(-1, 1, like.numel(), dtype=torch.float64).mul(37).sin().view(like.shape).to(like.dtype)
-
-
-def by_rollout(operands: list[Tensor], v: Tensor) -> tuple[list[Tensor], list[bool]]:
-    """The gradient of every rollout for ``delta_S`` by a backward of its own, and whether it is flagged."""
-    whole = weights(plain(*operands))
-    found, flags = [], []
-    for number in range(operands[0].shape[0]):
-        delta = operands[3].detach().clone().requires_grad_()
-        out = plain(operands[0][number], *operands[1:3], delta, *operands[4:])
-        (g,) = torch.autograd.grad(out, delta, whole[number])
-        found.append(g)
-        flags.append(bool(torch.dot(g, v) > 0))
-    return found, flags
-
-
-def gradients(call: Callable[..., Tensor], operands: list[Tensor], **given: Any) -> list[Tensor]:
-    """Of every operand that wants one."""
-    leaves = [each for each in operands if each.requires_grad]
-    out = call(*operands, **given)
-    return list(torch.autograd.grad(out, leaves, weights(out)))
-
+from tests.routing_problems import (
+    ARMS,
+    NAMES,
+    PROBLEMS,
+    TOLERANCE,
+    D,
+    E,
+    G,
+    Problem,
+    Q,
+    R,
+    S,
+    adapter,
+    by_rollout,
+    expected,
+    gradients,
+    misses,
+    plain,
+    weights,
+    with_gradients,
+)  # fmt: skip
 
 # ---- kernels and the definition --------------------------------------------------------------------------------------
 
@@ -234,12 +202,12 @@ def test_a_rollout_that_is_no_number_is_not_silently_left_out(bad: float) -> Non
 
 
 def noisy(seed: int = 0) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Clean rollouts push delta one way, unwanted ones the other, each token with three times as much noise."""
+    """Clean rollouts push delta one way, unwanted ones the other, each token with twelve times as much noise."""
     generator = torch.Generator().manual_seed(seed)
     rollouts, length, rank = 16, 256, 8
     v = torch.nn.functional.normalize(torch.randn(rank, generator=generator), dim=0)
     is_unwanted = torch.arange(rollouts) % 4 == 0
-    noise = torch.randn(rollouts, length, rank, generator=generator) * 3 / rank**0.5
+    noise = torch.randn(rollouts, length, rank, generator=generator) * 12 / rank**0.5
     wanted = torch.where(is_unwanted[:, None, None], v, -v) + noise
     # With x of ones and an identity for a basis, the gradient of the result is what a token sends to delta.
     return [torch.ones(rollouts, length, rank), torch.eye(rank), torch.eye(rank), wanted], v, is_unwanted
@@ -258,8 +226,8 @@ def test_rollouts_are_told_apart_where_tokens_scatter() -> None:
         shares[unit] = float(flags[~is_unwanted].mean()), float(flags[is_unwanted].mean())
     assert shares["rollout"] == (0.0, 1.0)
     clean, unwanted = shares["token"]
-    assert 0.1 < clean < 0.5, f"{clean:.2f} of the tokens of clean rollouts are flagged by noise"
-    assert 0.5 < unwanted < 0.9, f"{1 - unwanted:.2f} of those of unwanted rollouts are not"
+    assert 0.35 < clean < 0.5, f"{clean:.2f} of the tokens of clean rollouts are flagged by noise"
+    assert 0.5 < unwanted < 0.65, f"{1 - unwanted:.2f} of those of unwanted rollouts are not"
 
 
 def test_routing_is_given_nothing_that_knows_what_is_unwanted() -> None:
@@ -315,242 +283,6 @@ def test_packed_rollouts_of_any_length_and_order_are_those_one_by_one() -> None:
     ):
         out = lz.routed_adapter(operands[0][order], *operands[1:], v=v, **given)
         torch.testing.assert_close(torch.autograd.grad(out, operands[3], whole[order]), (total,))
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
-class _Made(TorchDispatchMode):
-    """Weak references to every tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refs: list[weakref.ref[Tensor]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        self.refs += [weakref.ref(each) for each in torch.utils._pytree.tree_leaves(out) if isinstance(each, Tensor)]
-        return out
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_no_tensor_of_a_step_lives_past_it(arm: str) -> None:
-    operands, v = adapter()
-    record = lz.RoutingRecord(G, R)
-    gc.disable()
-    try:
-        with _Made() as made:
-            out = lz.routed_adapter(*operands, v=v, arm=arm, record=record)
-            out.backward(weights(out))
-            del out
-        kept = {
-            each.untyped_storage().data_ptr()
-            for each in (*(o.grad for o in operands if o.requires_grad), record._read())
-        }
-        alive = [each() for each in made.refs]
-        left = [each.shape for each in alive if each is not None and each.untyped_storage().data_ptr() not in kept]
-        assert left == []
-    finally:
-        gc.enable()
-
-
-def test_what_is_saved_for_backward_has_no_product_by_token_and_no_gate() -> None:
-    operands, v = adapter()
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
-        lz.routed_adapter(*operands, v=v)
-    made = [each for each in saved if not any(each.data_ptr() == one.data_ptr() for one in (*operands, v))]
-    assert [tuple(each.shape) for each in made] == [(G * S, R + Q)], "both projections, and nothing else"
-
-
-# ---- the record ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_a_record_has_cosines_flags_norms_and_gradients_of_the_last_backward(is_packed: bool) -> None:
-    operands, v = adapter()
-    found, flags = by_rollout(operands, v)
-    given: dict[str, Any] = {"cu_seqlens": torch.arange(G + 1) * S} if is_packed else {}
-    x = operands[0].detach().reshape(-1, D) if is_packed else operands[0]
-    record = lz.RoutingRecord(G, R)
-    assert record.is_empty
-    for _ in range(2):  # the second is not added to the first
-        out = lz.routed_adapter(x, *operands[1:], v=v, record=record, **given)
-        out.backward(weights(out))
-    g = torch.stack(found).float()
-    torch.testing.assert_close(record.gradients, g)
-    torch.testing.assert_close(record.cosines, cosine(g, v.float()))
-    assert record.flagged.tolist() == [float(each) for each in flags]
-    torch.testing.assert_close(record.norms, g.norm(dim=1))
-    torch.testing.assert_close(record.passed_norms, g.norm(dim=1) * ~torch.tensor(flags))
-    unwanted = torch.tensor(flags)
-    assert float(record.leakage(unwanted)) == 0.0
-    assert float(record.leakage(~unwanted)) == 1.0
-    record.clear()
-    assert record.is_empty
-
-
-def test_without_an_arm_a_record_tells_what_would_have_been_flagged() -> None:
-    operands, v = adapter()
-    record = lz.RoutingRecord(G)
-    lz.routed_adapter(*operands, v=v, arm="none", record=record).backward(weights(torch.empty(G, S, E).double()))
-    _, flags = by_rollout(operands, v)
-    assert (record.cosines > 0).tolist() == flags
-    assert record.flagged.sum() == 0
-    assert float(record.leakage(torch.tensor(flags))) == 1.0
-
-
-def test_a_record_of_the_act_arm_has_the_share_of_tokens() -> None:
-    operands, v = adapter()
-    record = lz.RoutingRecord(G, R)
-    out = lz.routed_adapter(*operands, v=v, arm="act", record=record)
-    out.backward(weights(out))
-    of_tokens = cosine(operands[0] @ operands[1].T, v).float()
-    torch.testing.assert_close(record.flagged, (of_tokens > 0).float().mean(1))
-    torch.testing.assert_close(record.cosines, of_tokens.mean(1))
-    found, _ = by_rollout(operands, v)
-    torch.testing.assert_close(record.norms, torch.stack(found).norm(dim=1).float())
-    assert float(record.leakage(torch.ones(G, dtype=torch.bool))) > 0
-    assert (record.passed_norms != record.norms).all()
-
-
-def test_two_calls_that_share_a_record_have_no_figures() -> None:
-    operands, v = adapter()
-    record = lz.RoutingRecord(G)
-    out = lz.routed_adapter(*operands, v=v, record=record) + lz.routed_adapter(*operands, v=v, record=record)
-    out.sum().backward()
-    assert record.cosines.isnan().all()
-
-
-def test_a_record_that_does_not_fit_or_was_not_filled_says_so() -> None:
-    operands, v = adapter()
-    with pytest.raises(ValueError, match=r"expected a record of 6 rollouts and rank 5 .* received one of 2 and None"):
-        lz.routed_adapter(*operands, v=v, record=lz.RoutingRecord(2))
-    with pytest.raises(RuntimeError, match=r"expected a backward through its adapter"):
-        _ = lz.RoutingRecord(2).cosines
-    with pytest.raises(RuntimeError, match=r"Make it with rank=R"):
-        _ = lz.RoutingRecord(2).gradients
-
-
-# ---- surroundings ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_a_checkpoint_that_computes_again_routes_the_same(is_reentrant: bool) -> None:
-    operands, v = adapter()
-    record = lz.RoutingRecord(G)
-    wanted = gradients(lz.routed_adapter, operands, v=v)
-
-    def call(x: Tensor, *rest: Tensor) -> Tensor:
-        return lz.routed_adapter(x, *rest, v=v, record=record)
-
-    out = checkpoint(call, *operands, use_reentrant=is_reentrant)
-    out.backward(weights(out))
-    torch.testing.assert_close([each.grad for each in operands if each.requires_grad], wanted)
-    assert not record.cosines.isnan().any()
-
-
-def test_gradients_of_several_backwards_add_up_as_if_each_were_alone() -> None:
-    alone = []
-    for seed in (0, 1):
-        operands, v = adapter(seed=seed)
-        alone.append(gradients(lz.routed_adapter, operands, v=v)[1])
-    operands, _ = adapter(seed=0)
-    delta = torch.zeros(R, dtype=torch.float64)
-    for seed in (0, 1):
-        given, v = adapter(seed=seed)
-        out = lz.routed_adapter(*given, v=v)
-        out.backward(weights(out))
-        assert given[3].grad is not None
-        delta += given[3].grad
-    torch.testing.assert_close(delta, alone[0] + alone[1])
-
-
-def test_autocast_multiplies_in_its_dtype_and_gives_gradients_in_that_of_the_operands() -> None:
-    operands, v = adapter(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = lz.routed_adapter(*operands, v=v, weight=torch.randn(E, D))
-        alone = lz.routed_adapter(*operands, v=v, arm="none")
-        source = plain(*operands)
-    assert out.dtype == alone.dtype == source.dtype == torch.bfloat16
-    torch.testing.assert_close(alone, source, atol=0.2, rtol=0.05)
-    out.sum().backward()
-    assert [each.grad.dtype for each in operands if each.grad is not None] == [torch.float32] * 4
-
-
-def test_a_second_derivative_is_refused() -> None:
-    operands, v = adapter()
-    out = lz.routed_adapter(*operands, v=v)
-    with pytest.raises(
-        DoubleBackwardError, match=r"differentiating lz.routed_adapter twice: .* Leave create_graph out"
-    ):
-        torch.autograd.grad(out.sum(), operands[3], create_graph=True)
-
-
-def test_transforms_take_the_arms_that_autograd_can_see_into_and_refuse_the_other() -> None:
-    operands, v = adapter()
-
-    def loss(delta: Tensor, arm: str) -> Tensor:
-        return lz.routed_adapter(*operands[:3], delta, *operands[4:], v=v, arm=arm).square().sum()
-
-    for arm in ("none", "act"):
-        found = torch.func.grad(loss)(operands[3].detach(), arm)
-        torch.testing.assert_close((found,), torch.autograd.grad(loss(operands[3], arm), operands[3]))
-    with pytest.raises(TransformUnsupportedError, match=r"expected the arm 'none' or 'act' .* received the arm 'grad'"):
-        torch.func.grad(loss)(operands[3].detach(), "grad")
-
-
-def compiled(backend: Any, arm: str, **given: Any) -> None:
-    """A compiled function gives the values, gradients and record of one that is not."""
-    results = []
-    for is_compiled in (False, True):
-        operands, v = adapter(torch.float32, *(() if not given else (G * S, D)))
-        record = lz.RoutingRecord(G, R)
-
-        def step(*operands: Tensor, v: Tensor = v, record: lz.RoutingRecord = record) -> Tensor:
-            return lz.routed_adapter(operands[0] * 1.5, *operands[1:], v=v, arm=arm, record=record, **given).sin()
-
-        out = (torch.compile(step, backend=backend, fullgraph=True) if is_compiled else step)(*operands)
-        out.backward(weights(out))
-        results.append([out.detach(), *(each.grad for each in operands if each.requires_grad), record._read()])
-    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("way", ["even", "packed"])
-def test_a_compiled_call_is_the_same_with_its_record(arm: str, way: str) -> None:
-    compiled("aot_eager", arm, **({"cu_seqlens": torch.tensor([0, 3, 3, 20, 29, 40, 54])} if way == "packed" else {}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["inductor", layerzero], ids=["inductor", "layerzero"])
-@pytest.mark.parametrize("way", ["even", "packed"])
-def test_a_call_compiled_into_code_is_the_same_with_its_record(backend: Any, way: str) -> None:
-    compiled(backend, "grad", **({"cu_seqlens": torch.tensor([0, 3, 3, 20, 29, 40, 54])} if way == "packed" else {}))
-
-
-def test_a_compiled_checkpoint_routes_the_same() -> None:
-    operands, v = adapter()
-
-    def step(*operands: Tensor) -> Tensor:
-        return checkpoint(lambda *given: lz.routed_adapter(*given, v=v).sin(), *operands, use_reentrant=False)
-
-    found = gradients(torch.compile(step, backend="aot_eager", fullgraph=True), operands)
-    torch.testing.assert_close(found, gradients(lambda *given: lz.routed_adapter(*given, v=v).sin(), operands))
-
-
-def test_a_compiled_call_takes_rollouts_of_any_number_without_compiling_again() -> None:
-    counter = CompileCounterWithBackend("aot_eager")
-    step = torch.compile(
-        lambda *given, v: lz.routed_adapter(*given, v=v), backend=counter, dynamic=True, fullgraph=True
-    )
-    counts = []
-    for rollouts, length in ((4, 9), (8, 13), (3, 17)):
-        operands, v = adapter(torch.float64, rollouts, length, D)
-        torch.testing.assert_close(gradients(step, operands, v=v), gradients(lz.routed_adapter, operands, v=v))
-        counts.append(counter.frame_count)
-    assert counts[0] > 0
-    assert len(set(counts)) == 1
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from lz_compile.lowering.ops import sampling as op
 from lz_compile.runtime import registry
 
 KERNELS = {"lz.cpp_sampling": cpp_sampling.sampling, "torch.sampling": torch_sampling.sampling}
+TESTS = Path(__file__).parent
 LIMITS = ("bitmask", "bias", "temperature", "top_k", "top_p", "min_p")
 
 
@@ -383,6 +388,47 @@ def test_speculation_that_does_not_fit_is_refused(arguments, message):
         lz.speculative_verify(*arguments)
 
 
+# ---- Triton ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_triton_draws_what_the_definition_draws_in_its_interpreter():
+    pytest.importorskip("triton", reason="needs Triton, whose interpreter runs its kernels on a CPU")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [str(TESTS / "interpreted_sampling.py"), "-W", "ignore::RuntimeWarning"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("result", op.VARIANTS)
+@pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])
+def test_triton_compiles_for_a_gpu(result, backend, arch, warp, tmp_path, monkeypatch):
+    triton = pytest.importorskip("triton", reason="needs Triton, which compiles for a GPU without one")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("needs Triton without its interpreter: unset TRITON_INTERPRET")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lz_compile.lowering.triton.sampling import _sample
+
+    flags = {name for name in _sample.arg_names if name.startswith(("HAS_", "IS_"))}
+    constants = {**dict.fromkeys(flags, True), "RESULT": result, "BLOCK": 1024}
+    pointers = {"logits": "*bf16", "mask": "*i32", "bias": "*bf16", "top_k": "*i32", "seeds": "*i64"}
+    pointers |= {
+        "temperature": "*fp32",
+        "top_p": "*fp32",
+        "min_p": "*fp32",
+        "out": "*i32" if result == "ids" else "*fp32",
+    }
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in _sample.arg_names}
+    values = {(_sample.arg_names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(ASTSource(_sample, signature, values), target=GPUTarget(backend, arch, warp))
+    assert compiled.asm["cubin" if backend == "cuda" else "hsaco"]
+
+
 def test_every_kernel_of_the_op_is_tested_here():
     known = {spec.kernel_id for spec in registry.kernels("sampling").values()} - {"inductor"}
-    assert known == set(KERNELS)
+    assert known == {*KERNELS, "lz.triton_sampling"}

@@ -86,8 +86,10 @@ def test_an_operand_that_is_overwritten_before_the_results_are_taken_is_refused(
     def backend(module: fx.GraphModule, _inputs: object) -> Callable[..., object]:
         (call,) = (node for node in module.graph.nodes if str(node.target).startswith("layerzero.scan"))
         (writer,) = module.graph.find_nodes(op="call_method", target="mul_")
-        writer.append(next(iter(call.users)))
+        result = next(user for user in call.users if user.args[1] == 0)
+        writer.append(result)
         found.extend(scan_calls(module.graph, Effects(module.graph)))
+        call.append(result)
         return module.forward
 
     def function(decay: Tensor, drive: Tensor) -> Tensor:

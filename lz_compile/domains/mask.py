@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from lz_compile.domains.levels import Domain
@@ -146,14 +147,10 @@ def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def ids_of(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The tokens of flat words, ascending, int32; work only where a word is not zero."""
-    places = words.nonzero().flatten()
-    if not places.numel():
-        return torch.empty(0, dtype=torch.int32, device=words.device)
-    bits = torch.arange(WORD, device=words.device)
-    is_set = (words[places].unsqueeze(1) >> bits.to(torch.int32)) & 1 != 0
-    tokens = (places.unsqueeze(1) * WORD + bits)[is_set]
-    return tokens[tokens < vocab_size].to(torch.int32)
+    """The tokens of flat words, ascending, int32."""
+    little = words.numpy(force=True).astype("<i4", copy=False).view(np.uint8)
+    bits = np.unpackbits(little, count=vocab_size, bitorder="little")
+    return torch.from_numpy(np.flatnonzero(bits.view(bool)).astype(np.int32)).to(words.device)
 
 
 def _check_size(domain: Domain, vocab_size: int) -> None:

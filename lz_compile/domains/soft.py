@@ -51,6 +51,8 @@ def soft_adjustments(tokens: torch.Tensor, scores: Sequence[DomainScore], config
     Raises:
         ConstraintError: a token lies outside of a domain's scores.
     """
+    if not scores:
+        return torch.zeros(tokens.numel())
     total = torch.zeros(tokens.numel(), dtype=torch.float64)
     for each in scores:
         if tokens.numel() and int(tokens[-1]) >= each.scores.numel():

@@ -76,23 +76,25 @@ def compile_graph(
     module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], cache_key: str
 ) -> Callable[..., Any]:
     """Hand a graph to Inductor; ``cache_key`` becomes part of its cache keys."""
-    _allow_counters(module)
     name = "post_grad_custom_pre_pass"
     inner = config.get(name, getattr(inductor_config, name))
     patches = {**config, name: _Fingerprint(cache_key, inner)}
+    if _has_scans(module):
+        _allow_counters()
+        # Inductor (2.13) writes over what a loop's body carries while it is still read: gradients of an sLSTM came out wrong.
+        patches["inplace_buffers"] = False
     return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=patches))
 
 
-def _allow_counters(module: fx.GraphModule) -> None:
+def _has_scans(module: fx.GraphModule) -> bool:
+    graphs = (child.graph for child in module.modules() if isinstance(child, fx.GraphModule))
+    return any(graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan) for graph in graphs)
+
+
+def _allow_counters() -> None:
     """Let Inductor count the steps of scans: it reads the number off a tensor, which Dynamo allows for ``fullgraph`` only."""
     context = TracingContext.try_get()
-    graphs = (child.graph for child in module.modules() if isinstance(child, fx.GraphModule))
-    scan = torch.ops.higher_order.scan
-    if (
-        context is not None
-        and context.fake_mode is not None
-        and any(g.find_nodes(op="call_function", target=scan) for g in graphs)
-    ):
+    if context is not None and context.fake_mode is not None:
         context.fake_mode.allow_scalar_outputs = True
 
 

@@ -167,7 +167,9 @@ class Gradients:
         return self.dq.T @ self.rows
 
     def _of_b_q(self) -> Tensor:
-        return self.dy.T @ self.q
+        return (
+            self.q.T @ self.dy
+        ).T.contiguous()  # MKL took 0.8 of the time of dy^T @ q at 2,048 tokens and 32 columns
 
     def _of_weight(self) -> Tensor:
         return self.dy.T @ self.rows

@@ -9,7 +9,7 @@ from torch import fx
 
 from lz_compile.passes import layout
 from lz_compile.passes.algebra import is_pointwise
-from lz_compile.passes.effects import Ambient, Effects
+from lz_compile.passes.effects import Ambient, Effects, grad_enabled
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.view import read, where_of
 
@@ -49,7 +49,7 @@ class Core:
                     f"{node.name} ({where_of(node)}) is also used by {outside[0].name}",
                     "do not return or reuse the scores or probabilities (output_attentions=False)",
                 )
-        if any(self._mode(effects, node) != self.ambient for node in self.nodes):
+        if any(self._differs(effects.ambient(node), node) for node in self.nodes):
             raise RefusedError(
                 "MODE_CHANGES_INSIDE",
                 "autocast or gradient mode changes inside",
@@ -78,9 +78,10 @@ class Core:
                     "use the out-of-place form of that operation",
                 )
 
-    def _mode(self, effects: Effects, node: fx.Node) -> Ambient:
-        mode = effects.ambient(node)
-        return replace(mode, grad=self.ambient.grad) if node in self.ungraded else mode
+    def _differs(self, ambient: Ambient, node: fx.Node) -> bool:
+        """Whether a node runs under other modes; that gradients are on may be said in the graph, or be so from the start."""
+        is_graded = node in self.ungraded or grad_enabled(ambient) == grad_enabled(self.ambient)
+        return not is_graded or replace(ambient, grad=None) != replace(self.ambient, grad=None)
 
 
 def is_dead(node: fx.Node) -> bool:
@@ -124,3 +125,25 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node) -> Core:
     dead = {user for node in (first, *order) if node is not output for user in dead_users(node)}
     nodes = sorted({first, *order} | dead, key=effects.position.__getitem__)
     return Core((*(node for node in nodes if node is not output), output), effects.ambient(output))
+
+
+def overwritten_edge(effects: Effects, core: Core) -> set[fx.Node]:
+    """What a core overwrites in place without having made it, and all that shares memory with it: nobody else may read it.
+
+    Raises:
+        RefusedError: others write into the same memory.
+    """
+    inside = set(core.nodes)
+    written = {effects.owner(node) for node in core.nodes if _is_inplace(effects, node)} - inside
+    if not written:
+        return set()
+    found = {node for node in effects.calls if effects.owner(node) in written} - inside
+    writer = next((node for node in found if _is_inplace(effects, node) or node.op == "placeholder"), None)
+    if writer is not None:
+        raise RefusedError("OPERAND_MUTATED", f"{writer.name} is overwritten", "use its out-of-place form")
+    return found
+
+
+def _is_inplace(effects: Effects, node: fx.Node) -> bool:
+    call = effects.calls.get(node)
+    return call is not None and call.is_inplace

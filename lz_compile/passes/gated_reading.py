@@ -11,7 +11,7 @@ from torch import fx
 from lz_compile.passes.activations import BENDS
 from lz_compile.passes.algebra import Leaf, Region, is_cast
 from lz_compile.passes.axes import Axis, Dims, LayoutError, axes_of, fresh, shape_of
-from lz_compile.passes.core import Core, find_core, is_dead
+from lz_compile.passes.core import Core, find_core, is_dead, overwritten_edge
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.gated_form import Form, read_form
 from lz_compile.passes.match import RefusedError
@@ -137,7 +137,7 @@ def _core(region: Region, rows: list[fx.Node], anchor: fx.Node) -> Core:
     core = replace(cores[0], nodes=(*nodes, anchor))
     if any(effects.ambient(node) != core.ambient for node in core.nodes):
         raise RefusedError("MODE_CHANGES_INSIDE", "autocast or gradient mode changes inside", "change it outside")
-    shared = _shared(effects, core)
+    shared = overwritten_edge(effects, core)
     whole = replace(core, nodes=(*sorted(shared, key=effects.position.__getitem__), *core.nodes))
     edge = {leaf.node for leaf in region.leaves.values()} - shared
     try:
@@ -147,25 +147,3 @@ def _core(region: Region, rows: list[fx.Node], anchor: fx.Node) -> Core:
         edit = "use the activation for its product only" if is_used else refusal.edit
         raise RefusedError(refusal.reason.code, refusal.reason.message, edit) from refusal
     return core
-
-
-def _shared(effects: Effects, core: Core) -> set[fx.Node]:
-    """Projections that an activation overwrites in place, and all that shares memory with them: nobody else may read it.
-
-    Raises:
-        RefusedError: others write into the same memory.
-    """
-    inside = set(core.nodes)
-    written = {effects.owner(node) for node in core.nodes if _is_inplace(effects, node)} - inside
-    if not written:
-        return set()
-    found = {node for node in effects.calls if effects.owner(node) in written} - inside
-    writer = next((node for node in found if _is_inplace(effects, node) or node.op == "placeholder"), None)
-    if writer is not None:
-        raise RefusedError("OPERAND_MUTATED", f"{writer.name} is overwritten", "use its out-of-place form")
-    return found
-
-
-def _is_inplace(effects: Effects, node: fx.Node) -> bool:
-    call = effects.calls.get(node)
-    return call is not None and call.is_inplace

@@ -19,7 +19,7 @@ from lz_compile.passes.axes import (
     shape_of,
     take,
 )
-from lz_compile.passes.view import Call, tensor_of
+from lz_compile.passes.view import Call, tensor_of, value_of
 
 Reader = Callable[[Call, Shape, Dims], Dims]
 
@@ -90,7 +90,7 @@ def _squeeze(_call: Call, shape: Shape, dims: Dims) -> Dims:
 
 def _repeat_interleave(call: Call, shape: Shape, dims: Dims) -> Dims:
     repeats, dim = call.get("repeats"), call.get("dim")
-    if not isinstance(repeats, int) or not isinstance(dim, int):
+    if shape_of_symbol(value_of(repeats)) is None or not isinstance(dim, int):
         raise LayoutError("repeat_interleave by a tensor or without a dim")
     position = _wrap(dim, len(shape))
     kept = take(list(atoms(dims[position])), shape[position])

@@ -27,9 +27,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Program:
-    """What the code is written for: the operands that there are, the result, the dtypes of logits and bias, the registers."""
+    """What the code is written for; each takes a second to compile, so what is asked once for a row is not among it."""
 
-    has: frozenset[str]
+    has_mask: bool
+    has_bias: bool
     result: str
     dtype: torch.dtype
     bias_dtype: torch.dtype
@@ -38,7 +39,6 @@ class Program:
 
     def source(self) -> str:
         """The translation unit."""
-        flags = "\n".join(f"constexpr bool kHas_{name} = {str(name in self.has).lower()};" for name in OPERANDS)
         header = (
             "#include <c10/util/BFloat16.h>" if torch.bfloat16 in (self.dtype, self.bias_dtype, self.out_dtype) else ""
         )
@@ -49,7 +49,7 @@ using Bias = {ELEMENTS[self.bias_dtype]};
 using Out = {"int32_t" if self.result == "ids" else ELEMENTS[self.out_dtype]};
 #define IS_IDS {int(self.result == "ids")}
 constexpr bool kIsScores = {str(self.result == "scores").lower()};
-{flags}
+constexpr bool kHasMask = {str(self.has_mask).lower()}, kHasBias = {str(self.has_bias).lower()};
 constexpr int kLanes = {self.lanes};
 {VECTORS}{SELECTION}{ROWS}"""
 
@@ -67,7 +67,8 @@ def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.T
     threads = max(1, min(torch.get_num_threads(), rows))
     bias = operands.get("bias")
     program = Program(
-        frozenset(operands),
+        "bitmask" in operands,
+        bias is not None,
         attrs.result,
         logits.dtype,
         torch.float32 if bias is None else bias.dtype,
@@ -83,9 +84,8 @@ def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.T
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose rows are contiguous, and that holds numbers which the code reads."""
-    tensor = tensor.float() if tensor.dtype in (torch.float16, torch.float64) else tensor
-    return tensor if tensor.stride(-1) == 1 or tensor.dim() == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    """A tensor of numbers that the code reads."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.float64) else tensor
 
 
 def _needs_memory(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs) -> bool:

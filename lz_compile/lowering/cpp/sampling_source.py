@@ -100,12 +100,24 @@ struct Keys {
   }
 };
 
+// 2 ** 32 times the uniform number of a token under a seed.
+INLINE Floats uniform(Words token, const Keys& keys) {
+  const Words h = mixed(mixed(token + keys.first) ^ keys.second);
+  const Floats high = __builtin_convertvector((Ints)(h >> 16), Floats);
+  const Floats low = __builtin_convertvector((Ints)(h & 0xffffu), Floats);
+  return high * 65536.0f + (low + 0.5f);
+}
+
+// No more than log_clock(v), from the bits of 2 ** 32 v: log(-log(1 - v)) > log(v), and a float's bits are less than
+// its logarithm.
+INLINE Floats least_log_clock(Floats scaled) {
+  const Floats bits = __builtin_convertvector((Ints)scaled, Floats);
+  return bits * 8.262958e-8f - (159.0f * 0.69314718f + 1e-4f);
+}
+
 // What a token's exponential clock shows, as its logarithm: the token whose z minus this is largest is a sample of
 // softmax(z).
-INLINE Floats log_clock(Words token, const Keys& keys) {
-  Words h = mixed(mixed(token + keys.first) ^ keys.second);
-  Floats high = __builtin_convertvector((Ints)(h >> 16), Floats), low = __builtin_convertvector((Ints)(h & 0xffffu), Floats);
-  Floats v = (high * 65536.0f + (low + 0.5f)) * 2.3283064365386963e-10f;
+INLINE Floats log_clock(Floats v) {
   Floats u = 1.0f - v, rest = 1.0f - u;
   Ints is_tiny = rest == 0.0f, is_last = u <= 0.0f;
   Floats safe = is_last ? filled(1.1754944e-38f) : u;
@@ -120,8 +132,9 @@ INLINE float largest(Floats x) {
   return found;
 }
 INLINE bool any(Ints x) {
-  int32_t found = 0;
-  for (int j = 0; j < kLanes; ++j) found |= x[j];
+  uint64_t parts[kLanes / 2], found = 0;
+  std::memcpy(parts, &x, sizeof(x));
+  for (int j = 0; j < kLanes / 2; ++j) found |= parts[j];
   return found != 0;
 }
 """
@@ -229,9 +242,9 @@ struct Row {
   // Scores of kLanes tokens from `i` on; nothing where a token is masked.
   INLINE Floats at(const Row& row, int64_t i) {
     Floats z = load(row.logits + i);
-    if constexpr (kHas_bias) z += load(row.bias + i);
+    if constexpr (kHasBias) z += load(row.bias + i);
     z *= row.inverse;
-    if constexpr (kHas_bitmask) {
+    if constexpr (kHasMask) {
       const Words bits = (words(row.mask[i >> 5]) >> (counting(0) + uint32_t(i & 31))) & 1u;
       z = (Ints)bits != 0 ? z : filled(kNothing);
     }
@@ -242,11 +255,11 @@ struct Row {
     Floats z = filled(kNothing);
     for (int j = 0; i + j < row.vocab; ++j) {
       const int64_t token = i + j;
-      if constexpr (kHas_bitmask) {
+      if constexpr (kHasMask) {
         if (!(row.mask[token >> 5] >> (token & 31) & 1u)) continue;
       }
       float x = float(row.logits[token]);
-      if constexpr (kHas_bias) x += float(row.bias[token]);
+      if constexpr (kHasBias) x += float(row.bias[token]);
       z[j] = x * row.inverse;
     }
     return z;
@@ -254,13 +267,18 @@ struct Row {
   INLINE Floats from(const Row& row, int64_t i) { return i + kLanes <= row.vocab ? at(row, i) : rest(row, i); }
 };
 
-struct Best {
+struct Best {  // of each lane
   Floats value = filled(kNothing);
   Ints place = Ints{} - 1;
   INLINE void see(Best& best, Floats y, int64_t i) {
     const Ints is_more = y > best.value;
     best.value = is_more ? y : best.value;
     best.place = is_more ? (Ints)counting(uint32_t(i)) : best.place;
+  }
+  // What a draw sees of scores: most are out of the race before their clocks are read.
+  INLINE void race(Best& best, Floats z, int64_t i, const Keys& keys) {
+    const Floats scaled = uniform(counting(uint32_t(i)), keys);
+    if (any(z - least_log_clock(scaled) > best.value)) see(best, z - log_clock(scaled * 2.3283064365386963e-10f), i);
   }
   static int32_t token(const Best& best) {
     float value = kNothing;
@@ -279,19 +297,19 @@ static int32_t sample_whole(const Row& row, const Keys* keys) {
   for (int64_t i = 0; i < row.vocab; i += kLanes) {
     const Floats z = Row::from(row, i);
     is_bad |= (z != z) | (z > 3.4028234e38f);
-    Best::see(best, keys ? z - log_clock(counting(uint32_t(i)), *keys) : z, i);
+    if (keys) Best::race(best, z, i, *keys);
+    else Best::see(best, z, i);
   }
   return any(is_bad) ? -1 : Best::token(best);
 }
 
-static int32_t sample_kept(const float* z, int64_t padded, float least, const Keys* keys) {
+static int32_t sample_kept(const float* z, int64_t padded, float least, const Keys& keys) {
   Best best;
   for (int64_t i = 0; i < padded; i += kLanes) {
     const Floats x = load(z + i);
     const Ints is_kept = x >= least;
     if (!any(is_kept)) continue;
-    const Floats y = keys ? x - log_clock(counting(uint32_t(i)), *keys) : x;
-    Best::see(best, is_kept ? y : filled(kNothing), i);
+    Best::race(best, is_kept ? x : filled(kNothing), i, keys);
   }
   return Best::token(best);
 }
@@ -306,9 +324,9 @@ struct Limits {
 static float least_kept(
     const float* z, float* weights, uint32_t* places, int64_t padded, float most, const Limits& limits) {
   float least = kNothing;
-  if (kHas_top_k && limits.top_k > 0 && limits.top_k < padded)
+  if (limits.top_k > 0 && limits.top_k < padded)
     least = kth_largest(z, padded, limits.top_k, weights, places);
-  if (kHas_top_p && limits.top_p < 1) {
+  if (limits.top_p < 1) {
     double total = 0;
     for (int64_t i = 0; i < padded; i += kLanes) {
       const Floats x = load(z + i);
@@ -322,7 +340,7 @@ static float least_kept(
     const float found = reaching<double>(z, padded, limits.top_p * total, weigh, places);
     least = found > least ? found : least;
   }
-  if (kHas_min_p && limits.min_p > 0) {
+  if (limits.min_p > 0) {
     const float found = most + std::log(limits.min_p);
     least = found > least ? found : least;
   }
@@ -376,15 +394,15 @@ extern "C" void sampling(void** tensors, const int64_t* numbers) {
   auto* memory = (float*)tensors[9];
   const int64_t rows = numbers[0], vocab = numbers[1], padded = numbers[2], threads = numbers[3];
   const int64_t* strides = numbers + 4;  // of rows, for each of the first nine tensors
-  constexpr bool kTruncates = kHas_top_k || kHas_top_p || kHas_min_p;
+  const bool truncates = top_k || top_p || min_p;
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t n = 0; n < rows; ++n) {
-    const float t = kHas_temperature ? temperature[n * strides[3]] : 1.0f;
-    const bool is_greedy = t == 0 || !kHas_seeds;
+    const float t = temperature ? temperature[n * strides[3]] : 1.0f;
+    const bool is_greedy = t == 0 || !seeds;
     const Row row{logits + n * strides[0], mask + n * strides[1], bias + n * strides[2], t == 0 ? 1.0f : 1 / t, vocab};
 #if IS_IDS
-    const Keys keys(kHas_seeds ? seeds[n * strides[7]] : 0);
-    if (!kTruncates || is_greedy) {
+    const Keys keys(seeds ? seeds[n * strides[7]] : 0);
+    if (!truncates || is_greedy) {
       out[n] = sample_whole(row, is_greedy ? nullptr : &keys);
       continue;
     }
@@ -396,14 +414,14 @@ extern "C" void sampling(void** tensors, const int64_t* numbers) {
 #endif
     const float most = scores_of(row, z, padded);
     const Limits limits{
-        kHas_top_k ? top_k[n * strides[4]] : 0,
-        kHas_top_p ? double(top_p[n * strides[5]]) : 1.0,
-        kHas_min_p ? min_p[n * strides[6]] : 0.0f};
+        top_k ? top_k[n * strides[4]] : 0,
+        top_p ? double(top_p[n * strides[5]]) : 1.0,
+        min_p ? min_p[n * strides[6]] : 0.0f};
     const bool is_bad = !(most > kNothing);
     auto* places = (uint32_t*)(z + 2 * padded);
     const float least = is_bad ? 0.0f : t == 0 ? most : least_kept(z, z + padded, places, padded, most, limits);
 #if IS_IDS
-    out[n] = is_bad ? -1 : sample_kept(z, padded, least, &keys);
+    out[n] = is_bad ? -1 : sample_kept(z, padded, least, keys);
 #else
     Out* to = out + n * strides[8];
     if (is_bad) {

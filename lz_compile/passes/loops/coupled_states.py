@@ -64,6 +64,7 @@ def _unit(around: Around, place: int, count: int, like: torch.Tensor) -> fx.Node
     """One at a state's place, and zero at the others: ``[number of states, 1, ...]``."""
     kind = {"dtype": like.dtype, "device": like.device}
     unit = around.call(aten.select.int, (around.call(aten.eye.default, (count,), kind), 0, place))
+    unit._rename(f"unit_{place}")  # reports name operands so
     return around.call(aten.reshape.default, (unit, [count, *(1,) * like.dim()]))
 
 

@@ -83,9 +83,8 @@ def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
 
 def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:
     results = call.results()
-    if not isinstance(call.length, int) or not all(value_of(node).is_contiguous() for node in call.init):
-        text = "the number of steps is symbolic, or a first state is not contiguous"
-        raise RefusedError("LOOP_KEPT_WHOLE", text, "compile with dynamic=False, and make the first state contiguous")
+    if not all(value_of(node).is_contiguous() for node in call.init):
+        raise RefusedError("LOOP_KEPT_WHOLE", "a first state is not contiguous", "make it contiguous")
     graph = call.node.graph
     around = Around(graph, call.node, ambient, value_of(call.init[0]).fake_mode)  # type: ignore[attr-defined]
     with graph.inserting_before(call.node):
@@ -145,18 +144,20 @@ class _Loop:
         if node in self.batched.over_time:
             return self.batched.over_time[node]
         always = self.batched.always[node]
-        shape = [self.call.length, *(-1 for _ in value_of(always).shape)]
+        length = self.call.length
+        if not isinstance(length, int):
+            length = self.around.call(torch.Tensor.size, (self.call.xs[0], 0))
+        shape = [length, *(-1 for _ in value_of(always).shape)]
         whole = self.around.call(aten.expand.default, (always, shape))
         return self.around.call(aten.clone.default, (whole,), CONTIGUOUS)
 
     def _delay(self, part: Part) -> None:
         for state in part.states:
             source = self._over_time(self.step.carried[state])
-            length = self.call.length
-            self.final[state] = self.around.call(aten.select.int, (source, 0, length - 1))
+            self.final[state] = self.around.call(aten.select.int, (source, 0, -1))
             if self.step.states[state] in part.wanted:
                 first = self.around.call(aten.unsqueeze.default, (self.call.init[state], 0))
-                earlier = self.around.call(aten.slice.Tensor, (source, 0, 0, length - 1))
+                earlier = self.around.call(aten.slice.Tensor, (source, 0, 0, -1))
                 shifted = self.around.call(aten.cat.default, ([first, earlier], 0))
                 self.batched.over_time[self.step.states[state]] = shifted
 

@@ -11,6 +11,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -177,7 +178,7 @@ def _read_before(buffer: fx.Node, found: _Loads, first: fx.Node) -> None:
     copy.meta["example_value"] = _copied(tensor, torch.Tensor.clone)
     for load in found.original:
         load.replace_input_with(buffer, copy)
-        load.meta["example_value"] = _copied(copy.meta["example_value"], lambda whole, at=load.args[1]: whole[at])
+        load.meta["example_value"] = _copied(copy.meta["example_value"], operator.itemgetter(load.args[1]))
 
 
 def _drop_overwritten(buffer: fx.Node) -> int:
@@ -222,10 +223,10 @@ def _memory(node: fx.Node) -> int | None:
     tensor = tensor_of(node)
     if tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
         return None
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
-def _copied(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _copied(tensor: torch.Tensor, function: Callable[[Any], Any]) -> Any:
     with tensor.fake_mode:  # type: ignore[attr-defined]
         return function(tensor)
 

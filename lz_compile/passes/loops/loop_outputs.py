@@ -80,7 +80,9 @@ def buffers_of(steps: Steps) -> list[Buffer]:
             found.append(buffer)
         elif owner.op in ("placeholder", "get_attr"):
             node = steps.node(0, indices[0])
-            text = f"{node.name} at {where_of(node)} overwrites all of {owner.name}, an input of the graph, in every step"
+            text = (
+                f"{node.name} at {where_of(node)} overwrites all of {owner.name}, an input of the graph, in every step"
+            )
             raise RefusedError("INPUT_OVERWRITTEN", text, "overwrite a copy of it, and copy the last state back")
     return found
 

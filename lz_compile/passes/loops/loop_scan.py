@@ -13,7 +13,7 @@ from lz_compile.passes.loops.loop_search import is_number
 from lz_compile.passes.loops.loop_step_graph import Emitter, StepGraph
 from lz_compile.passes.loops.loop_streams import Place, numbers, stacked
 from lz_compile.passes.match import RefusedError
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.view import tensor_of, value_of
 
 SCAN = torch.ops.higher_order.scan
 
@@ -30,7 +30,7 @@ def emit_scan(loop: Loop, emit: Emitter, owner: torch.nn.Module, place: Place) -
         _without_streams(step)
     taken: set[int] = set()
     initial = [_alone(emit, _initial(emit, loop, slot, place), taken) for slot in step.slots]
-    around = [_alone(emit, place(body.around[number]), taken) for number in step.around]
+    around = [_alone(emit, _as_tensor(emit, loop, place(body.around[number])), taken) for number in step.around]
     path = next(path for path in (f"loop_body_{i}" for i in count()) if not hasattr(owner, path))
     owner.add_module(path, step.module)
     callee = emit.graph.create_node("get_attr", path)
@@ -65,6 +65,14 @@ def _initial(emit: Emitter, loop: Loop, slot: int, place: Place) -> fx.Node:
         text = f"the state begins as the number {given}, and its shape is symbolic"
         raise RefusedError("SHAPE_CHANGES", text, "begin with a tensor (torch.zeros) instead of a number")
     return emit.call(torch.full, sizes, given, dtype=like.dtype, device=like.device)
+
+
+def _as_tensor(emit: Emitter, loop: Loop, node: fx.Node) -> fx.Node:
+    """A symbolic fraction as a tensor without dimensions, which takes part in arithmetic alike; others as they are."""
+    like = tensor_of(loop.body.slots[loop.step.slots[0]].like)
+    if not isinstance(value_of(node), torch.SymFloat) or like is None:
+        return node
+    return emit.call(torch.full, (), node, dtype=torch.float64, device=like.device)
 
 
 def _alone(emit: Emitter, node: fx.Node, taken: set[int]) -> fx.Node:

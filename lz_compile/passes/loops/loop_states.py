@@ -1,5 +1,7 @@
-"""Loops that nobody can run as they are, in other states: those that are updated apart as states of their own, those that
-depend on each other as one. What is tried is kept only where a kernel can run it.
+"""Loops that no kernel can run as they are, in other states.
+
+Parts of a state that are updated apart become states of their own, states that depend on each other become one. What is
+tried is kept only where a kernel can run more of the loop then.
 """
 
 from __future__ import annotations

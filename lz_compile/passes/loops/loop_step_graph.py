@@ -117,10 +117,13 @@ def step_graph(
     for number in streams:
         values[Streamed(number)] = _placeholder(graph, f"x_{number}", streamed(number))
     for number in around:
-        node = body.around[number]
-        if not isinstance(value_of(node), (torch.Tensor, torch.SymInt, int)):
+        node, value = body.around[number], value_of(body.around[number])
+        if isinstance(value, torch.SymFloat) and slots:  # a scan takes no such number, but a tensor of it
+            device = values[Carried(slots[0])].meta["example_value"].device
+            value = emit.compute(torch.empty, (), dtype=torch.float64, device=device)
+        if not isinstance(value, (torch.Tensor, torch.SymInt, int)):
             raise RefusedError("STEP_DIFFERS", f"{node.name} is no tensor", "let steps read tensors only")
-        values[Around(number)] = _placeholder(graph, f"around_{number}", value_of(node))
+        values[Around(number)] = _placeholder(graph, f"around_{number}", value)
     for number, entry in enumerate(body.entries):
         if Part(number) in used:
             emit.like = entry.like

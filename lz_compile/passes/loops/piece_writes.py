@@ -7,7 +7,7 @@ is stored, both are what :mod:`forward_stores` follows.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from lz_compile.passes.view import read, tensor_of, value_of
 #: For every dimension from where to where, or None for all of it.
 Piece: TypeAlias = "tuple[tuple[int, int] | None, ...]"
 
-_OPERATORS = {
+_OPERATORS: Mapping[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
     operator.imul: operator.mul,
@@ -81,8 +81,8 @@ def store_pieces(graph: fx.Graph) -> int:
             candidates.append(node)
     if not candidates:
         return 0
-    for node in candidates:  # what overwrites a tensor gives that tensor
-        node.replace_all_uses_with(node.args[0])
+    for node in candidates:
+        node.replace_all_uses_with(node.all_input_nodes[0])  # what overwrites a tensor gives that tensor
     effects = Effects(graph)
     return sum(
         _stored(node, effects) for node in reversed(candidates)
@@ -138,7 +138,7 @@ def _computed(graph: fx.Graph, node: fx.Node, target: Any, ambient: Ambient) -> 
     value = graph.create_node(node.op, target, node.args, node.kwargs)
     value.meta.update({key: node.meta[key] for key in _ORIGIN if key in node.meta})
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    mode = args[0].fake_mode
+    mode = next(each.fake_mode for each in args if isinstance(each, torch.Tensor))  # type: ignore[attr-defined]
     with ExitStack() as stack:
         for manager in ambient_context(ambient):
             stack.enter_context(manager)

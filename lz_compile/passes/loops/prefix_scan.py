@@ -98,8 +98,9 @@ class _Reader:
             leaves = self._leaves(core, dim, steps)
             if mixing >= 2 * math.log2(steps) and leaves is not None:
                 if len(core) > _MOST_CALLS:
-                    text = f"{output.name} is put together of pieces over time by {len(core):,} calls, too many to be read"
-                    raise RefusedError("PREFIX_SCAN_LONG", text, f"use associative_scan: up to {_MOST_CALLS:,} calls are read")
+                    text = f"{output.name} is put together of pieces over time by {len(core):,} calls: too many are not read"
+                    edit = f"use associative_scan, or fewer levels: up to {_MOST_CALLS:,} calls are read"
+                    raise RefusedError("PREFIX_SCAN_LONG", text, edit)
                 return self._proven(output, core, dim, leaves)
         return None
 

@@ -107,7 +107,8 @@ def _module(old: ScanCall, graph: fx.Graph) -> tuple[str, fx.GraphModule]:
     taken: set[fx.Node] = set()
     output = graph.output_node()
     with graph.inserting_before(output):
-        output.args = ([own_memory(graph, node, taken) for node in output.args[0]],)  # type: ignore[union-attr]
+        given: Any = output.args[0]
+        output.args = ([own_memory(graph, node, taken) for node in given],)
     for node in graph.nodes:
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]

@@ -196,7 +196,7 @@ class _Search:
             try:
                 for steps in self._phases(longer):
                     try:
-                        return self._untangled(self._read(steps), run), None
+                        return self._untangled(self._read(steps)), None
                     except RefusedError as error:
                         refusal = refusal or error
                         if error.reason.code in _FINAL:
@@ -207,7 +207,7 @@ class _Search:
                     break
         return None, refusal if refusal is not None and refusal.reason.code not in _SILENT else None
 
-    def _untangled(self, loop: Loop, run: Run) -> Loop:
+    def _untangled(self, loop: Loop) -> Loop:
         """Of a loop whose steps read only what was made two (or more) steps ago, the loop of twice as many calls.
 
         Its steps belong to two recurrences in turns, as those of a loop that walks a sequence in both directions do.
@@ -217,12 +217,11 @@ class _Search:
         if apart < 2:
             return loop
         period = loop.steps.period * apart
-        start = loop.steps.start
         try:
-            found = [self._read(steps) for steps in self._phases(Run(start, loop.steps.stop, period))[:1]]
+            found = [self._read(steps) for steps in self._phases(Run(loop.steps.start, loop.steps.stop, period))[:1]]
         except RefusedError:
             return loop  # as it was read
-        covered = [each for each in found if each.steps.count * period > run.steps * run.period - 2 * period]
+        covered = [each for each in found if (each.steps.count + 2) * period > loop.steps.stop - loop.steps.start]
         return covered[0] if covered else loop
 
     def _phases(self, run: Run) -> list[Steps]:

@@ -1,5 +1,6 @@
-"""Scans that stay: Inductor compiles those whose steps give something and are given every symbol that sizes are made of, as
-Dynamo gives them. Of those that went, the steps go, too.
+"""Scans that stay are made to compile; of those that went, the steps go, too.
+
+Inductor compiles scans whose steps give something, and are given every symbol that sizes are made of, as Dynamo gives them.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def _symbols(scan: fx.Node) -> list[sympy.Symbol]:
 def _source(scan: fx.Node, symbol: sympy.Symbol) -> fx.Node | None:
     """A node before a scan that is a symbol: a number of the graph, or the size of a tensor."""
     graph = scan.graph
+    node: fx.Node
     for node in graph.nodes:
         if node is scan:
             return None
@@ -111,7 +113,9 @@ def _source(scan: fx.Node, symbol: sympy.Symbol) -> fx.Node | None:
 
 
 def _last_input(graph: fx.Graph) -> fx.Node:
-    return list(graph.find_nodes(op="placeholder"))[-1]
+    *_, last = graph.find_nodes(op="placeholder")
+    assert isinstance(last, fx.Node), "a graph with a loop has inputs"
+    return last
 
 
 def _take(body: fx.GraphModule, symbols: Sequence[tuple[str, torch.SymInt]]) -> None:

@@ -1,8 +1,8 @@
 """Numbers that stand for symbolic sizes while a step is read.
 
 Every symbolic size of what a loop is given gets a prime that divides no number of the step. A size in the trace of the step
-is then a product of primes and of a number without them, and says which product of symbolic sizes it is. Steps are traced with
-two such sets of primes: what does not look like the same product in both is no product of sizes, and is refused.
+is then a product of primes and of a number without them, and says which product of symbolic sizes it is. Steps are traced
+with two such sets of primes: what does not look like the same product in both is no product of sizes, and is refused.
 """
 
 from __future__ import annotations

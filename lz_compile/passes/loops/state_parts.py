@@ -6,6 +6,7 @@ made of it elementwise is cut likewise, operand by operand, until every slice is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def split_states(call: ScanCall, step: Step, around: Around) -> Rewritten | None
 
 
 def _split(call: ScanCall, step: Step, around: Around, state: int, cutter: _Cutter, ends: Sequence[int]) -> Rewritten:
-    dim, spans = cutter.dim, list(zip(ends, ends[1:], strict=False))
+    dim, spans = cutter.dim, list(itertools.pairwise(ends))
     graph = cutter.graph(state, spans)
     old = call.init[state]
     init = [_part_of(around, old, dim, start, stop) for start, stop in spans]
@@ -88,7 +89,7 @@ class _Cutter:
             self._found |= {0, size}
             known = set(self._found)
             ordered = sorted(known)
-            for start, stop in zip(ordered, ordered[1:], strict=False):
+            for start, stop in itertools.pairwise(ordered):
                 self._note(carried, start, stop)
         return sorted(self._found)
 
@@ -103,8 +104,8 @@ class _Cutter:
             given = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
             start, stop, step = slice(*given[1:]).indices(value.shape[dim])
             return [(start, stop)] if given[0] % value.dim() == dim and step == 1 else []
-        if node.target is aten.select.int and node.args[1] % value.dim() == dim:  # type: ignore[operator]
-            start = node.args[2] % value.shape[dim]  # type: ignore[operator]
+        if node.target is aten.select.int and node.args[1] % value.dim() == dim:
+            start = node.args[2] % value.shape[dim]
             return [(start, start + 1)]
         if node.target in _SPLITS:
             return self._pieces(node, value, dim)
@@ -262,9 +263,8 @@ class _Cutter:
             found = [part for (low, high), part in self._parts.items() if start <= low and high <= stop]
             return found[0] if len(found) == 1 else insert(graph, aten.cat.default, (found, dim))
         if node.target is aten.stack.default and _joined(node, dim):
-            rows = [
-                insert(graph, aten.unsqueeze.default, (self._whole(each), dim)) for each in node.args[0][start:stop]
-            ]  # type: ignore[index, union-attr]
+            entries = [each for each, _ in _joined(node, dim)[start:stop]]
+            rows = [insert(graph, aten.unsqueeze.default, (self._whole(each), dim)) for each in entries]
             return rows[0] if len(rows) == 1 else insert(graph, aten.cat.default, (rows, dim))
         made = self._made_of(node, dim, start, stop)
         if any(each is node for each, *_ in made):
@@ -287,10 +287,11 @@ def _joined(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
     if node.target not in (aten.cat.default, aten.stack.default):
         return []
     own = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    if own % node.meta["val"].dim() != dim:  # type: ignore[operator]
+    if own % node.meta["val"].dim() != dim:
         return []
     is_stack = node.target is aten.stack.default
-    return [(each, 1 if is_stack else each.meta["val"].shape[dim]) for each in node.args[0]]  # type: ignore[union-attr]
+    parts: Any = node.args[0]
+    return [(each, 1 if is_stack else each.meta["val"].shape[dim]) for each in parts]
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from lz_compile.passes.loops.stand_ins import StandIn, StandIns
 from lz_compile.passes.match import RefusedError
 
-
 #: In the metadata of nodes that are sizes.
 _SIZE = "layerzero_size"
 
@@ -101,7 +100,8 @@ class _Namer:
         return self._known[number, near]
 
     def _first_call(self) -> fx.Node:
-        return next(node for node in self._graph.nodes if node.op != "placeholder" and _SIZE not in node.meta)
+        found: fx.Node = next(each for each in self._graph.nodes if each.op != "placeholder" and _SIZE not in each.meta)
+        return found
 
     def _product(self, number: int, near: frozenset[fx.Node]) -> fx.Node:
         coefficient, exponents = self._sizes.parts(number)

@@ -112,6 +112,9 @@ def _check_affine(form: StepForm, component: int) -> None:
     step, states = form.step, form.components[component]
     carried = [step.carried[each] for each in states]
     for state, node in zip(states, carried, strict=True):
+        if step.states[state].meta["val"].is_complex():
+            text = f"the state {step.names[step.states[state]]} holds complex numbers"
+            raise RefusedError("COMPLEX_STATE", text, "carry its real and imaginary parts as two states")
         if not step.states[state].meta["val"].is_floating_point():
             text = f"the state {step.names[step.states[state]]} holds no real numbers"
             raise RefusedError("NOT_AFFINE", text, "keep counters out of the state")

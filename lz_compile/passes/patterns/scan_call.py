@@ -80,24 +80,18 @@ def _match(node: fx.Node, effects: Effects) -> Match:
     Raises:
         RefusedError: its results are not taken apart, it is mapped over a dimension, or an operand is overwritten.
     """
-    arguments = dict(zip((*OPERANDS, "out_dtype", "state_dtype"), node.args, strict=False)) | node.kwargs
-    given = {name: arguments[name] for name in OPERANDS if isinstance(arguments.get(name), fx.Node)}
+    arguments: dict[str, Any] = dict(zip((*OPERANDS, "out_dtype", "state_dtype"), node.args, strict=False)) | node.kwargs
+    given: dict[str, fx.Node] = {name: each for name in OPERANDS if isinstance(each := arguments.get(name), fx.Node)}
     outputs = _outputs(node, effects, given)
     tensors = {name: tensor for name, each in given.items() if (tensor := tensor_of(each)) is not None}
     wide = torch.promote_types(scan_op.common_dtype(tensors), torch.float32)
-    dtypes = [arguments[name] for name in ("out_dtype", "state_dtype")]
-    attrs = ScanAttrs("after", "erase" in given, wide, *dtypes)
+    attrs = ScanAttrs("after", "erase" in given, wide, arguments["out_dtype"], arguments["state_dtype"])
     axes = {letter: Axis(as_size(size)) for letter, size in zip("BHTKVRQ", scan_op.sizes_of(tensors), strict=True)}
     inputs = {each: _dims(name, tensors[name], axes) for name, each in given.items()}
     ambient = effects.ambient(node)
-    facts = scan_op.facts_of(tensors)
-    facts = ScanFacts(
-        *(axes[letter].size for letter in "BHTKVRQ"),
-        structure=facts.structure,
-        dtype=facts.dtype,
-        device=facts.device,
-        needs_grad=grad_enabled(ambient) and any(tensor.requires_grad for tensor in tensors.values()),
-    )
+    sizes: dict[str, Any] = {name: as_size(size) for name, size in scan_op.sizes_of(tensors)._asdict().items()}
+    needs_grad = grad_enabled(ambient) and any(tensor.requires_grad for tensor in tensors.values())
+    facts = replace(scan_op.facts_of(tensors), **sizes, needs_grad=needs_grad)
     places = {place: tuple(axes[letter] for letter in letters) for place, letters in enumerate(("BHTQV", "BHKV"))}
     dims = {each: tuple(() if axis.size == 1 else (axis,) for axis in places[place]) for each, place in outputs.items()}
     ordered = sorted(outputs)
@@ -156,7 +150,7 @@ def _scales(given: Mapping[str, fx.Node], keys: Axis) -> dict[fx.Node, float]:
 
 def _source(attrs: ScanAttrs, facts: ScanFacts, tensors: Mapping[str, torch.Tensor]) -> str:
     """The kernel that the call chooses by itself, when it is traced."""
-    sizes = {name: _hint(size) for name, size in scan_op.sizes_of(tensors)._asdict().items()}
+    sizes: dict[str, Any] = {name: _hint(size) for name, size in scan_op.sizes_of(tensors)._asdict().items()}
     kernel = eager.kernel_for(_OP, attrs, replace(facts, **sizes), next(iter(tensors.values())).device)
     return EAGER_KERNEL if kernel is None or kernel.call is None else kernel.kernel_id
 

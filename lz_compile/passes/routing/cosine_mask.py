@@ -113,7 +113,7 @@ def _threshold(mask: Leaf, difference: sympy.Expr) -> float:
         except (ZeroDivisionError, OverflowError):
             return math.nan
 
-    lengths = [(length, other) for length in (1e-9, 1e-7, 1e-5, 0.03, 1.0, 7.0, 300.0) for other in (0.2, 1.0, 5.0)]
+    lengths = [(length, other) for length in (1.0, 0.03, 7.0, 300.0, 1e-5, 1e-7, 1e-9) for other in (0.2, 1.0, 5.0)]
     zero = all(value(c, *each) * c > 0 for each in lengths for c in (-1.0, -0.3, -1e-3, 1e-3, 0.2, 1.0))
     if zero and not value(0.0, 1.0, 1.0) > 0 and not value(0.0, 0.0, 1.0) > 0:
         return 0.0

@@ -13,7 +13,7 @@ import sympy
 from torch import fx
 
 from lz_compile.passes import contraction
-from lz_compile.passes.algebra import Leaf, Region, Rule, reduce_indicators
+from lz_compile.passes.algebra import DROPOUT, Leaf, Region, Rule, reduce_indicators
 from lz_compile.passes.axes import Axis, Dims, LayoutError, axes_of, shape_of
 from lz_compile.passes.view import Call, tensor_of
 
@@ -36,6 +36,7 @@ class Products(Region):
 
     records: bool = True
     products: list[fx.Node] = field(default_factory=list)
+    dropped: set[fx.Node] = field(default_factory=set)
     _read: int = 0
 
     def express(self, node: object, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
@@ -48,7 +49,10 @@ class Products(Region):
     def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
         if call.name == "einsum":
             return self._einsum(call, dims)
-        return super()._express_call(call, dims)
+        expression = super()._express_call(call, dims)
+        if call.name == "dropout" and expression.has(DROPOUT):
+            self.dropped |= {self.leaves[symbol].node for symbol in expression.free_symbols & self.leaves.keys()}
+        return expression
 
     def _product(self, call: Call, dims: Dims) -> sympy.Expr:
         bias = call.get("bias") if call.name == "linear" else None
@@ -109,6 +113,10 @@ class Products(Region):
         """Whether a gradient flows to a leaf, or would if it were not detached."""
         tensor = tensor_of(self.leaves[symbol].node)
         return self.records and tensor is not None and tensor.requires_grad
+
+    def drops(self, source: fx.Node) -> bool:
+        """Whether the source was read after dropout."""
+        return source in self.dropped
 
     def terms(self, expression: sympy.Expr) -> list[Term] | None:
         """An expression as a sum of products of leaves; None where it is no short one."""

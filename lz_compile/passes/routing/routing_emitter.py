@@ -71,7 +71,8 @@ class Places:
 class RoutingEmitter:
     """``op(x, vh, u, delta, a_q, b_q, ...)``; every operand is a product of tensors (the base: a sum).
 
-    ``ties`` are axes that are others by another name: each product has its own for what it sums over.
+    ``ties`` are axes that are others by another name: each product has its own for what it sums over. ``unread`` is what the
+    source reads although it makes no difference.
     """
 
     parts: Mapping[str, tuple[Operand, ...]]
@@ -81,6 +82,7 @@ class RoutingEmitter:
     matrix_dtype: torch.dtype
     attrs: RoutingAttrs
     ties: Mapping[Axis, Axis]
+    unread: Mapping[fx.Node, Dims]
 
     @classmethod
     def of(
@@ -93,6 +95,7 @@ class RoutingEmitter:
         products: Sequence[fx.Node],
         ties: Mapping[Axis, Axis],
         cosine: Cosine | None,
+        unread: Mapping[fx.Node, Dims],
     ) -> RoutingEmitter:
         """What was read, over the axes of the result."""
         parts = {name: own for name, own in parts.items() if own}
@@ -111,7 +114,7 @@ class RoutingEmitter:
             out_dtype=out.dtype,
         )
         matrix_dtype = max(kinds, key=lambda kind: kind.itemsize)
-        return cls(parts, places, output, output_dims, matrix_dtype, attrs, ties)
+        return cls(parts, places, output, output_dims, matrix_dtype, attrs, ties, unread)
 
     def operands(self, builder: Builder) -> dict[str, Any]:
         """Everything that there is, in the canonical layout."""
@@ -155,6 +158,7 @@ class RoutingEmitter:
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
         inputs = {part.leaf.node: part.leaf.dims for parts in self.parts.values() for part in parts}
+        inputs |= self.unread
         x = self.parts["x"][0].leaf.node
         return Match(
             op=op,

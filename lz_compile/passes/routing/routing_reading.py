@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import sympy
 from torch import fx
 
-from lz_compile.passes.algebra import Leaf
+from lz_compile.passes import layout
+from lz_compile.passes.algebra import Leaf, is_cast
 from lz_compile.passes.axes import Axis, Dims, LayoutError, axes_of, fresh, resolve, shape_of
-from lz_compile.passes.core import Core, find_core, is_dead
+from lz_compile.passes.core import Core, find_core, is_dead, overwritten_edge
 from lz_compile.passes.effects import Effects, MutatedError, grad_enabled
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.parts import Edge
@@ -64,6 +65,7 @@ class Reader:
 
     effects: Effects
     summands: Summands
+    _dropped: set[fx.Node] = field(default_factory=set)
 
     def read(self, anchor: fx.Node) -> Found | None:
         """The routed adapter in the sum ``anchor``; None where there is none.
@@ -97,6 +99,12 @@ class Reader:
         edge = Edge(self.effects, source)
         roles = {node: self._roles(node, edge, set(sums)) for node in found if edge.depends(node)}
         kept = {node for node, own in roles.items() if any(is_kept(role) for role in own)}
+        if kept and roles.keys() & self._dropped:
+            raise RefusedError(
+                "INPUT_DROPPED",
+                "one of the adapters reads the input after dropout, the other does not",
+                "set the dropout of the quarantine to zero (lora_dropout=0)",
+            )
         low_rank = {node for node, own in roles.items() if any(isinstance(role, Adapter) for role in own)}
         if not kept or kept == low_rank:
             return None
@@ -124,6 +132,8 @@ class Reader:
             terms = region.terms(region.express(node, dims))
         except (LayoutError, MutatedError):
             return []
+        if terms is None and region.drops(edge.source):
+            self._dropped.add(node)
         span = frozenset(axes_of(dims))
         products = [term for term in terms or () if not _is_plain(term, region, edge)]
         roles = [role_of(region, term, edge.source, span) for term in products]
@@ -160,11 +170,11 @@ class Reader:
             raise LayoutError("one tensor in two places")
         interior = {**found.region.interior, **(cosine.interior if cosine is not None else {})}
         readers = {**(cosine.readers if cosine is not None else {}), **found.region.readers}
-        core = self._core(
-            {node: readers.get(node, output) for node in nodes}, set(interior) - set(nodes), output, cosine
-        )
+        unread = _unread(found.region, [*nodes, *interior], ties)
+        edges = {node: readers.get(node, output) for node in nodes}
+        core = self._core(edges, set(interior) - set(nodes), output, cosine, unread)
         emitter = RoutingEmitter.of(
-            self.effects, operands, found.dims, output, core, found.region.products, ties, cosine
+            self.effects, operands, found.dims, output, core, found.region.products, ties, cosine, unread
         )
         return emitter, core, interior
 
@@ -203,7 +213,12 @@ class Reader:
         return cosine_of(region, mask, activation, is_inverted=kept.is_inverted, depends=edge.depends)
 
     def _core(
-        self, edges: Mapping[fx.Node, fx.Node], inside: set[fx.Node], output: fx.Node, cosine: Cosine | None
+        self,
+        edges: Mapping[fx.Node, fx.Node],
+        inside: set[fx.Node],
+        output: fx.Node,
+        cosine: Cosine | None,
+        unread: Mapping[fx.Node, Dims],
     ) -> Core:
         """The nodes between the tensors that are given and the sum.
 
@@ -213,16 +228,45 @@ class Reader:
         place = self.effects.position
         cores = [find_core(self.effects, edge, output) for edge in edges if place[edge] < place[output]]
         between = {node for core in cores for node in core.nodes if node in inside or is_dead(node)} - set(edges)
-        nodes = sorted(between - {output}, key=self.effects.position.__getitem__)
-        ungraded = frozenset() if cosine is None else frozenset(cosine.interior)
-        core = Core((*nodes, output), self.effects.ambient(output), ungraded)
+        nodes = self._without_shared(sorted(between - {output}, key=place.__getitem__), output)
+        dead = self._only_for(unread, {*nodes, output})
+        nodes = sorted({*nodes, *dead}, key=place.__getitem__)
+        ungraded = dead if cosine is None else dead | set(cosine.interior)
+        core = Core((*nodes, output), self.effects.ambient(output), frozenset(ungraded))
+        shared = overwritten_edge(self.effects, core)
+        whole = replace(core, nodes=(*sorted(shared, key=place.__getitem__), *core.nodes))
         try:
-            core.check(self.effects, edges)
+            whole.check(self.effects, {node: reader for node, reader in edges.items() if node not in shared})
         except RefusedError as refusal:
             is_used = refusal.reason.code == "INTERIOR_USED"
             edit = "use the sum only, and compute what else is needed of it apart" if is_used else refusal.edit
             raise RefusedError(refusal.reason.code, refusal.reason.message, edit) from refusal
         return core
+
+    def _only_for(self, unread: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+        """What is computed for values that make no difference, and for nothing else."""
+        found, queue = set[fx.Node](), list(unread)
+        while queue:
+            node = queue.pop()
+            is_own = all(user in inside or user in found for user in node.users)
+            if node in found or self.effects.calls[node] is None or not is_own:
+                continue
+            found.add(node)
+            queue.extend(each for each in node.all_input_nodes if each not in inside)
+        return found
+
+    def _without_shared(self, nodes: list[fx.Node], output: fx.Node) -> list[fx.Node]:
+        """The nodes without those that only cast or rearrange a given tensor, and that others read, too."""
+        inside, found = {*nodes, output}, list[fx.Node]()
+        for node in nodes:
+            call = self.effects.calls[node]
+            is_moved = call is not None and (is_cast(call) or layout.rearranges(call)) and not call.is_inplace
+            is_made = any(operand in inside for operand in node.all_input_nodes)
+            if is_moved and not is_made and any(user not in inside and not is_dead(user) for user in node.users):
+                inside.discard(node)
+            else:
+                found.append(node)
+        return found
 
 
 def is_kept(role: Role) -> bool:
@@ -316,6 +360,13 @@ def _ties(found: _Sum, kept: Kept, quarantine: Kept, cosine: Cosine | None) -> M
             raise LayoutError("the features of the input are taken apart in different ways")
         ties.update({name: axis for name, axis in zip(names, axes, strict=True) if name is not axis})
     return ties
+
+
+def _unread(region: Products, operands: Iterable[fx.Node], ties: Mapping[Axis, Axis]) -> dict[fx.Node, Dims]:
+    """What the source reads and the result does not depend on: masks where no gradient flows."""
+    given = set(operands)
+    leaves = [_renamed(leaf, ties) for leaf in region.leaves.values() if tensor_of(leaf.node) is not None]
+    return {leaf.node: leaf.dims for leaf in leaves if leaf.node not in given}
 
 
 def _rank(region: Products, adapter: Adapter) -> tuple[Axis, ...]:

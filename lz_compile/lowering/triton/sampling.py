@@ -1,0 +1,225 @@
+"""Sampling in Triton: a program for each row; limits are found bit by bit of the smallest score that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+from lz_compile.lowering.ops.sampling import OPERANDS, SamplingAttrs
+from lz_compile.lowering.triton.launch import on
+
+#: Tokens that are looked at at a time.
+BLOCK = 4096
+
+
+@triton.jit
+def _mixed(x):
+    """A permutation of 32-bit numbers, as in ``lowering/ops/sampling.py``."""
+    x = x ^ (x >> 16)
+    x = x * tl.full((1,), 0x7FEB352D, tl.uint32)
+    x = x ^ (x >> 15)
+    x = x * tl.full((1,), 0x846CA68B, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _log_clock(token, seed):
+    """``log(-log(1 - v))`` with ``v`` a hash of token and seed; of a small ``v`` by its series, for ``1 - v`` would round."""
+    low = seed.to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
+    first = _mixed(low ^ tl.full((1,), 0x9E3779B9, tl.uint32))
+    second = _mixed(_mixed(high ^ tl.full((1,), 0x85EBCA6B, tl.uint32)) ^ first)
+    bits = _mixed(_mixed(token.to(tl.uint32) + first) ^ second)
+    v = ((bits >> 16).to(tl.float32) * 65536.0 + ((bits & 0xFFFF).to(tl.float32) + 0.5)) * 2.3283064365386963e-10
+    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * (0.25 + v * 0.2))))
+    rest = tl.maximum(1.0 - v, 1.1754944e-38)
+    return tl.log(tl.where(v < 0.03, series, -tl.log(rest)))
+
+
+@triton.jit
+def _scores(logits, mask, bias, token, vocab, inverse, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """``(logits + bias) / temperature`` of some tokens of a row, minus infinity where they are masked or there are none."""
+    inside = token < vocab
+    z = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
+    if HAS_BIAS:
+        z = z + tl.load(bias + token, mask=inside, other=0.0).to(tl.float32)
+    z = z * inverse
+    if HAS_MASK:
+        word = tl.load(mask + token // 32, mask=inside, other=0)
+        inside = inside & (((word >> (token % 32)) & 1) != 0)
+    return tl.where(inside, z, float("-inf"))
+
+
+@triton.jit
+def _ordered(z):
+    """Integers whose order is that of floats."""
+    bits = (z + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _weight(z, key, least, most, COUNTS: tl.constexpr):
+    """What a score weighs: one, or its probability but for a factor; nothing below ``least``, or where it is masked."""
+    is_kept = (key >= least) & (z > float("-inf"))
+    return tl.where(is_kept, 1.0, 0.0) if COUNTS else tl.where(is_kept, tl.exp(z - most), 0.0)
+
+
+@triton.jit
+def _reaching(
+    logits, mask, bias, vocab, inverse, least, most, wanted,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest key such that what is at least as large weighs ``wanted``, of what is not below ``least``."""
+    lane = tl.arange(0, BLOCK)
+    found = tl.full((), -2147483648, tl.int32)
+    for step in range(32):
+        bit = 31 - step
+        tried = tl.where(step == 0, 0, found + (tl.full((), 1, tl.int32) << tl.minimum(bit, 30)))
+        total = tl.full((), 0.0, tl.float64)
+        for start in range(0, vocab, BLOCK):
+            z = _scores(logits, mask, bias, start + lane, vocab, inverse, HAS_MASK, HAS_BIAS)
+            key = _ordered(z)
+            weight = tl.where(key >= tried, _weight(z, key, least, most, COUNTS), 0.0)
+            total += tl.sum(weight, 0).to(tl.float64)
+        found = tl.where(total >= wanted, tried, found)
+    return found
+
+
+@triton.jit
+def _largest(
+    logits, mask, bias, vocab, inverse, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The largest score of a row, and whether it is no distribution."""
+    lane = tl.arange(0, BLOCK)
+    most = tl.full((), float("-inf"), tl.float32)
+    bad = tl.full((), 0, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        z = _scores(logits, mask, bias, start + lane, vocab, inverse, HAS_MASK, HAS_BIAS)
+        is_bad = (z != z) | (z == float("inf"))  # noqa: PLR0124 NaN
+        bad = tl.maximum(bad, tl.max(is_bad.to(tl.int32), 0))
+        most = tl.maximum(most, tl.max(tl.where(is_bad, float("-inf"), z), 0))
+    return most, (bad != 0) | (most == float("-inf"))
+
+
+@triton.jit
+def _weigh(
+    logits, mask, bias, vocab, inverse, least, most, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The sum of the probabilities, but for a factor, of what is not below ``least``."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.full((), 0.0, tl.float64)
+    for start in range(0, vocab, BLOCK):
+        z = _scores(logits, mask, bias, start + lane, vocab, inverse, HAS_MASK, HAS_BIAS)
+        total += tl.sum(_weight(z, _ordered(z), least, most, False), 0).to(tl.float64)
+    return total
+
+
+@triton.jit
+def _least_kept(
+    logits, mask, bias, vocab, inverse, most, top_k, top_p, min_p,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The smallest key that is kept; the limits are this row's."""
+    least = tl.full((), -2147483648, tl.int32)
+    if HAS_TOP_K:
+        k = tl.load(top_k)
+        if (k > 0) & (k < vocab):
+            wanted = k.to(tl.float64)
+            least = _reaching(logits, mask, bias, vocab, inverse, least, most, wanted, HAS_MASK, HAS_BIAS, True, BLOCK)
+    if HAS_TOP_P:
+        p = tl.load(top_p)
+        if p < 1:
+            wanted = p.to(tl.float64) * _weigh(
+                logits, mask, bias, vocab, inverse, least, most, HAS_MASK, HAS_BIAS, BLOCK
+            )
+            own = _reaching(logits, mask, bias, vocab, inverse, least, most, wanted, HAS_MASK, HAS_BIAS, False, BLOCK)
+            least = tl.maximum(least, own)
+    if HAS_MIN_P:
+        share = tl.load(min_p)
+        least = tl.where(share > 0, tl.maximum(least, _ordered(most + tl.log(share))), least)
+    return least
+
+
+@triton.jit
+def _drawn(
+    logits, mask, bias, vocab, inverse, least, seed, is_greedy,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, IS_RANDOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token whose score, less its clock, is largest; the first of several."""
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((), float("-inf"), tl.float32)
+    place = tl.full((), -1, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        token = start + lane
+        z = _scores(logits, mask, bias, token, vocab, inverse, HAS_MASK, HAS_BIAS)
+        y = tl.where(is_greedy, z, z - _log_clock(token, seed)) if IS_RANDOM else z
+        y = tl.where((_ordered(z) >= least) & (z > float("-inf")), y, float("-inf"))
+        value = tl.max(y, 0)
+        first = tl.min(tl.where(y == value, token, 2147483647), 0)
+        place = tl.where(value > best, first, place)
+        best = tl.maximum(best, value)
+    return place
+
+
+@triton.jit
+def _sample(
+    logits, mask, bias, temperature, top_k, top_p, min_p, seeds, out,
+    vocab, logit_stride, mask_stride, bias_stride, temperature_stride, k_stride, p_stride, min_stride, out_stride,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, IS_RANDOM: tl.constexpr, RESULT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logit_stride
+    mask += row * mask_stride
+    bias += row * bias_stride
+    t = tl.load(temperature + row * temperature_stride) if HAS_TEMPERATURE else tl.full((), 1.0, tl.float32)
+    is_greedy = t == 0
+    inverse = 1.0 / tl.where(is_greedy, 1.0, t)
+    most, is_bad = _largest(logits, mask, bias, vocab, inverse, HAS_MASK, HAS_BIAS, BLOCK)
+    least = _least_kept(
+        logits, mask, bias, vocab, inverse, most, top_k + row * k_stride, top_p + row * p_stride, min_p + row * min_stride,
+        HAS_MASK, HAS_BIAS, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P, BLOCK,
+    )  # fmt: skip
+    least = tl.where(is_greedy, _ordered(most), least)
+    if RESULT == "ids":
+        seed = tl.load(seeds + row) if IS_RANDOM else 0
+        place = _drawn(logits, mask, bias, vocab, inverse, least, seed, is_greedy, HAS_MASK, HAS_BIAS, IS_RANDOM, BLOCK)
+        tl.store(out + row, tl.where(is_bad, -1, place))
+    else:
+        total = tl.full((), 1.0, tl.float64)
+        if RESULT == "probs":
+            total = _weigh(logits, mask, bias, vocab, inverse, least, most, HAS_MASK, HAS_BIAS, BLOCK)
+        lane = tl.arange(0, BLOCK)
+        for start in range(0, vocab, BLOCK):
+            token = start + lane
+            z = _scores(logits, mask, bias, token, vocab, inverse, HAS_MASK, HAS_BIAS)
+            key = _ordered(z)
+            if RESULT == "probs":
+                y = tl.where(is_bad, float("nan"), _weight(z, key, least, most, False) / total.to(tl.float32))
+            else:
+                y = tl.where(is_bad | (key >= least), z, float("-inf"))
+            tl.store(out + row * out_stride + token, y.to(out.dtype.element_ty), mask=token < vocab)
+
+
+def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.Tensor) -> None:
+    """Fill ``out``, as ``lowering/ops/sampling.py`` says of operands and result; rows must be contiguous in memory."""
+    logits = operands["logits"]
+    rows, vocab = logits.shape
+    given = [operands.get(name, logits) for name in OPERANDS]
+    strides = [
+        0 if name not in operands or operands[name].shape[0] == 1 else operands[name].stride(0)
+        for name in OPERANDS[:-1]
+    ]
+    block = min(BLOCK, triton.next_power_of_2(vocab))
+    with on(logits.device):
+        _sample[(rows,)](
+            *given, out, vocab, *strides, out.stride(0),
+            HAS_MASK=attrs.has_bitmask, HAS_BIAS=attrs.has_bias, HAS_TEMPERATURE=attrs.has_temperature,
+            HAS_TOP_K=attrs.has_top_k, HAS_TOP_P=attrs.has_top_p, HAS_MIN_P=attrs.has_min_p, IS_RANDOM=attrs.is_random,
+            RESULT=attrs.result, BLOCK=block, num_warps=8,
+        )  # fmt: skip

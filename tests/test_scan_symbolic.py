@@ -1,0 +1,318 @@
+"""Recurrences whose batch, heads or widths are symbolic: one compile for all sizes, read and run as with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import Rewriting
+from loop_spellings import OUTERS, READS
+from recurrent_zoo import FAMILIES
+from step_spellings import KNOWN, B, Family, inputs
+from test_scan_steps import Compiler, eager, loop
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lz_compile import reports
+from lz_compile.passes.loops.stand_ins import StandIns, is_ambiguous
+
+#: Batches that a graph was compiled for, and others that it must serve.
+FIRST, OTHERS = 11, (2, 5)
+#: Spellings that write the batch out as a number, so that Dynamo keeps it.
+_NUMBERED = {"kda_bmm"}
+#: One family of every structure; Dynamo takes two seconds for each.
+_QUICK = {"spike_kda_silent_heads", "gated_delta", "mamba1", "token_shift", "two_ema", "rwkv6"}
+_FAMILIES = [
+    pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in sorted(KNOWN.keys() - _NUMBERED)
+]
+
+
+def sized(family: Family, batch: int) -> Family:
+    """The family with another batch."""
+
+    def of(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        return tuple((batch, *shape[1:]) if shape[0] == B else shape for shape in shapes)
+
+    return replace(family, init=of(family.init), given=of(family.given))
+
+
+@pytest.mark.parametrize("name", _FAMILIES)
+def test_every_family_is_read_with_a_symbolic_batch_and_serves_others(name: str) -> None:
+    family = KNOWN[name]
+    torch._dynamo.reset()
+    compiler = Compiler()
+    function = torch.compile(loop(family), backend=compiler, fullgraph=True)
+    for batch in (FIRST, *OTHERS):
+        init, given = inputs(sized(family, batch))
+        for tensors, dim in ((init, 0), (given, 1)):
+            for tensor in tensors if batch == FIRST else ():
+                torch._dynamo.mark_dynamic(tensor, dim)
+        got, want = function(init, given), eager(family, init, given)
+        assert compiler.structure == family.structure, (
+            compiler.misses
+        )  # found in the first compile, and in no other one
+        for one, two in zip(got, want, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+
+
+def test_the_number_of_steps_may_be_symbolic_where_a_loop_comes_apart() -> None:
+    family = KNOWN["token_shift"]
+    torch._dynamo.reset()
+    backend = Rewriting()
+    function = torch.compile(loop(family), backend=backend, fullgraph=True)
+    for batch, length in ((11, 17), (13, 19), (2, 5), (3, 140)):
+        init, given = inputs(sized(family, batch), length=length)
+        for tensor in (*init, *given) if batch == FIRST else ():
+            torch._dynamo.mark_dynamic(tensor, 0)
+        for tensor in given if batch == FIRST else ():
+            torch._dynamo.mark_dynamic(tensor, 1)
+        for one, two in zip(function(init, given), eager(family, init, given), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+    assert len(backend.graphs) == 1
+    assert scans(backend) == ["lz.rolled_scan"], backend.why_not()
+
+
+# ---- loops as they are written -----------------------------------------------------------------------------------------
+
+
+def attention(
+    read: Callable[..., Tensor], outer: Callable[..., Tensor], *, merges: bool, erases: bool
+) -> Callable[..., Any]:
+    """A fast weight loop in one spelling; ``merges`` keeps batch and heads in one dimension of the state."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        batch, length, heads, keys = q.shape
+        values = v.shape[-1]
+        state = q.new_zeros(batch * heads, keys, values) if merges else q.new_zeros(batch, heads, keys, values)
+        outputs = []
+        for t in range(length):
+            whole = state.view(batch, heads, keys, values) if merges else state
+            whole = torch.sigmoid(a[:, t])[..., None] * whole
+            given = v[:, t] - read(k[:, t], whole) if erases else v[:, t]
+            whole = whole + outer(k[:, t], b[:, t, :, None] * given)
+            outputs.append(read(q[:, t], whole))
+            state = whole.reshape(batch * heads, keys, values) if merges else whole
+        return torch.stack(outputs, 1), state
+
+    return run
+
+
+def bmm(q: Tensor, state: Tensor) -> Tensor:
+    batch, heads, keys, values = state.shape
+    found = torch.bmm(q.reshape(batch * heads, 1, keys), state.reshape(batch * heads, keys, values))
+    return found.view(batch, heads, values)
+
+
+def problem(batch: int, heads: int = 3, keys: int = 4, values: int = 5, length: int = 9) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(batch)
+    shapes = [(batch, length, heads, size) for size in (keys, keys, values, keys)] + [(batch, length, heads)]
+    q, k, v, a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return tuple(each.requires_grad_() for each in (q, F.normalize(k, dim=-1), v, a, torch.sigmoid(b)))
+
+
+def compare(
+    function: Callable[..., Any], compiled: Callable[..., Any], given: Sequence[Tensor], tolerance: float
+) -> None:
+    """Results and gradients of both."""
+    results = []
+    for each in (compiled, function):
+        outputs = pytree.tree_leaves(each(*given))
+        loss = torch.stack([output.double().square().sum() for output in outputs]).sum()
+        results.append([*outputs, *torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)])
+    for one, two in zip(*results, strict=True):
+        scale = float(two.detach().abs().max().clamp(min=1))
+        torch.testing.assert_close(one / scale, two / scale, rtol=tolerance, atol=tolerance)
+
+
+def scans(backend: Rewriting) -> list[str]:
+    """The kernels of scans, in the order of compiles."""
+    return [match.kernel for match in backend.report.matches if match.op == "scan" and match.rewritten]
+
+
+_SPELLINGS = [
+    (read, outer, merges, erases)
+    for number, read in enumerate((*(each for each in READS if each.__name__ != "read_bmm"), bmm))
+    for merges, erases, outer in ((number % 2 == 0, number < 2, OUTERS[number % 3]),)
+]
+
+
+@pytest.mark.parametrize(("read", "outer", "merges", "erases"), _SPELLINGS)
+def test_loops_keep_their_kernel_for_batches_that_come_later(
+    read: Callable[..., Tensor], outer: Callable[..., Tensor], merges: bool, erases: bool
+) -> None:
+    function = attention(read, outer, merges=merges, erases=erases)
+    torch._dynamo.reset()
+    backend = Rewriting()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for batch in (2, 3, 5, 7):
+        compare(function, compiled, problem(batch), 1e-9)
+    assert len(backend.graphs) == 2, "the second batch makes it symbolic, and the others follow"
+    assert scans(backend) == ["lz.rolled_scan"] * 2, backend.why_not()
+
+
+def test_a_batch_of_one_is_served_as_dynamo_compiles_it() -> None:
+    function = attention(bmm, OUTERS[2], merges=True, erases=True)
+    torch._dynamo.reset()
+    backend = Rewriting()
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    for batch in (2, 1, 4):
+        compare(function, compiled, problem(batch), 1e-9)
+    assert len(backend.graphs) == 2  # one is a number of its own
+    assert scans(backend) == ["lz.rolled_scan"] * 2, backend.why_not()
+
+
+def test_every_size_may_be_symbolic() -> None:
+    function = attention(bmm, OUTERS[1], merges=True, erases=True)
+    torch._dynamo.reset()
+    backend = Rewriting()
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    for sizes in ((2, 3, 4, 5), (3, 5, 7, 4), (6, 2, 3, 9)):
+        compare(function, compiled, problem(*sizes), 1e-9)
+    assert scans(backend) == ["lz.rolled_scan"], backend.why_not()
+
+
+# ---- sizes as numbers --------------------------------------------------------------------------------------------------
+
+
+def pointwise(step: Callable[[Tensor, Tensor], Tensor], read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        state, outputs = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = step(state, x[:, t])
+            outputs.append(read(state))
+        return torch.stack(outputs, 1)
+
+    return run
+
+
+def dynamic(function: Callable[..., Any], **options: Any) -> Rewriting:
+    torch._dynamo.reset()
+    backend = Rewriting(**options)
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    for width in (7, 5):
+        given = torch.randn(3, 20, width, dtype=torch.float64, requires_grad=True)
+        compare(function, compiled, [given], 1e-9)
+    assert len(backend.graphs) == 1
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("step", "read"),
+    [
+        (lambda s, x: 0.5 * s + x * x.mean(-1, keepdim=True), lambda s: s * 2),
+        (lambda s, x: 0.5 * s + x, lambda s: s.mean(-1)),
+        (lambda s, x: 0.5 * s + x * x.shape[-1], lambda s: s / s.shape[-1]),
+        (lambda s, x: 0.5 * s + x * x.shape[-1] ** -0.5, lambda s: s * 1.0),
+    ],
+    ids=["mean_of_an_input", "mean_of_what_is_read", "size_as_a_factor", "root_of_a_size"],
+)
+def test_a_size_beside_the_state_may_be_a_number(step: Callable[..., Tensor], read: Callable[..., Tensor]) -> None:
+    backend = dynamic(pointwise(step, read))
+    assert scans(backend) == ["lz.rolled_scan"], backend.why_not()
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (lambda s, x: 0.5 * (s - s.mean(-1, keepdim=True)) + x, "mean multiplies the state by a symbolic size"),
+        (lambda s, x: s / s.shape[-1] + x, "div multiplies the state by a symbolic size"),
+    ],
+    ids=["mean_of_the_state", "state_over_a_size"],
+)
+def test_a_state_that_a_size_multiplies_is_refused(step: Callable[..., Tensor], name: str) -> None:
+    backend = dynamic(pointwise(step, lambda s: s * 1.0))
+    assert not scans(backend)
+    assert any(name in str(miss.reason) for miss in backend.report.near_misses), backend.why_not()
+
+
+# ---- stand-ins ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def symbols() -> list[torch.SymInt]:
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    environment = ShapeEnv()
+    return [
+        environment.create_symintnode(
+            environment.create_symbol(hint, ConstantSource(f"s{hint}"), DimDynamic.DYNAMIC), hint=hint
+        )
+        for hint in (6, 10, 14)
+    ]
+
+
+def test_numbers_stand_for_products_of_sizes_and_back(symbols: list[torch.SymInt]) -> None:
+    one, two, three = symbols
+    shapes = [(one * two * 4, 15), (two, three * 2), (one * two,)]
+    sizes = StandIns.of(shapes, [21, 9], attempt=0)
+    for size in (one * two * 4, one * two, two, three * 2, two * two * three * 30):
+        number = sizes.number(size.node.expr)
+        assert sizes.size(number) == size.node.expr
+        assert sizes.hint(number) == size.node.hint
+        assert sizes.twin(number) == sizes.number(size.node.expr, second=True)
+        read = lambda place: shapes[place.operand][place.dim]  # noqa: E731
+        assert sizes.extent(number, read).node.hint == size.node.hint
+    for number in (1, 4, 9, 15, 21, 30):
+        assert not is_ambiguous(sizes, number)
+        assert sizes.size(number) == number
+
+
+def test_other_primes_are_taken_where_some_were_of_no_use(symbols: list[torch.SymInt]) -> None:
+    first, second = (StandIns.of([symbols], [5], attempt=attempt) for attempt in (0, 1))
+    primes = [
+        {each.first for each in sizes.symbols} | {each.second for each in sizes.symbols} for sizes in (first, second)
+    ]
+    assert not primes[0] & primes[1]
+    assert all(5 not in each for each in primes)
+
+
+# ---- whole models, and Inductor ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # a model of transformers, twice
+@pytest.mark.parametrize("name", ["recurrent_gemma", "mamba"])
+def test_models_keep_their_kernels_for_other_batches(name: str) -> None:
+    torch._dynamo.reset()
+    backend = Rewriting()
+    model, _ = FAMILIES[name].build(length=16, batch=2)
+    compiled = torch.compile(model, backend=backend)
+    for batch in (2, 3, 5):
+        _, given = FAMILIES[name].build(length=16, batch=batch)
+        with torch.no_grad():
+            got, want = compiled(**given).logits, model(**given).logits
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert len(backend.graphs) == 2
+    found = [[m.kernel for m in graph.matches if m.op == "scan" and m.rewritten] for graph in backend.report.graphs]
+    assert found[0], backend.why_not()
+    assert found[0] == found[1], backend.why_not()
+
+
+@pytest.mark.slow  # compiled by Inductor, with gradients
+def test_compiled_kernels_and_their_gradients_serve_other_batches() -> None:
+    function = attention(READS[0], OUTERS[0], merges=False, erases=True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(function, backend="layerzero", dynamic=True)
+    for batch in (8, 2, 7):
+        given = [each.detach().float().requires_grad_() for each in problem(batch)]
+        compare(function, compiled, given, 1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    (graph,) = reports()[-1:]
+    assert [match.kernel for match in graph.matches if match.rewritten] == ["lz.rolled_scan"]
+
+
+@pytest.mark.slow  # compiled by Inductor, with gradients
+def test_a_loop_that_is_not_affine_compiles_with_a_symbolic_batch() -> None:
+    function = pointwise(lambda s, x: torch.tanh(0.5 * s + x), lambda s: s * 2)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="layerzero", dynamic=True, options={"layerzero.loops": "roll"})
+    for batch in (3, 2, 6):
+        compare(function, compiled, [torch.randn(batch, 10, 4, requires_grad=True)], 1e-4)
+    (graph,) = reports()[-1:]
+    assert [each.rolled for each in graph.loops] == [True]
+    assert not [event for event in graph.events if event.code in ("COMPILE_FAILED", "FALLBACK")], graph.events
