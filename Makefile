@@ -43,6 +43,13 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.selection
 	$(PY) -m benchmarks.eager_selection
 	$(PY) -m benchmarks.decision_cache
+	$(PY) -m benchmarks.scan
+	$(PY) -m benchmarks.scan_accuracy
+	$(PY) -m benchmarks.recurrent_models
+	$(PY) -m benchmarks.blend
+	$(PY) -m benchmarks.routing
+	$(PY) -m benchmarks.routing_memory
+	$(PY) -m benchmarks.sampling
 
 clean: ## remove everything that make, pip and the tools created
 	rm -rf $(VENV) .venv-ci build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
