@@ -80,7 +80,9 @@ def _match(node: fx.Node, effects: Effects) -> Match:
     Raises:
         RefusedError: its results are not taken apart, it is mapped over a dimension, or an operand is overwritten.
     """
-    arguments: dict[str, Any] = dict(zip((*OPERANDS, "out_dtype", "state_dtype"), node.args, strict=False)) | node.kwargs
+    arguments: dict[str, Any] = (
+        dict(zip((*OPERANDS, "out_dtype", "state_dtype"), node.args, strict=False)) | node.kwargs
+    )
     given: dict[str, fx.Node] = {name: each for name in OPERANDS if isinstance(each := arguments.get(name), fx.Node)}
     outputs = _outputs(node, effects, given)
     tensors = {name: tensor for name, each in given.items() if (tensor := tensor_of(each)) is not None}
