@@ -101,7 +101,7 @@ def prepare(functions: Mapping[str, Function], run: Run, *, is_cold: bool = Fals
     expected = tensors(run(functions[EAGER]))
     variants, disagreements = [], {}
     if is_cold:
-        _start_inductor()
+        start_inductor()
     limit = 8 + len(functions)  # past it Dynamo runs eager and says nothing; every variant counts
     for name, function in functions.items():
         try:
@@ -135,7 +135,7 @@ def _prepare(name: str, function: Function, run: Run, expected: Sequence[Tensor]
     )
 
 
-def _start_inductor() -> None:
+def start_inductor() -> None:
     """Compile something small, so that the first variant does not pay for what Inductor sets up once in a process."""
     with _fresh_caches():
         torch.compile(lambda x: x.sin() + 1, backend="inductor")(torch.ones(64))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import lz_compile
 from benchmarks.arguments import parse, parser
-from benchmarks.harness import EAGER, INDUCTOR, LAYERZERO, Function, Timing, compiled, measure, prepare
+from benchmarks.harness import EAGER, INDUCTOR, LAYERZERO, Function, Timing, compiled, measure, prepare, start_inductor
 from benchmarks.publish import Publication, table_of, timing_table
 from lz_compile.backend import layerzero
 from models.ema import EMA
@@ -201,6 +201,7 @@ def main() -> None:
     options.add_argument("--kernels", nargs="*", default=[], help="kernels of the op scan to lock, each a variant")
     options.add_argument("--inductor-up-to", type=int, default=64)
     settings = parse(options, LENGTHS)
+    start_inductor()
     publication = Publication("scan", settings.device, is_quick=settings.quick, models=settings.models)
     for name, dtype, length in itertools.product(settings.models, settings.dtypes, settings.lengths):
         run_case(publication, name, length, dtype, settings)

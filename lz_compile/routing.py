@@ -49,10 +49,11 @@ def routed_adapter(
     """``x weight^T + bias + base + U ((Vh x) * delta_S) + B_q (A_q x)``, whose gradients are routed; the value never is.
 
     With the arm ``grad``, what all tokens of a rollout together would send to ``delta_S`` is compared with ``v``. Where the
-    cosine is above the threshold, the rollout is flagged, and left out of the gradient of ``delta_S``. With ``act`` a token
-    is flagged, where the cosine of ``Vh x`` with ``v`` is above the threshold: the kept adapter gets nothing from it, and
-    ``x`` gets nothing through the kept adapter. With ``none`` nothing is routed. The quarantine, ``A_q`` and ``B_q``, and
-    whatever else there is learn from every rollout. What is routed depends on operands and gradients, and on nothing else.
+    cosine is above the threshold, the rollout is flagged, and left out of the gradient of ``delta_S``; where it is NaN, so is
+    that gradient. With ``act`` a token is flagged, where the cosine of ``Vh x`` with ``v`` is above the threshold: the kept
+    adapter gets nothing from it, and ``x`` gets nothing through the kept adapter. With ``none`` nothing is routed. The
+    quarantine, ``A_q`` and ``B_q``, and whatever else there is learn from every rollout. What is routed depends on operands
+    and gradients, and on nothing else.
 
     There is no second derivative, and ``torch.func`` does not transform the arm ``grad``. Under autocast products are in its
     dtype; sums of gradients by rollout are in float32 at least.
@@ -69,8 +70,10 @@ def routed_adapter(
         rollouts: the number of rollouts and of tokens in each; or the number of its rollout for every token, in any order,
             where a token with a number below zero belongs to none. By default the first dimension of x is that of rollouts.
         cu_seqlens: where packed rollouts begin and, at last, end, in place of ``rollouts``; tokens after that are of none.
-        num_rollouts: more than the largest number of a rollout, by default the number of tokens, which is always enough
-            but takes memory for as many. With ``cu_seqlens`` it is known.
+        num_rollouts: more than the largest number of a rollout, by default the number of tokens, which is enough where
+            rollouts are numbered from zero without gaps, but takes memory for as many. Tokens with larger numbers are refused
+            on a CPU, and are of none where nobody can look: on other devices, and in compiled functions. With ``cu_seqlens``
+            it is known.
         weight: of the layer itself; by default the layer is no part of this.
         bias: of the layer.
         base: anything to add, such as the value of the layer where it was computed before.
@@ -159,6 +162,8 @@ def _selected(operands: tuple[Any, ...], attrs: RoutingAttrs) -> torch.Tensor:
     own = partial(_own, attrs=attrs)
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return _transformed(operands, attrs)
+    if not eager.has_choice("routing", operands[0].device.type):
+        return own(*operands)
     facts = _facts(operands)
     if 0 in (facts.num_rollouts, facts.rollout_length, facts.in_features, facts.out_features):
         return own(*operands)

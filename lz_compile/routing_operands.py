@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ class Rollouts(NamedTuple):
         if rollouts is not None and cu_seqlens is not None:
             raise ValueError("lz.routed_adapter: expected rollouts or cu_seqlens, received both. Leave one of them out")
         if cu_seqlens is not None:
-            return cls._packed(x, cu_seqlens)
+            return cls._packed(x, cu_seqlens, num_rollouts)
         if isinstance(rollouts, torch.Tensor):
             return cls._numbered(x, rollouts, num_rollouts)
         if num_rollouts is not None:
@@ -127,29 +128,36 @@ class Rollouts(NamedTuple):
         return cls(1, x.shape[0], None)
 
     @classmethod
-    def _uniform(cls, x: torch.Tensor, rollouts: tuple[int, int]) -> Rollouts:
-        count, length = rollouts
-        fits = tuple(x.shape[:2]) == (count, length) if x.dim() == 3 else x.shape[0] == count * length
+    def _uniform(cls, x: torch.Tensor, rollouts: Sequence[int] | int) -> Rollouts:
+        sizes = (rollouts,) if isinstance(rollouts, int) else tuple(rollouts)
+        flat = x.shape[1:2] if x.dim() == 3 and x.shape[0] == 1 else x.shape[:-1]
+        fits = len(sizes) == 2 and (tuple(x.shape[:-1]) == sizes or tuple(flat) == (sizes[0] * sizes[1],))
         if not fits:
             raise ValueError(
-                f"lz.routed_adapter: expected x of {count} rollouts of {length} tokens, received {tuple(x.shape)}. Give "
+                f"lz.routed_adapter: expected x of rollouts {rollouts}, as (G, s), received {tuple(x.shape)}. Give "
                 "rollouts=(G, s) as they are, or for rollouts of different lengths a number for each token, or cu_seqlens"
             )
-        return cls(count, length, None)
+        return cls(sizes[0], sizes[1], None)
 
     @classmethod
-    def _packed(cls, x: torch.Tensor, cu_seqlens: torch.Tensor) -> Rollouts:
+    def _packed(cls, x: torch.Tensor, cu_seqlens: torch.Tensor, num_rollouts: int | None) -> Rollouts:
         _check_integers("cu_seqlens", cu_seqlens)
-        if cu_seqlens.dim() != 1 or (x.dim() == 3 and x.shape[0] != 1):
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0 or (x.dim() == 3 and x.shape[0] != 1):
             raise ValueError(
                 f"lz.routed_adapter: expected cu_seqlens [G + 1] of packed tokens [tokens, D], received "
                 f"{tuple(cu_seqlens.shape)} and {tuple(x.shape)}. Pack the rollouts one behind the other"
             )
-        size = x.shape[-2]
+        size, count = x.shape[-2], cu_seqlens.shape[0] - 1
+        if num_rollouts is not None and num_rollouts != count:
+            raise ValueError(
+                f"lz.routed_adapter: expected num_rollouts {count}, as cu_seqlens has them, received {num_rollouts}. Leave it out"
+            )
+        if _is_readable(cu_seqlens):
+            _check_bounds(cu_seqlens.tolist(), size)
         steps = torch.arange(size, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
         ends = cu_seqlens[1:].contiguous()
         ids = torch.bucketize(steps, ends, out_int32=True, right=True)
-        return cls(cu_seqlens.shape[0] - 1, size, ids.to(x.device))
+        return cls(count, size, ids.to(x.device))
 
     @classmethod
     def _numbered(cls, x: torch.Tensor, ids: torch.Tensor, num_rollouts: int | None) -> Rollouts:
@@ -161,7 +169,7 @@ class Rollouts(NamedTuple):
                 f"{tuple(ids.shape)}. Repeat it for the tokens of a rollout"
             )
         count = size if num_rollouts is None else num_rollouts
-        if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel() and int(ids.max()) >= count:
+        if _is_readable(ids) and ids.numel() and int(ids.max()) >= count:
             raise ValueError(
                 f"lz.routed_adapter: expected numbers of rollouts below {count}, received {int(ids.max())}. Number them "
                 "from zero, or give num_rollouts"
@@ -173,6 +181,20 @@ class Rollouts(NamedTuple):
         if self.ids is not None:
             return tensor.reshape(1, -1, tensor.shape[-1])
         return tensor.reshape(self.number, self.length, tensor.shape[-1])
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether the numbers in a tensor may be looked at: no device has to be waited for, and nothing is traced."""
+    return tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
+
+
+def _check_bounds(bounds: list[int], size: int) -> None:
+    if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > size:
+        raise ValueError(
+            f"lz.routed_adapter: expected cu_seqlens to rise from 0 to {size}, the number of tokens, or less, received "
+            f"{bounds if len(bounds) < 20 else [*bounds[:9], '...', *bounds[-9:]]}. Give where each rollout begins, and at last "
+            "where the last one ends"
+        )
 
 
 def _check_integers(name: str, tensor: torch.Tensor) -> None:

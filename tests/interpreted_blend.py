@@ -123,4 +123,4 @@ def test_the_operators_keep_their_promises():
     operands = (seed, host, torch.rand(1, 3, 1), torch.randn(4, 9), numbers, attrs)
     torch.library.opcheck(OPS.triton_blend_kernel.default, operands)
     margin = triton_blend.encode(BlendAttrs("margin", has_gate=True))
-    torch.library.opcheck(OPS.triton_margin_kernel.default, (torch.randn(4, 9), margin))
+    torch.library.opcheck(OPS.triton_blend_margin_kernel.default, (torch.randn(4, 9), margin))

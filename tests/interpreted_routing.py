@@ -96,10 +96,14 @@ def test_the_same_numbers_come_out_again():
 def test_what_is_not_a_number_stays_in_its_rollout_and_is_not_left_out():
     g, v = torch.randn(6, 5), torch.randn(5)
     g[2, 1], g[4, 3] = torch.nan, torch.inf
-    passed, found = kernels.decide(g, v, 0.0)
-    expected_sum, expected_cosines = routing_steps.decide(g, v, 0.0)
-    torch.testing.assert_close(found, expected_cosines, equal_nan=True)
-    torch.testing.assert_close(passed, expected_sum, equal_nan=True)
+    nowhere = v.clone()
+    nowhere[0] = torch.nan
+    for direction in (v, nowhere):
+        passed, found = kernels.decide(g, direction, 0.0)
+        expected_sum, expected_cosines = routing_steps.decide(g, direction, 0.0)
+        assert passed.isnan().all()
+        torch.testing.assert_close(found, expected_cosines, equal_nan=True)
+        torch.testing.assert_close(passed, expected_sum, equal_nan=True)
 
 
 def test_small_norms_count_as_the_least_and_the_threshold_is_a_number():

@@ -20,6 +20,7 @@ from lz_compile.domains import (
     active_domains,
     fuse,
     intersect,
+    mask,
     parse_config_json,
     serialize_config_json,
 )
@@ -54,19 +55,32 @@ def test_an_intersection_is_that_of_the_sets_in_every_order(problem):
 @given(st.integers(1, 400).flatmap(lambda size: st.lists(st.booleans(), min_size=size, max_size=size)))
 def test_ids_bits_and_booleans_are_the_same_mask(allowed):
     flags = torch.tensor(allowed)
-    mask = DomainMask.from_bools(Domain.SYNTAX, flags)
+    own = DomainMask.from_bools(Domain.SYNTAX, flags)
     wanted = [token for token, is_allowed in enumerate(allowed) if is_allowed]
-    assert mask.ids.tolist() == wanted
-    assert [token for token in range(-1, len(allowed) + 1) if token in mask] == wanted
-    assert torch.equal(DomainMask.from_ids(Domain.SYNTAX, wanted, len(allowed)).words, mask.words)
+    assert own.ids.tolist() == wanted
+    assert [token for token in range(-1, len(allowed) + 1) if token in own] == wanted
+    assert torch.equal(DomainMask.from_ids(Domain.SYNTAX, wanted, len(allowed)).words, own.words)
     assert torch.equal(unpack(pack(flags), len(allowed)), flags)
-    assert mask.count == len(wanted)
+    assert own.count == len(wanted)
+
+
+def test_tokens_are_listed_without_a_compiler(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no compiler")
+
+    words = pack(torch.arange(70) % 3 == 0)
+    monkeypatch.setattr("lz_compile.lowering.cpp.bits.set_bits", fails)
+    mask._has_compiler.cache_clear()
+    with events.collect() as found:
+        assert ids_of(words, 70).tolist() == list(range(0, 70, 3))
+    assert [event.code for event in found] == ["NO_COMPILER"]
+    mask._has_compiler.cache_clear()
 
 
 def test_bits_beyond_the_vocabulary_are_ignored_and_the_callers_tensor_is_not_written():
     words = torch.tensor([-1, -1], dtype=torch.int32)
-    mask = DomainMask.from_bitmask(Domain.SYNTAX, words, 40)
-    assert mask.ids.tolist() == list(range(40))
+    own = DomainMask.from_bitmask(Domain.SYNTAX, words, 40)
+    assert own.ids.tolist() == list(range(40))
     assert words.tolist() == [-1, -1]
     whole = torch.tensor([-1, 255], dtype=torch.int32)
     assert DomainMask.from_bitmask(Domain.SYNTAX, whole, 40).words is whole

@@ -228,14 +228,14 @@ def test_what_does_not_compile_is_completed_by_pytorch(fails: str, monkeypatch: 
         return exact(source, flags)
 
     monkeypatch.setattr(inductor, "load_cpp", load)
-    for cache in (launch._prepared, launch._function):
+    for cache in (launch._prepared, launch.function_of):
         cache.cache_clear()
     try:
         with events.collect() as happened:
             found = errors(run(given, rolled.scan, chunk=4), run(given, op.reference))
     finally:
         health.restore("lz.rolled_scan")
-        for cache in (launch._prepared, launch._function):
+        for cache in (launch._prepared, launch.function_of):
             cache.cache_clear()
     assert max(found.values()) < 1e-12, found
     assert any("lz.rolled_scan" in str(event) and "no compiler" in str(event) for event in happened), happened

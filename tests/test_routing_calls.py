@@ -56,6 +56,36 @@ def test_no_tensor_of_a_step_lives_past_it(arm: str) -> None:
         gc.enable()
 
 
+class _Mark:
+    """Something to have a weak reference to."""
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_nothing_of_a_compiled_step_lives_past_it(arm: str) -> None:
+    operands, v = adapter()
+    record = lz.RoutingRecord(G, R)
+    step = torch.compile(
+        lambda *given: lz.routed_adapter(*given, v=v, arm=arm, record=record), backend="aot_eager", fullgraph=True
+    )
+
+    def run() -> list[weakref.ref[Any]]:
+        x, mark = operands[0].detach().clone().requires_grad_(), _Mark()
+        out = step(x, *operands[1:])
+        assert out.grad_fn is not None
+        out.grad_fn.metadata["mark"] = mark  # lives as long as the graph and what it saved
+        alive = [weakref.ref(each) for each in (x, out, mark)]
+        out.backward(weights(out))
+        return alive
+
+    run()  # what compiles may leave cycles
+    gc.disable()
+    try:
+        assert [each() for each in run()] == [None] * 3
+    finally:
+        gc.enable()
+    assert not record.cosines.isnan().any()
+
+
 def test_what_is_saved_for_backward_has_no_product_by_token_and_no_gate() -> None:
     operands, v = adapter()
     saved: list[Tensor] = []
@@ -241,15 +271,23 @@ def test_a_compiled_checkpoint_routes_the_same() -> None:
     torch.testing.assert_close(found, gradients(lambda *given: lz.routed_adapter(*given, v=v).sin(), operands))
 
 
-def test_a_compiled_call_takes_rollouts_of_any_number_without_compiling_again() -> None:
+@pytest.mark.parametrize("way", ["even", "flat", "packed"])
+def test_a_compiled_call_takes_rollouts_of_any_number_without_compiling_again(way: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(
-        lambda *given, v: lz.routed_adapter(*given, v=v), backend=counter, dynamic=True, fullgraph=True
+        lambda *given, **where: lz.routed_adapter(*given, **where), backend=counter, dynamic=True, fullgraph=True
     )
     counts = []
     for rollouts, length in ((4, 9), (8, 13), (3, 17)):
-        operands, v = adapter(torch.float64, rollouts, length, D)
-        torch.testing.assert_close(gradients(step, operands, v=v), gradients(lz.routed_adapter, operands, v=v))
+        tokens = rollouts * length
+        operands, v = adapter(torch.float64, *((rollouts, length) if way == "even" else (tokens,)), D)
+        where: dict[str, Any] = {
+            "even": {},
+            "flat": {"rollouts": (rollouts, length)},
+            "packed": {"cu_seqlens": torch.tensor([0, *range(2, tokens, length), tokens])},
+        }[way]
+        found = gradients(step, operands, v=v, **where)
+        torch.testing.assert_close(found, gradients(lz.routed_adapter, operands, v=v, **where))
         counts.append(counter.frame_count)
     assert counts[0] > 0
     assert len(set(counts)) == 1

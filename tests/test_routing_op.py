@@ -201,6 +201,24 @@ def test_a_rollout_that_is_no_number_is_not_silently_left_out(bad: float) -> Non
     assert not found.isfinite().all()
 
 
+@pytest.mark.parametrize("way", ["even", "packed"])
+def test_a_direction_that_is_no_number_lets_nothing_through_unseen(way: str) -> None:
+    operands, v = adapter()
+    v[2] = torch.nan
+    given = {"rollouts": torch.arange(G)[:, None].repeat(1, S), "num_rollouts": G} if way == "packed" else {}
+    found, unrouted = gradients(lz.routed_adapter, operands, v=v, **given), gradients(plain, operands)
+    assert found[1].isnan().all()
+    for place in (0, 2, 3):
+        torch.testing.assert_close(found[place], unrouted[place])
+
+
+def test_a_direction_of_zeros_flags_nothing() -> None:
+    operands, v = adapter()
+    for arm in ("grad", "act"):
+        found = gradients(lz.routed_adapter, operands, v=torch.zeros_like(v), arm=arm)
+        torch.testing.assert_close(found, gradients(plain, operands))
+
+
 def noisy(seed: int = 0) -> tuple[list[Tensor], Tensor, Tensor]:
     """Clean rollouts push delta one way, unwanted ones the other, each token with twelve times as much noise."""
     generator = torch.Generator().manual_seed(seed)
@@ -253,6 +271,7 @@ def test_all_ways_to_say_where_rollouts_are_are_the_same() -> None:
         (flat, {"cu_seqlens": torch.arange(G + 1) * S}),
         (flat, {"cu_seqlens": (torch.arange(G + 1) * S).int()}),
         (flat.detach()[None].requires_grad_(), {"cu_seqlens": torch.arange(G + 1) * S}),
+        (flat.detach()[None].requires_grad_(), {"rollouts": (G, S)}),
     ]
     wanted = gradients(lz.routed_adapter, operands, v=v)
     for x, given in ways:
@@ -292,7 +311,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "arm": ({"arm": "token"}, r"no arm 'token'; valid are none, grad, act"),
     "no_direction": ({"v": None}, r"the arm 'grad' compares with a direction: expected v \[R\], received none"),
     "no_rollouts": (_FLAT, r"the unit of routing is the rollout, and x \(54, 11\) does not say"),
-    "other_rollouts": ({**_FLAT, "rollouts": (G, S + 1)}, r"expected x of 6 rollouts of 10 tokens, received \(54, 11\)"),
+    "other_rollouts": ({**_FLAT, "rollouts": (G, S + 1)}, r"expected x of rollouts \(6, 10\), as \(G, s\), received \(54, 11\)"),
+    "one_number": ({**_FLAT, "rollouts": G}, r"expected x of rollouts 6, as \(G, s\), received \(54, 11\)"),
     "twice": ({"rollouts": (G, S), "cu_seqlens": torch.tensor([0, 54])}, r"expected rollouts or cu_seqlens, received both"),
     "number_alone": ({"num_rollouts": 3}, r"num_rollouts goes with the number of a rollout for every token"),
     "numbers": ({**_FLAT, "rollouts": torch.zeros(3).long()}, r"for each token, \(54,\), received \(3,\)"),
@@ -300,6 +320,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**_FLAT, "rollouts": torch.full((G * S,), 7), "num_rollouts": 7}, r"numbers of rollouts below 7, received 7",
     ),
     "float_numbers": ({**_FLAT, "rollouts": torch.zeros(G * S)}, r"expected rollouts in int32 or int64, received torch.float32"),
+    "bounds_beyond": ({**_FLAT, "cu_seqlens": torch.tensor([0, 55])}, r"cu_seqlens to rise from 0 to 54, .* received \[0, 55\]"),
+    "bounds_falling": ({**_FLAT, "cu_seqlens": torch.tensor([0, 9, 5, 54])}, r"to rise from 0 .* received \[0, 9, 5, 54\]"),
+    "bounds_late": ({**_FLAT, "cu_seqlens": torch.tensor([3, 54])}, r"to rise from 0 .* received \[3, 54\]"),
+    "no_bounds": ({**_FLAT, "cu_seqlens": torch.tensor([]).long()}, r"cu_seqlens \[G \+ 1\] .* received \(0,\)"),
+    "other_number": (
+        {**_FLAT, "cu_seqlens": torch.tensor([0, 54]), "num_rollouts": 6}, r"num_rollouts 1, as cu_seqlens has them, received 6",
+    ),
     "float_bounds": ({**_FLAT, "cu_seqlens": torch.tensor([0.0, 54])}, r"expected cu_seqlens in int32 or int64"),
     "packed": ({"cu_seqlens": torch.tensor([0, 54])}, r"of packed tokens \[tokens, D\], received \(2,\) and \(6, 9, 11\)"),
     "shape_of_x": ({"x": torch.randn(D)}, r"expected x \[G, s, D\] or \[tokens, D\], received \(11,\)"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
-import numpy as np
 import torch
 
 from lz_compile.domains.levels import Domain
 from lz_compile.errors import ConstraintError
+from lz_compile.lowering.cpp import bits
+from lz_compile.runtime import events
 
 #: Bits in a word, the lowest first: the layout of llguidance, xgrammar and the serving engines that use them.
 WORD = 32
@@ -147,10 +148,21 @@ def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def ids_of(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The tokens of flat words, ascending, int32."""
-    little = words.numpy(force=True).astype("<i4", copy=False).view(np.uint8)
-    bits = np.unpackbits(little, count=vocab_size, bitorder="little")
-    return torch.from_numpy(np.flatnonzero(bits.view(bool)).astype(np.int32)).to(words.device)
+    """The tokens of flat words without bits beyond the vocabulary, ascending, int32."""
+    if words.device.type == "cpu" and _has_compiler():
+        return bits.set_bits(words.contiguous())
+    return unpack(words, vocab_size).nonzero().flatten().to(torch.int32)
+
+
+@cache
+def _has_compiler() -> bool:
+    """Whether C++ runs here; if not, that is an event, and PyTorch's operations take its place."""
+    try:
+        bits.set_bits(torch.zeros(1, dtype=torch.int32))
+    except Exception as error:  # noqa: BLE001 whatever a compiler or a loader may raise
+        events.record("NO_COMPILER", "listing tokens by PyTorch's operations, which takes longer", error)
+        return False
+    return True
 
 
 def _check_size(domain: Domain, vocab_size: int) -> None:

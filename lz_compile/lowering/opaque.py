@@ -231,11 +231,11 @@ def guarded(kernel_id: str, function: Callable[..., Any], fallback: Callable[...
     return run
 
 
-def _identity(function: Callable[..., Any] | None) -> Any:
+def _identity(function: Any) -> Any:
     """What makes two functions equal: their code and what it closes over (a module that is imported again is no change)."""
     if not isinstance(function, FunctionType):
         return function
-    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    cells = tuple(_identity(cell.cell_contents) for cell in function.__closure__ or ())
     defaults: Mapping[str, Any] = function.__kwdefaults__ or {}
     return (
         function.__module__,

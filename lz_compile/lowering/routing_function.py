@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -59,10 +60,15 @@ def operator(name: str, steps: Steps) -> Callable[..., Tensor]:
     defined = getattr(torch.ops.layerzero, name).default
 
     def call(*operands: Any, attrs: RoutingAttrs) -> Tensor:
-        found: Tensor = defined(*operands, encode(attrs))
+        found: Tensor = defined(*operands, _text(attrs))
         return found
 
     return call
+
+
+@lru_cache(maxsize=1024)
+def _text(attrs: RoutingAttrs) -> str:
+    return encode(attrs)
 
 
 def _cast(x: Tensor, *others: Tensor | None) -> list[Tensor | None]:

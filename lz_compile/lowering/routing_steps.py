@@ -111,13 +111,15 @@ def segments(rows: Tensor, place: Tensor | None, count: int, length: int) -> Ten
 
 
 def decide(g: Tensor, v: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """The sum ``[R]`` of the rollouts that are not flagged, and the cosines ``[G]`` of all.
+    """The sum ``[R]`` of the rollouts that are not flagged, NaN where a cosine is, and the cosines ``[G]`` of all.
 
     Shapes:
         g ``[G, R]``, v ``[R]``.
     """
     found = cosine(g, v)
-    return torch.where((found > threshold).unsqueeze(1), 0.0, g).sum(0), found
+    of_all = found.unsqueeze(1)
+    passed = torch.where(of_all > threshold, 0.0, torch.where(of_all.isnan(), of_all, g))
+    return passed.sum(0), found
 
 
 PYTORCH = Steps(project, expand, cosines, sums, decide)

@@ -80,17 +80,18 @@ class Launch:
 
     def prepare(self, others: Sequence[torch.Tensor | None], wanted: frozenset[str], *, backward: bool) -> Any:
         """The compiled function, and its second argument: sizes and strides."""
-        program = self._program(wanted)
+        program = self.program(wanted)
         panel, threads = self._shares
         numbers = [*self.sizes[:5], self.chunk, panel, threads]
         given = [self._seen(name) if name in self.operands else None for name in OPERANDS]
         for tensor in (*given, *others):
             numbers += [0] * 6 if tensor is None else _strides(tensor)
-        return _function(program, backward), (ctypes.c_int64 * len(numbers))(*numbers)
+        return function_of(program, backward), (ctypes.c_int64 * len(numbers))(*numbers)
 
     # ---- what the code is written for -----------------------------------------------------------------------------
 
-    def _program(self, gradients: frozenset[str]) -> Program:
+    def program(self, gradients: frozenset[str]) -> Program:
+        """What the code is written for."""
         sizes, structure = self.sizes, structure_of(self.operands)
         drive = structure_of({"decay": self.operands.get("drive")}).decay
         return Program(
@@ -205,7 +206,7 @@ def _prepared(
 
 
 @lru_cache(maxsize=256)
-def _function(program: Program, backward: bool) -> Any:
+def function_of(program: Program, backward: bool) -> Any:
     """The compiled function."""
     library = inductor.load_cpp(program.source(backward=backward), FLAGS)
     function = library.scan_backward if backward else library.scan_forward

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lz_compile.lowering import inductor
+from lz_compile.lowering.cpp.floats import FLOATS
 from lz_compile.lowering.cpp.sampling_source import ROWS, SELECTION, VECTORS
 from lz_compile.lowering.cpp.vectors import ELEMENTS
 from lz_compile.lowering.ops.sampling import OPERANDS, SamplingAttrs
@@ -51,7 +52,7 @@ using Out = {"int32_t" if self.result == "ids" else ELEMENTS[self.out_dtype]};
 constexpr bool kIsScores = {str(self.result == "scores").lower()};
 constexpr bool kHasMask = {str(self.has_mask).lower()}, kHasBias = {str(self.has_bias).lower()};
 constexpr int kLanes = {self.lanes};
-{VECTORS}{SELECTION}{ROWS}"""
+{FLOATS}{VECTORS}{SELECTION}{ROWS}"""
 
 
 def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.Tensor) -> None:

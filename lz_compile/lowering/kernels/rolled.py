@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lz_compile.lowering.cpp.ahead import build_ahead
 from lz_compile.lowering.cpp.launch import Launch, compute_dtype_of
 from lz_compile.lowering.encoded_attributes import decode, encode
 from lz_compile.lowering.opaque import opaque
@@ -85,8 +86,9 @@ def _forward_fake(
     chunk: int,
     keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    operands = _named((state, decay, left, right, erase, drive, query))
-    return _results(operands, _attributes(attrs), chunk, keeps)
+    operands, form = _named((state, decay, left, right, erase, drive, query)), _attributes(attrs)
+    build_ahead(operands, form, chunk)
+    return _results(operands, form, chunk, keeps)
 
 
 def _results(
@@ -192,6 +194,8 @@ def _backward_fake(
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     operands = (state, decay, left, right, erase, drive, query)
+    names = frozenset(name for name, wants in zip(_NAMES, wanted, strict=True) if wants)
+    build_ahead(_named(operands), _attributes(attrs), chunk, names, backward=True)
     return [torch.empty_like(each) for each, wants in zip(operands, wanted, strict=True) if wants and each is not None]
 
 

@@ -21,8 +21,9 @@ Canonical layout, in which every kernel takes and returns it, of ``G`` rollouts 
     result       [G, S, E] in ``attrs.out_dtype``
 
 With the arm ``grad``, what the tokens of one rollout send to ``delta`` is summed, ``g_b``, and left out of the gradient of
-``delta`` (and of nothing else) where its cosine with ``v`` is above the threshold. With ``act`` the kept adapter of a token
-is detached where the cosine of ``a`` with ``v`` is. Both norms of a cosine are at least :data:`EPS`; NaN is not above.
+``delta`` (and of nothing else) where its cosine with ``v`` is above the threshold; where that is NaN, so is the gradient. With
+``act`` the kept adapter of a token is detached where the cosine of ``a`` with ``v`` is above the threshold, which NaN is not.
+Both norms of a cosine are at least :data:`EPS`.
 
 ``record`` is a leaf of zeros, never read, whose *gradient* says what a backward did, in the columns :data:`COLUMNS` and,
 where it has ``R`` more, ``g_b`` before anything was left out. Kernels fill it; to the definition it is nothing.
@@ -184,8 +185,9 @@ class _Copies(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         total = gradient[-1].clone()
         for g in gradient[:-1]:
-            if not cosine(g, ctx.v) > ctx.threshold:
-                total += g
+            found = cosine(g, ctx.v)
+            if not found > ctx.threshold:
+                total += torch.where(found.isnan(), found, g)
         return total, None, None, None
 
 

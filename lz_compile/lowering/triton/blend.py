@@ -107,6 +107,30 @@ def margins(logits: torch.Tensor, attrs: BlendAttrs) -> torch.Tensor:
     return found
 
 
+def forward(
+    host: torch.Tensor,
+    seed: torch.Tensor,
+    alpha: torch.Tensor,
+    logits: torch.Tensor | None,
+    numbers: torch.Tensor,
+    attrs: BlendAttrs,
+) -> torch.Tensor:
+    """The blend (see :class:`lz_compile.lowering.opaque_blend.BlendCode`)."""
+    return Blend(seed, alpha, logits, numbers, attrs).forward(host)
+
+
+def backward(
+    gradient: torch.Tensor,
+    seed: torch.Tensor,
+    alpha: torch.Tensor,
+    logits: torch.Tensor | None,
+    numbers: torch.Tensor,
+    attrs: BlendAttrs,
+) -> torch.Tensor:
+    """The gradient of the seed (see :class:`lz_compile.lowering.opaque_blend.BlendCode`)."""
+    return Blend(seed, alpha, logits, numbers, attrs).backward(gradient)
+
+
 class Blend:
     """One blend.
 

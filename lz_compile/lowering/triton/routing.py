@@ -154,6 +154,7 @@ def _decide(
         norm = tl.where(norm < eps, eps, norm)  # a NaN stays one
         cosine = tl.sum(row * direction, 0) / (norm * size)
         tl.store(found + rollout, cosine.to(found.dtype.element_ty))
+        row = tl.where(cosine != cosine, cosine, row)  # what is compared with NaN is not let through
         total += tl.where(cosine > threshold, 0.0, row)
     tl.store(passed + tl.program_id(0) * rank + column, total, mask=inside)
 

@@ -1,0 +1,237 @@
+"""C++ of blends with a gate: the two largest logits of a row in one pass, and its blend while the row is in the cache."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lz_compile.lowering import inductor
+from lz_compile.lowering.cpp.floats import FLOATS
+from lz_compile.lowering.cpp.vectors import ELEMENTS
+from lz_compile.lowering.ops.blend import BlendAttrs
+
+#: Beside Inductor's own: no more than the rounding of ``a * b + c`` depends on it.
+FLAGS = ("-ffp-contract=fast",)
+#: Elements of a row and of all, below which a thread is not worth its start.
+THREAD_WORK = 1 << 14
+_WHAT = {"forward": 0, "residual": 1, "backward": 2, "margins": 3}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the code is written for: elements, and those of logits, and the size of registers."""
+
+    dtype: torch.dtype
+    logit_dtype: torch.dtype
+    lanes: int
+
+    def source(self) -> str:
+        """The translation unit."""
+        header = "#include <c10/util/BFloat16.h>" if torch.bfloat16 in (self.dtype, self.logit_dtype) else ""
+        return f"""#include <cstdint>
+{header}
+using Element = {ELEMENTS[self.dtype]};
+using Logit = {ELEMENTS[self.logit_dtype]};
+constexpr int kLanes = {self.lanes};
+{FLOATS}{_ROWS}"""
+
+
+_ROWS = """
+template <typename Any> INLINE void store(Any* at, Floats x) {
+  if constexpr (sizeof(Any) == 4) {
+    std::memcpy(at, &x, sizeof(x));
+  } else {
+    for (int j = 0; j < kLanes; ++j) at[j] = Any(x[j]);
+  }
+}
+
+// The largest less the second largest; NaN if any is NaN, as sorting has it, and infinities less themselves.
+static float margin_of(const Logit* row, int64_t classes) {
+  Floats first = filled(kNothing), second = first;
+  Ints is_bad{};
+  int64_t i = 0;
+  for (; i + kLanes <= classes; i += kLanes) {
+    const Floats x = load(row + i);
+    is_bad |= x != x;
+    const Floats less = x < first ? x : first;
+    first = x > first ? x : first;
+    second = less > second ? less : second;
+  }
+  float largest_one = kNothing, largest_two = kNothing;
+  const auto see = [&](float x) {
+    if (x > largest_one) largest_two = largest_one, largest_one = x;
+    else if (x > largest_two) largest_two = x;
+  };
+  for (int j = 0; j < kLanes; ++j) see(first[j]), see(second[j]);
+  bool is_nan = any(is_bad);
+  for (; i < classes; ++i) {
+    const float x = float(row[i]);
+    is_nan |= x != x;
+    see(x);
+  }
+  return is_nan ? std::numeric_limits<float>::quiet_NaN() : largest_one - largest_two;
+}
+
+INLINE float held(float x, float low, float high) {
+  x = x < low ? low : x;  // NaN stays NaN
+  return x > high ? high : x;
+}
+INLINE Floats held(Floats x, float low, float high) {
+  x = x < low ? filled(low) : x;
+  return x > high ? filled(high) : x;
+}
+
+// One stretch of a row whose weights are one number, or one for each element.
+template <int kWhat, typename Weight>
+INLINE void blend(const Element* host, const Element* seed, Element* out, int64_t count, const Weight& weight) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Floats w = weight.many(i), s = load(seed + i);
+    if constexpr (kWhat == 2) {
+      store(out + i, w * s);
+    } else {
+      const Floats h = load(host + i);
+      store(out + i, kWhat == 1 ? h + w * s : w * s + (1.0f - w) * h);
+    }
+  }
+  for (; i < count; ++i) {
+    const float w = weight.one(i), s = float(seed[i]);
+    if constexpr (kWhat == 2) {
+      out[i] = Element(w * s);
+    } else {
+      const float h = float(host[i]);
+      out[i] = Element(kWhat == 1 ? h + w * s : w * s + (1.0f - w) * h);
+    }
+  }
+}
+
+struct Same {
+  float value;
+  INLINE_MEMBER Floats many(int64_t) const { return filled(value); }
+  INLINE_MEMBER float one(int64_t) const { return value; }
+};
+struct Own {  // of each channel
+  const float* alpha;
+  float gate, low, high;
+  INLINE_MEMBER Floats many(int64_t i) const { return held(load(alpha + i) * gate, low, high); }
+  INLINE_MEMBER float one(int64_t i) const { return held(alpha[i] * gate, low, high); }
+};
+
+template <int kWhat> static void rows_of(void** tensors, const int64_t* numbers) {
+  const auto* host = (const Element*)tensors[0];
+  const auto* seed = (const Element*)tensors[1];
+  const auto* alpha = (const float*)tensors[2];
+  const auto* logits = (const Logit*)tensors[3];
+  const auto* constants = (const float*)tensors[4];
+  auto* out = (Element*)tensors[5];
+  const int64_t rows = numbers[0], channels = numbers[1], inner = numbers[2], classes = numbers[3], stride = numbers[4];
+  const int64_t row_step = numbers[5], channel_step = numbers[6], threads = numbers[7];
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t n = 0; n < rows; ++n) {
+    const float margin = margin_of(logits + n * stride, classes);
+    if constexpr (kWhat == 3) {
+      ((float*)tensors[5])[n] = margin;
+    } else {
+      const float gate = 1.0f / (1.0f + std::exp(constants[1] - constants[0] * margin));
+      const float low = constants[2], high = constants[3];
+      const int64_t at = n * channels * inner;
+      const float* own = alpha + n * row_step;
+      const Element* hosts = kWhat == 2 ? nullptr : host + at;
+      if (channel_step && inner == 1) {
+        blend<kWhat>(hosts, seed + at, out + at, channels, Own{own, gate, low, high});
+      } else {
+        const int64_t parts = channel_step ? channels : 1, size = channels * inner / parts;
+        for (int64_t c = 0; c < parts; ++c) {
+          const Same weight{held(own[c * channel_step] * gate, low, high)};
+          blend<kWhat>(kWhat == 2 ? nullptr : hosts + c * size, seed + at + c * size, out + at + c * size, size, weight);
+        }
+      }
+    }
+  }
+}
+
+extern "C" void gated_blend(void** tensors, const int64_t* numbers) {
+  switch (numbers[8]) {
+    case 0: return rows_of<0>(tensors, numbers);
+    case 1: return rows_of<1>(tensors, numbers);
+    case 2: return rows_of<2>(tensors, numbers);
+    default: return rows_of<3>(tensors, numbers);
+  }
+}
+"""
+
+
+def forward(
+    host: torch.Tensor,
+    seed: torch.Tensor,
+    alpha: torch.Tensor,
+    logits: torch.Tensor | None,
+    numbers: torch.Tensor,
+    attrs: BlendAttrs,
+) -> torch.Tensor:
+    """The blend (see :class:`lz_compile.lowering.opaque_blend.BlendCode`).
+
+    Raises:
+        RuntimeError: there is no C++ compiler.
+    """
+    out = torch.empty(seed.shape, dtype=attrs.out_dtype)
+    what = "residual" if attrs.is_residual else "forward"
+    _run(what, host.to(seed.dtype).contiguous(), seed, alpha, logits, numbers, out)
+    return out
+
+
+def backward(
+    gradient: torch.Tensor,
+    seed: torch.Tensor,
+    alpha: torch.Tensor,
+    logits: torch.Tensor | None,
+    numbers: torch.Tensor,
+    attrs: BlendAttrs,
+) -> torch.Tensor:
+    """The gradient of the seed (see :class:`lz_compile.lowering.opaque_blend.BlendCode`)."""
+    out = torch.empty(seed.shape, dtype=seed.dtype)
+    _run("backward", None, gradient.to(seed.dtype), alpha, logits, numbers, out)
+    return out
+
+
+def margins(logits: torch.Tensor, attrs: BlendAttrs) -> torch.Tensor:
+    """The largest logit of every row less the second largest, ``[N]``."""
+    out = torch.empty(logits.shape[0], dtype=torch.float32)
+    _run("margins", None, logits[:, :, None], None, logits, None, out)
+    return out.to(attrs.out_dtype)
+
+
+def _run(
+    what: str,
+    host: torch.Tensor | None,
+    seed: torch.Tensor,
+    alpha: torch.Tensor | None,
+    logits: torch.Tensor | None,
+    numbers: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    assert logits is not None, "a gate has logits"
+    seed = seed if what == "margins" else seed.contiguous()
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    rows, channels, inner = seed.shape
+    weights = None if alpha is None else alpha.float().expand(alpha.shape if alpha.dim() else (1, 1, 1)).contiguous()
+    steps = [0, 0] if weights is None else [0 if weights.shape[dim] == 1 else weights.stride(dim) for dim in (0, 1)]
+    work = rows * (channels * inner + logits.shape[1])
+    threads = max(1, min(torch.get_num_threads(), rows, work // THREAD_WORK))
+    constants = None if numbers is None else numbers.float()
+    tensors = [host, seed, weights, logits, constants, out]
+    pointers = [0 if each is None else each.data_ptr() for each in tensors]
+    sizes = [rows, channels, inner, logits.shape[1], logits.stride(0), *steps, threads, _WHAT[what]]
+    program = Program(seed.dtype, logits.dtype, inductor.vector_bits() // 32)
+    _function(program)((ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int64 * len(sizes))(*sizes))
+
+
+@lru_cache(maxsize=16)
+def _function(program: Program) -> Any:
+    function = inductor.load_cpp(program.source(), FLAGS).gated_blend
+    function.restype = None
+    return function

@@ -1,0 +1,31 @@
+"""Gated blends on CPUs in C++ of our own (``lowering/cpp/blend.py``): a row is blended while its logits are in the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lz_compile.lowering.kernels import torch_blend
+from lz_compile.lowering.opaque_blend import BlendCode, blender
+from lz_compile.lowering.ops.blend import BlendAttrs
+
+_READ = (torch.float32, torch.bfloat16)
+
+
+def blend(*, attrs: BlendAttrs, **operands: Any) -> torch.Tensor:
+    """A blend in the op's canonical layout (see ``lowering/ops/blend.py``); PyTorch's for other dtypes."""
+    tensors = [operands[name] for name in ("seed", "logits") if operands.get(name) is not None]
+    is_wide = torch.float64 in (attrs.compute_dtype, attrs.out_dtype)
+    if is_wide or any(each.dtype not in _READ for each in tensors):
+        return torch_blend.blend(attrs=attrs, **operands)
+    return _blend(attrs=attrs, **operands)
+
+
+def _code() -> BlendCode:
+    from lz_compile.lowering.cpp import blend as code
+
+    return code
+
+
+_blend = blender("cpp_blend", "lz.cpp_blend", _code)

@@ -1,0 +1,160 @@
+"""Kernels for blends that PyTorch cannot look into: two operators each, on the signature of the op; gradients of the seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from lz_compile.lowering.encoded_attributes import decode, encode
+from lz_compile.lowering.opaque import opaque
+from lz_compile.lowering.ops.blend import BlendAttrs, Scalar, reference
+
+
+class BlendCode(Protocol):
+    """What computes: ``numbers`` are gain, offset, low and high; results are contiguous."""
+
+    def forward(
+        self,
+        host: torch.Tensor,
+        seed: torch.Tensor,
+        alpha: torch.Tensor,
+        logits: torch.Tensor | None,
+        numbers: torch.Tensor,
+        attrs: BlendAttrs,
+    ) -> torch.Tensor:
+        """The blend, ``[N, C, S]``."""
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        seed: torch.Tensor,
+        alpha: torch.Tensor,
+        logits: torch.Tensor | None,
+        numbers: torch.Tensor,
+        attrs: BlendAttrs,
+    ) -> torch.Tensor:
+        """The gradient of the seed, ``[N, C, S]``."""
+
+    def margins(self, logits: torch.Tensor, attrs: BlendAttrs) -> torch.Tensor:
+        """The largest logit of every row less the second largest, ``[N]``."""
+
+
+def blender(
+    name: str, kernel_id: str, load: Callable[[], BlendCode], *, is_cuda_graph_safe: bool = False
+) -> Callable[..., torch.Tensor]:
+    """The kernel function of the op (see ``lowering/ops/blend.py``), without softmax and the host's own weight.
+
+    Args:
+        name: the operators are ``layerzero::<name>`` and ``layerzero::<name>_margin``.
+        kernel_id: that of the descriptor.
+        load: gives the code when it is called for the first time.
+        is_cuda_graph_safe: whether CUDA graphs may capture it.
+    """
+
+    def run(
+        seed: torch.Tensor,
+        host: torch.Tensor,
+        alpha: torch.Tensor,
+        logits: torch.Tensor,
+        numbers: torch.Tensor,
+        attrs: str,
+    ) -> torch.Tensor:
+        form = decode(BlendAttrs, attrs)
+        return load().forward(host, seed, alpha, logits if form.has_gate else None, numbers, form)
+
+    def fake(
+        seed: torch.Tensor,
+        host: torch.Tensor,
+        alpha: torch.Tensor,
+        logits: torch.Tensor,
+        numbers: torch.Tensor,
+        attrs: str,
+    ) -> torch.Tensor:
+        return seed.new_empty(seed.shape, dtype=decode(BlendAttrs, attrs).out_dtype)
+
+    def fallback(
+        seed: torch.Tensor,
+        host: torch.Tensor,
+        alpha: torch.Tensor,
+        logits: torch.Tensor,
+        numbers: torch.Tensor,
+        attrs: str,
+    ) -> torch.Tensor:
+        form = decode(BlendAttrs, attrs)
+        given = logits if form.has_gate else None
+        return reference(host, seed, alpha, None, given, *numbers.unbind(), attrs=form).contiguous()
+
+    def gradient(
+        gradient: torch.Tensor,
+        seed: torch.Tensor,
+        host: torch.Tensor,
+        alpha: torch.Tensor,
+        logits: torch.Tensor,
+        numbers: torch.Tensor,
+        attrs: str,
+    ) -> torch.Tensor:
+        """Of the seed."""
+        form = decode(BlendAttrs, attrs)
+        return load().backward(gradient, seed, alpha, logits if form.has_gate else None, numbers, form)
+
+    def run_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:
+        return load().margins(logits, decode(BlendAttrs, attrs))
+
+    def fake_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:
+        return logits.new_empty(logits.shape[:1], dtype=decode(BlendAttrs, attrs).out_dtype)
+
+    def fallback_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:
+        return reference(logits=logits, attrs=decode(BlendAttrs, attrs)).contiguous()
+
+    safe = is_cuda_graph_safe
+    operator = opaque(
+        name, run, fake, fallback=fallback, backward=gradient, kernel_id=kernel_id, is_cuda_graph_safe=safe
+    )
+    margin = opaque(
+        f"{name}_margin",
+        run_margin,
+        fake_margin,
+        fallback=fallback_margin,
+        kernel_id=kernel_id,
+        is_cuda_graph_safe=safe,
+    )
+
+    def blend(
+        host: torch.Tensor | None = None,
+        seed: torch.Tensor | None = None,
+        alpha: Scalar = 1.0,
+        host_weight: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+        gain: Scalar = 1.0,
+        offset: Scalar = 0.0,
+        low: Scalar | None = None,
+        high: Scalar | None = None,
+        *,
+        attrs: BlendAttrs,
+    ) -> torch.Tensor:
+        assert host_weight is None, f"{kernel_id} is given a weight for the host"
+        assert (attrs.normalised, attrs.is_distinct) == ("none", False), f"{kernel_id} is asked for a softmax"
+        if attrs.mode == "margin":
+            assert logits is not None, "a margin is that of logits"
+            margins: torch.Tensor = margin(logits, encode(attrs))
+            return margins
+        assert host is not None, "a blend has a host"
+        assert seed is not None, "a blend has a seed"
+        weight = seed.new_full((), alpha) if isinstance(alpha, (int, float)) else alpha
+        wide = torch.promote_types(attrs.compute_dtype, torch.float32)
+        bounds = (-math.inf if low is None else low, math.inf if high is None else high)
+        numbers = torch.stack([_number(each, seed, wide) for each in (gain, offset, *bounds)])
+        given = seed.new_empty(0, 0) if logits is None else logits.detach()
+        result: torch.Tensor = operator(seed, host, weight.detach(), given, numbers, encode(attrs))
+        return result
+
+    return blend
+
+
+def _number(value: Scalar, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(value, (int, float)):
+        return like.new_full((), value, dtype=dtype)
+    return value.detach().to(dtype)
