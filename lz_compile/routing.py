@@ -71,9 +71,9 @@ def routed_adapter(
             where a token with a number below zero belongs to none. By default the first dimension of x is that of rollouts.
         cu_seqlens: where packed rollouts begin and, at last, end, in place of ``rollouts``; tokens after that are of none.
         num_rollouts: more than the largest number of a rollout, by default the number of tokens, which is enough where
-            rollouts are numbered from zero without gaps, but takes memory for as many. Tokens with larger numbers are refused
-            on a CPU, and are of none where nobody can look: on other devices, and in compiled functions. With ``cu_seqlens``
-            it is known.
+            rollouts are numbered from zero without gaps, but takes memory (and a GPU time) for as many. Tokens with larger
+            numbers are refused on a CPU, and are of none where nobody can look: on other devices, and in compiled functions.
+            With ``cu_seqlens`` it is known.
         weight: of the layer itself; by default the layer is no part of this.
         bias: of the layer.
         base: anything to add, such as the value of the layer where it was computed before.

@@ -150,7 +150,8 @@ class Rollouts(NamedTuple):
         size, count = x.shape[-2], cu_seqlens.shape[0] - 1
         if num_rollouts is not None and num_rollouts != count:
             raise ValueError(
-                f"lz.routed_adapter: expected num_rollouts {count}, as cu_seqlens has them, received {num_rollouts}. Leave it out"
+                f"lz.routed_adapter: expected num_rollouts {count}, as cu_seqlens has them, received {num_rollouts}. Leave it "
+                "out"
             )
         if _is_readable(cu_seqlens):
             _check_bounds(cu_seqlens.tolist(), size)
@@ -192,8 +193,8 @@ def _check_bounds(bounds: list[int], size: int) -> None:
     if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > size:
         raise ValueError(
             f"lz.routed_adapter: expected cu_seqlens to rise from 0 to {size}, the number of tokens, or less, received "
-            f"{bounds if len(bounds) < 20 else [*bounds[:9], '...', *bounds[-9:]]}. Give where each rollout begins, and at last "
-            "where the last one ends"
+            f"{bounds if len(bounds) < 20 else [*bounds[:9], '...', *bounds[-9:]]}. Give where each rollout begins, and at "
+            "last where the last one ends"
         )
 
 

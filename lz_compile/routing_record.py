@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,6 +31,10 @@ class RoutingRecord:
         width = len(COLUMNS) + (rank or 0)
         self._leaf = torch.zeros(num_rollouts, width, device=device, dtype=torch.float32, requires_grad=True)
         self._leaf.register_post_accumulate_grad_hook(_Taker(self))
+
+    def __reduce__(self) -> tuple[Callable[..., RoutingRecord], tuple[Any, ...]]:
+        """A copy, as of a module that has one, is an empty record of the same sizes."""
+        return partial(RoutingRecord, device=self._leaf.device), (self.num_rollouts, self.rank)
 
     def leaf(self, num_rollouts: int, rank: int, device: torch.device) -> torch.Tensor:
         """What a call takes along.

@@ -15,28 +15,33 @@ from tests.routing_exact import ExactLinear
 from tests.routing_toys import loss_of, rollout_batch, routed
 
 
-def run_ranks(form: str, directory: Path) -> list[dict[str, Tensor]]:
+FORMS = ("gates", "exact")
+
+
+def run_ranks(directory: Path) -> dict[str, list[dict[str, Tensor]]]:
     """The gradients that each of two processes ends up with: ``gates`` outside of DDP, ``exact`` adapters within it."""
-    mp.spawn(_rank, args=(form, str(directory)), nprocs=2)
-    return [torch.load(directory / f"{rank}.pt") for rank in range(2)]
+    mp.spawn(_rank, args=(str(directory),), nprocs=2)
+    return {form: [torch.load(directory / f"{form}_{rank}.pt") for rank in range(2)] for form in FORMS}
 
 
-def _rank(rank: int, form: str, directory: str) -> None:
+def _rank(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     x, weights = (each.chunk(2)[rank] for each in rollout_batch(4, 5))
-    if form == "gates":
-        routing = routed(Arm.GRAD_ROLLOUT)
-        routing.begin(Rollouts(*x.shape[:2]))
+    for form in FORMS:
+        found = _gradients(form, x, weights)
+        torch.save(found, Path(directory) / f"{form}_{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _gradients(form: str, x: Tensor, weights: Tensor) -> dict[str, Tensor | None]:
+    routing = routed(Arm.GRAD_ROLLOUT, **({"layer_type": ExactLinear} if form == "exact" else {}))
+    routing.begin(Rollouts(*x.shape[:2]))
+    if form == "exact":
+        model = DistributedDataParallel(routing.model)  # its hooks die with it
+        loss_of(model(x), weights).backward()
+    else:
         loss_of(routing.model(x), weights).backward()
         routing.collect()
         routing.restore(dist.group.WORLD)
-        parameters = dict(routing.model.named_parameters())
-    else:
-        routing = routed(Arm.GRAD_ROLLOUT, layer_type=ExactLinear)
-        routing.begin(Rollouts(*x.shape[:2]))
-        model = DistributedDataParallel(routing.model)  # its hooks die with it
-        loss_of(model(x), weights).backward()
-        parameters = dict(routing.model.named_parameters())
-    torch.save({name: each.grad for name, each in parameters.items()}, Path(directory) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return {name: each.grad for name, each in routing.model.named_parameters()}

@@ -335,15 +335,3 @@ def routing_outputs(routing: Routing, x: Tensor) -> Tensor:
     routing.begin(Rollouts(*x.shape[:2]))
     outputs: Tensor = routing.model(x)
     return outputs
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one_does(tmp_path):
-    from tests.routing_ranks import run_ranks
-
-    batch = rollout_batch(4, 5)
-    expected = trained_step(routed(Arm.GRAD_ROLLOUT), [batch])
-    ranks = run_ranks("gates", tmp_path)
-    for name, gradient in expected.items():
-        assert torch.equal(ranks[0][name], ranks[1][name])
-        torch.testing.assert_close(ranks[0][name] * 2, gradient, **EXACT)

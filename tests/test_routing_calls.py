@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -154,6 +156,17 @@ def test_two_calls_that_share_a_record_have_no_figures() -> None:
     assert record.cosines.isnan().all()
 
 
+def test_a_copy_of_a_record_is_filled_by_its_own_calls() -> None:
+    operands, v = adapter()
+    record = lz.RoutingRecord(G, R)
+    lz.routed_adapter(*operands, v=v, record=record).sum().backward()
+    copies = [copy.deepcopy(record), pickle.loads(pickle.dumps(record))]
+    assert all(each.is_empty for each in copies)
+    for each in copies:
+        lz.routed_adapter(*operands, v=v, record=each).sum().backward()
+        torch.testing.assert_close(each.gradients, record.gradients)
+
+
 def test_a_record_that_does_not_fit_or_was_not_filled_says_so() -> None:
     operands, v = adapter()
     with pytest.raises(ValueError, match=r"expected a record of 6 rollouts and rank 5 .* received one of 2 and None"):
@@ -208,6 +221,16 @@ def test_autocast_multiplies_in_its_dtype_and_gives_gradients_in_that_of_the_ope
     torch.testing.assert_close(alone, source, atol=0.2, rtol=0.05)
     out.sum().backward()
     assert [each.grad.dtype for each in operands if each.grad is not None] == [torch.float32] * 4
+
+
+def test_a_loss_that_is_scaled_is_routed_by_the_same_flags() -> None:
+    operands, v = adapter(torch.float32)
+    expected = gradients(lz.routed_adapter, operands, v=v)
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**16), torch.optim.SGD(operands[3:], lr=0.1)
+    out = lz.routed_adapter(*operands, v=v)
+    scaler.scale((out * weights(out)).sum()).backward()
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close([each.grad for each in operands[3:]], expected[1:])
 
 
 def test_a_second_derivative_is_refused() -> None:

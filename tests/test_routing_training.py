@@ -127,13 +127,14 @@ def test_nothing_of_a_step_lives_past_it():
 
 
 @pytest.mark.slow
-def test_ddp_reduces_what_was_routed_already(tmp_path):
+def test_two_processes_train_as_one_does_and_ddp_reduces_what_was_routed_already(tmp_path):
     from tests.routing_ranks import run_ranks
 
-    expected = trained_step(exact(Arm.GRAD_ROLLOUT), [rollout_batch(4, 5)])
-    ranks = run_ranks("exact", tmp_path)
-    same(ranks[0], ranks[1], rtol=0, atol=0)
-    same({name: gradient * 2 for name, gradient in ranks[0].items()}, expected, **EXACT)
+    found = run_ranks(tmp_path)
+    for form, routing in (("gates", routed(Arm.GRAD_ROLLOUT)), ("exact", exact(Arm.GRAD_ROLLOUT))):
+        expected = trained_step(routing, [rollout_batch(4, 5)])
+        same(*found[form], rtol=0, atol=0)
+        same({name: gradient * 2 for name, gradient in found[form][0].items()}, expected, **EXACT)
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -65,24 +65,11 @@ def blender(
         form = decode(BlendAttrs, attrs)
         return load().forward(host, seed, alpha, logits if form.has_gate else None, numbers, form)
 
-    def fake(
-        seed: torch.Tensor,
-        host: torch.Tensor,
-        alpha: torch.Tensor,
-        logits: torch.Tensor,
-        numbers: torch.Tensor,
-        attrs: str,
-    ) -> torch.Tensor:
-        return seed.new_empty(seed.shape, dtype=decode(BlendAttrs, attrs).out_dtype)
+    def fake(seed: torch.Tensor, *others: Any) -> torch.Tensor:
+        return seed.new_empty(seed.shape, dtype=decode(BlendAttrs, others[-1]).out_dtype)
 
-    def fallback(
-        seed: torch.Tensor,
-        host: torch.Tensor,
-        alpha: torch.Tensor,
-        logits: torch.Tensor,
-        numbers: torch.Tensor,
-        attrs: str,
-    ) -> torch.Tensor:
+    def fallback(seed: torch.Tensor, host: torch.Tensor, *others: Any) -> torch.Tensor:
+        alpha, logits, numbers, attrs = others
         form = decode(BlendAttrs, attrs)
         given = logits if form.has_gate else None
         return reference(host, seed, alpha, None, given, *numbers.unbind(), attrs=form).contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -36,32 +37,11 @@ def sampler(name: str, kernel_id: str, fill: Fill, *, is_cuda_graph_safe: bool =
             fill(operands, form, out)
         return out
 
-    def fake(
-        logits: torch.Tensor,
-        bitmask: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        temperature: torch.Tensor | None,
-        top_k: torch.Tensor | None,
-        top_p: torch.Tensor | None,
-        min_p: torch.Tensor | None,
-        seeds: torch.Tensor | None,
-        attrs: str,
-    ) -> torch.Tensor:
-        return _result(logits, decode(SamplingAttrs, attrs))
+    def fake(logits: torch.Tensor, *others: Any) -> torch.Tensor:
+        return _result(logits, decode(SamplingAttrs, others[-1]))
 
-    def fallback(
-        logits: torch.Tensor,
-        bitmask: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        temperature: torch.Tensor | None,
-        top_k: torch.Tensor | None,
-        top_p: torch.Tensor | None,
-        min_p: torch.Tensor | None,
-        seeds: torch.Tensor | None,
-        attrs: str,
-    ) -> torch.Tensor:
-        form = decode(SamplingAttrs, attrs)
-        return reference(logits, bitmask, bias, temperature, top_k, top_p, min_p, seeds, attrs=form).contiguous()
+    def fallback(*given: Any) -> torch.Tensor:
+        return reference(*given[:-1], attrs=decode(SamplingAttrs, given[-1])).contiguous()
 
     operator = opaque(name, run, fake, fallback=fallback, kernel_id=kernel_id, is_cuda_graph_safe=is_cuda_graph_safe)
 

@@ -21,9 +21,9 @@ Canonical layout, in which every kernel takes and returns it, of ``G`` rollouts 
     result       [G, S, E] in ``attrs.out_dtype``
 
 With the arm ``grad``, what the tokens of one rollout send to ``delta`` is summed, ``g_b``, and left out of the gradient of
-``delta`` (and of nothing else) where its cosine with ``v`` is above the threshold; where that is NaN, so is the gradient. With
-``act`` the kept adapter of a token is detached where the cosine of ``a`` with ``v`` is above the threshold, which NaN is not.
-Both norms of a cosine are at least :data:`EPS`.
+``delta`` (and of nothing else) where its cosine with ``v`` is above the threshold; where that is NaN, so is the gradient.
+With ``act`` the kept adapter of a token is detached where the cosine of ``a`` with ``v`` is above the threshold, which NaN is
+not. Both norms of a cosine are at least :data:`EPS`.
 
 ``record`` is a leaf of zeros, never read, whose *gradient* says what a backward did, in the columns :data:`COLUMNS` and,
 where it has ``R`` more, ``g_b`` before anything was left out. Kernels fill it; to the definition it is nothing.
