@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from lz_compile.lowering.routing_function import is_autocast
+
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -35,7 +37,11 @@ class Adapter(NamedTuple):
                 f"lz.routed_adapter: expected x [G, s, D] or [tokens, D], received {tuple(self.x.shape)}. Flatten it"
             )
         sizes = {"D": self.x.shape[-1], "R": self.delta_S.numel(), "Q": self.A_q.shape[0], "E": self.U.shape[0]}
-        for name, dims in _DIMS.items():
+        # Tables stand in functions: compiled code would check every entry of a module's at each call.
+        shapes = {
+            "Vh": "RD", "U": "ER", "delta_S": "R", "A_q": "QD", "B_q": "EQ", "v": "R", "weight": "ED", "bias": "E",
+        }  # fmt: skip
+        for name, dims in shapes.items():
             self._check_shape(name, getattr(self, name), tuple(sizes[dim] for dim in dims), dims)
         self._check_shape("base", self.base, (*self.x.shape[:-1], sizes["E"]), "as x, with E at the end")
         if arm != "none" and self.v is None:
@@ -52,8 +58,9 @@ class Adapter(NamedTuple):
             )
 
     def _check_kinds(self) -> None:
-        is_cast = torch.is_autocast_enabled(self.x.device.type)
-        for name in self._fields:
+        is_cast = is_autocast(self.x)
+        multiplied = ("Vh", "U", "A_q", "B_q", "weight", "bias")
+        for name in ("x", *multiplied, "delta_S", "v", "base"):
             tensor = getattr(self, name)
             if tensor is None:
                 continue
@@ -65,7 +72,7 @@ class Adapter(NamedTuple):
                 raise ValueError(
                     f"lz.routed_adapter: expected {name} on {self.x.device} as x is, received {tensor.device}. Move it"
                 )
-            if tensor.dtype != self.x.dtype and name in _MULTIPLIED and not is_cast:
+            if tensor.dtype != self.x.dtype and name in multiplied and not is_cast:
                 raise ValueError(
                     f"lz.routed_adapter: expected {name} in the dtype of x, {self.x.dtype}, received {tensor.dtype}. Cast "
                     "one of them, or call it under torch.autocast"
@@ -74,15 +81,9 @@ class Adapter(NamedTuple):
     def result_dtype(self) -> torch.dtype:
         """That of the products, or the wider one of the base."""
         where, found = self.x.device.type, self.x.dtype
-        if torch.is_autocast_enabled(where) and found != torch.float64:
+        if is_autocast(self.x) and found != torch.float64:
             found = torch.get_autocast_dtype(where)
         return found if self.base is None else torch.promote_types(found, self.base.dtype)
-
-
-_DIMS = {
-    "Vh": "RD", "U": "ER", "delta_S": "R", "A_q": "QD", "B_q": "EQ", "v": "R", "weight": "ED", "bias": "E",
-}  # fmt: skip
-_MULTIPLIED = frozenset({"Vh", "U", "A_q", "B_q", "weight", "bias"})
 
 
 class Rollouts(NamedTuple):
@@ -150,8 +151,8 @@ class Rollouts(NamedTuple):
         size, count = x.shape[-2], cu_seqlens.shape[0] - 1
         if num_rollouts is not None and num_rollouts != count:
             raise ValueError(
-                f"lz.routed_adapter: expected num_rollouts {count}, as cu_seqlens has them, received {num_rollouts}. Leave it "
-                "out"
+                f"lz.routed_adapter: expected num_rollouts {count}, as cu_seqlens has them, received {num_rollouts}. Leave "
+                "it out"
             )
         if _is_readable(cu_seqlens):
             _check_bounds(cu_seqlens.tolist(), size)

@@ -14,7 +14,6 @@ from models.routed_adapter import Arm, Rollouts
 from tests.routing_exact import ExactLinear
 from tests.routing_toys import loss_of, rollout_batch, routed
 
-
 FORMS = ("gates", "exact")
 
 

@@ -33,7 +33,7 @@ from tests.routing_spellings import (
 LOCK = {"routing": "torch.routing"}
 
 many = settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
 
 
@@ -91,16 +91,9 @@ def test_every_mask_is_read_as_the_cosine_that_it_is(mask: str) -> None:
     assert match.attributes.to_dict()["threshold"] == spelling.threshold
 
 
-@settings(many, max_examples=8)
-@given(spelling=spellings())
-def test_any_spelling_is_recognised_and_right(spelling: Spelling) -> None:
-    check(spelling)
-
-
-@pytest.mark.slow
 @many
 @given(spelling=spellings())
-def test_many_spellings_are_recognised_and_right(spelling: Spelling) -> None:
+def test_any_spelling_is_recognised_and_right(spelling: Spelling) -> None:
     check(spelling)
 
 
@@ -517,9 +510,9 @@ def test_every_layer_of_a_model_is_rewritten() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", [Arm.GRAD_ROLLOUT, Arm.ACT])
-def test_it_is_right_when_inductor_compiles_it(arm: Arm) -> None:
-    model, routed = _trained(arm, 1)
+def test_it_is_right_when_inductor_compiles_it() -> None:
+    """Other arms by Inductor are in test_routing_training.py."""
+    model, routed = _trained(Arm.GRAD_ROLLOUT, 1)
     expected = _gradients(model, routed, model)
     torch._dynamo.reset()
     options: Any = {"layerzero.lock": LOCK}

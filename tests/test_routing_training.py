@@ -149,9 +149,10 @@ def test_traced_by_aot_it_is_the_same(arm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", [Arm.ACT, Arm.GRAD_ROLLOUT])
-def test_compiled_by_layerzero_it_is_the_same(arm):
+def test_compiled_by_layerzero_it_is_the_same():
+    """The other arms by Inductor are in test_routing_calls.py."""
     torch._dynamo.reset()
+    arm = Arm.ACT
     batches, plain, routing = [rollout_batch(4, 5, seed) for seed in range(2)], exact(arm), exact(arm)
     model, routing.model = routing.model, torch.compile(routing.model, backend=layerzero, fullgraph=True)
     routing.model.named_parameters = model.named_parameters
@@ -159,7 +160,7 @@ def test_compiled_by_layerzero_it_is_the_same(arm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", Arm)
+@pytest.mark.parametrize("arm", [Arm.NONE, Arm.ACT, Arm.GRAD_TOKEN])  # per rollout: test_routing.py
 def test_gates_and_masks_of_plain_pytorch_are_recognised_and_train_alike(arm):
     torch._dynamo.reset()
     batches, plain, routing = [rollout_batch(4, 5, seed) for seed in range(2)], routed(arm), routed(arm)

@@ -22,24 +22,15 @@ TESTS = Path(__file__).parent
 NAME = "lz.triton_routing"
 
 
-def interpreted(selection: str) -> None:
-    """Run tests of ``interpreted_routing.py`` where Triton is imported with its interpreter on."""
+@pytest.mark.slow
+def test_kernels_are_the_references_in_the_interpreter():
+    """All of ``interpreted_routing.py``, where Triton is imported with its interpreter on."""
     pytest.importorskip("triton", reason="needs Triton, whose interpreter runs its kernels on a CPU")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [str(TESTS / "interpreted_routing.py"), "-k", selection, "-W", "ignore::RuntimeWarning"]
+    command += [str(TESTS / "interpreted_routing.py"), "-W", "ignore::RuntimeWarning"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
-def test_some_of_every_kernel_is_the_references_in_the_interpreter():
-    interpreted("(every_form and grad-gate_none-packed) or not_a_number or no_tokens")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("selection", ["every_form", "not every_form"])
-def test_kernels_are_the_references_in_the_interpreter(selection):
-    interpreted(selection)
 
 
 # ---- for GPUs --------------------------------------------------------------------------------------------------------
@@ -65,8 +56,7 @@ def _compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("is_plain", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("dtype", "is_plain"), [("bf16", False), pytest.param("fp32", True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])
 @pytest.mark.parametrize("name", _COMPILED)
 def test_a_kernel_compiles_for_a_gpu(name, backend, arch, warp, dtype, is_plain):

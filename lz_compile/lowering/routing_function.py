@@ -73,17 +73,20 @@ def _text(attrs: RoutingAttrs) -> str:
 
 def _cast(x: Tensor, *others: Tensor | None) -> list[Tensor | None]:
     """The operands of products as autocast gives them to products."""
-    where = x.device.type
     given = [x, *others]
-    if not torch.is_autocast_enabled(where):
+    if not is_autocast(x):
         return given
-    dtype = torch.get_autocast_dtype(where)
+    dtype = torch.get_autocast_dtype(x.device.type)
     return [each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in given]
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Whether products of ``x`` are cast: on a meta device, of which autocast knows nothing, they are not."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    where = x.device.type
-    return torch.autocast(where, enabled=False) if torch.is_autocast_enabled(where) else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext()
 
 
 class _Routed(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,10 @@ from lz_compile.lowering.ops.blend import BlendAttrs
 FLAGS = ("-ffp-contract=fast",)
 #: Elements of a row and of all, below which a thread is not worth its start.
 THREAD_WORK = 1 << 14
+#: Bytes of a result from which on it is written past the caches; half of what a core's caches hold.
+STREAMED_BYTES = 1 << 20
+#: Instructions of x86 that write a register past the caches, by its floats.
+_STREAMS = {16: "__builtin_ia32_movntps512", 8: "__builtin_ia32_movntps256"}
 _WHAT = {"forward": 0, "residual": 1, "backward": 2, "margins": 3}
 
 
@@ -32,10 +37,13 @@ class Program:
     def source(self) -> str:
         """The translation unit."""
         header = "#include <c10/util/BFloat16.h>" if torch.bfloat16 in (self.dtype, self.logit_dtype) else ""
+        is_streamed = self.dtype == torch.float32 and platform.machine() in ("x86_64", "AMD64")
+        stream = _STREAMS.get(self.lanes) if is_streamed else None
         return f"""#include <cstdint>
 {header}
 using Element = {ELEMENTS[self.dtype]};
 using Logit = {ELEMENTS[self.logit_dtype]};
+{f"#define STREAM {stream}" if stream else ""}
 constexpr int kLanes = {self.lanes};
 {FLOATS}{_ROWS}"""
 
@@ -49,31 +57,47 @@ template <typename Any> INLINE void store(Any* at, Floats x) {
   }
 }
 
-// The largest less the second largest; NaN if any is NaN, as sorting has it, and infinities less themselves.
-static float margin_of(const Logit* row, int64_t classes) {
+struct Two {  // the two largest, of each lane
   Floats first = filled(kNothing), second = first;
-  Ints is_bad{};
-  int64_t i = 0;
-  for (; i + kLanes <= classes; i += kLanes) {
-    const Floats x = load(row + i);
-    is_bad |= x != x;
+  Ints is_nan{};
+  INLINE_MEMBER void see(Floats x) {
+    is_nan |= x != x;
+    add(x);
+  }
+  INLINE_MEMBER void add(Floats x) {
     const Floats less = x < first ? x : first;
     first = x > first ? x : first;
     second = less > second ? less : second;
   }
-  float largest_one = kNothing, largest_two = kNothing;
-  const auto see = [&](float x) {
-    if (x > largest_one) largest_two = largest_one, largest_one = x;
-    else if (x > largest_two) largest_two = x;
-  };
-  for (int j = 0; j < kLanes; ++j) see(first[j]), see(second[j]);
-  bool is_nan = any(is_bad);
-  for (; i < classes; ++i) {
-    const float x = float(row[i]);
-    is_nan |= x != x;
-    see(x);
+  INLINE_MEMBER void merge(const Two& other) {
+    is_nan |= other.is_nan;
+    add(other.first);
+    second = other.second > second ? other.second : second;
   }
-  return is_nan ? std::numeric_limits<float>::quiet_NaN() : largest_one - largest_two;
+};
+
+// The largest less the second largest; NaN if any is NaN, as sorting has it, and infinities less themselves.
+static float margin_of(const Logit* row, int64_t classes) {
+  constexpr int kChains = 4;  // what is seen waits for what was seen before
+  Two chains[kChains];
+  int64_t i = 0;
+  for (; i + kChains * kLanes <= classes; i += kChains * kLanes)
+    for (int chain = 0; chain < kChains; ++chain) chains[chain].see(load(row + i + chain * kLanes));
+  for (; i + kLanes <= classes; i += kLanes) chains[0].see(load(row + i));
+  for (int chain = 1; chain < kChains; ++chain) chains[0].merge(chains[chain]);
+  float first = kNothing, second = kNothing;
+  bool is_nan = any(chains[0].is_nan);
+  const auto see = [&](float x) {
+    const float less = x < first ? x : first;
+    first = x > first ? x : first;
+    second = less > second ? less : second;
+  };
+  for (int j = 0; j < kLanes; ++j) see(chains[0].first[j]), see(chains[0].second[j]);
+  for (; i < classes; ++i) {
+    is_nan |= row[i] != row[i];
+    see(float(row[i]));
+  }
+  return is_nan ? std::numeric_limits<float>::quiet_NaN() : first - second;
 }
 
 INLINE float held(float x, float low, float high) {
@@ -85,28 +109,28 @@ INLINE Floats held(Floats x, float low, float high) {
   return x > high ? filled(high) : x;
 }
 
-// One stretch of a row whose weights are one number, or one for each element.
+template <int kWhat, typename Any> INLINE Any mixed(Any weight, Any seed, Any host) {
+  return kWhat == 2 ? weight * seed : kWhat == 1 ? host + weight * seed : weight * seed + (1.0f - weight) * host;
+}
+
+// One stretch of a row. A large result goes past the caches, which then need not fetch what it overwrites.
 template <int kWhat, typename Weight>
-INLINE void blend(const Element* host, const Element* seed, Element* out, int64_t count, const Weight& weight) {
+INLINE void blend(
+    const Element* host, const Element* seed, Element* out, int64_t count, const Weight& weight, bool is_large) {
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    const Floats w = weight.many(i), s = load(seed + i);
-    if constexpr (kWhat == 2) {
-      store(out + i, w * s);
-    } else {
-      const Floats h = load(host + i);
-      store(out + i, kWhat == 1 ? h + w * s : w * s + (1.0f - w) * h);
-    }
+  const auto one = [&] {
+    const float h = kWhat == 2 ? 0.0f : float(host[i]);
+    out[i] = Element(mixed<kWhat>(weight.one(i), float(seed[i]), h));
+  };
+  const auto many = [&] { return mixed<kWhat>(weight.many(i), load(seed + i), kWhat == 2 ? Floats{} : load(host + i)); };
+#if defined(STREAM)
+  if (is_large) {
+    for (; i < count && (uintptr_t)(out + i) % sizeof(Floats); ++i) one();
+    for (; i + kLanes <= count; i += kLanes) STREAM(out + i, many());
   }
-  for (; i < count; ++i) {
-    const float w = weight.one(i), s = float(seed[i]);
-    if constexpr (kWhat == 2) {
-      out[i] = Element(w * s);
-    } else {
-      const float h = float(host[i]);
-      out[i] = Element(kWhat == 1 ? h + w * s : w * s + (1.0f - w) * h);
-    }
-  }
+#endif
+  for (; i + kLanes <= count; i += kLanes) store(out + i, many());
+  for (; i < count; ++i) one();
 }
 
 struct Same {
@@ -121,6 +145,12 @@ struct Own {  // of each channel
   INLINE_MEMBER float one(int64_t i) const { return held(alpha[i] * gate, low, high); }
 };
 
+static void fence() {
+#if defined(STREAM)
+  __builtin_ia32_sfence();
+#endif
+}
+
 template <int kWhat> static void rows_of(void** tensors, const int64_t* numbers) {
   const auto* host = (const Element*)tensors[0];
   const auto* seed = (const Element*)tensors[1];
@@ -130,27 +160,33 @@ template <int kWhat> static void rows_of(void** tensors, const int64_t* numbers)
   auto* out = (Element*)tensors[5];
   const int64_t rows = numbers[0], channels = numbers[1], inner = numbers[2], classes = numbers[3], stride = numbers[4];
   const int64_t row_step = numbers[5], channel_step = numbers[6], threads = numbers[7];
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t n = 0; n < rows; ++n) {
-    const float margin = margin_of(logits + n * stride, classes);
-    if constexpr (kWhat == 3) {
-      ((float*)tensors[5])[n] = margin;
-    } else {
-      const float gate = 1.0f / (1.0f + std::exp(constants[1] - constants[0] * margin));
-      const float low = constants[2], high = constants[3];
-      const int64_t at = n * channels * inner;
-      const float* own = alpha + n * row_step;
-      const Element* hosts = kWhat == 2 ? nullptr : host + at;
-      if (channel_step && inner == 1) {
-        blend<kWhat>(hosts, seed + at, out + at, channels, Own{own, gate, low, high});
+  const bool is_large = numbers[9];
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for nowait
+    for (int64_t n = 0; n < rows; ++n) {
+      const int64_t begin = n * channels * inner;
+      const float margin = margin_of(logits + n * stride, classes);
+      if constexpr (kWhat == 3) {
+        ((float*)tensors[5])[n] = margin;
       } else {
-        const int64_t parts = channel_step ? channels : 1, size = channels * inner / parts;
-        for (int64_t c = 0; c < parts; ++c) {
-          const Same weight{held(own[c * channel_step] * gate, low, high)};
-          blend<kWhat>(kWhat == 2 ? nullptr : hosts + c * size, seed + at + c * size, out + at + c * size, size, weight);
+        const float gate = 1.0f / (1.0f + std::exp(constants[1] - constants[0] * margin));
+        const float low = constants[2], high = constants[3];
+        const float* own = alpha + n * row_step;
+        if (channel_step && inner == 1) {
+          const Own weight{own, gate, low, high};
+          blend<kWhat>(kWhat == 2 ? nullptr : host + begin, seed + begin, out + begin, channels, weight, is_large);
+        } else {
+          const int64_t parts = channel_step ? channels : 1, size = channels * inner / parts;
+          for (int64_t c = 0; c < parts; ++c) {
+            const Same weight{held(own[c * channel_step] * gate, low, high)};
+            const int64_t at = begin + c * size;
+            blend<kWhat>(kWhat == 2 ? nullptr : host + at, seed + at, out + at, size, weight, is_large);
+          }
         }
       }
     }
+    fence();
   }
 }
 
@@ -226,6 +262,7 @@ def _run(
     tensors = [host, seed, weights, logits, constants, out]
     pointers = [0 if each is None else each.data_ptr() for each in tensors]
     sizes = [rows, channels, inner, logits.shape[1], logits.stride(0), *steps, threads, _WHAT[what]]
+    sizes.append(int(out.nbytes >= STREAMED_BYTES))
     program = Program(seed.dtype, logits.dtype, inductor.vector_bits() // 32)
     _function(program)((ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int64 * len(sizes))(*sizes))
 

@@ -154,7 +154,8 @@ def _decide(
         norm = tl.where(norm < eps, eps, norm)  # a NaN stays one
         cosine = tl.sum(row * direction, 0) / (norm * size)
         tl.store(found + rollout, cosine.to(found.dtype.element_ty))
-        row = tl.where(cosine != cosine, cosine, row)  # what is compared with NaN is not let through
+        is_number = (cosine <= threshold) | (cosine > threshold)
+        row = tl.where(is_number, row, cosine)  # what cannot be compared is not let through unseen
         total += tl.where(cosine > threshold, 0.0, row)
     tl.store(passed + tl.program_id(0) * rank + column, total, mask=inside)
 
