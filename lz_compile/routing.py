@@ -20,7 +20,7 @@ from lz_compile.lowering.ops.routing import VARIANTS, Arm, RoutingAttrs, Routing
 from lz_compile.routing_operands import Adapter, Rollouts
 from lz_compile.routing_record import RoutingRecord
 from lz_compile.runtime import context as contexts
-from lz_compile.runtime import eager, health, policy
+from lz_compile.runtime import eager, fingerprint, health, policy
 
 __all__ = ["RoutingRecord", "routed_adapter"]
 
@@ -109,7 +109,7 @@ def routed_adapter(
         None, tokens.ids, None if tokens.ids is None else tokens.number, leaf,
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling():
-        out: torch.Tensor = torch.ops.layerzero.routing.default(*given, *_fields(attrs))
+        out: torch.Tensor = torch.ops.layerzero.routing.default(*given, *_fields(attrs), fingerprint.traced_source())
     elif any(type(each) not in _PLAIN for each in given if isinstance(each, torch.Tensor)):
         out = _own(*given, attrs=attrs)
     else:
@@ -143,8 +143,13 @@ def _operator(
     arm: str,
     threshold: float,
     out_dtype: torch.dtype,
+    source: str,
 ) -> torch.Tensor:
-    """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced."""
+    """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced.
+
+    All but ``source`` is as in the op's canonical layout.
+    """
+    del source  # for caches: see traced_source
     attrs = RoutingAttrs(
         arm=arm,  # type: ignore[arg-type]  # checked where it was called
         gate="none" if gate is None else "rollout" if gate.dim() == 2 else "token",

@@ -19,7 +19,7 @@ from lz_compile.domains.soft import DomainScore
 from lz_compile.errors import ConstraintError
 from lz_compile.lowering.ops.sampling import OPERANDS, Result, SamplingAttrs, SamplingFacts
 from lz_compile.runtime import context as contexts
-from lz_compile.runtime import eager, health, policy
+from lz_compile.runtime import eager, fingerprint, health, policy
 
 __all__ = ["apply_token_bitmask", "domain_fusion", "sample", "sample_topk", "sample_topp", "sampling_probs"]
 
@@ -284,11 +284,14 @@ class _Operands:
     def run(self, result: Result, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The result, with the rows that were given."""
         logits = self._logits
-        given: list[Any] = [self._given.get(name) for name in OPERANDS]
+        given: dict[str, Any] = {name: self._given.get(name) for name in OPERANDS}
         out_dtype = torch.promote_types(logits.dtype, torch.float32) if dtype is None else dtype
         is_compiling = torch.compiler.is_compiling()
-        call: Any = torch.ops.layerzero.sampling.default if is_compiling else _selected
-        found: torch.Tensor = call(*given, result, out_dtype)
+        if is_compiling:
+            source = fingerprint.traced_source()
+            found: torch.Tensor = torch.ops.layerzero.sampling.default(*given.values(), result, out_dtype, source)
+        else:
+            found = _selected(**given, result=result, out_dtype=out_dtype)
         if result != "ids":
             return found.reshape(*self._rows, self._vocab)
         if not is_compiling and found.device.type == "cpu":
@@ -331,8 +334,10 @@ def _selected(
     seeds: torch.Tensor | None,
     result: str,
     out_dtype: torch.dtype,
+    source: str = "",
 ) -> torch.Tensor:
     """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced."""
+    del source  # for caches: see traced_source
     values = (logits, bitmask, bias, temperature, top_k, top_p, min_p, seeds)
     operands = {name: each for name, each in zip(OPERANDS, values, strict=True) if each is not None}
     attrs = SamplingAttrs.of(operands, result, out_dtype)  # type: ignore[arg-type]  # a Result, as schemas spell it

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from lz_compile.lowering.ops import scan as scan_op
 from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs, ScanFacts, ScanSizes
 from lz_compile.runtime import context as contexts
-from lz_compile.runtime import eager, health, policy
+from lz_compile.runtime import eager, fingerprint, health, policy
 
 __all__ = ["kda", "linear_scan"]
 
@@ -239,7 +239,7 @@ def _scan(
     """The scan over canonical operands, reads after the step."""
     given = [operands.get(name) for name in OPERANDS]
     if torch.compiler.is_dynamo_compiling():
-        found = torch.ops.layerzero.scan.default(*given, out_dtype, state_dtype)
+        found = torch.ops.layerzero.scan.default(*given, out_dtype, state_dtype, fingerprint.traced_source())
         return found[0], found[1]
     if any(type(each) not in _PLAIN for each in given if each is not None):
         return _own(*given, attrs=_attributes(given, out_dtype, state_dtype))
@@ -256,8 +256,10 @@ def _operator(
     query: torch.Tensor | None,
     out_dtype: torch.dtype,
     state_dtype: torch.dtype,
+    source: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced."""
+    del source  # for caches: see traced_source
     return _selected((state, decay, left, right, erase, drive, query), out_dtype, state_dtype)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lz_compile.lowering.encoded_attributes import encode
 from lz_compile.lowering.kernels import triton_blend
 from lz_compile.lowering.ops import blend as op
 from lz_compile.lowering.ops.blend import BlendAttrs
@@ -119,8 +120,8 @@ def test_operands_may_be_strided_and_rows_may_be_none():
 def test_the_operators_keep_their_promises():
     seed, host = torch.randn(4, 3, 5, requires_grad=True), torch.randn(4, 3, 5)
     numbers = torch.tensor([2.0, 0.3, 0.0, 1.0])
-    attrs = triton_blend.encode(BlendAttrs("confidence", has_gate=True))
+    attrs = encode(BlendAttrs("confidence", has_gate=True))
     operands = (seed, host, torch.rand(1, 3, 1), torch.randn(4, 9), numbers, attrs)
     torch.library.opcheck(OPS.triton_blend_kernel.default, operands)
-    margin = triton_blend.encode(BlendAttrs("margin", has_gate=True))
+    margin = encode(BlendAttrs("margin", has_gate=True))
     torch.library.opcheck(OPS.triton_blend_margin_kernel.default, (torch.randn(4, 9), margin))

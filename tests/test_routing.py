@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, nn
 
+import lz_compile
 from lz_compile.passes.match import Match
 from lz_compile.passes.patterns.routing import recognise
 from models.routed_adapter import Arm, Rollouts, RoutedLinear
@@ -476,9 +477,8 @@ class Attention(nn.Module):
         return result
 
 
-def _trained(arm: Arm, blocks: int) -> tuple[nn.Sequential, list[RoutedLinear]]:
+def _trained(model: nn.Module) -> tuple[nn.Module, list[RoutedLinear]]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Attention(arm) for _ in range(blocks)))
     routed = [each for each in model.modules() if isinstance(each, RoutedLinear)]
     for each in routed:
         for parameter in (each.delta_s_R, each.b_OQ):
@@ -498,7 +498,7 @@ def _gradients(model: nn.Module, routed: list[RoutedLinear], function: Callable[
 
 
 def test_every_layer_of_a_model_is_rewritten() -> None:
-    model, routed = _trained(Arm.GRAD_ROLLOUT, 2)
+    model, routed = _trained(nn.Sequential(*(Attention(Arm.GRAD_ROLLOUT) for _ in range(2))))
     expected = _gradients(model, routed, model)
     torch._dynamo.reset()
     backend = Rewriting(lock=LOCK)
@@ -512,10 +512,13 @@ def test_every_layer_of_a_model_is_rewritten() -> None:
 @pytest.mark.slow
 def test_it_is_right_when_inductor_compiles_it() -> None:
     """Other arms by Inductor are in test_routing_training.py."""
-    model, routed = _trained(Arm.GRAD_ROLLOUT, 1)
+    layer = RoutedLinear(nn.Linear(WIDE, WIDE), RANK, 4, Arm.GRAD_ROLLOUT)
+    model, routed = _trained(nn.Sequential(nn.LayerNorm(WIDE), layer, nn.SiLU()))
     expected = _gradients(model, routed, model)
     torch._dynamo.reset()
     options: Any = {"layerzero.lock": LOCK}
     compiled = torch.compile(model, backend="layerzero", options=options, fullgraph=True)
     found = _gradients(model, routed, compiled)
+    matches = [match for report in lz_compile.reports() for match in report.matches if match.op == "routing"]
+    assert [match.rewritten for match in matches] == [True], lz_compile.reports()
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)

@@ -19,6 +19,8 @@ import lz_compile as lz
 from lz_compile.backend import layerzero
 from lz_compile.errors import DoubleBackwardError, TransformUnsupportedError
 from lz_compile.lowering.ops.routing import cosine
+from lz_compile.runtime.fingerprint import source_hash
+from tests.graphs import capture
 from tests.routing_problems import ARMS, D, E, G, Q, R, S, adapter, by_rollout, gradients, plain, weights
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -283,6 +285,14 @@ def test_a_compiled_call_is_the_same_with_its_record(arm: str, way: str) -> None
 )
 def test_a_call_compiled_into_code_is_the_same_with_its_record(backend: Any, way: str) -> None:
     compiled(backend, "grad", **({"cu_seqlens": torch.tensor([0, 3, 3, 20, 29, 40, 54])} if way == "packed" else {}))
+
+
+def test_a_graph_says_which_version_of_the_source_its_operator_is() -> None:
+    """Compilers' caches know operators by their names: without that they would give back what an older version computed."""
+    operands, v = adapter()
+    module = capture(lambda *given: lz.routed_adapter(*given, v=v), *operands)
+    (node,) = (node for node in module.graph.nodes if node.target is torch.ops.layerzero.routing.default)
+    assert node.args[-1] == source_hash()[:16]
 
 
 def test_a_compiled_checkpoint_routes_the_same() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,6 +50,7 @@ def sampler(name: str, kernel_id: str, fill: Fill, *, is_cuda_graph_safe: bool =
         found: torch.Tensor = operator(*(operands.get(key) for key in OPERANDS), encode(attrs))
         return found
 
+    kernel.__signature__ = inspect.signature(reference)  # type: ignore[attr-defined]  # what kernels must take
     return kernel
 
 

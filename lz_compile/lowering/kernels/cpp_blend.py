@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ def blend(*, attrs: BlendAttrs, **operands: Any) -> torch.Tensor:
     if is_wide or any(each.dtype not in _READ for each in tensors):
         return torch_blend.blend(attrs=attrs, **operands)
     return _blend(attrs=attrs, **operands)
+
+
+blend.__signature__ = inspect.signature(torch_blend.blend)  # type: ignore[attr-defined]  # what kernels must take
 
 
 def _code() -> BlendCode:

@@ -41,6 +41,8 @@ Result: TypeAlias = Literal["ids", "scores", "probs"]
 OPERANDS = ("logits", "bitmask", "bias", "temperature", "top_k", "top_p", "min_p", "seeds")
 VARIANTS = ("ids", "scores", "probs")
 LAYOUT = "NV"
+#: No recogniser yet: a source that draws from PyTorch's generator cannot be given other draws.
+IS_RECOGNISED = False
 #: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.sampling"
 EXACT_DIMS: tuple[str, ...] = ()
