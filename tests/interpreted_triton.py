@@ -426,11 +426,13 @@ def test_factors_may_have_other_dtypes_and_memory_orders():
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_large_and_infinite_values_and_nan_are_those_of_pytorch(activation):
+def test_large_and_infinite_values_and_nan_are_those_of_the_definition(activation):
     gate = torch.tensor([[0.0, -0.0, 20.0, -20.0, 90.0, -90.0, 1e4, -1e4, torch.inf, torch.nan]])
     attrs = MlpAttrs(activation, is_gated=False)
-    found, expected = triton_mlp.mlp(gate, attrs=attrs), mlp_op.reference(gate, attrs=attrs)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+    # In float32, PyTorch's GELU of infinity is NaN where it is computed with AVX-512.
+    wide = MlpAttrs(activation, is_gated=False, out_dtype=torch.float64)
+    found, expected = triton_mlp.mlp(gate, attrs=attrs), mlp_op.reference(gate.double(), attrs=wide)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5, equal_nan=True)
     gradient = with_gradients(lambda x: triton_mlp.mlp(x, attrs=attrs), [gate[:, :8]])[1]
     assert gradient.isfinite().all()
 
