@@ -84,20 +84,24 @@ static float margin_of(const Logit* row, int64_t classes) {
   for (; i + kChains * kLanes <= classes; i += kChains * kLanes)
     for (int chain = 0; chain < kChains; ++chain) chains[chain].see(load(row + i + chain * kLanes));
   for (; i + kLanes <= classes; i += kLanes) chains[0].see(load(row + i));
-  for (int chain = 1; chain < kChains; ++chain) chains[0].merge(chains[chain]);
-  float first = kNothing, second = kNothing;
-  bool is_nan = any(chains[0].is_nan);
-  const auto see = [&](float x) {
-    const float less = x < first ? x : first;
-    first = x > first ? x : first;
-    second = less > second ? less : second;
-  };
-  for (int j = 0; j < kLanes; ++j) see(chains[0].first[j]), see(chains[0].second[j]);
-  for (; i < classes; ++i) {
-    is_nan |= row[i] != row[i];
-    see(float(row[i]));
+  if (i < classes) {
+    Floats rest = filled(kNothing);
+    for (int j = 0; i + j < classes; ++j) rest[j] = float(row[i + j]);
+    chains[1].see(rest);
   }
-  return is_nan ? std::numeric_limits<float>::quiet_NaN() : first - second;
+  for (int chain = 1; chain < kChains; ++chain) chains[0].merge(chains[chain]);
+  if (any(chains[0].is_nan)) return std::numeric_limits<float>::quiet_NaN();
+  float first[kLanes], second[kLanes];
+  std::memcpy(first, &chains[0].first, sizeof(first));
+  std::memcpy(second, &chains[0].second, sizeof(second));
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int j = 0; j < half; ++j) {
+      const float one = first[j], other = first[j + half], less = one < other ? one : other;
+      first[j] = one < other ? other : one;
+      second[j] = second[j] > second[j + half] ? second[j] : second[j + half];
+      second[j] = second[j] > less ? second[j] : less;
+    }
+  return first[0] - second[0];
 }
 
 INLINE float held(float x, float low, float high) {

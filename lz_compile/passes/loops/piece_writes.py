@@ -7,6 +7,7 @@ is stored, both are what :mod:`forward_stores` follows.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.effects import Ambient, Effects, ambient_context
+from lz_compile.passes.loops.loop_search import LEAST_STEPS
 from lz_compile.passes.view import read, tensor_of, value_of
 
 #: For every dimension from where to where, or None for all of it.
@@ -74,11 +76,13 @@ def overlap(one: Piece, two: Piece) -> bool:
 
 
 def store_pieces(graph: fx.Graph) -> int:
-    """Spell such calls as stores, in place; how many there were."""
-    candidates: list[fx.Node] = []
+    """Spell such calls as stores, in place, where a tensor has as many of them as a loop has steps; how many there were."""
+    found: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        if _target(node, candidates) is not None:
-            candidates.append(node)
+        if _target(node, found) is not None:
+            found[node] = None
+    buffers = Counter(_buffer(node, found) for node in found)
+    candidates = [node for node in found if buffers[_buffer(node, found)] >= LEAST_STEPS]
     if not candidates:
         return 0
     for node in candidates:
@@ -87,6 +91,14 @@ def store_pieces(graph: fx.Graph) -> int:
     return sum(
         _stored(node, effects) for node in reversed(candidates)
     )  # of several calls on one view the last is first
+
+
+def _buffer(node: fx.Node, chained: Collection[fx.Node]) -> fx.Node:
+    """The tensor of which a call overwrites a piece."""
+    view = node.all_input_nodes[0]
+    while view in chained:
+        view = view.all_input_nodes[0]
+    return view.all_input_nodes[0]
 
 
 def _target(node: fx.Node, chained: Collection[fx.Node] = ()) -> Any:
