@@ -208,33 +208,23 @@ def _facts(operands: tuple[Any, ...]) -> RoutingFacts:
     """With a number for every size."""
     x, vh, u, _, a_q, *_ = operands
     count = operands[12]
-    tokens = _hint(x.shape[0]) * _hint(x.shape[1])
-    rollouts = _hint(x.shape[0]) if count is None else _hint(count)
+    tokens = contexts.known_size(x.shape[0]) * contexts.known_size(x.shape[1])
+    rollouts = contexts.known_size(x.shape[0]) if count is None else contexts.known_size(count)
     tensors = [each for each in operands if isinstance(each, torch.Tensor)]
     is_recorded = torch.is_grad_enabled()
     return RoutingFacts(
         num_rollouts=rollouts,
         rollout_length=-(-tokens // max(rollouts, 1)),
-        in_features=_hint(x.shape[2]),
-        out_features=_hint(u.shape[0]),
-        rank=_hint(vh.shape[0]),
-        quarantine_rank=_hint(a_q.shape[0]),
+        in_features=contexts.known_size(x.shape[2]),
+        out_features=contexts.known_size(u.shape[0]),
+        rank=contexts.known_size(vh.shape[0]),
+        quarantine_rank=contexts.known_size(a_q.shape[0]),
         dtype=x.dtype,
         device=x.device.type,
         needs_grad=is_recorded and any(each.requires_grad for each in tensors),
         basis_needs_grad=is_recorded and (vh.requires_grad or u.requires_grad),
         has_record=operands[13] is not None,
     )
-
-
-def _hint(size: Any) -> int:
-    """A size, or while tracing the one to choose for."""
-    if isinstance(size, int):
-        return size
-    from lz_compile.lowering import inductor
-
-    known = inductor.range_of(size)
-    return contexts.UNKNOWN_SIZE if known.hint is None else known.hint
 
 
 _LIBRARY = torch.library.Library("layerzero", "FRAGMENT")

@@ -309,22 +309,12 @@ def _facts(operands: Mapping[str, torch.Tensor | None]) -> ScanFacts:
     """With a number for every size."""
     found = scan_op.facts_of(operands)
     return ScanFacts(
-        *ScanSizes._make(map(_hint, scan_op.sizes_of(operands))),
+        *ScanSizes._make(map(contexts.known_size, scan_op.sizes_of(operands))),
         structure=found.structure,
         dtype=found.dtype,
         device=found.device,
         needs_grad=found.needs_grad,
     )
-
-
-def _hint(size: Any) -> int:
-    """A size, or while tracing the one to choose for."""
-    if isinstance(size, int):
-        return size
-    from lz_compile.lowering import inductor
-
-    known = inductor.range_of(size)
-    return contexts.UNKNOWN_SIZE if known.hint is None else known.hint
 
 
 _LIBRARY = torch.library.Library("layerzero", "FRAGMENT")
