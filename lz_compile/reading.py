@@ -21,6 +21,7 @@ from lz_compile.passes.loops.reroll import reroll
 from lz_compile.passes.loops.unbatch import unbatch
 from lz_compile.passes.match import Failure, Match, NearMiss
 from lz_compile.passes.patterns import Recogniser, recognisers
+from lz_compile.passes.sampling.stores import with_values
 from lz_compile.runtime import events
 from lz_compile.runtime.report import GraphReport, LoopReport, MissReport
 
@@ -81,6 +82,10 @@ class Reading:
             found = inline(graph, strict=options.strict)
             self.is_changed |= any(isinstance(each, Inlined) for each in found)
             self._misses += [miss for miss in found if isinstance(miss, NearMiss)]
+            try:
+                self.is_changed |= with_values(graph) > 0
+            except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+                fail("INLINE_FAILED", "giving values to what is written in place", error, options)
             try:
                 self.is_changed |= unbatch(graph) > 0
             except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event

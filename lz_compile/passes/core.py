@@ -57,7 +57,7 @@ class Core:
             )
         for node in self.nodes:
             call = effects.calls[node]
-            if call is not None and "out" in call.arguments:
+            if call is not None and "out" in call.arguments and effects.owner(call.get("out")) not in inside:
                 raise RefusedError(
                     "OPERAND_MUTATED", f"{node.name} writes into a given tensor (out=)", "use its result"
                 )

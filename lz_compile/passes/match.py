@@ -69,9 +69,12 @@ class Match:
 
     ``limited`` are the axes (of features) on whose sizes kernels put limits: a proof of such a kernel keeps them. ``fixed``
     are those whose sizes the source may spell out as numbers: every proof keeps them. ``ties`` are axes that are others by
-    another name, and have their size in a proof. ``magnitudes`` are further sizes of operands to try, ``points`` numbers at
-    which a function may have a corner, to be tried exactly, ``scales`` by what random values of an input are multiplied, so
-    that what is multiplied again and again neither grows nor dies.
+    another name, and have their size in a proof. ``at_least`` are the smallest sizes at which a proof means anything, and
+    ``spelled`` integers among the source's arguments that are the size of an axis, and change with it.
+
+    ``magnitudes`` are further sizes of operands to try, ``points`` numbers at which a function may have a corner, to be tried
+    exactly, ``scales`` by what random values of an input are multiplied, so that what is multiplied again and again neither
+    grows nor dies, ``ranges`` the least and the largest number that an input may hold.
 
     A match that equals an earlier one but for its place has that as its ``prototype``; ``renamed`` gives, for the nodes of
     the prototype, its own, and the emitter speaks of the prototype's.
@@ -105,6 +108,9 @@ class Match:
     magnitudes: tuple[float, ...] = ()
     scales: Mapping[fx.Node, float] = field(default_factory=dict)
     points: tuple[float, ...] = ()
+    at_least: Mapping[Axis, int] = field(default_factory=dict)
+    spelled: Mapping[int, Axis] = field(default_factory=dict)
+    ranges: Mapping[fx.Node, tuple[float, float]] = field(default_factory=dict)
     implied: Mapping[fx.Node, str] = field(default_factory=dict)
     buffers: tuple[fx.Node, ...] = ()
     masks_mean: str = ""

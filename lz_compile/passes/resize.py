@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -24,6 +24,31 @@ from lz_compile.passes.rewrite import KernelCall, emit
 from lz_compile.passes.view import Call, hint_of, is_symbolic, read, tensor_of
 
 Sizes = Mapping[Axis, int]
+
+
+class Subgraph(Protocol):
+    """What is run at other sizes: a match, or what may become one (see :class:`~lz_compile.passes.match.Match`)."""
+
+    @property
+    def inputs(self) -> Mapping[fx.Node, Dims]:
+        """The nodes at the edge."""
+
+    @property
+    def core(self) -> tuple[fx.Node, ...]:
+        """The nodes between."""
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The nodes that are wanted."""
+
+    @property
+    def read(self) -> Mapping[fx.Node, Dims]:
+        """The axes of those that spell out sizes."""
+
+    @property
+    def spelled(self) -> Mapping[int, Axis]:
+        """Further numbers that are sizes."""
+
 
 _SMALL = 8
 _STEP = 8
@@ -46,7 +71,9 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
     small = {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}
     hints = _hints(match) if any(not isinstance(axis.size, int) for axis in match.fixed) else {}
     symbolic = {axis: hints[axis] for axis in match.fixed if axis in hints}
-    sizes = {**small, **symbolic, **{axis: axis.size for axis in unchanged if isinstance(axis.size, int)}}
+    least = {axis.size: size for axis, size in match.at_least.items()}
+    grown = {axis: max(size, least.get(axis.size, 1)) for axis, size in small.items()}
+    sizes = {**grown, **symbolic, **{axis: axis.size for axis in unchanged if isinstance(axis.size, int)}}
     return {**sizes, **{axis: sizes[other] for axis, other in match.ties.items()}}
 
 
@@ -87,10 +114,10 @@ def shape(dims: Dims, sizes: Sizes) -> tuple[int, ...]:
     return tuple(extents)
 
 
-def original(match: Match, sizes: Sizes, dtype: torch.dtype | None = None) -> fx.GraphModule:
+def original(match: Subgraph, sizes: Sizes, dtype: torch.dtype | None = None) -> fx.GraphModule:
     """The subgraph that the match replaces, at other sizes; with ``dtype``, every floating dtype in it becomes that.
 
-    It gives one tensor, or a tuple where the match has several outputs. Dropout is left out (p = 0), so that two runs can be
+    It gives one tensor, or a tuple where there are several outputs. Dropout is left out (p = 0), so that two runs can be
     compared. The bodies of loops keep their sizes.
     """
     graph = fx.Graph()
@@ -99,8 +126,8 @@ def original(match: Match, sizes: Sizes, dtype: torch.dtype | None = None) -> fx
     for node in _between(match):
         values[node] = _copy(graph, match, node, values, sizes, dtype)
     outputs = tuple(values[node] for node in match.outputs)
-    graph.output(outputs if match.also else outputs[0])
-    owner = match.output.graph.owning_module
+    graph.output(outputs if len(outputs) > 1 else outputs[0])
+    owner = match.outputs[0].graph.owning_module
     return fx.GraphModule(_attributes(owner, graph, dtype), graph)
 
 
@@ -141,10 +168,10 @@ def replacement(match: Match, call: KernelCall, sizes: Sizes) -> Callable[..., A
     return run
 
 
-def _between(match: Match) -> list[fx.Node]:
+def _between(match: Subgraph) -> list[fx.Node]:
     """Every node that the output needs, back to the inputs, and the in-place writes among them, in graph order."""
     calls = {node: read(node) for node in match.core}
-    written = [node for node, call in calls.items() if call is not None and call.is_inplace]
+    written = [node for node, call in calls.items() if call is not None and (call.is_inplace or call.name == "setitem")]
     stack = [*match.outputs, *written]
     needed, given = set(stack), {*match.inputs, *_overwritten(match)}
     while stack:
@@ -152,10 +179,10 @@ def _between(match: Match) -> list[fx.Node]:
             if operand not in needed and operand not in given and not is_symbolic(operand):
                 needed.add(operand)
                 stack.append(operand)
-    return [node for node in match.output.graph.nodes if node in needed]
+    return [node for node in match.outputs[0].graph.nodes if node in needed]
 
 
-def _overwritten(match: Match) -> dict[fx.Node, fx.Node]:
+def _overwritten(match: Subgraph) -> dict[fx.Node, fx.Node]:
     """Tensors that were overwritten in place to become an input: whoever reads them later reads that input."""
     found = {}
     for newer in match.inputs:
@@ -171,14 +198,16 @@ def _data_inputs(node: fx.Node) -> list[fx.Node]:
     call = read(node)
     if call is None:
         return []
-    if call.name in layout.SIZED or call.name in ("type_as", "getitem", "dropout") or is_constant(call):
+    if call.name == "getitem":
+        return [each for each in node.all_input_nodes if each is call.input or tensor_of(each) is not None]
+    if call.name in layout.SIZED or call.name in ("type_as", "dropout") or is_constant(call):
         return [call.input] if isinstance(call.input, fx.Node) and not is_constant(call) else []
     return list(node.all_input_nodes)
 
 
 def _copy(
     graph: fx.Graph,
-    match: Match,
+    match: Subgraph,
     node: fx.Node,
     values: Mapping[fx.Node, fx.Node],
     sizes: Sizes,
@@ -199,14 +228,13 @@ def _copy(
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n] if n in values else hint_of(n))
     if call is not None and call.name == "dropout":
         return graph.call_function(torch.nn.functional.dropout, (args[0], 0.0))
-    if call is not None and call.name == "getitem" and isinstance(args[1], (tuple, slice)):
-        dims = match.read.get(node)
-        args = (args[0], _index(call, None if dims is None else shape(dims, sizes)))
     if call is not None and call.name == "narrow" and node in match.read:
         extents, position = shape(match.read[node], sizes), call.get("dim")
         return graph.call_method("narrow", (values[call.input], position, call.get("start"), extents[position]))
-    if call is not None and call.name == "view_as_complex":  # which strides it takes is no part of what it computes
-        args = (graph.call_method("contiguous", (values[call.input],)),)
+    if call is not None:
+        args = _with_extents(graph, call, args, shape(match.read[node], sizes) if node in match.read else None)
+    if match.spelled:
+        args, kwargs = _with_sizes((args, kwargs), {size: sizes[axis] for size, axis in match.spelled.items()})
     target: Any = run_steps if node.target is torch.ops.higher_order.scan else node.target
     if call is not None and call.name == "scaled_dot_product_attention":
         named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, values.__getitem__))
@@ -219,6 +247,34 @@ def _copy(
         if node.op == "call_method" and target in _DOWNCASTS:
             target = "double"
     return graph.create_node(node.op, target, args, kwargs)
+
+
+def _with_extents(graph: fx.Graph, call: Call, args: tuple[Any, ...], extents: tuple[int, ...] | None) -> Any:
+    """The arguments of a call whose result has these extents, if they are known."""
+    if call.name == "arange" and len(args) == 1 and extents is not None:
+        return extents
+    if call.name == "getitem" and isinstance(args[1], (tuple, slice)) and not _picks(call):
+        return args[0], _index(call, extents)
+    if call.name == "view_as_complex":  # which strides it takes is no part of what it computes
+        return (graph.call_method("contiguous", (args[0],)),)
+    return args
+
+
+def _picks(call: Call) -> bool:
+    """Whether a ``getitem`` looks something up in a tensor."""
+    return any(tensor_of(each) is not None for each in call.node.all_input_nodes if each is not call.input)
+
+
+def _with_sizes(value: Any, sizes: Mapping[int, int]) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return sizes.get(value, value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with_sizes(item, sizes) for item in value)
+    if isinstance(value, slice):
+        return slice(*(_with_sizes(each, sizes) for each in (value.start, value.stop, value.step)))
+    if isinstance(value, dict):
+        return {name: _with_sizes(item, sizes) for name, item in value.items()}
+    return value
 
 
 def _index(call: Call, extents: tuple[int, ...] | None) -> Any:
@@ -256,7 +312,7 @@ def _with_dtype(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _resized(graph: fx.Graph, match: Match, call: Call, source: fx.Node, sizes: Sizes) -> fx.Node:
+def _resized(graph: fx.Graph, match: Subgraph, call: Call, source: fx.Node, sizes: Sizes) -> fx.Node:
     dims = match.read[call.node]
     extents = shape(dims, sizes)
     if call.name in ("expand", "expand_as"):

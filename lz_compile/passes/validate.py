@@ -284,6 +284,10 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
         return keep if match.masks.get(node, True) else ~keep
     if node in (match.operands.get("query_documents"), match.operands.get("key_documents")):
         return _documents(extents, example, is_random=case.masked_rows)
+    if node in match.ranges:
+        low, high = match.ranges[node]
+        drawn = torch.rand(extents, dtype=torch.float64) * (high - low) + low
+        return drawn.to(example.device, example.dtype)
     magnitude = (case.magnitude if node in match.operands.values() else 1.0) * match.scales.get(node, 1.0)
     value = torch.randn(extents, dtype=torch.complex64 if example.is_complex() else torch.float32) * magnitude
     if node in match.fills and case.masked_rows:

@@ -1,0 +1,1 @@
+"""Filters of scores before a draw: what they keep, found by what they do."""

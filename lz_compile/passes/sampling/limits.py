@@ -1,0 +1,361 @@
+"""Which tokens a filter keeps: those of a limit that keeps the same ones of many different rows.
+
+An excerpt is run on random scores. Limits are made of the numbers and tensors that it reads, and held against what it
+kept: top-k, top-p, min-p, or several of them at once, in the order of :mod:`lz_compile.lowering.ops.sampling`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.sampling import SamplingAttrs, Ties, reference
+from lz_compile.passes.axes import axes_of
+from lz_compile.passes.match import RefusedError
+from lz_compile.passes.resize import shape
+from lz_compile.passes.sampling.excerpt import Excerpt, random_leaves, sizes_for
+from lz_compile.passes.view import tensor_of
+
+#: What a filter is given or gives: scores, probabilities, or those of what is kept, without having been divided by their sum.
+Form: TypeAlias = Literal["scores", "probs", "parts"]
+
+#: A vocabulary in which limits can be told from each other.
+VOCAB = 97
+#: At or below this, a score that is filled in has no weight after a softmax.
+_FILL = -1e4
+_NEAR = 1e-9
+_TIES: tuple[Ties, ...] = ("all", "first", "last")
+#: More combinations of limits are not tried.
+_MOST = 400
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A number, or ``number + sign * leaf``, or ``vocab - leaf`` (``of_vocab``)."""
+
+    number: float = 0.0
+    leaf: fx.Node | None = None
+    sign: int = 1
+    of_vocab: bool = False
+
+    def value(self, values: Mapping[fx.Node, Any], vocab: int) -> Any:
+        """A number or a tensor, for values of the leaves."""
+        given = 0.0 if self.leaf is None else self.sign * values[self.leaf]
+        return (vocab if self.of_vocab else self.number) + given
+
+    def __str__(self) -> str:
+        if self.leaf is None:
+            return f"{self.number:g}"
+        before = "V" if self.of_vocab else f"{self.number:g}" if self.number else ""
+        return f"{before}{' - ' if self.sign < 0 else ' + ' if before else ''}{self.leaf.name}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a filter keeps, and what it makes of it.
+
+    ``fill`` is what scores become that are not kept, ``vocab`` the number of tokens at which this was seen. ``is_any``: the
+    source does not say which of several equal scores are kept.
+    """
+
+    result: Form
+    top_k: Limit | None = None
+    top_p: Limit | None = None
+    min_p: Limit | None = None
+    top_k_ties: Ties = "all"
+    top_p_ties: Ties = "all"
+    fill: float = -math.inf
+    vocab: int = VOCAB
+    is_any: bool = False
+
+    @property
+    def named(self) -> dict[str, Limit]:
+        """Those that there are."""
+        found = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        return {name: limit for name, limit in found.items() if limit is not None}
+
+    def then(self, later: Limits) -> Limits | None:
+        """Both, the later ones of what is left; None where the op has another order."""
+        order = ["top_k", "top_p", "min_p"]
+        mine, others = ([order.index(name) for name in each.named] for each in (self, later))
+        if mine and others and max(mine) >= min(others):
+            return None
+        ties = self.top_k_ties if self.top_k is not None else later.top_k_ties
+        more = self.top_p_ties if self.top_p is not None else later.top_p_ties
+        named = {**self.named, **later.named}
+        fill, vocab = max(self.fill, later.fill), max(self.vocab, later.vocab)
+        is_any = self.is_any or later.is_any
+        return Limits(later.result, **named, top_k_ties=ties, top_p_ties=more, fill=fill, vocab=vocab, is_any=is_any)
+
+
+def limits_of(found: Excerpt, form: Form) -> Limits | None:
+    """The limits that keep what an excerpt keeps, none of them where it only normalises; None where it is no filter.
+
+    Raises:
+        RefusedError: it keeps some and drops others, by a rule that the op does not have.
+    """
+    given = [leaf for leaf in found.leaves if _is_wide(found, leaf)]
+    if given:
+        return None
+    vocab = _vocab(found)
+    if vocab is None:
+        return None
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        first = _Probe.of(found, form, vocab, 1.0)
+        outcome = None if first is None else first.outcome()
+        if first is None or outcome is None:
+            return None
+        outcome = replace(outcome, vocab=vocab)
+        probes = [first, *(_Probe.of(found, form, vocab, scale) for scale in (0.2, 3.0, 1.0, 6.0))]
+        rest = [probe for probe in probes if probe is not None]
+        fits = next((each for each in _candidates(found, outcome, vocab) if all(p.fits(each) for p in rest)), None)
+        if fits is not None:
+            return _with_ties(found, form, vocab, fits)
+        _check_unlike(first, outcome)
+        return None
+
+
+def _is_wide(found: Excerpt, leaf: fx.Node) -> bool:
+    return found.entry.vocab in axes_of(found.leaves[leaf])
+
+
+def _vocab(found: Excerpt) -> int | None:
+    """So many tokens that every number of the source has its meaning; None where they are too many to be told apart."""
+    size = found.entry.vocab.size
+    counts = [abs(int(x)) for x in found.numbers if math.isfinite(x) and x == int(x) and x != size]
+    least = max([VOCAB, *(2 * count + 1 for count in counts if count < 2**20)])
+    if isinstance(size, int):
+        least = min(least, size)
+    return least if least >= 4 else None
+
+
+# ---- looking at what it does -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Probe:
+    """One run of an excerpt: log-probabilities or scores ``z``, the values of its leaves, what it gave."""
+
+    found: Excerpt
+    form: Form
+    z: torch.Tensor
+    given: torch.Tensor
+    values: Mapping[fx.Node, Any]
+    result: torch.Tensor
+    sizes: Mapping[Any, int]
+
+    @classmethod
+    def of(cls, found: Excerpt, form: Form, vocab: int, scale: float, *, steps: int = 0) -> _Probe | None:
+        """Run it; None where it raises, as what is no filter may at other sizes. ``steps``: so many different scores."""
+        sizes = sizes_for(found.entry, vocab)
+        extents = shape(found.entry.dims, sizes)
+        place = _place(found)
+        z = (
+            torch.randint(0, steps, extents).double() * 0.7
+            if steps
+            else torch.randn(extents, dtype=torch.float64) * scale
+        )
+        values = random_leaves(found, sizes, vocab)
+        if form == "scores":
+            z = z - scale if not steps else z
+            if scale == 3.0:  # as if something had been masked before
+                z = z.masked_fill(torch.rand(extents) < 0.3, -math.inf)
+        else:
+            z = torch.log_softmax(z, place)
+            if form == "parts":
+                z = torch.where((torch.rand(extents) < 0.4) & (z < z.amax(place, keepdim=True)), -math.inf, z)
+        given = z if form == "scores" else z.exp()
+        try:
+            result = found.run(given, values, sizes)
+        except Exception:  # noqa: BLE001 whatever runs into its limits at other sizes is no filter that is known
+            return None
+        if result.shape != given.shape:
+            return None
+        return cls(found, form, z, given, values, result, sizes)
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``[N, V]``."""
+        return tensor.movedim(_place(self.found), -1).reshape(-1, tensor.shape[_place(self.found)])
+
+    def outcome(self) -> Limits | None:
+        """What became of the scores, without the limits; None where it is no filter."""
+        given, result, z = self.rows(self.given), self.rows(self.result), self.rows(self.z)
+        if result.isnan().any():
+            return None
+        changed = result != given
+        if self.form == "scores":
+            fills = result[changed].unique()
+            if len(fills) == 1 and float(fills[0]) <= _FILL and not changed.all():
+                return Limits("scores", fill=float(fills[0]))
+            if len(fills) == 0:
+                return None
+        kept = result > 0
+        if not kept.any(-1).all() or (result < 0).any():
+            return None
+        if _near(result, torch.softmax(z.masked_fill(~kept, -math.inf), -1)):
+            return Limits("probs")
+        return Limits("parts") if _near(result, torch.softmax(z, -1) * kept) and not kept.all() else None
+
+    def kept(self, outcome: Limits) -> torch.Tensor:
+        """Which tokens are left, ``[N, V]``."""
+        result = self.rows(self.result)
+        left = result == self.rows(self.given) if outcome.result == "scores" else result > 0
+        return left & (self.rows(self.z) > -math.inf)
+
+    def fits(self, limits: Limits) -> bool:
+        """Whether the limits keep the same tokens here."""
+        expected = self._expected(limits)
+        return expected is not None and bool((expected == self.kept(limits)).all())
+
+    def fits_but_for_ties(self, limits: Limits) -> bool:
+        """Whether the limits keep equal scores, and as many of them."""
+        expected = self._expected(limits)
+        if expected is None:
+            return False
+        z = self.rows(self.z)
+        ours, theirs = (z.masked_fill(~kept, -math.inf).sort(-1).values for kept in (expected, self.kept(limits)))
+        return bool((ours == theirs).all())
+
+    def _expected(self, limits: Limits) -> torch.Tensor | None:
+        """What the limits keep, ``[N, V]``; None where they are none."""
+        z = self.rows(self.z)
+        vocab = z.shape[-1]
+        operands: dict[str, Any] = {"logits": z}
+        for name, limit in limits.named.items():
+            value = limit.value(self.values, vocab)
+            operands[name] = self._by_row(limit, value, len(z)).to(torch.int64 if name == "top_k" else torch.float64)
+        if limits.top_k is not None and not (operands["top_k"] >= 1).all():
+            return None
+        for name in ("top_p", "min_p"):
+            if name in operands and not ((operands[name] > 0) & (operands[name] <= 1)).all():
+                return None
+        attrs = replace(
+            SamplingAttrs.of(operands, "scores", torch.float64),
+            top_k_ties=limits.top_k_ties,
+            top_p_ties=limits.top_p_ties,
+        )
+        return reference(**operands, attrs=attrs) > -math.inf
+
+    def _by_row(self, limit: Limit, value: Any, rows: int) -> torch.Tensor:
+        """A limit for each row ``[N]``."""
+        if not isinstance(value, torch.Tensor):
+            return torch.full((rows,), value, dtype=torch.float64)
+        assert limit.leaf is not None, "a tensor comes from a leaf"
+        entry = self.found.entry
+        own = axes_of(self.found.leaves[limit.leaf])
+        flat = value.reshape([self.sizes[axis] if axis in own else 1 for axis in entry.rows])
+        return flat.expand([self.sizes[axis] for axis in entry.rows]).reshape(-1)
+
+
+def _place(found: Excerpt) -> int:
+    return next(at for at, dim in enumerate(found.entry.dims) if found.entry.vocab in dim)
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one - other).abs() <= _NEAR).all())
+
+
+# ---- candidates ------------------------------------------------------------------------------------------------------
+
+
+def _candidates(found: Excerpt, outcome: Limits, vocab: int) -> Iterator[Limits]:
+    """Combinations of limits that can be made of what the source reads, fewer ones first."""
+    counts, shares = list(_counts(found, vocab)), list(_shares(found))
+    every: Sequence[tuple[str, Sequence[Limit]]] = (("top_k", counts), ("top_p", shares), ("min_p", shares))
+    tried = 0
+    if outcome.result == "probs":
+        yield outcome
+    for number in (1, 2, 3):
+        for chosen in itertools.combinations(every, number):
+            for limits in itertools.product(*(own for _, own in chosen)):
+                tried += 1
+                if tried > _MOST:
+                    return
+                named: dict[str, Any] = dict(zip((name for name, _ in chosen), limits, strict=True))
+                yield replace(outcome, **named)
+
+
+def _counts(found: Excerpt, vocab: int) -> Iterator[Limit]:
+    given = {abs(int(x)) for x in found.numbers if math.isfinite(x) and x == int(x)}
+    if vocab == found.entry.vocab.size:  # a number may count from the other end
+        given |= {vocab - each for each in given}
+    whole = {each + more for each in given for more in (-1, 0, 1)}
+    yield from (Limit(count) for count in sorted(whole) if 1 <= count < vocab)
+    for leaf in found.leaves:
+        tensor = tensor_of(leaf)
+        if tensor is None or not tensor.is_floating_point():
+            yield from (Limit(0, leaf), Limit(1, leaf), Limit(0, leaf, -1, of_vocab=True))
+
+
+def _shares(found: Excerpt) -> Iterator[Limit]:
+    numbers = {abs(x) for x in found.numbers if math.isfinite(x)}
+    numbers |= {math.exp(x) for x in found.numbers if -50 < x < 0}
+    for share in sorted({each for x in numbers for each in (x, 1 - x) if 0 < each < 1}):
+        yield Limit(share)
+    for leaf in found.leaves:
+        tensor = tensor_of(leaf)
+        if tensor is None or tensor.is_floating_point():
+            yield from (Limit(0, leaf), Limit(1, leaf, -1))
+
+
+def _with_ties(found: Excerpt, form: Form, vocab: int, fits: Limits) -> Limits:
+    """The limits with what becomes of equal scores.
+
+    Raises:
+        RefusedError: equal scores are treated in a way that the op does not have.
+    """
+    names = [name for name in ("top_k", "top_p") if name in fits.named]
+    if not names:
+        return fits
+    probes = [_Probe.of(found, form, vocab, 1.0, steps=steps) for steps in (6, 12, 25, 3)]
+    tied = [probe for probe in probes if probe is not None]
+    for choice in itertools.product(_TIES, repeat=len(names)):
+        chosen: dict[str, Any] = {f"{name}_ties": ties for name, ties in zip(names, choice, strict=True)}
+        tried = replace(fits, **chosen)
+        if tied and all(probe.fits(tried) for probe in tied):
+            return tried
+    some = replace(fits, top_k_ties="first", top_p_ties="first", is_any=True)
+    for choice in ({}, {"top_k_ties": "all"}, {"top_p_ties": "all"}) if _picks_any(found) else ():
+        tried = replace(some, **choice)
+        if tied and all(probe.fits_but_for_ties(tried) for probe in tied):
+            absent: dict[str, Any] = {f"{name}_ties": "all" for name in ("top_k", "top_p") if name not in names}
+            return replace(tried, **absent)
+    raise RefusedError(
+        "TIES_DIFFER",
+        "which of several equally likely tokens it keeps is no rule that the op has",
+        "compare with the k-th largest score, or scatter back what a sort has ordered",
+    )
+
+
+def _picks_any(found: Excerpt) -> bool:
+    """Whether an order is asked for that says nothing of equal scores."""
+    for node in found.core:
+        name = getattr(node.target, "__name__", node.target)
+        if name in ("topk", "msort") or (name in ("sort", "argsort") and node.kwargs.get("stable") is not True):
+            return True
+    return False
+
+
+def _check_unlike(probe: _Probe, outcome: Limits) -> None:
+    """Refuse what keeps the likeliest tokens, by whatever rule; anything else is no filter of this kind.
+
+    Raises:
+        RefusedError: it keeps the likeliest.
+    """
+    kept, z = probe.kept(outcome), probe.rows(probe.z)
+    least = z.masked_fill(~kept, math.inf).amin(-1)
+    most = z.masked_fill(kept, -math.inf).amax(-1)
+    if kept.all() or not (least >= most).all():
+        return
+    raise RefusedError(
+        "LIMIT_UNKNOWN",
+        "it keeps the likeliest tokens, but by none of the limits top-k, top-p and min-p",
+        "keep the k likeliest, the fewest that reach p together, or those at least m times as likely as the first",
+    )
