@@ -6,6 +6,8 @@ The variable must be set before Triton is imported, by anything; so test_samplin
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from lz_compile.lowering.kernels import triton_sampling
 from lz_compile.lowering.ops import sampling as op
 from lz_compile.lowering.triton.launch import is_interpreted
 from lz_compile.runtime import health
+from tests import test_sampling_ties as ties
 from tests.test_sampling import LIMITS, problem, wide
 
 COMBINATIONS = [
@@ -61,3 +64,46 @@ def test_rows_without_a_distribution_are_told_from_others(value):
     assert triton_sampling.sampling(logits=logits, attrs=attrs).tolist() == [4, -1]
     attrs = op.SamplingAttrs.of({"logits": logits}, "probs", torch.float32)
     assert triton_sampling.sampling(logits=logits, attrs=attrs).isnan().all(-1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("top_p_ties", op.TIES)
+@pytest.mark.parametrize("top_k_ties", op.TIES)
+def test_of_equal_scores_those_are_kept_that_the_reference_keeps(top_k_ties, top_p_ties):
+    modes = (top_k_ties, top_p_ties)
+    operands, attrs = ties.problem(6, 37, ("top_k", "top_p"), modes, dtype=torch.bfloat16)
+    ties.assert_is_the_definitions(triton_sampling.sampling, operands, attrs, ["scores"])
+    operands, attrs = ties.problem(4, 300, LIMITS, modes)
+    ties.assert_is_the_definitions(triton_sampling.sampling, operands, attrs, ["scores"])
+
+
+@pytest.mark.parametrize("mode", ["first", "last"])
+def test_ties_are_counted_from_block_to_block(mode):
+    operands, attrs = ties.problem(4, 9001, ("top_k", "top_p"), (mode, mode), dtype=torch.bfloat16)
+    operands = {name: each[2:] for name, each in operands.items()}
+    operands["top_k"] = torch.tensor([6000, 7500], dtype=torch.int32)
+    operands["top_p"] = torch.tensor([1.0, 0.93])
+    ties.assert_is_the_definitions(triton_sampling.sampling, operands, attrs, ["scores"])
+
+
+def test_rows_unlike_others_are_the_references():
+    operands, attrs = ties.problem(5, 40, (*LIMITS, "seeds"), ("first", "last"))
+    operands["temperature"][2:4] = torch.tensor([math.nan, -0.7])
+    ties.assert_is_the_definitions(triton_sampling.sampling, operands, attrs)
+    assert triton_sampling.sampling(**operands, attrs=replace(attrs, result="ids")).tolist()[2] == -1
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        ties.test_as_many_equal_scores_are_kept_as_a_limit_needs,
+        ties.test_limits_that_meet_at_one_score_are_applied_one_after_the_other,
+        ties.test_temperature_zero_keeps_all_of_the_largest_and_takes_the_first,
+        ties.test_without_a_draw_the_first_is_taken_of_what_is_kept,
+        partial(ties.test_limits_that_are_off_keep_everything_and_no_limit_keeps_nothing, ties="last"),
+        partial(ties.test_scores_of_minus_infinity_are_neither_kept_nor_counted, ties="last"),
+    ],
+    ids=lambda test: getattr(test, "func", test).__name__,
+)
+def test_what_other_kernels_keep_of_a_few_tokens_is_kept(test, monkeypatch):
+    monkeypatch.setitem(ties.EVERY, "lz.triton_sampling", triton_sampling.sampling)
+    test(kernel="lz.triton_sampling")

@@ -285,6 +285,14 @@ def test_gradients_flow_through_distributions_and_masks():
         (lambda x: lz.sample(x, top_p=0.0), "top_p above 0, up to 1"),
         (lambda x: lz.sample(x, top_p=1.5), "top_p above 0, up to 1"),
         (lambda x: lz.sample(x, min_p=2.0), "min_p from 0 to 1"),
+        (lambda x: lz.sample(x, temperature=torch.tensor([1.0, -1.0])), "temperature from 0 to inf, received -1 to 1"),
+        (lambda x: lz.sample(x, temperature=torch.tensor([1.0, math.nan])), "temperature from 0 to inf, received nan"),
+        (lambda x: lz.sample(x, top_k=torch.tensor([1, -1])), "top_k from 0"),
+        (lambda x: lz.sample(x, top_k=torch.tensor([1.5, 2.5])), "top_k of integers, received torch.float32"),
+        (lambda x: lz.sample(x, top_k=1.5), "a whole top_k, received 1.5"),
+        (lambda x: lz.sample(x, top_p=torch.tensor([0.0, 1.0])), "top_p above 0, up to 1, received 0 to 1"),
+        (lambda x: lz.sample(x, min_p=torch.tensor([0.0, 1.5])), "min_p from 0 to 1, received 0 to 1.5"),
+        (lambda x: lz.sample(x, seeds=1.5), "seeds as a whole number or a tensor, received 1.5"),
         (lambda x: lz.sample(x, top_p=torch.ones(3)), r"top_p as a number or of shape \[2\], received \[3\]"),
         (lambda x: lz.sample(x, seeds=torch.zeros(3, dtype=torch.int64)), r"int64 seeds of shape \[2\]"),
         (lambda x: lz.sample(x, seeds=torch.zeros(2)), "int64 seeds"),
@@ -359,6 +367,44 @@ def test_verified_tokens_are_distributed_as_the_target_draws_them(count):
         assert abs(float(share - overlap[place])) < 0.02
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
+def test_whole_sequences_are_distributed_as_the_target_draws_them(count):
+    """Both models are Markov chains, so that rows differ in their drafts and distributions; what is left, the target draws."""
+    rows, vocab = 30_000, 3
+    generator = torch.Generator().manual_seed(count)
+    p, q = (torch.randn(vocab, vocab, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(2))
+
+    def follow(chain, token):
+        return torch.multinomial(chain[token], 1, generator=generator)[:, 0]
+
+    first = torch.zeros(rows, dtype=torch.int64)
+    drafts = [first]
+    for _ in range(count):
+        drafts.append(follow(q, drafts[-1]))
+    before = torch.stack(drafts, 1)
+    found = lz.speculative_verify(before[:, 1:], q[before[:, :count]], p[before], seeds=torch.arange(rows) * 7919)
+    sequence, last = [], first
+    for place in range(count + 1):
+        own = found.tokens[:, place].long()
+        last = torch.where(own >= 0, own, follow(p, last))
+        sequence.append(last)
+    exact = p[0]
+    for _ in range(count):
+        exact = (exact[:, None] * p.repeat(exact.numel() // vocab, 1)).flatten()
+    places = vocab ** torch.arange(count, -1, -1)
+    assert_drawn_from((torch.stack(sequence, 1) * places).sum(-1), exact)
+
+
+def test_a_verification_is_the_same_wherever_its_row_stands():
+    q, p = torch.randn(20, 3, 9).softmax(-1), torch.randn(20, 4, 9).softmax(-1)
+    drafted = torch.stack([torch.multinomial(q[:, place], 1)[:, 0] for place in range(3)], 1)
+    seeds, order = torch.arange(20) << 33, torch.randperm(20)
+    whole = lz.speculative_verify(drafted, q, p, seeds=seeds)
+    moved = lz.speculative_verify(drafted[order], q[order], p[order], seeds=seeds[order])
+    assert torch.equal(moved.tokens, whole.tokens[order])
+    assert torch.equal(moved.accepted, whole.accepted[order])
+
+
 def test_a_greedy_draft_is_verified_exactly():
     rows, vocab = 30_000, 5
     p = torch.tensor([[0.5, 0.2, 0.1, 0.1, 0.1], [0.2] * 5], dtype=torch.float64)
@@ -381,11 +427,34 @@ def test_equal_models_accept_everything():
         ((torch.zeros(2, 3), None, torch.zeros(2, 4, 5)), r"draft_tokens \[B, K\] of integers"),
         ((torch.zeros(2, 3).long(), None, torch.zeros(2, 3, 5)), r"target_probs of shape \[2, 4, V\]"),
         ((torch.zeros(2, 3).long(), torch.zeros(2, 3, 4), torch.zeros(2, 4, 5)), r"draft_probs of shape \[2, 3, 5\]"),
+        ((torch.zeros(2, 3).bool(), None, torch.zeros(2, 4, 5)), r"draft_tokens \[B, K\] of integers"),
+        ((torch.zeros(2, 3).long(), None, torch.zeros(2, 4, 5).long()), "floating-point target_probs"),
+        ((torch.zeros(2, 0).long(), None, torch.zeros(2, 1, 0)), "over at least one token"),
+        ((torch.full((2, 3), 5), None, torch.zeros(2, 4, 5)), r"draft_tokens within 0\.\.4, received 5\.\.5"),
+        ((torch.full((2, 3), -1), None, torch.zeros(2, 4, 5)), r"draft_tokens within 0\.\.4, received -1\.\.-1"),
+        ((torch.zeros(2, 3).long(), None, torch.full((2, 4, 5), -0.5)), "probabilities in target_probs, received -0.5"),
+        (
+            (torch.zeros(2, 3).long(), torch.full((2, 3, 5), math.nan), torch.ones(2, 4, 5)),
+            "probabilities in draft_probs",
+        ),
     ],
 )
 def test_speculation_that_does_not_fit_is_refused(arguments, message):
     with pytest.raises(ConstraintError, match=message):
         lz.speculative_verify(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "message"),
+    [
+        (torch.zeros(3, dtype=torch.int64), r"int64 seeds of shape \[2\]"),
+        (torch.zeros(2), "int64 seeds of shape .* torch.float32"),
+        (1.5, "seeds as a whole number or a tensor, received 1.5"),
+    ],
+)
+def test_speculation_from_what_is_no_seed_is_refused(seeds, message):
+    with pytest.raises(ConstraintError, match=message):
+        lz.speculative_verify(torch.zeros(2, 3).long(), None, torch.full((2, 4, 5), 0.2), seeds=seeds)
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------------------
@@ -431,4 +500,5 @@ def test_triton_compiles_for_a_gpu(result, backend, arch, warp, tmp_path, monkey
 
 def test_every_kernel_of_the_op_is_tested_here():
     known = {spec.kernel_id for spec in registry.kernels("sampling").values()} - {"inductor"}
-    assert known == {*KERNELS, "lz.triton_sampling"}
+    libraries = {spec.kernel_id for spec in registry.kernels("sampling").values() if spec.package is not None}
+    assert known - libraries == {*KERNELS, "lz.triton_sampling"}  # libraries: test_sampling_adapters.py

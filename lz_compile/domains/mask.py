@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 
@@ -15,20 +15,37 @@ from lz_compile.runtime import events
 
 #: Bits in a word, the lowest first: the layout of llguidance, xgrammar and the serving engines that use them.
 WORD = 32
+#: More than int32 can number.
+_MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
 class DomainMask:
     """What ``domain`` allows.
 
+    A grammar engine that fills the tensor of words again changes the mask.
+
     Shapes:
         words: ``[ceil(vocab_size / 32)]``, int32; bit ``t % 32`` of word ``t // 32`` says that token ``t`` is allowed. Bits
-        beyond the vocabulary are zero.
+        beyond the vocabulary count for nothing.
+
+    Raises:
+        ConstraintError: the domain is a soft one, the vocabulary is empty or has more tokens than int32 can number, or the
+        words are of another shape or dtype.
     """
 
     domain: Domain
     vocab_size: int
     words: torch.Tensor
+
+    def __post_init__(self) -> None:
+        _check_size(self.domain, self.vocab_size)
+        wanted = word_count(self.vocab_size)
+        words = self.words
+        if not isinstance(words, torch.Tensor) or words.dtype != torch.int32 or words.shape != (wanted,):
+            is_tensor = isinstance(words, torch.Tensor)
+            found = f"{words.dtype} of shape {list(words.shape)}" if is_tensor else type(words).__name__
+            raise _error(self.domain, f"int32 words of shape [{wanted}] for {self.vocab_size} tokens", found)
 
     @classmethod
     def from_ids(cls, domain: Domain, ids: Sequence[int] | torch.Tensor, vocab_size: int) -> DomainMask:
@@ -40,12 +57,10 @@ class DomainMask:
             vocab_size: how many tokens there are.
 
         Raises:
-            ConstraintError: the tokens are not ascending, or one lies outside of the vocabulary.
+            ConstraintError: they are no flat list of integers, not ascending, or one lies outside of the vocabulary.
         """
         _check_size(domain, vocab_size)
-        tokens = torch.as_tensor(ids, dtype=torch.int64).cpu()
-        if tokens.dim() != 1:
-            raise _error(domain, "a flat list of token ids", f"shape {list(tokens.shape)}")
+        tokens = _as_ids(domain, ids, vocab_size)
         if tokens.numel() and (int(tokens[0]) < 0 or int(tokens[-1]) >= vocab_size):
             raise _error(domain, f"token ids within 0..{vocab_size - 1}", f"{int(tokens.min())}..{int(tokens.max())}")
         if bool((tokens[1:] <= tokens[:-1]).any()):
@@ -56,20 +71,11 @@ class DomainMask:
 
     @classmethod
     def from_bitmask(cls, domain: Domain, words: torch.Tensor, vocab_size: int) -> DomainMask:
-        """The mask that a grammar engine has filled: the same tensor, or a copy without bits beyond the vocabulary.
+        """The mask that a grammar engine has filled: the same tensor.
 
         Raises:
             ConstraintError: it is no flat int32 tensor of ``ceil(vocab_size / 32)`` words.
         """
-        _check_size(domain, vocab_size)
-        wanted = word_count(vocab_size)
-        if words.dtype != torch.int32 or words.shape != (wanted,):
-            found = f"{words.dtype} of shape {list(words.shape)}"
-            raise _error(domain, f"int32 words of shape [{wanted}] for {vocab_size} tokens", found)
-        rest = vocab_size % WORD
-        if rest and int(words[-1]) & ~((1 << rest) - 1) & 0xFFFFFFFF:
-            words = words.clone()
-            words[-1] &= (1 << rest) - 1
         return cls(domain, vocab_size, words)
 
     @classmethod
@@ -84,7 +90,7 @@ class DomainMask:
         _check_size(domain, allowed.numel())
         return cls(domain, allowed.numel(), pack(allowed))
 
-    @cached_property
+    @property
     def ids(self) -> torch.Tensor:
         """The tokens that are allowed, ascending, int32."""
         return ids_of(self.words, self.vocab_size)
@@ -92,7 +98,7 @@ class DomainMask:
     @property
     def count(self) -> int:
         """How many tokens are allowed."""
-        return self.ids.numel()
+        return feasible([self])[1]
 
     def __contains__(self, token: int) -> bool:
         inside = 0 <= token < self.vocab_size
@@ -100,27 +106,43 @@ class DomainMask:
 
 
 def intersect(masks: Iterable[DomainMask]) -> torch.Tensor:
-    """The words of the tokens that every mask allows: one pass, whatever the order.
+    """The words of the tokens that every mask allows: one pass, whatever the order; bits beyond the vocabulary are zero.
 
     Raises:
-        ConstraintError: there is no mask, or they belong to different vocabularies.
+        ConstraintError: there is no mask, or they belong to different vocabularies or lie on different devices.
     """
-    masks = list(masks)
+    return feasible(list(masks))[0]
+
+
+def feasible(masks: Sequence[DomainMask]) -> tuple[torch.Tensor, int]:
+    """As :func:`intersect`, and how many tokens that are."""
     if not masks:
         raise ConstraintError(
             "intersecting masks: expected at least one, got none. Without a mask every token is allowed"
         )
-    sizes = {mask.vocab_size for mask in masks}
-    if len(sizes) > 1:
+    first = masks[0]
+    if any(mask.vocab_size != first.vocab_size for mask in masks):
         texts = ", ".join(f"{mask.domain.name} {mask.vocab_size}" for mask in masks)
         raise ConstraintError(
             f"intersecting masks: expected one vocabulary, got {texts}. Pad the smaller ones with zeros"
         )
-    if len(masks) == 1:
-        return masks[0].words.clone()
-    words = torch.bitwise_and(masks[0].words, masks[1].words)
-    for mask in masks[2:]:
-        torch.bitwise_and(words, mask.words, out=words)
+    if any(mask.words.device != first.words.device for mask in masks):
+        texts = ", ".join(f"{mask.domain.name} on {mask.words.device}" for mask in masks)
+        raise ConstraintError(f"intersecting masks: expected one device, got {texts}. Move the words to one of them")
+    last = _last(first.vocab_size)
+    if first.words.device.type == "cpu" and has_compiler():
+        return bits.intersect([mask.words.contiguous() for mask in masks], last)
+    words = first.words.clone()
+    for mask in masks[1:]:
+        words.bitwise_and_(mask.words)
+    words[-1:].bitwise_and_(_signed(last))
+    return words, int(unpack(words, first.vocab_size).sum())
+
+
+def everything(vocab_size: int) -> torch.Tensor:
+    """The words of a mask that allows every token."""
+    words = torch.full((word_count(vocab_size),), -1, dtype=torch.int32)
+    words[-1] = _signed(_last(vocab_size))
     return words
 
 
@@ -135,7 +157,8 @@ def pack(allowed: torch.Tensor) -> torch.Tensor:
     missing = word_count(size) * WORD - size
     padded = torch.nn.functional.pad(allowed, (0, missing)) if missing else allowed
     grouped = padded.reshape(*allowed.shape[:-1], word_count(size), WORD)
-    weights = torch.ones(WORD, dtype=torch.int64, device=allowed.device) << torch.arange(WORD, device=allowed.device)
+    ones = allowed.new_ones(WORD, dtype=torch.int64)
+    weights = ones << (ones.cumsum(0) - ones)
     # The sum is below 2**32; as int32 its upper half is negative, bit for bit the same.
     return (grouped * weights).sum(-1).to(torch.int32)
 
@@ -148,21 +171,47 @@ def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def ids_of(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The tokens of flat words without bits beyond the vocabulary, ascending, int32."""
-    if words.device.type == "cpu" and _has_compiler():
-        return bits.set_bits(words.contiguous())
+    """The tokens of flat words, ascending, int32."""
+    if words.device.type == "cpu" and has_compiler():
+        return bits.set_bits(words.contiguous(), _last(vocab_size))
     return unpack(words, vocab_size).nonzero().flatten().to(torch.int32)
 
 
 @cache
-def _has_compiler() -> bool:
+def has_compiler() -> bool:
     """Whether C++ runs here; if not, that is an event, and PyTorch's operations take its place."""
     try:
-        bits.set_bits(torch.zeros(1, dtype=torch.int32))
+        bits.set_bits(torch.zeros(1, dtype=torch.int32), 1)
     except Exception as error:  # noqa: BLE001 whatever a compiler or a loader may raise
-        events.record("NO_COMPILER", "listing tokens by PyTorch's operations, which takes longer", error)
+        events.record("NO_COMPILER", "intersecting masks by PyTorch's operations, which takes longer", error)
         return False
     return True
+
+
+def _last(vocab_size: int) -> int:
+    """The bits of the last word that are tokens."""
+    return 0xFFFFFFFF >> -vocab_size % WORD
+
+
+def _signed(word: int) -> int:
+    """32 bits as the int32 that has them."""
+    return word - (word >> (WORD - 1) << WORD)
+
+
+def _as_ids(domain: Domain, ids: Sequence[int] | torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Integers as int64 on the CPU."""
+    try:
+        tokens = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # texts, say, or integers beyond int64
+        raise _error(
+            domain, f"a flat list of token ids within 0..{vocab_size - 1}", f"what is none ({error})"
+        ) from error
+    if tokens.dim() != 1:
+        raise _error(domain, "a flat list of token ids", f"shape {list(tokens.shape)}")
+    if tokens.numel() and (tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool):
+        hint = "; for booleans there is from_bools" if tokens.dtype == torch.bool else ""
+        raise _error(domain, "integer token ids", f"{tokens.dtype}{hint}")
+    return tokens.to("cpu", torch.int64)
 
 
 def _check_size(domain: Domain, vocab_size: int) -> None:
@@ -170,8 +219,8 @@ def _check_size(domain: Domain, vocab_size: int) -> None:
         raise ConstraintError(
             f"masking for {domain.name}: it is a soft domain, which has scores (DomainScore) and no mask"
         )
-    if vocab_size < 1:
-        raise _error(domain, "a vocabulary of at least one token", str(vocab_size))
+    if not 1 <= vocab_size <= _MOST_TOKENS:
+        raise _error(domain, f"a vocabulary of at least one token, at most {_MOST_TOKENS}", str(vocab_size))
 
 
 def _error(domain: Domain, expected: str, found: str) -> ConstraintError:

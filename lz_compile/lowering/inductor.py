@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from inspect import signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -167,6 +167,12 @@ def compile_isolated(
 
 def vector_bits() -> int:
     """The size of a vector register in the code that Inductor writes for this CPU; 128 where it writes none for vectors."""
+    return _vector_bits(inductor_config.cpp.simdlen)
+
+
+@lru_cache(maxsize=4)
+def _vector_bits(_simdlen: int | None) -> int:
+    """Of the instructions that are picked under a setting: to pick them takes longer than many a kernel."""
     return pick_vec_isa().bit_width() or 128
 
 

@@ -19,7 +19,7 @@ from lz_compile.lowering import inductor
 from lz_compile.lowering.cpp.floats import FLOATS
 from lz_compile.lowering.cpp.sampling_source import ROWS, SELECTION, VECTORS
 from lz_compile.lowering.cpp.vectors import ELEMENTS
-from lz_compile.lowering.ops.sampling import OPERANDS, SamplingAttrs
+from lz_compile.lowering.ops.sampling import OPERANDS, TIES, SamplingAttrs
 
 #: Beside Inductor's own: no more than the rounding of ``a * b + c`` depends on it.
 FLAGS = ("-ffp-contract=fast",)
@@ -80,7 +80,8 @@ def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.T
     given = [*(operands.get(name) for name in OPERANDS), out]
     strides = [0 if each is None or each.shape[0] == 1 else each.stride(0) for each in given]
     tensors = [0 if each is None else each.data_ptr() for each in (*given, memory)]
-    numbers = [rows, vocab, padded, threads, *strides]
+    ties = [TIES.index(attrs.top_k_ties), TIES.index(attrs.top_p_ties)]
+    numbers = [rows, vocab, padded, threads, *ties, *strides]
     _function(program)((ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int64 * len(numbers))(*numbers))
 
 

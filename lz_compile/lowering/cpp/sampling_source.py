@@ -155,6 +155,29 @@ static float reaching(const float* z, int64_t count, Weight wanted, const Weigh&
   return unordered(prefix);
 }
 
+enum class Ties : int64_t { all, first, last };
+
+// Of scores that equal `least` those become nothing that are not needed to weigh `wanted`: the last, or the first of them.
+template <typename Weight, typename Weigh>
+static void drop_ties(float* z, int64_t count, float least, Weight wanted, const Weigh& weigh, bool keeps_last) {
+  Weight above = 0;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    if (!any(load(z + i) > least)) continue;
+    for (int64_t j = i; j < i + kLanes; ++j) above += z[j] > least ? weigh(j) : Weight(0);
+  }
+  int64_t equal = 0;
+  for (int64_t start = 0; start < count; start += kLanes) {
+    const int64_t i = keeps_last ? count - kLanes - start : start;
+    if (!any(load(z + i) == least)) continue;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const int64_t j = i + (keeps_last ? kLanes - 1 - lane : lane);
+      if (z[j] != least) continue;
+      if (above + Weight(equal) * weigh(j) >= wanted) z[j] = kNothing;
+      ++equal;
+    }
+  }
+}
+
 static constexpr auto kOne = [](int64_t) { return int64_t(1); };
 constexpr int64_t kGroup = 16;  // registers
 
@@ -257,13 +280,15 @@ static int32_t sample_whole(const Row& row, const Keys* keys) {
   return any(is_bad) ? -1 : Best::token(best);
 }
 
-static int32_t sample_kept(const float* z, int64_t padded, float least, const Keys& keys) {
+static int32_t sample_kept(const float* z, int64_t padded, float least, const Keys* keys) {
   Best best;
   for (int64_t i = 0; i < padded; i += kLanes) {
     const Floats x = load(z + i);
     const Ints is_kept = x >= least;
     if (!any(is_kept)) continue;
-    Best::race(best, is_kept ? x : filled(kNothing), i, keys);
+    const Floats left = is_kept ? x : filled(kNothing);
+    if (keys) Best::race(best, left, i, *keys);
+    else Best::see(best, left, i);
   }
   return Best::token(best);
 }
@@ -272,14 +297,19 @@ struct Limits {
   int64_t top_k;
   double top_p;
   float min_p;
+  Ties top_k_ties, top_p_ties;
 };
 
-// The smallest score that is kept, of scores `z` whose largest is `most`; `weights` and `places` are memory.
+// The smallest score that is kept, of scores `z` whose largest is `most`; what equals it and is not kept is nothing in `z`
+// from then on. `weights` and `places` are memory.
 static float least_kept(
-    const float* z, float* weights, uint32_t* places, int64_t padded, float most, const Limits& limits) {
+    float* z, float* weights, uint32_t* places, int64_t padded, float most, const Limits& limits) {
   float least = kNothing;
-  if (limits.top_k > 0 && limits.top_k < padded)
+  if (limits.top_k > 0 && limits.top_k < padded) {
     least = kth_largest(z, padded, limits.top_k, weights, places);
+    if (limits.top_k_ties != Ties::all)
+      drop_ties(z, padded, least, limits.top_k, kOne, limits.top_k_ties == Ties::last);
+  }
   if (limits.top_p < 1) {
     double total = 0;
     for (int64_t i = 0; i < padded; i += kLanes) {
@@ -291,7 +321,10 @@ static float least_kept(
       total += sum;
     }
     const auto weigh = [weights](int64_t i) { return double(weights[i]); };
-    const float found = reaching<double>(z, padded, limits.top_p * total, weigh, places);
+    const double share = limits.top_p * total, wanted = share > 0 ? share : std::numeric_limits<double>::min();
+    const float found = reaching<double>(z, padded, wanted, weigh, places);
+    if (limits.top_p_ties != Ties::all)
+      drop_ties(z, padded, found, wanted, weigh, limits.top_p_ties == Ties::last);
     least = found > least ? found : least;
   }
   if (limits.min_p > 0) {
@@ -347,12 +380,13 @@ extern "C" void sampling(void** tensors, const int64_t* numbers) {
   auto* out = (Out*)tensors[8];
   auto* memory = (float*)tensors[9];
   const int64_t rows = numbers[0], vocab = numbers[1], padded = numbers[2], threads = numbers[3];
-  const int64_t* strides = numbers + 4;  // of rows, for each of the first nine tensors
+  const auto top_k_ties = top_k ? Ties(numbers[4]) : Ties::all, top_p_ties = top_p ? Ties(numbers[5]) : Ties::all;
+  const int64_t* strides = numbers + 6;  // of rows, for each of the first nine tensors
   const bool truncates = top_k || top_p || min_p;
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t n = 0; n < rows; ++n) {
     const float t = temperature ? temperature[n * strides[3]] : 1.0f;
-    const bool is_greedy = t == 0 || !seeds;
+    const bool is_greedy = t == 0 || (!seeds && top_k_ties != Ties::last && top_p_ties != Ties::last);
     const Row row{logits + n * strides[0], mask + n * strides[1], bias + n * strides[2], t == 0 ? 1.0f : 1 / t, vocab};
 #if IS_IDS
     const Keys keys(seeds ? seeds[n * strides[7]] : 0);
@@ -370,12 +404,14 @@ extern "C" void sampling(void** tensors, const int64_t* numbers) {
     const Limits limits{
         top_k ? top_k[n * strides[4]] : 0,
         top_p ? double(top_p[n * strides[5]]) : 1.0,
-        min_p ? min_p[n * strides[6]] : 0.0f};
+        min_p ? min_p[n * strides[6]] : 0.0f,
+        top_k_ties,
+        top_p_ties};
     const bool is_bad = !(most > kNothing);
     auto* places = (uint32_t*)(z + 2 * padded);
     const float least = is_bad ? 0.0f : t == 0 ? most : least_kept(z, z + padded, places, padded, most, limits);
 #if IS_IDS
-    out[n] = is_bad ? -1 : sample_kept(z, padded, least, keys);
+    out[n] = is_bad ? -1 : sample_kept(z, padded, least, seeds ? &keys : nullptr);
 #else
     Out* to = out + n * strides[8];
     if (is_bad) {

@@ -6,7 +6,10 @@ import math
 
 import torch
 
-from lz_compile.lowering.ops.sampling import SamplingAttrs, finished, scores
+from lz_compile.lowering.ops.sampling import SamplingAttrs, Ties, finished, scores
+
+#: What is wanted at least, so that no limit keeps nothing.
+_LEAST = torch.finfo(torch.float64).tiny
 
 
 def sampling(
@@ -25,20 +28,20 @@ def sampling(
     z = scores(logits, bitmask, bias, temperature, torch.promote_types(logits.dtype, torch.float32))
     kept = z > -math.inf
     most = z.amax(-1, keepdim=True)
-    if temperature is not None:
-        kept = kept & ((temperature != 0)[:, None] | (z == most))
     keys = _ordered(z.detach()) if top_k is not None or top_p is not None else None
     if top_k is not None:
         assert keys is not None, "limits have keys"
         wanted = torch.where(top_k > 0, top_k, z.shape[-1])[:, None]
-        kept = kept & (keys >= _reaching(keys, kept.to(torch.int32), wanted))
+        kept = kept & _within(keys, kept.to(torch.int32), wanted, attrs.top_k_ties)
     if top_p is not None:
         assert keys is not None, "limits have keys"
         weights = torch.where(kept, (z.detach() - most.detach()).exp(), 0.0).double()
-        wanted = top_p[:, None].double() * weights.sum(-1, keepdim=True)
-        kept = kept & ((top_p >= 1)[:, None] | (keys >= _reaching(keys, weights, wanted)))
+        wanted = (top_p[:, None].double() * weights.sum(-1, keepdim=True)).clamp(min=_LEAST)
+        kept = kept & ((top_p >= 1)[:, None] | _within(keys, weights, wanted, attrs.top_p_ties))
     if min_p is not None:
         kept = kept & (z >= most + min_p.to(z.dtype).log()[:, None])
+    if temperature is not None:
+        kept = torch.where((temperature == 0)[:, None], z == most, kept)
     return finished(z, kept, seeds, temperature, attrs)
 
 
@@ -47,6 +50,18 @@ def _ordered(z: torch.Tensor) -> torch.Tensor:
     whole = torch.int64 if z.dtype == torch.float64 else torch.int32
     bits = (z + 0.0).view(whole)  # minus zero is zero
     return torch.where(bits < 0, bits ^ torch.iinfo(whole).max, bits)
+
+
+def _within(keys: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, ties: Ties) -> torch.Tensor:
+    """The fewest keys, the largest first, that weigh ``wanted``; of equals what ``ties`` says, if they weigh something."""
+    last = _reaching(keys, weights, wanted)
+    if ties == "all":
+        return keys >= last
+    above = torch.where(keys > last, weights, 0).sum(-1, keepdim=True)
+    is_tie = (keys == last) & (weights > 0)
+    count = is_tie.cumsum(-1, dtype=torch.int32)
+    before = count - 1 if ties == "first" else count[:, -1:] - count
+    return (keys > last) | (is_tie & (above + before * weights < wanted))
 
 
 def _reaching(keys: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -7,15 +7,16 @@ Canonical layout:
     bias         [N or 1, V], added to the logits
     temperature  [N or 1] float32; 0 takes the largest
     top_k        [N or 1] int32; 0 keeps all
-    top_p        [N or 1] float32, above 0; 1 keeps all
+    top_p        [N or 1] float32; 1 keeps all, and 0 or less the likeliest
     min_p        [N or 1] float32, from 0 to 1
     seeds        [N] int64; without them the largest is taken
     result       ids [N] int32, or scores or probabilities [N, V]
 
 Scores are ``z = (logits + bias) / temperature``, and minus infinity where the mask forbids. Kept are the ``top_k``
 largest of a row; of those the fewest, the largest first, whose probabilities sum up to ``top_p``; of those the ones at
-least ``min_p`` times as probable as the likeliest. Tokens that are equally likely are kept together. This is the order
-of ``transformers``.
+least ``min_p`` times as probable as the likeliest. This is the order of ``transformers``. A score of minus infinity is
+never kept, and never counted. Of tokens that are as likely as the last that ``top_k`` or ``top_p`` keeps, ``Ties`` says
+which are kept; at temperature 0 all that are the largest are, whatever the limits.
 
 A draw is a race of exponential clocks (Gumbel-max): the token is that for which ``z - log(clock(seed, token))`` is
 largest. A clock is a function of the seed and the token alone: equal in every kernel, on every device, wherever in a
@@ -37,12 +38,14 @@ if TYPE_CHECKING:
 
 #: What is given back: a token for each row, the scores with minus infinity for what is not kept, or their softmax.
 Result: TypeAlias = Literal["ids", "scores", "probs"]
+#: Of equal scores, the last of which a limit keeps: all are kept, or as many as it needs, those with the lowest ids ("first",
+#: which a stable descending sort keeps) or with the highest ("last", which a stable ascending one keeps).
+Ties: TypeAlias = Literal["all", "first", "last"]
+TIES: tuple[Ties, ...] = ("all", "first", "last")
 
 OPERANDS = ("logits", "bitmask", "bias", "temperature", "top_k", "top_p", "min_p", "seeds")
 VARIANTS = ("ids", "scores", "probs")
 LAYOUT = "NV"
-#: No recogniser yet: a source that draws from PyTorch's generator cannot be given other draws.
-IS_RECOGNISED = False
 #: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.sampling"
 EXACT_DIMS: tuple[str, ...] = ()
@@ -64,13 +67,15 @@ class SamplingAttrs:
     has_top_p: bool = False
     has_min_p: bool = False
     is_random: bool = False
+    top_k_ties: Ties = "all"
+    top_p_ties: Ties = "all"
     out_dtype: torch.dtype = torch.float32
 
     @classmethod
     def of(cls, operands: Mapping[str, Any], result: Result, out_dtype: torch.dtype) -> SamplingAttrs:
         """Of a sampling with these operands, None where there is none."""
         present = {name for name, each in operands.items() if each is not None}
-        limits = {f"has_{name}": name in present for name in OPERANDS[1:-1]}
+        limits: dict[str, Any] = {f"has_{name}": name in present for name in OPERANDS[1:-1]}
         return cls(result=result, is_random="seeds" in present, out_dtype=out_dtype, **limits)
 
     @property
@@ -82,6 +87,11 @@ class SamplingAttrs:
     def truncates(self) -> bool:
         """Whether some tokens may be left out."""
         return self.has_top_k or self.has_top_p or self.has_min_p
+
+    @property
+    def breaks_ties(self) -> bool:
+        """Whether some tokens may be left out that are as likely as one that is kept."""
+        return (self.has_top_k and self.top_k_ties != "all") or (self.has_top_p and self.top_p_ties != "all")
 
     def deterministic(self) -> SamplingAttrs:
         """The same: what is random follows from seeds that are given."""
@@ -130,26 +140,36 @@ def reference(
     """
     z = scores(logits, bitmask, bias, temperature, torch.promote_types(logits.dtype, torch.float32))
     kept = z > -math.inf
-    if temperature is not None:
-        kept = kept & ((temperature != 0)[:, None] | (z == z.amax(-1, keepdim=True)))
     if top_k is not None:
-        ordered = z.sort(-1, descending=True).values
-        last = torch.where(top_k > 0, top_k, z.shape[-1]).clamp(max=z.shape[-1]).long() - 1
-        kept = kept & (z >= ordered.gather(-1, last.expand(z.shape[0])[:, None]))
+        wanted = torch.where(top_k > 0, top_k, z.shape[-1])[:, None]
+        kept = kept & _reaching(z, kept.long(), wanted, attrs.top_k_ties)
     if top_p is not None:
-        kept = kept & _within(torch.where(kept, z, -math.inf), top_p)
+        left = torch.where(kept, z, -math.inf)
+        reaching = _reaching(left, torch.softmax(left, -1), top_p.to(z.dtype)[:, None], attrs.top_p_ties)
+        kept = kept & ((top_p >= 1)[:, None] | reaching)
     if min_p is not None:
         kept = kept & (z >= z.amax(-1, keepdim=True) + min_p.to(z.dtype).log()[:, None])
+    if temperature is not None:
+        is_likeliest = (z > -math.inf) & (z == z.amax(-1, keepdim=True))
+        kept = torch.where((temperature == 0)[:, None], is_likeliest, kept)
     return finished(z, kept, seeds, temperature, attrs)
 
 
-def _within(z: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The fewest tokens, the likeliest first, whose probabilities reach ``top_p``, and those as likely as the last."""
-    probabilities = torch.softmax(z, -1)
-    ordered = probabilities.sort(-1, descending=True).values
-    before = ordered.cumsum(-1) - ordered
-    last = (before < top_p.to(z.dtype)[:, None]).sum(-1, keepdim=True).clamp(min=1) - 1
-    return (top_p >= 1)[:, None] | (probabilities >= ordered.gather(-1, last))
+def _reaching(z: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, ties: Ties) -> torch.Tensor:
+    """The fewest tokens, the largest scores first, that weigh ``wanted`` or more, at least one; of equals what ``ties`` says.
+
+    Shapes:
+        z, weights ``[N, V]``; wanted ``[N or 1, 1]``; result booleans ``[N, V]``.
+    """
+    if ties == "last":
+        return _reaching(z.flip(-1), weights.flip(-1), wanted, "first").flip(-1)
+    ordered, tokens = z.sort(dim=-1, descending=True, stable=True)
+    own = weights.gather(-1, tokens)
+    count = (own.cumsum(-1) - own < wanted).sum(-1, keepdim=True).clamp(min=1)
+    if ties == "all":
+        return z >= ordered.gather(-1, count - 1)
+    is_reaching = torch.arange(z.shape[-1], device=z.device) < count
+    return torch.zeros_like(is_reaching).scatter(-1, tokens, is_reaching)
 
 
 def scores(
@@ -170,9 +190,10 @@ def scores(
 
 def allowed(bitmask: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Words ``[..., W]`` as booleans ``[..., vocab_size]``."""
-    tokens = torch.arange(vocab_size, device=bitmask.device)
-    words = bitmask.index_select(-1, tokens // _WORD)
-    return (words >> (tokens % _WORD).to(torch.int32)) & 1 != 0
+    ones = bitmask.new_ones(_WORD)
+    places = (ones.cumsum(0) - ones).to(torch.int32)
+    bits = (bitmask.unsqueeze(-1) >> places) & 1
+    return bits.flatten(-2)[..., :vocab_size] != 0
 
 
 def finished(
@@ -248,6 +269,7 @@ def features(attrs: SamplingAttrs, facts: SamplingFacts) -> dict[str, str]:
         "top_k": attrs.has_top_k and "top-k",
         "top_p": attrs.has_top_p and "top-p",
         "min_p": attrs.has_min_p and "min-p",
+        "ties": attrs.breaks_ties and "some of equal scores",
         "random": attrs.is_random and "a draw",
         "training": facts.needs_grad and "gradients",
     }

@@ -61,18 +61,28 @@ def _ordered(z):
 
 
 @triton.jit
-def _weight(z, key, least, most, COUNTS: tl.constexpr):
-    """What a score weighs: one, or its probability but for a factor; nothing below ``least``, or where it is masked."""
-    is_kept = (key >= least) & (z > float("-inf"))
+def _is_kept(z, token, least, low, high, HAS_TIES: tl.constexpr):
+    """Whether a score is larger than that of key ``least``, or equal and its token is from ``low`` to ``high``."""
+    key = _ordered(z)
+    is_kept = key >= least
+    if HAS_TIES:
+        is_kept = (key > least) | ((key == least) & (token >= low) & (token <= high))
+    return is_kept & (z > float("-inf"))
+
+
+@triton.jit
+def _weight(z, token, least, low, high, most, HAS_TIES: tl.constexpr, COUNTS: tl.constexpr):
+    """What a score weighs: one, or its probability but for a factor; nothing if it is not kept."""
+    is_kept = _is_kept(z, token, least, low, high, HAS_TIES)
     return tl.where(is_kept, 1.0, 0.0) if COUNTS else tl.where(is_kept, tl.exp(z - most), 0.0)
 
 
 @triton.jit
 def _reaching(
-    logits, mask, bias, vocab, inverse, least, most, wanted,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, mask, bias, vocab, inverse, least, low, high, most, wanted,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TIES: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest key such that what is at least as large weighs ``wanted``, of what is not below ``least``."""
+    """The largest key such that what is at least as large weighs ``wanted``, of what is kept."""
     lane = tl.arange(0, BLOCK)
     found = tl.full((), -2147483648, tl.int32)
     for step in range(32):
@@ -80,12 +90,44 @@ def _reaching(
         tried = tl.where(step == 0, 0, found + (tl.full((), 1, tl.int32) << tl.minimum(bit, 30)))
         total = tl.full((), 0.0, tl.float64)
         for start in range(0, vocab, BLOCK):
-            z = _scores(logits, mask, bias, start + lane, vocab, inverse, HAS_MASK, HAS_BIAS)
-            key = _ordered(z)
-            weight = tl.where(key >= tried, _weight(z, key, least, most, COUNTS), 0.0)
-            total += tl.sum(weight, 0).to(tl.float64)
+            token = start + lane
+            z = _scores(logits, mask, bias, token, vocab, inverse, HAS_MASK, HAS_BIAS)
+            weight = _weight(z, token, least, low, high, most, HAS_TIES, COUNTS)
+            total += tl.sum(tl.where(_ordered(z) >= tried, weight, 0.0), 0).to(tl.float64)
         found = tl.where(total >= wanted, tried, found)
     return found
+
+
+@triton.jit
+def _tied(
+    logits, mask, bias, vocab, inverse, least, low, high, most, wanted,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, COUNTS: tl.constexpr, IS_LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The range of tokens, of those from ``low`` to ``high`` that equal ``least``, with which scores weigh ``wanted``."""
+    lane = tl.arange(0, BLOCK)
+    above = tl.full((), 0.0, tl.float64)
+    left = tl.full((), 0, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        token = start + lane
+        z = _scores(logits, mask, bias, token, vocab, inverse, HAS_MASK, HAS_BIAS)
+        weight = _weight(z, token, least, low, high, most, True, COUNTS)
+        above += tl.sum(tl.where(_ordered(z) > least, weight, 0.0), 0).to(tl.float64)
+        left += tl.sum(((_ordered(z) == least) & (weight > 0)).to(tl.int32), 0)
+    first = tl.full((), 2147483647, tl.int32)
+    last = tl.full((), -1, tl.int32)
+    seen = tl.full((), 0, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        token = start + lane
+        z = _scores(logits, mask, bias, token, vocab, inverse, HAS_MASK, HAS_BIAS)
+        weight = _weight(z, token, least, low, high, most, True, COUNTS)
+        is_tie = (_ordered(z) == least) & (weight > 0)
+        count = seen + tl.cumsum(is_tie.to(tl.int32), 0)
+        before = left - count if IS_LAST else count - 1
+        is_needed = is_tie & (above + before.to(tl.float64) * weight.to(tl.float64) < wanted)
+        first = tl.minimum(first, tl.min(tl.where(is_needed, token, 2147483647), 0))
+        last = tl.maximum(last, tl.max(tl.where(is_needed, token, -1), 0))
+        seen += tl.sum(is_tie.to(tl.int32), 0)
+    return first, last
 
 
 @triton.jit
@@ -106,14 +148,16 @@ def _largest(
 
 @triton.jit
 def _weigh(
-    logits, mask, bias, vocab, inverse, least, most, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+    logits, mask, bias, vocab, inverse, least, low, high, most,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the probabilities, but for a factor, of what is not below ``least``."""
+    """The sum of the probabilities, but for a factor, of what is kept."""
     lane = tl.arange(0, BLOCK)
     total = tl.full((), 0.0, tl.float64)
     for start in range(0, vocab, BLOCK):
-        z = _scores(logits, mask, bias, start + lane, vocab, inverse, HAS_MASK, HAS_BIAS)
-        total += tl.sum(_weight(z, _ordered(z), least, most, False), 0).to(tl.float64)
+        token = start + lane
+        z = _scores(logits, mask, bias, token, vocab, inverse, HAS_MASK, HAS_BIAS)
+        total += tl.sum(_weight(z, token, least, low, high, most, HAS_TIES, False), 0).to(tl.float64)
     return total
 
 
@@ -121,33 +165,60 @@ def _weigh(
 def _least_kept(
     logits, mask, bias, vocab, inverse, most, top_k, top_p, min_p,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_MIN_P: tl.constexpr, HAS_K_TIES: tl.constexpr, HAS_P_TIES: tl.constexpr, IS_K_LAST: tl.constexpr,
+    IS_P_LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The smallest key that is kept; the limits are this row's."""
+    """The smallest key that is kept, and from which to which token it is; the limits are this row's."""
     least = tl.full((), -2147483648, tl.int32)
+    low = tl.full((), 0, tl.int32)
+    high = tl.full((), 2147483647, tl.int32)
     if HAS_TOP_K:
         k = tl.load(top_k)
         if (k > 0) & (k < vocab):
             wanted = k.to(tl.float64)
-            least = _reaching(logits, mask, bias, vocab, inverse, least, most, wanted, HAS_MASK, HAS_BIAS, True, BLOCK)
+            least = _reaching(
+                logits, mask, bias, vocab, inverse, least, low, high, most, wanted, HAS_MASK, HAS_BIAS, False, True,
+                BLOCK,
+            )  # fmt: skip
+            if HAS_K_TIES:
+                low, high = _tied(
+                    logits, mask, bias, vocab, inverse, least, low, high, most, wanted, HAS_MASK, HAS_BIAS, True,
+                    IS_K_LAST, BLOCK,
+                )  # fmt: skip
     if HAS_TOP_P:
         p = tl.load(top_p)
         if p < 1:
-            wanted = p.to(tl.float64) * _weigh(
-                logits, mask, bias, vocab, inverse, least, most, HAS_MASK, HAS_BIAS, BLOCK
+            total = _weigh(
+                logits, mask, bias, vocab, inverse, least, low, high, most, HAS_MASK, HAS_BIAS, HAS_K_TIES, BLOCK
             )
-            own = _reaching(logits, mask, bias, vocab, inverse, least, most, wanted, HAS_MASK, HAS_BIAS, False, BLOCK)
-            least = tl.maximum(least, own)
+            wanted = tl.maximum(p.to(tl.float64) * total, 1e-300)  # at least one token
+            own = _reaching(
+                logits, mask, bias, vocab, inverse, least, low, high, most, wanted, HAS_MASK, HAS_BIAS, HAS_K_TIES, False,
+                BLOCK,
+            )  # fmt: skip
+            least, low, high = _raised(least, low, high, own)
+            if HAS_P_TIES:
+                low, high = _tied(
+                    logits, mask, bias, vocab, inverse, least, low, high, most, wanted, HAS_MASK, HAS_BIAS, False,
+                    IS_P_LAST, BLOCK,
+                )  # fmt: skip
     if HAS_MIN_P:
         share = tl.load(min_p)
-        least = tl.where(share > 0, tl.maximum(least, _ordered(most + tl.log(share))), least)
-    return least
+        if share > 0:
+            least, low, high = _raised(least, low, high, _ordered(most + tl.log(share)))
+    return least, low, high
+
+
+@triton.jit
+def _raised(least, low, high, key):
+    """The larger of two smallest keys; of one that is larger than ``least`` all tokens are kept."""
+    return tl.maximum(least, key), tl.where(key > least, 0, low), tl.where(key > least, 2147483647, high)
 
 
 @triton.jit
 def _drawn(
-    logits, mask, bias, vocab, inverse, least, seed, is_greedy,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, IS_RANDOM: tl.constexpr, BLOCK: tl.constexpr,
+    logits, mask, bias, vocab, inverse, least, low, high, seed, is_greedy,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TIES: tl.constexpr, IS_RANDOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The token whose score, less its clock, is largest; the first of several."""
     lane = tl.arange(0, BLOCK)
@@ -157,7 +228,7 @@ def _drawn(
         token = start + lane
         z = _scores(logits, mask, bias, token, vocab, inverse, HAS_MASK, HAS_BIAS)
         y = tl.where(is_greedy, z, z - _log_clock(token, seed)) if IS_RANDOM else z
-        y = tl.where((_ordered(z) >= least) & (z > float("-inf")), y, float("-inf"))
+        y = tl.where(_is_kept(z, token, least, low, high, HAS_TIES), y, float("-inf"))
         value = tl.max(y, 0)
         first = tl.min(tl.where(y == value, token, 2147483647), 0)
         place = tl.where(value > best, first, place)
@@ -170,9 +241,11 @@ def _sample(
     logits, mask, bias, temperature, top_k, top_p, min_p, seeds, out,
     vocab, logit_stride, mask_stride, bias_stride, temperature_stride, k_stride, p_stride, min_stride, out_stride,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, IS_RANDOM: tl.constexpr, RESULT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_K_TIES: tl.constexpr, HAS_P_TIES: tl.constexpr,
+    IS_K_LAST: tl.constexpr, IS_P_LAST: tl.constexpr, IS_RANDOM: tl.constexpr, RESULT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row."""
+    HAS_TIES: tl.constexpr = HAS_K_TIES or HAS_P_TIES
     row = tl.program_id(0).to(tl.int64)
     logits += row * logit_stride
     mask += row * mask_stride
@@ -181,28 +254,35 @@ def _sample(
     is_greedy = t == 0
     inverse = 1.0 / tl.where(is_greedy, 1.0, t)
     most, is_bad = _largest(logits, mask, bias, vocab, inverse, HAS_MASK, HAS_BIAS, BLOCK)
-    least = _least_kept(
+    least, low, high = _least_kept(
         logits, mask, bias, vocab, inverse, most, top_k + row * k_stride, top_p + row * p_stride, min_p + row * min_stride,
-        HAS_MASK, HAS_BIAS, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P, BLOCK,
+        HAS_MASK, HAS_BIAS, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P, HAS_K_TIES, HAS_P_TIES, IS_K_LAST, IS_P_LAST, BLOCK,
     )  # fmt: skip
     least = tl.where(is_greedy, _ordered(most), least)
+    low = tl.where(is_greedy, 0, low)
+    high = tl.where(is_greedy, 2147483647, high)
     if RESULT == "ids":
         seed = tl.load(seeds + row) if IS_RANDOM else 0
-        place = _drawn(logits, mask, bias, vocab, inverse, least, seed, is_greedy, HAS_MASK, HAS_BIAS, IS_RANDOM, BLOCK)
+        place = _drawn(
+            logits, mask, bias, vocab, inverse, least, low, high, seed, is_greedy, HAS_MASK, HAS_BIAS, HAS_TIES, IS_RANDOM,
+            BLOCK,
+        )  # fmt: skip
         tl.store(out + row, tl.where(is_bad, -1, place))
     else:
         total = tl.full((), 1.0, tl.float64)
         if RESULT == "probs":
-            total = _weigh(logits, mask, bias, vocab, inverse, least, most, HAS_MASK, HAS_BIAS, BLOCK)
+            total = _weigh(
+                logits, mask, bias, vocab, inverse, least, low, high, most, HAS_MASK, HAS_BIAS, HAS_TIES, BLOCK
+            )
         lane = tl.arange(0, BLOCK)
         for start in range(0, vocab, BLOCK):
             token = start + lane
             z = _scores(logits, mask, bias, token, vocab, inverse, HAS_MASK, HAS_BIAS)
-            key = _ordered(z)
             if RESULT == "probs":
-                y = tl.where(is_bad, float("nan"), _weight(z, key, least, most, False) / total.to(tl.float32))
+                weight = _weight(z, token, least, low, high, most, HAS_TIES, False)
+                y = tl.where(is_bad, float("nan"), weight / total.to(tl.float32))
             else:
-                y = tl.where(is_bad | (key >= least), z, float("-inf"))
+                y = tl.where(is_bad | _is_kept(z, token, least, low, high, HAS_TIES), z, float("-inf"))
             tl.store(out + row * out_stride + token, y.to(out.dtype.element_ty), mask=token < vocab)
 
 
@@ -220,6 +300,8 @@ def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.T
         _sample[(rows,)](
             *given, out, vocab, *strides, out.stride(0),
             HAS_MASK=attrs.has_bitmask, HAS_BIAS=attrs.has_bias, HAS_TEMPERATURE=attrs.has_temperature,
-            HAS_TOP_K=attrs.has_top_k, HAS_TOP_P=attrs.has_top_p, HAS_MIN_P=attrs.has_min_p, IS_RANDOM=attrs.is_random,
-            RESULT=attrs.result, BLOCK=block, num_warps=8,
+            HAS_TOP_K=attrs.has_top_k, HAS_TOP_P=attrs.has_top_p, HAS_MIN_P=attrs.has_min_p,
+            HAS_K_TIES=attrs.has_top_k and attrs.top_k_ties != "all", IS_K_LAST=attrs.top_k_ties == "last",
+            HAS_P_TIES=attrs.has_top_p and attrs.top_p_ties != "all", IS_P_LAST=attrs.top_p_ties == "last",
+            IS_RANDOM=attrs.is_random, RESULT=attrs.result, BLOCK=block, num_warps=8,
         )  # fmt: skip

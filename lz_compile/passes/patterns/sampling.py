@@ -26,6 +26,7 @@ from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, atte
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, exits
 from lz_compile.passes.sampling.limits import Form, Limits, limits_of
 from lz_compile.passes.sampling.sampling_emitter import SamplingEmitter
+from lz_compile.passes.sampling.sorted_draws import sorted_draw
 from lz_compile.passes.sampling.stores import ORDERING
 from lz_compile.passes.sampling.warps import warps_of
 from lz_compile.passes.view import Call, tensor_of, where_of
@@ -54,8 +55,8 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | 
         if found is not None:
             yield found
     for node in graph.nodes:
-        if node not in covered and EMITTED not in node.meta and reader.is_masked_softmax(node):
-            found = attempt(OP, node, reader.masked, node)
+        if node not in covered and EMITTED not in node.meta:
+            found = attempt(OP, node, reader.unfiltered, node)
             if found is not None:
                 yield found
 
@@ -347,7 +348,14 @@ class _Reader:
 
     # ---- masks alone --------------------------------------------------------------------------------------------
 
-    def is_masked_softmax(self, node: fx.Node) -> bool:
+    def unfiltered(self, node: fx.Node) -> Match | NearMiss | None:
+        """Masks before a softmax that no filter stands between, and draws that no filter can be taken from."""
+        call = self.effects.calls[node]
+        if call is not None and call.name == "multinomial":
+            return sorted_draw(OP, self.effects, node)
+        return self._masked(node) if self._is_masked_softmax(node) else None
+
+    def _is_masked_softmax(self, node: fx.Node) -> bool:
         """Whether a call is a softmax whose result is no weight of a sum, as attention's is."""
         call, tensor = self.effects.calls[node], tensor_of(node)
         if call is None or call.name != "softmax" or tensor is None or not isinstance(call.get("dim"), int):
@@ -356,7 +364,7 @@ class _Reader:
         is_drawn = any(_draws(self.effects, user) for user in node.users)
         return before is not None and is_drawn and shape_of(tensor)[call.get("dim")] != 1
 
-    def masked(self, node: fx.Node) -> Match | NearMiss | None:
+    def _masked(self, node: fx.Node) -> Match | NearMiss | None:
         """The masks, temperature and additions before a softmax, None where nothing is masked."""
         call, tensor = self.effects.calls[node], tensor_of(node)
         assert call is not None, "a softmax is a call"

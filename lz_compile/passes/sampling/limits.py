@@ -33,6 +33,10 @@ _NEAR = 1e-9
 _TIES: tuple[Ties, ...] = ("all", "first", "last")
 #: More combinations of limits are not tried.
 _MOST = 400
+#: Of fewer tokens it is chance what fits; fewer than these are experts or classes, of which no filter is missed.
+_LEAST_VOCAB, _LEAST_MISSED = 16, 64
+#: How far scores are spread, and by how much all of them are moved.
+_PROBES = ((0.2, 0.0), (3.0, -7.0), (1.0, 4.0), (6.0, 0.0), (1.0, -1.0), (2.0, 30.0), (0.5, 0.0), (3.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -113,12 +117,16 @@ def limits_of(found: Excerpt, form: Form) -> Limits | None:
         if first is None or outcome is None:
             return None
         outcome = replace(outcome, vocab=vocab)
-        probes = [first, *(_Probe.of(found, form, vocab, scale) for scale in (0.2, 3.0, 1.0, 6.0))]
+        order = _Order.of(first, outcome)
+        if not order.is_kept_first:
+            return None
+        probes = [first, *(_Probe.of(found, form, vocab, scale, shift=shift) for scale, shift in _PROBES)]
         rest = [probe for probe in probes if probe is not None]
-        fits = next((each for each in _candidates(found, outcome, vocab) if all(p.fits(each) for p in rest)), None)
+        likely = (each for each in _candidates(found, outcome, vocab) if order.may_fit(each))
+        fits = next((each for each in likely if all(probe.fits(each) for probe in rest)), None)
         if fits is not None:
             return _with_ties(found, form, vocab, fits)
-        _check_unlike(first, outcome)
+        _check_unlike(order, vocab)
         return None
 
 
@@ -133,7 +141,7 @@ def _vocab(found: Excerpt) -> int | None:
     least = max([VOCAB, *(2 * count + 1 for count in counts if count < 2**20)])
     if isinstance(size, int):
         least = min(least, size)
-    return least if least >= 4 else None
+    return least if least >= _LEAST_VOCAB else None
 
 
 # ---- looking at what it does -----------------------------------------------------------------------------------------
@@ -152,7 +160,9 @@ class _Probe:
     sizes: Mapping[Any, int]
 
     @classmethod
-    def of(cls, found: Excerpt, form: Form, vocab: int, scale: float, *, steps: int = 0) -> _Probe | None:
+    def of(
+        cls, found: Excerpt, form: Form, vocab: int, scale: float, *, shift: float = 0.0, steps: int = 0
+    ) -> _Probe | None:
         """Run it; None where it raises, as what is no filter may at other sizes. ``steps``: so many different scores."""
         sizes = sizes_for(found.entry, vocab)
         extents = shape(found.entry.dims, sizes)
@@ -164,7 +174,7 @@ class _Probe:
         )
         values = random_leaves(found, sizes, vocab)
         if form == "scores":
-            z = z - scale if not steps else z
+            z = z + shift
             if scale == 3.0:  # as if something had been masked before
                 z = z.masked_fill(torch.rand(extents) < 0.3, -math.inf)
         else:
@@ -230,7 +240,7 @@ class _Probe:
         operands: dict[str, Any] = {"logits": z}
         for name, limit in limits.named.items():
             value = limit.value(self.values, vocab)
-            operands[name] = self._by_row(limit, value, len(z)).to(torch.int64 if name == "top_k" else torch.float64)
+            operands[name] = self.by_row(limit, value, len(z)).to(torch.int64 if name == "top_k" else torch.float64)
         if limits.top_k is not None and not (operands["top_k"] >= 1).all():
             return None
         for name in ("top_p", "min_p"):
@@ -243,7 +253,7 @@ class _Probe:
         )
         return reference(**operands, attrs=attrs) > -math.inf
 
-    def _by_row(self, limit: Limit, value: Any, rows: int) -> torch.Tensor:
+    def by_row(self, limit: Limit, value: Any, rows: int) -> torch.Tensor:
         """A limit for each row ``[N]``."""
         if not isinstance(value, torch.Tensor):
             return torch.full((rows,), value, dtype=torch.float64)
@@ -252,6 +262,51 @@ class _Probe:
         own = axes_of(self.found.leaves[limit.leaf])
         flat = value.reshape([self.sizes[axis] if axis in own else 1 for axis in entry.rows])
         return flat.expand([self.sizes[axis] for axis in entry.rows]).reshape(-1)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The rows of a probe, the likeliest tokens first: what limits keep of them is a number then.
+
+    ``shares`` are probabilities in that order and ``sums`` their sums ``[N, V]``, ``count`` how many are kept ``[N]``.
+    """
+
+    probe: _Probe
+    shares: torch.Tensor
+    sums: torch.Tensor
+    count: torch.Tensor
+    is_kept_first: bool
+
+    @classmethod
+    def of(cls, probe: _Probe, outcome: Limits) -> _Order:
+        """The order of a probe of which all scores are different."""
+        kept, z = probe.kept(outcome), probe.rows(probe.z)
+        least = z.masked_fill(~kept, math.inf).amin(-1)
+        most = z.masked_fill(kept, -math.inf).amax(-1)
+        shares = torch.softmax(z, -1).sort(-1, descending=True).values
+        return cls(probe, shares, shares.cumsum(-1), kept.sum(-1), bool((least >= most).all()))
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing was dropped."""
+        return bool((self.count == self.shares.shape[-1]).all())
+
+    def may_fit(self, limits: Limits) -> bool:
+        """Whether limits keep as many tokens of every row."""
+        rows, vocab = self.shares.shape
+        value = {
+            name: self.probe.by_row(limit, limit.value(self.probe.values, vocab), rows)
+            for name, limit in limits.named.items()
+        }
+        count = value["top_k"].long().clamp(1, vocab) if "top_k" in value else torch.full((rows,), vocab)
+        total = self.sums.gather(-1, count[:, None] - 1)
+        if "top_p" in value:
+            reached = (self.sums < value["top_p"][:, None] * total).sum(-1) + 1
+            count = torch.minimum(count, reached)
+        if "min_p" in value:
+            likely = (self.shares >= value["min_p"][:, None] * self.shares[:, :1]).sum(-1)
+            count = torch.minimum(count, likely)
+        return bool((count == self.count).all())
 
 
 def _place(found: Excerpt) -> int:
@@ -322,8 +377,9 @@ def _with_ties(found: Excerpt, form: Form, vocab: int, fits: Limits) -> Limits:
         if tied and all(probe.fits(tried) for probe in tied):
             return tried
     some = replace(fits, top_k_ties="first", top_p_ties="first", is_any=True)
-    for choice in ({}, {"top_k_ties": "all"}, {"top_p_ties": "all"}) if _picks_any(found) else ():
-        tried = replace(some, **choice)
+    free: tuple[dict[str, Any], ...] = ({}, {"top_k_ties": "all"}, {"top_p_ties": "all"}) if _picks_any(found) else ()
+    for whole in free:
+        tried = replace(some, **whole)
         if tied and all(probe.fits_but_for_ties(tried) for probe in tied):
             absent: dict[str, Any] = {f"{name}_ties": "all" for name in ("top_k", "top_p") if name not in names}
             return replace(tried, **absent)
@@ -343,16 +399,13 @@ def _picks_any(found: Excerpt) -> bool:
     return False
 
 
-def _check_unlike(probe: _Probe, outcome: Limits) -> None:
-    """Refuse what keeps the likeliest tokens, by whatever rule; anything else is no filter of this kind.
+def _check_unlike(order: _Order, vocab: int) -> None:
+    """Refuse what keeps the likeliest tokens by another rule.
 
     Raises:
-        RefusedError: it keeps the likeliest.
+        RefusedError: it does.
     """
-    kept, z = probe.kept(outcome), probe.rows(probe.z)
-    least = z.masked_fill(~kept, math.inf).amin(-1)
-    most = z.masked_fill(kept, -math.inf).amax(-1)
-    if kept.all() or not (least >= most).all():
+    if order.keeps_all or vocab < _LEAST_MISSED:
         return
     raise RefusedError(
         "LIMIT_UNKNOWN",

@@ -1,0 +1,407 @@
+"""Filters of scores before a draw: recognised however they are spelled, with the same results; others are refused by name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import Rewriting
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sampling_spellings import AFTER, BEFORE, DROPS, MIN_P, TOP_K, TOP_P, Spelling, spellings
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation import logits_process as processors
+
+KERNEL = "torch.sampling"
+INF = math.inf
+
+
+def compiled(function, *inputs, kernel=KERNEL, dynamic=None):
+    """The result of a function with our kernel in it, of a seed, and what was reported."""
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"sampling": kernel})
+    torch.manual_seed(1)
+    given_ = [each.clone() if isinstance(each, torch.Tensor) else each for each in inputs]
+    found = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*given_)
+    return found, backend
+
+
+def check(function, *inputs, formula=None, kernel=KERNEL, dynamic=None, matches=1):
+    """Assert that all of it is rewritten as ``matches`` ops, and that the results are the source's."""
+    torch.manual_seed(1)
+    expected = function(*(each.clone() if isinstance(each, torch.Tensor) else each for each in inputs))
+    found, backend = compiled(function, *inputs, kernel=kernel, dynamic=dynamic)
+    own = [match for match in backend.report.matches if match.op == "sampling"]
+    assert [match.rewritten for match in own] == [True] * matches, backend.why_not()
+    if formula is not None:
+        assert own[-1].formula == formula
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    return own
+
+
+def scores(*shape, dtype=torch.float32):
+    torch.manual_seed(7)
+    return (torch.randn(*shape) * 2).to(dtype)
+
+
+def masks(*shape):
+    torch.manual_seed(8)
+    kept = torch.rand(*shape) < 0.7
+    kept[..., 0] = True
+    return kept
+
+
+# ---- spellings -------------------------------------------------------------------------------------------------------
+
+EACH = [
+    *(Spelling("nothing", (("top_k", name),), "masked_fill", "scores") for name in TOP_K),
+    *(Spelling("nothing", (("top_p", name),), "masked_fill", "softmax") for name in TOP_P),
+    *(Spelling("nothing", (("min_p", name),), "where", "scores") for name in MIN_P),
+    *(Spelling("nothing", (("top_k", "topk"),), name, "softmax") for name in DROPS),
+    *(Spelling(name, (("top_k", "topk"),), "where", "softmax") for name in BEFORE),
+    *(Spelling("temperature", (("top_k", "topk"), ("min_p", "scores")), "where", name) for name in AFTER),
+]
+
+
+@pytest.mark.parametrize("spelling", EACH, ids=str)
+def test_every_spelling_is_rewritten(spelling):
+    check(spelling, scores(3, 70), masks(3, 70))
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(spellings(), st.sampled_from([(3, 70), (2, 3, 64), (1, 50), (4, 1, 33)]))
+def test_chains_of_any_spellings_are_one_operation(spelling, shape):
+    check(spelling, scores(*shape), masks(*shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype):
+    check(Spelling("nothing", (("top_k", "topk"),), "where", "softmax"), scores(3, 70, dtype=dtype), masks(3, 70))
+
+
+def test_logits_in_half_precision_are_read_as_they_are():
+    def function(logits):
+        x = logits.float() / 0.7
+        return x.masked_fill(x < x.topk(9).values[..., -1:], -INF).softmax(-1)
+
+    (match,) = check(function, scores(3, 70, dtype=torch.bfloat16), formula="softmax(top_k(logits / 0.7, 9))")
+    assert match.context["dtype"] == "bfloat16"
+
+
+def test_another_dimension_than_the_last_one():
+    def function(logits):
+        least = logits.topk(9, dim=0).values[-1]
+        return torch.where(logits < least, -INF, logits).softmax(0)
+
+    check(function, scores(70, 3))
+
+
+def test_one_row_without_a_dimension():
+    def function(logits):
+        return torch.where(logits < logits.topk(9).values[-1], -INF, logits).softmax(-1)
+
+    check(function, scores(70))
+
+
+# ---- as it is written elsewhere --------------------------------------------------------------------------------------
+
+
+def written_over(logits):
+    logits = logits[:, -1, :] / 0.8
+    values, _ = torch.topk(logits, min(20, logits.size(-1)))
+    logits[logits < values[:, [-1]]] = -float("Inf")
+    return torch.multinomial(F.softmax(logits, dim=-1), num_samples=1)
+
+
+def top_p_of_probabilities(logits):
+    probs = torch.softmax(logits[:, -1] / 0.7, dim=-1)
+    ordered, places = torch.sort(probs, dim=-1, descending=True)
+    mask = torch.cumsum(ordered, dim=-1) - ordered > 0.8
+    ordered[mask] = 0.0
+    ordered.div_(ordered.sum(dim=-1, keepdim=True))
+    return torch.zeros_like(ordered).scatter_(-1, places, ordered)
+
+
+def exponential_race(logits):
+    logits = logits[:, -1] / max(0.9, 1e-5)
+    pivot = torch.topk(logits, min(30, logits.size(-1)))[0].select(-1, -1).unsqueeze(-1)
+    probs = F.softmax(torch.where(logits < pivot, -float("Inf"), logits), dim=-1)
+    return torch.argmax(probs / torch.empty_like(probs).exponential_(1), dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("function", [written_over, top_p_of_probabilities, exponential_race])
+def test_decoding_steps_of_small_projects(function):
+    check(function, scores(3, 2, 70))
+
+
+def test_limits_that_differ_from_row_to_row():
+    """One sort for top-k and top-p, in place, with a tensor of limits, as serving engines spell it."""
+
+    def function(logits, k, p, t):
+        logits = logits / t.unsqueeze(1)
+        ordered, places = logits.sort(dim=-1, descending=False)
+        least = ordered.gather(1, (ordered.size(1) - k.to(torch.long)).unsqueeze(dim=1))
+        ordered.masked_fill_(ordered < least, -float("inf"))
+        shares = ordered.softmax(dim=-1)
+        total = torch.cumsum(shares, dim=-1, out=shares)
+        dropped = total <= 1 - p.unsqueeze(dim=1)
+        dropped[:, -1] = False
+        ordered.masked_fill_(dropped, -float("inf"))
+        return ordered.scatter(dim=-1, index=places, src=ordered)
+
+    limits = torch.tensor([5, 9, 40]), torch.tensor([0.5, 0.9, 0.7]), torch.tensor([0.5, 1.0, 1.3])
+    (match,) = check(function, scores(3, 70), *limits)
+    assert match.attributes["has_temperature"]
+    check(function, scores(3, 70), *limits, kernel="lz.cpp_sampling")
+
+
+def test_the_processors_of_transformers_in_a_decoding_step():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 301}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)).eval()
+    chain = processors.LogitsProcessorList(
+        [
+            processors.RepetitionPenaltyLogitsProcessor(1.2),
+            processors.SuppressTokensLogitsProcessor([3, 5]),
+            processors.TemperatureLogitsWarper(0.7),
+            processors.TopKLogitsWarper(40),
+            processors.TopPLogitsWarper(0.9),
+            processors.MinPLogitsWarper(0.03),
+        ]
+    )
+
+    @torch.no_grad()
+    def step(ids):
+        logits = model(input_ids=ids, use_cache=False).logits[:, -1, :].to(copy=True, dtype=torch.float32)
+        return torch.multinomial(F.softmax(chain(ids, logits), dim=-1), num_samples=1)
+
+    (match,) = check(step, torch.randint(0, 301, (3, 9)))
+    assert "min_p(top_p(top_k(" in match.formula
+
+
+def test_masks_before_a_softmax_are_one_intersection():
+    def function(logits, first, second, last):
+        x = logits.masked_fill(~first, -INF)
+        x = torch.where(second, x, -INF).masked_fill(last, -INF)
+        return torch.multinomial(F.softmax(x / 0.8, dim=-1), 1)
+
+    given_ = masks(3, 70), masks(70), ~masks(1, 70)
+    (match,) = check(function, scores(3, 70), *given_, kernel="lz.cpp_sampling")
+    assert match.formula == "softmax(logits / 0.8 where ~l_last_ and l_second_ and l_first_)"
+
+
+def test_a_mask_of_bits():
+    def function(logits, words):
+        allowed = ((words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32)) & 1).flatten(-2)[:, :70].bool()
+        x = logits.masked_fill(~allowed, -INF)
+        return torch.where(x < x.topk(9).values[..., -1:], -INF, x).softmax(-1)
+
+    torch.manual_seed(3)
+    (match,) = check(function, scores(3, 70), torch.randint(-(2**31), 2**31, (3, 3), dtype=torch.int32))
+    assert match.attributes["has_bitmask"]
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def _top_k(x, k=9):
+    return x.masked_fill(x < x.topk(k).values[..., -1:], -INF)
+
+
+def _min_p(x, m=0.1):
+    return x.masked_fill(x < x.amax(-1, keepdim=True) + math.log(m), -INF)
+
+
+def test_another_order_than_the_operations_is_two_operations():
+    check(lambda x: _top_k(_min_p(x)).softmax(-1), scores(3, 70), matches=2)
+    check(lambda x: (_top_k(x) / 0.7).softmax(-1), scores(3, 70), formula="top_k(logits, 9)")
+    check(lambda x: _top_k(_top_k(x, 20), 9), scores(3, 70), matches=2)
+
+
+def test_scores_that_are_read_between_are_still_there():
+    check(lambda x: (y := _top_k(x), _min_p(y).softmax(-1)), scores(3, 70), matches=2)
+    check(lambda x: (y := x / 0.7, _top_k(y).softmax(-1)), scores(3, 70), formula="softmax(top_k(logits, 9))")
+    check(lambda x: (y := _top_k(x), y.softmax(-1)), scores(3, 70), formula="top_k(logits, 9)")
+
+
+def test_probabilities_that_are_read_otherwise_are_still_there():
+    def function(x):
+        probs = x.softmax(-1)
+        kept = torch.where(probs < 0.1 * probs.amax(-1, keepdim=True), 0.0, probs)
+        return kept / kept.sum(-1, keepdim=True), probs
+
+    check(function, scores(3, 70), formula="softmax(min_p(logits, 0.1))")
+
+
+def test_gradients_flow_through_what_is_kept():
+    def function(x):
+        return (_top_k(x * 2).softmax(-1) * torch.linspace(0, 1, 70)).sum()
+
+    x, other = scores(3, 70).requires_grad_(), scores(3, 70).requires_grad_()
+    function(x).backward()
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"sampling": KERNEL})
+    torch.compile(function, backend=backend, fullgraph=True)(other).backward()
+    assert backend.report.matches[0].rewritten, backend.why_not()
+    torch.testing.assert_close(other.grad, x.grad)
+
+
+# ---- sizes that are not known ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["upwards", "least"])
+def test_any_batch_and_any_limit_without_another_compile(name):
+    def function(logits, k, p):
+        x = _top_k(logits, k)
+        return x.masked_fill(TOP_P[name](x, p), -INF).softmax(-1)
+
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"sampling": KERNEL})
+    run = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    for rows, k, p in ((3, 9, 0.9), (5, 12, 0.8), (2, 30, 0.5)):
+        x = scores(rows, 70)
+        torch.testing.assert_close(run(x, k, p), function(x, k, p))
+    assert len(backend.report.graphs) == 1
+    assert backend.report.matches[0].rewritten, backend.why_not()
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def typical(x):
+    logs = F.log_softmax(x, -1)
+    surprise = (-(logs * logs.exp()).sum(-1, keepdim=True) + logs).abs()
+    ordered, places = torch.sort(surprise)
+    count = (x.gather(-1, places).softmax(-1).cumsum(-1) < 0.9).sum(-1).clamp_(max=69)
+    dropped = ordered > ordered.gather(1, count.view(-1, 1))
+    return x.masked_fill(dropped.scatter(1, places, dropped), -INF)
+
+
+def three_at_least(x):
+    ordered, places = torch.sort(x)
+    dropped = ordered.softmax(-1).cumsum(-1) <= 0.1
+    dropped[..., -3:] = False
+    return x.masked_fill(dropped.scatter(1, places, dropped), -INF)
+
+
+def drawn_in_order(x):
+    ordered, places = torch.sort(torch.softmax(x, -1), descending=True)
+    ordered[torch.cumsum(ordered, -1) - ordered > 0.9] = 0.0
+    ordered.div_(ordered.sum(-1, keepdim=True))
+    return torch.gather(places, -1, torch.multinomial(ordered, num_samples=1))
+
+
+def not_normalised(x):
+    probs = x.softmax(-1)
+    return torch.where(probs < 0.1 * probs.amax(-1, keepdim=True), 0.0, probs)
+
+
+def finite(x):
+    return x.masked_fill(x < x.topk(9).values[..., -1:], -1e9)
+
+
+def in_half(x):
+    x = x.bfloat16()
+    probs = x.softmax(-1)
+    return x.masked_fill(probs < 0.1 * probs.amax(-1, keepdim=True), -INF)
+
+
+def any_of_equal(x):
+    values, places = x.bfloat16().topk(9)
+    return torch.full_like(x, -INF, dtype=torch.bfloat16).scatter(-1, places, values)
+
+
+def read_inside(x):
+    least = x.topk(9).values[..., -1:]
+    return x.masked_fill(x < least, -INF), least
+
+
+REFUSED = {
+    three_at_least: "LIMIT_UNKNOWN",
+    drawn_in_order: "DRAWN_IN_ORDER",
+    not_normalised: "NOT_NORMALISED",
+    finite: "FILL_FINITE",
+    in_half: "SUMS_IN_HALF",
+    any_of_equal: "TIES_UNSPECIFIED",
+    read_inside: "INTERIOR_USED",
+}
+
+
+@pytest.mark.parametrize(("function", "code"), REFUSED.items(), ids=lambda each: getattr(each, "__name__", each))
+def test_what_is_not_taken_says_why(function, code):
+    x = scores(3, 70)
+    torch.manual_seed(1)
+    expected = function(x.clone())
+    found, backend = compiled(function, x)
+    torch.testing.assert_close(found, expected)
+    assert code in [miss.reason.code for miss in backend.report.near_misses], backend.why_not()
+    assert not backend.report.matches
+
+
+def absolute(x):
+    return x.masked_fill(x < 0.3, -INF).softmax(-1)
+
+
+def least_likely(x):
+    return x.masked_fill(x > x.topk(9, largest=False).values[..., -1:], -INF)
+
+
+def normalised_by_the_largest(x):
+    return (x / x.amax(-1, keepdim=True)).softmax(-1)
+
+
+def of_another_row(x):
+    return x.masked_fill(x < x.flip(0).topk(9).values[..., -1:], -INF)
+
+
+def of_another_tensor(x):
+    other = torch.linspace(-1, 1, 70).expand(3, 70)
+    return x.masked_fill(other < other.topk(9).values[..., -1:], -INF)
+
+
+def sparse_weights(x):
+    weights, places = x.softmax(-1).topk(9)
+    return weights / weights.sum(-1, keepdim=True), places
+
+
+@pytest.mark.parametrize(
+    "function",
+    [typical, absolute, least_likely, normalised_by_the_largest, of_another_row, of_another_tensor, sparse_weights],
+    ids=lambda each: each.__name__,
+)
+def test_what_only_looks_like_a_filter_is_left_alone(function):
+    x = scores(3, 70)
+    found, backend = compiled(function, x)
+    torch.testing.assert_close(found, function(x))
+    assert not backend.report.matches
+
+
+def test_a_step_that_is_not_finite_stays_so():
+    x = scores(4, 70)
+    x[0, 3], x[1, 5], x[2] = math.nan, INF, -INF
+    for function in (lambda y: _top_k(y / 0.7).softmax(-1), lambda y: _min_p(y).softmax(-1)):
+        check(function, x)
+
+
+class Experts(nn.Module):
+    """A router that keeps the gates of a few experts, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 8)
+
+    def forward(self, x):
+        weights, places = self.gate(x).softmax(-1).topk(2, -1)
+        return torch.zeros(*x.shape[:-1], 8).scatter(-1, places, weights / weights.sum(-1, keepdim=True))
+
+
+def test_a_router_of_experts_gives_what_it_gave():
+    x = scores(5, 16)
+    with torch.no_grad():
+        model = Experts()
+        found, _backend = compiled(model, x)
+        torch.testing.assert_close(found, model(x))
