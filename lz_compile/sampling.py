@@ -26,6 +26,7 @@ __all__ = ["apply_token_bitmask", "domain_fusion", "sample", "sample_topk", "sam
 #: A number for all rows, or one for each.
 PerRow = float | torch.Tensor
 _MOST_SEED = 2**63 - 1
+_MOST_WEIGHT = torch.finfo(torch.float32).max
 
 
 def sample(
@@ -167,31 +168,34 @@ def domain_fusion(
         logits: of the model.
         hard: masks, as words of bits (int32), as booleans, or of a domain.
         soft: scores from -1 to 1, or of a domain, with its weight.
-        weights: of the scores, by default 1.
-        temperature: of the scores, above 0.
+        weights: of the scores, by default 1; finite numbers.
+        temperature: of the scores, a number above 0.
 
     Shapes:
         logits ``[..., V]``; masks ``[ceil(V / 32)]`` or ``[..., ceil(V / 32)]`` int32, or ``[V]`` or ``[..., V]`` bool;
         scores ``[V]`` or ``[..., V]``; the result is like the logits.
 
     Raises:
-        ConstraintError: shapes do not fit, there is not a weight for each score, or (on a CPU, where it is not
-        compiled) a score is not
-            within -1 and 1.
+        ConstraintError: shapes or vocabularies do not fit, a domain is given twice or is of the wrong tier, there is not a
+            finite weight for each score, or (on a CPU, where it is not compiled) a score is not within -1 and 1.
     """
     doing = "domain_fusion"
     operands = _Operands(doing, logits)
-    scores = [each.scores * each.weight if isinstance(each, DomainScore) else each for each in soft]
-    factors = [1.0] * len(scores) if weights is None else list(weights)
-    if len(factors) != len(scores):
-        raise _error(doing, f"a weight for each of {len(scores)} scores", f"{len(factors)}")
-    if isinstance(temperature, (int, float)) and not (math.isfinite(temperature) and temperature > 0):
-        raise _error(doing, "a finite temperature above 0", f"{temperature}")
+    _check_opinions(doing, hard, soft)
+    factors = [1.0] * len(soft) if weights is None else list(weights)
+    if len(factors) != len(soft):
+        raise _error(doing, f"a weight for each of {len(soft)} scores", f"{len(factors)}")
+    for factor in factors:
+        _check_number(doing, "a finite weight", factor, least=-math.inf)
+    _check_number(doing, "a finite temperature above 0", temperature, least=0.0)
     bias: torch.Tensor | None = None
-    for given, score, factor in zip(soft, scores, factors, strict=True):
-        if isinstance(given, torch.Tensor):
-            _check_scores(doing, given)
-        part = score.to(logits.device) * (factor / temperature)
+    for each, factor in zip(soft, factors, strict=True):
+        score = each.scores if isinstance(each, DomainScore) else each
+        if isinstance(each, torch.Tensor):
+            _check_scores(doing, each)
+        weight = (factor * each.weight if isinstance(each, DomainScore) else factor) / temperature
+        _check_number(doing, "weight / temperature that is finite in float32", weight, least=-math.inf)
+        part = score.to(logits.device, torch.promote_types(score.dtype, torch.float32)) * weight
         bias = part if bias is None else bias + part
     words: torch.Tensor | None = None
     for mask in hard:
@@ -231,10 +235,18 @@ class _Operands:
         if isinstance(value, torch.Tensor):
             if value.dim() and tuple(value.shape) != tuple(self._rows):
                 raise _error(self._doing, f"{name} as a number or of shape {list(self._rows)}", f"{list(value.shape)}")
+            if name == "top_k" and (value.is_floating_point() or value.dtype == torch.bool):
+                raise _error(self._doing, "top_k of integers", f"{value.dtype}")
+            low, high = _range(value, unknown=(least, most))
+            if not (least <= low and high <= most):  # also where they are NaN
+                expected = "above 0, up to 1" if name == "top_p" else f"from {least:g} to {most:g}"
+                raise _error(self._doing, f"{name} {expected}", f"{low:g} to {high:g}")
             self._given[name] = value.to(self._logits.device, dtype).reshape(-1)
         elif not least <= value <= most:
             expected = "above 0, up to 1" if name == "top_p" else f"from {least:g} to {most:g}"
             raise _error(self._doing, f"{name} {expected}", f"{value}")
+        elif name == "top_k" and value != int(value):
+            raise _error(self._doing, "a whole top_k", f"{value}")
         elif value != unless:
             self._given[name] = torch.full((1,), value, dtype=dtype, device=self._logits.device)
 
@@ -249,6 +261,9 @@ class _Operands:
 
     def words_of(self, mask: torch.Tensor | DomainMask) -> torch.Tensor:
         """A mask as words ``[N or 1, W]``."""
+        if isinstance(mask, DomainMask) and mask.vocab_size != self._vocab:
+            found = f"one of {mask.vocab_size} for {mask.domain.name}"
+            raise _error(self._doing, f"a mask of {self._vocab} tokens", found)
         words = mask.words if isinstance(mask, DomainMask) else mask
         if words.dtype == torch.bool:
             from lz_compile.domains.mask import pack
@@ -275,6 +290,8 @@ class _Operands:
             self._given["seeds"] = drawn.to(device)
         elif isinstance(seeds, int):
             self._given["seeds"] = torch.arange(rows, device=device) + seeds
+        elif not isinstance(seeds, torch.Tensor):
+            raise _error(self._doing, "seeds as a whole number or a tensor", f"{seeds!r}")
         elif tuple(seeds.shape) != tuple(self._rows) or seeds.dtype not in (torch.int64, torch.int32):
             found = f"{seeds.dtype} of shape {list(seeds.shape)}"
             raise _error(self._doing, f"int64 seeds of shape {list(self._rows)}", found)
@@ -306,14 +323,45 @@ class _Operands:
             raise _error(self._doing, "a token that can be drawn", found)
 
 
+def _check_opinions(
+    doing: str, hard: Sequence[torch.Tensor | DomainMask], soft: Sequence[torch.Tensor | DomainScore]
+) -> None:
+    """Masks are hard, scores are soft, and a domain has one of them."""
+    domains = []
+    for kind, given in ((DomainMask, hard), (DomainScore, soft)):
+        for each in given:
+            if isinstance(each, kind):
+                domains.append(each.domain)
+            elif not isinstance(each, torch.Tensor):
+                raise _error(doing, f"a tensor or a {kind.__name__}", type(each).__name__)
+    twice = [domain.name for number, domain in enumerate(domains) if domain in domains[:number]]
+    if twice:
+        raise _error(doing, "one opinion of each domain", f"two of {', '.join(twice)}")
+
+
+def _check_number(doing: str, expected: str, value: float | torch.Tensor, *, least: float) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise _error(doing, f"{expected} as a number", f"a tensor of shape {list(value.shape)}")
+        value = _range(value, unknown=(1.0, 1.0))[0]
+    if not (abs(value) <= _MOST_WEIGHT and value > least):
+        raise _error(doing, expected, f"{value}")
+
+
 def _check_scores(doing: str, scores: torch.Tensor) -> None:
     if not scores.is_floating_point():
         raise _error(doing, "floating-point scores", f"{scores.dtype}")
-    if torch.compiler.is_compiling() or scores.device.type != "cpu" or not scores.numel():
-        return
-    low, high = (float(each) for each in scores.detach().aminmax())
+    low, high = _range(scores, unknown=(0.0, 0.0))
     if not (low >= -1 and high <= 1):  # also where they are NaN
         raise _error(doing, "scores from -1 to 1", f"{low:g} to {high:g}. Scale or clamp them")
+
+
+def _range(values: torch.Tensor, *, unknown: tuple[float, float]) -> tuple[float, float]:
+    """The least and the largest; what is given for them where looking would wait for a device, or is traced."""
+    if torch.compiler.is_compiling() or values.device.type != "cpu" or not values.numel():
+        return unknown
+    low, high = values.detach().aminmax()
+    return float(low), float(high)
 
 
 def _error(doing: str, expected: str, received: str) -> ConstraintError:

@@ -51,7 +51,8 @@ def speculative_verify(
         draft_tokens ``[B, K]`` integers, draft_probs ``[B, K, V]``, target_probs ``[B, K + 1, V]``.
 
     Raises:
-        ConstraintError: the shapes do not fit.
+        ConstraintError: shapes or dtypes do not fit; or (on a CPU, where it is not compiled) a drafted token is none of the
+            vocabulary, or has what is no probability.
 
     **Source** Leviathan et al., *Fast Inference from Transformers via Speculative Decoding*, 2023, algorithm 1.
     """
@@ -62,7 +63,9 @@ def speculative_verify(
     target = target_probs.float() if target_probs.itemsize < 4 else target_probs
     p = target[:, :count].gather(-1, drafted[..., None])[..., 0]
     q = torch.ones_like(p) if draft_probs is None else draft_probs.to(p.dtype).gather(-1, drafted[..., None])[..., 0]
-    uniform = (bits(given ^ _ACCEPTANCE, count).to(p.dtype) + 0.5) * 2.0**-32
+    _check_probabilities("target_probs", p)
+    _check_probabilities("draft_probs", q)
+    uniform = (bits(given ^ _ACCEPTANCE, count).to(torch.float64) + 0.5) * 2.0**-32  # below 1, which float32 is not
     accepted = (uniform * q < p).to(torch.int32).cumprod(-1).sum(-1)
     own = sample(_residual(target, drafted, draft_probs, accepted).log(), seeds=given)
     places = torch.arange(count + 1, device=drafted.device)
@@ -95,9 +98,11 @@ def _seeds(
     rows: int, seeds: torch.Tensor | int | None, generator: torch.Generator | None, device: torch.device
 ) -> torch.Tensor:
     if isinstance(seeds, torch.Tensor):
-        if tuple(seeds.shape) != (rows,):
-            raise _error(f"seeds of shape {[rows]}", f"{list(seeds.shape)}")
+        if tuple(seeds.shape) != (rows,) or seeds.dtype not in (torch.int64, torch.int32):
+            raise _error(f"int64 seeds of shape {[rows]}", f"{seeds.dtype} of shape {list(seeds.shape)}")
         return seeds.to(device, torch.int64)
+    if seeds is not None and not isinstance(seeds, int):
+        raise _error("seeds as a whole number or a tensor", f"{seeds!r}")
     if seeds is not None:
         return torch.arange(rows, device=device) + seeds
     own = device if generator is None else generator.device
@@ -105,14 +110,30 @@ def _seeds(
 
 
 def _check(draft_tokens: torch.Tensor, draft_probs: torch.Tensor | None, target_probs: torch.Tensor) -> None:
-    if draft_tokens.dim() != 2 or draft_tokens.is_floating_point():
+    if draft_tokens.dim() != 2 or draft_tokens.is_floating_point() or draft_tokens.dtype == torch.bool:
         raise _error("draft_tokens [B, K] of integers", f"{draft_tokens.dtype} of shape {list(draft_tokens.shape)}")
     rows, count = draft_tokens.shape
     if target_probs.dim() != 3 or tuple(target_probs.shape[:2]) != (rows, count + 1):
         raise _error(f"target_probs of shape [{rows}, {count + 1}, V]", f"{list(target_probs.shape)}")
+    if not target_probs.is_floating_point() or not target_probs.shape[2]:
+        found = f"{target_probs.dtype} over {target_probs.shape[2]}"
+        raise _error("floating-point target_probs over at least one token", found)
     wanted = (rows, count, target_probs.shape[2])
     if draft_probs is not None and tuple(draft_probs.shape) != wanted:
         raise _error(f"draft_probs of shape {list(wanted)}", f"{list(draft_probs.shape)}")
+    if _is_looked_at(draft_tokens) and not bool(((draft_tokens >= 0) & (draft_tokens < wanted[2])).all()):
+        found = f"{int(draft_tokens.min())}..{int(draft_tokens.max())}"
+        raise _error(f"draft_tokens within 0..{wanted[2] - 1}", found)
+
+
+def _check_probabilities(name: str, found: torch.Tensor) -> None:
+    """What drafted tokens have of it: logits in their place are seen here, sums are not looked at."""
+    if _is_looked_at(found) and not bool(((found >= 0) & (found <= 1.01)).all()):
+        raise _error(f"probabilities in {name}", f"{float(found.min()):g} to {float(found.max()):g} of drafted tokens")
+
+
+def _is_looked_at(tensor: torch.Tensor) -> bool:
+    return not torch.compiler.is_compiling() and tensor.device.type == "cpu" and tensor.numel() > 0
 
 
 def _error(expected: str, received: str) -> ConstraintError:

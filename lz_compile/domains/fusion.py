@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from lz_compile.domains.levels import RELAXED_FIRST, Domain, GenerationPhase, active_domains
-from lz_compile.domains.mask import DomainMask, ids_of, intersect, pack
+from lz_compile.domains.mask import DomainMask, everything, feasible, has_compiler, ids_of
 from lz_compile.domains.settings import FusionConfig
-from lz_compile.domains.soft import DomainScore, soft_adjustments
+from lz_compile.domains.soft import DomainScore, weighed, zeros
 from lz_compile.errors import ConstraintError
+from lz_compile.lowering.cpp import bits
 from lz_compile.runtime import events
 
 _DEFAULT = FusionConfig()
@@ -23,24 +26,35 @@ _DEFAULT = FusionConfig()
 class FusionResult:
     """What the domains agreed upon.
 
-    ``logit_adjustments[i]`` is what soft domains add to the logit of ``feasible_tokens[i]``. ``active_domains`` were asked;
-    ``relaxed`` are those of them that were dropped, in this order, because no token was left (``required_relaxation``).
-    ``elapsed_us`` is what the fusion took, ``budget_us`` what the intensity allows for it and for the domains themselves.
+    ``logit_adjustments[i]`` is what soft domains add to the logit of ``feasible_tokens[i]``; where none was asked both are
+    made when they are first read, for bits are all that :meth:`apply` needs. ``active_domains`` were asked; ``relaxed`` are
+    those of them that were dropped, in this order, because no token was left (``required_relaxation``). ``elapsed_us`` is
+    what the fusion took, ``budget_us`` what the intensity allows for it and for the domains themselves.
 
     Shapes:
-        feasible_tokens ``[n]`` int32, ascending; logit_adjustments ``[n]`` float32; words ``[ceil(vocab_size / 32)]`` int32,
-        the same tokens as bits.
+        words ``[ceil(vocab_size / 32)]`` int32, a bit for each of the ``count`` feasible tokens; scored: feasible tokens and
+        adjustments ``[count]``, where soft domains were asked.
     """
 
-    feasible_tokens: torch.Tensor
-    logit_adjustments: torch.Tensor
+    words: torch.Tensor
+    count: int
+    vocab_size: int
     active_domains: frozenset[Domain]
     required_relaxation: bool
     relaxed: tuple[Domain, ...]
-    words: torch.Tensor
-    vocab_size: int
+    scored: tuple[torch.Tensor, torch.Tensor] | None
     elapsed_us: float
     budget_us: int
+
+    @cached_property
+    def feasible_tokens(self) -> torch.Tensor:
+        """The tokens that may follow ``[count]``, int32, ascending."""
+        return ids_of(self.words, self.vocab_size) if self.scored is None else self.scored[0]
+
+    @cached_property
+    def logit_adjustments(self) -> torch.Tensor:
+        """What is added to the logits of these tokens ``[count]``, float32; zeros where no soft domain was asked."""
+        return zeros(self.count, self.words.device) if self.scored is None else self.scored[1]
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits with the adjustments of feasible tokens added, and minus infinity for all others; softmax is then exact.
@@ -49,18 +63,40 @@ class FusionResult:
             logits ``[..., vocab_size]``; the result is like them.
 
         Raises:
-            ConstraintError: they are for another vocabulary, or no token is feasible (the relaxation was declined).
+            ConstraintError: they are for another vocabulary, or no token is feasible (the relaxation was declined); or (on a
+                CPU, where it is not compiled) a row has NaN or plus infinity among its feasible tokens, or nothing else than
+                minus infinity.
         """
-        if logits.shape[-1] != self.vocab_size:
-            found = f"logits of shape {list(logits.shape)}"
-            raise ConstraintError(
-                f"applying a fusion: expected {self.vocab_size} tokens in the last dimension, got {found}"
-            )
-        if not self.feasible_tokens.numel():
+        if not (logits.is_floating_point() and logits.dim() and logits.shape[-1] == self.vocab_size):
+            expected = f"floating-point logits of {self.vocab_size} tokens in the last dimension"
+            raise _unfit(expected, f"{logits.dtype} of shape {list(logits.shape)}")
+        if not self.count:
             raise ConstraintError("applying a fusion: no token is feasible. Call fuse() with may_relax=True")
+        found, unusable = self._applied(logits)
+        if unusable:
+            rows = ", ".join(map(str, unusable[:8])) + (", ..." if len(unusable) > 8 else "")
+            text = f"NaN, plus infinity or nothing else than minus infinity in row {rows}"
+            raise _unfit("finite logits of feasible tokens", text)
+        return found
+
+    def _applied(self, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """What is left of logits, and rows of it that are no distribution, where somebody looks."""
+        is_compiling = torch.compiler.is_compiling()
+        is_here = logits.device.type == self.words.device.type == "cpu" and not is_compiling
+        if is_here and logits.dtype in bits.FLOATS and not logits.requires_grad and has_compiler():
+            return bits.apply(self.words, logits, self.scored)
         tokens = self.feasible_tokens.to(logits.device, torch.int64)
-        kept = logits.index_select(-1, tokens) + self.logit_adjustments.to(logits.device, logits.dtype)
-        return torch.full_like(logits, float("-inf")).index_copy(-1, tokens, kept)
+        kept = logits.index_select(-1, tokens)
+        if self.scored is not None:
+            kept = (kept + self.logit_adjustments.to(logits.device)).to(logits.dtype)
+        found = torch.full_like(logits, -math.inf).scatter_(-1, tokens.expand_as(kept), kept)
+        if is_compiling or logits.device.type != "cpu":
+            return found, []
+        return found, (~found.detach().amax(-1).flatten().isfinite()).nonzero().flatten().tolist()
+
+
+def _unfit(expected: str, found: str) -> ConstraintError:
+    return ConstraintError(f"applying a fusion: expected {expected}, got {found}")
 
 
 def fuse(
@@ -87,38 +123,45 @@ def fuse(
         may_relax: whether domains may be dropped; if not, an empty result says ``required_relaxation``.
 
     Raises:
-        ConstraintError: a domain is given twice, or the vocabularies differ or are unknown.
+        ConstraintError: a domain is given twice, is of the wrong tier, or the vocabularies differ or are unknown; or phase
+            is no phase.
     """
     start = time.perf_counter_ns()
     active = active_domains(config.intensity, phase, is_adaptive=config.adaptive_switching)
     size = _vocabulary(hard, soft, vocab_size)
     asked = {mask.domain: mask for mask in hard if mask.domain in active}
-    words, required, relaxed = _feasible(asked, size, may_relax)
-    tokens = ids_of(words, size)
-    adjustments = soft_adjustments(tokens, [each for each in soft if each.domain in active], config)
+    words, count, required, relaxed = _feasible(asked, size, may_relax)
+    scores = [each for each in soft if each.domain in active]
+    scored = None
+    if scores:
+        tokens = ids_of(words, size)
+        scored = tokens, weighed(tokens, scores, config)
+    budget_us = config.intensity.budget_us
     elapsed_us = 1e-3 * (time.perf_counter_ns() - start)
-    return FusionResult(
-        tokens, adjustments, active, required, relaxed, words, size, elapsed_us, config.intensity.budget_us
-    )
+    return FusionResult(words, count, size, active, required, relaxed, scored, elapsed_us, budget_us)
 
 
 def _feasible(
     asked: Mapping[Domain, DomainMask], size: int, may_relax: bool
-) -> tuple[torch.Tensor, bool, tuple[Domain, ...]]:
-    """The words of what all allow, whether that needed a relaxation, and the domains that were dropped."""
+) -> tuple[torch.Tensor, int, bool, tuple[Domain, ...]]:
+    """The words of what all allow and its size, whether that needed a relaxation, and the domains that were dropped."""
     left, relaxed = dict(asked), []
-    words = intersect(left.values()) if left else _everything(size)
-    required = not bool(words.any())
+    words, count = _allowed(left, size)
+    required = not count
     for domain in RELAXED_FIRST if required and may_relax else ():
         if domain in left:
             del left[domain]
             relaxed.append(domain)
-            words = intersect(left.values()) if left else _everything(size)
-            if words.any():
+            words, count = _allowed(left, size)
+            if count:
                 break
     if relaxed:
         _tell(relaxed)
-    return words, required, tuple(relaxed)
+    return words, count, required, tuple(relaxed)
+
+
+def _allowed(masks: Mapping[Domain, DomainMask], size: int) -> tuple[torch.Tensor, int]:
+    return feasible(list(masks.values())) if masks else (everything(size), size)
 
 
 def _tell(relaxed: Sequence[Domain]) -> None:
@@ -130,21 +173,24 @@ def _tell(relaxed: Sequence[Domain]) -> None:
         events.record("DOMAINS_RELAXED", f"no token passes all hard domains; dropped {names}", level=logging.INFO)
 
 
-def _everything(size: int) -> torch.Tensor:
-    return pack(torch.ones(size, dtype=torch.bool))
-
-
 def _vocabulary(hard: Sequence[DomainMask], soft: Sequence[DomainScore], given: int | None) -> int:
     """How many tokens there are, as all say alike."""
-    domains = [*(each.domain for each in hard), *(each.domain for each in soft)]
-    twice = sorted({domain.name for domain in domains if domains.count(domain) > 1})
-    if twice:
+    wrong = [f"a DomainMask, got {type(each).__name__}" for each in hard if not isinstance(each, DomainMask)]
+    wrong += [f"a DomainScore, got {type(each).__name__}" for each in soft if not isinstance(each, DomainScore)]
+    if wrong:
+        raise ConstraintError(f"fusing domains: expected {wrong[0]}")
+    domains = [*(mask.domain for mask in hard), *(each.domain for each in soft)]
+    if len(set(domains)) < len(domains):
+        twice = sorted({domain.name for domain in domains if domains.count(domain) > 1})
         raise ConstraintError(f"fusing domains: expected one opinion of each, got two of {', '.join(twice)}")
-    sizes = {f"{mask.domain.name} mask": mask.vocab_size for mask in hard}
-    sizes |= {f"{each.domain.name} scores": each.scores.numel() for each in soft}
+    sizes = {*(mask.vocab_size for mask in hard), *(each.scores.numel() for each in soft)}
     if given is not None:
-        sizes["vocab_size"] = given
-    if len(set(sizes.values())) != 1 or min(sizes.values()) < 1:
-        found = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "nothing that says its size"
-        raise ConstraintError(f"fusing domains: expected one vocabulary, got {found}")
-    return next(iter(sizes.values()))
+        sizes.add(given)
+    if len(sizes) != 1 or min(sizes) < 1:
+        texts = [f"{mask.domain.name} mask {mask.vocab_size}" for mask in hard]
+        texts += [f"{each.domain.name} scores {each.scores.numel()}" for each in soft]
+        texts += [] if given is None else [f"vocab_size {given}"]
+        raise ConstraintError(
+            f"fusing domains: expected one vocabulary, got {', '.join(texts) or 'nothing that says its size'}"
+        )
+    return sizes.pop()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from lz_compile.errors import ConstraintError
+
 
 class Domain(enum.Enum):
     """Who has an opinion about a token. Hard domains forbid tokens; soft ones rank those that are left."""
@@ -79,7 +81,12 @@ def active_domains(
         phase: None where it is uncertain, which counts as STRUCTURED_OUTPUT: an error of syntax in code is worse than
             a thought that reads less well.
         is_adaptive: whether the phase matters at all.
+
+    Raises:
+        ConstraintError: it is no phase (its name, say), which would otherwise count as structured output.
     """
+    if phase is not None and not isinstance(phase, GenerationPhase):
+        raise ConstraintError(f"asking domains: expected a GenerationPhase or None, got {phase!r}")
     if is_adaptive and phase is GenerationPhase.REASONING:
         return intensity.active & _SYNTAX
     return intensity.active

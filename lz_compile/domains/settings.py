@@ -19,7 +19,7 @@ class FusionConfig:
     to a logit is ``weight * score / soft_temperature``.
 
     Raises:
-        ConfigError: a weight is not finite, or the temperature is not finite and above zero.
+        ConfigError: the intensity is no level, a weight is not finite, or the temperature is not finite and above zero.
     """
 
     intensity: IntensityLevel = IntensityLevel.STANDARD
@@ -29,6 +29,9 @@ class FusionConfig:
     soft_temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.intensity, IntensityLevel):
+            levels = ", ".join(f"IntensityLevel.{level.name}" for level in IntensityLevel)
+            raise ConfigError(f"configuring domain fusion: expected one of {levels}, got {self.intensity!r}")
         for name in ("control_flow_weight", "semantics_weight"):
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"configuring domain fusion: expected a finite {name}, got {getattr(self, name)}")
@@ -68,5 +71,5 @@ def parse_config_json(text: str | bytes) -> FusionConfig:
         if unknown:
             raise ConfigError(f"reading a fusion configuration: unknown field {', '.join(sorted(unknown))}")
         return msgspec.convert(data, FusionConfig)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeError) as error:
         raise ConfigError(f"reading a fusion configuration: {error}") from error

@@ -44,6 +44,8 @@ class Program:
             "#include <c10/util/BFloat16.h>" if torch.bfloat16 in (self.dtype, self.bias_dtype, self.out_dtype) else ""
         )
         return f"""#include <cstdint>
+#include <type_traits>
+#include <vector>
 {header}
 using Logit = {ELEMENTS[self.dtype]};
 using Bias = {ELEMENTS[self.bias_dtype]};
@@ -76,10 +78,9 @@ def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.T
         torch.float32 if attrs.result == "ids" else out.dtype,
         lanes,
     )
-    memory = torch.empty((threads, 3, padded) if _needs_memory(operands, attrs) else 0, dtype=torch.float32)
     given = [*(operands.get(name) for name in OPERANDS), out]
     strides = [0 if each is None or each.shape[0] == 1 else each.stride(0) for each in given]
-    tensors = [0 if each is None else each.data_ptr() for each in (*given, memory)]
+    tensors = [0 if each is None else each.data_ptr() for each in given]
     ties = [TIES.index(attrs.top_k_ties), TIES.index(attrs.top_p_ties)]
     numbers = [rows, vocab, padded, threads, *ties, *strides]
     _function(program)((ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int64 * len(numbers))(*numbers))
@@ -88,10 +89,6 @@ def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.T
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of numbers that the code reads."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.float64) else tensor
-
-
-def _needs_memory(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs) -> bool:
-    return attrs.result != "ids" or not {"top_k", "top_p", "min_p"}.isdisjoint(operands)
 
 
 @lru_cache(maxsize=64)

@@ -347,25 +347,47 @@ static float scores_of(const Row& row, float* z, int64_t padded) {
   return any(is_bad) ? std::numeric_limits<float>::quiet_NaN() : largest(most);
 }
 
-static void write_row(Out* out, const float* z, int64_t vocab, int64_t padded, float most, float least) {
-  float factor = 1;
-  if (!kIsScores) {
-    Floats sums{};
-    for (int64_t i = 0; i < padded; i += kLanes) {
-      const Floats x = load(z + i);
-      sums += x >= least ? exponential(x - most) : Floats{};
-    }
-    double total = 0;
-    for (int j = 0; j < kLanes; ++j) total += sums[j];
-    factor = float(1 / total);
+INLINE void put(Out* out, Floats y, int64_t count) {
+  if (count < kLanes) {
+    for (int64_t j = 0; j < count; ++j) out[j] = Out(y[j]);
+  } else if constexpr (std::is_same_v<Out, float>) {
+    std::memcpy(out, &y, sizeof(y));
+  } else {
+    for (int j = 0; j < kLanes; ++j) out[j] = Out(y[j]);
   }
+}
+
+// Scores, or probabilities, of which `z` holds the parts then.
+static void write_row(Out* out, float* z, int64_t vocab, int64_t padded, float most, float least) {
+  if (kIsScores) {
+    for (int64_t i = 0; i < vocab; i += kLanes) {
+      const Floats x = load(z + i);
+      put(out + i, x >= least ? x : filled(kNothing), vocab - i);
+    }
+    return;
+  }
+  Floats sums{};
   for (int64_t i = 0; i < padded; i += kLanes) {
     const Floats x = load(z + i);
-    const Floats other = kIsScores ? filled(kNothing) : Floats{};
-    const Floats y = x >= least ? (kIsScores ? x : exponential(x - most) * factor) : other;
-    const int64_t stop = i + kLanes <= vocab ? kLanes : vocab - i;
-    for (int64_t j = 0; j < stop; ++j) out[i + j] = Out(y[j]);
+    const Ints is_kept = x >= least;
+    Floats e{};
+    if (any(is_kept)) {  // few are, under most limits
+      e = is_kept ? exponential(x - most) : e;
+      sums += e;
+    }
+    std::memcpy(z + i, &e, sizeof(e));
   }
+  double total = 0;
+  for (int j = 0; j < kLanes; ++j) total += sums[j];
+  const float factor = float(1 / total);
+  for (int64_t i = 0; i < vocab; i += kLanes) put(out + i, load(z + i) * factor, vocab - i);
+}
+
+// Of a thread, kept: what is asked for anew is paid for page by page.
+static float* memory_of(int64_t count) {
+  static thread_local std::vector<float> held;
+  if (int64_t(held.size()) < count) held.resize(count);
+  return held.data();
 }
 
 extern "C" void sampling(void** tensors, const int64_t* numbers) {
@@ -378,7 +400,6 @@ extern "C" void sampling(void** tensors, const int64_t* numbers) {
   const auto* min_p = (const float*)tensors[6];
   const auto* seeds = (const int64_t*)tensors[7];
   auto* out = (Out*)tensors[8];
-  auto* memory = (float*)tensors[9];
   const int64_t rows = numbers[0], vocab = numbers[1], padded = numbers[2], threads = numbers[3];
   const auto top_k_ties = top_k ? Ties(numbers[4]) : Ties::all, top_p_ties = top_p ? Ties(numbers[5]) : Ties::all;
   const int64_t* strides = numbers + 6;  // of rows, for each of the first nine tensors
@@ -395,11 +416,7 @@ extern "C" void sampling(void** tensors, const int64_t* numbers) {
       continue;
     }
 #endif
-#if defined(_OPENMP)
-    float* z = memory + omp_get_thread_num() * 3 * padded;
-#else
-    float* z = memory;
-#endif
+    float* z = memory_of(3 * padded);
     const float most = scores_of(row, z, padded);
     const Limits limits{
         top_k ? top_k[n * strides[4]] : 0,
