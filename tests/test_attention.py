@@ -19,7 +19,7 @@ import lz_compile
 from lz_compile.backend import layerzero
 
 many = settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
 some = settings(many, max_examples=60)
 few = settings(many, max_examples=12)  # Dynamo alone takes seconds where every size is symbolic

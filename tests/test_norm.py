@@ -93,7 +93,7 @@ def test_every_spelling_is_found_and_gives_the_same(spelling: Spelling) -> None:
 
 @pytest.mark.slow
 @given(spelling=spellings(call="none"))
-@settings(many, max_examples=200)
+@settings(many, max_examples=120)
 def test_every_spelling_by_hand_is_found_and_gives_the_same(spelling: Spelling) -> None:
     inputs = spelling.inputs(1)
     got, backend = compiled(spelling.build(), *inputs)

@@ -79,7 +79,7 @@ def test_every_spelling_is_found_and_gives_the_same(spelling: Spelling) -> None:
 
 @pytest.mark.slow
 @given(spelling=spellings())
-@settings(many, max_examples=200, derandomize=False)
+@settings(many, max_examples=100, derandomize=False)
 def test_many_more_spellings_are_found(spelling: Spelling) -> None:
     inputs = spelling.inputs(1)
     got, backend = compiled(spelling.build(), *inputs)
