@@ -15,6 +15,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as processors
 
+import lz_compile as lz
+
 KERNEL = "torch.sampling"
 INF = math.inf
 
@@ -405,3 +407,17 @@ def test_a_router_of_experts_gives_what_it_gave():
         model = Experts()
         found, _backend = compiled(model, x)
         torch.testing.assert_close(found, model(x))
+
+
+@pytest.mark.parametrize("vocab", [1024, 70])
+@pytest.mark.parametrize("kernel", ["torch.sampling", "lz.cpp_sampling"])
+def test_calls_of_the_functions_are_the_operation(kernel, vocab):
+    """A vocabulary that fills its last word is proven at another size, one that does not at its own."""
+
+    def function(logits, words, seeds):
+        tokens = lz.sample(logits, temperature=0.8, top_k=5, bitmask=words, seeds=seeds)
+        return tokens, lz.sampling_probs(logits, top_p=0.9), lz.apply_token_bitmask(logits, words)
+
+    torch.manual_seed(4)
+    words = torch.randint(-(2**31), 2**31, (4, -(-vocab // 32)), dtype=torch.int32)
+    check(function, scores(4, vocab), words, torch.arange(4), kernel=kernel, matches=3)

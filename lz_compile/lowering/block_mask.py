@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
+from lz_compile.lowering.arange import arange
 from lz_compile.lowering.ops.attention import Band
 
 
@@ -45,20 +45,11 @@ class Grid:
 
     def row_starts(self) -> torch.Tensor:
         """The first row of every tile, ``[R]``."""
-        return _arange(self.like, _tiles(self.rows, self.tile)) * self.tile
+        return arange(self.like, _tiles(self.rows, self.tile)) * self.tile
 
     def column_starts(self) -> torch.Tensor:
         """The first column of every tile, ``[C]``."""
         return self.transposed().row_starts()
-
-
-def _arange(like: Any, length: Any) -> torch.Tensor:
-    """``0`` to before ``length`` on the device of a tensor; ``torch.arange`` itself takes no proxies."""
-    if not isinstance(like, fx.Proxy):
-        return torch.arange(length, device=like.device)
-    tracer: Any = like.tracer
-    made: torch.Tensor = tracer.create_proxy("call_function", torch.arange, (length,), {"device": like.device})
-    return made
 
 
 def _tiles(length: Any, tile: int) -> Any:
@@ -177,7 +168,7 @@ def _extremes(grid: Grid, documents: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def _padded(grid: Grid) -> torch.Tensor:
     """The rows of every tile, the last row in place of those that are not there."""
-    within = _arange(grid.like, grid.tile)
+    within = arange(grid.like, grid.tile)
     positions = (grid.row_starts()[:, None] + within).clamp(max=grid.rows - 1)
     return positions.flatten()
 

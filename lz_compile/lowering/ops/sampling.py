@@ -33,6 +33,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
+from lz_compile.lowering.arange import arange
+
 if TYPE_CHECKING:
     from lz_compile.passes.axes import Size
 
@@ -190,9 +192,7 @@ def scores(
 
 def allowed(bitmask: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Words ``[..., W]`` as booleans ``[..., vocab_size]``."""
-    ones = bitmask.new_ones(_WORD)
-    places = (ones.cumsum(0) - ones).to(torch.int32)
-    bits = (bitmask.unsqueeze(-1) >> places) & 1
+    bits = (bitmask.unsqueeze(-1) >> arange(bitmask, _WORD).to(torch.int32)) & 1
     return bits.flatten(-2)[..., :vocab_size] != 0
 
 
@@ -232,7 +232,7 @@ def bits(seeds: torch.Tensor, count: int) -> torch.Tensor:
     """32 random bits for each of ``count`` numbers under each seed ``[N]``, as int64 ``[N, count]``."""
     first = _mixed((seeds & _LOW) ^ 0x9E3779B9)
     second = _mixed(_mixed(((seeds >> 32) & _LOW) ^ 0x85EBCA6B) ^ first)
-    tokens = torch.arange(count, device=seeds.device)
+    tokens = arange(seeds, count)
     return _mixed(_mixed((tokens + first[:, None]) & _LOW) ^ second[:, None])
 
 

@@ -23,6 +23,7 @@ from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.core import Core
 from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.patterns.sampling_call import sampling_calls
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, exits
 from lz_compile.passes.sampling.limits import Form, Limits, limits_of
 from lz_compile.passes.sampling.sampling_emitter import SamplingEmitter
@@ -40,6 +41,7 @@ _MOST_EXITS = 8
 
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
     """Every chain of filters in ``graph``, masks before a softmax, and every filter that was refused, with the reason."""
+    yield from sampling_calls(graph, effects)
     reader = _Reader(effects)
     for node in graph.nodes:
         if node in reader.covered or EMITTED in node.meta or not reader.is_anchor(node):
