@@ -45,6 +45,30 @@ RESIDUAL: Mapping[str, Mix] = {
     "divided": lambda h, s, w: h + s * w / 0.5 / 2,
     "scaled_as_it_is_added": lambda h, s, w: torch.add(h, s * w / 2, alpha=2),
 }
+#: ``m * s + (1 - m) * h`` for a condition; every other way to weigh takes it as a number.
+MASKED: Mapping[str, Mix] = {
+    "opposite": lambda h, s, m: m * s + ~m * h,
+    "logical_not": lambda h, s, m: m * s + torch.logical_not(m) * h,
+    "compared": lambda h, s, m: (m == True) * s + (m != True) * h,  # noqa: E712 a tensor is compared
+    "compared_with_zero": lambda h, s, m: h * (m == 0) + m * s,
+    "integers": lambda h, s, m: m.long() * s + (1 - m.long()) * h,
+    "bytes": lambda h, s, m: m.byte() * s + (1 - m.to(torch.uint8)) * h,
+    "compared_integers": lambda h, s, m: (m.int() != 0) * s + (m.int() == 0) * h,
+    "floats": lambda h, s, m: m.float() * s + (1.0 - m.float()) * h,
+    "chosen_numbers": lambda h, s, m: torch.where(m, 1.0, 0.0) * s + torch.where(m, 0.0, 1.0) * h,
+    "delta": lambda h, s, m: h + m * (s - h),
+}
+#: ``w * s + (1 - w) * h`` for ``w = clamp(a, 0, 1)``, the host's weight bounded as well.
+BOUNDED: Mapping[str, Mix] = {
+    "each": lambda h, s, a: a.clamp(0.0, 1.0) * s + (1 - a).clamp(0.0, 1.0) * h,
+    "host_first": lambda h, s, a: torch.clip(1 - a, 0, 1) * h + torch.clamp_max(a.relu(), 1) * s,
+    "needless": lambda h, s, a: a.clamp(0, 1) * s + (1 - a.clamp(0, 1)).clamp(0, 1) * h,
+    "needless_twice": lambda h, s, a: a.clamp(0, 1).clamp(-1, 2) * s + (1 - F.hardtanh(a, 0.0, 1.0)).relu() * h,
+    "shifted": lambda h, s, a: (0.5 + (a - 0.5).clamp(-0.5, 0.5)) * s + (1 - a.clamp(0, 1)) * h,
+    "extrema": lambda h, s, a: (
+        torch.minimum(a.clamp_min(0), a.new_ones(())) * s + torch.maximum(1 - a, a.new_zeros(())).clamp_max(1) * h
+    ),
+}
 BOUNDS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "none": lambda w: w,
     "clamp": lambda w: w.clamp(0.0, 1.0),
@@ -184,7 +208,19 @@ DETACHED: Mapping[str, Callable[[Tensor], Tensor]] = {
     "data": lambda h: h.data,
     "kept": lambda h: h,
 }
-MODES = ("convex", "per_row", "map", "residual", "channel", "confidence", "logit", "soft_gate")
+MODES = (*("convex", "per_row", "map", "masked", "bounded", "residual", "channel", "confidence", "logit", "soft_gate"),)
+#: What is mixed how in a mode, where that is no other way to write a convex blend.
+MIXED: Mapping[str, Mapping[str, Mix]] = {"residual": RESIDUAL, "masked": MASKED, "bounded": BOUNDED}
+#: The shapes of hosts that are repeated to that of the seed; what writes into the host cannot be spelled with them.
+SPREAD: Mapping[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+    "whole": lambda shape: shape,
+    "for_all_rows": lambda shape: shape[1:],
+    "of_one_row": lambda shape: (1, *shape[1:]),
+    "by_row": lambda shape: (shape[0], *(1 for _ in shape[1:])),
+    "by_last": lambda shape: shape[-1:],
+    "number": lambda shape: (),
+}
+_WHOLE_ONLY = frozenset({"in_place", "iadd", "addcmul"})
 
 
 @dataclass(frozen=True)
@@ -206,15 +242,20 @@ class Spelling:
     is_log: bool = False
     is_gate_detached: bool = False
     is_host_first: bool = False
+    host: str = "whole"
 
     def inputs(self, seed: int = 0) -> list[Tensor]:
         """Host, seed, alpha, logits."""
         generator = torch.Generator().manual_seed(seed)
-        host, grafted = (torch.randn(self.shape, generator=generator) for _ in range(2))
-        if self.is_channels_last and len(self.shape) == 4:
-            host, grafted = (x.to(memory_format=torch.channels_last) for x in (host, grafted))
-        shape = {"channel": self.shape[1:2], "per_row": self.shape[:1], "map": self.shape}.get(self.mode, ())
+        host, grafted = (
+            torch.randn(shape, generator=generator) for shape in (SPREAD[self.host](self.shape), self.shape)
+        )
+        if self.is_channels_last:
+            host, grafted = (x.to(memory_format=torch.channels_last) if x.dim() == 4 else x for x in (host, grafted))
+        rows = dict.fromkeys(("per_row", "masked", "bounded"), self.shape[:1])
+        shape = {"channel": self.shape[1:2], "map": self.shape, **rows}.get(self.mode, ())
         alpha = torch.rand(shape, generator=generator) * 1.4 - 0.2
+        alpha = alpha > 0.5 if self.mode == "masked" else alpha
         logits = torch.randn(self.shape[0], 2 if self.mode == "soft_gate" else 7, generator=generator)
         for tensor in (host, grafted, logits):
             tensor.requires_grad_(self.is_training)
@@ -231,26 +272,26 @@ class Spelling:
         if self.mode == "soft_gate":
             shares = torch.softmax(logits, -1)
             places = (1, 0) if self.is_host_first else (0, 1)
-            first, second = (SPREADS[self.spread](shares[:, place], host, 0) for place in places)
+            first, second = (SPREADS[self.spread](shares[:, place], seed, 0) for place in places)
             return first * seed + second * host
-        weight = self._weight(host, alpha, logits)
-        mixed = (RESIDUAL if self.mode == "residual" else CONVEX)[self.mixed](host, seed, weight)
+        weight = self._weight(seed, alpha, logits)
+        mixed = MIXED.get(self.mode, CONVEX)[self.mixed](host, seed, weight)
         if self.mode == "logit":
             return torch.log_softmax(mixed, 1) if self.is_log else mixed.softmax(dim=1)
         return mixed
 
-    def _weight(self, host: Tensor, alpha: Tensor, logits: Tensor) -> Tensor:
+    def _weight(self, seed: Tensor, alpha: Tensor, logits: Tensor) -> Tensor:
         bound = BOUNDS[self.bounds]
         if self.mode == "confidence":
             logits = logits.detach() if self.is_gate_detached else logits
             gate = SIGMOIDS[self.sigmoid](SLOPES[self.slope](MARGINS[self.margin](logits)))
-            return bound(alpha * SPREADS[self.spread](gate, host, 0))
-        alpha = bound(alpha)
-        return SPREADS[self.spread](alpha, host, int(self.mode == "channel")) if alpha.dim() == 1 else alpha
+            return bound(alpha * SPREADS[self.spread](gate, seed, 0))
+        alpha = alpha if self.mode in ("masked", "bounded") else bound(alpha)
+        return SPREADS[self.spread](alpha, seed, int(self.mode == "channel")) if alpha.dim() == 1 else alpha
 
     def expected(self) -> dict[str, object]:
         """Attributes of the match."""
-        mode = {"per_row": "convex", "map": "convex"}.get(self.mode, self.mode)
+        mode = "convex" if self.mode in ("per_row", "map", "masked", "bounded") else self.mode
         normalised = ("log_softmax" if self.is_log else "softmax") if mode == "logit" else "none"
         # of equal maxima, each way to find them without a sort has a gradient of its own
         is_left = self.is_training and not self.is_gate_detached and self.margin not in SORTED
@@ -268,9 +309,12 @@ class Spelling:
 def spellings(draw: st.DrawFn) -> Spelling:
     """Any spelling."""
     mode = draw(st.sampled_from(MODES))
+    mixed = draw(st.sampled_from(sorted(MIXED.get(mode, CONVEX))))
+    is_whole = mode == "residual" or mixed in _WHOLE_ONLY
     return Spelling(
         mode=mode,
-        mixed=draw(st.sampled_from(sorted(RESIDUAL if mode == "residual" else CONVEX))),
+        mixed=mixed,
+        host="whole" if is_whole else draw(st.sampled_from(sorted(SPREAD))),
         bounds=draw(st.sampled_from(sorted(BOUNDS))),
         spread=draw(st.sampled_from(sorted(SPREADS))),
         margin=draw(st.sampled_from(sorted(MARGINS))),
@@ -287,6 +331,18 @@ def spellings(draw: st.DrawFn) -> Spelling:
     )
 
 
+#: What would be a blend but for its arithmetic or its bounds: functions of host, seed, alpha and an integer, and the reason.
+NEARLY: Mapping[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], str]] = {
+    "integer": (lambda h, s, a, k: k * s + (1 - k) * h, "WEIGHT_IS_INTEGER"),
+    "byte": (lambda h, s, a, k: k.byte() * s + (1 - k.byte()) * h, "WEIGHT_IS_INTEGER"),
+    "wrapping_byte": (lambda h, s, a, k: (a > 0).byte() * s - ((a > 0).byte() - 1) * h, "WEIGHT_IS_INTEGER"),
+    "host_bounded": (lambda h, s, a, k: a * s + (1 - a).clamp(0, 1) * h, "WEIGHTS_BOUNDED_APART"),
+    "seed_bounded": (lambda h, s, a, k: a.clamp(0, 1) * s + (1 - a) * h, "WEIGHTS_BOUNDED_APART"),
+    "bounded_on_one_side": (
+        lambda h, s, a, k: a.clamp(0, 1) * s + (1 - a).clamp(min=0) * h,
+        "WEIGHTS_BOUNDED_APART",
+    ),
+}
 #: Functions of host, seed, alpha and a vector ``[C]`` that are no blends, whatever is detached.
 DIFFERENT: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "sum": lambda h, s, a, v: h + s,
@@ -297,5 +353,10 @@ DIFFERENT: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "scaled_host": lambda h, s, a, v: s + a * h,
     "both_scaled": lambda h, s, a, v: a * s + a * h,
     "product": lambda h, s, a, v: a * s * h + (1 - a) * h,
+    "chosen_tensors": lambda h, s, a, v: torch.where(h > a, s, h),  # what is not chosen may be NaN
+    "bounded_to_less": lambda h, s, a, v: a.clamp(0, 0.5) * s + (1 - a.clamp(0, 1)) * s.tanh() * h,
+    "bounded_along_another_axis": lambda h, s, a, v: (
+        v.clamp(0, 1)[:, None, None] * s + (1 - v).clamp(0, 1)[None, :, None] * h
+    ),
     "different_axes": lambda h, s, a, v: v[:, None, None] * s + (1 - v[None, :, None]) * h,
 }

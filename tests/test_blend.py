@@ -22,17 +22,21 @@ from lz_compile.passes.patterns.blend import recognise
 from lz_compile.runtime.registry import kernels
 from tests.backends import Rewriting
 from tests.blend_spellings import (
+    BOUNDED,
     BOUNDS,
     CONVEX,
     DETACHED,
     DIFFERENT,
     MARGINS,
+    MASKED,
     MODES,
+    NEARLY,
     RESIDUAL,
     SHAPES,
     SIGMOIDS,
     SLOPES,
     SORTED,
+    SPREAD,
     SPREADS,
     Spelling,
     spellings,
@@ -58,7 +62,7 @@ def _check(spelling: Spelling) -> None:
     with torch.set_grad_enabled(spelling.is_training):
         result, backend = _run(function, *inputs)
         wanted = function(*inputs)
-        exact = function(*(each.detach().double() for each in inputs))
+        exact = function(*(each.detach().double() if each.is_floating_point() else each for each in inputs))
     assert [match.op for match in backend.report.matches] == ["blend"], f"{spelling}\n{backend.why_not()}"
     (found,) = backend.report.matches
     assert found.rewritten, f"{spelling}\n{backend.why_not()}"
@@ -88,6 +92,35 @@ def test_every_way_to_add_a_weighed_tensor_is_recognised(mixed: str) -> None:
     _check(Spelling(mode="residual", mixed=mixed))
 
 
+@pytest.mark.parametrize("mixed", MASKED)
+def test_every_way_to_weigh_by_a_condition_is_recognised(mixed: str) -> None:
+    _check(Spelling(mode="masked", mixed=mixed))
+
+
+@pytest.mark.parametrize("mixed", BOUNDED)
+def test_both_weights_may_be_bounded(mixed: str) -> None:
+    _check(Spelling(mode="bounded", mixed=mixed))
+
+
+def test_both_weights_of_a_gated_blend_may_be_bounded() -> None:
+    def function(h: Tensor, s: Tensor, a: Tensor, x: Tensor) -> Tensor:
+        top = x.topk(2).values
+        weight = (a * torch.sigmoid(4 * (top[:, 0] - top[:, 1])))[:, None]
+        return weight.clamp(0, 1) * s + (1 - weight).clamp(0, 1) * h.detach()
+
+    inputs = torch.randn(4, 6), torch.randn(4, 6, requires_grad=True), torch.tensor(1.7), torch.randn(4, 9)
+    out, backend = _run(function, *inputs)
+    found = [(match.attributes["mode"], match.attributes["has_gate"]) for match in backend.report.matches]
+    assert found == [("confidence", True)], backend.why_not()
+    torch.testing.assert_close(out, function(*inputs))
+
+
+@pytest.mark.parametrize("host", SPREAD)
+def test_a_host_may_be_smaller_than_the_seed(host: str) -> None:
+    for mode, mixed in (("channel", "lerp"), ("confidence", "delta")):
+        _check(Spelling(mode=mode, mixed=mixed, host=host))
+
+
 @pytest.mark.parametrize("margin", MARGINS)
 def test_every_way_to_find_the_two_largest_is_recognised(margin: str) -> None:
     _check(Spelling(mode="confidence", margin=margin, bounds="clamp"))
@@ -101,8 +134,9 @@ def test_every_way_to_write_a_gate_is_recognised(sigmoid: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_recognised_in_every_shape(mode: str) -> None:
+    mixed = {"residual": "sum", "bounded": "each"}.get(mode, "delta")
     for shape in SHAPES[::2] if mode in ("convex", "residual", "logit") else SHAPES[1::2]:
-        _check(Spelling(mode=mode, mixed="sum" if mode == "residual" else "delta", shape=shape, is_training=False))
+        _check(Spelling(mode=mode, mixed=mixed, shape=shape, is_training=False))
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
@@ -193,6 +227,22 @@ def test_a_host_that_is_not_detached_is_named() -> None:
         assert miss.reason.code == "HOST_NOT_DETACHED"
         assert "gradients flow to the host" in miss.reason.message
         assert miss.edit.endswith(".detach()")
+
+
+@pytest.mark.parametrize("nearly", NEARLY)
+def test_weights_that_do_not_always_add_up_to_one_are_named(nearly: str) -> None:
+    function, code = NEARLY[nearly]
+    host, seed = torch.randn(4, 6), torch.randn(4, 6, requires_grad=True)
+    for is_training in (True, False):
+        with torch.set_grad_enabled(is_training):
+            given = seed if is_training else seed.detach()
+            miss = _only_miss(
+                lambda h, s, a, k: function(h.detach(), s, a, k), host, given, torch.tensor(0.3), torch.tensor(1)
+            )
+        assert miss.reason.code == code
+        words = {"WEIGHT_IS_INTEGER": ("wrap around", "floating-point"), "WEIGHTS_BOUNDED_APART": ("bound", "1 - w")}
+        assert words[code][0] in miss.reason.message
+        assert words[code][1] in miss.edit
 
 
 def test_a_value_inside_that_is_used_elsewhere_is_named() -> None:
@@ -286,7 +336,11 @@ def test_a_deep_network_without_blends_is_hardly_looked_at(monkeypatch: pytest.M
     """Of all pairs of equal size, only those are expanded with which a value vanishes."""
     expanded = []
     monkeypatch.setattr(
-        Sums, "of", lambda self, anchor, cuts, of=Sums.of: expanded.append(anchor) or of(self, anchor, cuts)
+        Sums,
+        "of",
+        lambda self, anchor, *others, of=Sums.of, **options: (
+            expanded.append(anchor) or of(self, anchor, *others, **options)
+        ),
     )
 
     def chain(x: Tensor, *weights: Tensor) -> Tensor:

@@ -19,25 +19,35 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 @settings(max_examples=40, deadline=None)
 @given(
-    rows=st.integers(1, 9),
+    rows=st.integers(0, 9),
     channels=st.integers(1, 70),
     inner=st.sampled_from((1, 1, 3, 40)),
     classes=st.sampled_from((2, 3, 15, 16, 17, 100)),
-    alpha=st.sampled_from(("number", "scalar", "rows", "channels", "both")),
+    alpha=st.sampled_from(("number", "scalar", "rows", "channels", "both", "mask")),
+    host=st.sampled_from(("whole", "one_row", "channels", "number")),
     is_residual=st.booleans(),
     bounds=st.sampled_from(((None, None), (0.0, 1.0), (0.1, 0.6))),
     dtype=st.sampled_from(tuple(TOLERANCE)),
     seed=st.integers(0, 2**20),
 )
 def test_a_gated_blend_and_its_gradient_are_the_references(
-    rows, channels, inner, classes, alpha, is_residual, bounds, dtype, seed
+    rows, channels, inner, classes, alpha, host, is_residual, bounds, dtype, seed
 ):
     torch.manual_seed(seed)
-    host, grafted, gradient = (torch.randn(rows, channels, inner).to(dtype) for _ in range(3))
+    grafted, gradient = (torch.randn(rows, channels, inner).to(dtype) for _ in range(2))
+    host_shape = {"whole": (rows, channels, inner), "one_row": (1, channels, inner), "channels": (1, channels, 1)}
+    host = torch.randn(host_shape.get(host, (1, 1, 1))).to(dtype)
     logits = torch.randn(rows, classes).to(dtype)
-    logits[0, :2] = logits[0].amax()  # a tie
-    shape = {"scalar": (), "rows": (rows, 1, 1), "channels": (1, channels, 1), "both": (rows, channels, 1)}
+    logits[:1, :2] = logits[:1].amax(-1, keepdim=True)  # a tie
+    shape = {
+        "mask": (rows, 1, 1),
+        "scalar": (),
+        "rows": (rows, 1, 1),
+        "channels": (1, channels, 1),
+        "both": (rows, channels, 1),
+    }
     weight = 0.7 if alpha == "number" else torch.rand(shape[alpha]).to(dtype)
+    weight = weight > 0.5 if alpha == "mask" else weight
     attrs = BlendAttrs("confidence", is_residual, has_gate=True, is_sorted=True, compute_dtype=dtype, out_dtype=dtype)
     grafted.requires_grad_()
     given = {"gain": 4.0, "offset": torch.tensor(0.8), "low": bounds[0], "high": bounds[1]}
@@ -53,6 +63,19 @@ def test_a_gated_blend_and_its_gradient_are_the_references(
     (of_seed,) = torch.autograd.grad(found, grafted, gradient)
     (of_exact,) = torch.autograd.grad(expected, exact, gradient.double())
     torch.testing.assert_close(of_seed.double(), of_exact, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
+def test_infinities_and_nan_in_host_and_seed_give_what_the_sum_gives(weight):
+    host, seed, logits = torch.randn(8, 19, 1), torch.randn(8, 19, 1), torch.randn(8, 5)
+    for row, (one, other) in enumerate(
+        [(math.inf, 0), (0, math.inf), (math.nan, 0), (0, math.nan), (math.inf, -math.inf)]
+    ):
+        host[row, [0, 17], 0], seed[row, [0, 17], 0] = one, other  # in a register and behind the last
+    logits[:, 0] = 1e9  # the gate is exactly one
+    attrs = BlendAttrs("confidence", has_gate=True, is_sorted=True)
+    found = cpp_blend.blend(host=host, seed=seed, alpha=weight, logits=logits, gain=6.0, offset=1.2, attrs=attrs)
+    torch.testing.assert_close(found, weight * seed + (1 - weight) * host, equal_nan=True)
 
 
 @pytest.mark.parametrize("classes", [1, 2, 16, 33])

@@ -63,7 +63,9 @@ def blender(
         attrs: str,
     ) -> torch.Tensor:
         form = decode(BlendAttrs, attrs)
-        return load().forward(host, seed, alpha, logits if form.has_gate else None, numbers, form)
+        assert not form.has_gate or logits.shape[0] == seed.shape[0], "every row has logits"
+        whole = host if host.shape == seed.shape else host.expand(seed.shape)
+        return load().forward(whole, seed, _weight(alpha), logits if form.has_gate else None, numbers, form)
 
     def fake(seed: torch.Tensor, *others: Any) -> torch.Tensor:
         return seed.new_empty(seed.shape, dtype=decode(BlendAttrs, others[-1]).out_dtype)
@@ -85,7 +87,7 @@ def blender(
     ) -> torch.Tensor:
         """Of the seed."""
         form = decode(BlendAttrs, attrs)
-        return load().backward(gradient, seed, alpha, logits if form.has_gate else None, numbers, form)
+        return load().backward(gradient, seed, _weight(alpha), logits if form.has_gate else None, numbers, form)
 
     def run_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:
         return load().margins(logits, decode(BlendAttrs, attrs))
@@ -139,6 +141,11 @@ def blender(
         return result
 
     return blend
+
+
+def _weight(alpha: torch.Tensor) -> torch.Tensor:
+    """A weight that is a condition as a number."""
+    return alpha if alpha.is_floating_point() else alpha.to(torch.float32)
 
 
 def _number(value: Scalar, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

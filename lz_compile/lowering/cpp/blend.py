@@ -24,6 +24,7 @@ STREAMED_BYTES = 1 << 20
 #: Instructions of x86 that write a register past the caches, by its floats.
 _STREAMS = {16: "__builtin_ia32_movntps512", 8: "__builtin_ia32_movntps256"}
 _WHAT = {"forward": 0, "residual": 1, "backward": 2, "margins": 3}
+_Pointers, _Numbers = ctypes.c_void_p * 6, ctypes.c_int64 * 11
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,23 @@ struct Two {  // the two largest, of each lane
     add(other.first);
     second = other.second > second ? other.second : second;
   }
+  template <int kDistance> INLINE_MEMBER void fold() {  // into every lane, those that are known to be numbers
+    if constexpr (kDistance > 0) {
+      merge({crossed<kDistance>(first), crossed<kDistance>(second)});
+      fold<kDistance / 2>();
+    }
+  }
 };
+
+INLINE Floats few(const Logit* row, int64_t count) {
+  Floats x = filled(kNothing);
+  for (int j = 0; j < count; ++j) x[j] = float(row[j]);
+  return x;
+}
+INLINE Floats last(const Logit* at, int count) {  // of a register, whose other lanes were seen before
+  const Ints places = (Ints)counting(0);
+  return places < kLanes - count ? filled(kNothing) : load(at);
+}
 
 // The largest less the second largest; NaN if any is NaN, as sorting has it, and infinities less themselves.
 static float margin_of(const Logit* row, int64_t classes) {
@@ -84,24 +101,11 @@ static float margin_of(const Logit* row, int64_t classes) {
   for (; i + kChains * kLanes <= classes; i += kChains * kLanes)
     for (int chain = 0; chain < kChains; ++chain) chains[chain].see(load(row + i + chain * kLanes));
   for (; i + kLanes <= classes; i += kLanes) chains[0].see(load(row + i));
-  if (i < classes) {
-    Floats rest = filled(kNothing);
-    for (int j = 0; i + j < classes; ++j) rest[j] = float(row[i + j]);
-    chains[1].see(rest);
-  }
+  if (i < classes) chains[1].see(classes < kLanes ? few(row, classes) : last(row + classes - kLanes, classes - i));
   for (int chain = 1; chain < kChains; ++chain) chains[0].merge(chains[chain]);
   if (any(chains[0].is_nan)) return std::numeric_limits<float>::quiet_NaN();
-  float first[kLanes], second[kLanes];
-  std::memcpy(first, &chains[0].first, sizeof(first));
-  std::memcpy(second, &chains[0].second, sizeof(second));
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int j = 0; j < half; ++j) {
-      const float one = first[j], other = first[j + half], less = one < other ? one : other;
-      first[j] = one < other ? other : one;
-      second[j] = second[j] > second[j + half] ? second[j] : second[j + half];
-      second[j] = second[j] > less ? second[j] : less;
-    }
-  return first[0] - second[0];
+  chains[0].fold<kLanes / 2>();
+  return chains[0].first[0] - chains[0].second[0];
 }
 
 INLINE float held(float x, float low, float high) {
@@ -163,8 +167,8 @@ template <int kWhat> static void rows_of(void** tensors, const int64_t* numbers)
   const auto* constants = (const float*)tensors[4];
   auto* out = (Element*)tensors[5];
   const int64_t rows = numbers[0], channels = numbers[1], inner = numbers[2], classes = numbers[3], stride = numbers[4];
-  const int64_t row_step = numbers[5], channel_step = numbers[6], threads = numbers[7];
-  const bool is_large = numbers[9];
+  const int64_t row_step = numbers[5], channel_step = numbers[6], host_step = numbers[7], threads = numbers[8];
+  const bool is_large = numbers[10];
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #pragma omp for nowait
@@ -177,15 +181,16 @@ template <int kWhat> static void rows_of(void** tensors, const int64_t* numbers)
         const float gate = 1.0f / (1.0f + std::exp(constants[1] - constants[0] * margin));
         const float low = constants[2], high = constants[3];
         const float* own = alpha + n * row_step;
+        const Element* row = host + n * host_step;
         if (channel_step && inner == 1) {
           const Own weight{own, gate, low, high};
-          blend<kWhat>(kWhat == 2 ? nullptr : host + begin, seed + begin, out + begin, channels, weight, is_large);
+          blend<kWhat>(kWhat == 2 ? nullptr : row, seed + begin, out + begin, channels, weight, is_large);
         } else {
           const int64_t parts = channel_step ? channels : 1, size = channels * inner / parts;
           for (int64_t c = 0; c < parts; ++c) {
             const Same weight{held(own[c * channel_step] * gate, low, high)};
             const int64_t at = begin + c * size;
-            blend<kWhat>(kWhat == 2 ? nullptr : host + at, seed + at, out + at, size, weight, is_large);
+            blend<kWhat>(kWhat == 2 ? nullptr : row + c * size, seed + at, out + at, size, weight, is_large);
           }
         }
       }
@@ -195,7 +200,7 @@ template <int kWhat> static void rows_of(void** tensors, const int64_t* numbers)
 }
 
 extern "C" void gated_blend(void** tensors, const int64_t* numbers) {
-  switch (numbers[8]) {
+  switch (numbers[9]) {
     case 0: return rows_of<0>(tensors, numbers);
     case 1: return rows_of<1>(tensors, numbers);
     case 2: return rows_of<2>(tensors, numbers);
@@ -218,9 +223,8 @@ def forward(
     Raises:
         RuntimeError: there is no C++ compiler.
     """
-    out = torch.empty(seed.shape, dtype=attrs.out_dtype)
-    what = "residual" if attrs.is_residual else "forward"
-    _run(what, host.to(seed.dtype).contiguous(), seed, alpha, logits, numbers, out)
+    out = torch.empty_like(seed, dtype=attrs.out_dtype, memory_format=torch.contiguous_format)
+    _run("residual" if attrs.is_residual else "forward", host, seed, alpha, logits, numbers, out)
     return out
 
 
@@ -233,7 +237,7 @@ def backward(
     attrs: BlendAttrs,
 ) -> torch.Tensor:
     """The gradient of the seed (see :class:`lz_compile.lowering.opaque_blend.BlendCode`)."""
-    out = torch.empty(seed.shape, dtype=seed.dtype)
+    out = torch.empty_like(seed, memory_format=torch.contiguous_format)
     _run("backward", None, gradient.to(seed.dtype), alpha, logits, numbers, out)
     return out
 
@@ -255,24 +259,35 @@ def _run(
     out: torch.Tensor,
 ) -> None:
     assert logits is not None, "a gate has logits"
+    host_step = 0
+    if host is not None:
+        host = host if host.stride(0) else host[:1]  # one row for all
+        host = (host if host.dtype == seed.dtype else host.to(seed.dtype)).contiguous()
+        host_step = host.stride(0) if host.shape[0] > 1 else 0
     seed = seed if what == "margins" else seed.contiguous()
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, channels, inner = seed.shape
-    weights = None if alpha is None else alpha.float().expand(alpha.shape if alpha.dim() else (1, 1, 1)).contiguous()
-    steps = [0, 0] if weights is None else [0 if weights.shape[dim] == 1 else weights.stride(dim) for dim in (0, 1)]
-    work = rows * (channels * inner + logits.shape[1])
-    threads = max(1, min(torch.get_num_threads(), rows, work // THREAD_WORK))
-    constants = None if numbers is None else numbers.float()
-    tensors = [host, seed, weights, logits, constants, out]
-    pointers = [0 if each is None else each.data_ptr() for each in tensors]
-    sizes = [rows, channels, inner, logits.shape[1], logits.stride(0), *steps, threads, _WHAT[what]]
-    sizes.append(int(out.nbytes >= STREAMED_BYTES))
-    program = Program(seed.dtype, logits.dtype, inductor.vector_bits() // 32)
-    _function(program)((ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int64 * len(sizes))(*sizes))
+    row_step = channel_step = 0
+    if alpha is not None:
+        alpha = alpha.float().contiguous()
+        if alpha.dim():
+            row_step, channel_step = (0 if alpha.shape[dim] == 1 else alpha.stride(dim) for dim in (0, 1))
+    classes = logits.shape[1]
+    threads = max(1, min(torch.get_num_threads(), rows, rows * (channels * inner + classes) // THREAD_WORK))
+    tensors = (host, seed, alpha, logits, None if numbers is None else numbers.float(), out)
+    function = _function(seed.dtype, logits.dtype)
+    function(
+        _Pointers(*[None if each is None else each.data_ptr() for each in tensors]),
+        _Numbers(
+            *(rows, channels, inner, classes, logits.stride(0), row_step, channel_step, host_step),
+            *(threads, _WHAT[what], out.nbytes >= STREAMED_BYTES),
+        ),
+    )
 
 
 @lru_cache(maxsize=16)
-def _function(program: Program) -> Any:
+def _function(dtype: torch.dtype, logit_dtype: torch.dtype) -> Any:
+    program = Program(dtype, logit_dtype, inductor.vector_bits() // 32)
     function = inductor.load_cpp(program.source(), FLAGS).gated_blend
     function.restype = None
     return function

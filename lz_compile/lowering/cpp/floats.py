@@ -37,6 +37,19 @@ template <typename Element> INLINE Floats load(const Element* at) {
   return x;
 }
 
+// Lanes j and j ^ kDistance change places.
+template <int kDistance> INLINE Floats crossed(Floats x) {
+#if defined(__clang__)
+  Floats y;
+  for (int j = 0; j < kLanes; ++j) y[j] = x[j ^ kDistance];
+  return y;
+#else
+  Ints places;
+  for (int j = 0; j < kLanes; ++j) places[j] = j ^ kDistance;
+  return __builtin_shuffle(x, places);
+#endif
+}
+
 // Of all lanes.
 INLINE float largest(Floats x) {
   float found = x[0];

@@ -2,7 +2,7 @@
 
 Canonical layout, in which every kernel takes and returns it:
 
-    host         [N, C, S], never differentiated
+    host         [N or 1, C or 1, S or 1], never differentiated
     seed         [N, C, S]
     alpha        [N or 1, C or 1, 1], one number for all, for each channel ``C`` or for each row ``N``
     host_weight  [N or 1, C or 1, 1], in place of ``1 - alpha`` where a soft gate gives both weights

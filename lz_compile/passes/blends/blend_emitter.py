@@ -88,8 +88,8 @@ class BlendEmitter:
         whole, dtype, weights = self.groups.all, self.attrs.compute_dtype, self.weights
         builder = self._replaying(builder)
         found = {
-            name: builder.arrange(builder.value(leaf.node), leaf.dims, whole)
-            for name, leaf in (("host", self.host), ("seed", self.seed))
+            "host": builder.arrange(builder.value(self.host.node), self.host.dims, whole),
+            "seed": builder.arrange(builder.value(self.seed.node), self.seed.dims, whole, expand=True),
         }
         gate = weights.gate
         if gate is None:
@@ -249,14 +249,14 @@ def _match(
     )
 
 
-def group(output: fx.Node, dims: Dims, alpha: set[Axis], rows: set[Axis], channels: set[Axis]) -> Groups | None:
+def group(output: fx.Node, dims: Dims, alpha: set[Axis], rows: set[Axis] | None, channels: set[Axis]) -> Groups | None:
     """The axes of a result as rows, channels and the rest, each of them next to one another in memory.
 
     Args:
         output: the result.
         dims: its axes.
         alpha: the axes of what it is weighed by.
-        rows: those of a gate.
+        rows: those of a gate, of which there may be one only; None without a gate.
         channels: those over which the blend is normalised.
 
     Returns:
@@ -269,11 +269,11 @@ def group(output: fx.Node, dims: Dims, alpha: set[Axis], rows: set[Axis], channe
         if (
             stop - start != len(channels)
             or any(places[axis] >= stop for axis in alpha)
-            or _run(places, rows)[1] > start
+            or _run(places, rows or set())[1] > start
         ):
             return None
         return Groups(order[:start], order[start:stop], order[stop:])
-    if rows:
+    if rows is not None:
         stop = _run(places, rows)[1]
         if stop != len(rows):
             return None

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from lz_compile.passes.activations import is_read
 from lz_compile.passes.algebra import is_cast, is_constant
-from lz_compile.passes.axes import product, shape_of
+from lz_compile.passes.axes import Size, product, shape_of
+from lz_compile.passes.blends.blend_bounds import Bound
+from lz_compile.passes.blends.blend_conditions import CASTS, integers_of
 from lz_compile.passes.blends.blend_gate import Gates
 from lz_compile.passes.blends.blend_pairs import vanishing
 from lz_compile.passes.blends.blend_pieces import piece
 from lz_compile.passes.blends.blend_ranks import Ranks
-from lz_compile.passes.blends.blend_terms import ANCHORS, Sums, Terms, is_one, plus, weights
+from lz_compile.passes.blends.blend_terms import ANCHORS, NEAR, Sums, Terms, plus
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.projections import rearranges
@@ -23,6 +26,9 @@ from lz_compile.passes.view import tensor_of, value_of
 #: Calls that pick or repeat parts of what is given, beside pointwise and layout operations.
 _PICKS = frozenset({"select", "index_select", "narrow", "chunk", "split", "unbind", "gather", "stack", "cat", "detach"})
 
+#: ``x.detach()``, and ``x.data`` as Dynamo writes it.
+_DETACHING = frozenset({"detach", "_get_data_attr"})
+
 
 @dataclass(frozen=True)
 class Form:
@@ -30,6 +36,8 @@ class Form:
 
     ``is_residual`` says that the host's weight is one, ``is_soft`` that both are shares of a softmax over two (the seed's the
     second where it ``is_reversed``), otherwise they add up to one. ``is_isolated`` says that no gradient flows to the host.
+    ``is_strict`` says that they do so for every number, without it ``integers`` are the dtypes of sums that may wrap around.
+    ``bounds`` holds the bounded values that are read as others.
     """
 
     seed: fx.Node
@@ -40,6 +48,9 @@ class Form:
     is_soft: bool
     is_isolated: bool
     is_reversed: bool = False
+    is_strict: bool = True
+    integers: frozenset[torch.dtype] = frozenset()
+    bounds: Mapping[fx.Node, Bound] = field(default_factory=dict, compare=False)
 
     @property
     def factors(self) -> set[fx.Node]:
@@ -71,26 +82,29 @@ class Forms:
         behind = self.sums.behind(node)
         if not self.sums.has_product(node, behind) or not any(map(self._tells, behind)):
             return None
-        size = product(shape_of(tensor))
+        shape, size = shape_of(tensor), product(shape_of(tensor))
         places = {
             self.sums.first(each): place
             for place, each in reversed(list(enumerate(behind)))
-            if _is_row(each, size) and not self.sums.is_moved(each)
+            if _spreads(each, shape, size) and not self.sums.is_moved(each)
         }
         pairs = vanishing(self.sums, node, behind, sorted(places, key=places.__getitem__))
         found = [self._form(node, seed, host) for seed, host in pairs]
+        if not any(found) and self.sums.is_lax(behind):
+            lax = [self._form(node, seed, host, is_strict=False) for seed, host in pairs]
+            found = [form and replace(form, integers=integers_of(behind)) for form in lax]
         forms = [form for form in found if form is not None and self._is_meant(form)]
 
-        def order(form: Form) -> tuple[bool, bool, int, bool, int]:
-            near = places[form.seed] + places[form.host]
-            return not form.is_isolated, form.is_residual, near, form.is_reversed, len(form.weight)
+        def order(form: Form) -> tuple[bool, bool, bool, int, bool, int]:
+            near, is_small = places[form.seed] + places[form.host], not _is_row(form.seed, size)
+            return not form.is_isolated, form.is_residual, is_small, near, form.is_reversed, len(form.weight)
 
         return min(forms, key=order, default=None)
 
     def _tells(self, node: fx.Node) -> bool:
         """Whether a value is what only blends are made of: a host that is detached, or a weight that is given."""
         call = self.effects.calls.get(node)
-        if call is not None and call.name == "detach":
+        if call is not None and call.name in _DETACHING:
             return True
         if self.gates is not None and self.gates.depends(node):
             return True
@@ -98,18 +112,18 @@ class Forms:
         source = None if picked is None else self.effects.calls.get(picked[0])
         return (source is not None and source.name == "softmax") or self._is_given(node)
 
-    def _form(self, node: fx.Node, seed: fx.Node, host: fx.Node) -> Form | None:
-        terms = self.sums.of(node, (seed, host))
-        found = None if terms is None else weights(terms, seed, host)
+    def _form(self, node: fx.Node, seed: fx.Node, host: fx.Node, *, is_strict: bool = True) -> Form | None:
+        terms = self.sums.of(node, (seed, host), is_lenient=not is_strict)
+        found = None if terms is None else _weights(terms, seed, host)
         if found is None:
             return None
         of_seed, of_host = found
-        is_residual = is_one(of_host)
+        is_residual = _is_one(of_host)
         shares = self._shares(of_seed, of_host)
         is_soft = shares is not None
-        if is_residual and self._is_scaled(host):
+        if is_residual and (not is_strict or self._are_spread(node, seed, host) or self._is_scaled(host)):
             return None
-        if not is_residual and not is_soft and not is_one(plus(of_seed, of_host)):
+        if not is_residual and not is_soft and not _is_one(plus(of_seed, of_host)):
             return None
         if set(of_seed) == {()} and abs(of_seed[()]) == 1:  # a sum or a difference
             return None
@@ -118,7 +132,15 @@ class Forms:
         if wants == [False, True]:
             return None
         is_reversed = shares == (1, 0)
-        return Form(seed, host, of_seed, of_host, is_residual, is_soft, not wants[1], is_reversed)
+        bounds = self.sums.bounds(node, (seed, host)) if is_strict else {}
+        return Form(
+            seed, host, of_seed, of_host, is_residual, is_soft, not wants[1], is_reversed, is_strict, bounds=bounds
+        )
+
+    def _are_spread(self, node: fx.Node, *operands: fx.Node) -> bool:
+        """Whether any of them is smaller than the result: then it is a factor or a summand as any other."""
+        size = product(shape_of(tensor_of(node)))  # type: ignore[arg-type]  # an anchor is a tensor
+        return not all(_is_row(each, size) for each in operands)
 
     def _is_scaled(self, host: fx.Node) -> bool:
         """Whether a host is another one times a weight: then that weight is the host's."""
@@ -179,7 +201,7 @@ class Forms:
             if call.name == "getattr" and call.arguments.get("#1") == "data":
                 return True
             call = self.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
-        return call is not None and call.name == "detach"
+        return call is not None and call.name in _DETACHING
 
     def _is_given(self, node: fx.Node) -> bool:
         """Whether a weight is a number or tensor that the graph is given, or a function of such: no parameter."""
@@ -196,9 +218,20 @@ class Forms:
             return node.op in ("placeholder", "get_attr")
         if is_constant(call) or not isinstance(value, (torch.Tensor, tuple, list)):
             return True
-        is_plain = is_read(call) or is_cast(call) or rearranges(call) or call.name in _PICKS
-        tensors = [each for each in node.all_input_nodes if isinstance(value_of(each), (torch.Tensor, tuple, list))]
+        is_plain = is_read(call) or is_cast(call) or rearranges(call) or call.name in _PICKS | CASTS
+        given = [call.input] if rearranges(call) else node.all_input_nodes  # others give no more than a shape
+        tensors = [each for each in given if isinstance(value_of(each), (torch.Tensor, tuple, list))]
         return is_plain and all(map(self._is_given, tensors))
+
+
+def _spreads(node: fx.Node, shape: Sequence[Size], size: object) -> bool:
+    """Whether it is a tensor that is as large as a result, or is repeated to be so."""
+    tensor = tensor_of(node)
+    if tensor is None or not tensor.is_floating_point() or _is_row(node, size):
+        return tensor is not None and _is_row(node, size)
+    own = shape_of(tensor)
+    pairs = zip(reversed(own), reversed(shape), strict=False)
+    return len(own) <= len(shape) and all(one in (1, other) for one, other in pairs)
 
 
 def _is_row(node: fx.Node, size: object) -> bool:
@@ -210,3 +243,22 @@ def _is_number_like(node: fx.Node) -> bool:
     """Whether a weight is one number, or a row of them."""
     tensor = tensor_of(node)
     return tensor is None or (tensor.is_floating_point() and sum(size != 1 for size in tensor.shape) <= 1)
+
+
+def _weights(terms: Terms, seed: fx.Node, host: fx.Node) -> tuple[Terms, Terms] | None:
+    """What ``seed`` and ``host`` are multiplied by, if every product holds exactly one of them, once."""
+    found: tuple[dict[tuple[fx.Node, ...], float], ...] = ({}, {})
+    for factors, number in terms.items():
+        counts = factors.count(seed), factors.count(host)
+        if counts not in ((1, 0), (0, 1)):
+            return None
+        of_host = counts == (0, 1)
+        rest = list(factors)
+        rest.remove(host if of_host else seed)
+        found[of_host][tuple(rest)] = number
+    return found if all(found) else None  # type: ignore[return-value]  # a pair
+
+
+def _is_one(terms: Terms) -> bool:
+    """Whether terms are the number one."""
+    return set(terms) == {()} and abs(terms[()] - 1.0) < NEAR

@@ -73,6 +73,11 @@ class _Reader:
             return self._operand(call, "input") & (self._operand(call, "end") | self._operand(call, "weight"))
         if call.name == "addcmul":
             return self._operand(call, "input") & (self._operand(call, "tensor1") | self._operand(call, "tensor2"))
+        limits = self._sums.limits(call.node)
+        if limits is not None:
+            return self.of(self._sums.effects.current(limits.held, call.node))
+        if call.name in ("not", "eq", "ne", "where"):  # conditions are neither host nor seed
+            return 0
         return self._operand(call, "input")  # a quotient, a negative, a cast, another layout
 
     def _operand(self, call: Call, name: str) -> Bits:

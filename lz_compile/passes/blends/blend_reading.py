@@ -13,6 +13,8 @@ from torch import fx
 from lz_compile.lowering.ops.blend import BlendAttrs, Mode
 from lz_compile.passes.algebra import Leaf, Region, reduce_indicators
 from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh, resolve, shape_of
+from lz_compile.passes.blends.blend_bounds import BoundReader
+from lz_compile.passes.blends.blend_conditions import CASTS, is_count
 from lz_compile.passes.blends.blend_emitter import BlendEmitter, MarginEmitter, Weights, group, wants_grad
 from lz_compile.passes.blends.blend_form import Form, Forms
 from lz_compile.passes.blends.blend_gate import Gate, is_margin, is_zero, logits_of, margin_in
@@ -20,7 +22,7 @@ from lz_compile.passes.blends.blend_replay import between, reached, shared_input
 from lz_compile.passes.core import Core, find_core, is_dead
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import RefusedError
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.view import Call, tensor_of
 
 #: The emitter, its core, and everything that was read with its axes.
 Found: TypeAlias = tuple["BlendEmitter | MarginEmitter", Core, Mapping[fx.Node, Dims]]
@@ -32,7 +34,8 @@ _SOFTMAX = frozenset({"softmax", "log_softmax"})
 class Blend:
     """What was read of a blend, in the axes ``dims`` of its anchor.
 
-    ``again`` are the nodes of values that are computed more than once, and ``edges`` what these are computed from.
+    ``again`` are the nodes of values that are computed more than once, and ``edges`` what these are computed from. With
+    ``has_bounds`` both weights are held within bounds.
     """
 
     anchor: fx.Node
@@ -45,6 +48,7 @@ class Blend:
     is_gated: bool
     edges: Mapping[fx.Node, Dims]
     again: frozenset[fx.Node]
+    has_bounds: bool = False
 
     def inputs_of(self, leaf: Leaf) -> list[fx.Node]:
         """The nodes at the edge from which a leaf is computed."""
@@ -63,6 +67,8 @@ def read_blend(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> F
         MutatedError: an alias of a value was overwritten before it is read.
         LayoutError: a layout has no exact form in axes.
     """
+    if not form.is_strict:
+        raise _unequal(form)
     found = _read(effects, forms, anchor, form)
     if not form.is_isolated:
         raise RefusedError(
@@ -70,9 +76,9 @@ def read_blend(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> F
             f"gradients flow to the host {form.host.name} as well as to the seed {form.seed.name}",
             f"blend with {form.host.name}.detach()",
         )
-    kinds = (
-        [found] if found.weights.gate is None else [found, replace(found, weights=replace(found.weights, gate=None))]
-    )
+    kinds = [found]
+    if found.weights.gate is not None and not found.has_bounds:
+        kinds.append(replace(found, weights=replace(found.weights, gate=None)))
     for blend in kinds:
         for output in (_softmax_after(effects, anchor), anchor):
             if output is None:
@@ -120,7 +126,9 @@ def read_margin(effects: Effects, forms: Forms, anchor: fx.Node) -> Found:
 def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
     """The two tensors and their weights, over the axes of the anchor."""
     dims = fresh(shape_of(tensor_of(anchor)))  # type: ignore[arg-type]  # an anchor is a tensor
-    region = Region(effects, expand_masks=True, stops=_Stops(forms, frozenset({form.seed, form.host, *form.factors})))
+    bounds, stops = BoundReader(effects, form.bounds), _Stops(forms, frozenset({form.seed, form.host, *form.factors}))
+    functions = {**dict.fromkeys(CASTS, _counted), **bounds.functions}
+    region = Region(effects, expand_masks=True, stops=stops, functions=functions)
     expression = region.express(anchor, dims)
     alike = _alike(forms, region)
     first = {symbol: symbols[0] for symbols in alike for symbol in symbols}
@@ -143,8 +151,36 @@ def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
         if symbol in used and len(same) > 1
     }
     edges = {node: own for found in copies.values() for node, own in found.items()}
-    again = frozenset(between([leaf.node for symbol in copies for leaf in leaves[symbol]], edges))
-    return Blend(anchor, dims, region, region.leaves[seed], region.leaves[host], weights, form, is_gated, edges, again)
+    repeated = [leaf.node for symbol in copies for leaf in leaves[symbol]]
+    if gate is None:
+        edges, repeated = {**edges, **bounds.sources}, [*repeated, *bounds.read]
+    else:
+        for node, own in bounds.read.items():
+            gate.region.express(node, own)
+    again = frozenset(between(repeated, edges))
+    tensors = region.leaves[seed], region.leaves[host]
+    return Blend(anchor, dims, region, *tensors, weights, form, is_gated, edges, again, bool(bounds.read))
+
+
+def _counted(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+    """A condition as zero or one."""
+    return region.operand(call, "input", dims) if is_count(call) else None
+
+
+def _unequal(form: Form) -> RefusedError:
+    """Why weights that would add up to one in exact arithmetic and without bounds do not."""
+    if form.integers:
+        dtypes = ", ".join(sorted(map(str, form.integers)))
+        return RefusedError(
+            "WEIGHT_IS_INTEGER",
+            f"the weights are sums in {dtypes}, which wrap around where they are large",
+            "make a weight a floating-point number, or a condition, before it is taken from one",
+        )
+    return RefusedError(
+        "WEIGHTS_BOUNDED_APART",
+        "the weights add up to one only where no bound is reached: one is bounded in another way than the other",
+        "bound the seed's weight w, and weigh the host by 1 - w",
+    )
 
 
 @dataclass(frozen=True)
@@ -170,7 +206,7 @@ def _only_leaf(
     forms: Forms, region: Region, alike: list[list[sympy.Symbol]], node: fx.Node, dims: Dims
 ) -> sympy.Symbol:
     symbols = [each[0] for each in alike if forms.sums.first(region.leaves[each[0]].node) is node]
-    if len(symbols) != 1 or region.leaves[symbols[0]].axes != frozenset(axes_of(dims)):
+    if len(symbols) != 1 or not region.leaves[symbols[0]].axes <= frozenset(axes_of(dims)):
         raise LayoutError(f"{node.name} is read along different dimensions")
     return symbols[0]
 
@@ -209,9 +245,7 @@ def _finish(effects: Effects, forms: Forms, blend: Blend, output: fx.Node) -> Fo
         channels = set(atoms(blend.dims[call.get("dim") % len(blend.dims)]))
         if not channels:
             raise LayoutError("a softmax over one number")
-    rows = set[Axis]()
-    if gate is not None:
-        rows = set(axes_of(gate.logits.dims)) - set(atoms(gate.logits.classes))
+    rows = None if gate is None else set(axes_of(gate.logits.dims)) - set(atoms(gate.logits.classes))
     groups = group(output, blend.dims, weights.axes, rows, channels)
     if groups is None:
         raise LayoutError("the weights are along dimensions that are not next to one another")

@@ -5,16 +5,36 @@ Axes are not looked at: a tensor and its transpose are the same factor here. Wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import fx
 
 from lz_compile.passes import layout
 from lz_compile.passes.activations import is_read
 from lz_compile.passes.algebra import constant_value, is_cast, specialised
 from lz_compile.passes.axes import LayoutError, fresh, shape_of
+from lz_compile.passes.blends.blend_bounds import (
+    BOUNDING,
+    Affine,
+    Bound,
+    Interval,
+    Limits,
+    Twin,
+    limits_of,
+    product,
+    reach_of,
+)
+from lz_compile.passes.blends.blend_conditions import (
+    CASTS,
+    chooses_numbers,
+    integers_of,
+    is_condition,
+    is_count,
+    is_integer,
+)
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.view import Call, tensor_of, value_of
@@ -25,9 +45,13 @@ Terms: TypeAlias = Mapping[tuple[fx.Node, ...], float]
 #: The last operation of a blend.
 ANCHORS = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "lerp", "addcmul"})
 _PRODUCTS = frozenset({"mul", "div", "lerp", "addcmul"})
+#: Sums in integers, and what turns a condition into its opposite, or into numbers.
+_COUNTED = frozenset({"add", "sub", "rsub", "mul", "neg"})
+_LOGIC = frozenset({"not", "eq", "ne"})
 _MOST_TERMS, _MOST_FACTORS = 8, 5
 _MOST_NODES, _DEEPEST = 32, 16
-_NEAR = 1e-9
+#: Numbers that differ by less, or in later digits, are equal.
+NEAR, _DIGITS = 1e-9, 9
 
 
 @dataclass
@@ -36,6 +60,7 @@ class Sums:
 
     effects: Effects
     _first: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _limits: dict[fx.Node, Limits | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         computed: dict[Any, fx.Node] = {}
@@ -84,20 +109,67 @@ class Sums:
     def is_sum(self, call: Call) -> bool:
         """Whether a call adds, multiplies, casts or rearranges."""
         tensor = tensor_of(call.node)
-        if tensor is None or EMITTED in call.node.meta or not (tensor.is_floating_point() or is_cast(call)):
+        if tensor is None or EMITTED in call.node.meta:
             return False
-        return call.name in _RULES or is_cast(call) or _is_moved(call)
+        if call.name == "where":
+            return chooses_numbers(call)
+        if tensor.dtype == torch.bool:
+            return call.name in _LOGIC or (is_cast(call) and is_condition(call.input))
+        if is_integer(tensor):
+            return call.name in _COUNTED or is_count(call)
+        if call.name in BOUNDING:
+            return self.limits(call.node) is not None
+        return call.name in _ARITHMETIC or is_cast(call) or _is_moved(call)
 
-    def of(self, anchor: fx.Node, cuts: Collection[fx.Node]) -> Terms | None:
-        """The terms of an anchor, of which ``cuts`` are factors; None where there are too many."""
+    def of(self, anchor: fx.Node, cuts: Collection[fx.Node], *, is_lenient: bool = False) -> Terms | None:
+        """The terms of an anchor, of which ``cuts`` are factors; None where there are too many.
+
+        With ``is_lenient``, bounds are taken off and integers summed up as if there were no largest one.
+        """
         try:
-            return _Expansion(self, frozenset(map(self.first, cuts))).of(anchor)
+            return _Expansion(self, frozenset(map(self.first, cuts)), is_lenient).of(anchor)
         except _TooLargeError:
             return None
+
+    def bounds(self, anchor: fx.Node, cuts: Collection[fx.Node]) -> dict[fx.Node, Bound]:
+        """The bounded values that :meth:`of` reads as others."""
+        expansion = _Expansion(self, frozenset(map(self.first, cuts)))
+        expansion.of(anchor)
+        return expansion.bounds
+
+    def is_lax(self, nodes: Collection[fx.Node]) -> bool:
+        """Whether there is anything that a lenient reading would read in another way."""
+        return bool(integers_of(nodes)) or any(self.limits(node) is not None for node in nodes)
+
+    def limits(self, node: fx.Node) -> Limits | None:
+        """The bounds of a value, if its call does nothing else."""
+        if node not in self._limits:
+            call = self.effects.calls.get(node)
+            self._limits[node] = None if call is None else limits_of(self.effects, call)
+        return self._limits[node]
+
+    def reach(self, terms: Terms) -> Interval:
+        """Between which numbers a sum of products surely lies."""
+        low = high = 0.0
+        for factors, number in terms.items():
+            part = (number, number)
+            for factor in factors:
+                part = product(part, reach_of(self.effects, factor, self.limits(factor)))
+            low, high = low + part[0], high + part[1]
+        return low, high
 
 
 class _TooLargeError(Exception):
     """A sum of too many products."""
+
+
+@dataclass(frozen=True)
+class _Nested:
+    """Bounds of ``terms``, which are ``inner`` of what is held."""
+
+    limits: Limits
+    terms: Terms
+    inner: Affine
 
 
 @dataclass
@@ -106,7 +178,10 @@ class _Expansion:
 
     sums: Sums
     cuts: frozenset[fx.Node]
+    is_lenient: bool = False
+    bounds: dict[fx.Node, Bound] = field(default_factory=dict)
     _found: dict[fx.Node, Terms] = field(default_factory=dict)
+    _held: dict[Any, tuple[fx.Node, fx.Node, tuple[Affine, Affine]]] = field(default_factory=dict)
     depth: int = 0
 
     def of(self, node: fx.Node) -> Terms:
@@ -132,7 +207,57 @@ class _Expansion:
         if not self.sums.is_sum(call):
             return None
         rule = _RULES.get(call.name)
-        return self._operand(call, call.input) if rule is None else rule(self, call)
+        terms = self._operand(call, call.input) if rule is None else rule(self, call)
+        tensor = tensor_of(call.node)
+        is_exact = terms is None or tensor is None or not is_integer(tensor) or self._fits(terms, tensor.dtype)
+        return terms if is_exact or self.is_lenient else None
+
+    def _fits(self, terms: Terms, dtype: torch.dtype) -> bool:
+        """Whether integers never wrap around: sums of conditions, which are small."""
+        low, high = self.sums.reach(terms)
+        return torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max
+
+    def held(self, call: Call) -> Terms | None:
+        """The terms of a bounded value: those of what it holds, or of another bounded value."""
+        limits = self.sums.limits(call.node)
+        terms = None if limits is None else self._operand(call, limits.held)
+        if limits is None or terms is None or self.is_lenient:
+            return terms
+        reach = self.sums.reach(terms)
+        if limits.low <= reach[0] and reach[1] <= limits.high:
+            self.bounds[call.node] = Bound(limits.held)
+            return terms
+        nested = self._nested(limits, terms)
+        offset, rest = nested.terms.get((), 0.0), {key: number for key, number in nested.terms.items() if key}
+        if not rest:
+            return None
+        sign = 1 if rest[min(rest, key=str)] > 0 else -1
+        ends = [sign * (end - offset) for end in (nested.limits.low, nested.limits.high)][::sign]
+        numbers = frozenset((factors, round(sign * number, _DIGITS)) for factors, number in rest.items())
+        key = (numbers, *(round(end, _DIGITS) for end in ends))
+        outer = Affine(sign, offset)
+        own = outer, nested.inner.inverse().after(outer)
+        twin, held, theirs = self._held.setdefault(key, (call.node, nested.limits.held, own))
+        if twin is call.node:
+            return None
+        outside, inside = (mine.after(their.inverse()) for mine, their in zip(own, theirs, strict=True))
+        self.bounds[call.node] = Bound(nested.limits.held, Twin(twin, held, outside, inside))
+        return plus({(self.sums.first(twin),): float(outside.sign)}, {(): outside.offset})
+
+    def _nested(self, limits: Limits, terms: Terms) -> _Nested:
+        """Bounds within bounds as one."""
+        (factors, number), *others = [(key, value) for key, value in terms.items() if key] or [((), 0.0)]
+        inner = self.sums.limits(factors[0]) if len(factors) == 1 and not others and abs(number) == 1 else None
+        call = self.sums.effects.calls.get(factors[0]) if inner is not None else None
+        own = None if inner is None or call is None else self._operand(call, inner.held)
+        if inner is None or own is None:
+            return _Nested(limits, terms, Affine())
+        below = self._nested(inner, own)
+        outer = Affine(1 if number > 0 else -1, terms.get((), 0.0))
+        ends = sorted(outer(end) for end in (below.limits.low, below.limits.high))
+        low, high = (min(max(end, limits.low), limits.high) for end in ends)
+        whole = plus({(): outer.offset}, below.terms, float(outer.sign))
+        return _Nested(Limits(below.limits.held, low, high), whole, outer.after(below.inner))
 
     def _operand(self, call: Call, value: Any) -> Terms | None:
         value = specialised(value)
@@ -152,7 +277,8 @@ class _Expansion:
 
 def is_repeatable(call: Call) -> bool:
     """Whether a call is pointwise, rearranges, detaches or is a softmax: the same arguments give the same value."""
-    return is_read(call) or is_cast(call) or layout.rearranges(call) or call.name in ("detach", "softmax")
+    is_plain = call.name in ("detach", "softmax") or call.name in CASTS
+    return is_plain or is_read(call) or is_cast(call) or layout.rearranges(call)
 
 
 def _is_moved(call: Call) -> bool:
@@ -174,7 +300,7 @@ def plus(first: Terms, second: Terms, sign: float = 1.0) -> Terms:
     found = dict(first)
     for factors, number in second.items():
         found[factors] = found.get(factors, 0.0) + sign * number
-    return {factors: number for factors, number in found.items() if abs(number) > _NEAR}
+    return {factors: number for factors, number in found.items() if abs(number) > NEAR}
 
 
 def times(first: Terms, second: Terms) -> Terms:
@@ -184,7 +310,10 @@ def times(first: Terms, second: Terms) -> Terms:
         for other, factor in second.items():
             key = tuple(sorted((*one, *other), key=lambda node: node.name))
             found[key] = found.get(key, 0.0) + number * factor
-    return {factors: number for factors, number in found.items() if abs(number) > _NEAR}
+    return {factors: number for factors, number in found.items() if abs(number) > NEAR}
+
+
+Rule: TypeAlias = Callable[[_Expansion, Call], "Terms | None"]
 
 
 def _added(sums: _Expansion, call: Call, first: str, second: str, sign: float) -> Terms | None:
@@ -219,7 +348,35 @@ def _addcmul(sums: _Expansion, call: Call) -> Terms | None:
     return None if found is None or scale is None else plus(found[0], times(scale, times(found[1], found[2])))
 
 
-_RULES: Mapping[str, Any] = {
+def _not(sums: _Expansion, call: Call) -> Terms | None:
+    found = sums.operands(call, "input")
+    if found is None or not is_condition(call.input):
+        return None
+    return plus({(): 1.0}, found[0], -1.0)
+
+
+def _compared(is_equal: bool) -> Rule:
+    """A condition, or sums of such that are zero or one, compared with one of these."""
+
+    def rule(sums: _Expansion, call: Call) -> Terms | None:
+        source, value = tensor_of(call.input), call.get("other", call.arguments.get("#1"))
+        found = sums.operands(call, "input")
+        if found is None or source is None or source.is_floating_point() or value not in (0, 1):
+            return None
+        low, high = sums.sums.reach(found[0])
+        if low < 0 or high > 1 or any(number != round(number) for number in found[0].values()):
+            return None
+        return found[0] if (value == 1) == is_equal else plus({(): 1.0}, found[0], -1.0)
+
+    return rule
+
+
+def _where(sums: _Expansion, call: Call) -> Terms | None:
+    found = sums.operands(call, "condition", "input", "other") if chooses_numbers(call) else None
+    return None if found is None else plus(found[2], times(found[0], plus(found[1], found[2], -1.0)))
+
+
+_RULES: Mapping[str, Rule] = {
     "add": lambda sums, call: _added(sums, call, "input", "other", 1.0),
     "sub": lambda sums, call: _added(sums, call, "input", "other", -1.0),
     "rsub": lambda sums, call: _added(sums, call, "other", "input", -1.0),
@@ -228,23 +385,10 @@ _RULES: Mapping[str, Any] = {
     "neg": _neg,
     "lerp": _lerp,
     "addcmul": _addcmul,
+    "not": _not,
+    "eq": _compared(is_equal=True),
+    "ne": _compared(is_equal=False),
+    "where": _where,
+    **dict.fromkeys(BOUNDING, lambda sums, call: sums.held(call)),
 }
-
-
-def weights(terms: Terms, seed: fx.Node, host: fx.Node) -> tuple[Terms, Terms] | None:
-    """What ``seed`` and ``host`` are multiplied by, if every product holds exactly one of them, once."""
-    found: tuple[dict[tuple[fx.Node, ...], float], ...] = ({}, {})
-    for factors, number in terms.items():
-        counts = factors.count(seed), factors.count(host)
-        if counts not in ((1, 0), (0, 1)):
-            return None
-        of_host = counts == (0, 1)
-        rest = list(factors)
-        rest.remove(host if of_host else seed)
-        found[of_host][tuple(rest)] = number
-    return found if all(found) else None  # type: ignore[return-value]  # a pair
-
-
-def is_one(terms: Terms) -> bool:
-    """Whether terms are the number one."""
-    return set(terms) == {()} and abs(terms[()] - 1.0) < _NEAR
+_ARITHMETIC = _RULES.keys() - {*_LOGIC, *BOUNDING, "where"}
