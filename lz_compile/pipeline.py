@@ -32,6 +32,7 @@ from lz_compile.runtime.report import GraphReport, MatchReport
 from lz_compile.runtime.select import Decision, Problem, select
 from lz_compile.runtime.store import Store
 from lz_compile.runtime.verdict import Policy
+from lz_compile.scan_calls import selects_itself, with_own_kernel
 
 #: Reasons that do not say why a match is left to Inductor.
 _BESIDE = ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE", "NOT_FUSED")
@@ -72,6 +73,7 @@ def choose(module: fx.GraphModule, options: Options, report: GraphReport) -> Non
         for match, entry in zip(found.matches, found.entries, strict=True):
             decision = _decide(match, entry, found.known, report)
             entry.kernel = next(kernel.kernel_id for kernel in decision.ranking if _is_loaded(kernel, entry))
+            entry.kernel = _left(match) if entry.kernel == INDUCTOR else entry.kernel
             if entry.kernel not in (INDUCTOR, match.source_kernel):
                 entry.reasons.append(Reason("NOT_PROVEN", "a dry run proves and rewrites nothing"))
 
@@ -95,6 +97,7 @@ def _read(module: fx.GraphModule, options: Options, report: GraphReport) -> Iter
         effects, matches = reading.effects, reading.matches
         if options.assume_finite:
             matches = _assuming_finite(matches)
+        matches = [with_own_kernel(match) for match in matches]
         entries = [MatchReport.of(match, path) for match in matches]
         report.matches.extend(entries)
         known = _Known(policy.current().with_locks(options.lock), tables, _fusions(matches, effects, options))
@@ -223,6 +226,11 @@ def _decide(match: Match, entry: MatchReport, known: _Known, report: GraphReport
     return decision
 
 
+def _left(match: Match) -> str:
+    """What computes a match that is left alone: a call of an op of ours selects a kernel by itself."""
+    return INDUCTOR if match.source_kernel is None or not selects_itself(match) else match.source_kernel
+
+
 def _is_loaded(kernel: KernelSpec, entry: MatchReport) -> bool:
     """Whether a kernel's library can be imported; why not is noted."""
     missing = kernel.load()
@@ -251,7 +259,11 @@ def _apply(
                 raise RewriteFailedError(str(entry.reasons[-1]))
             continue
         if kernel.call is None:
-            if all(reason.code in _BESIDE for reason in entry.reasons):
+            entry.kernel = _left(match)
+            if entry.kernel != INDUCTOR:
+                text = f"the call stays as it is, and selects {entry.kernel} when it is traced"
+                entry.reasons.append(Reason("SELECTS_ITSELF", text))
+            elif all(reason.code in _BESIDE for reason in entry.reasons):
                 text = "Inductor's own code is expected to be the fastest"
                 entry.reasons.append(Reason("LEFT_TO_INDUCTOR", text))
             return

@@ -269,7 +269,7 @@ def _selected(
     attrs = _attributes(operands, out_dtype, state_dtype)
     own = partial(_own, attrs=attrs)
     is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-    facts = _facts(dict(zip(OPERANDS, operands, strict=True)))
+    facts = facts_of_call(dict(zip(OPERANDS, operands, strict=True)))
     if is_transformed or 0 in (facts.batch, facts.heads, facts.length, facts.key_dim, facts.value_dim):
         return own(*operands)
     device = next(each.device for each in operands if each is not None)
@@ -305,8 +305,8 @@ def _called(
     return reads, last
 
 
-def _facts(operands: Mapping[str, torch.Tensor | None]) -> ScanFacts:
-    """With a number for every size."""
+def facts_of_call(operands: Mapping[str, torch.Tensor | None]) -> ScanFacts:
+    """What a call selects its kernel by: a number for every size, also while it is traced."""
     found = scan_op.facts_of(operands)
     return ScanFacts(
         *ScanSizes._make(map(contexts.known_size, scan_op.sizes_of(operands))),

@@ -51,6 +51,16 @@ _IN_CHUNKS = (
 )  # fmt: skip
 
 
+def test_kda_shared_keys_are_computed_in_float32_under_autocast():
+    problem = small(PROBLEMS["kda_shared_keys"], 8)
+    operands, attrs = problem.operands(torch.float32), problem.attrs(torch.float32)
+    exact = exactly(operands, attrs)
+    for scan in (triton_scan.scan, lambda **given: triton_scan.chunked_scan(**given, chunk=4)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = with_gradients(scan, operands, attrs)
+        assert_near(found, exact, 1e-5)
+
+
 @pytest.mark.parametrize("case", _STEPPED)
 def test_steps_are_the_references_with_gradients(case):
     problem = small(PROBLEMS[case])

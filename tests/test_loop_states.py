@@ -184,6 +184,14 @@ def four_in_a_ring(x: Tensor, a: Tensor, first: Tensor) -> tuple[Tensor, Tensor]
     return torch.stack(kept, 1), parts[3]
 
 
+def shifted(x: Tensor, a: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    window, kept = first, []
+    for t in range(T):
+        window = torch.cat([window[:, 1:], x[:, t, :1]], -1)
+        kept.append((window * a[:, t]).sum(-1))
+    return torch.stack(kept, 1), window
+
+
 REFUSED = [
     (complex_state, "[COMPLEX_STATE] the state"),
     (squashed_half, "sigmoid of the state"),
@@ -198,3 +206,11 @@ def test_what_stays_one_loop_has_a_true_reason_and_the_same_results(loop: Loop, 
     assert not any(match.rewritten for match in backend.report.matches)
     assert text in "\n".join(str(miss.reason) for miss in backend.report.near_misses)
     torch.testing.assert_close(got, loop(*given), rtol=1e-9, atol=1e-9)
+
+
+def test_a_window_that_moves_on_fails_nowhere() -> None:
+    given = inputs()
+    got, backend = compiled(shifted, given, loops="roll")
+    assert [(loop.steps, loop.rolled) for loop in backend.report.loops] == [(T, True)]
+    assert not backend.report.events
+    torch.testing.assert_close(got, shifted(*given), rtol=1e-9, atol=1e-9)

@@ -69,11 +69,24 @@ def test_a_call_runs_the_kernel_that_is_locked(name: str, grad: bool) -> None:
         torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize(("own", "length"), [("lz.rolled_scan", T), ("torch.scan_sequential", 3)])
+def test_a_call_that_is_left_alone_is_reported_as_the_kernel_that_it_selects(own: str, length: int) -> None:
+    given = [each[:, :length] for each in inputs(torch.float32)]
+    with lz.lock("scan", own):
+        got, backend = compiled(kda, given, lock={"scan": "inductor"})
+    (match,) = (each for each in backend.report.matches if each.op == "scan")
+    assert (match.kernel, match.rewritten) == (own, False)
+    assert [str(reason) for reason in match.reasons] == [
+        f"[SELECTS_ITSELF] the call stays as it is, and selects {own} when it is traced"
+    ]
+    torch.testing.assert_close(got, kda(*given), rtol=1e-4, atol=1e-5)
+
+
 def test_a_call_that_runs_the_best_kernel_by_itself_is_left_and_reported() -> None:
     given = inputs(torch.float32)
     got, backend = compiled(kda, given)
     (match,) = (each for each in backend.report.matches if each.op == "scan")
-    assert match.op == "scan"
+    assert (match.op, match.kernel) == ("scan", "lz.rolled_scan")
     assert not match.rewritten
     assert match.formula.startswith("S[k,v] <- ")
     assert not backend.report.near_misses

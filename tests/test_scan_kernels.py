@@ -291,6 +291,17 @@ def test_batch_and_heads_may_be_symbolic(name, case):
         torch.testing.assert_close(found, expected)
 
 
+def test_every_size_may_be_symbolic_for_a_kernel_that_looks_at_sizes_when_it_runs():
+    problem = replace(PROBLEMS["kda"], batch=3, heads=2, length=10, rows=7, columns=5)
+    module = emitted("lz.triton_scan", problem.operands(), problem.attrs(), symbolic=(0, 1, 2, 3, 4))
+    reads, last = (node.meta["example_value"].shape for node in module.graph.output_node().args[0])
+    assert [str(size).isdigit() for size in reads] == [False, False, False, True, False]
+    assert not any(str(size).isdigit() for size in last)
+    found = {name: {each for each in spec.supports if "symbolic" in each} for name, spec in kernels("scan").items()}
+    assert found["lz.triton_scan"] == found["lz.rolled_scan"] == {"symbolic_length", "symbolic_widths"}
+    assert not any(found[name] for name in (*OURS, "lz.triton_chunked_scan"))
+
+
 def test_a_symbolic_length_is_refused():
     problem = PROBLEMS["kda"]
     with pytest.raises(ValueError, match="expected numbers as the sizes T, received symbols"):

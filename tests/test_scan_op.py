@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from scan_problems import errors, problem, run
 from torch import Tensor
@@ -103,6 +104,8 @@ def test_features_name_what_a_kernel_must_take() -> None:
     assert op.features(given.attrs, facts).keys() == wanted
     short = replace(facts, length=4, rank=1, needs_grad=False)
     assert "many_steps" not in op.features(given.attrs, short)
+    symbols = replace(facts, length=sympy.Symbol("t"), value_dim=sympy.Symbol("v"))
+    assert {*op.features(given.attrs, symbols)} - wanted == {"symbolic_length", "symbolic_widths"}
     assert given.attrs.variant == "delta"
     context = contexts.of_facts("scan", given.attrs, facts)
     assert (context.operation, context.dims["batch_size"], context.dims["length"]) == ("scan.delta", 2, 9)

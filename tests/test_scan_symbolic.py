@@ -17,6 +17,7 @@ from test_scan_steps import Compiler, eager, loop
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+import lz_compile as lz
 from lz_compile import reports
 from lz_compile.passes.loops.stand_ins import StandIns, is_ambiguous
 
@@ -172,6 +173,78 @@ def test_every_size_may_be_symbolic() -> None:
     compiled = torch.compile(function, backend=backend, dynamic=True)
     for sizes in ((2, 3, 4, 5), (3, 5, 7, 4), (6, 2, 3, 9)):
         compare(function, compiled, problem(*sizes), 1e-9)
+    assert scans(backend) == ["lz.rolled_scan"], backend.why_not()
+
+
+# ---- kernels in plain PyTorch ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("erases", "kernel"),
+    [(True, "lz.chunked_scan"), (True, "lz.associative_matrix_scan"), (False, "lz.associative_scan")],
+)
+def test_kernels_in_plain_pytorch_serve_every_batch_with_one_compile(erases: bool, kernel: str) -> None:
+    function = attention(READS[0], OUTERS[0], merges=False, erases=erases)
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"scan": kernel})
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for batch in (3, 5, 2):
+        given = problem(batch)
+        for each in given if batch == 3 else ():
+            torch._dynamo.mark_dynamic(each, 0)  # which fails if a size becomes a number
+        compare(function, compiled, given, 1e-9)
+    assert len(backend.graphs) == 1
+    assert scans(backend) == [kernel], backend.why_not()
+
+
+def test_widths_that_are_symbols_go_to_a_kernel_that_takes_them() -> None:
+    function = attention(READS[0], OUTERS[0], merges=False, erases=True)
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"scan": "lz.chunked_scan"})
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    compare(function, compiled, problem(2, 3, 4, 5), 1e-9)
+    assert scans(backend) == ["lz.rolled_scan"], backend.why_not()
+    assert "lz.chunked_scan does not take symbolic widths of the state" in backend.why_not()
+
+
+def call(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return lz.kda(q, k, v, torch.sigmoid(a), b)
+
+
+@pytest.mark.parametrize("kernel", ["lz.rolled_scan", "lz.chunked_scan", "lz.associative_matrix_scan"])
+def test_a_call_takes_any_number_of_steps_whatever_kernel_is_wished(kernel: str) -> None:
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"scan": kernel})
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    for batch, length in ((3, 12), (4, 150), (2, 3)):
+        given = problem(batch, length=length)
+        for each in given if batch == 3 else ():
+            torch._dynamo.mark_dynamic(each, (0, 1))
+        compare(call, compiled, given, 1e-9)
+    assert len(backend.graphs) == 1
+    (match,) = (each for each in backend.report.matches if each.op == "scan")
+    assert match.kernel == "lz.rolled_scan"
+    if kernel != "lz.rolled_scan":
+        assert f"{kernel} does not take a symbolic number of steps" in backend.why_not()
+
+
+def test_what_a_step_calls_beside_its_state_leaves_sizes_as_they_are() -> None:
+    def function(x: Tensor, a: Tensor) -> Tensor:
+        state, outputs = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = torch.sigmoid(a[:, t]) * state + F.pad(x[:, t, 1:], (0, 1))
+            outputs.append(F.pad(state, (1, 0)))
+        return torch.stack(outputs, 1)
+
+    torch._dynamo.reset()
+    backend = Rewriting()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for batch in (3, 5, 2):
+        given = [torch.randn(batch, 18, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        for each in given if batch == 3 else ():
+            torch._dynamo.mark_dynamic(each, 0)
+        compare(function, compiled, given, 1e-9)
+    assert len(backend.graphs) == 1
     assert scans(backend) == ["lz.rolled_scan"], backend.why_not()
 
 

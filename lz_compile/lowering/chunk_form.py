@@ -23,6 +23,7 @@ from lz_compile.lowering import chunk_prefixes
 from lz_compile.lowering.chunk_operands import ChunkOperands
 from lz_compile.lowering.chunk_products import Rows, seen
 from lz_compile.lowering.ops.scan import Reads
+from lz_compile.lowering.scan_products import product, solved
 
 #: Tokens of a chunk, where there are as many.
 CHUNK = 64
@@ -49,8 +50,8 @@ class ChunkForm:
 
     def reads(self, states: torch.Tensor) -> torch.Tensor:
         """What is read, ``[., ., n * C, Q, V]``, from the states before the chunks ``[B, H, n, K, V]``."""
-        written = self.updates if self.erases is None else self.updates - self.erases @ states
-        found = self.queries @ states + self.pairs @ written
+        written = self.updates if self.erases is None else self.updates - product(self.erases, states)
+        found = product(self.queries, states) + product(self.pairs, written)
         reads: torch.Tensor = found.unflatten(3, (-1, self.reads_per_step)).flatten(2, 3)
         return reads
 
@@ -60,9 +61,11 @@ class ChunkForm:
         total = self.writes.new_ones((1, 1, 1, 1)) if self.total is None else self.total
         if self.erases is None:
             count = self.writes.shape[2]
-            return total.unsqueeze(4).expand(-1, -1, count, -1, -1), written @ self.updates, chunk_prefixes.diagonal
+            factors = total.unsqueeze(4).expand(-1, -1, count, -1, -1)
+            return factors, product(written, self.updates), chunk_prefixes.diagonal
         one = written.new_ones((self.writes.shape[4],)).diag()
-        return one * total.unsqueeze(4) - written @ self.erases, written @ self.updates, chunk_prefixes.matrices
+        factors = one * total.unsqueeze(4) - product(written, self.erases)
+        return factors, product(written, self.updates), chunk_prefixes.matrices
 
 
 def chunk_form(operands: ChunkOperands, reads: Reads, chunk: int) -> ChunkForm:
@@ -84,7 +87,7 @@ def chunk_form(operands: ChunkOperands, reads: Reads, chunk: int) -> ChunkForm:
     found = seen(None if decay is None else _cut(decay, chunk), tuple(rows), columns)
     updates, erases = _cut(right, chunk).flatten(3, 4), None
     if erase is not None:
-        updates, erases = (_solved(found.pairs[1], each) for each in (updates, found.rows[1]))
+        updates, erases = (solved(found.pairs[1], each) for each in (updates, found.rows[1]))
     return ChunkForm(
         found.total, found.columns, erases, updates, found.rows[0], found.pairs[0], int(operands.query.shape[3])
     )
@@ -94,15 +97,9 @@ def _read_rows(query: torch.Tensor, left: torch.Tensor, decay: torch.Tensor | No
     """Queries as rows that read the state before the step: behind it they also see the step's own update."""
     if reads == "before":
         return Rows(_cut(query, chunk))
-    own = query @ left.transpose(3, 4)
+    own = product(query, left.transpose(3, 4))
     before = query if decay is None else query * decay.unsqueeze(3)
     return Rows(_cut(before, chunk), _cut(own, chunk))
-
-
-def _solved(triangle: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """``(I + triangle)^-1 right``; the triangle is strictly lower."""
-    found: torch.Tensor = torch.linalg.solve_triangular(triangle, right, upper=False, unitriangular=True)
-    return found
 
 
 def _cut(tensor: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -146,7 +143,7 @@ def without_drive(operands: ChunkOperands, reads: Reads) -> Driven:
     before, last = chunk_prefixes.states_before(decay, drive, state, chunk_prefixes.diagonal)
     right = operands.right
     if operands.erase is not None and right is not None:
-        right = right - operands.erase @ before
+        right = right - product(operands.erase, before)
     after = torch.cat((before[:, :, 1:], last.unsqueeze(2)), 2)
     seen_states = before if reads == "before" else after
-    return Driven(replace(operands, right=right, drive=None), operands.query @ seen_states, last)
+    return Driven(replace(operands, right=right, drive=None), product(operands.query, seen_states), last)

@@ -48,6 +48,9 @@ class ChunkOperands:
         """
         given = {name: each for name, each in operands.items() if each is not None}
         sizes = sizes_of_shapes(given)
+        symbolic = [dim for dim in "TRKVQ" if not isinstance(sizes[dim], int)]
+        if symbolic:
+            raise ValueError(f"scan in chunks: expected numbers as the sizes {', '.join(symbolic)}, received symbols")
         wide = torch.promote_types(attrs.compute_dtype, torch.float32)
         for each in given.values():
             wide = torch.promote_types(wide, each.dtype)
@@ -130,18 +133,10 @@ def results(
 
 
 def sizes_of_shapes(operands: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The sizes of a scan over the operands that there are, by dimension; ``R`` is 1 without updates.
-
-    Raises:
-        ValueError: a size other than those of batch and heads is symbolic.
-    """
+    """The sizes of a scan over the operands that there are, by dimension; ``R`` is 1 without updates."""
     found: dict[str, Any] = {}
     for name, operand in operands.items():
         for dim, size in zip(OPERANDS[name], operand.shape, strict=True):
             if not (isinstance(size, int) and size == 1):
                 found[dim] = size
-    sizes = {dim: found.get(dim, 1) for dim in "BHTRKVQ"}
-    symbolic = [dim for dim in "TRKVQ" if not isinstance(sizes[dim], int)]
-    if symbolic:
-        raise ValueError(f"scan in chunks: expected numbers as the sizes {', '.join(symbolic)}, received symbols")
-    return sizes
+    return {dim: found.get(dim, 1) for dim in "BHTRKVQ"}

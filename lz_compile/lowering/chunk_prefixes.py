@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
-#: How maps are combined and applied: ``operator.mul`` for diagonal ones, ``operator.matmul`` for matrices.
+from lz_compile.lowering.scan_products import product
+
+#: How maps are combined and applied: by elements for diagonal ones, by products for matrices.
 Times = Callable[[Any, Any], Any]
-diagonal, matrices = operator.mul, operator.matmul
+diagonal, matrices = operator.mul, product
 
 
 def states_before(

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from lz_compile.lowering.scan_products import product
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -73,7 +75,7 @@ def _undecayed(rows: tuple[Rows, ...], columns: torch.Tensor) -> Seen:
 
 def _gram(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """All products, ``[..., C, I, C, J]``."""
-    products = rows.flatten(-3, -2) @ columns.flatten(-3, -2).transpose(-1, -2)
+    products = product(rows.flatten(-3, -2), columns.flatten(-3, -2).transpose(-1, -2))
     cut: torch.Tensor = products.unflatten(-1, (columns.shape[-3], columns.shape[-2]))
     found: torch.Tensor = cut.unflatten(-3, (rows.shape[-3], rows.shape[-2]))
     return found
@@ -100,7 +102,7 @@ def _merged(decay: torch.Tensor, rows: tuple[Rows, ...], columns: torch.Tensor) 
         seen_columns = first_columns.flatten(-3, -2).transpose(-1, -2)
         for index, each in enumerate(since_start):
             first, second = each[..., 0::2, :, :, :], each[..., 1::2, :, :, :]
-            crossing = second.flatten(-3, -2) @ seen_columns
+            crossing = product(second.flatten(-3, -2), seen_columns)
             pairs[index] = _joined(pairs[index], crossing)
             since_start[index] = _beside(first, second * before)
         to_end = _beside(first_columns * after, second_columns)

@@ -18,6 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
@@ -317,6 +318,7 @@ class GraphBuilder(Builder):
             for manager in ambient_context(self._ambient):
                 stack.enter_context(manager)
             stack.enter_context(fake_mode)
+            stack.enter_context(enable_python_dispatcher())  # C++ would make numbers of symbolic sizes
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             if isinstance(node.target, torch._ops.HigherOrderOperator):

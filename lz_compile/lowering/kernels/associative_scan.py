@@ -14,6 +14,7 @@ import torch
 from lz_compile.lowering import chunk_prefixes
 from lz_compile.lowering.chunk_operands import ChunkOperands, results
 from lz_compile.lowering.ops.scan import Reads, ScanAttrs
+from lz_compile.lowering.scan_products import product
 
 #: The most tiles, and the fewest steps of one.
 TILES, SHORTEST = 4, 64
@@ -60,7 +61,7 @@ def scan(
         reads, last = _tile(steps, last, attrs.reads, has_query=has_query)
         found.append(reads)
     if not found:
-        found.append(operands.query @ operands.state.unsqueeze(2)[:, :, :0])
+        found.append(product(operands.query, operands.state.unsqueeze(2)[:, :, :0]))
     return results(found[0] if len(found) == 1 else torch.cat(found, 2), last, operands, attrs)
 
 
@@ -71,7 +72,7 @@ def _tile(
     factors, times = _factors(operands)
     before, last = chunk_prefixes.states_before(factors, _summands(operands), state, times)
     states = before if reads == "before" else torch.cat((before[:, :, 1:], last.unsqueeze(2)), 2)
-    return operands.query @ states if has_query else states, last
+    return product(operands.query, states) if has_query else states, last
 
 
 def _factors(operands: ChunkOperands) -> tuple[torch.Tensor, chunk_prefixes.Times]:
@@ -82,7 +83,7 @@ def _factors(operands: ChunkOperands) -> tuple[torch.Tensor, chunk_prefixes.Time
     if operands.erase is None or operands.left is None:
         return decay, chunk_prefixes.diagonal
     one = decay.new_ones((operands.rows,)).diag()
-    return one * decay - operands.left.transpose(3, 4) @ operands.erase, chunk_prefixes.matrices
+    return one * decay - product(operands.left.transpose(3, 4), operands.erase), chunk_prefixes.matrices
 
 
 def _summands(operands: ChunkOperands) -> torch.Tensor:
@@ -92,5 +93,5 @@ def _summands(operands: ChunkOperands) -> torch.Tensor:
         if drive is not None:
             return drive
         return operands.query.new_zeros((1, 1, 1, 1, 1)).expand(1, 1, operands.length, operands.rows, operands.columns)
-    written = operands.left.transpose(3, 4) @ operands.right
+    written = product(operands.left.transpose(3, 4), operands.right)
     return written if drive is None else written + drive

@@ -15,6 +15,7 @@ from lz_compile.lowering import chunk_prefixes
 from lz_compile.lowering.chunk_form import CHUNK, ChunkForm, chunk_form, without_drive
 from lz_compile.lowering.chunk_operands import ChunkOperands, results
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs
+from lz_compile.lowering.scan_products import product
 
 #: The most chunks that follow one another in a loop.
 LOOPED = 8
@@ -79,9 +80,9 @@ def passed(form: ChunkForm, state: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     states = []
     for index in range(form.writes.shape[2]):
         states.append(state)
-        written = updates[index] if erases is None else updates[index] - erases[index] @ state
+        written = updates[index] if erases is None else updates[index] - product(erases[index], state)
         kept = state if totals is None else state * totals[index]
-        state = kept + writes[index] @ written
+        state = kept + product(writes[index], written)
     return torch.stack(states, 2), state
 
 

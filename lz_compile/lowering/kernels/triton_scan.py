@@ -13,6 +13,7 @@ from lz_compile.lowering.kernels.chunked_scan import in_chunks
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.opaque_scan import apart, decoded, fake, fallback, given, of_operands, scan_by, together
 from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs
+from lz_compile.lowering.scan_products import product
 
 #: The largest tile of a chunk in bytes: its tokens, times their updates, times the rows of the state.
 LARGEST_TILE = 64 * 128 * 4
@@ -130,9 +131,10 @@ def _of_states(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     from lz_compile.lowering.triton import scan_chunks
 
-    of_total, of_writes, of_erases, of_updates, of_state = scan_chunks.gradients(
-        gradient, _there(total), writes, _there(erases), updates, state
-    )
+    with torch.autocast(gradient.device.type, enabled=False):
+        of_total, of_writes, of_erases, of_updates, of_state = scan_chunks.gradients(
+            gradient, _there(total), writes, _there(erases), updates, state
+        )
     of_total = torch.empty_like(total) if of_total is None else of_total.contiguous()
     of_erases = torch.empty_like(erases) if of_erases is None else of_erases
     return of_total, of_writes, of_erases, of_updates, of_state
@@ -152,9 +154,9 @@ def _looped_states(
     for index in range(writes.shape[2]):
         written = updates[:, :, index]
         if erases.dim() > 1:
-            written = written - erases[:, :, index] @ state
+            written = written - product(erases[:, :, index], state)
         kept = state if total.dim() == 1 else state * total[:, :, index].unsqueeze(-1)
-        state = kept + writes[:, :, index].mT @ written
+        state = kept + product(writes[:, :, index].mT, written)
         found.append(state)
     return torch.stack(found, 2)
 

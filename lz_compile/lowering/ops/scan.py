@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
+from lz_compile.lowering.scan_products import product
+
 if TYPE_CHECKING:
     from lz_compile.passes.axes import Size
 
@@ -285,7 +287,7 @@ def advance(state: torch.Tensor, step: Mapping[str, torch.Tensor]) -> torch.Tens
     if "left" in step:
         written = step["right"]
         if "erase" in step:
-            written = written - step["erase"] @ state
+            written = written - product(step["erase"], state)
         found = found + _outer(step["left"], written)
     return found + step["drive"] if "drive" in step else found
 
@@ -293,19 +295,20 @@ def advance(state: torch.Tensor, step: Mapping[str, torch.Tensor]) -> torch.Tens
 def _outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """``left^T @ right``, ``[B, H, K, V]``, where the ranks of either may be one and broadcast."""
     if left.shape[2] == right.shape[2]:
-        return left.transpose(2, 3) @ right
+        return product(left.transpose(2, 3), right)
     return (left.unsqueeze(4) * right.unsqueeze(3)).sum(2)
 
 
 def read(state: torch.Tensor, query: torch.Tensor | None) -> torch.Tensor:
     """What a query ``[B, H, Q, K]`` reads: ``[B, H, Q, V]``."""
-    return state if query is None else query @ state
+    return state if query is None else product(query, state)
 
 
 def features(attrs: ScanAttrs, facts: ScanFacts) -> dict[str, str]:
     """What a kernel must support for this scan: feature name (``supports`` in descriptors) and what asks for it."""
     structure = facts.structure
     is_short = isinstance(facts.length, int) and facts.length <= FEW_STEPS
+    widths = (facts.key_dim, facts.value_dim, facts.rank, facts.reads)
     needed = {
         "state": structure.has_state and "a state to start from",
         f"{structure.decay}_decay": structure.decay != "none" and f"a decay of kind {structure.decay}",
@@ -318,6 +321,8 @@ def features(attrs: ScanAttrs, facts: ScanFacts) -> dict[str, str]:
         "queries": structure.has_query and facts.reads != 1 and f"{facts.reads} reads in a step",
         "reads_before": attrs.reads == "before" and "reads of the state before the step",
         "many_steps": not is_short and f"{facts.length} steps",
+        "symbolic_length": not isinstance(facts.length, int) and "a symbolic number of steps",
+        "symbolic_widths": not all(isinstance(size, int) for size in widths) and "symbolic widths of the state",
         "training": facts.needs_grad and "gradients",
     }
     return {name: text for name, text in needed.items() if isinstance(text, str)}

@@ -13,6 +13,7 @@ from torch import fx
 from lz_compile.passes.axes import Size, as_size, shape_of
 from lz_compile.passes.builder import EMITTED, provenance
 from lz_compile.passes.effects import Ambient, ambient_context
+from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.loop_plan import Traces
 from lz_compile.passes.loops.step_trace import traced
 from lz_compile.passes.view import tensor_of
@@ -35,7 +36,7 @@ class Around:
         with ExitStack() as stack:
             for manager in ambient_context(self.ambient):
                 stack.enter_context(manager)
-            stack.enter_context(self.mode)
+            stack.enter_context(faking(self.mode))
             value = target(*given_args, **given_kwargs)
         return self.note(node, value)
 

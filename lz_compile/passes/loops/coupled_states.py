@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.loops.batched import Around
+from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.rebuilt_scan import Rewritten, value_of
 from lz_compile.passes.loops.step_form import StepForm, between, insert
 from lz_compile.passes.loops.step_trace import ScanCall, is_filled, traced
@@ -99,7 +100,7 @@ class _Stacking:
     def _placeholder(self, name: str, value: Any) -> fx.Node:
         node = self._graph.placeholder(name)
         if callable(value) and not isinstance(value, torch.Tensor):
-            with self.around.mode, torch.no_grad():
+            with faking(self.around.mode), torch.no_grad():
                 value = value()
         node.meta["val"] = value
         return node

@@ -18,6 +18,7 @@ from torch import fx
 
 from lz_compile.passes.axes import as_size
 from lz_compile.passes.effects import Effects
+from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.loop_search import LEAST_STEPS
 from lz_compile.passes.loops.piece_writes import Piece, overlap, piece_of, store_pieces
 from lz_compile.passes.view import tensor_of
@@ -227,7 +228,7 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def _copied(tensor: torch.Tensor, function: Callable[[Any], Any]) -> Any:
-    with tensor.fake_mode:  # type: ignore[attr-defined]
+    with faking(tensor.fake_mode):  # type: ignore[attr-defined]
         return function(tensor)
 
 

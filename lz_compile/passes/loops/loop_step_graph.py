@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.effects import Ambient, ambient_context
+from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.loop_body import Around, Body, Carried, Entry, Part, Ref, Streamed
 from lz_compile.passes.loops.loop_search import is_number
 from lz_compile.passes.loops.loop_steps import kind_of, kind_of_value
@@ -48,7 +49,7 @@ class Emitter:
         with ExitStack() as stack:
             for manager in ambient_context(self._ambient):
                 stack.enter_context(manager)
-            stack.enter_context(self._fake_mode)
+            stack.enter_context(faking(self._fake_mode))
             return function(*args, **kwargs)
 
 

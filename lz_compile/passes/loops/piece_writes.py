@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.effects import Ambient, Effects, ambient_context
+from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.loop_search import LEAST_STEPS
 from lz_compile.passes.view import read, tensor_of, value_of
 
@@ -154,7 +155,7 @@ def _computed(graph: fx.Graph, node: fx.Node, target: Any, ambient: Ambient) -> 
     with ExitStack() as stack:
         for manager in ambient_context(ambient):
             stack.enter_context(manager)
-        stack.enter_context(mode)
+        stack.enter_context(faking(mode))
         run = getattr(torch.Tensor, target) if isinstance(target, str) else target
         value.meta["example_value"] = run(*args, **kwargs)
     return value

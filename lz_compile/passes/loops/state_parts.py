@@ -90,7 +90,7 @@ class _Cutter:
             known = set(self._found)
             ordered = sorted(known)
             for start, stop in itertools.pairwise(ordered):
-                self._note(carried, start, stop)
+                self._note(carried, start, stop, self.dim)
         return sorted(self._found)
 
     def _slices(self, node: fx.Node) -> list[tuple[int, int]]:
@@ -147,11 +147,11 @@ class _Cutter:
             self._found |= {start, start + size}
             start += size
             if size > 1:
-                self._note(part, 0, size)
+                self._note(part, 0, size, self.dim)
 
     def _note(self, node: Any, start: int, stop: int, dim: int | None = None) -> None:
         """The ends of the spans of the state that a span of a value is made of."""
-        dim = self._reaches.get(node, self.dim) if dim is None else dim
+        dim = self._reaches.get(node) if dim is None else dim
         if dim is None:
             return
         for operand, own, first, last in self._made_of(node, dim, start, stop):
@@ -260,7 +260,10 @@ class _Cutter:
         if (start, stop) == (0, value.shape[dim]) and node is not self.state and node in self._copies:
             return self._copies[node]
         if node is self.state and dim == self.dim:
-            found = [part for (low, high), part in self._parts.items() if start <= low and high <= stop]
+            spans = [(low, high) for low, high in self._parts if start <= low and high <= stop]
+            if sum(high - low for low, high in spans) != stop - start:
+                return insert(graph, aten.slice.Tensor, (self._whole(node), dim, start, stop))
+            found = [self._parts[span] for span in spans]
             return found[0] if len(found) == 1 else insert(graph, aten.cat.default, (found, dim))
         if node.target is aten.stack.default and _joined(node, dim):
             entries = [each for each, _ in _joined(node, dim)[start:stop]]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.index_sum import Dims, IndexSum, dims_of
 from lz_compile.passes.loops.index_terms import Atom, Factor, UnreadableError
 from lz_compile.passes.loops.step_rules import LOGICAL, OF_TRUTH_VALUES, RULES, Rule, as_sum, shape_of
@@ -251,7 +252,7 @@ def insert(graph: fx.Graph, target: Any, args: Any, kwargs: Mapping[str, Any] | 
     node = graph.call_function(target, args, dict(kwargs or {}))
     given_args, given_kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
     mode = next(each.meta["val"].fake_mode for each in graph.find_nodes(op="placeholder"))
-    with mode, torch.no_grad():
+    with faking(mode), torch.no_grad():
         node.meta["val"] = target(*given_args, **given_kwargs)
     return node
 

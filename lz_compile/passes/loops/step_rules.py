@@ -173,25 +173,25 @@ def _squeeze(_: fx.Node, value: IndexSum, dims: int | Sequence[int] | None = Non
 
 def _select(_: fx.Node, value: IndexSum, dim: int, _index: int) -> IndexSum:
     if value.dims[dim]:
-        raise UnreadableError("one of several elements")
+        raise UnreadableError("it takes one of several elements")
     return value.squeezed([dim])
 
 
 def _slice(node: fx.Node, value: IndexSum, *_: Any) -> IndexSum:
     if shape_of(node) != value.shape:
-        raise UnreadableError("some of the elements")
+        raise UnreadableError("it takes some of the elements")
     return value
 
 
 def _cat(_: fx.Node, values: Sequence[IndexSum], _dim: int = 0) -> IndexSum:
     if len(values) != 1:
-        raise UnreadableError("several tensors joined")
+        raise UnreadableError("it joins several tensors")
     return values[0]
 
 
 def _stack(_: fx.Node, values: Sequence[IndexSum], dim: int = 0) -> IndexSum:
     if len(values) != 1:
-        raise UnreadableError("several tensors joined")
+        raise UnreadableError("it joins several tensors")
     return values[0].unsqueezed(dim)
 
 

@@ -22,6 +22,7 @@ from lz_compile.passes import layout
 from lz_compile.passes.algebra import constant_value
 from lz_compile.passes.axes import as_size
 from lz_compile.passes.effects import Ambient, ambient_context
+from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.stand_ins import ATTEMPTS, NO_SYMBOLS, Place, StandIns, is_ambiguous, symbolic
 from lz_compile.passes.loops.step_sizes import check_twins, name_sizes, unchanged_sizes
 from lz_compile.passes.match import RefusedError
@@ -245,7 +246,7 @@ def traced(function: Callable[..., Any], values: Sequence[Any], ambient: Ambient
         for manager in ambient_context(ambient):
             stack.enter_context(manager)
         stack.enter_context(torch.no_grad())
-        stack.enter_context(mode)
+        stack.enter_context(faking(mode))
         return make_fx(function)(*values)
 
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from lz_compile.passes.algebra import is_pointwise
 from lz_compile.passes.effects import Effects, ambient_context
+from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.view import Call, read, tensor_of, value_of
 
 _BEGINS, _ENDS, _ENTERS, _LEAVES = (
@@ -102,7 +103,7 @@ def _spell_out(node: fx.Node, ambient: Any) -> None:
         with ExitStack() as stack:
             for manager in ambient_context(ambient):
                 stack.enter_context(manager)
-            stack.enter_context(mode)
+            stack.enter_context(faking(mode))
             if node.op == "call_method":
                 node.meta["example_value"] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:

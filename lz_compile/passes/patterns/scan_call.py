@@ -1,4 +1,7 @@
-"""Calls of ``lz.kda`` and ``lz.linear_scan``, which graphs hold as the operator ``layerzero::scan``: the op itself."""
+"""Calls of ``lz.kda`` and ``lz.linear_scan``, which graphs hold as the operator ``layerzero::scan``: the op itself.
+
+Which kernel such a call selects by itself is not asked here, but where kernels are chosen (``scan_calls.py``).
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,12 @@ import torch
 from torch import fx
 
 from lz_compile.lowering.ops import scan as scan_op
-from lz_compile.lowering.ops.scan import EAGER_KERNEL, OPERANDS, ScanAttrs, ScanFacts
+from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs
 from lz_compile.passes.axes import Axis, Dims, as_size
 from lz_compile.passes.builder import EMITTED, Builder
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
 from lz_compile.passes.view import tensor_of, where_of
-from lz_compile.runtime import eager
-from lz_compile.runtime.context import UNKNOWN_SIZE
 
 _OP = "scan"
 _ERASING = "S[k,v] <- decay S[k,v] + left[k] (right[v] - sum over k' of erase[k'] S[k',v])"
@@ -113,7 +114,6 @@ def _match(node: fx.Node, effects: Effects) -> Match:
         emitter=ScanCallEmitter(given, tuple(outputs[each] for each in ordered), attrs),
         ambient=ambient,
         where=where_of(node),
-        source_kernel=_source(attrs, facts, tensors),
         formula=f"{_ERASING if attrs.erases else _PLAIN}; y[q,v] = sum over k of query[q,k] S[k,v]",
         masked_rows_count=False,
         scales=_scales(given, axes["K"]),
@@ -148,17 +148,3 @@ def _scales(given: Mapping[str, fx.Node], keys: Axis) -> dict[fx.Node, float]:
     """For keys that erase: their length is about one, or a state would grow."""
     size = keys.size if isinstance(keys.size, int) else 64
     return {given[name]: size**-0.5 for name in ("left", "erase") if "erase" in given}
-
-
-def _source(attrs: ScanAttrs, facts: ScanFacts, tensors: Mapping[str, torch.Tensor]) -> str:
-    """The kernel that the call chooses by itself, when it is traced."""
-    sizes: dict[str, Any] = {name: _hint(size) for name, size in scan_op.sizes_of(tensors)._asdict().items()}
-    kernel = eager.kernel_for(_OP, attrs, replace(facts, **sizes), next(iter(tensors.values())).device)
-    return EAGER_KERNEL if kernel is None or kernel.call is None else kernel.kernel_id
-
-
-def _hint(size: Any) -> int:
-    """A size, or the one that a symbolic size was traced with."""
-    if isinstance(size, int):
-        return size
-    return size.node.hint if isinstance(size.node.hint, int) else UNKNOWN_SIZE
