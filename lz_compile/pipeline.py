@@ -12,6 +12,7 @@ from torch import fx
 from lz_compile.errors import RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options
+from lz_compile.own_calls import selects_itself, with_own_kernel
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.fusion import Fusion, fusions
 from lz_compile.passes.joint import FusedEmitter
@@ -32,7 +33,6 @@ from lz_compile.runtime.report import GraphReport, MatchReport
 from lz_compile.runtime.select import Decision, Problem, select
 from lz_compile.runtime.store import Store
 from lz_compile.runtime.verdict import Policy
-from lz_compile.scan_calls import selects_itself, with_own_kernel
 
 #: Reasons that do not say why a match is left to Inductor.
 _BESIDE = ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE", "NOT_FUSED")

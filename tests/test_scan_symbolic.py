@@ -389,3 +389,26 @@ def test_a_loop_that_is_not_affine_compiles_with_a_symbolic_batch() -> None:
     (graph,) = reports()[-1:]
     assert [each.rolled for each in graph.loops] == [True]
     assert not [event for event in graph.events if event.code in ("COMPILE_FAILED", "FALLBACK")], graph.events
+
+
+def test_linear_algebra_in_a_step_keeps_a_symbolic_batch() -> None:
+    """Batched over time, PyTorch would make a number of the batch: the loop is left as it is."""
+
+    def solved(given: Tensor, keys: Tensor) -> Tensor:
+        state, found = given.new_zeros(given.shape[0], 4), []
+        for t in range(given.shape[1]):
+            matrix = 2 * torch.eye(4, dtype=given.dtype) + 0.1 * keys[:, t, :, None] * keys[:, t, None]
+            state = 0.5 * state + torch.linalg.solve(matrix, given[:, t, :, None])[..., 0]
+            found.append(2 * state)
+        return torch.stack(found, 1)
+
+    torch._dynamo.reset()
+    backend = Rewriting()
+    function = torch.compile(solved, backend=backend, fullgraph=True)
+    for batch in (3, 5):
+        operands = torch.randn(2, batch, 12, 4, dtype=torch.float64).unbind()
+        for each in operands:
+            torch._dynamo.mark_dynamic(each, 0)
+        torch.testing.assert_close(function(*operands), solved(*operands))
+    assert len(backend.report.graphs) == 1
+    assert "SIZE_UNKNOWN" in {miss.reason.code for miss in backend.report.near_misses}

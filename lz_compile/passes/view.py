@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -282,11 +284,23 @@ def hint_of(node: Any) -> int | float:
 
 
 def where_of(node: fx.Node) -> str:
-    """``file:line`` of the user's code that made this node, ``<unknown>`` where Dynamo kept none."""
+    """``file:line`` of the user's code that made this node, ``<unknown>`` where Dynamo kept none.
+
+    The innermost line that is not our own: calls of our functions are made somewhere.
+    """
     trace = node.meta.get("stack_trace") or ""
+    own = ""
     for line in reversed(trace.strip().splitlines()):
         text = line.strip()
-        if text.startswith('File "'):
-            path, _, rest = text[6:].partition('", line ')
-            return f"{path}:{rest.split(',')[0]}"
-    return "<unknown>"
+        if not text.startswith('File "'):
+            continue
+        path, _, rest = text[6:].partition('", line ')
+        place = f"{path}:{rest.split(',')[0]}"
+        if not path.startswith(_OURS):
+            return place
+        own = own or place
+    return own or "<unknown>"
+
+
+#: Where this package is.
+_OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"

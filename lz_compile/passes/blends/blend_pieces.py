@@ -34,7 +34,10 @@ def piece(effects: Effects, call: Call) -> Piece | None:
     if outer is None or whole is None or not isinstance(index, int) or not whole.dim():
         return None
     own |= {outer.node}
-    dim = outer.get("dim", outer.arguments.get("#1" if outer.name == "unbind" else "#2", 0)) % whole.dim()
+    dim = outer.get("dim", outer.arguments.get("#1" if outer.name == "unbind" else "#2", 0))
+    if not isinstance(dim, int):  # a maximum over everything, for one
+        return None
+    dim %= whole.dim()
     if outer.name == "unbind":
         return outer.input, dim, index, False, own, ()
     parts = outer.arguments.get("#1", outer.get("chunks", outer.get("split_size_or_sections", outer.get("split_size"))))

@@ -16,6 +16,7 @@ from lz_compile.passes.effects import Ambient, ambient_context
 from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.loop_plan import Traces
 from lz_compile.passes.loops.step_trace import traced
+from lz_compile.passes.match import RefusedError
 from lz_compile.passes.view import tensor_of
 
 
@@ -108,6 +109,8 @@ class Batched:
         values = [_detached(node) for node in given]
         key = (tuple(nodes), tuple((value.dtype, shape_of(value), _strides(value)) for value in values))
         if key not in self.traces:
+            if where is self.over_time:
+                _check_sizes(nodes, values)
             segment = _segment(nodes, edge, results)
             function = torch.vmap(segment, in_dims=tuple(places)) if where is self.over_time else segment
             self.traces[key] = traced(function, values, self.around.ambient, self.around.mode)
@@ -133,6 +136,19 @@ def _detached(node: fx.Node) -> torch.Tensor:
     value = tensor_of(node)
     assert value is not None, f"{node.name} is no tensor"
     return value.detach()
+
+
+def _check_sizes(nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
+    """Refuse linear algebra over symbolic sizes: to batch it, PyTorch makes numbers of them.
+
+    Raises:
+        RefusedError: there is such.
+    """
+    solver = next((node for node in nodes if "linalg" in str(node.target)), None)
+    is_symbolic = any(isinstance(size, torch.SymInt) for value in values for size in getattr(value, "shape", ()))
+    if solver is not None and is_symbolic:
+        text = f"{solver.name} of all steps at once would need sizes that are symbols"
+        raise RefusedError("SIZE_UNKNOWN", text, "mark that dimension as static (torch._dynamo.mark_static)")
 
 
 def _segment(nodes: Sequence[fx.Node], edge: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:

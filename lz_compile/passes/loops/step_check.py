@@ -24,9 +24,13 @@ def check(form: StepForm, transition: Transition) -> None:
     """Compare one step by the transition with one as it is written.
 
     Raises:
-        RefusedError: they differ.
+        RefusedError: they differ, or a size is not known.
     """
     state = form.step.states[transition.state]
+    unknown = next((node for node in form.step.states if _has_unknown_size(node)), None)
+    if unknown is not None:
+        text = f"{unknown.name} has a size that stays a symbol while the step is read"
+        raise RefusedError("SIZE_UNKNOWN", text, "mark that dimension as static (torch._dynamo.mark_static)")
     if state.meta["val"].numel() > _LARGEST:
         return
     outputs = [form.step.carried[transition.state], *(read.node for read in transition.reads)]
@@ -79,6 +83,10 @@ def _step(transition: Transition, known: Mapping[Atom, torch.Tensor], state: tor
         moved = whole.permute(order).reshape([sizes[place] for place in read.places])
         found.append(moved + value(read.rest, read.rest.sizes))
     return found
+
+
+def _has_unknown_size(node: fx.Node) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
 
 
 def _random(node: fx.Node, generator: torch.Generator, *, is_mask: bool) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Calls of ``lz.kda`` and ``lz.linear_scan``, which graphs hold as the operator ``layerzero::scan``: the op itself.
 
-Which kernel such a call selects by itself is not asked here, but where kernels are chosen (``scan_calls.py``).
+Which kernel such a call selects by itself is not asked here, but where kernels are chosen (``own_calls.py``).
 """
 
 from __future__ import annotations
