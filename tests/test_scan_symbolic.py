@@ -406,7 +406,7 @@ def test_linear_algebra_in_a_step_keeps_a_symbolic_batch() -> None:
     backend = Rewriting()
     function = torch.compile(solved, backend=backend, fullgraph=True)
     for batch in (3, 5):
-        operands = torch.randn(2, batch, 12, 4, dtype=torch.float64).unbind()
+        operands = torch.randn(2, batch, 18, 4, dtype=torch.float64).unbind()
         for each in operands:
             torch._dynamo.mark_dynamic(each, 0)
         torch.testing.assert_close(function(*operands), solved(*operands))
