@@ -270,8 +270,33 @@ def _apply(
         if kernel.kernel_id == match.source_kernel:
             entry.reasons.append(Reason("ALREADY_THIS_KERNEL", f"the source calls {match.source_kernel} itself"))
             return
-        if _replaced(graph, match, kernel, entry, options, report, known):
+        if _settles(graph, match, kernel, entry, options, report, known):
             return
+
+
+def _settles(
+    graph: fx.Graph,
+    match: Match,
+    kernel: KernelSpec,
+    entry: MatchReport,
+    options: Options,
+    report: GraphReport,
+    known: _Known,
+) -> bool:
+    """As :func:`_replaced`; a kernel that cannot be proven, or put here, makes way for the next one.
+
+    Raises:
+        RewriteFailedError: it cannot, and ``options.strict`` is set.
+    """
+    try:
+        return _replaced(graph, match, kernel, entry, options, report, known)
+    except RewriteFailedError:
+        raise
+    except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+        fail("REWRITE_FAILED", f"{kernel.kernel_id} for {match.op} at {match.where} is no candidate", error, options)
+        entry.validation, text = None, f"{kernel.kernel_id}: {type(error).__name__}: {error}"
+        entry.reasons.append(Reason("REWRITE_FAILED", text))
+        return False
 
 
 def _replaced(

@@ -749,6 +749,18 @@ def test_one_match_that_fails_does_not_stop_the_others(monkeypatch):
     assert event_codes() == ["REWRITE_FAILED"]
 
 
+@pytest.mark.parametrize("fault", ["kernel", "kernel_in_a_graph"])
+def test_a_kernel_that_fails_makes_way_for_the_next_one(broken, fault):
+    broken(fault)
+    args = operands()
+    with policy.prefer("torch.sdpa", "lz.blocked"), policy.avoid("inductor"):
+        torch.testing.assert_close(compiled()(*args), attention(*args))
+    (match,) = matches()
+    assert (match.kernel, match.rewritten) == ("lz.blocked", True)
+    assert [reason.code for reason in match.reasons] == ["REWRITE_FAILED"]
+    assert event_codes() == ["REWRITE_FAILED"]
+
+
 def test_a_failed_report_does_not_stop_the_compile(tmp_path):
     (tmp_path / "file").write_text("")
     args = operands()
