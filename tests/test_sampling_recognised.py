@@ -420,4 +420,169 @@ def test_calls_of_the_functions_are_the_operation(kernel, vocab):
 
     torch.manual_seed(4)
     words = torch.randint(-(2**31), 2**31, (4, -(-vocab // 32)), dtype=torch.int32)
-    check(function, scores(4, vocab), words, torch.arange(4), kernel=kernel, matches=3)
+    given_ = scores(4, vocab), words, torch.arange(4)
+    found, backend = compiled(function, *given_, kernel=kernel)
+    assert [match.kernel for match in backend.report.matches] == [kernel] * 3, backend.why_not()
+    assert not backend.report.events
+    torch.testing.assert_close(found, function(*given_))
+
+
+def test_a_call_that_is_left_alone_says_what_it_selects_and_where_it_is():
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"sampling": "inductor"})
+    torch.compile(lambda logits: lz.sampling_probs(logits, top_p=0.9), backend=backend)(scores(4, 70))
+    (match,) = backend.report.matches
+    assert not match.rewritten
+    assert "SELECTS_ITSELF" in [reason.code for reason in match.reasons]
+    assert match.where.startswith(__file__)
+
+
+# ---- what is not seen at a few rows, or is written where others look ---------------------------------------------------
+
+
+def more_rows(x):
+    dropped = (x < x.topk(9).values[..., -1:]).clone()
+    dropped[20:] = False
+    return x.masked_fill(dropped, -INF)
+
+
+def one_row_of_many(x):
+    values = x.topk(20).values
+    is_other = (torch.arange(40) == 33)[:, None]
+    return x.masked_fill(x < torch.where(is_other, values[:, 4:5], values[:, -1:]), -INF)
+
+
+def bounded(x):
+    y = x.clamp(-60, 60)
+    return x.masked_fill(y < y.topk(9).values[..., -1:], -INF)
+
+
+def rounded_shares(x):
+    shares = (x.softmax(-1) + 1e-6).log()
+    return x.masked_fill(shares < shares.topk(9).values[..., -1:], -INF)
+
+
+def rounded_scores(x):
+    y = (x / 1e4 + 1).half()
+    return x.masked_fill(y < y.topk(9).values[..., -1:], -INF)
+
+
+def dropped_out(x):
+    return x.masked_fill(x < F.dropout(x, 0.5).topk(9).values[..., -1:], -INF)
+
+
+def dropped_out_between(x):
+    probs = x.softmax(-1)
+    kept = F.dropout(torch.where(probs < probs.topk(9).values[..., -1:], 0.0, probs), 0.3)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [more_rows, one_row_of_many, bounded, rounded_shares, rounded_scores, dropped_out, dropped_out_between],
+    ids=lambda each: each.__name__,
+)
+def test_what_a_few_rows_of_usual_scores_do_not_show_is_seen(function):
+    x = scores(40, 70) * 40
+    torch.manual_seed(1)
+    expected = function(x)
+    found, backend = compiled(function, x)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert not backend.report.matches
+
+
+def test_probabilities_divided_by_their_sum_are_followed():
+    def top_k_of(probs):
+        kept = torch.where(probs < probs.topk(9).values[..., -1:], 0.0, probs)
+        return kept / kept.sum(-1, keepdim=True)
+
+    check(lambda x: top_k_of(x.softmax(-1)), scores(3, 70), formula="softmax(top_k(logits, 9))")
+
+
+def test_what_runs_into_its_limits_at_other_sizes_prints_nothing(capfd):
+    def function(x):
+        groups = x.view(-1, 8, 16).topk(2, -1).values.sum(-1)
+        kept = torch.zeros_like(groups).scatter(1, groups.topk(4, -1).indices, 1.0)
+        return x * kept.unsqueeze(-1).expand(-1, 8, 16).reshape(-1, 128)
+
+    x = scores(3, 128)
+    found, _backend = compiled(function, x)
+    torch.testing.assert_close(found, function(x))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def written_by_another_name(x):
+    shares = x.softmax(-1)
+    total = torch.cumsum(shares, -1, out=shares)
+    total.masked_fill_(total > 0.5, -1.0)
+    return shares
+
+
+def written_into_the_data(x):
+    y = x * 2
+    y.data.mul_(3)
+    return y
+
+
+def written_without_gradients(x):
+    y = x * 2
+    with torch.no_grad():
+        y.mul_(3)
+    return y
+
+
+def written_number_beyond_the_dtype(x):
+    y = x.half() * 1
+    y[y > 0] = -1e9
+    return y
+
+
+def written_with_a_wider_number(x):
+    return x.sum().div_(torch.tensor(3.0, dtype=torch.float64))
+
+
+def written_booleans(x):
+    return (x * 1).logical_and_(x)
+
+
+def written_every_other(x):
+    return (x * 1)[:, ::2].mul_(2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        written_by_another_name,
+        written_into_the_data,
+        written_without_gradients,
+        written_number_beyond_the_dtype,
+        written_with_a_wider_number,
+        written_booleans,
+        written_every_other,
+    ],
+    ids=lambda each: each.__name__,
+)
+def test_what_is_written_in_place_stays_where_a_new_value_would_differ(function):
+    def with_an_order(x):
+        return function(x), x.topk(2).values
+
+    is_graded = function is written_without_gradients
+    x = scores(3, 70).requires_grad_(is_graded)
+    expected = with_an_order(x)
+    torch._dynamo.reset()
+    backend = Rewriting()
+    found = torch.compile(with_an_order, backend=backend)(x)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, check_stride=True)
+        assert ours.requires_grad == theirs.requires_grad
+    assert not backend.report.events
+
+
+def test_many_writes_are_values_without_recursion():
+    def function(x):
+        y = x * 1
+        for step in range(150):
+            y.add_(step * 0.01)
+        return y.masked_fill_(y < y.topk(9).values[..., -1:], -INF).softmax(-1)
+
+    check(function, scores(3, 70))

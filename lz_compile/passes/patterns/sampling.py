@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes import contraction, layout
-from lz_compile.passes.algebra import is_cast, is_pointwise
+from lz_compile.passes.algebra import is_cast, is_constant, is_pointwise
 from lz_compile.passes.axes import Dims, fresh, shape_of
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.core import Core
@@ -179,6 +179,7 @@ class _Reader:
             if limits is None or not limits.named:
                 continue
             _check_dtypes(found, limits)
+            _check_rounding(self.effects, found)
             return self._divided(_Filter(entry, form, exit_, limits, frozenset(found.core)))
         if refused is not None:
             raise refused
@@ -387,6 +388,9 @@ class _Reader:
         return any(abs(each) == math.inf for each in call.arguments.values() if isinstance(each, float))
 
 
+_SELECTIONS = frozenset(
+    {"masked_fill", "where", "neg", "clone", "min", "amin", "gather", "scatter", "take_along_dim", "getitem"}
+)
 _SOFTMAXES = frozenset({"softmax", "log_softmax", "exp"})
 
 
@@ -422,6 +426,40 @@ def _check_dtypes(found: Excerpt, limits: Limits) -> None:
             f"probabilities are compared in {halves[0].dtype}, whose rounding decides which tokens are kept",
             "take the softmax of scores in float32",
         )
+
+
+def _check_rounding(effects: Effects, found: Excerpt) -> None:
+    """Refuse choices among values that were rounded to fewer bits than the scores have: more of them are equal.
+
+    Raises:
+        RefusedError: there are such.
+    """
+    rounded: dict[fx.Node, torch.dtype] = {}
+    own = tensor_of(found.entry.node)
+    for node in found.core:
+        tensor = tensor_of(node)
+        before = next((rounded[each] for each in node.all_input_nodes if each in rounded), None)
+        if before is None and tensor is not None and tensor.is_floating_point() and own is not None:
+            is_narrow = tensor.dtype.itemsize < max(own.dtype.itemsize, 4)
+            before = tensor.dtype if is_narrow and not _is_exact(effects.calls[node], own.dtype) else None
+        if before is None:
+            continue
+        rounded[node] = before
+        if _is_choice(node):
+            raise RefusedError(
+                "SUMS_IN_HALF",
+                f"which tokens are kept is decided by values in {before}, and rounding makes some of them equal",
+                "compare the scores themselves",
+            )
+
+
+def _is_exact(call: Call | None, kind: torch.dtype) -> bool:
+    """Whether a call gives values that it was given, or known ones, in the dtype that these had."""
+    tensor = None if call is None else tensor_of(call.node)
+    if call is None or tensor is None or tensor.dtype != kind:
+        return False
+    is_same = layout.rearranges(call) or is_cast(call) or is_constant(call)
+    return is_same or call.name in ORDERING | _MAXIMA | _SELECTIONS
 
 
 def _check_ties(logits: Scores, limits: Limits) -> None:

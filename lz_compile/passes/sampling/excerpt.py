@@ -6,7 +6,7 @@ What a filter keeps is found by looking at what it does to a few rows: that does
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,8 @@ from lz_compile.passes.algebra import is_constant, is_pointwise
 from lz_compile.passes.axes import Axis, Dims, LayoutError, axes_of, product, regroup, resolve, shape_of
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.resize import original, shape
-from lz_compile.passes.view import is_symbolic, tensor_of, value_of
+from lz_compile.passes.sampling.stores import is_ordering
+from lz_compile.passes.view import Call, is_symbolic, tensor_of, value_of
 
 #: More operations than a filter of scores is spelled with.
 _MOST = 120
@@ -80,7 +81,7 @@ class Excerpt:
     core: tuple[fx.Node, ...]
     leaves: Mapping[fx.Node, Dims]
     read: Mapping[fx.Node, Dims]
-    _graphs: dict[int, Any] = field(default_factory=dict, compare=False)
+    _graphs: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)
 
     @property
     def inputs(self) -> Mapping[fx.Node, Dims]:
@@ -103,23 +104,31 @@ class Excerpt:
         Raises:
             Exception: whatever the operations of the source raise at these sizes.
         """
-        key = sizes[self.entry.vocab]
+        key = tuple(sizes[axis] for axis in axes_of(self.entry.dims))
         if key not in self._graphs:
             self._graphs[key] = original(self, sizes, torch.float64)
-        found: torch.Tensor = self._graphs[key](scores.clone(), *(values[leaf] for leaf in self.leaves))
+        # Not by calling the module: that prints what a graph raises.
+        found: torch.Tensor = self._graphs[key].forward(scores.clone(), *(values[leaf] for leaf in self.leaves))
         return found
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
         """Every number among the arguments, each once."""
-        found: dict[float, None] = {}
-        for node in self.core:
-            for value in _numbers((node.args, node.kwargs)):
-                found.setdefault(value)
-        for node in self.read:
-            for value in _numbers((node.args, node.kwargs)):
-                found.setdefault(value)
-        return tuple(found)
+        return _numbers_of((*self.core, *self.read))
+
+    @cached_property
+    def row_numbers(self) -> tuple[float, ...]:
+        """Whole numbers that may count rows: all but those that say how many tokens are wanted, and sizes."""
+        nodes = [node for node in (*self.core, *self.read) if not is_ordering(node)]
+        return tuple(x for x in _numbers_of(nodes) if x == x // 1 and x not in self.spelled)
+
+
+def _numbers_of(nodes: Iterable[fx.Node]) -> tuple[float, ...]:
+    found: dict[float, None] = {}
+    for node in nodes:
+        for value in _numbers((node.args, node.kwargs)):
+            found.setdefault(value)
+    return tuple(found)
 
 
 def spelled(scores: Scores) -> Mapping[int, Axis]:
@@ -135,7 +144,7 @@ def excerpt(
     needed = _needed(effects, entry.node, exit_)
     written = {writer for writer, _ in effects.writes_made}
     core = [node for node in needed if node in affected.nodes or node in written]
-    if exit_ not in affected.nodes or len(core) > _MOST:
+    if exit_ not in affected.nodes or len(core) > _MOST or any(_drops_out(effects.calls[node]) for node in core):
         return None
     found = _Edge(effects, entry, stops)
     for node in core:
@@ -145,6 +154,13 @@ def excerpt(
         found.note(node)
     ordered = (*(node for node in core if node is not exit_), exit_)
     return Excerpt(entry, exit_, ordered, found.leaves, found.read)
+
+
+def _drops_out(call: Call | None) -> bool:
+    """Whether a call is a dropout, which is left out where things are run at other sizes."""
+    if call is None or call.name != "dropout":
+        return False
+    return call.get("training") is not False and call.get("p") != 0
 
 
 def _needed(effects: Effects, entry: fx.Node, exit_: fx.Node) -> list[fx.Node]:
@@ -196,7 +212,7 @@ class _Edge:
         is_made = call is not None and (is_pointwise(call) or layout.rearranges(call))
         if (
             is_made
-            and (is_wide or _is_made_of_numbers(self.effects, node))
+            and (is_wide or (not axes_of(dims) and _is_made_of_numbers(self.effects, node)))
             and all(map(self.add, node.all_input_nodes))
         ):
             self.read[node] = dims

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lz_compile.lowering.ops.sampling import SamplingAttrs, Ties, reference
-from lz_compile.passes.axes import axes_of
+from lz_compile.passes.axes import Size, axes_of
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.resize import shape
 from lz_compile.passes.sampling.excerpt import Excerpt, random_leaves, sizes_for
@@ -36,7 +36,21 @@ _MOST = 400
 #: Of fewer tokens it is chance what fits; fewer than these are experts or classes, of which no filter is missed.
 _LEAST_VOCAB, _LEAST_MISSED = 16, 64
 #: How far scores are spread, and by how much all of them are moved.
-_PROBES = ((0.2, 0.0), (3.0, -7.0), (1.0, 4.0), (6.0, 0.0), (1.0, -1.0), (2.0, 30.0), (0.5, 0.0), (3.0, 0.0))
+_PROBES = (
+    (0.2, 0.0),
+    (3.0, -7.0),
+    (1.0, 4.0),
+    (6.0, 0.0),
+    (1.0, -1.0),
+    (2.0, 30.0),
+    (0.5, 0.0),
+    (3.0, 0.0),
+    (120.0, 0.0),
+)
+#: Numbers of the source between these are tried as scores, and so many of them: a function may have a corner there.
+_CORNERS, _MOST_CORNERS = (5.0, 1e4), 6
+#: More scores are not tried at once.
+_MOST_SCORES = 2**23
 
 
 @dataclass(frozen=True)
@@ -122,9 +136,10 @@ def limits_of(found: Excerpt, form: Form) -> Limits | None:
             return None
         probes = [first, *(_Probe.of(found, form, vocab, scale, shift=shift) for scale, shift in _PROBES)]
         rest = [probe for probe in probes if probe is not None]
+        rest += _at_corners(found, form, vocab)
         likely = (each for each in _candidates(found, outcome, vocab) if order.may_fit(each))
         fits = next((each for each in likely if all(probe.fits(each) for probe in rest)), None)
-        if fits is not None:
+        if fits is not None and all(probe.fits(fits) for probe in _of_more_rows(found, form, vocab)):
             return _with_ties(found, form, vocab, fits)
         _check_unlike(order, vocab)
         return None
@@ -144,6 +159,40 @@ def _vocab(found: Excerpt) -> int | None:
     return least if least >= _LEAST_VOCAB else None
 
 
+def _at_corners(found: Excerpt, form: Form, vocab: int) -> list[_Probe]:
+    """Scores around the numbers of the source, where these have a meaning."""
+    if form != "scores":
+        return []
+    low, high = _CORNERS
+    numbers = sorted({abs(x) for x in found.numbers if low < abs(x) < high}, reverse=True)[:_MOST_CORNERS]
+    probes = (_Probe.of(found, form, vocab, 1.0, shift=sign * x) for x in numbers for sign in (1, -1))
+    return [probe for probe in probes if probe is not None and not probe.result.isnan().any()]
+
+
+def _of_more_rows(found: Excerpt, form: Form, vocab: int) -> Iterator[_Probe]:
+    """So many rows, of each axis, that whatever number of the source counts rows has its meaning.
+
+    Raises:
+        RefusedError: they are too many.
+    """
+    counts = [int(x) for x in found.row_numbers if 2 <= abs(x) < 2**20]
+    least = 2 * max(map(abs, counts), default=0) + 1
+    sizes = sizes_for(found.entry, vocab)
+    for axis in found.entry.rows:
+        extent = least if not isinstance(axis.size, int) else min(least, axis.size)
+        if extent <= sizes[axis]:
+            continue
+        if extent * math.prod(sizes.values()) // sizes[axis] > _MOST_SCORES:
+            raise RefusedError(
+                "ROWS_UNKNOWN",
+                f"{max(counts)} may be the number of a row: it is not seen whether all rows are filtered alike",
+                "split rows that are treated differently before, and join them afterwards",
+            )
+        probe = _Probe.of(found, form, vocab, 1.0, rows={axis.size: extent})
+        if probe is not None:
+            yield probe
+
+
 # ---- looking at what it does -----------------------------------------------------------------------------------------
 
 
@@ -161,10 +210,19 @@ class _Probe:
 
     @classmethod
     def of(
-        cls, found: Excerpt, form: Form, vocab: int, scale: float, *, shift: float = 0.0, steps: int = 0
+        cls,
+        found: Excerpt,
+        form: Form,
+        vocab: int,
+        scale: float,
+        *,
+        shift: float = 0.0,
+        steps: int = 0,
+        rows: Mapping[Size, int] | None = None,
     ) -> _Probe | None:
         """Run it; None where it raises, as what is no filter may at other sizes. ``steps``: so many different scores."""
         sizes = sizes_for(found.entry, vocab)
+        sizes |= {axis: rows[axis.size] for axis in found.entry.rows if rows is not None and axis.size in rows}
         extents = shape(found.entry.dims, sizes)
         place = _place(found)
         z = (
@@ -292,7 +350,9 @@ class _Order:
         return bool((self.count == self.shares.shape[-1]).all())
 
     def may_fit(self, limits: Limits) -> bool:
-        """Whether limits keep as many tokens of every row."""
+        """Whether limits keep as many tokens of every row; of none, what was dropped before says nothing."""
+        if not limits.named:
+            return True
         rows, vocab = self.shares.shape
         value = {
             name: self.probe.by_row(limit, limit.value(self.probe.values, vocab), rows)
