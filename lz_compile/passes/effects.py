@@ -266,7 +266,10 @@ def _share_storage(one: fx.Node, other: fx.Node) -> bool:
     first, second = tensor_of(one), tensor_of(other)
     if first is None or second is None or first.is_sparse or second.is_sparse:
         return False
-    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
+    try:
+        return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
+    except NotImplementedError:  # of what is mapped over a dimension, nobody knows: views say what they are views of
+        return False
 
 
 def _overwritten(call: Call) -> list[fx.Node]:

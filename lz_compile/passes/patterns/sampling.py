@@ -13,11 +13,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import fx
 
 from lz_compile.passes import contraction, layout
-from lz_compile.passes.algebra import is_cast, is_constant, is_pointwise
+from lz_compile.passes.algebra import is_cast, is_pointwise
 from lz_compile.passes.axes import Dims, fresh, shape_of
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.core import Core
@@ -25,7 +24,9 @@ from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
 from lz_compile.passes.patterns.sampling_call import sampling_calls
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, exits
-from lz_compile.passes.sampling.limits import Form, Limits, limits_of
+from lz_compile.passes.sampling.kept import Form, Limits
+from lz_compile.passes.sampling.limits import LEAST_MISSED, limits_of
+from lz_compile.passes.sampling.rounding import MAXIMA, check_dtypes, check_rounding, check_ties, is_choice
 from lz_compile.passes.sampling.sampling_emitter import SamplingEmitter
 from lz_compile.passes.sampling.sorted_draws import sorted_draw
 from lz_compile.passes.sampling.stores import ORDERING
@@ -33,7 +34,6 @@ from lz_compile.passes.sampling.warps import warps_of
 from lz_compile.passes.view import Call, tensor_of, where_of
 
 OP = "sampling"
-_MAXIMA = frozenset({"max", "amax"})
 #: So many values are tried as the scores that an anchor is about, and so many as what became of them.
 _MOST_ENTRIES = 3
 _MOST_EXITS = 8
@@ -87,7 +87,7 @@ class _Reader:
     def is_anchor(self, node: fx.Node) -> bool:
         """Whether a call orders the scores of rows."""
         call = self.effects.calls[node]
-        if call is None or call.name not in ORDERING | _MAXIMA:
+        if call is None or call.name not in ORDERING | MAXIMA:
             return False
         source = tensor_of(call.input)
         return source is not None and source.is_floating_point() and self._place(call) is not None
@@ -116,7 +116,7 @@ class _Reader:
         refused: RefusedError | None = None
         for entry in self._entries(anchor, call.input, place):
             affected = Affected(self.effects, entry.node)
-            if not any(_is_choice(node) for node in affected.order):
+            if not any(is_choice(node) for node in affected.order):
                 continue
             try:
                 found = self._filter(entry, affected, anchor)
@@ -169,7 +169,7 @@ class _Reader:
             if tried == _MOST_EXITS:
                 break
             found = excerpt(self.effects, entry, affected, exit_)
-            if found is None or not any(_is_choice(node) for node in found.core):
+            if found is None or not any(is_choice(node) for node in found.core):
                 continue
             try:
                 limits = limits_of(found, form)
@@ -178,15 +178,15 @@ class _Reader:
                 continue
             if limits is None or not limits.named:
                 continue
-            _check_dtypes(found, limits)
-            _check_rounding(self.effects, found)
+            check_dtypes(found, limits)
+            check_rounding(self.effects, found)
             return self._divided(_Filter(entry, form, exit_, limits, frozenset(found.core)))
         if refused is not None:
             raise refused
         return None
 
-    def _divided(self, found: _Filter) -> _Filter:
-        """Probabilities of what is kept with what divides them by their sum.
+    def _divided(self, found: _Filter) -> _Filter | None:
+        """Probabilities of what is kept with what divides them by their sum; None where that is nothing to look for.
 
         Raises:
             RefusedError: nothing does.
@@ -204,6 +204,9 @@ class _Reader:
                 )
             if tried == _MOST_EXITS:
                 break
+        size = entry.vocab.size
+        if isinstance(size, int) and size < LEAST_MISSED:  # experts, whose weights need no sum
+            return None
         raise RefusedError(
             "NOT_NORMALISED",
             "the probabilities of what is kept are not divided by their sum",
@@ -290,7 +293,7 @@ class _Reader:
         is_exact = not chain.limits.is_any
         warps = warps_of(self.effects, entry, lambda node: self._is_inside(node, inside), may_round=is_exact)
         logits = warps.logits
-        _check_ties(logits, chain.limits)
+        check_ties(logits, chain.limits)
         affected = Affected(self.effects, logits.node)
         stops = frozenset(part.node for part in warps.parts)
         found = excerpt(self.effects, logits, affected, chain.exit, stops)
@@ -388,9 +391,6 @@ class _Reader:
         return any(abs(each) == math.inf for each in call.arguments.values() if isinstance(each, float))
 
 
-_SELECTIONS = frozenset(
-    {"masked_fill", "where", "neg", "clone", "min", "amin", "gather", "scatter", "take_along_dim", "getitem"}
-)
 _SOFTMAXES = frozenset({"softmax", "log_softmax", "exp"})
 
 
@@ -404,77 +404,6 @@ def _draws(effects: Effects, node: fx.Node) -> bool:
     if call.name in contraction.PRODUCTS or not (layout.rearranges(call) or is_cast(call)):
         return False
     return any(_draws(effects, user) for user in node.users)
-
-
-def _is_choice(node: fx.Node) -> bool:
-    """Whether a value says which tokens are meant: a comparison, or places."""
-    tensor = tensor_of(node)
-    return tensor is not None and tensor.dtype in (torch.bool, torch.int64)
-
-
-def _check_dtypes(found: Excerpt, limits: Limits) -> None:
-    """Refuse sums and quotients of probabilities that are rounded to half precision: who is kept hangs on that.
-
-    Raises:
-        RefusedError: there are such.
-    """
-    tensors = [tensor_of(node) for node in found.core]
-    halves = [each for each in tensors if each is not None and each.is_floating_point() and each.dtype.itemsize < 4]
-    if halves and (limits.top_p is not None or limits.min_p is not None):
-        raise RefusedError(
-            "SUMS_IN_HALF",
-            f"probabilities are compared in {halves[0].dtype}, whose rounding decides which tokens are kept",
-            "take the softmax of scores in float32",
-        )
-
-
-def _check_rounding(effects: Effects, found: Excerpt) -> None:
-    """Refuse choices among values that were rounded to fewer bits than the scores have: more of them are equal.
-
-    Raises:
-        RefusedError: there are such.
-    """
-    rounded: dict[fx.Node, torch.dtype] = {}
-    own = tensor_of(found.entry.node)
-    for node in found.core:
-        tensor = tensor_of(node)
-        before = next((rounded[each] for each in node.all_input_nodes if each in rounded), None)
-        if before is None and tensor is not None and tensor.is_floating_point() and own is not None:
-            is_narrow = tensor.dtype.itemsize < max(own.dtype.itemsize, 4)
-            before = tensor.dtype if is_narrow and not _is_exact(effects.calls[node], own.dtype) else None
-        if before is None:
-            continue
-        rounded[node] = before
-        if _is_choice(node):
-            raise RefusedError(
-                "SUMS_IN_HALF",
-                f"which tokens are kept is decided by values in {before}, and rounding makes some of them equal",
-                "compare the scores themselves",
-            )
-
-
-def _is_exact(call: Call | None, kind: torch.dtype) -> bool:
-    """Whether a call gives values that it was given, or known ones, in the dtype that these had."""
-    tensor = None if call is None else tensor_of(call.node)
-    if call is None or tensor is None or tensor.dtype != kind:
-        return False
-    is_same = layout.rearranges(call) or is_cast(call) or is_constant(call)
-    return is_same or call.name in ORDERING | _MAXIMA | _SELECTIONS
-
-
-def _check_ties(logits: Scores, limits: Limits) -> None:
-    """Refuse an order that says nothing of equal scores where many are.
-
-    Raises:
-        RefusedError: it does not.
-    """
-    tensor = tensor_of(logits.node)
-    if limits.is_any and tensor is not None and tensor.dtype.itemsize < 4:
-        raise RefusedError(
-            "TIES_UNSPECIFIED",
-            f"many scores are equal in {tensor.dtype}, and which of them are kept is not said",
-            "compare with the k-th largest score, or sort with stable=True",
-        )
 
 
 def _missed(node: fx.Node, refusal: RefusedError) -> NearMiss:

@@ -17,7 +17,7 @@ from lz_compile.passes.core import Core
 from lz_compile.passes.effects import grad_enabled
 from lz_compile.passes.match import Match
 from lz_compile.passes.sampling.excerpt import Excerpt, Scores
-from lz_compile.passes.sampling.limits import Limit, Limits
+from lz_compile.passes.sampling.kept import Limit, Limits
 from lz_compile.passes.sampling.warps import Part, Warps
 from lz_compile.passes.view import hint_of, is_symbolic, tensor_of, where_of
 
