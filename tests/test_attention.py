@@ -19,9 +19,9 @@ import lz_compile
 from lz_compile.backend import layerzero
 
 many = settings(
-    max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
-some = settings(many, max_examples=60)
+some = settings(many, max_examples=40)
 few = settings(many, max_examples=12)  # Dynamo alone takes seconds where every size is symbolic
 
 

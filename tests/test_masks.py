@@ -525,7 +525,7 @@ def test_any_mask_means_what_it_computes(recipe: Recipe) -> None:
 
 
 @pytest.mark.slow
-@settings(drawn, max_examples=200)
+@settings(drawn, max_examples=100)
 @given(recipes())
 def test_very_many_masks_mean_what_they_compute(recipe: Recipe) -> None:
     agrees(recipe)

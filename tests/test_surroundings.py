@@ -423,7 +423,7 @@ def test_other_surroundings_have_another_hash():
 
 @given(spelling=spellings())
 @settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
 def test_an_excerpt_of_any_spelling_computes_what_the_graph_computes(spelling: Spelling):
     inputs = spelling.inputs(0)
