@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,7 +43,8 @@ class Publication:
     def write(self) -> None:
         """Write everything that there is."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.record, indent=2) + "\n")
+        text = json.dumps(self.record, indent=2).replace(f"{ROOT.parent}{os.sep}", "")  # places in it are the project's
+        self.path.write_text(text + "\n")
 
     def add_timings(
         self, case: Mapping[str, Any], prepared: Prepared, timings: Mapping[str, Timing], **more: Any
