@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from lz_compile.domains.mask import DomainMask, word_count
+from lz_compile.domains.mask import DomainMask
 from lz_compile.domains.soft import DomainScore
 from lz_compile.errors import ConstraintError
 from lz_compile.lowering.ops.sampling import OPERANDS, Result, SamplingAttrs, SamplingFacts
+from lz_compile.lowering.token_bits import pack, word_count
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import eager, fingerprint, health, policy
 
@@ -266,8 +267,6 @@ class _Operands:
             raise _error(self._doing, f"a mask of {self._vocab} tokens", found)
         words = mask.words if isinstance(mask, DomainMask) else mask
         if words.dtype == torch.bool:
-            from lz_compile.domains.mask import pack
-
             words = pack(self._by_row("a boolean mask", words, self._vocab))
         if words.dtype != torch.int32:
             raise _error(self._doing, "a mask of int32 words or booleans", f"{words.dtype}")

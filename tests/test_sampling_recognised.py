@@ -586,3 +586,19 @@ def test_many_writes_are_values_without_recursion():
         return y.masked_fill_(y < y.topk(9).values[..., -1:], -INF).softmax(-1)
 
     check(function, scores(3, 70))
+
+
+def test_a_number_that_may_be_that_of_a_row_is_not_passed_over(monkeypatch):
+    """Rows beyond those that can be tried may be treated otherwise: that is refused, and here it is so."""
+    monkeypatch.setattr("lz_compile.passes.sampling.limits._MOST_SCORES", 500)
+
+    def function(x):
+        dropped = x < x.topk(9).values[..., -1:]
+        dropped[50:] = False
+        return x.masked_fill(dropped, -INF)
+
+    x = scores(60, 70)
+    found, backend = compiled(function, x)
+    torch.testing.assert_close(found, function(x))
+    assert "ROWS_UNKNOWN" in [miss.reason.code for miss in backend.report.near_misses]
+    assert not backend.report.matches

@@ -11,10 +11,9 @@ import torch
 from lz_compile.domains.levels import Domain
 from lz_compile.errors import ConstraintError
 from lz_compile.lowering.cpp import bits
+from lz_compile.lowering.token_bits import WORD, pack, unpack, word_count
 from lz_compile.runtime import events
 
-#: Bits in a word, the lowest first: the layout of llguidance, xgrammar and the serving engines that use them.
-WORD = 32
 #: More than int32 can number.
 _MOST_TOKENS = 2**31 - 1
 
@@ -144,30 +143,6 @@ def everything(vocab_size: int) -> torch.Tensor:
     words = torch.full((word_count(vocab_size),), -1, dtype=torch.int32)
     words[-1] = _signed(_last(vocab_size))
     return words
-
-
-def word_count(vocab_size: int) -> int:
-    """Words of a mask over so many tokens."""
-    return -(-vocab_size // WORD)
-
-
-def pack(allowed: torch.Tensor) -> torch.Tensor:
-    """Booleans ``[..., V]`` as int32 words ``[..., ceil(V / 32)]``."""
-    size = allowed.shape[-1]
-    missing = word_count(size) * WORD - size
-    padded = torch.nn.functional.pad(allowed, (0, missing)) if missing else allowed
-    grouped = padded.reshape(*allowed.shape[:-1], word_count(size), WORD)
-    ones = allowed.new_ones(WORD, dtype=torch.int64)
-    weights = ones << (ones.cumsum(0) - ones)
-    # The sum is below 2**32; as int32 its upper half is negative, bit for bit the same.
-    return (grouped * weights).sum(-1).to(torch.int32)
-
-
-def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Int32 words ``[..., W]`` as booleans ``[..., vocab_size]``."""
-    places = torch.arange(WORD, dtype=torch.int32, device=words.device)
-    bits = (words.unsqueeze(-1) >> places) & 1
-    return bits.flatten(-2)[..., :vocab_size].to(torch.bool)
 
 
 def ids_of(words: torch.Tensor, vocab_size: int) -> torch.Tensor:

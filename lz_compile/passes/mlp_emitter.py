@@ -20,7 +20,7 @@ from lz_compile.passes.builder import Builder, Groups
 from lz_compile.passes.core import Core
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.gated_form import Form
-from lz_compile.passes.match import Match
+from lz_compile.passes.match import Match, NothingImplied
 from lz_compile.passes.view import read, tensor_of, where_of
 
 #: Numbers beyond this are no bounds that are met.
@@ -28,7 +28,7 @@ _LARGEST = 1e6
 
 
 @dataclass(frozen=True)
-class MlpEmitter:
+class MlpEmitter(NothingImplied):
     """``op(gate, up, gate_bias, up_bias)`` over ``rows`` and ``hidden``, the axes of the gate.
 
     With ``halves`` the operand ``gate`` holds both: first what is multiplied, then the gate, along that axis.
@@ -89,14 +89,6 @@ class MlpEmitter:
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> MlpAttrs:
         """The attributes for a proof at other sizes: the same."""
         return self.attrs
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute of an activation")
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""

@@ -18,14 +18,14 @@ from lz_compile.passes.axes import Axis, Dims, axes_of, product
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.core import Core
 from lz_compile.passes.effects import grad_enabled
-from lz_compile.passes.match import Match
+from lz_compile.passes.match import Match, NothingImplied
 from lz_compile.passes.moments import CALLS, Moments
 from lz_compile.passes.normal_form import NormalForm
 from lz_compile.passes.view import tensor_of, where_of
 
 
 @dataclass(frozen=True)
-class NormEmitter:
+class NormEmitter(NothingImplied):
     """``after_gain * op(input, weight, bias) + after_shift``; the last two hold what no kernel takes as weights.
 
     ``rows`` and ``hidden`` are the axes of ``input``: those that stay by themselves, and those that are normalised over.
@@ -116,14 +116,6 @@ class NormEmitter:
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> NormAttrs:
         """The attributes for a proof at other sizes: the same."""
         return self.attrs
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute of a normalisation")
 
     def _is_one_call(self, core: Core) -> bool:
         """Whether the source calls PyTorch's kernel itself, and nothing else happens but moving and casting."""

@@ -18,7 +18,7 @@ from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, product
 from lz_compile.passes.builder import Builder, Groups
 from lz_compile.passes.core import Core
 from lz_compile.passes.effects import grad_enabled
-from lz_compile.passes.match import Match
+from lz_compile.passes.match import Match, NothingImplied
 from lz_compile.passes.places import Still, affine, has_still
 from lz_compile.passes.rotations import Rotation, Table, moving
 from lz_compile.passes.view import tensor_of, where_of
@@ -27,7 +27,7 @@ _PRODUCTS = frozenset({"mul", "add", "sub", "addcmul", "rsub", "complex"})
 
 
 @dataclass(frozen=True)
-class RopeEmitter:
+class RopeEmitter(NothingImplied):
     """``op(input, cos, sin)``; ``batch``, ``heads`` and ``positions`` are the rows: tables have no heads."""
 
     rotation: Rotation
@@ -133,14 +133,6 @@ class RopeEmitter:
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> RopeAttrs:
         """The attributes for a proof at other sizes: the same."""
         return self.attrs
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute of a rotary embedding")
 
     def match(self, op: str, core: Core) -> Match:
         """The finished match."""

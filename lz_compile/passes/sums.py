@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from lz_compile.lowering.fused import RESIDUAL
@@ -20,7 +19,7 @@ from lz_compile.passes.axes import Axis, Dims, LayoutError, axes_of
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.joint import operands_of, with_values
-from lz_compile.passes.match import Attributes, Match
+from lz_compile.passes.match import Attributes, Match, NothingImplied
 from lz_compile.passes.view import Call, tensor_of, where_of
 from lz_compile.reasons import Reason
 
@@ -43,7 +42,7 @@ class SumAttributes:
 
 
 @dataclass(frozen=True)
-class SumEmitter:
+class SumEmitter(NothingImplied):
     """Both summands in the canonical layout of what reads their sum: of the operand ``name`` of ``reader``.
 
     ``outputs`` are the sum as it is read, and every node back to where it is computed, each with its axes.
@@ -76,14 +75,6 @@ class SumEmitter:
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> Attributes:
         """The attributes for a proof at other sizes: none."""
         return SumAttributes()
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute of a sum")
 
 
 def sum_before(reader: Match, name: str, effects: Effects) -> Match | Reason | None:

@@ -8,8 +8,7 @@ import torch
 
 from lz_compile.lowering.opaque_sampling import sampler
 from lz_compile.lowering.ops.sampling import SamplingAttrs
-
-_WORD = 32
+from lz_compile.lowering.token_bits import WORD
 
 
 def _fill(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.Tensor) -> None:
@@ -32,8 +31,8 @@ def _words(bitmask: torch.Tensor, rows: int, vocab: int) -> torch.Tensor:
     row that allows every token has minus infinity written past its end, unless the bits past the vocabulary allow as well.
     """
     words = bitmask.new_empty(rows, bitmask.shape[-1]).copy_(bitmask)
-    if vocab % _WORD:
-        words[:, -1] |= -1 << vocab % _WORD
+    if vocab % WORD:
+        words[:, -1] |= -1 << vocab % WORD
     return words
 
 

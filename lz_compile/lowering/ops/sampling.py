@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from lz_compile.lowering.arange import arange
+from lz_compile.lowering.token_bits import unpack, word_count
 
 if TYPE_CHECKING:
     from lz_compile.passes.axes import Size
@@ -53,8 +54,6 @@ EAGER_KERNEL = "torch.sampling"
 EXACT_DIMS: tuple[str, ...] = ()
 BUCKETED_DIMS = (("num_rows",), ("vocab_size",))
 TIMELESS_FEATURES: frozenset[str] = frozenset({"bias", "temperature"})
-
-_WORD = 32
 
 
 @dataclass(frozen=True)
@@ -187,13 +186,7 @@ def scores(
         z = z + bias.to(dtype)
     if temperature is not None:
         z = z / torch.where(temperature == 0, 1.0, temperature).to(dtype)[:, None]
-    return z if bitmask is None else torch.where(allowed(bitmask, z.shape[-1]), z, -math.inf)
-
-
-def allowed(bitmask: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Words ``[..., W]`` as booleans ``[..., vocab_size]``."""
-    bits = (bitmask.unsqueeze(-1) >> arange(bitmask, _WORD).to(torch.int32)) & 1
-    return bits.flatten(-2)[..., :vocab_size] != 0
+    return z if bitmask is None else torch.where(unpack(bitmask, z.shape[-1]), z, -math.inf)
 
 
 def finished(
@@ -314,7 +307,7 @@ def sample(
     rows, vocab = sizes["num_rows"], sizes["vocab_size"]
     operands = {
         "logits": (torch.randn(rows, vocab, device=device) * 3).to(dtype).requires_grad_(is_training),
-        "bitmask": torch.randint(-(2**31), 2**31, (rows, -(-vocab // _WORD)), device=device, dtype=torch.int32),
+        "bitmask": torch.randint(-(2**31), 2**31, (rows, word_count(vocab)), device=device, dtype=torch.int32),
         "temperature": torch.full((rows,), 0.8, device=device),
     }
     if variant == "ids":

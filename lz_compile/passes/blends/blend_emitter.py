@@ -19,7 +19,7 @@ from lz_compile.passes.blends.blend_replay import reached, replay
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.core import Core
 from lz_compile.passes.effects import grad_enabled
-from lz_compile.passes.match import Match
+from lz_compile.passes.match import Match, NothingImplied
 from lz_compile.passes.view import tensor_of, where_of
 
 Run = tuple[Axis, ...]
@@ -70,7 +70,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class BlendEmitter:
+class BlendEmitter(NothingImplied):
     """``op(host, seed, alpha, ...)`` over rows, channels and the rest, in the order in which they lie in memory."""
 
     host: Leaf
@@ -127,14 +127,6 @@ class BlendEmitter:
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> BlendAttrs:
         """The attributes for a proof at other sizes: the same."""
         return self.attrs
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute of a blend")
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""

@@ -15,14 +15,14 @@ from lz_compile.passes.axes import Axis, Dims, as_size, axes_of, product
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.loops.prefix_scan import PrefixScan
-from lz_compile.passes.match import Match
+from lz_compile.passes.match import Match, NothingImplied
 from lz_compile.passes.view import tensor_of, where_of
 
 _Groups = tuple[tuple[Axis, ...], ...]
 
 
 @dataclass(frozen=True)
-class PrefixScanEmitter:
+class PrefixScanEmitter(NothingImplied):
     """Every dimension but time is one of columns; ``dims`` are the axes of the result and of what goes in."""
 
     scan: PrefixScan
@@ -56,14 +56,6 @@ class PrefixScanEmitter:
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
         """The attributes for a proof at other sizes: the same."""
         return self.attrs
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute of a scan")
 
 
 def match_of(scan: PrefixScan, effects: Effects) -> Match:

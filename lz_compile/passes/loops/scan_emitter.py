@@ -19,6 +19,7 @@ from lz_compile.passes.loops.index_terms import Atom, Factor, Term
 from lz_compile.passes.loops.index_values import TIME, Source, Values
 from lz_compile.passes.loops.stand_ins import NO_SYMBOLS, Place, StandIns
 from lz_compile.passes.loops.transition import Read, Transition
+from lz_compile.passes.match import NothingImplied
 from lz_compile.passes.view import tensor_of
 
 _ONE = {Term(): 1.0}
@@ -34,7 +35,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class ScanEmitter:
+class ScanEmitter(NothingImplied):
     """The operands and results of one transition.
 
     ``first`` is the state before the first step (None: zeros), ``final`` and ``reads`` the nodes of the results, as ``(node,
@@ -190,14 +191,6 @@ class ScanEmitter:
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
         """The attributes for a proof at other sizes: the same."""
         return self.attrs
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute of a scan")
 
     def facts(self, length: Size, needs_grad: bool) -> ScanFacts:
         """Sizes and structure, for kernel selection."""

@@ -13,14 +13,15 @@ import torch
 from torch import fx
 
 from lz_compile.lowering.ops.sampling import OPERANDS, SamplingAttrs, SamplingFacts
+from lz_compile.lowering.token_bits import WORD, word_count
 from lz_compile.passes.axes import Axis, Dims, as_size
-from lz_compile.passes.builder import EMITTED, Builder
+from lz_compile.passes.builder import Builder
 from lz_compile.passes.effects import Effects, grad_enabled
-from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.match import Failure, Match, NearMiss, NothingImplied, RefusedError
+from lz_compile.passes.patterns.op_calls import op_calls
 from lz_compile.passes.view import tensor_of, where_of
 
 _OP = "sampling"
-_WORD = 32
 #: Between what numbers operands are.
 _RANGES: Mapping[str, tuple[float, float]] = {
     "bitmask": (-(2.0**31), 2.0**31 - 1),
@@ -34,25 +35,11 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 
 def sampling_calls(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
     """Every such call."""
-    for node in graph.nodes:
-        if node.op == "call_function" and _is_sampling(node) and EMITTED not in node.meta:
-            yield attempt(_OP, node, _found, node, effects)
-
-
-def _is_sampling(node: fx.Node) -> bool:
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return getattr(packet, "_qualified_op_name", "") == "layerzero::sampling"
-
-
-def _found(node: fx.Node, effects: Effects) -> Match | NearMiss:
-    try:
-        return _match(node, effects)
-    except RefusedError as refusal:
-        return NearMiss(_OP, node, refusal.reason, refusal.edit, where_of(node))
+    return op_calls(_OP, graph, effects, _match)
 
 
 @dataclass(frozen=True)
-class SamplingCallEmitter:
+class SamplingCallEmitter(NothingImplied):
     """Operands and result are in the op's canonical layout already."""
 
     given: Mapping[str, fx.Node]
@@ -69,14 +56,6 @@ class SamplingCallEmitter:
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> SamplingAttrs:
         """The attributes for a proof at other sizes: the same."""
         return self.attrs
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute of a sampling")
 
 
 def _match(node: fx.Node, effects: Effects) -> Match:
@@ -122,9 +101,9 @@ class _Axes:
 
     def __init__(self, rows: Any, vocab: Any) -> None:
         self.rows = () if rows == 1 else (Axis(rows),)
-        is_whole = isinstance(vocab, int) and vocab % _WORD == 0 and vocab > _WORD
-        self.words = (Axis(vocab // _WORD if is_whole else -(-vocab // _WORD)),)
-        bits = Axis(_WORD)
+        is_whole = isinstance(vocab, int) and vocab % WORD == 0 and vocab > WORD
+        self.words = (Axis(vocab // WORD if is_whole else word_count(vocab)),)
+        bits = Axis(WORD)
         self.vocab = (*self.words, bits) if is_whole else (Axis(vocab),)
         self.fixed = frozenset({bits} if is_whole else {*self.vocab, *self.words})
 

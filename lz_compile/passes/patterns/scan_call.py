@@ -16,9 +16,10 @@ from torch import fx
 from lz_compile.lowering.ops import scan as scan_op
 from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs
 from lz_compile.passes.axes import Axis, Dims, as_size
-from lz_compile.passes.builder import EMITTED, Builder
+from lz_compile.passes.builder import Builder
 from lz_compile.passes.effects import Effects, grad_enabled
-from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.match import Failure, Match, NearMiss, NothingImplied, RefusedError
+from lz_compile.passes.patterns.op_calls import op_calls
 from lz_compile.passes.view import tensor_of, where_of
 
 _OP = "scan"
@@ -28,25 +29,11 @@ _PLAIN = "S[k,v] <- decay S[k,v] + left[k] right[v] + drive[k,v]"
 
 def scan_calls(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
     """Every such call whose results are taken apart."""
-    for node in graph.nodes:
-        if node.op == "call_function" and _is_scan(node) and node.users and EMITTED not in node.meta:
-            yield attempt(_OP, node, _found, node, effects)
-
-
-def _is_scan(node: fx.Node) -> bool:
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return getattr(packet, "_qualified_op_name", "") == "layerzero::scan"
-
-
-def _found(node: fx.Node, effects: Effects) -> Match | NearMiss:
-    try:
-        return _match(node, effects)
-    except RefusedError as refusal:
-        return NearMiss(_OP, node, refusal.reason, refusal.edit, where_of(node))
+    return op_calls(_OP, graph, effects, _match)
 
 
 @dataclass(frozen=True)
-class ScanCallEmitter:
+class ScanCallEmitter(NothingImplied):
     """Operands are in the op's canonical layout already; ``places`` are those of the outputs among its two results."""
 
     given: Mapping[str, fx.Node]
@@ -65,14 +52,6 @@ class ScanCallEmitter:
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
         """The attributes for a proof at other sizes: the same."""
         return self.attrs
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute of a scan")
 
 
 def _match(node: fx.Node, effects: Effects) -> Match:

@@ -15,7 +15,7 @@ from lz_compile.passes.axes import Axis, Dims, Size, atoms, axes_of, product
 from lz_compile.passes.builder import Builder, Groups
 from lz_compile.passes.core import Core
 from lz_compile.passes.effects import Effects, grad_enabled
-from lz_compile.passes.match import Match
+from lz_compile.passes.match import Match, NothingImplied
 from lz_compile.passes.routing.cosine_mask import Cosine
 from lz_compile.passes.view import tensor_of, where_of
 
@@ -68,7 +68,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class RoutingEmitter:
+class RoutingEmitter(NothingImplied):
     """``op(x, vh, u, delta, a_q, b_q, ...)``; every operand is a product of tensors (the base: a sum).
 
     ``ties`` are axes that are others by another name: each product has its own for what it sums over. ``unread`` is what the
@@ -146,14 +146,6 @@ class RoutingEmitter:
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> RoutingAttrs:
         """The attributes for a proof at other sizes: the same."""
         return self.attrs
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute of a routed adapter")
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""

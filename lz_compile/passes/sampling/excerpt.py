@@ -95,8 +95,9 @@ class Excerpt:
 
     @cached_property
     def spelled(self) -> Mapping[int, Axis]:
-        """The size of the vocabulary, where it is a number."""
-        return spelled(self.entry)
+        """The size of the vocabulary, where it is a number that means nothing else."""
+        size = self.entry.vocab.size
+        return {size: self.entry.vocab} if isinstance(size, int) and size > 2 else {}
 
     def run(self, scores: torch.Tensor, values: Mapping[fx.Node, Any], sizes: Mapping[Axis, int]) -> torch.Tensor:
         """The exit in float64, for float64 ``scores`` of these sizes and a value for every leaf.
@@ -129,12 +130,6 @@ def _numbers_of(nodes: Iterable[fx.Node]) -> tuple[float, ...]:
         for value in _numbers((node.args, node.kwargs)):
             found.setdefault(value)
     return tuple(found)
-
-
-def spelled(scores: Scores) -> Mapping[int, Axis]:
-    """The size of the vocabulary, where it is a number that means nothing else."""
-    size = scores.vocab.size
-    return {size: scores.vocab} if isinstance(size, int) and size > 2 else {}
 
 
 def excerpt(

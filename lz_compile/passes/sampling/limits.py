@@ -119,12 +119,17 @@ def _of_more_rows(found: Excerpt, form: Form, vocab: int) -> Iterator[Probe]:
         if extent * math.prod(sizes.values()) // sizes[axis] > _MOST_SCORES:
             raise RefusedError(
                 "ROWS_UNKNOWN",
-                f"{max(counts)} may be the number of a row: it is not seen whether all rows are filtered alike",
+                f"{extent // 2} may be the number of a row: it is not seen whether all rows are filtered alike",
                 "split rows that are treated differently before, and join them afterwards",
             )
         probe = Probe.of(found, form, vocab, 1.0, rows={axis.size: extent})
-        if probe is not None:
-            yield probe
+        if probe is None:
+            raise RefusedError(
+                "ROWS_UNKNOWN",
+                f"it cannot be run with {extent} rows, and a number of the source may be that of a row",
+                "leave numbers of rows to the tensors: reshape with -1",
+            )
+        yield probe
 
 
 # ---- candidates ------------------------------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.domains.mask import pack
 from lz_compile.lowering.ops.sampling import SamplingAttrs, SamplingFacts
+from lz_compile.lowering.token_bits import pack
 from lz_compile.passes.axes import Axis, Dims, Size, axes_of, product
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.core import Core
 from lz_compile.passes.effects import grad_enabled
-from lz_compile.passes.match import Match
+from lz_compile.passes.match import Match, NothingImplied
 from lz_compile.passes.sampling.excerpt import Excerpt, Scores
 from lz_compile.passes.sampling.kept import Limit, Limits
 from lz_compile.passes.sampling.warps import Part, Warps
@@ -25,7 +25,7 @@ Groups = tuple[tuple[Axis, ...], tuple[Axis, ...]]
 
 
 @dataclass(frozen=True)
-class SamplingEmitter:
+class SamplingEmitter(NothingImplied):
     """``op(logits, bitmask, bias, temperature, top_k, top_p, min_p)`` over rows and tokens."""
 
     warps: Warps
@@ -148,14 +148,6 @@ class SamplingEmitter:
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> SamplingAttrs:
         """The attributes for a proof at other sizes: the same."""
         return self.attrs
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute of a sampling")
 
     def match(self, op: str, core: Core) -> Match:
         """The finished match."""

@@ -66,7 +66,7 @@ def _may_differ(call: Call, target: fx.Node, is_graded: bool) -> bool:
         return False
     if tensor.requires_grad and not is_graded:  # the tensor keeps its gradient, which a new one would not have
         return False
-    if not is_dense(tensor) and _is_returned(target):  # a new one would have other strides
+    if not _is_dense(tensor) and _is_returned(target):  # a new one would have other strides
         return False
     if call.node.target is operator.setitem:
         mask, value = call.node.args[1:]
@@ -93,7 +93,7 @@ def _holds(kind: torch.dtype, value: object) -> bool:
     return isinstance(value, int) and abs(value) <= (1 if kind == torch.bool else torch.iinfo(kind).max)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether elements lie side by side, in whichever order."""
     expected = 1.0
     sides = [(_known(stride), _known(extent)) for stride, extent in zip(tensor.stride(), shape_of(tensor), strict=True)]

@@ -55,11 +55,10 @@ def warps_of(effects: Effects, entry: Scores, is_free: Callable[[fx.Node], bool]
         is_free: whether nobody but what follows reads a value, so that it need not be computed.
         may_round: whether logits may be in half precision, in which many are equal.
     """
-    found = Warps(entry)
-    reader = _Reader(effects, found, may_round)
-    while is_free(found.logits.node) and reader.step():
+    reader = _Reader(effects, Warps(entry), may_round)
+    while is_free(reader.found.logits.node) and reader.step():
         pass
-    return found
+    return reader.found
 
 
 @dataclass
@@ -80,7 +79,7 @@ class _Reader:
             return False
         source = self._scores(call, node)
         if source is None or self._depends(source):
-            self.found.__dict__.update(before.__dict__)
+            self.found = before
             return False
         self.found.logits = source
         return True
