@@ -15,6 +15,7 @@ from lz_compile import pipeline
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options, split
+from lz_compile.passes.edits.snapshot import Snapshot
 from lz_compile.runtime import events, policy
 from lz_compile.runtime.dump import Dump
 from lz_compile.runtime.fingerprint import source_hash
@@ -48,7 +49,7 @@ def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run
     dump = Dump(options.dump, report.graph_id)
     with events.collect() as happened:
         try:
-            snapshot = inductor.Snapshot(module)
+            snapshot = Snapshot(module)
             _rewrite(module, options, report, dump, snapshot)
             start = time.perf_counter()
             try:
@@ -74,7 +75,7 @@ def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run
 
 
 def _rewrite(
-    module: fx.GraphModule, options: Options, report: GraphReport, dump: Dump, snapshot: inductor.Snapshot
+    module: fx.GraphModule, options: Options, report: GraphReport, dump: Dump, snapshot: Snapshot
 ) -> None:
     """Rewrite in place; whatever fails here leaves the graph as it was."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,11 +13,12 @@ from torch import fx
 
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.options import Options
+from lz_compile.passes.edits.edit import RefutedError, all_or_nothing, proven
 from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.loops.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.loops.forward_stores import forward_stores
-from lz_compile.passes.loops.reroll import reroll
+from lz_compile.passes.loops.reroll import RolledLoop, reroll
 from lz_compile.passes.loops.unbatch import unbatch
 from lz_compile.passes.match import Failure, Match, NearMiss
 from lz_compile.passes.patterns import Recogniser, recognisers
@@ -60,9 +61,9 @@ class Reading:
             RewriteFailedError: something failed and ``options.strict`` is set.
         """
         found = cls()
-        found._spell_out(module.graph, options, report)
+        found._spell_out(module, options, report)
         found._roll(module, path, options, report)
-        found._take_apart(module.graph, options, report)
+        found._take_apart(module, options, report)
         found._recognise(module.graph, options, report)
         report.near_misses.extend(map(MissReport.of, found._unknown()))
         return found
@@ -76,20 +77,35 @@ class Reading:
             if miss.node not in known and 2 * most <= len(miss.pieces):
                 yield miss
 
-    def _spell_out(self, graph: fx.Graph, options: Options, report: GraphReport) -> None:
+    def _spell_out(self, module: fx.GraphModule, options: Options, report: GraphReport) -> None:
         """Calls that hide an attention, and arithmetic that is mapped over a dimension."""
         with timed(report, "inline"):
-            found = inline(graph, strict=options.strict)
-            self.is_changed |= any(isinstance(each, Inlined) for each in found)
-            self._misses += [miss for miss in found if isinstance(miss, NearMiss)]
             try:
-                self.is_changed |= with_values(graph) > 0
+                with all_or_nothing(module):  # each call was proven by itself
+                    found = inline(module.graph, strict=options.strict)
+                self.is_changed |= any(isinstance(each, Inlined) for each in found)
+                self._misses += [miss for miss in found if isinstance(miss, NearMiss)]
             except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
-                fail("INLINE_FAILED", "giving values to what is written in place", error, options)
-            try:
-                self.is_changed |= unbatch(graph) > 0
-            except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
-                fail("INLINE_FAILED", "spelling out torch.vmap", error, options)
+                fail("INLINE_FAILED", "spelling out calls", error, options)
+            self._edit("INLINE_FAILED", "giving values to what is written in place", with_values, module, options, report)
+            self._edit("INLINE_FAILED", "spelling out torch.vmap", unbatch, module, options, report)
+
+    def _edit(
+        self,
+        code: str,
+        what: str,
+        edit: Callable[[fx.Graph], int],
+        module: fx.GraphModule,
+        options: Options,
+        report: GraphReport,
+    ) -> None:
+        """Make an edit of the whole graph, proven; ``edit`` says how many places it changed."""
+        try:
+            with proven(module, what, report.unproven):
+                is_changed = edit(module.graph) > 0
+            self.is_changed |= is_changed
+        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+            fail("EDIT_REFUTED" if isinstance(error, RefutedError) else code, what, error, options)
 
     def _roll(self, module: fx.GraphModule, path: str, options: Options, report: GraphReport) -> None:
         """Roll the loops that Dynamo unrolled. Steps are graphs of their own, and looked at next."""
@@ -105,27 +121,30 @@ class Reading:
             return miss is None
 
         with timed(report, "loops"):
+            what = "taking what is read back of a tensor for what was stored"
+            self._edit("LOOPS_FAILED", what, forward_stores, module, options, report)
             try:
-                self.is_changed |= forward_stores(module.graph) > 0
-                found = reroll(module, options.loops, is_known)
+                found = reroll(module, options.loops, is_known, report.unproven)
             except Exception as error:  # noqa: BLE001 as above
                 fail("LOOPS_FAILED", "reading the loops of a graph", error, options)
                 return
-        loops = [each for each in found if not isinstance(each, NearMiss)]
+        _fail_each("rolling the loop", found, options)
+        loops = [each for each in found if isinstance(each, RolledLoop)]
         report.loops.extend(LoopReport.of(loop, path) for loop in loops)
         places = {loop.where for loop in loops if loop.scan is None}
         self._misses += [miss for miss in found if isinstance(miss, NearMiss)]
         self._misses += [miss for miss in kept if miss.where in places]
         self.is_changed |= any(loop.scan is not None for loop in loops)
 
-    def _take_apart(self, graph: fx.Graph, options: Options, report: GraphReport) -> None:
+    def _take_apart(self, module: fx.GraphModule, options: Options, report: GraphReport) -> None:
         """Compute for all steps at once what needs no state, and states one after the other."""
-        found: list[Distributed | NearMiss] = []
+        found: list[Distributed | NearMiss | Failure] = []
         with timed(report, "loops"):
             try:
-                found.extend(distribute(graph))
+                found.extend(distribute(module, report.unproven))
             except Exception as error:  # noqa: BLE001 as above
                 fail("LOOPS_FAILED", "taking the loops of a graph apart", error, options)
+        _fail_each("taking the loop apart", found, options)
         self._misses += [miss for miss in found if isinstance(miss, NearMiss)]
         self.is_changed |= any(isinstance(each, Distributed) for each in found)
 
@@ -147,6 +166,14 @@ class Reading:
                         self.matches.append(found)
         self.effects = effects
         self.matches.sort(key=lambda match: effects.position[match.output])
+
+
+def _fail_each(what: str, found: Iterable[object], options: Options) -> None:
+    """Make an event of every fault among what a stage found."""
+    for each in found:
+        if isinstance(each, Failure):
+            code = "EDIT_REFUTED" if isinstance(each.error, RefutedError) else "LOOPS_FAILED"
+            fail(code, f"{what} at {each.where}", each.error, options)
 
 
 def _all_of(op: str, recognise: Recogniser, graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:

@@ -29,8 +29,8 @@ class Apart:
         self.module: fx.GraphModule | None = None
 
     def __call__(self, module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        self.found = list(distribute(module.graph))
-        self.again = list(distribute(module.graph))
+        self.found = list(distribute(module))
+        self.again = list(distribute(module))
         module.graph.lint()
         module.recompile()
         self.module = module
@@ -99,7 +99,7 @@ def _refused(step: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> str:
     texts: list[str] = []
 
     def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        assert list(distribute(module.graph)) == []
+        assert list(distribute(module)) == []
         (node,) = module.graph.find_nodes(op="call_function", target=SCAN)
         miss = why_unknown(node, Effects(node.graph).ambient(node))
         found = list(recognise(module.graph, Effects(module.graph)))

@@ -33,7 +33,7 @@ class Compiler:
         self.verdicts: list[Any] = []
 
     def __call__(self, module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        self.apart.extend(distribute(module.graph))
+        self.apart.extend(distribute(module))
         found = list(recognise(module.graph, Effects(module.graph)))
         self.matches.extend(each for each in found if isinstance(each, Match))
         self.misses.extend(each for each in found if isinstance(each, NearMiss))

@@ -220,43 +220,6 @@ def compiles_left() -> int | None:
     return max(dynamo_config.recompile_limit - 1 - compile_id.frame_compile_id, 0)
 
 
-class Snapshot:
-    """The nodes of a graph module as they are, to be put back if the rewritten graph does not compile.
-
-    Dynamo keeps what it knows of parameters on the module and on nodes, so the module object must stay; only its graphs
-    are exchanged.
-    """
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        self._graphs = [(child, _copy(child.graph)) for child in module.modules() if isinstance(child, fx.GraphModule)]
-
-    def differs(self) -> bool:
-        """Whether any of the graphs has been changed since."""
-        return any(_targets(module.graph) != _targets(graph) for module, graph in self._graphs)
-
-    def restore(self) -> None:
-        """Put the graphs back."""
-        for module, graph in self._graphs:
-            module.graph = graph
-            module.recompile()
-
-
-def _targets(graph: fx.Graph) -> list[tuple[str, Any]]:
-    return [(node.op, node.target) for node in graph.nodes]
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    fresh = fx.Graph(tracer_cls=graph._tracer_cls)
-    values: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        values[node] = twin = fresh.node_copy(node, values.__getitem__)
-        twin.meta = copy.copy(node.meta)
-        for name, value in vars(node).items():
-            if name.startswith("_dynamo"):
-                setattr(twin, name, value)
-    return fresh
-
-
 def count(name: str, amount: int = 1) -> None:
     """Add to ``torch._dynamo.utils.counters["layerzero"]``."""
     counters["layerzero"][name] += amount

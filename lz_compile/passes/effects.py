@@ -6,7 +6,7 @@ and while autocast and gradient modes stay the same. This module says when.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,11 +90,11 @@ class Effects:
             _Mutation(self.position[node], node, target)
             for node, call in self.calls.items()
             if call is not None
-            for target in _overwritten(call)
+            for target in overwritten(call)
         ]
         #: Calls that change the shape of a tensor in place.
         self.reshapes = [m for m in self._mutations if _reshapes(self.calls[m.node])]
-        self._ambient = _ambient_of(graph, self.calls)
+        self._ambient = _ambient_of(graph.nodes)
         self._reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
 
     @property
@@ -272,7 +272,7 @@ def _share_storage(one: fx.Node, other: fx.Node) -> bool:
         return False
 
 
-def _overwritten(call: Call) -> list[fx.Node]:
+def overwritten(call: Call) -> list[fx.Node]:
     """The tensors that a call writes into."""
     targets: list[Any] = []
     if call.is_inplace or call.name == "setitem":
@@ -294,15 +294,22 @@ def _writes_inside(node: fx.Node) -> bool:
     owner = node.graph.owning_module
     bodies = [getattr(owner, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
     calls = (read(inner) for body in bodies if isinstance(body, fx.GraphModule) for inner in body.graph.nodes)
-    return any(_overwritten(call) for call in calls if call is not None)
+    return any(overwritten(call) for call in calls if call is not None)
 
 
-def _ambient_of(graph: fx.Graph, calls: Mapping[fx.Node, Call | None]) -> dict[fx.Node, Ambient]:
+def ambient_behind(nodes: Iterable[fx.Node]) -> Ambient:
+    """The modes that follow on the first nodes of a graph."""
+    *_, last = (Ambient(), *_ambient_of(nodes).values())
+    return last
+
+
+def _ambient_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Ambient]:
+    """The modes that each node leaves behind, of the first nodes of a graph."""
     ambient: dict[fx.Node, Ambient] = {}
     autocast: list[tuple[Any, ...]] = []
     other: list[str] = []
     grad: bool | None = None
-    for node in graph.nodes:
+    for node in nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == "_enter_autocast":
             autocast.append(tuple(node.args))

@@ -100,7 +100,7 @@ def splice(
     Raises:
         RewriteError: the replacement's shape, dtype or device differs, or it reads what is computed later.
     """
-    shows_strides = tuple(_shows_strides(node) for node in original or match.outputs)
+    shows_strides = tuple(strides_matter(node) for node in original or match.outputs)
     place = min(match.outputs)
     for node in match.brought:
         if node > place:
@@ -195,7 +195,7 @@ def _describe(tensor: torch.Tensor | None) -> str:
 _AGNOSTIC = contraction.PRODUCTS | {"contiguous", "layer_norm", "rms_norm", "sum", "mean"}
 
 
-def _shows_strides(node: fx.Node) -> bool:
+def strides_matter(node: fx.Node) -> bool:
     """Whether strides of ``node`` matter to someone: a ``view`` that needs them, an output, or who knows what."""
     queue, seen = list(node.users), set()
     while queue:

@@ -160,7 +160,10 @@ class LoopReport:
 
 @dataclass
 class GraphReport:
-    """One compiled graph. ``seconds`` is the time by stage, ``compile`` being what Inductor took."""
+    """One compiled graph. ``seconds`` is the time by stage, ``compile`` being what Inductor took.
+
+    ``unproven`` are edits of the graph that could not be run before and after, and why.
+    """
 
     graph_id: int
     matches: list[MatchReport] = field(default_factory=list)
@@ -168,6 +171,7 @@ class GraphReport:
     events: list[Event] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     loops: list[LoopReport] = field(default_factory=list)
+    unproven: list[Reason] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
@@ -176,6 +180,7 @@ class GraphReport:
             "matches": [match.to_dict() for match in self.matches],
             "loops": [loop.to_dict() for loop in self.loops],
             "near_misses": [miss.to_dict() for miss in self.near_misses],
+            "unproven": [reason.to_dict() for reason in self.unproven],
             "events": [event.to_dict() for event in self.events],
             "seconds": {stage: round(seconds, 6) for stage, seconds in self.seconds.items()},
         }

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.edits.edit import Unproven, proven
 from lz_compile.passes.effects import Ambient, Effects, grad_enabled
 from lz_compile.passes.loops.batched import Around, Batched
 from lz_compile.passes.loops.loop_plan import Part, Plan
@@ -22,7 +23,7 @@ from lz_compile.passes.loops.loop_states import restated
 from lz_compile.passes.loops.rebuilt_scan import CONTIGUOUS, erase_scan, own_memory, value_of, with_strides
 from lz_compile.passes.loops.scan_reading import Readings
 from lz_compile.passes.loops.step_trace import SCAN, ScanCall, scan_call
-from lz_compile.passes.match import NearMiss, RefusedError
+from lz_compile.passes.match import Failure, NearMiss, RefusedError
 from lz_compile.passes.view import where_of
 
 aten = torch.ops.aten
@@ -37,32 +38,48 @@ class Distributed:
     delays: int
 
 
-def distribute(graph: fx.Graph) -> Iterator[Distributed | NearMiss]:
+def distribute(module: fx.GraphModule, unproven: Unproven | None = None) -> Iterator[Distributed | NearMiss | Failure]:
     """Take apart every scan of a graph of which a part has a structure that kernels know; others stay as they are.
 
-    Either a whole loop is rewritten or, on any exception, it is as it was.
+    Either a whole loop is rewritten, and proven, or it is as it was.
+
+    Args:
+        module: whose graph is rewritten.
+        unproven: gets the loops that could not be proven, with the reason.
     """
-    scans = [node for node in graph.nodes if node.target is SCAN and node.users]
-    effects = Effects(graph) if scans else None
+    scans = [node for node in module.graph.nodes if node.target is SCAN and node.users]
+    effects = Effects(module.graph) if scans else None
+    ambients = {node.name: effects.ambient(node) for node in scans if effects is not None}
     readings = Readings(follows_masks=True)
-    for node in scans:
-        call = scan_call(node)
-        if call is None or effects is None:
-            continue
-        found = restated(call, effects.ambient(node), readings)
-        plan = found.plan
-        if plan is None or not plan.pays:
-            found.undo()
-            continue  # the recogniser says why
-        found.keep()
-        if not plan.is_apart:
-            if found.tried:
-                yield Distributed(where_of(node), 1, 0)
-            continue
+    for name, ambient in ambients.items():
+        # by name: an edit that is taken back leaves equal nodes, not the same ones
+        node = next(each for each in module.graph.nodes if each.name == name)
+        where = where_of(node)
         try:
-            yield _distributed(found.call, plan, effects.ambient(node))
+            with proven(module, f"taking the loop at {where} apart", unproven):
+                found = _taken_apart(node, ambient, readings)
         except RefusedError as refusal:
-            yield NearMiss("scan", found.call.node, refusal.reason, refusal.edit, where_of(node))
+            yield NearMiss("scan", node, refusal.reason, refusal.edit, where)
+        except Exception as error:  # noqa: BLE001 one loop must not cost the others; the caller makes an event of it
+            yield Failure("scan", where, error)
+        else:
+            yield from [] if found is None else [found]
+
+
+def _taken_apart(node: fx.Node, ambient: Ambient, readings: Readings) -> Distributed | None:
+    """What a scan was taken apart into, None where it stays as it is (the recogniser says why)."""
+    call = scan_call(node)
+    if call is None:
+        return None
+    found = restated(call, ambient, readings)
+    plan = found.plan
+    if plan is None or not plan.pays:
+        found.undo()
+        return None
+    found.keep()
+    if plan.is_apart:
+        return _distributed(found.call, plan, ambient)
+    return Distributed(where_of(node), 1, 0) if found.tried else None
 
 
 def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:

@@ -36,6 +36,11 @@ class Loop:
     finals: Mapping[int, int] = field(default_factory=dict)
 
     @property
+    def name(self) -> str:
+        """Its first call and size: the same in a graph of equal nodes."""
+        return f"{self.steps.node(0, 0).name} x {self.steps.count}"
+
+    @property
     def readers(self) -> set[fx.Node]:
         """Who reads it."""
         buffers = {user for buffer in self.buffers for user in buffer.node.users}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from lz_compile.passes import contraction
+from lz_compile.passes.edits.edit import Unproven, proven
 from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.loops.loop_facts import Loop, read_loop
 from lz_compile.passes.loops.loop_search import LEAST_STEPS, Program, Run, phases, runs
@@ -21,7 +22,7 @@ from lz_compile.passes.loops.loop_steps import Grid, Made, Steps, parameters_of
 from lz_compile.passes.loops.loop_versions import Versions
 from lz_compile.passes.loops.roll import roll
 from lz_compile.passes.loops.trial_scan import trial_scan
-from lz_compile.passes.match import NearMiss, RefusedError
+from lz_compile.passes.match import Failure, NearMiss, RefusedError
 from lz_compile.passes.view import read, tensor_of, where_of
 from lz_compile.reasons import Reason
 
@@ -63,33 +64,43 @@ def never(_scan: fx.Node, _ambient: Ambient) -> bool:
     return False
 
 
-def reroll(module: fx.GraphModule, policy: str = "auto", is_special: IsSpecial = never) -> list[RolledLoop | NearMiss]:
-    """Roll the loops of a graph, in place; recompiling is the caller's.
+def reroll(
+    module: fx.GraphModule, policy: str = "auto", is_special: IsSpecial = never, unproven: Unproven | None = None
+) -> list[RolledLoop | NearMiss | Failure]:
+    """Roll the loops of a graph, in place, each of them proven; recompiling is the caller's.
 
     Args:
         module: its graph is rewritten; the steps become submodules.
         policy: ``"auto"`` rolls what is special or long, ``"roll"`` every loop, ``"keep"`` what is special.
         is_special: asked with a scan in a graph of its own, with placeholders for all that the loop reads.
+        unproven: gets the loops that were rolled and could not be proven, with the reason.
 
     Returns:
-        the loops, in order of size, and what looks like one and is none, with the reason.
+        the loops, in order of size, what looks like one and is none, with the reason, and faults of ours; what they
+        concern is as it was.
     """
-    rolled: list[RolledLoop | NearMiss] = []
+    rolled: list[RolledLoop | NearMiss | Failure] = []
+    failed: dict[str, Failure] = {}
     while True:
         loops, misses = _loops_of(module.graph)
-        found: list[RolledLoop | NearMiss] = []
+        found: list[RolledLoop | NearMiss | Failure] = []
         replaced: set[fx.Node] = set()
-        is_outdated = False
+        is_outdated, graph = False, module.graph
         for loop in sorted(loops, key=lambda loop: -loop.steps.start):
-            if not replaced.isdisjoint(loop.readers):  # a later loop, or its results, read this one: look again
-                is_outdated = True
+            if loop.name in failed:
                 continue
-            result = _rolled(module, loop, policy, is_special)
+            if graph is not module.graph or not replaced.isdisjoint(loop.readers):
+                is_outdated = True  # a later loop, or its results, read this one, or an edit was taken back: look again
+                continue
+            result = _rolled(module, loop, policy, is_special, unproven)
+            if isinstance(result, Failure):
+                failed[loop.name] = result
+                continue
             found.append(result)
             if isinstance(result, RolledLoop) and result.scan is not None:
                 replaced |= loop.replaced
         if not is_outdated:
-            return [*rolled, *reversed(found), *misses]
+            return [*rolled, *reversed(found), *misses, *failed.values()]
         rolled.extend(each for each in reversed(found) if isinstance(each, RolledLoop) and each.scan is not None)
 
 
@@ -99,14 +110,21 @@ def _loops_of(graph: fx.Graph) -> tuple[list[Loop], list[NearMiss]]:
     return _Search(program).loops(stretches) if stretches else ([], [])
 
 
-def _rolled(module: fx.GraphModule, loop: Loop, policy: str, is_special: IsSpecial) -> RolledLoop | NearMiss:
+def _rolled(
+    module: fx.GraphModule, loop: Loop, policy: str, is_special: IsSpecial, unproven: Unproven | None
+) -> RolledLoop | NearMiss | Failure:
     kept = None if policy == "roll" else _too_short(loop, policy)
+    scan = None
     try:
         if kept is not None and _may_be_special(loop) and is_special(trial_scan(loop), loop.ambient):
             kept = None
-        scan = None if kept is not None else roll(loop, module)
+        if kept is None:
+            with proven(module, f"rolling the loop at {loop.steps.where}", unproven):
+                scan = roll(loop, module)
     except RefusedError as refusal:
         return NearMiss("scan", loop.steps.node(0, 0), refusal.reason, refusal.edit, loop.steps.where)
+    except Exception as error:  # noqa: BLE001 one loop must not cost the others; the caller makes an event of it
+        return Failure("scan", loop.steps.where, error)
     return _described(loop, scan, kept)
 
 

@@ -1,0 +1,331 @@
+"""Whether an edit changed what a graph computes: the calls that differ are run before and after, at their real sizes.
+
+Values, memory that was written, gradients, dtypes, strides and flags have to be the same. What is computed in another
+order may differ by rounding; where it differs by more, both are run in float64, where it may not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from lz_compile.passes import layout
+from lz_compile.passes.edits.snapshot import Snapshot, Was
+from lz_compile.passes.edits.stretch import Stretch, edited_stretch, operands_of
+from lz_compile.passes.edits.trial_run import NotRunnableError, Ran, random_inputs, run, sizes_of
+from lz_compile.passes.effects import ambient_behind, overwritten
+from lz_compile.passes.rewrite import strides_matter
+from lz_compile.passes.view import Call, read, value_of
+
+#: Of all results of a stretch together; what is larger is not run.
+_MOST_BYTES = 1 << 32
+#: Rounding of that many operations in a row is no difference, of the largest value of a tensor.
+_ROUNDINGS = 256
+_COARSEST = 0.05
+_FLOAT64 = 1e-8
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``differs`` says what is another one after the edit (empty: nothing), ``unproven`` why it could not be run."""
+
+    differs: str = ""
+    unproven: str = ""
+
+
+def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
+    """Hold a graph against what it was, on random inputs."""
+    after = Snapshot(module)
+    ahead = behind = len(before.nodes)
+    while (stretch := edited_stretch(before.nodes, after.nodes, ahead, behind)) is not None:
+        try:
+            trial = _Trial(stretch, before, after)
+            differs = trial.difference(positive=False) or trial.difference(positive=True)
+        except NotRunnableError as error:
+            return Verdict(unproven=str(error))
+        except _WrittenBehind as error:
+            behind = error.behind
+            continue
+        written = _first_write(stretch.ahead, trial.edge) if differs else None
+        if written is None:
+            return Verdict(differs)
+        ahead = written  # what memory holds is a value that others know by name: a longer stretch makes it
+    return Verdict()
+
+
+class _WrittenBehind(Exception):
+    """Values lie elsewhere after an edit, and that memory is written behind: a longer stretch tells whether it matters.
+
+    ``behind`` is how many calls come after the last that touches that memory.
+    """
+
+    def __init__(self, behind: int) -> None:
+        super().__init__(f"memory is touched until {behind} calls before the end")
+        self.behind = behind
+
+
+class _Trial:
+    """One edit, run before and after."""
+
+    def __init__(self, stretch: Stretch, before: Snapshot, after: Snapshot) -> None:
+        self._stretch = stretch
+        self._sides = (
+            (stretch.before, [old for old, _ in stretch.read], before.attribute),
+            (stretch.after, [new for _, new in stretch.read], after.attribute),
+        )
+        self._ambient = ambient_behind([was.node for was in stretch.ahead])
+        if self._ambient.other:
+            raise NotRunnableError(f"it lies inside of {self._ambient.other[-1]}")
+        self.edge = _edge(stretch)
+        _refuse_large(stretch.before)
+
+    def difference(self, *, positive: bool) -> str:
+        """What is another one after the edit, empty if nothing is."""
+        found = list(_differences(self._stretch, *self._both(positive, doubled=False), exact=False))
+        text = next((each.text for each in found if not each.may_be_rounding), "")
+        if text or not found:
+            return text
+        try:
+            sides = self._both(positive, doubled=True)
+        except NotRunnableError:  # dtypes are spelled out in between
+            return found[0].text
+        exact = (each for each in _differences(self._stretch, *sides, exact=True) if each.may_be_rounding)
+        return next((each.text for each in exact), "")
+
+    def _both(self, positive: bool, *, doubled: bool) -> tuple[Ran, Ran]:
+        original = self._run(0, positive, doubled)
+        if isinstance(original, Exception):
+            text = f"it does not run on random inputs ({type(original).__name__}: {original})"
+            raise NotRunnableError(text) from original
+        edited = self._run(1, positive, doubled)
+        if isinstance(edited, NotRunnableError):
+            raise edited
+        if isinstance(edited, Exception):
+            edited = Ran([], {}, None, error=f"{type(edited).__name__}: {edited}")
+        return original, edited
+
+    def _run(self, side: int, positive: bool, doubled: bool) -> Ran | Exception:
+        calls, read, attribute = self._sides[side]
+        with_grad = torch.is_grad_enabled()
+        inputs = random_inputs(self.edge, 0, positive=positive, doubled=doubled, with_grad=with_grad)
+        named = {operand for was in calls for operand in operands_of(was)}
+        given = [was for was in self._stretch.ahead if was.op == "get_attr" and was.node in named]
+        torch.manual_seed(0)
+        try:
+            return run([*given, *calls], read, inputs, self._ambient, attribute)
+        except Exception as error:  # noqa: BLE001 what a run raises is its result; the caller tells
+            return error
+
+
+def _edge(stretch: Stretch) -> list[fx.Node]:
+    """What both sides read of the calls ahead, and what shares memory with that."""
+    inside = {was.node for was in (*stretch.before, *stretch.after)}
+    calls = (*stretch.before, *stretch.after)
+    found = dict.fromkeys(node for was in calls for node in operands_of(was) if node not in inside)
+    found.update(dict.fromkeys(node for pair in stretch.read for node in pair if node not in inside))
+    return [node for node in found if node.op != "get_attr"]
+
+
+def _first_write(calls: Sequence[Was], nodes: Sequence[fx.Node]) -> int | None:
+    """The place of the first call that writes to memory of one of ``nodes``."""
+    memory = {each for node in nodes for each in _memories(node)}
+    for index, was in enumerate(calls):
+        call = read(was.node)
+        if call is not None and any(not memory.isdisjoint(_memories(node)) for node in overwritten(call)):
+            return index
+    return None
+
+
+def _refuse_large(calls: Sequence[Was]) -> None:
+    values = pytree.tree_leaves([was.meta.get("example_value") for was in calls])
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    total = sum(math.prod(sizes_of(each.shape)) * each.element_size() for each in tensors)
+    if total > _MOST_BYTES:
+        raise NotRunnableError(f"a run would make {total >> 20} MiB of results")
+
+
+@dataclass(frozen=True)
+class _Difference:
+    text: str
+    may_be_rounding: bool = False
+
+
+def _differences(stretch: Stretch, original: Ran, edited: Ran, *, exact: bool) -> Iterator[_Difference]:
+    if edited.error:
+        yield _Difference(f"the calls in their place raise {edited.error}")
+        return
+    scale = _scale(_tensors([original.values, list(original.inputs.values())]))
+    for (old, new), one, other in zip(stretch.read, original.values, edited.values, strict=True):
+        yield from _unlike(old.name, one, other, _strides_seen_of(new), scale, exact)
+    for node, value in original.inputs.items():
+        yield from _unlike(f"{node.name} afterwards", value, edited.inputs[node], torch.Tensor.stride, scale, exact)
+    yield from _shared_otherwise(stretch, original, edited)
+    if original.gradients is None:
+        return
+    if edited.gradients is None:
+        yield _Difference("its backward pass raises")
+        return
+    scale = _scale([each for each in original.gradients if each is not None])
+    for index, (one, other) in enumerate(zip(original.gradients, edited.gradients, strict=True)):
+        name = f"the gradient of input {index}"
+        if (one is None) != (other is None):
+            yield _Difference(f"{name} is {'none' if other is None else 'there'}, and was {'none' if one is None else 'there'}")
+        elif one is not None and other is not None:
+            yield from _apart(name, one, other, scale, exact)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
+def _scale(values: Sequence[torch.Tensor]) -> float:
+    return max((_largest(each) for each in values), default=0.0)
+
+
+def _largest(value: torch.Tensor) -> float:
+    if not value.numel() or not (value.is_floating_point() or value.is_complex()):
+        return 0.0
+    return float(value.detach().abs().double().nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def _unlike(
+    name: str, one: Any, other: Any, strides: Callable[[torch.Tensor], Any], scale: float, exact: bool
+) -> Iterator[_Difference]:
+    pairs = list(zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False))
+    if pytree.tree_structure(one) != pytree.tree_structure(other):
+        yield _Difference(f"{name} has another structure")
+    for first, second in pairs:
+        if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
+            if first is not second and first != second:
+                yield _Difference(f"{name} is {second!r}, and was {first!r}")
+            continue
+        for what, kind in {**_KINDS, "strides": lambda value: _that_count(strides(value), value)}.items():
+            was, now = kind(first), kind(second)
+            if was != now:
+                yield _Difference(f"{name} has {what} {now}, and had {was}")
+                break
+        else:
+            yield from _apart(name, first, second, scale, exact)
+
+
+_KINDS: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "dtype": lambda value: value.dtype,
+    "device": lambda value: value.device,
+    "shape": lambda value: tuple(value.shape),
+    "requires_grad": lambda value: value.requires_grad,
+}
+#: Calls to which strides matter exactly; to pointwise ones, only their order does.
+_STRIDED = frozenset({"view", "view_as", "as_strided", "stride", "data_ptr", "is_contiguous", "storage_offset"})
+
+
+def _that_count(strides: Sequence[int], value: torch.Tensor) -> tuple[int, ...]:
+    return tuple(stride for stride, extent in zip(strides, value.shape, strict=False) if extent > 1)
+
+
+def _strides_seen_of(node: fx.Node) -> Callable[[torch.Tensor], Sequence[int]]:
+    """What can be seen behind of the strides of a value: all, their order, or nothing."""
+    queue, seen = list(node.users), set()
+    while queue:
+        user = queue.pop()
+        call = read(user)
+        if call is None or call.is_inplace or call.name in _STRIDED:
+            return torch.Tensor.stride
+        if user not in seen and (_may_be_view(call) or isinstance(value_of(user), tuple)):
+            queue.extend(user.users)
+        seen.add(user)
+    if strides_matter(node):
+        return lambda value: torch.empty_like(value).stride()
+    return lambda _: ()
+
+
+def _apart(name: str, one: torch.Tensor, other: torch.Tensor, scale: float, exact: bool) -> Iterator[_Difference]:
+    if not (one.is_floating_point() or one.is_complex()):
+        if not torch.equal(one, other):
+            yield _Difference(f"{name} has other values")
+        return
+    one, other = one.detach(), other.detach()
+    same = (one == other) | (one.isnan() & other.isnan())
+    off = torch.where(same, 0.0, (one - other).abs().double().nan_to_num(math.inf))
+    worst = float(off.max()) if off.numel() else 0.0
+    rounding = _FLOAT64 if exact else min(_ROUNDINGS * torch.finfo(one.dtype).eps, _COARSEST)
+    if worst > rounding * (_largest(one) + 1e-6 * scale):
+        text = f"{name} is off by {worst:.2g}" if math.isfinite(worst) else f"{name} is NaN or infinite where it was not, or was"
+        yield _Difference(text, may_be_rounding=True)
+
+
+def _shared_otherwise(stretch: Stretch, original: Ran, edited: Ran) -> Iterator[_Difference]:
+    """Values that have memory in common on one side only, and both leave the graph.
+
+    Raises:
+        _WrittenBehind: there are such, one of which is written behind.
+    """
+    nodes = [*(old for old, _ in stretch.read), *original.inputs]
+    sides = [[*ran.values, *(ran.inputs[node] for node in original.inputs)] for ran in (original, edited)]
+    written, leaving = _written_behind(stretch), _leaving(stretch)
+    for first, second in itertools.combinations(range(len(nodes)), 2):
+        pair = (nodes[first], nodes[second])
+        own = written.intersection((*_memories(pair[0]), *_memories(pair[1])))
+        if pair[0] is pair[1] or not (own or leaving.issuperset(pair)):
+            continue
+        was, now = (_have_common_memory(side[first], side[second]) for side in sides)
+        if was != now and own:
+            raise _WrittenBehind(_behind_last_touch(stretch, own))
+        if was != now:
+            verb = "shares memory" if now else "shares no memory"
+            yield _Difference(f"{nodes[first].name} {verb} with {nodes[second].name}")
+
+
+def _have_common_memory(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or not one.numel() or not other.numel():
+        return False
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata or one.dtype != other.dtype:
+        return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    taken = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _written_behind(stretch: Stretch) -> set[int]:
+    """The memory that calls behind write to."""
+    calls = [call for was in stretch.behind if (call := read(was.node)) is not None]
+    return {memory for call in calls for node in overwritten(call) for memory in _memories(node)}
+
+
+def _behind_last_touch(stretch: Stretch, memory: set[int]) -> int:
+    """How many calls come after the last one that reads or writes memory, but for the graph's output."""
+    calls = [was for was in stretch.behind if was.op != "output"]
+    touching = (any(not memory.isdisjoint(_memories(node)) for node in operands_of(was)) for was in calls)
+    last = max(index for index, touches in enumerate(touching) if touches)
+    return len(stretch.behind) - last - 1
+
+
+def _leaving(stretch: Stretch) -> set[fx.Node]:
+    """Nodes that the graph returns, by themselves or as a view, or that its caller has."""
+    found = {was.node for was in (*stretch.ahead, *stretch.before) if was.op in ("placeholder", "get_attr")}
+    given = {memory for node in found for memory in _memories(node)}
+    for was in reversed(stretch.behind):
+        call = read(was.node)
+        if was.op == "output" or (was.node in found and call is not None and _may_be_view(call)):
+            found.update(operands_of(was))
+    return found | {was.node for was in stretch.ahead if not given.isdisjoint(_memories(was.node))}
+
+
+def _may_be_view(call: Call) -> bool:
+    return layout.is_view(call) or call.is_inplace or call.name == "getitem"
+
+
+def _memories(node: fx.Node) -> list[int]:
+    found = []
+    for value in _tensors(node.meta.get("example_value")):
+        try:
+            found.append(int(value.untyped_storage()._cdata))
+        except NotImplementedError:
+            continue
+    return found

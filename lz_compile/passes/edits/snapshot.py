@@ -1,0 +1,125 @@
+"""A graph module as it was: its nodes, their metadata and what its modules hold, to be compared with and put back.
+
+Dynamo keeps what it knows of parameters on the module and on nodes, so the module object must stay; only its graphs are
+exchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+_HELD = ("_modules", "_parameters", "_buffers")
+
+
+@dataclass(frozen=True)
+class Was:
+    """A node as it was: its arguments are those of then, whatever became of the node."""
+
+    node: fx.Node
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: dict[str, Any]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Was:
+        """A node as it is now. Arguments never change in place, metadata does."""
+        return cls(node, node.op, node.target, node.args, node.kwargs, copy.copy(node.meta))
+
+    def is_as_before(self) -> bool:
+        """Whether the node still makes the same call with the same metadata."""
+        now = self.node
+        is_same_call = self.op == now.op and self.target == now.target
+        return is_same_call and _holds_same(self.meta, now.meta) and same((self.args, self.kwargs), (now.args, now.kwargs))
+
+
+def _holds_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(other[name] is value for name, value in one.items())
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two arguments are equal, NaN to itself included."""
+    if isinstance(one, (tuple, list)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return isinstance(other, dict) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, slice) and isinstance(other, slice):
+        return all(same(*pair) for pair in ((one.start, other.start), (one.stop, other.stop), (one.step, other.step)))
+    return one is other or (type(one) is type(other) and not isinstance(one, (fx.Node, torch.Tensor)) and one == other)
+
+
+class _Graph:
+    """One graph module of several."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.graph = module.graph
+        self.nodes = [Was.of(node) for node in module.graph.nodes]
+        self.held = {name: dict(getattr(module, name)) for name in _HELD}
+
+    def holds_others(self) -> bool:
+        return not all(_holds_same(held, getattr(self.module, name)) for name, held in self.held.items())
+
+    def has_other_nodes(self) -> bool:
+        now = list(self.module.graph.nodes)
+        if len(now) != len(self.nodes):
+            return True
+        return any(was.node is not node or not was.is_as_before() for was, node in zip(self.nodes, now, strict=True))
+
+    def restore(self) -> None:
+        if self.holds_others():
+            for name, held in self.held.items():
+                getattr(self.module, name).clear()
+                getattr(self.module, name).update(held)
+        if not self.has_other_nodes():
+            return
+        fresh = fx.Graph(tracer_cls=self.graph._tracer_cls)
+        twins: dict[fx.Node, fx.Node] = {}
+        for was in self.nodes:
+            args, kwargs = fx.map_arg((was.args, was.kwargs), twins.__getitem__)
+            twin = fresh.create_node(was.op, was.target, args, kwargs, was.node.name, was.node.type)
+            twin.meta = was.meta
+            for name, value in vars(was.node).items():
+                if name.startswith("_dynamo"):
+                    setattr(twin, name, value)
+            twins[was.node] = twin
+        self.module.graph = fresh
+
+
+class Snapshot:
+    """A graph module, and every graph module inside of it, as they were when this was made."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._graphs = [_Graph(child) for child in module.modules() if isinstance(child, fx.GraphModule)]
+
+    @property
+    def nodes(self) -> list[Was]:
+        """Of the outermost graph."""
+        return self._graphs[0].nodes
+
+    def attribute(self, path: str) -> Any:
+        """What a ``get_attr`` node of the outermost graph stood for."""
+        first, _, rest = path.partition(".")
+        held = next((found[first] for found in self._graphs[0].held.values() if first in found), None)
+        found = getattr(self._graphs[0].module, first) if held is None else held
+        return operator.attrgetter(rest)(found) if rest else found
+
+    def differs(self) -> bool:
+        """Whether any of the graphs, or of the modules that they hold, has been changed since."""
+        return any(graph.holds_others() or graph.has_other_nodes() for graph in self._graphs)
+
+    def restore(self) -> None:
+        """Put back what has been changed: graphs of equal nodes (with names and metadata), and the modules beside them.
+
+        Nodes of a graph that has not been changed stay the same ones.
+        """
+        for graph in self._graphs:
+            graph.restore()

@@ -1,0 +1,225 @@
+"""Calls of a graph run eagerly on random inputs that lie in memory, and require gradients, as those of the graph do."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from lz_compile.passes.edits.snapshot import Was
+from lz_compile.passes.effects import Ambient, ambient_context
+from lz_compile.passes.loops.scan_steps import run_steps
+
+_SCAN = torch.ops.higher_order.scan
+
+
+class NotRunnableError(Exception):
+    """A stretch cannot be run on inputs that are made up, and why."""
+
+
+@dataclass
+class Inputs:
+    """Random values for nodes; ``leaves`` are what gradients are taken of.
+
+    Tensors that share memory do so here: each is a view of one tensor that stands for that memory.
+    """
+
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    leaves: list[torch.Tensor] = field(default_factory=list)
+
+
+def random_inputs(nodes: Sequence[fx.Node], seed: int, *, positive: bool, doubled: bool, with_grad: bool) -> Inputs:
+    """Values like the example values of ``nodes``: the same for the same seed.
+
+    Args:
+        nodes: what is wanted, tensors or symbolic numbers or tuples of such.
+        seed: of the generator.
+        positive: real numbers between 0.1 and 1 instead of normal ones.
+        doubled: real numbers in float64, whatever they are in the graph.
+        with_grad: whether what requires a gradient in the graph requires one.
+
+    Raises:
+        NotRunnableError: one is no strided tensor on a device that is there, or of a size that nobody knows.
+    """
+    made = Inputs()
+    generator = torch.Generator().manual_seed(seed)
+    memories: dict[int, list[torch.Tensor]] = {}
+    examples = {node: _example(node) for node in nodes}
+    for value in pytree.tree_leaves(list(examples.values())):
+        if isinstance(value, torch.Tensor):
+            memories.setdefault(_memory(value), []).append(value)
+    tensors: dict[int, torch.Tensor] = {}
+    for shared in memories.values():
+        tensors.update(_realised(shared, generator, made, positive, doubled, with_grad))
+
+    def real(value: Any) -> Any:
+        return tensors[id(value)] if isinstance(value, torch.Tensor) else _number(value)
+
+    made.values = {node: pytree.tree_map(real, example) for node, example in examples.items()}
+    return made
+
+
+def _example(node: fx.Node) -> Any:
+    if "example_value" not in node.meta:
+        raise NotRunnableError(f"{node.name} is no tensor")
+    return node.meta["example_value"]
+
+
+def _memory(value: torch.Tensor) -> int:
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        raise NotRunnableError("a tensor is sparse, nested or quantised")
+    try:
+        return int(value.untyped_storage()._cdata)
+    except NotImplementedError:
+        raise NotRunnableError("a tensor is mapped over a dimension that is hidden") from None
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        hint = value.node.hint if value.node.has_hint() else None
+        if hint is None:
+            raise NotRunnableError("a size is known when it runs only")
+        return {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)](hint)
+    if isinstance(value, (int, float, complex, bool, str, torch.dtype, torch.device, type(None))):
+        return value
+    raise NotRunnableError(f"a {type(value).__name__} is handed in")
+
+
+def _realised(
+    shared: Sequence[torch.Tensor],
+    generator: torch.Generator,
+    made: Inputs,
+    positive: bool,
+    doubled: bool,
+    with_grad: bool,
+) -> dict[int, torch.Tensor]:
+    """Tensors that lie in one memory, as views of one tensor that is no leaf: it may be written over."""
+    lies = [(sizes_of(each.shape), sizes_of(each.stride()), int(_number(each.storage_offset()))) for each in shared]
+    dtype = shared[0].dtype
+    if any(each.dtype != dtype or type(each) is not type(shared[0]) for each in shared):
+        raise NotRunnableError("tensors of several dtypes share memory")
+    extent = max(_extent(*each) for each in lies)
+    is_doubled = doubled and dtype.is_floating_point
+    whole = _random(extent, torch.float64 if is_doubled else dtype, shared[0].device, generator, positive)
+    if with_grad and any(each.requires_grad for each in shared):
+        made.leaves.append(whole.requires_grad_())
+        whole = whole.clone()
+    kept = whole.detach()
+    return {
+        id(each): (whole if with_grad and each.requires_grad else kept).as_strided(*lie)
+        for each, lie in zip(shared, lies, strict=True)
+    }
+
+
+def sizes_of(sizes: Iterable[Any]) -> tuple[int, ...]:
+    """Sizes as numbers: symbolic ones are what they were traced with.
+
+    Raises:
+        NotRunnableError: nobody knows one.
+    """
+    return tuple(int(_number(size)) for size in sizes)
+
+
+def _extent(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
+    if 0 in size:
+        return offset
+    return offset + 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+
+
+def _random(
+    count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, positive: bool
+) -> torch.Tensor:
+    if device.type == "meta":
+        raise NotRunnableError("a tensor has no memory")
+    if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
+        value = torch.randint(0, 2, (count,), generator=generator)
+    elif dtype.is_complex:
+        value = torch.randn(count, generator=generator, dtype=dtype)
+    else:
+        value = torch.randn(count, generator=generator, dtype=torch.float64)
+        value = value.abs().clamp(0.1, 1.0) if positive else value
+    return value.to(device, dtype)
+
+
+@dataclass
+class Ran:
+    """What a run gave: values, the inputs after it, and gradients of the leaves (None: none reaches it).
+
+    ``gradients`` is None where the backward pass raises, ``error`` what the calls raised, if they did.
+    """
+
+    values: list[Any]
+    inputs: dict[fx.Node, Any]
+    gradients: list[torch.Tensor | None] | None
+    error: str = ""
+
+
+def run(
+    calls: Sequence[Was],
+    read: Sequence[fx.Node],
+    inputs: Inputs,
+    ambient: Ambient,
+    attribute: Callable[[str], Any],
+) -> Ran:
+    """Run calls one after the other under the modes that they begin in.
+
+    Args:
+        calls: in order; they read one another and ``inputs``.
+        read: whose values are wanted.
+        inputs: what they read of others.
+        ambient: the modes that the first one runs under.
+        attribute: what a ``get_attr`` node stands for.
+    """
+    values = dict(inputs.values)
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # as it is now, afterwards
+        for manager in ambient_context(ambient):
+            stack.enter_context(manager)
+        for was in calls:
+            values[was.node] = _result(was, values, attribute)
+    found = [values[node] for node in read]
+    return Ran(found, {node: values[node] for node in inputs.values}, _gradients(found, inputs))
+
+
+def _result(was: Was, values: Mapping[fx.Node, Any], attribute: Callable[[str], Any]) -> Any:
+    args, kwargs = fx.map_arg((was.args, was.kwargs), values.__getitem__)
+    if was.op == "get_attr":
+        held = attribute(str(was.target))
+        return held.detach().clone() if isinstance(held, torch.Tensor) else held
+    if was.op == "call_method":
+        return getattr(args[0], str(was.target))(*args[1:], **kwargs)
+    if was.op != "call_function":
+        raise NotRunnableError(f"{was.node.name} is a {was.op}")
+    if was.target is _SCAN and not kwargs:
+        return run_steps(*args)
+    if was.target is operator.setitem:
+        operator.setitem(*args)
+        return None
+    return was.target(*args, **kwargs)
+
+
+def _gradients(found: Sequence[Any], inputs: Inputs) -> list[torch.Tensor | None] | None:
+    """Of everything that is read behind, and of what was handed in, as it is now; None where there are none to be had."""
+    if not inputs.leaves:
+        return []
+    ends = [each for each in pytree.tree_leaves([found, list(inputs.values.values())]) if isinstance(each, torch.Tensor)]
+    ends = [each for each in ends if each.requires_grad]
+    if not ends:
+        return [None] * len(inputs.leaves)
+    weights = [_weights(end) for end in ends]
+    try:
+        return list(torch.autograd.grad(ends, inputs.leaves, weights, allow_unused=True))
+    except RuntimeError:  # as where a tensor is overwritten that its backward needs: it raises in eager code as well
+        return None
+
+
+def _weights(end: torch.Tensor) -> torch.Tensor:
+    count = max(end.numel(), 1)
+    spread = torch.arange(count, dtype=torch.float64, device=end.device).mul_(0.754877666).remainder_(1.0).add_(0.5)
+    return spread[: end.numel()].view(end.shape).to(end.dtype)
