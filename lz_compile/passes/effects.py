@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.view import Call, read, tensor_of
+from lz_compile.passes.view import Call, memory_of, read, tensor_of
 
 _VIEWS = frozenset(
     "transpose permute t mT movedim view reshape flatten unflatten ravel view_as reshape_as expand expand_as unsqueeze "
@@ -92,6 +92,11 @@ class Effects:
             if call is not None
             for target in overwritten(call)
         ]
+        #: By what may be seen of the memory that is overwritten (see :meth:`_names`).
+        self._by_name: dict[object, list[_Mutation]] = {}
+        for mutation in self._mutations:
+            for name in self._names(self._path(mutation.target)):
+                self._by_name.setdefault(name, []).append(mutation)
         #: Calls that change the shape of a tensor in place.
         self.reshapes = [m for m in self._mutations if _reshapes(self.calls[m.node])]
         self._ambient = _ambient_of(graph.nodes)
@@ -169,6 +174,34 @@ class Effects:
         after = max(self.position[start], self.position[node])
         return next((m.node for m in self._between(node, after, self.position[stop])), None)
 
+    def why_not_moved(self, node: fx.Node, place: fx.Node) -> str:
+        """Why ``node`` would give something else if it were computed right before ``place``; empty where it would not.
+
+        What is drawn at random, or writes memory, moves nowhere: that is for the caller to know.
+        """
+        first, last = sorted((node, place), key=self.position.__getitem__)
+        if self.ambient(node) != self.ambient(place):
+            return f"{node.name} and {place.name} run under other modes (gradients, autocast)"
+        for operand in node.all_input_nodes:
+            writer = self.overwritten_after(operand, first, last)
+            if writer is not None:
+                return f"{writer.name} overwrites {operand.name} between {first.name} and {last.name}"
+        return ""
+
+    def why_not_forwarded(self, value: fx.Node, store: fx.Node, load: fx.Node) -> str:
+        """Why what ``load`` reads is not ``value``, which ``store`` put there; empty where it is.
+
+        Whoever reads ``load`` later reads ``value`` instead: it must not be overwritten under any name until then.
+        """
+        if not self.ambient(value) == self.ambient(store) == self.ambient(load):
+            return f"{value.name}, {store.name} and {load.name} run under other modes (gradients, autocast)"
+        one, other = tensor_of(value), tensor_of(load)
+        if one is not None and other is not None and one.requires_grad != other.requires_grad:
+            return f"{value.name} and {load.name} differ in whether they have a gradient"
+        if self.is_overwritten(value):
+            return f"{value.name} is overwritten"
+        return ""
+
     def writes(self, writer: fx.Node, node: fx.Node) -> bool:
         """Whether ``writer`` itself overwrites memory of ``node``."""
         return bool(self._mutations) and any(
@@ -231,7 +264,14 @@ class Effects:
 
     def _between(self, node: fx.Node, start: int, stop: int) -> list[_Mutation]:
         path = self._path(node)
-        return [m for m in self._mutations if start < m.position < stop and self._overlap(path, self._path(m.target))]
+        found = {m.position: m for name in self._names(path) for m in self._by_name.get(name, ())}
+        inside = (found[position] for position in sorted(found) if start < position < stop)
+        return [m for m in inside if self._overlap(path, self._path(m.target))]
+
+    def _names(self, path: list[fx.Node]) -> set[object]:
+        """What two tensors that may share memory have in common: an owner, a storage, or to be inputs of the graph."""
+        names: set[object] = {path[0], memory_of(path[-1])}
+        return names | ({"input"} if path[0].op == "placeholder" else set())
 
     def _overlap(self, first: list[fx.Node], second: list[fx.Node]) -> bool:
         if first[0] is not second[0]:
@@ -263,13 +303,8 @@ def _may_share(one: fx.Node, other: fx.Node) -> bool:
 
 def _share_storage(one: fx.Node, other: fx.Node) -> bool:
     """Whether Dynamo's own values of two nodes are the same memory, whatever made them so."""
-    first, second = tensor_of(one), tensor_of(other)
-    if first is None or second is None or first.is_sparse or second.is_sparse:
-        return False
-    try:
-        return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
-    except NotImplementedError:  # of what is mapped over a dimension, nobody knows: views say what they are views of
-        return False
+    memory = memory_of(one)
+    return memory is not None and memory == memory_of(other)
 
 
 def overwritten(call: Call) -> list[fx.Node]:

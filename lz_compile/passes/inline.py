@@ -20,7 +20,7 @@ from lz_compile.errors import RewriteFailedError
 from lz_compile.passes.attention.attention_calls import BODIES, REFUSED
 from lz_compile.passes.builder import EMITTED, GraphBuilder
 from lz_compile.passes.core import dead_users, is_dead
-from lz_compile.passes.effects import Ambient, Effects
+from lz_compile.passes.effects import Ambient, Effects, grad_enabled
 from lz_compile.passes.inline_proof import Structure, TensorSpec, difference
 from lz_compile.passes.match import NearMiss, RefusedError
 from lz_compile.passes.rewrite import RewriteError
@@ -71,7 +71,7 @@ def _replace(graph: fx.Graph, node: fx.Node, ambient: Ambient) -> fx.Node:
     try:
         with graph.inserting_before(node):
             output = _emit(builder, node, arguments, results[0])
-        differs = difference(node.target, structure, ambient, torch.is_grad_enabled())
+        differs = difference(node.target, structure, ambient, grad_enabled(ambient))
         if differs:
             raise RewriteError(f"spelled out, {differs}")
     except BaseException:

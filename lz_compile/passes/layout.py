@@ -200,6 +200,20 @@ def is_view(call: Call) -> bool:
     return call.name in _READERS and call.name not in ("contiguous", "clone", "repeat", "tile", "repeat_interleave")
 
 
+def is_returned(node: fx.Node) -> bool:
+    """Whether a tensor, or one that may be a view of it, leaves the graph."""
+    stack, seen = [node], {node}
+    while stack:
+        for user in stack.pop().users:
+            call = read(user)
+            if user.op == "output":
+                return True
+            if user not in seen and call is not None and (call.is_inplace or rearranges(call)):
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
 def rearranges(call: Call) -> bool:
     """Whether the call is a layout operation by its name."""
     return call.name in _READERS or call.name == "getattr"

@@ -272,6 +272,17 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def memory_of(node: Any) -> int | None:
+    """A number for the memory that a tensor lies in, None where there is none to be told (sparse, mapped over, no tensor)."""
+    tensor = tensor_of(node)
+    if tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # as inside torch.vmap
+        return None
+
+
 def is_symbolic(node: Any) -> bool:
     """Whether a node is a symbolic number."""
     return isinstance(value_of(node), (torch.SymInt, torch.SymFloat))

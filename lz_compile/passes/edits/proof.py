@@ -22,7 +22,8 @@ from lz_compile.passes.edits.stretch import Stretch, edited_stretch, operands_of
 from lz_compile.passes.edits.trial_run import NotRunnableError, Ran, random_inputs, run, sizes_of
 from lz_compile.passes.effects import ambient_behind, overwritten
 from lz_compile.passes.rewrite import strides_matter
-from lz_compile.passes.view import Call, read, value_of
+from lz_compile.passes.view import Call, memory_of, read, value_of
+from lz_compile.runtime.isolation import isolated
 
 #: Of all results of a stretch together; what is larger is not run.
 _MOST_BYTES = 1 << 32
@@ -113,13 +114,13 @@ class _Trial:
 
     def _run(self, side: int, positive: bool, doubled: bool) -> Ran | Exception:
         calls, read, attribute = self._sides[side]
-        with_grad = torch.is_grad_enabled()
-        inputs = random_inputs(self.edge, 0, positive=positive, doubled=doubled, with_grad=with_grad)
+        records = torch.is_grad_enabled()
+        inputs = random_inputs(self.edge, 0, positive=positive, doubled=doubled, with_grad=records)
         named = {operand for was in calls for operand in operands_of(was)}
         given = [was for was in self._stretch.ahead if was.op == "get_attr" and was.node in named]
-        torch.manual_seed(0)
         try:
-            return run([*given, *calls], read, inputs, self._ambient, attribute)
+            with isolated() as outside, outside.entered(), torch.set_grad_enabled(records):
+                return run([*given, *calls], read, inputs, self._ambient, attribute)
         except Exception as error:  # noqa: BLE001 what a run raises is its result; the caller tells
             return error
 
@@ -322,10 +323,4 @@ def _may_be_view(call: Call) -> bool:
 
 
 def _memories(node: fx.Node) -> list[int]:
-    found = []
-    for value in _tensors(node.meta.get("example_value")):
-        try:
-            found.append(int(value.untyped_storage()._cdata))
-        except NotImplementedError:
-            continue
-    return found
+    return [memory for each in _tensors(node.meta.get("example_value")) if (memory := memory_of(each)) is not None]

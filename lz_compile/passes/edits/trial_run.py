@@ -178,7 +178,6 @@ def run(
     """
     values = dict(inputs.values)
     with ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # as it is now, afterwards
         for manager in ambient_context(ambient):
             stack.enter_context(manager)
         for was in calls:

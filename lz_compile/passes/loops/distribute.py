@@ -137,9 +137,12 @@ class _Loop:
         self.final: dict[int, fx.Node] = {}
         self.masks = {node: around.call(aten.ne.Scalar, (self._given(node), 0)) for node in plan.form.indicators}
         changing = {state for part in plan.parts for state in part.states}
+        read = call.results()
         for index, state in enumerate(step.states):
             if index not in changing:
-                self.final[index] = self.batched.always[state] = call.init[index]
+                self.batched.always[state] = call.init[index]
+                if index in read:  # a scan gives tensors of its own
+                    self.final[index] = around.call(aten.clone.default, (call.init[index],), CONTIGUOUS)
 
     def _given(self, node: fx.Node) -> fx.Node:
         return self.batched.over_time.get(node) or self.batched.always[node]
@@ -154,7 +157,7 @@ class _Loop:
                 self._scan(part)
         self.batched.compute(self.step.results)
         given = [self._over_time(node) for node in self.step.results]
-        return [*(self.final[index] for index in range(len(self.step.states))), *given]
+        return [*(self.final.get(index, state) for index, state in enumerate(self.call.init)), *given]
 
     def _over_time(self, node: fx.Node) -> fx.Node:
         """A value for all steps, repeated where it is the same in each."""

@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -20,8 +20,9 @@ from lz_compile.passes.axes import as_size
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.loop_search import LEAST_STEPS
+from lz_compile.passes.layout import is_returned
 from lz_compile.passes.loops.piece_writes import Piece, overlap, piece_of, store_pieces
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.view import memory_of, tensor_of
 
 #: A tensor with more readers of pieces keeps what is stored twice.
 _MOST_READERS = 64
@@ -43,7 +44,7 @@ def forward_stores(graph: fx.Graph) -> int:
     for buffer in loaded:
         if all(_is_a_store(node, target, buffer) for node, target in _writes_to(buffer, effects)):
             found = _loads(buffer, effects)
-            left = [load for load, value in found.written if not _replaced(load, value, effects)]
+            left = [load for load, store in found.written if not _replaced(load, store, effects)]
             count += len(found.written) - len(left)
             if not (left or found.unclear) and len(found.original) >= LEAST_STEPS:
                 _read_before(buffer, found, stores[buffer][0])
@@ -65,7 +66,7 @@ def _is_a_store(node: fx.Node, target: fx.Node, buffer: fx.Node) -> bool:
 
 @dataclass
 class _Loads:
-    """Readers of pieces: with the value that was put there last, of what nobody had written yet, and others."""
+    """Readers of pieces: with the store that put there what they read, of what nobody had written yet, and others."""
 
     written: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     original: list[fx.Node] = field(default_factory=list)
@@ -78,7 +79,7 @@ def _loads(buffer: fx.Node, effects: Effects) -> _Loads:
     users = sorted(buffer.users, key=effects.position.__getitem__)
     pieces = {user: _piece(user, buffer) for user in users}
     stored = [user for user in users if user.target is operator.setitem and pieces[user] is not None]
-    when = _Intervals([(pieces[user], effects.position[user], user.args[2]) for user in stored])
+    when = _Intervals([(pieces[user], effects.position[user], user) for user in stored])
     last = max((effects.position[user] for user in stored), default=-1)
     for user in users:
         piece, position = pieces[user], effects.position[user]
@@ -96,7 +97,7 @@ def _loads(buffer: fx.Node, effects: Effects) -> _Loads:
         if latest is None:
             if position < last:
                 found.original.append(user)
-        elif isinstance(latest, fx.Node):
+        elif latest and isinstance(latest.args[2], fx.Node):
             found.written.append((user, latest))
         elif position < last:
             found.unclear.append(user)
@@ -106,10 +107,10 @@ def _loads(buffer: fx.Node, effects: Effects) -> _Loads:
 class _Intervals:
     """The stores into one tensor; those that write a place that is read are found by their exact piece first."""
 
-    def __init__(self, stores: Sequence[tuple[Piece | None, int, object]]) -> None:
-        self._stores = [(piece, position, value) for piece, position, value in stores if piece is not None]
+    def __init__(self, stores: Sequence[tuple[Piece | None, int, fx.Node]]) -> None:
+        self._stores = [(piece, position, store) for piece, position, store in stores if piece is not None]
         self._moving = self._moving_dim()
-        self._by_place: dict[int, list[tuple[Piece, int, object]]] = {}
+        self._by_place: dict[int, list[tuple[Piece, int, fx.Node]]] = {}
         for store in self._stores:
             for place in self._places(store[0]):
                 self._by_place.setdefault(place, []).append(store)
@@ -124,7 +125,7 @@ class _Intervals:
         assert span is not None, "a store names its place in the moving dimension"
         return range(*span)
 
-    def _near(self, piece: Piece) -> list[tuple[Piece, int, object]]:
+    def _near(self, piece: Piece) -> list[tuple[Piece, int, fx.Node]]:
         """The stores that have an element in common with a piece, in order."""
         if self._moving is not None and piece[self._moving] is not None:
             found = [store for place in self._places(piece) for store in self._by_place.get(place, ())]
@@ -141,8 +142,8 @@ class _Intervals:
         """The position of the next store there."""
         return next((each[1] for each in self._near(piece) if each[1] > position), None)
 
-    def last_before(self, piece: Piece, position: int) -> object | None:
-        """The value that the last store put there; False where that wrote only a part of it, or more."""
+    def last_before(self, piece: Piece, position: int) -> fx.Node | Literal[False] | None:
+        """The last store there; False where that wrote only a part of it, or more."""
         before = [each for each in self._near(piece) if each[1] < position]
         if not before:
             return None
@@ -151,12 +152,12 @@ class _Intervals:
 
 def _last_reader(load: fx.Node, effects: Effects) -> int:
     """The last position at which a view of a piece, or a view of it, is read."""
-    memory = _memory(load)
+    memory = memory_of(load)
     last, queue, seen = 0, [load], {load}
     while queue:
         for user in queue.pop().users:
             last = max(last, effects.position[user])
-            if user not in seen and _memory(user) in (None, memory):
+            if user not in seen and memory_of(user) in (None, memory):
                 seen.add(user)
                 queue.append(user)
     return last
@@ -197,13 +198,13 @@ def _drop_overwritten(buffer: fx.Node) -> int:
             loads.append((user, piece))
     if len(loads) > _MOST_READERS or _is_seen_otherwise(buffer):
         return 0
-    count, memory = 0, _memory(buffer)
+    count, memory = 0, memory_of(buffer)
     for piece, found in stores.items():
         readers = others + [load for load, own in loads if overlap(own, piece)]
         ordered = sorted(found)
         for store, following in itertools.pairwise(ordered):
             # A view that was taken before is read who knows when; a copy was not of what is stored here.
-            if not any(each < following and (each > store or _memory(each) == memory) for each in readers):
+            if not any(each < following and (each > store or memory_of(each) == memory) for each in readers):
                 buffer.graph.erase_node(store)
                 count += 1
     return count
@@ -211,20 +212,13 @@ def _drop_overwritten(buffer: fx.Node) -> int:
 
 def _is_seen_otherwise(buffer: fx.Node) -> bool:
     """Whether anything but pieces of a tensor, and what is made of these, shows its memory."""
-    own, memory = {buffer}, _memory(buffer)
+    own, memory = {buffer}, memory_of(buffer)
     for node in buffer.graph.nodes:
         if not own.isdisjoint(node.all_input_nodes):
             own.add(node)
-        elif node not in own and memory is not None and _memory(node) == memory:
+        elif node not in own and memory is not None and memory_of(node) == memory:
             return True
     return memory is None
-
-
-def _memory(node: fx.Node) -> int | None:
-    tensor = tensor_of(node)
-    if tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
-        return None
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _copied(tensor: torch.Tensor, function: Callable[[Any], Any]) -> Any:
@@ -232,19 +226,17 @@ def _copied(tensor: torch.Tensor, function: Callable[[Any], Any]) -> Any:
         return function(tensor)
 
 
-def _replaced(load: fx.Node, value: fx.Node, effects: Effects) -> bool:
-    """Whether a reader's value is now the one that was written: not where it has another form, or changes later."""
+def _replaced(load: fx.Node, store: fx.Node, effects: Effects) -> bool:
+    """Whether a reader's value is now the one that was written: not where it has another form, changes, or is handed out."""
+    value = store.args[2]
     old, new = tensor_of(load), tensor_of(value)
-    if old is None or new is None or (old.dtype, old.device) != (new.dtype, new.device):
+    if not isinstance(value, fx.Node) or old is None or new is None or (old.dtype, old.device) != (new.dtype, new.device):
         return False
     if [as_size(size) for size in old.shape] != [as_size(size) for size in new.shape]:
         return False
     if any((call := effects.calls[user]) is not None and call.name in _STRIDED for user in load.users):
         return False
-    start = effects.position[value]
-    if any(effects.position[node] > start for node, _ in _writes_to(value, effects)):
-        return False
-    if effects.ambient(load) != effects.ambient(value):
+    if effects.why_not_forwarded(value, store, load) or is_returned(load):
         return False
     load.replace_all_uses_with(value)
     load.graph.erase_node(load)

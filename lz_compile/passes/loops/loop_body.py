@@ -260,7 +260,7 @@ class Body:
     def _cut(self, nodes: Sequence[fx.Node]) -> Ref | None:
         """The nodes as slices of one tensor from around the loop."""
         found = slices_of(nodes, self._canonical)
-        if found is None or not self._is_outside(found.source):
+        if found is None or not self._is_outside(found.source) or not self._have_same_modes(nodes, found.source):
             return None
         ref: Ref = self._stream(Slices(self.steps.versions.tensor(found.source), found.dim, found.starts, found.length))
         if found.rest:
@@ -294,6 +294,13 @@ class Body:
         for column in zip(*rows, strict=True):
             yield [self._canonical(node, value) for node, value in zip(nodes, column, strict=True)]
 
+    def _have_same_modes(self, nodes: Sequence[fx.Node], source: fx.Node) -> bool:
+        """Whether slices, and what they are picked from, are taken under the loop's own modes."""
+        effects, first = self.steps.versions.effects, self.steps.node(0, 0)
+        chain = {node for node in nodes if self.steps.place(node) is None}
+        chain |= {each for node in chain for each in node.all_input_nodes if each is not source}
+        return all(effects.ambient(node) == effects.ambient(first) for node in chain)
+
     def _can_move_in(self, nodes: Sequence[fx.Node], depth: int) -> bool:
         """Whether calls before the loop, one for each step, need nothing that has to be copied together."""
         program, versions = self.steps.program, self.steps.versions
@@ -301,6 +308,8 @@ class Body:
         if len(kinds) != 1 or -1 in kinds or depth > _DEEPEST or not all(self._is_outside(node) for node in nodes):
             return False
         if any(versions.is_overwritten(node) or not is_pure(node) for node in nodes):
+            return False
+        if any(versions.effects.why_not_moved(node, self.steps.nodes[-1]) for node in nodes):
             return False
         for column in self._columns(nodes):
             if all(_is_same(value, column[0]) for value in column):

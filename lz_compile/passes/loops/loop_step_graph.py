@@ -17,7 +17,7 @@ from lz_compile.passes.loops.loop_body import Around, Body, Carried, Entry, Part
 from lz_compile.passes.loops.loop_search import is_number
 from lz_compile.passes.loops.loop_steps import kind_of, kind_of_value
 from lz_compile.passes.match import RefusedError
-from lz_compile.passes.view import read, tensor_of, value_of, where_of
+from lz_compile.passes.view import memory_of, read, tensor_of, value_of, where_of
 
 _ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
@@ -249,17 +249,17 @@ def _shaped(emit: Emitter, result: Result, values: dict[Ref, fx.Node]) -> fx.Nod
 
 def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, others: Iterable[fx.Node]) -> list[fx.Node]:
     """The outputs, none of which shares memory with another or with others; what is carried is contiguous."""
-    taken = {_memory(node) for node in others}
+    taken = {memory_of(node) for node in others}
     found = []
     for number, output in enumerate(outputs):
         tensor = tensor_of(output)
         assert tensor is not None, "a step gives tensors"
         node = output
-        if _memory(node) in taken:
+        if memory_of(node) in taken:
             node = emit.call("clone", node, memory_format=torch.contiguous_format)
         elif number < carried and not tensor.is_contiguous():
             node = emit.call("contiguous", node)
-        taken.add(_memory(node))
+        taken.add(memory_of(node))
         found.append(node)
     return found
 
@@ -271,8 +271,3 @@ def _refuse_without_gradient(outputs: Sequence[fx.Node], has_gradient: bool) -> 
         if has_gradient and tensor is not None and not (tensor.is_floating_point() or tensor.is_complex()):
             text = f"each step gives {tensor.dtype} ({where_of(node)}), and the loop is differentiated"
             raise RefusedError("NO_GRADIENT", text, "compute what has no gradient in a loop of its own, under no_grad")
-
-
-def _memory(node: fx.Node) -> Any:
-    tensor = tensor_of(node)
-    return None if tensor is None else tensor.untyped_storage()._cdata

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
+from lz_compile.passes.effects import Effects
 from lz_compile.passes.loops.loop_search import Program
-from lz_compile.passes.view import Call, read, tensor_of
+from lz_compile.passes.view import Call, memory_of, read, tensor_of
 
 #: In-place calls that change shapes, strides or the memory behind a tensor.
 _RESHAPERS = frozenset(
@@ -38,6 +38,7 @@ class Versions:
     """Who reads which value of the overwritten tensors of one graph."""
 
     def __init__(self, program: Program) -> None:
+        self.effects = Effects(program.graph)
         #: Calls that overwrite a whole tensor or, as assignments, part of it, with the tensor's node.
         self.writes: dict[fx.Node, fx.Node] = {}
         #: Calls that overwrite what they are not understood to, and readers of what was overwritten through an alias.
@@ -81,9 +82,7 @@ class Versions:
 
     def _memory_id(self, node: fx.Node) -> int | None:
         if node not in self._memory_ids:
-            tensor = tensor_of(node)
-            is_plain = tensor is not None and tensor.layout is torch.strided and not tensor.is_nested
-            self._memory_ids[node] = tensor.untyped_storage()._cdata if is_plain and tensor is not None else None
+            self._memory_ids[node] = memory_of(node)
         return self._memory_ids[node]
 
     def _memory(self, node: fx.Node) -> _Memory | None:

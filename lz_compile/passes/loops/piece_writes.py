@@ -18,7 +18,7 @@ from torch import fx
 from lz_compile.passes.effects import Ambient, Effects, ambient_context
 from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.loop_search import LEAST_STEPS
-from lz_compile.passes.view import read, tensor_of, value_of
+from lz_compile.passes.view import memory_of, read, tensor_of, value_of
 
 #: For every dimension from where to where, or None for all of it.
 Piece: TypeAlias = "tuple[tuple[int, int] | None, ...]"
@@ -123,7 +123,7 @@ def _stored(node: fx.Node, effects: Effects) -> bool:
     index = view.args[1]
     if piece_of(index, tensor_of(buffer)) is None or _is_seen_later(view, node, effects):
         return False
-    if _is_written_later(view, node, effects):
+    if _is_written_later(view, node, effects) or _changes_later(view, node, effects):
         return False
     graph, ambient = node.graph, effects.ambient(node)
     with graph.inserting_before(node):
@@ -176,43 +176,48 @@ def _stores(user: fx.Node, buffer: Any, index: Any, value: fx.Node) -> bool:
 
 def _is_seen_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
     """Whether a view of the piece is read after the call that overwrites it."""
-    memory = _memory(view)
-    inner = [user for user in view.users if user is not node and _memory(user) == memory and _target(user) is None]
+    memory = memory_of(view)
+    inner = [user for user in view.users if user is not node and memory_of(user) == memory and _target(user) is None]
     while inner:
         each = inner.pop()
         for user in each.users:
             if _is_after(user, node, effects):
                 return True
-            if _memory(user) == memory:
+            if memory_of(user) == memory:
                 inner.append(user)
     return False
 
 
 def _is_written_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
     """Whether a later call overwrites the piece through the same view, and was not spelled as a store."""
-    memory, queue = _memory(view), [user for user in view.users if user is not node and _is_after(user, node, effects)]
+    memory, queue = memory_of(view), [user for user in view.users if user is not node and _is_after(user, node, effects)]
     while queue:
         user = queue.pop()
         call = read(user)
         schema = getattr(user.target, "_schema", None)
-        is_store = call is not None and call.name == "setitem" and _memory(user.args[0]) == memory
+        is_store = call is not None and call.name == "setitem" and memory_of(user.args[0]) == memory
         if is_store and user.args[0] is view.args[0] and user.args[2] is view:
             continue  # the piece is put where it is
         if is_store or (call is not None and (call.is_inplace or "out" in call.arguments)):
             return True
         if schema is not None and schema.is_mutable:
             return True
-        if _memory(user) == memory:
+        if memory_of(user) == memory:
             queue.extend(user.users)
     return False
+
+
+def _changes_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
+    """Whether the piece, or what is copied into it, is overwritten by another name before the last that reads the view."""
+    readers = [user for user in view.users if user is not node and user in effects.position]
+    last = max(readers, key=effects.position.__getitem__, default=node)
+    if not _is_after(last, node, effects):
+        return False
+    copied = [each for each in node.args[1:2] if isinstance(each, fx.Node)]
+    return any(effects.overwritten_after(each, node, last) is not None for each in (view, *copied))
 
 
 def _is_after(user: fx.Node, node: fx.Node, effects: Effects) -> bool:
     """Whether a node comes after one; new ones take the place of what did."""
     return effects.position.get(user, len(effects.position)) > effects.position[node]
 
-
-def _memory(node: Any) -> int | None:
-    tensor = tensor_of(node)
-    is_plain = tensor is not None and tensor.layout is torch.strided and not tensor.is_nested
-    return tensor.untyped_storage()._cdata if is_plain and tensor is not None else None

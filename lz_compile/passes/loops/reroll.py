@@ -15,7 +15,7 @@ from torch import fx
 
 from lz_compile.passes import contraction
 from lz_compile.passes.edits.edit import Unproven, proven
-from lz_compile.passes.effects import Ambient, Effects
+from lz_compile.passes.effects import Ambient
 from lz_compile.passes.loops.loop_facts import Loop, read_loop
 from lz_compile.passes.loops.loop_search import LEAST_STEPS, Program, Run, phases, runs
 from lz_compile.passes.loops.loop_steps import Grid, Made, Steps, parameters_of
@@ -171,7 +171,6 @@ class _Search:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._versions: Versions | None = None
-        self._effects: Effects | None = None
         self._taken = bytearray(len(program.nodes))
 
     def loops(self, stretches: list[Run]) -> tuple[list[Loop], list[NearMiss]]:
@@ -276,12 +275,7 @@ class _Search:
         )
         if parameters_of([column for column in columns if column[0] is not column[-1]]):
             raise RefusedError("LAYERS", "every step has parameters of its own", "share them")
-        return read_loop(steps, self._ambient(steps))
-
-    def _ambient(self, steps: Steps) -> Ambient:
-        if self._effects is None:
-            self._effects = Effects(self._program.graph)
-        return self._effects.ambient(steps.node(0, 0))
+        return read_loop(steps, steps.versions.effects.ambient(steps.node(0, 0)))
 
 
 #: Refusals that hold wherever a step is taken to begin.

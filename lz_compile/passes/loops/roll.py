@@ -89,7 +89,8 @@ class _Readers:
         if step == loop.steps.count - 1 and index in loop.finals:
             return self._item(loop.step.slots.index(loop.finals[index]))
         if (step, index) not in self._entries:
-            self._entries[step, index] = self._emit.call("select", self._values(("value", index)), 0, step)
+            entry = self._emit.call("select", self._values(("value", index)), 0, step)
+            self._entries[step, index] = self._emit.call("clone", entry)  # a tensor of its own, as it was
         return self._entries[step, index]
 
     def _collected(self, collector: Collector, found: list[fx.Node]) -> fx.Node:

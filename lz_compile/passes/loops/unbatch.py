@@ -47,17 +47,24 @@ def _name(node: fx.Node) -> str:
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The nodes from where a vmap begins to where it ends, of those that hold no other."""
+    """The nodes from where a vmap begins to where it ends, of those that hold no other and lie in no other.
+
+    What is handed to an inner one has a dimension that only the outer one knows.
+    """
     region: list[fx.Node] = []
+    depth, is_alone = 0, True
     for node in graph.nodes:
         if _name(node) == _BEGINS:
-            region = []
-        elif not region:
-            continue
-        region.append(node)
+            is_alone = depth == 0
+            depth += 1
+        if depth:
+            region.append(node)
         if _name(node) == _ENDS:
-            yield region
-            region = []
+            depth -= 1
+            if depth == 0:
+                if is_alone:
+                    yield region
+                region = []
 
 
 def _is_elementwise(region: Sequence[fx.Node]) -> bool:

@@ -66,7 +66,7 @@ def _may_differ(call: Call, target: fx.Node, is_graded: bool) -> bool:
         return False
     if tensor.requires_grad and not is_graded:  # the tensor keeps its gradient, which a new one would not have
         return False
-    if not _is_dense(tensor) and _is_returned(target):  # a new one would have other strides
+    if not _is_dense(tensor) and layout.is_returned(target):  # a new one would have other strides
         return False
     if call.node.target is operator.setitem:
         mask, value = call.node.args[1:]
@@ -107,20 +107,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _known(size: Any) -> float:
     """A size, or what a symbolic one was traced with: asking it would guard it."""
     return size if isinstance(size, int) else hint_of(size)
-
-
-def _is_returned(node: fx.Node) -> bool:
-    """Whether a tensor, or one that may be a view of it, leaves the graph."""
-    stack, seen = [node], {node}
-    while stack:
-        for user in stack.pop().users:
-            call = read(user)
-            if user.op == "output":
-                return True
-            if user not in seen and call is not None and (call.is_inplace or layout.rearranges(call)):
-                seen.add(user)
-                stack.append(user)
-    return False
 
 
 def _copied(target: fx.Node) -> torch.Tensor:
