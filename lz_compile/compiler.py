@@ -74,9 +74,7 @@ def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run
             _count(report)
 
 
-def _rewrite(
-    module: fx.GraphModule, options: Options, report: GraphReport, dump: Dump, snapshot: Snapshot
-) -> None:
+def _rewrite(module: fx.GraphModule, options: Options, report: GraphReport, dump: Dump, snapshot: Snapshot) -> None:
     """Rewrite in place; whatever fails here leaves the graph as it was."""
     try:
         dump.graph("before", module)

@@ -13,7 +13,8 @@ from lz_compile.errors import RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options
 from lz_compile.own_calls import selects_itself, with_own_kernel
-from lz_compile.passes.effects import Effects
+from lz_compile.passes.edits.edit import all_or_nothing
+from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.fusion import Fusion, fusions
 from lz_compile.passes.joint import FusedEmitter
 from lz_compile.passes.loops.scan_outputs import drop_steps, give_results, give_symbols
@@ -22,6 +23,7 @@ from lz_compile.passes.rewrite import Recipes, erase_unread, splice
 from lz_compile.passes.share import share_equal
 from lz_compile.passes.symbolic_sizes import symbolic_sizes
 from lz_compile.passes.validate import Validation, validate
+from lz_compile.passes.view import tensor_of
 from lz_compile.reading import Reading, fail, graphs, timed
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, loaded_tables, policy
@@ -53,13 +55,24 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
                 _tune(found.matches, found.effects, found.known, options)
         _rewrite(found, options, report)
         with timed(report, "rewrite"):
+            has_results = _tidy(found, options)
+        if found.is_changed or has_results or any(entry.rewritten for entry in found.entries):
+            found.module.graph.lint()
+            found.module.recompile()
+
+
+def _tidy(found: _Found, options: Options) -> bool:
+    """Drop what nobody reads any more, and let scans that stay compile; whether one of those was changed."""
+    try:
+        with all_or_nothing(found.module):  # nothing of it changes a value that anybody reads
             share_equal(found.module.graph)
             erase_unread(found.module.graph, (node for match in found.matches for node in match.implied))
             has_results = give_results(found.module) + give_symbols(found.module) > 0
             drop_steps(found.module)
-        if found.is_changed or has_results or any(entry.rewritten for entry in found.entries):
-            found.module.graph.lint()
-            found.module.recompile()
+            return has_results
+    except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+        fail("REWRITE_FAILED", "tidying a rewritten graph", error, options)
+        return False
 
 
 def choose(module: fx.GraphModule, options: Options, report: GraphReport) -> None:
@@ -123,11 +136,28 @@ def _rewrite(found: _Found, options: Options, report: GraphReport) -> None:
     # Last to first: a match may read what an earlier one computes, and names the node that is still there.
     for match, entry in reversed(list(zip(found.matches, found.entries, strict=True))):
         try:
+            kept = _why_not_kept(match, found.effects)
+            if kept:
+                entry.kernel = _left(match)
+                entry.reasons.append(
+                    Reason("OVERWRITTEN_LATER", f"a kernel's backward pass may need what changes: {kept}")
+                )
+                continue
             _apply(found.module.graph, match, entry, options, report, found.known)
         except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
             fail("REWRITE_FAILED", f"{match.op} at {match.where} is left to Inductor", error, options)
             entry.kernel, entry.rewritten = INDUCTOR, False
             entry.reasons.append(Reason("REWRITE_FAILED", f"{type(error).__name__}: {error}"))
+
+
+def _why_not_kept(match: Match, effects: Effects | None) -> str:
+    """What a match reads or gives that is overwritten later, where gradients are recorded; empty if nothing is."""
+    if effects is None or not grad_enabled(match.ambient):
+        return ""
+    nodes = (*match.inputs, *match.outputs)
+    if not any(tensor is not None and tensor.requires_grad for tensor in map(tensor_of, nodes)):
+        return ""
+    return effects.why_not_kept(nodes, max(match.outputs, key=effects.position.__getitem__))
 
 
 def _assuming_finite(matches: list[Match]) -> list[Match]:

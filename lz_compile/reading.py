@@ -87,7 +87,9 @@ class Reading:
                 self._misses += [miss for miss in found if isinstance(miss, NearMiss)]
             except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
                 fail("INLINE_FAILED", "spelling out calls", error, options)
-            self._edit("INLINE_FAILED", "giving values to what is written in place", with_values, module, options, report)
+            self._edit(
+                "INLINE_FAILED", "giving values to what is written in place", with_values, module, options, report
+            )
             self._edit("INLINE_FAILED", "spelling out torch.vmap", unbatch, module, options, report)
 
     def _edit(

@@ -202,6 +202,14 @@ class Effects:
             return f"{value.name} is overwritten"
         return ""
 
+    def why_not_kept(self, nodes: Iterable[fx.Node], last: fx.Node) -> str:
+        """Which of ``nodes`` a backward pass must not keep, for it is overwritten after ``last``; empty if none is."""
+        if not self._mutations:
+            return ""
+        end = max(self.position, key=self.position.__getitem__)
+        found = ((node, self.overwritten_after(node, last, end)) for node in nodes)
+        return next((f"{writer.name} overwrites {node.name}" for node, writer in found if writer is not None), "")
+
     def writes(self, writer: fx.Node, node: fx.Node) -> bool:
         """Whether ``writer`` itself overwrites memory of ``node``."""
         return bool(self._mutations) and any(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -12,6 +13,7 @@ from lz_compile.passes.axes import (
     Dims,
     LayoutError,
     Shape,
+    Size,
     atoms,
     broadcast_from,
     product,
@@ -19,7 +21,7 @@ from lz_compile.passes.axes import (
     shape_of,
     take,
 )
-from lz_compile.passes.view import Call, tensor_of, value_of
+from lz_compile.passes.view import Call, read, tensor_of, value_of
 
 Reader = Callable[[Call, Shape, Dims], Dims]
 
@@ -198,6 +200,19 @@ SIZED = frozenset(
 def is_view(call: Call) -> bool:
     """Whether the call only rearranges, and its result may share memory with its input."""
     return call.name in _READERS and call.name not in ("contiguous", "clone", "repeat", "tile", "repeat_interleave")
+
+
+def stride_order(strides: Sequence[Size]) -> tuple[list[int], list[int]]:
+    """The dimensions from the farthest to the nearest step in memory, and the order that takes a tensor back from there."""
+    order = sorted(range(len(strides)), key=lambda dim: -_number(strides[dim]))
+    return order, [order.index(dim) for dim in range(len(strides))]
+
+
+def _number(stride: Size) -> int:
+    """A stride, or what it is where every symbol is large: to be compared, which must add no guard."""
+    if isinstance(stride, int):
+        return stride
+    return int(stride.xreplace(dict.fromkeys(stride.free_symbols, sympy.Integer(8192))))
 
 
 def is_returned(node: fx.Node) -> bool:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from lz_compile.passes import contraction, layout
 from lz_compile.passes.algebra import is_pointwise
-from lz_compile.passes.axes import Size, as_size
+from lz_compile.passes.axes import as_size
 from lz_compile.passes.builder import Builder, GraphBuilder, provenance
 from lz_compile.passes.match import Attributes, Match
 from lz_compile.passes.view import read, tensor_of
@@ -68,10 +67,14 @@ class Recipes:
             named = recipe.given.get(node, node)
             return made.get(node) or match.renamed.get(named, named)
 
-        for node, *arguments in recipe.steps:
-            args, kwargs = fx.map_arg(arguments, local)
-            made[node] = graph.create_node(node.op, node.target, args, kwargs)
-            made[node].meta = {**node.meta, **provenance(match.output)}
+        try:
+            for node, *arguments in recipe.steps:
+                args, kwargs = fx.map_arg(arguments, local)
+                made[node] = graph.create_node(node.op, node.target, args, kwargs)
+                made[node].meta = {**node.meta, **provenance(match.output)}
+        except BaseException:
+            _unmade(graph, list(made.values()))
+            raise
         return tuple(local(node) for node in recipe.results)
 
 
@@ -102,17 +105,22 @@ def splice(
     """
     shows_strides = tuple(strides_matter(node) for node in original or match.outputs)
     place = min(match.outputs)
-    for node in match.brought:
-        if node > place:
+    moved = [(node, node.next) for node in match.brought if node > place]
+    try:
+        for node, _ in moved:
             place.prepend(node)
-    late = [node for node in match.inputs if node > place]
-    if late:
-        raise RewriteError(f"rewriting {match.op} at {match.where}: {late[0].name} is computed after {place.name}")
-    with graph.inserting_before(place):
-        results = recipes.follow(graph, match, call, shows_strides)
-        if results is None:
-            results, created = _emit(graph, match, call, place, shows_strides)
-            recipes.keep(match, call, created, results, shows_strides)
+        late = [node for node in match.inputs if node > place]
+        if late:
+            raise RewriteError(f"rewriting {match.op} at {match.where}: {late[0].name} is computed after {place.name}")
+        with graph.inserting_before(place):
+            results = recipes.follow(graph, match, call, shows_strides)
+            if results is None:
+                results, created = _emit(graph, match, call, place, shows_strides)
+                recipes.keep(match, call, created, results, shows_strides)
+    except BaseException:
+        for node, behind in reversed(moved):
+            behind.prepend(node)
+        raise
     for node, result in zip(match.outputs, results, strict=True):
         node.replace_all_uses_with(result)
     superfluous = set(match.core)
@@ -143,11 +151,20 @@ def _emit(
     try:
         results = _replacements(builder, match, call, shows_strides)
     except BaseException:
-        for node in reversed(builder.created):
-            graph.erase_node(node)
+        _unmade(graph, builder.created)
         raise
     unused = [node for node in reversed(builder.created) if node not in results and _erase_if_unused(graph, node)]
     return results, [node for node in builder.created if node not in unused]
+
+
+def _unmade(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """As if nodes had never been made, nor the graphs beside this one that they name."""
+    owner = graph.owning_module
+    for node in reversed(nodes):
+        graph.erase_node(node)
+        is_named = any(each.target == node.target for each in graph.find_nodes(op="get_attr"))
+        if node.op == "get_attr" and owner is not None and not is_named:
+            owner.delete_submodule(str(node.target))
 
 
 def _replacements(
@@ -170,17 +187,9 @@ def _as_before(match: Match, output: fx.Node, result: fx.Proxy, shows_strides: b
         )
     strides = [as_size(stride) for stride in old.stride()]
     if shows_strides and [as_size(stride) for stride in new.stride()] != strides:
-        order = sorted(range(old.dim()), key=lambda dim: -_number(strides[dim]))
-        back = [order.index(dim) for dim in range(old.dim())]
+        order, back = layout.stride_order(strides)
         result = result.permute(order).contiguous().permute(back)
     return result.node
-
-
-def _number(stride: Size) -> int:
-    """A stride, or what it is where every symbol is large: to be compared, which must add no guard."""
-    if isinstance(stride, int):
-        return stride
-    return int(stride.xreplace(dict.fromkeys(stride.free_symbols, sympy.Integer(8192))))
 
 
 def _describe(tensor: torch.Tensor | None) -> str:

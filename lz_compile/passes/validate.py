@@ -247,8 +247,8 @@ def _compare(
         near &= ~given.isnan()
     same_special = (ours.isnan() & (truth.isnan() | given.isnan())) | (ours == truth) | (ours == given)
     overflowed = ours.isfinite() & ~(truth.isfinite() & given.isfinite()) if may_overflow else torch.zeros_like(near)
-    if is_poisoned and not truth.isnan().all():
-        overflowed &= ~truth.isnan()
+    if not (is_poisoned and truth.isnan().all()):
+        overflowed &= ~truth.isnan()  # NaN in float64 is no overflow
     return _finite_max((ours - truth).abs()), source_error, bool((near | same_special | overflowed).all())
 
 

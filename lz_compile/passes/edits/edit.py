@@ -12,7 +12,6 @@ from lz_compile.passes.edits.proof import Verdict, difference
 from lz_compile.passes.edits.snapshot import Snapshot
 from lz_compile.reasons import Reason
 
-
 #: Edits that were made and could not be proven, with the reason.
 Unproven: TypeAlias = list[Reason]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,7 +177,9 @@ def _differences(stretch: Stretch, original: Ran, edited: Ran, *, exact: bool) -
     for index, (one, other) in enumerate(zip(original.gradients, edited.gradients, strict=True)):
         name = f"the gradient of input {index}"
         if (one is None) != (other is None):
-            yield _Difference(f"{name} is {'none' if other is None else 'there'}, and was {'none' if one is None else 'there'}")
+            yield _Difference(
+                f"{name} is {'none' if other is None else 'there'}, and was {'none' if one is None else 'there'}"
+            )
         elif one is not None and other is not None:
             yield from _apart(name, one, other, scale, exact)
 
@@ -207,21 +209,22 @@ def _unlike(
             if first is not second and first != second:
                 yield _Difference(f"{name} is {second!r}, and was {first!r}")
             continue
-        for what, kind in {**_KINDS, "strides": lambda value: _that_count(strides(value), value)}.items():
-            was, now = kind(first), kind(second)
-            if was != now:
-                yield _Difference(f"{name} has {what} {now}, and had {was}")
-                break
-        else:
+        was, now = ({**_kind(each), "strides": _that_count(strides(each), each)} for each in (first, second))
+        other_kinds = [f"{name} has {what} {now[what]}, and had {was[what]}" for what in was if was[what] != now[what]]
+        yield from map(_Difference, other_kinds[:1])
+        if not other_kinds:
             yield from _apart(name, first, second, scale, exact)
 
 
-_KINDS: Mapping[str, Callable[[torch.Tensor], Any]] = {
-    "dtype": lambda value: value.dtype,
-    "device": lambda value: value.device,
-    "shape": lambda value: tuple(value.shape),
-    "requires_grad": lambda value: value.requires_grad,
-}
+def _kind(value: torch.Tensor) -> dict[str, Any]:
+    return {
+        "dtype": value.dtype,
+        "device": value.device,
+        "shape": tuple(value.shape),
+        "requires_grad": value.requires_grad,
+    }
+
+
 #: Calls to which strides matter exactly; to pointwise ones, only their order does.
 _STRIDED = frozenset({"view", "view_as", "as_strided", "stride", "data_ptr", "is_contiguous", "storage_offset"})
 
@@ -257,7 +260,11 @@ def _apart(name: str, one: torch.Tensor, other: torch.Tensor, scale: float, exac
     worst = float(off.max()) if off.numel() else 0.0
     rounding = _FLOAT64 if exact else min(_ROUNDINGS * torch.finfo(one.dtype).eps, _COARSEST)
     if worst > rounding * (_largest(one) + 1e-6 * scale):
-        text = f"{name} is off by {worst:.2g}" if math.isfinite(worst) else f"{name} is NaN or infinite where it was not, or was"
+        text = (
+            f"{name} is off by {worst:.2g}"
+            if math.isfinite(worst)
+            else f"{name} is NaN or infinite where it was not, or was"
+        )
         yield _Difference(text, may_be_rounding=True)
 
 
@@ -286,8 +293,9 @@ def _shared_otherwise(stretch: Stretch, original: Ran, edited: Ran) -> Iterator[
 def _have_common_memory(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or not one.numel() or not other.numel():
         return False
-    if one.untyped_storage()._cdata != other.untyped_storage()._cdata or one.dtype != other.dtype:
-        return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    is_same = bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    if not is_same or one.dtype != other.dtype:
+        return is_same
     taken = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
     taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())

@@ -38,7 +38,9 @@ class Was:
         """Whether the node still makes the same call with the same metadata."""
         now = self.node
         is_same_call = self.op == now.op and self.target == now.target
-        return is_same_call and _holds_same(self.meta, now.meta) and same((self.args, self.kwargs), (now.args, now.kwargs))
+        return (
+            is_same_call and _holds_same(self.meta, now.meta) and same((self.args, self.kwargs), (now.args, now.kwargs))
+        )
 
 
 def _holds_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -117,7 +117,9 @@ def _balanced(before: Sequence[Was], start: int, behind: int) -> tuple[int, int]
             opened.append(index)
         elif step < 0 and opened:
             first = opened.pop()
-            is_cut = (first < start) != (index < start) or (first < len(before) - behind) != (index < len(before) - behind)
+            is_cut = (first < start) != (index < start) or (first < len(before) - behind) != (
+                index < len(before) - behind
+            )
             touches = index >= start and first < len(before) - behind
             if is_cut and touches:
                 start, behind = min(start, first), min(behind, len(before) - index - 1)

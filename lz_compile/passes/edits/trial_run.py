@@ -207,7 +207,9 @@ def _gradients(found: Sequence[Any], inputs: Inputs) -> list[torch.Tensor | None
     """Of everything that is read behind, and of what was handed in, as it is now; None where there are none to be had."""
     if not inputs.leaves:
         return []
-    ends = [each for each in pytree.tree_leaves([found, list(inputs.values.values())]) if isinstance(each, torch.Tensor)]
+    ends = [
+        each for each in pytree.tree_leaves([found, list(inputs.values.values())]) if isinstance(each, torch.Tensor)
+    ]
     ends = [each for each in ends if each.requires_grad]
     if not ends:
         return [None] * len(inputs.leaves)

@@ -18,9 +18,9 @@ from torch import fx
 
 from lz_compile.passes.axes import as_size
 from lz_compile.passes.effects import Effects
+from lz_compile.passes.layout import is_returned
 from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.loop_search import LEAST_STEPS
-from lz_compile.passes.layout import is_returned
 from lz_compile.passes.loops.piece_writes import Piece, overlap, piece_of, store_pieces
 from lz_compile.passes.view import memory_of, tensor_of
 
@@ -230,7 +230,12 @@ def _replaced(load: fx.Node, store: fx.Node, effects: Effects) -> bool:
     """Whether a reader's value is now the one that was written: not where it has another form, changes, or is handed out."""
     value = store.args[2]
     old, new = tensor_of(load), tensor_of(value)
-    if not isinstance(value, fx.Node) or old is None or new is None or (old.dtype, old.device) != (new.dtype, new.device):
+    if (
+        not isinstance(value, fx.Node)
+        or old is None
+        or new is None
+        or (old.dtype, old.device) != (new.dtype, new.device)
+    ):
         return False
     if [as_size(size) for size in old.shape] != [as_size(size) for size in new.shape]:
         return False

@@ -152,7 +152,9 @@ class Emitters:
         self._steps = steps
         self._ambient = ambient
         modes = (getattr(tensor_of(node), "fake_mode", None) for node in steps.nodes)
-        self._fake_mode = next(mode for mode in modes if mode is not None)
+        self._fake_mode = next((mode for mode in modes if mode is not None), None)
+        if self._fake_mode is None:
+            raise RefusedError("NO_STATE", "no step computes a tensor", "store all of them at once, by torch.stack")
 
     def __call__(self, graph: fx.Graph, like: fx.Node) -> Emitter:
         """An emitter for a graph, beginning with calls that come from ``like``."""

@@ -190,7 +190,10 @@ def _is_seen_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
 
 def _is_written_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
     """Whether a later call overwrites the piece through the same view, and was not spelled as a store."""
-    memory, queue = memory_of(view), [user for user in view.users if user is not node and _is_after(user, node, effects)]
+    memory, queue = (
+        memory_of(view),
+        [user for user in view.users if user is not node and _is_after(user, node, effects)],
+    )
     while queue:
         user = queue.pop()
         call = read(user)
@@ -220,4 +223,3 @@ def _changes_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
 def _is_after(user: fx.Node, node: fx.Node, effects: Effects) -> bool:
     """Whether a node comes after one; new ones take the place of what did."""
     return effects.position.get(user, len(effects.position)) > effects.position[node]
-

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.axes import as_size
 from lz_compile.passes.effects import grad_enabled
+from lz_compile.passes.layout import stride_order
 from lz_compile.passes.loops.batched import Around
 from lz_compile.passes.loops.step_trace import SCAN, ScanCall
 from lz_compile.passes.view import tensor_of
@@ -157,9 +159,7 @@ def with_strides(around: Around, node: fx.Node, old: torch.Tensor) -> fx.Node:
         return node
     if old.is_contiguous():
         return around.call(aten.clone.default, (node,), CONTIGUOUS)
-    strides = old.stride()
-    order = sorted(range(old.dim()), key=lambda dim: -strides[dim])
-    back = [order.index(dim) for dim in range(old.dim())]
+    order, back = stride_order([as_size(stride) for stride in old.stride()])
     dense = around.call(aten.clone.default, (around.call(aten.permute.default, (node, order)),), CONTIGUOUS)
     return around.call(aten.permute.default, (dense, back))
 

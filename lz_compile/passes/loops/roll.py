@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.axes import as_size
+from lz_compile.passes.layout import stride_order
 from lz_compile.passes.loops.loop_facts import Loop, emitter_of
 from lz_compile.passes.loops.loop_outputs import Assignment, Buffer, Collector
 from lz_compile.passes.loops.loop_purity import is_pure
@@ -15,6 +17,7 @@ from lz_compile.passes.loops.loop_scan import emit_scan
 from lz_compile.passes.loops.loop_step_graph import Emitter
 from lz_compile.passes.loops.loop_steps import Steps, kind_of
 from lz_compile.passes.match import RefusedError
+from lz_compile.passes.rewrite import strides_matter
 from lz_compile.passes.view import tensor_of
 
 
@@ -73,8 +76,20 @@ class _Readers:
         for use in loop.uses:
             if use.reader not in collected:
                 self._emit.like = use.operand
-                found.append((use.reader, use.operand, self._entry(use.step, use.index)))
+                found.append((use.reader, use.operand, self._as_it_lay(self._entry(use.step, use.index), use.operand)))
         return found
+
+    def _as_it_lay(self, value: fx.Node, operand: fx.Node) -> fx.Node:
+        """A value with the strides of the one that it replaces, where they matter to someone."""
+        old, new = (
+            [as_size(stride) for stride in tensor.stride()]
+            for tensor in map(tensor_of, (operand, value))
+            if tensor is not None
+        )
+        if old == new or not strides_matter(operand):
+            return value
+        order, back = stride_order(old)
+        return self._emit.call("permute", self._emit.call("contiguous", self._emit.call("permute", value, order)), back)
 
     def _item(self, number: int) -> fx.Node:
         if number not in self._items:

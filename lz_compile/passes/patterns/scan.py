@@ -14,6 +14,7 @@ from torch import fx
 
 from lz_compile.lowering.ops.scan import ScanAttrs
 from lz_compile.passes.axes import Axis, Dims, as_size
+from lz_compile.passes.edits.special_values import may_be_special
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.loops.chunked_forms import chunked_forms
 from lz_compile.passes.loops.index_sum import IndexSum
@@ -146,6 +147,8 @@ def _finished(
     ordered = sorted(emitter.outputs)
     dims = {node: _dims(node, time if node not in emitter.final else None) for node in ordered}
     needs_grad = grad_enabled(effects.ambient(call.node)) and any(_tensor(node).requires_grad for node in inputs)
+    if needs_grad:
+        _refuse_special(transition, given)
     axes = {axis for each in (*inputs.values(), *interior.values(), *dims.values()) for dim in each for axis in dim}
     return Match(
         op=OP,
@@ -168,6 +171,22 @@ def _finished(
         scales=_scales(transition, given, step.sizes),
         fixed=frozenset(axes - {time}),
     )
+
+
+def _refuse_special(transition: Transition, given: Mapping[Atom, Given]) -> None:
+    """Refuse a factor under a condition that may be NaN or infinite where it is not selected.
+
+    The gradient of ``where(c, a * s, s)`` is then NaN there (zero times ``a``), and that of ``where(c, a, 1) * s`` is not.
+    """
+    for whole in transition.sums():
+        for term in whole.terms:
+            factors = term.of("given")
+            if not term.of("mask") or len(factors) < (2 if whole is transition.drive else 1):
+                continue
+            node = next(filter(may_be_special, (given[each.atom].node for each in factors)), None)
+            if node is not None:
+                text = f"{node.name} is multiplied under a condition, and may be NaN or infinite where it does not hold"
+                raise RefusedError("GRADIENT_NAN", text, "put torch.where around what it is computed from")
 
 
 def _atoms(transition: Transition) -> set[Atom]:
