@@ -45,19 +45,22 @@ def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
     """Hold a graph against what it was, on random inputs."""
     after = Snapshot(module)
     ahead = behind = len(before.nodes)
+    refuted = ""
     while (stretch := edited_stretch(before.nodes, after.nodes, ahead, behind)) is not None:
         try:
             trial = _Trial(stretch, before, after)
             differs = trial.difference(positive=False) or trial.difference(positive=True)
         except NotRunnableError as error:
-            return Verdict(unproven=str(error))
+            return Verdict(refuted, "" if refuted else str(error))
         except _WrittenBehind as error:
             behind = error.behind
             continue
-        written = _first_write(stretch.ahead, trial.edge) if differs else None
-        if written is None:
+        if not differs or not stretch.ahead:
             return Verdict(differs)
-        ahead = written  # what memory holds is a value that others know by name: a longer stretch makes it
+        # What was made up may be related: memory holds what others know by name, a call gives what another one gave.
+        refuted, start = differs, len(stretch.ahead)
+        written = _first_write(stretch.ahead, trial.edge)
+        ahead = max(start - len(stretch.before), 0) if written is None else min(written, start - 1)
     return Verdict()
 
 
@@ -120,7 +123,7 @@ class _Trial:
         given = [was for was in self._stretch.ahead if was.op == "get_attr" and was.node in named]
         try:
             with isolated() as outside, outside.entered(), torch.set_grad_enabled(records):
-                return run([*given, *calls], read, inputs, self._ambient, attribute)
+                return run([*given, *calls], read, inputs, self._ambient, attribute, as_operators=side == 1)
         except Exception as error:  # noqa: BLE001 what a run raises is its result; the caller tells
             return error
 

@@ -166,6 +166,8 @@ def run(
     inputs: Inputs,
     ambient: Ambient,
     attribute: Callable[[str], Any],
+    *,
+    as_operators: bool = False,
 ) -> Ran:
     """Run calls one after the other under the modes that they begin in.
 
@@ -175,18 +177,19 @@ def run(
         inputs: what they read of others.
         ambient: the modes that the first one runs under.
         attribute: what a ``get_attr`` node stands for.
+        as_operators: loops have gradients as the operator ``scan`` does, whatever their steps do with them.
     """
     values = dict(inputs.values)
     with ExitStack() as stack:
         for manager in ambient_context(ambient):
             stack.enter_context(manager)
         for was in calls:
-            values[was.node] = _result(was, values, attribute)
+            values[was.node] = _result(was, values, attribute, as_operators)
     found = [values[node] for node in read]
     return Ran(found, {node: values[node] for node in inputs.values}, _gradients(found, inputs))
 
 
-def _result(was: Was, values: Mapping[fx.Node, Any], attribute: Callable[[str], Any]) -> Any:
+def _result(was: Was, values: Mapping[fx.Node, Any], attribute: Callable[[str], Any], as_operators: bool) -> Any:
     args, kwargs = fx.map_arg((was.args, was.kwargs), values.__getitem__)
     if was.op == "get_attr":
         held = attribute(str(was.target))
@@ -196,11 +199,33 @@ def _result(was: Was, values: Mapping[fx.Node, Any], attribute: Callable[[str], 
     if was.op != "call_function":
         raise NotRunnableError(f"{was.node.name} is a {was.op}")
     if was.target is _SCAN and not kwargs:
-        return run_steps(*args)
+        found = run_steps(*args)
+        return _of_operator(found, [*args[1], *args[2], *args[3]]) if as_operators else found
     if was.target is operator.setitem:
         operator.setitem(*args)
         return None
     return was.target(*args, **kwargs)
+
+
+def _of_operator(results: tuple[torch.Tensor, ...], operands: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """All results have gradients if an operand has, and every operand gets one, be it zero."""
+    given = [each for each in operands if isinstance(each, torch.Tensor) and each.requires_grad]
+    if not given or not torch.is_grad_enabled():
+        return results
+    return _Operator.apply(len(results), *results, *given)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Operator(torch.autograd.Function):
+    """The results as they are; zeros for what was handed in besides."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.shapes = [each.shape for each in tensors[count:]]
+        return tuple(each.clone() for each in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, *gradients, *(gradients[0].new_zeros(shape) for shape in ctx.shapes)
 
 
 def _gradients(found: Sequence[Any], inputs: Inputs) -> list[torch.Tensor | None] | None:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.effects import grad_enabled
+from lz_compile.passes.loops.loop_body import Around, Carried, Ref, Streamed
 from lz_compile.passes.loops.loop_facts import Loop
 from lz_compile.passes.loops.loop_search import is_number
 from lz_compile.passes.loops.loop_step_graph import Emitter, StepGraph
@@ -22,15 +23,18 @@ def emit_scan(loop: Loop, emit: Emitter, owner: torch.nn.Module, place: Place) -
     """The scan, at the insertion point of a graph in which ``place`` is what nodes of the source are."""
     body, step, steps = loop.body, loop.step, loop.steps
     emit.like = steps.node(0, 0)
-    streams = [stacked(emit, body.streams[number], place) for number in step.streams]
+    streams = [_flowing(emit, loop, stacked(emit, body.streams[n], place), Streamed(n)) for n in step.streams]
     if not streams:
         tensor = tensor_of(body.slots[step.slots[0]].like)
         assert tensor is not None, "what is carried is a tensor"
         streams = [numbers(emit, range(steps.count), tensor.device)]
         _without_streams(step)
     taken: set[int] = set()
-    initial = [_alone(emit, _initial(emit, loop, slot, place), taken) for slot in step.slots]
-    around = [_alone(emit, _as_tensor(emit, loop, place(body.around[number])), taken) for number in step.around]
+    initial = [_flowing(emit, loop, _initial(emit, loop, slot, place), Carried(slot)) for slot in step.slots]
+    initial = [_alone(emit, node, taken) for node in initial]
+    around = [_as_tensor(emit, loop, place(body.around[number])) for number in step.around]
+    around = [_flowing(emit, loop, node, Around(n)) for n, node in zip(step.around, around, strict=True)]
+    around = [_alone(emit, node, taken) for node in around]
     path = next(path for path in (f"loop_body_{i}" for i in count()) if not hasattr(owner, path))
     owner.add_module(path, step.module)
     callee = emit.graph.create_node("get_attr", path)
@@ -41,6 +45,13 @@ def emit_scan(loop: Loop, emit: Emitter, owner: torch.nn.Module, place: Place) -
         )
     scan.meta["example_value"] = _example(loop, emit, scan)
     return scan
+
+
+def _flowing(emit: Emitter, loop: Loop, node: fx.Node, ref: Ref) -> fx.Node:
+    """An operand as it is where gradients flow to it, detached where none do: the operator would give it zeros."""
+    tensor = tensor_of(node)
+    is_stopped = tensor is not None and tensor.requires_grad and ref not in loop.step.reached
+    return emit.call("detach", node) if is_stopped and grad_enabled(loop.ambient) else node
 
 
 def _without_streams(step: StepGraph) -> None:

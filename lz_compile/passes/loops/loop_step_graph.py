@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from lz_compile.passes.effects import Ambient, ambient_context
 from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.loop_body import Around, Body, Carried, Entry, Part, Ref, Streamed
 from lz_compile.passes.loops.loop_search import is_number
-from lz_compile.passes.loops.loop_steps import kind_of, kind_of_value
+from lz_compile.passes.loops.loop_steps import Steps, kind_of, kind_of_value
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.view import memory_of, read, tensor_of, value_of, where_of
 
@@ -76,6 +77,8 @@ class StepGraph:
     streams: tuple[int, ...]
     around: tuple[int, ...]
     results: tuple[torch.Tensor, ...]
+    #: What gradients flow to from results and states.
+    reached: frozenset[Ref]
 
     @property
     def calls(self) -> int:
@@ -110,6 +113,7 @@ def step_graph(
     graph = fx.Graph()
     emit = emitter(graph, body.steps.node(0, 0))
     values: dict[Ref, fx.Node] = {}
+    stopped: set[fx.Node] = set()
     for slot in slots:
         like = tensor_of(body.slots[slot].like)
         assert like is not None, "what is carried is a tensor"
@@ -129,6 +133,8 @@ def step_graph(
         if Part(number) in used:
             emit.like = entry.like
             values[Part(number)] = _emit(emit, entry, values)
+            if not _has_gradient(entry.like, body.steps):
+                stopped.add(values[Part(number)])
     outputs = [values[body.slots[slot].source] for slot in slots]
     outputs += [_shaped(emit, result, values) for result in results]
     taken = values.values() if has_gradient else [values[ref] for ref in values if not isinstance(ref, Part)]
@@ -136,8 +142,37 @@ def step_graph(
     _refuse_without_gradient(outputs, has_gradient)
     graph.output(outputs)
     examples = tuple(tensor for tensor in map(tensor_of, outputs[len(slots) :]) if tensor is not None)
+    flowing = _flowing(outputs, stopped)
+    reached = frozenset(ref for ref in values if not isinstance(ref, Part) and values[ref] in flowing)
     module = fx.GraphModule(torch.nn.Module(), graph)
-    return StepGraph(module, tuple(slots), tuple(streams), tuple(around), examples)
+    return StepGraph(module, tuple(slots), tuple(streams), tuple(around), examples, reached)
+
+
+def _has_gradient(like: fx.Node, steps: Steps) -> bool:
+    """Whether a call has a gradient in any step, by what Dynamo says: in the first one a state may have none yet."""
+    place = steps.place(like)
+    nodes = [like] if place is None else [like, steps.node(steps.count - 1, place[1])]
+    values = [value for node in nodes for value in pytree.tree_leaves(value_of(node))]
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+def _flowing(outputs: Sequence[fx.Node], stopped: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes of a step that gradients of its outputs flow to."""
+    found: set[fx.Node] = set()
+    queue = list(outputs)
+    while queue:
+        node = queue.pop()
+        if node in found or node in stopped:
+            continue
+        found.add(node)
+        writers = [user for user in node.users if user.args[:1] == (node,) and _overwrites(user)]
+        queue.extend(each for maker in (node, *writers) for each in maker.all_input_nodes)
+    return found
+
+
+def _overwrites(node: fx.Node) -> bool:
+    call = read(node)
+    return call is not None and (call.is_inplace or call.name == "setitem")
 
 
 _HANDED = (Carried, Streamed, Around)

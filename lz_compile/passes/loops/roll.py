@@ -68,7 +68,7 @@ class _Readers:
             self._emit.like = collector.node
             values = [self._values(("value", index)) for index in collector.indices]
             with self._emit.graph.inserting_before(collector.node):  # behind what else it joins
-                value = self._collected(collector, values)
+                value = self._as_it_lay(self._collected(collector, values), collector.node)
             if kind_of(value) != kind_of(collector.node):
                 raise RefusedError("SHAPE_CHANGES", f"{collector.node.name} joins something else", "stack tensors")
             found.append((None, collector.node, value))
@@ -80,7 +80,10 @@ class _Readers:
         return found
 
     def _as_it_lay(self, value: fx.Node, operand: fx.Node) -> fx.Node:
-        """A value with the strides of the one that it replaces, where they matter to someone."""
+        """A value with the strides of what it replaces, where they matter to someone, and with no gradient if that has none."""
+        one, other = tensor_of(operand), tensor_of(value)
+        if one is not None and other is not None and other.requires_grad and not one.requires_grad:
+            value = self._emit.call("detach", value)
         old, new = (
             [as_size(stride) for stride in tensor.stride()]
             for tensor in map(tensor_of, (operand, value))
