@@ -45,7 +45,7 @@ def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
     """Hold a graph against what it was, on random inputs."""
     after = Snapshot(module)
     ahead = behind = len(before.nodes)
-    refuted = ""
+    refuted, first = "", sum(was.op == "placeholder" for was in before.nodes)
     while (stretch := edited_stretch(before.nodes, after.nodes, ahead, behind)) is not None:
         try:
             trial = _Trial(stretch, before, after)
@@ -55,12 +55,12 @@ def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
         except _WrittenBehind as error:
             behind = error.behind
             continue
-        if not differs or not stretch.ahead:
+        if not differs or len(stretch.ahead) <= first:
             return Verdict(differs)
         # What was made up may be related: memory holds what others know by name, a call gives what another one gave.
         refuted, start = differs, len(stretch.ahead)
         written = _first_write(stretch.ahead, trial.edge)
-        ahead = max(start - len(stretch.before), 0) if written is None else min(written, start - 1)
+        ahead = max(start - len(stretch.before), first) if written is None else min(written, start - 1)
     return Verdict()
 
 

@@ -80,7 +80,7 @@ class _Readers:
         return found
 
     def _as_it_lay(self, value: fx.Node, operand: fx.Node) -> fx.Node:
-        """A value with the strides of what it replaces, where they matter to someone, and with no gradient if that has none."""
+        """A value with the strides of what it replaces, where they matter to someone, and no gradient if that has none."""
         one, other = tensor_of(operand), tensor_of(value)
         if one is not None and other is not None and other.requires_grad and not one.requires_grad:
             value = self._emit.call("detach", value)
