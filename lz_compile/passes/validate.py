@@ -30,6 +30,7 @@ from lz_compile.passes.resize import Sizes, original, replacement, representativ
 from lz_compile.passes.rewrite import KernelCall
 from lz_compile.passes.view import hint_of, tensor_of, value_of
 from lz_compile.runtime import events
+from lz_compile.runtime.isolation import Outside, isolated
 from lz_compile.runtime.store import Store
 
 #: Absolute and relative slack against the float64 reference, by dtype. On top of it a replacement may err :data:`SLACK`
@@ -163,16 +164,12 @@ def cases(match: Match) -> Iterator[Case]:
 
 def _run(match: Match, call: KernelCall) -> Validation:
     total = Validation(ok=True)
-    rng_state = torch.random.get_rng_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # not torch.manual_seed, which also seeds every accelerator
-            for case in cases(match):
-                total = _merge(total, _run_case(match, call, case))
-                if not total.ok:
-                    break
-    finally:
-        torch.random.set_rng_state(rng_state)
+    tried = list(cases(match))  # which gradients are wanted, is decided outside
+    with isolated() as outside:
+        for case in tried:
+            total = _merge(total, _run_case(match, call, case, outside))
+            if not total.ok:
+                break
     return total
 
 
@@ -189,15 +186,15 @@ def _merge(total: Validation, case: Validation) -> Validation:
     )
 
 
-def _run_case(match: Match, call: KernelCall, case: Case) -> Validation:
+def _run_case(match: Match, call: KernelCall, case: Case, outside: Outside) -> Validation:
     sizes = representative_sizes(match, ones=_some_axes(match) if case.ones else frozenset())
     inputs = _inputs(match, sizes, case)
     source = original(match, sizes)
     exact = original(match, sizes, torch.float64)
     new = replacement(match, call, sizes)
-    truth = _evaluate(exact, match, _as_float64(inputs), sizes, case.gradients, exact=True)
-    given = _evaluate(source, match, inputs, sizes, case.gradients)
-    ours = _evaluate(new, match, inputs, sizes, case.gradients)
+    truth = _evaluate(exact, match, _as_float64(inputs), sizes, case.gradients)
+    given = _evaluate(source, match, inputs, sizes, case.gradients, outside)
+    ours = _evaluate(new, match, inputs, sizes, case.gradients, outside)
     outputs = [tensor_of(node) for node in match.outputs]
     grown = max(case.magnitude, 1.0) ** getattr(ops.module(match.op), "ROUNDING_POWER", 0)
     verdict = Validation(ok=True)
@@ -399,13 +396,12 @@ def _evaluate(
     inputs: list[Any],
     sizes: Sizes,
     gradients: bool,
-    exact: bool = False,
+    outside: Outside | None = None,
 ) -> list[torch.Tensor]:
+    """Outputs and gradients, under the match's own modes; in float64, which knows no autocast, without ``outside``."""
     with ExitStack() as stack:
-        if exact:
-            stack.enter_context(torch.autocast(tensor_of(match.output).device.type, enabled=False))  # type: ignore[union-attr]
-        else:
-            for manager in ambient_context(match.ambient):
+        if outside is not None:
+            for manager in (outside.entered(), *ambient_context(match.ambient)):
                 stack.enter_context(manager)
         stack.enter_context(torch.set_grad_enabled(gradients))
         values = _with_implied(match, inputs, sizes)
@@ -434,6 +430,7 @@ def _key(match: Match, kernel_id: str) -> str:
     sizes = representative_sizes(match)
     order: dict[fx.Node, str] = {}
     lines = [f"{match.op} {kernel_id} {match.attributes!r} {match.ambient!r} {grad_enabled(match.ambient)}"]
+    lines.append(repr(Outside.now()))
     for index, node in enumerate(match.inputs):
         order[node] = f"i{index}"
         tensor = tensor_of(node)
