@@ -128,19 +128,23 @@ def _spec(
 
     kernel_id, operation = given["kernel_id"], given["operation"]
     described = _described(kernel_id, function, given, is_opaque=not is_traceable)
+    generation = _registrations[kernel_id]
+    _registrations[kernel_id] += 1
     if operation.partition(".")[0] != "attention":
         text = f"functions for {operation} take the op's operands and attrs, and is_traceable=True"
         if not is_traceable or "attrs" not in inspect.signature(function).parameters:
             raise RegistrationError(kernel_id, text)
-        return replace(described, implementation=function, extra_check=check)
+        code = (
+            f"{described.capabilities_hash}/{generation}/{code_digest(function)}"  # two closures may share their code
+        )
+        digest = hashlib.sha256(code.encode()).hexdigest()
+        return replace(described, implementation=function, extra_check=check, capabilities_hash=digest)
     convention = Convention.of(kernel_id, operation, function, is_traceable=is_traceable)
     supports = convention.supports(_names(given["supports"]))
     is_token_major = "BHSD" not in described.requires_layouts
     if is_token_major and convention.takes_attrs:
         raise RegistrationError(kernel_id, "a function with attrs takes the op's canonical layout BHSD")
     layout = described.produces_layout or ("BSHD" if is_token_major else "BHSD")
-    generation = _registrations[kernel_id]
-    _registrations[kernel_id] += 1
     implementation = RegisteredFunction(
         function,
         convention,
