@@ -19,6 +19,7 @@ from lz_compile.passes.edits.snapshot import Snapshot
 from lz_compile.runtime import events, policy
 from lz_compile.runtime.dump import Dump
 from lz_compile.runtime.fingerprint import source_hash
+from lz_compile.runtime.isolation import isolated
 from lz_compile.runtime.report import GraphReport, new_report
 
 Runner = Callable[[fx.GraphModule, Sequence[Any], GraphReport], Callable[..., Any]]
@@ -78,7 +79,8 @@ def _rewrite(module: fx.GraphModule, options: Options, report: GraphReport, dump
     """Rewrite in place; whatever fails here leaves the graph as it was."""
     try:
         dump.graph("before", module)
-        pipeline.rewrite(module, options, report)
+        with isolated() as outside, outside.entered():  # example values are computed, which hooks and modes would see
+            pipeline.rewrite(module, options, report)
         dump.graph("after", module)
     except USER_ERRORS:
         raise

@@ -90,6 +90,14 @@ class KernelExecutionError(LayerZeroError, RuntimeError):
         )
 
 
+class TrialError(LayerZeroError, RuntimeError):
+    """A kernel that is not shipped with this package failed while it was tried; ``is_fatal``: it hung, exited or crashed."""
+
+    def __init__(self, subject: str, what: str, *, is_fatal: bool) -> None:
+        self.is_fatal = is_fatal
+        super().__init__(f"trying {subject}: expected a result, but it {what}. Correct the kernel, or avoid it")
+
+
 class NoKernelFoundError(LayerZeroError):
     """No kernel can run an operation; ``failures`` says why, kernel by kernel."""
 

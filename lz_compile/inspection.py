@@ -21,6 +21,7 @@ from lz_compile.reasons import Reason
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import events, policy
 from lz_compile.runtime.events import Event
+from lz_compile.runtime.isolation import isolated
 from lz_compile.runtime.report import GraphReport, Report
 from lz_compile.runtime.select import Candidate, Decision, Problem, select
 
@@ -278,7 +279,7 @@ def _selected(
     def backend(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         report = GraphReport(len(found))
         found.append(report)
-        with events.collect() as happened:
+        with events.collect() as happened, isolated() as outside, outside.entered():
             pipeline.choose(module, options, report)
         report.events.extend(happened)
         return run(module)

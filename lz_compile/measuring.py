@@ -6,7 +6,6 @@ A kernel that does not compile or run is an event and is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,18 +36,6 @@ class Measured:
 
     context: SelectionContext
     latency_us: Mapping[str, float]
-
-
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Random numbers drawn inside change none that are drawn later."""
-    if device.type == "cpu":
-        forked = torch.random.fork_rng(devices=[])
-    else:
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        forked = torch.random.fork_rng(devices=[index], device_type=device.type)
-    with forked:
-        yield
 
 
 def runnable(context: SelectionContext) -> list[KernelSpec]:

@@ -15,6 +15,7 @@ from lz_compile.passes.validate import SLACK, TOLERANCE
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, health
 from lz_compile.runtime.context import SelectionContext, from_tensors
+from lz_compile.runtime.isolation import isolated
 from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.measure import synchronise
 from lz_compile.runtime.registry import kernels
@@ -59,8 +60,10 @@ def validate(
         raise UnknownKernelError(context.op, kernel_id, list(specs), doing="validating a kernel for")
     reasons = _against(specs[kernel_id], context)
     if not reasons:
-        inputs = _inputs((query, key, value), mask, scale, causal, layout)
-        reasons = _try(specs[kernel_id], inputs)
+        needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        with isolated():
+            inputs = _inputs((query, key, value), mask, scale, causal, layout, needs_grad)
+            reasons = _try(specs[kernel_id], inputs)
     return not reasons, reasons
 
 
@@ -80,10 +83,7 @@ class _Inputs:
     tensors: tuple[torch.Tensor, ...]
     mask: torch.Tensor | None
     attrs: AttentionAttrs
-
-    @property
-    def needs_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+    needs_grad: bool
 
     @property
     def masks(self) -> dict[str, torch.Tensor]:
@@ -93,11 +93,16 @@ class _Inputs:
     def as_float64(self) -> _Inputs:
         mask = self.mask if self.mask is None or self.attrs.has_mask else self.mask.detach().double()
         tensors = tuple(tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in self.tensors)
-        return _Inputs(tensors, mask, replace(self.attrs, score_dtype=torch.float64))
+        return _Inputs(tensors, mask, replace(self.attrs, score_dtype=torch.float64), self.needs_grad)
 
 
 def _inputs(
-    tensors: tuple[torch.Tensor, ...], mask: torch.Tensor | None, scale: float | None, causal: bool, layout: str
+    tensors: tuple[torch.Tensor, ...],
+    mask: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    layout: str,
+    needs_grad: bool,
 ) -> _Inputs:
     query, key, value = (each.transpose(1, 2) if layout == "BSHD" else each for each in map(_copy, tensors))
     scores = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -117,7 +122,7 @@ def _inputs(
         enable_gqa=query.shape[1] != key.shape[1],
         score_dtype=query.dtype,
     )
-    return _Inputs((query, key, value), mask, attrs)
+    return _Inputs((query, key, value), mask, attrs, needs_grad)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

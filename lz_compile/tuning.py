@@ -18,11 +18,12 @@ import torch
 
 from lz_compile.errors import UnknownOperationError, nearest
 from lz_compile.lowering import inductor, ops
-from lz_compile.measuring import Measured, device_of, is_measured, may_differ, measure_forms, runnable, undisturbed
+from lz_compile.measuring import Measured, is_measured, may_differ, measure_forms, runnable
 from lz_compile.passes.surroundings import Binding, Excerpt, excerpt, symbols
 from lz_compile.passes.view import value_of
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import events, policy
+from lz_compile.runtime.isolation import isolated
 from lz_compile.runtime.select import POWERS, Problem, Symbols
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def tune(
         for op_variant in _variants(operation)
         for batch, (queries, keys) in itertools.product(batch_sizes, _lengths(seq_lens, seq_lens_k))
     ]
-    with undisturbed(where), torch.inference_mode(False), torch.autocast(where.type, enabled=False):
+    with isolated():
         return _tune(grid, where, mask, training, samples, budget_s, resume, on_progress)
 
 
@@ -239,7 +240,7 @@ def tune_match(
             text = f"{match.op} at {match.where} at {dict(sizes)}: the tuning budget is used up"
             events.record("NOT_MEASURED", text)
             break
-        with undisturbed(device_of(map(value_of, found.inputs))), torch.set_grad_enabled(problem.context.is_training):
+        with isolated() as outside, outside.entered(), torch.set_grad_enabled(problem.context.is_training):
             measure_forms(
                 problem.context,
                 specs,

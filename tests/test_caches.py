@@ -223,21 +223,21 @@ def test_a_pass_of_the_user_keeps_its_part_in_the_key():
 
 def test_the_store_gives_back_what_it_was_given(tmp_path):
     store = Store("kind", tmp_path)
-    assert store.load("key") is None
+    assert store.load("key", dict) is None
     store.save("key", {"a": [1, None, "ü"]})
     store.save("key", {"a": 2})
-    assert store.load("key") == {"a": 2}
-    assert Store("kind", tmp_path).load("key") == {"a": 2}
-    assert Store("another_kind", tmp_path).load("key") is None
+    assert store.load("key", dict) == {"a": 2}
+    assert Store("kind", tmp_path).load("key", dict) == {"a": 2}
+    assert Store("another_kind", tmp_path).load("key", dict) is None
 
 
 def test_the_store_is_kept_apart_by_versions_of_torch_and_of_our_source(tmp_path, monkeypatch):
     Store("kind", tmp_path).save("key", {"a": 1})
     monkeypatch.setattr("lz_compile.runtime.store.source_hash", lambda: "changed")
-    assert Store("kind", tmp_path).load("key") is None
+    assert Store("kind", tmp_path).load("key", dict) is None
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "2.99")
-    assert Store("kind", tmp_path).load("key") is None
+    assert Store("kind", tmp_path).load("key", dict) is None
 
 
 def test_the_directory_comes_from_the_environment_or_the_platform(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ from lz_compile.errors import RewriteFailedError
 from lz_compile.passes.attention.attention_calls import BODIES, multi_head_attention
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.inline import Inlined, inline
-from lz_compile.passes.inline_proof import difference
+from lz_compile.passes.inline_proof import _difference
 from lz_compile.passes.match import Match, RefusedError
 from lz_compile.passes.patterns.attention import recognise
 from lz_compile.runtime import events
@@ -404,9 +404,9 @@ def wrong_body(monkeypatch):
         return right(*args, **kwargs) * 1.01
 
     monkeypatch.setitem(BODIES, F.multi_head_attention_forward, wrong)
-    difference.cache_clear()
+    _difference.cache_clear()
     yield
-    difference.cache_clear()
+    _difference.cache_clear()
 
 
 @pytest.mark.usefixtures("wrong_body")
@@ -434,7 +434,7 @@ def test_a_wrong_spelling_raises_if_strict():
 
 
 def test_a_structure_is_proven_once():
-    difference.cache_clear()
+    _difference.cache_clear()
     model = nn.TransformerEncoder(encoder_layer(), 4, enable_nested_tensor=False).train()
     check(model, tokens(batch_first=True), count=4)
-    assert difference.cache_info().misses == 2, "the first layer's input wants no gradient"
+    assert _difference.cache_info().misses == 2, "the first layer's input wants no gradient"

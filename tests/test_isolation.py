@@ -8,15 +8,21 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from backends import Rewriting
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from lz_compile import register_kernel, tune, tuning, unregister_kernel, validate
+from lz_compile.lowering.ops.attention import reference
+from lz_compile.measuring import Measured
+from lz_compile.passes.validate import forget
 from lz_compile.runtime.isolation import isolated
 
 SEEN: list[str] = []
@@ -66,7 +72,7 @@ def saves() -> None:
 
 
 def flushes() -> bool:
-    return bool((torch.full((1,), 1e-310, dtype=torch.float64) * 1).item() == 0)
+    return sys.float_info.min / 2 == 0
 
 
 def traps() -> int:
@@ -83,6 +89,7 @@ def draws() -> tuple[float, ...]:
     return drawn
 
 
+UNIT = torch.ones(2, 2)
 IS_GLIBC = sys.platform == "linux" and platform.machine() == "x86_64"
 trap = ctypes.CDLL("libm.so.6").feenableexcept if IS_GLIBC else None
 untrap = ctypes.CDLL("libm.so.6").fedisableexcept if IS_GLIBC else None
@@ -101,7 +108,7 @@ AMBIENT: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[],
     "a set default device": (lambda: switched(torch.set_default_device, "meta", None), torch.get_default_device),
     "autocast": (
         lambda: torch.autocast("cpu", torch.float16),
-        lambda: (torch.is_autocast_enabled("cpu"), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype),
+        lambda: (torch.is_autocast_enabled("cpu"), (UNIT @ UNIT).dtype),
     ),
     "autocast of another device": (
         lambda: switched(lambda on: torch.set_autocast_enabled("xpu", on), True, False),
@@ -238,3 +245,135 @@ def test_what_a_graph_runs_under_when_it_is_called_can_be_entered_again() -> Non
 def test_being_isolated_twice_is_the_same() -> None:
     with torch.autocast("cpu"), isolated(), isolated() as outside:
         assert outside.autocast == ()
+
+
+# ---- where code is run to learn something about it -------------------------------------------------------------------
+
+
+def looks() -> dict[str, Any]:
+    """Everything that a kernel can see, but for what a graph is meant to run under."""
+    names = set(AMBIENT) - {"no grad", "inference mode"}  # a proof sets them as it needs them
+    return {name: AMBIENT[name][1]() for name in sorted(names)}
+
+
+@pytest.fixture
+def spy() -> Iterator[list[dict[str, Any]]]:
+    """A kernel that notes what it sees whenever it runs on real tensors."""
+    found: list[dict[str, Any]] = []
+
+    def attention(query: Any, key: Any, value: Any, *, attrs: Any) -> Any:
+        if type(query) is torch.Tensor and query.dtype != torch.float64:
+            found.append(looks())
+        return reference(query, key, value, attrs=attrs)
+
+    register_kernel(
+        operation="attention",
+        kernel_id="test.spy",
+        platform="cpu",
+        supported_dtypes=[torch.float32, torch.float16],
+        supports=["training", "nan_rows", "causal"],
+        is_traceable=True,
+        deterministic=True,
+    )(attention)
+    yield found
+    unregister_kernel("test.spy")
+
+
+def written(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return (query @ key.transpose(-2, -1) * 0.3).softmax(-1) @ value
+
+
+def operands() -> list[torch.Tensor]:
+    return [torch.randn(2, 3, length, 16, device="cpu") for length in (7, 11, 11)]
+
+
+def proven(inputs: list[torch.Tensor]) -> None:
+    forget()
+    backend = Rewriting(lock={"attention": "test.spy"}, assume_finite=True, strict=True)
+    torch.compile(written, backend=backend, fullgraph=True)(*inputs)
+    assert backend.report.matches[0].rewritten, backend.why_not()
+
+
+def tried(inputs: list[torch.Tensor]) -> None:
+    assert validate("test.spy", *inputs) == (True, [])
+
+
+def measured(inputs: list[torch.Tensor]) -> None:
+    tune("attention.full", seq_lens=[8], head_dim=16, num_heads=2, device="cpu", samples=1, resume=False)
+
+
+def measured_while_compiling(inputs: list[torch.Tensor]) -> None:
+    backend = Rewriting(tune="on-miss", assume_finite=True)
+    torch.compile(written, backend=backend, fullgraph=True)(*inputs)
+
+
+#: Modes under which Dynamo compiles nothing at all, or something else.
+_UNCOMPILED = {"a dispatch mode", "functions disabled", "a function mode"}
+#: What compiled code runs under, and is proven and measured under.
+_OUTSIDE = {"autocast", "autocast of another device", "a default dtype"}
+
+
+def check(names: list[str], run: Callable[[list[torch.Tensor]], None], spy: list[dict[str, Any]]) -> None:
+    inputs, compiles = operands(), run in (proven, measured_while_compiling)
+    with isolated():
+        expected = looks()
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(AMBIENT[name][0]())
+        before = {name: AMBIENT[name][1]() for name in names}
+        expected |= {name: before[name] for name in names if compiles and name in _OUTSIDE}
+        run(inputs)
+        assert {name: AMBIENT[name][1]() for name in names} == before
+    assert spy, "the kernel must have run"
+    for found in spy:
+        assert {name: value for name, value in found.items() if value != expected[name]} == {}
+
+
+@pytest.mark.parametrize("run", [proven, tried])
+@pytest.mark.parametrize("name", sorted(set(AMBIENT) - {"filters of warnings"}))
+def test_no_kernel_sees_what_is_ambient_while_it_is_proven_or_tried(
+    name: str, run: Callable[[list[torch.Tensor]], None], spy: list[dict[str, Any]]
+) -> None:
+    if name in _UNCOMPILED and run is proven:
+        pytest.skip(f"Dynamo compiles something else under {name}")
+    check([name], run, spy)
+
+
+@pytest.mark.parametrize("run", [measured, measured_while_compiling])
+def test_nothing_ambient_is_seen_while_kernels_are_measured(
+    run: Callable[[list[torch.Tensor]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[dict[str, Any]] = []
+
+    def measure_forms(context: Any, *_: Any, **__: Any) -> Measured:
+        found.append(looks())
+        return Measured(context, {})
+
+    monkeypatch.setattr(tuning, "measure_forms", measure_forms)
+    monkeypatch.setattr(tuning, "is_measured", lambda *_, **__: False)
+    monkeypatch.setattr(tuning, "may_differ", lambda *_: True)
+    names = set(AMBIENT) - {"filters of warnings", "disabled saved tensor hooks", "a set default device"}
+    check(sorted(names - (_UNCOMPILED if run is measured_while_compiling else set())), run, found)
+
+
+@pytest.mark.parametrize("kernel_id", [None, "lz.tiled", "lz.blocked", "torch.sdpa"])
+def test_an_attention_inside_a_checkpoint_trains_from_the_first_step_on(kernel_id: str | None) -> None:
+    backend = Rewriting(lock={} if kernel_id is None else {"attention": kernel_id}, assume_finite=True)
+    compiled = torch.compile(written, backend=backend, fullgraph=True)
+    inputs = [each.requires_grad_() for each in operands()]
+    forget()
+    for _ in range(2):
+        loss = checkpoint(compiled, *inputs, use_reentrant=False).square().sum()
+        found = torch.autograd.grad(loss, inputs)
+        torch.testing.assert_close(found, torch.autograd.grad(written(*inputs).square().sum(), inputs))
+    assert backend.report.matches[0].rewritten, backend.why_not()
+    assert not backend.report.events
+
+
+def test_hooks_on_saved_tensors_see_what_the_compiled_graph_saves_and_nothing_else() -> None:
+    inputs = [each.requires_grad_() for each in operands()]
+    compiled = torch.compile(written, backend=Rewriting(assume_finite=True), fullgraph=True)
+    forget()
+    with hooks():
+        first, second = seen(lambda: compiled(*inputs)), seen(lambda: compiled(*inputs))
+    assert first == second != []

@@ -420,6 +420,18 @@ def test_registering_again_replaces_and_is_an_event_and_another_proof():
     compiled(attention, *operands())
 
 
+def test_a_function_of_another_op_is_another_kernel_when_it_is_registered_again():
+    def registered(gain: float) -> str:
+        def rms_norm(input, weight=None, bias=None, *, attrs):
+            return input * gain
+
+        arguments = {"kernel_id": ID, "platform": "cpu", "supported_dtypes": ["float32"], "is_traceable": True}
+        lz.register_kernel(operation="norm", **arguments)(rms_norm)
+        return registry.kernels("norm")[ID].identity
+
+    assert registered(1.0) != registered(2.0)
+
+
 def test_the_same_function_may_be_registered_twice():
     given, attrs = _operands(AttentionAttrs()), AttentionAttrs()
     for _ in range(2):

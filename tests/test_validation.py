@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,11 @@ from lz_compile.errors import RewriteFailedError
 from lz_compile.lowering.kernels import torch_sdpa
 from lz_compile.options import Options
 from lz_compile.passes import validate
-from lz_compile.runtime import registry
+from lz_compile.runtime import events, hardware, machine, registry
 from lz_compile.runtime.kernel import KernelSpec
+from lz_compile.runtime.libraries import LazyFunction
 from lz_compile.runtime.report import MatchReport, new_report
+from lz_compile.runtime.store import Store
 
 pytestmark = pytest.mark.usefixtures("sdpa_first")
 
@@ -485,8 +487,8 @@ def test_a_verdict_does_not_hold_under_autocast():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "{}", '{"ok": true, "unknown": 1}', '{"error": 0.0}', "\x00\xff"],
-    ids=["empty", "cut", "list", "null", "no_fields", "unknown_field", "missing_field", "binary"],
+    ["", "{", "[]", "null", "{}", '{"ok": true}', '{"error": 0.0}', "\x00\xff", "[" * 100_000, " " * (2 << 20) + "{}"],
+    ids=["empty", "cut", "list", "null", "no_fields", "missing_fields", "missing_verdict", "binary", "deep", "large"],
 )
 def test_a_corrupt_record_is_computed_again(tmp_path, text):
     args = operands()
@@ -495,7 +497,75 @@ def test_a_corrupt_record_is_computed_again(tmp_path, text):
     right = path.read_text()
     path.write_text(text)
     assert origin_of(plain, args) == "run"
+    assert [event.code for event in reports()[0].events] == ["STORE_UNREADABLE"]
     assert json.loads(path.read_text()).keys() == json.loads(right).keys()
+
+
+WRONG_FIELDS = [
+    *({"ok": value} for value in ("false", "true", 0, 1, None, [])),
+    *({"error": value} for value in ("0", None, -1.0, True)),
+    {"grad_error": "none"}, {"cases": 0}, {"cases": 2.5}, {"reason": None}, {"origin": "disk"}, {"unknown": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", WRONG_FIELDS, ids=map(str, WRONG_FIELDS))
+def test_a_record_with_a_field_of_another_type_proves_nothing(tmp_path, changed):
+    store = Store("validation", tmp_path)
+    store.save("key", {**validate.Validation(ok=True, cases=3).to_dict()})
+    assert validate._stored(store, "key").ok
+    store.save("key", {**validate.Validation(ok=True, cases=3).to_dict(), **changed})
+    with events.collect() as happened:
+        assert validate._stored(store, "key") is None
+    assert [event.code for event in happened] == ["STORE_UNREADABLE"]
+
+
+@pytest.fixture
+def another_machine(monkeypatch) -> Iterator[Callable[[str], None]]:
+    """Changes one thing about this machine that decides about a kernel's results."""
+
+    def change(what: str) -> None:
+        if what == "instruction set":
+            monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2 of another CPU")
+        elif what == "compiler":
+            monkeypatch.setattr(machine, "_compiler", lambda command: "another")
+        elif what == "precision":
+            monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+        else:
+            monkeypatch.setattr(hardware, "hardware", lambda device: hardware.Hardware("cuda", "NVIDIA A100", 80))
+
+    yield change
+    hardware.forget()
+
+
+@pytest.mark.parametrize("what", ["instruction set", "compiler", "precision", "GPU"])
+def test_a_verdict_does_not_hold_on_another_machine(another_machine, what):
+    assert origin_of(plain, operands()) == "run"
+    another_machine(what)
+    assert origin_of(plain, operands()) == "run"
+    assert origin_of(plain, operands()) == "disk"
+
+
+def test_two_gpus_of_one_generation_do_not_share_a_proof(monkeypatch):
+    found = []
+    for name in ("NVIDIA A100", "NVIDIA A10"):
+        monkeypatch.setattr(hardware, "hardware", lambda device, name=name: hardware.Hardware("cuda", name, 80))
+        found.append(machine.proven_on("cuda"))
+    assert found[0] != found[1]
+
+
+def test_a_plugins_kernel_is_another_one_when_its_source_changes(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / "plugged_adapter.py"
+    source.write_text("def attention(query, key, value, *, attrs):\n    return value\n")
+    spec = replace(
+        registry.kernels("attention")["torch.sdpa"], implementation=LazyFunction("plugged_adapter", "attention")
+    )
+    assert not spec.is_shipped
+    assert not spec.is_reproducible, "without a version nobody knows what it is in another process"
+    assert spec.load() is None
+    before = spec.identity
+    source.write_text("def attention(query, key, value, *, attrs):\n    return key\n")
+    assert spec.identity != before
 
 
 def test_a_cache_that_cannot_be_written_is_an_event_and_nothing_more(tmp_path, monkeypatch):

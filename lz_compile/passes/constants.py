@@ -18,6 +18,7 @@ from lz_compile.lowering import inductor
 from lz_compile.passes.effects import Effects, Look
 from lz_compile.passes.view import tensor_of, value_of
 from lz_compile.reasons import Reason
+from lz_compile.runtime.isolation import isolated
 
 #: Larger tensors are not computed while compiling.
 _LARGEST = 2**27
@@ -81,7 +82,7 @@ def evaluate(
     assert wanted is not None, f"{node.name} is no tensor"
     values: dict[fx.Node, Any] = {}
     try:
-        with torch.no_grad():
+        with isolated() as outside, outside.entered(), torch.no_grad():
             for each in order:
                 values[each] = _run(effects, each, values)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:

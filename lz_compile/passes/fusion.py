@@ -33,6 +33,7 @@ from lz_compile.passes.resize import Sizes, representative_sizes, shape
 from lz_compile.passes.sums import sum_before
 from lz_compile.passes.view import read, tensor_of
 from lz_compile.reasons import Reason
+from lz_compile.runtime.isolation import isolated
 
 #: Whole numbers up to this are exact in every dtype, bfloat16 included.
 _EXACT = 128
@@ -295,7 +296,7 @@ def _difference(first: Match, match: Match) -> str | None:
     if replace(first.facts, **{name: getattr(match.facts, name) for name in module.SIBLINGS_DIFFER}) != match.facts:
         return "has other sizes or dtypes"
     sizes = representative_sizes(Fusion(match, {SIBLING: first}).of((SIBLING,)))
-    with torch.random.fork_rng(devices=[]):
+    with isolated():
         given = {node: _any(node, dims, sizes) for node, dims in {**first.inputs, **match.inputs}.items()}
     found = [operands_of(each, Builder(given.__getitem__, sizes=sizes)) for each in (first, match)]
     if not all(torch.equal(found[0][name], found[1][name]) for name in module.SIBLINGS_SHARE):

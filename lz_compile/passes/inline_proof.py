@@ -7,7 +7,6 @@ leave every row a key at first, and then hide some rows completely. Where gradie
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from lz_compile.passes.attention.attention_calls import BODIES
 from lz_compile.passes.effects import Ambient, ambient_context
 from lz_compile.passes.validate import SLACK, TOLERANCE
+from lz_compile.runtime.isolation import Outside, isolated
 
 # Dimensions of the sample of every tensor argument: N batch, L queries, S keys, E features, K and V those of keys and
 # values, P = 3E, H heads, B = N * H, F hidden features. An argument of lower rank lacks N or B.
@@ -51,13 +51,15 @@ class TensorSpec:
 Structure = tuple[tuple[str, Any], ...]
 
 
-@cache
 def difference(target: Any, structure: Structure, ambient: Ambient, has_gradients: bool) -> str:
     """How the spelling of ``target`` differs from it, empty if it does not; remembered by structure."""
-    devices = {spec.device for _, spec in structure if isinstance(spec, TensorSpec) and spec.device.type != "cpu"}
-    device_type = next(iter(devices)).type if devices else "cuda"
-    with torch.random.fork_rng(list(devices), device_type=device_type), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's advice on masks was given already, on the user's own call
+    return _difference(target, structure, ambient, has_gradients, Outside.now())
+
+
+@cache
+def _difference(target: Any, structure: Structure, ambient: Ambient, has_gradients: bool, outside: Outside) -> str:
+    with isolated():
+        modes = (outside, ambient)
         for masks_rows in (False, True):
             sample = _sample(target, structure, masks_rows, has_gradients)
             doubled: dict[int, Any] = {}  # one for each: bodies ask which of their arguments are the same
@@ -65,7 +67,7 @@ def difference(target: Any, structure: Structure, ambient: Ambient, has_gradient
             reference, spelled = _run(target, exact, None), _run(BODIES[target], exact, None)
             found = _first_difference(spelled, reference, {})
             if not found:
-                original, spelled = _run(target, sample, ambient), _run(BODIES[target], sample, ambient)
+                original, spelled = _run(target, sample, modes), _run(BODIES[target], sample, modes)
                 is_random = sample.get("training") and sample.get("dropout_p")
                 found = _first_difference(spelled, original, {} if is_random else reference)
             if found:
@@ -142,14 +144,15 @@ def _mask(extents: list[int], dtype: torch.dtype, masks_rows: bool) -> torch.Ten
     return is_hidden if dtype == torch.bool else torch.randn(extents).masked_fill(is_hidden, -math.inf)
 
 
-def _run(call: Callable[..., Any], sample: Mapping[str, Any], ambient: Ambient | None) -> dict[str, torch.Tensor]:
-    """The output, and the gradients of all arguments that want one; without ``ambient``, no autocast."""
+def _run(
+    call: Callable[..., Any], sample: Mapping[str, Any], modes: tuple[Outside, Ambient] | None
+) -> dict[str, torch.Tensor]:
+    """The output, and the gradients of all arguments that want one; without ``modes``, no autocast."""
     torch.default_generator.manual_seed(0)
     leaves = {name: value for name, value in sample.items() if isinstance(value, torch.Tensor) and value.requires_grad}
     device = next(value.device for value in sample.values() if isinstance(value, torch.Tensor))
-    no_autocast = [torch.autocast(device.type, enabled=False)]
     with ExitStack() as stack:
-        for manager in no_autocast if ambient is None else ambient_context(ambient):
+        for manager in () if modes is None else (modes[0].entered(), *ambient_context(modes[1])):
             stack.enter_context(manager)
         output = call(**sample)
     output = output[0] if isinstance(output, tuple) else output

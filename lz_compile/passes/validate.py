@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 from torch import fx
 
@@ -29,7 +30,8 @@ from lz_compile.passes.match import Match
 from lz_compile.passes.resize import Sizes, original, replacement, representative_sizes, shape
 from lz_compile.passes.rewrite import KernelCall
 from lz_compile.passes.view import hint_of, tensor_of, value_of
-from lz_compile.runtime import events
+from lz_compile.runtime import machine
+from lz_compile.runtime.isolation import Outside, isolated
 from lz_compile.runtime.store import Store
 
 #: Absolute and relative slack against the float64 reference, by dtype. On top of it a replacement may err :data:`SLACK`
@@ -45,6 +47,8 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 
 #: Two correct orders of the same sums differ by a few times what either differs from the truth.
 SLACK = 4
+
+_Error = Annotated[float, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -127,13 +131,22 @@ def validate(match: Match, kernel_id: str, call: KernelCall, store: Store | None
     return replace(verdict, seconds=time.perf_counter() - start)
 
 
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    """A verdict on disk: :meth:`Validation.to_dict`, of a run that tried something."""
+
+    ok: bool
+    error: _Error
+    source_error: _Error
+    grad_error: _Error | None
+    cases: Annotated[int, msgspec.Meta(ge=1)]
+    reason: str
+    origin: Literal["run"]
+    seconds: _Error
+
+
 def _stored(store: Store, key: str) -> Validation | None:
-    record = store.load(key)
-    try:
-        return None if record is None else Validation(**record)
-    except TypeError as error:
-        events.record("STORE_UNREADABLE", "a validation record has other fields; the rewrite is validated again", error)
-        return None
+    record = store.load(key, _Record)
+    return None if record is None else Validation(**msgspec.structs.asdict(record))
 
 
 def cases(match: Match) -> Iterator[Case]:
@@ -163,16 +176,12 @@ def cases(match: Match) -> Iterator[Case]:
 
 def _run(match: Match, call: KernelCall) -> Validation:
     total = Validation(ok=True)
-    rng_state = torch.random.get_rng_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # not torch.manual_seed, which also seeds every accelerator
-            for case in cases(match):
-                total = _merge(total, _run_case(match, call, case))
-                if not total.ok:
-                    break
-    finally:
-        torch.random.set_rng_state(rng_state)
+    tried = list(cases(match))  # which gradients are wanted, is decided outside
+    with isolated() as outside:
+        for case in tried:
+            total = _merge(total, _run_case(match, call, case, outside))
+            if not total.ok:
+                break
     return total
 
 
@@ -189,15 +198,15 @@ def _merge(total: Validation, case: Validation) -> Validation:
     )
 
 
-def _run_case(match: Match, call: KernelCall, case: Case) -> Validation:
+def _run_case(match: Match, call: KernelCall, case: Case, outside: Outside) -> Validation:
     sizes = representative_sizes(match, ones=_some_axes(match) if case.ones else frozenset())
     inputs = _inputs(match, sizes, case)
     source = original(match, sizes)
     exact = original(match, sizes, torch.float64)
     new = replacement(match, call, sizes)
-    truth = _evaluate(exact, match, _as_float64(inputs), sizes, case.gradients, exact=True)
-    given = _evaluate(source, match, inputs, sizes, case.gradients)
-    ours = _evaluate(new, match, inputs, sizes, case.gradients)
+    truth = _evaluate(exact, match, _as_float64(inputs), sizes, case.gradients)
+    given = _evaluate(source, match, inputs, sizes, case.gradients, outside)
+    ours = _evaluate(new, match, inputs, sizes, case.gradients, outside)
     outputs = [tensor_of(node) for node in match.outputs]
     grown = max(case.magnitude, 1.0) ** getattr(ops.module(match.op), "ROUNDING_POWER", 0)
     verdict = Validation(ok=True)
@@ -399,13 +408,12 @@ def _evaluate(
     inputs: list[Any],
     sizes: Sizes,
     gradients: bool,
-    exact: bool = False,
+    outside: Outside | None = None,
 ) -> list[torch.Tensor]:
+    """Outputs and gradients, under the match's own modes; in float64, which knows no autocast, without ``outside``."""
     with ExitStack() as stack:
-        if exact:
-            stack.enter_context(torch.autocast(tensor_of(match.output).device.type, enabled=False))  # type: ignore[union-attr]
-        else:
-            for manager in ambient_context(match.ambient):
+        if outside is not None:
+            for manager in (outside.entered(), *ambient_context(match.ambient)):
                 stack.enter_context(manager)
         stack.enter_context(torch.set_grad_enabled(gradients))
         values = _with_implied(match, inputs, sizes)
@@ -430,10 +438,14 @@ def _weights(output: torch.Tensor) -> torch.Tensor:
 
 
 def _key(match: Match, kernel_id: str) -> str:
-    """A hash of everything that the verdict depends on, and of nothing else (no names, no real sizes)."""
+    """A hash of everything that the verdict depends on, and of nothing else (no names, no real sizes).
+
+    What runs the kernel is part of it: its code may differ between instruction sets and compilers.
+    """
     sizes = representative_sizes(match)
     order: dict[fx.Node, str] = {}
     lines = [f"{match.op} {kernel_id} {match.attributes!r} {match.ambient!r} {grad_enabled(match.ambient)}"]
+    lines += [repr(Outside.now()), *sorted({machine.proven_on(device) for device in _devices(match)})]
     for index, node in enumerate(match.inputs):
         order[node] = f"i{index}"
         tensor = tensor_of(node)
@@ -452,6 +464,10 @@ def _key(match: Match, kernel_id: str) -> str:
     for node, dims in match.inputs.items():
         lines.append(f"{order[node]} {[[axes[a] for a in axes_of((dim,))] for dim in dims]}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _devices(match: Match) -> set[torch.device]:
+    return {tensor.device for tensor in map(tensor_of, (*match.inputs, *match.outputs)) if tensor is not None}
 
 
 def _body(value: Any) -> list[str]:

@@ -110,7 +110,7 @@ def _features(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]
     name = kernel.kernel_id
     if "*" not in kernel.supports:
         # Of a registered function every proof shows what it makes of NaN; nobody needs to declare that.
-        known = kernel.supports if kernel.is_reproducible else {*kernel.supports, "nan_rows", "nan_in_few_keys"}
+        known = kernel.supports if kernel.is_described else {*kernel.supports, "nan_rows", "nan_in_few_keys"}
         for feature, cause in context.features.items():
             if feature not in known:
                 yield Reason(f"{feature.upper()}_UNSUPPORTED", f"{name} does not take {cause}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,6 +43,13 @@ def record(code: str, message: str, error: BaseException | None = None, *, level
     logger.log(level, "[%s] %s", code, text, exc_info=error)
     for sink in _sinks.open:
         sink.append(Event(code, text))
+
+
+def pass_on(happened: Iterable[tuple[str, str]]) -> None:
+    """Hand over events, as codes and messages, that another process has recorded (and logged) already."""
+    found = [Event(code, message) for code, message in happened]
+    for sink in _sinks.open:
+        sink.extend(found)
 
 
 @contextmanager

@@ -31,24 +31,27 @@ _Autocast = Mapping[str, tuple[bool, torch.dtype]]
 
 @dataclass(frozen=True)
 class Outside:
-    """What code that is called here runs under, beyond what its graph says: it decides about dtypes.
+    """What code that is called here runs under, beyond what its graph says: it decides about dtypes and gradients.
 
-    ``autocast`` are the device types with autocast, each with its dtype, ``dtype`` is the default one.
+    ``autocast`` are the device types with autocast, each with its dtype, ``dtype`` is the default one, ``grad`` whether
+    gradients are recorded.
     """
 
     autocast: tuple[tuple[str, torch.dtype], ...]
     dtype: torch.dtype
+    grad: bool
 
     @classmethod
     def now(cls) -> Outside:
         """As it is here."""
         found = ((kind, torch.get_autocast_dtype(kind)) for kind in _AUTOCAST if torch.is_autocast_enabled(kind))
-        return cls(tuple(found), torch.get_default_dtype())
+        return cls(tuple(found), torch.get_default_dtype(), torch.is_grad_enabled())
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Run what is inside, which is isolated, as if it were called there."""
-        with _autocast({kind: (True, dtype) for kind, dtype in self.autocast}), _default_dtype(self.dtype):
+        autocast = _autocast({kind: (True, dtype) for kind, dtype in self.autocast})
+        with autocast, _default_dtype(self.dtype), torch.set_grad_enabled(self.grad):
             yield
 
 

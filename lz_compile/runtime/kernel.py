@@ -12,6 +12,9 @@ from lz_compile.runtime import constraints, formulas, libraries
 from lz_compile.runtime.context import SelectionContext
 from lz_compile.runtime.libraries import LazyFunction
 
+#: The package with the adapters of this one.
+ADAPTERS = "lz_compile.lowering.kernels"
+
 
 @dataclass(frozen=True)
 class Prior:
@@ -117,13 +120,26 @@ class KernelSpec:
 
     @property
     def identity(self) -> str:
-        """What a proof or a measurement of this kernel is about: its id, its limits or code, and the installed version."""
-        registration = getattr(self.implementation, "name", "")  # code alone does not tell two closures apart
-        return f"{self.kernel_id} {self.version} {self.capabilities_hash} {registration}"
+        """What a proof of this kernel is about: its id, its limits, its code, and the installed version."""
+        code = self.implementation
+        name = getattr(code, "name", "")  # of one that was registered: its code alone does not tell two closures apart
+        source = code.source_digest() if isinstance(code, LazyFunction) and not self.is_shipped else ""
+        return f"{self.kernel_id} {self.version} {self.capabilities_hash} {name} {source}"
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether the function (not the library that it may call) is this package's own."""
+        code = self.implementation
+        return code is None or (isinstance(code, LazyFunction) and code.module.startswith(f"{ADAPTERS}."))
 
     @property
     def is_reproducible(self) -> bool:
         """Whether the kernel is the same in every process of that identity: ours, or a library's of a version."""
+        return self.is_shipped or self.version is not None
+
+    @property
+    def is_described(self) -> bool:
+        """Whether a descriptor says what it can do, not the program that registered it."""
         return self.version is not None or isinstance(self.implementation, (LazyFunction, type(None)))
 
     @property

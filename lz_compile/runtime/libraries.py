@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lz_compile.reasons import Reason
@@ -30,6 +33,14 @@ class LazyFunction:
             importlib.import_module(self.library)
         function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.name)
         return function
+
+    def source_digest(self) -> str:
+        """A hash of the file that the module was loaded from; empty where there is none that can be read."""
+        path = getattr(sys.modules.get(self.module), "__file__", None)
+        try:
+            return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        except OSError:
+            return ""
 
 
 _failures: dict[LazyFunction, Reason] = {}

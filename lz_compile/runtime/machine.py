@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -61,6 +62,40 @@ def environment_details(device: torch.device | str = "cpu") -> dict[str, str]:
     else:
         details.update(_accelerator(found))
     return details
+
+
+def proven_on(device: torch.device | str = "cpu") -> str:
+    """What decides about the results of a kernel on ``device``: instructions or GPU, compilers and the precision of products.
+
+    A proof that was made elsewhere says nothing here. How fast it is, and how many threads there are, plays no part.
+    """
+    import torch
+
+    from lz_compile.runtime.hardware import hardware
+
+    found = hardware(device)
+    details = {
+        "software": " ".join(_software()[name] for name in ("torch", "triton", "system")),
+        "toolkit": f"{torch.version.cuda} {torch.version.hip}",
+        "compiler": _compiler(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "device": f"{found.platform} {found.sm_version} {found.generation}",
+    }
+    if found.platform == "cpu":
+        details["instructions"] = f"{torch.backends.cpu.get_cpu_capability()} {_processor()['instructions']}"
+    else:
+        details["device"] += f" {found.device_name}"
+    return json.dumps(details, sort_keys=True)
+
+
+@cache
+def _compiler(command: str) -> str:
+    """The C++ compiler that Inductor calls, as its file: to ask it for its version takes longer than many a proof."""
+    path = shutil.which(command.split(maxsplit=1)[0])
+    if path is None:
+        return "none"
+    status = Path(path).resolve().stat()
+    return f"{command} {status.st_size} {status.st_mtime_ns}"
 
 
 def conditions(device: torch.device | str = "cpu") -> dict[str, str]:

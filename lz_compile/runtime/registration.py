@@ -82,7 +82,7 @@ def register_kernel(
         max_head_dim: the largest head dim.
         head_dim_multiple: what a head dim must be a multiple of.
         max_seq_len: the longest sequence.
-        requires_layouts: ``BHSD`` or ``BSHD``: how it takes query, key and value.
+        requires_layouts: ``BHSD`` or ``BSHD``: how it takes query, key and value of an attention.
         produces_layout: how it gives its result, by default as it takes the query.
         requires_last_dim_stride1: features must lie next to one another.
         is_cuda_graph_safe: CUDA graphs may capture it.
@@ -128,19 +128,23 @@ def _spec(
 
     kernel_id, operation = given["kernel_id"], given["operation"]
     described = _described(kernel_id, function, given, is_opaque=not is_traceable)
+    generation = _registrations[kernel_id]
+    _registrations[kernel_id] += 1
     if operation.partition(".")[0] != "attention":
         text = f"functions for {operation} take the op's operands and attrs, and is_traceable=True"
         if not is_traceable or "attrs" not in inspect.signature(function).parameters:
             raise RegistrationError(kernel_id, text)
-        return replace(described, implementation=function, extra_check=check)
+        code = (
+            f"{described.capabilities_hash}/{generation}/{code_digest(function)}"  # two closures may share their code
+        )
+        digest = hashlib.sha256(code.encode()).hexdigest()
+        return replace(described, implementation=function, extra_check=check, capabilities_hash=digest)
     convention = Convention.of(kernel_id, operation, function, is_traceable=is_traceable)
     supports = convention.supports(_names(given["supports"]))
     is_token_major = "BHSD" not in described.requires_layouts
     if is_token_major and convention.takes_attrs:
         raise RegistrationError(kernel_id, "a function with attrs takes the op's canonical layout BHSD")
     layout = described.produces_layout or ("BSHD" if is_token_major else "BHSD")
-    generation = _registrations[kernel_id]
-    _registrations[kernel_id] += 1
     implementation = RegisteredFunction(
         function,
         convention,
@@ -171,7 +175,9 @@ def _described(kernel_id: str, function: Callable[..., Any], given: dict[str, An
     values["platforms"] = _known(kernel_id, "platform", _names(given["platform"]), get_args(capabilities.Platform))
     dtypes = [name_of(each) if isinstance(each, torch.dtype) else each for each in given["supported_dtypes"]]
     values["dtypes"] = _known(kernel_id, "dtype", dtypes, get_args(capabilities.Dtype))
-    values["requires_layouts"] = _known(kernel_id, "layout", _names(given["requires_layouts"]), ("BHSD", "BSHD"))
+    layouts = _known(kernel_id, "layout", _names(given["requires_layouts"]), ("BHSD", "BSHD"))
+    is_attention = given["operation"].partition(".")[0] == "attention"
+    values["requires_layouts"] = layouts if is_attention else ["*"]  # operands come as the op has them
     generations = [name for _, name, _ in GENERATIONS]
     wanted = [name for name in _names(given["supported_generations"]) if not name.startswith("gfx")]
     _known(kernel_id, "generation", wanted, generations)

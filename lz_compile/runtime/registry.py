@@ -18,7 +18,7 @@ from lz_compile.errors import RegistrationError, UnknownOperationError
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, libraries
 from lz_compile.runtime.context import operations
-from lz_compile.runtime.kernel import GridLayoutSpec, KernelSpec, Prior
+from lz_compile.runtime.kernel import ADAPTERS, GridLayoutSpec, KernelSpec, Prior
 from lz_compile.runtime.libraries import LazyFunction
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ __all__ = [
 ]  # fmt: skip
 
 KERNELS = Path(__file__).resolve().parent.parent / "lowering" / "kernels"
-_ADAPTERS = "lz_compile.lowering.kernels"
 
 #: By op and kernel id, in the order in which they were found.
 _Table = dict[tuple[str, str], KernelSpec]
@@ -116,7 +115,7 @@ def _found() -> _Table:
     if _state.found is None:
         _state.found = {}
         for path in sorted(KERNELS.glob("*.json"), key=lambda path: (path.stem != "inductor", path.stem)):
-            _add_descriptor(_state.found, path, f"{_ADAPTERS}.{path.stem}")
+            _add_descriptor(_state.found, path, f"{ADAPTERS}.{path.stem}")
         _load_plugins()
     return _state.found
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from lz_compile.runtime import events
@@ -14,6 +15,10 @@ from lz_compile.runtime.directories import cache_directory
 from lz_compile.runtime.fingerprint import source_hash
 
 __all__ = ["Store", "cache_directory"]
+
+Record = TypeVar("Record")
+#: A file with more bytes is none of ours.
+_MOST_BYTES = 1 << 20
 
 
 class Store:
@@ -26,16 +31,19 @@ class Store:
         version = f"{torch.__version__}-{source_hash()[:16]}"
         self.directory = (directory or cache_directory()) / kind / version
 
-    def load(self, key: str) -> dict[str, Any] | None:
-        """The record, None where there is none (or none that can be read)."""
+    def load(self, key: str, kind: type[Record]) -> Record | None:
+        """The record, None where there is none, or none that is of that ``kind`` (an event): nothing is converted."""
         try:
-            record = json.loads((self.directory / f"{key}.json").read_text())
+            with (self.directory / f"{key}.json").open("rb") as file:
+                text = file.read(_MOST_BYTES + 1)
+            if len(text) > _MOST_BYTES:
+                raise ValueError(f"{key}.json has more than {_MOST_BYTES} bytes")
+            return msgspec.json.decode(text, type=kind)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            events.record("STORE_UNREADABLE", f"{self.directory.parent.name}: {error}")
+        except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors too
+            events.record("STORE_UNREADABLE", f"{self.directory.parent.name}: {error}; it is made again")
             return None
-        return record if isinstance(record, dict) else None
 
     def save(self, key: str, record: dict[str, Any]) -> None:
         """Write the record; the last of several writers wins."""

@@ -21,6 +21,7 @@ from lz_compile.passes.effects import Effects
 from lz_compile.passes.loops.reroll import LEAST_POINTWISE
 from lz_compile.passes.match import NearMiss, RefusedError
 from lz_compile.passes.view import Call, tensor_of, where_of
+from lz_compile.runtime.isolation import isolated
 
 _ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "addcmul"})
 _SLICES = frozenset({"slice", "getitem", "narrow", "select"})
@@ -194,7 +195,8 @@ class _Reader:
             raise _unknown(output, f"made of {len(leaves)} tensors over time")
         generator = torch.Generator().manual_seed(0)
         given = {leaf: _random(leaf, dim, generator) for leaf in leaves}
-        computed = _evaluated(output, between, given)
+        with isolated():
+            computed = _evaluated(output, between, given)
         choices = [(None, leaves[0])] if len(leaves) == 1 else itertools.permutations(leaves)
         for decay, drive in choices:
             expected = _recurrence(None if decay is None else given[decay], given[drive], dim)

@@ -14,6 +14,7 @@ from lz_compile.passes.loops.index_values import Source, Values
 from lz_compile.passes.loops.step_form import StepForm, between
 from lz_compile.passes.loops.transition import Transition
 from lz_compile.passes.match import RefusedError
+from lz_compile.runtime.isolation import isolated
 
 #: States with more elements than this are left to the proof of the rewrite.
 _LARGEST = 1 << 22
@@ -41,7 +42,8 @@ def check(form: StepForm, transition: Transition) -> None:
             continue
         given[form.atoms[atom]] = _random(form.atoms[atom], generator, is_mask=atom.kind == "mask")
     given[state] = _random(state, generator, is_mask=False)
-    written = _run(outputs, given, generator)
+    with isolated():
+        written = _run(outputs, given, generator)
     known = {Atom(node.name, kind): value for node, value in given.items() for kind in ("given", "mask")}
     ours = _step(transition, known, given[state].reshape(transition.space))
     for node, value in zip(outputs, ours, strict=True):

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from lz_compile.lowering.ops.sampling import Ties
@@ -22,6 +21,7 @@ from lz_compile.passes.sampling.excerpt import Excerpt, sizes_for
 from lz_compile.passes.sampling.kept import VOCAB, Form, Limit, Limits
 from lz_compile.passes.sampling.probes import Order, Probe
 from lz_compile.passes.view import tensor_of
+from lz_compile.runtime.isolation import isolated
 
 _TIES: tuple[Ties, ...] = ("all", "first", "last")
 #: More combinations of limits are not tried.
@@ -58,8 +58,7 @@ def limits_of(found: Excerpt, form: Form) -> Limits | None:
     vocab = _vocab(found)
     if vocab is None:
         return None
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
+    with isolated():
         first = Probe.of(found, form, vocab, 1.0)
         outcome = None if first is None else first.outcome()
         if first is None or outcome is None:
