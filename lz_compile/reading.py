@@ -13,6 +13,7 @@ from torch import fx
 
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.options import Options
+from lz_compile.passes.dead import drop_dead
 from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.loops.distribute import Distributed, distribute, why_unknown
@@ -59,7 +60,7 @@ class Reading:
         Raises:
             RewriteFailedError: something failed and ``options.strict`` is set.
         """
-        found = cls()
+        found = cls(is_changed=drop_dead(module.graph) > 0)
         found._spell_out(module.graph, options, report)
         found._roll(module, path, options, report)
         found._take_apart(module.graph, options, report)
