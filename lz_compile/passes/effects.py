@@ -302,6 +302,7 @@ def _ambient_of(graph: fx.Graph, calls: Mapping[fx.Node, Call | None]) -> dict[f
     autocast: list[tuple[Any, ...]] = []
     other: list[str] = []
     grad: bool | None = None
+    devices = {tensor.device.type for tensor in map(tensor_of, graph.nodes) if tensor is not None}
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == "_enter_autocast":
@@ -314,7 +315,8 @@ def _ambient_of(graph: fx.Graph, calls: Mapping[fx.Node, Call | None]) -> dict[f
             other.append(node.name)
         elif (name.startswith("_exit_") or name.endswith("_decrement_nesting")) and other:
             other.pop()
-        ambient[node] = Ambient(tuple(autocast), grad, tuple(other))
+        touching = tuple(region for region in autocast if region[0] in devices)  # that of another device does nothing here
+        ambient[node] = Ambient(touching, grad, tuple(other))
     return ambient
 
 

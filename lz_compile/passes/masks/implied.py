@@ -65,7 +65,7 @@ class Implied:
         """
         own = set(axes_of(self.dims))
         flat = [tuple(axis for axis in atoms(group) if axis in own) for group in groups]
-        lengths = [builder.size(group) for group in groups[2:]]
+        lengths = (builder.size(groups[2]), builder.size(groups[3]))
         keep = self._keep(builder, flat, attrs, lengths, given.device)
         base = builder.arrange(given, self.dims, flat)
         if sees_keys:  # the first that is not dropped by what is known stays
@@ -86,7 +86,7 @@ class Implied:
         builder: Builder,
         groups: Sequence[tuple[Axis, ...]],
         attrs: AttentionAttrs,
-        lengths: Sequence[int],
+        lengths: tuple[int, int],
         device: torch.device,
     ) -> torch.Tensor:
         """Where the meaning keeps, over the axes of the tensor in ``groups``; bands and reaches are of whole lengths."""
@@ -107,7 +107,7 @@ class Implied:
         return keep
 
     def _linear(
-        self, builder: Builder, groups: Sequence[tuple[Axis, ...]], lengths: Sequence[int], given: torch.Tensor
+        self, builder: Builder, groups: Sequence[tuple[Axis, ...]], lengths: tuple[int, int], given: torch.Tensor
     ) -> torch.Tensor:
         slopes = self.meaning.slopes
         assert slopes is not None, "asked for only where there are slopes"
