@@ -315,7 +315,9 @@ def _ambient_of(graph: fx.Graph, calls: Mapping[fx.Node, Call | None]) -> dict[f
             other.append(node.name)
         elif (name.startswith("_exit_") or name.endswith("_decrement_nesting")) and other:
             other.pop()
-        touching = tuple(region for region in autocast if region[0] in devices)  # that of another device does nothing here
+        touching = tuple(
+            region for region in autocast if region[0] in devices
+        )  # that of another device does nothing here
         ambient[node] = Ambient(touching, grad, tuple(other))
     return ambient
 
