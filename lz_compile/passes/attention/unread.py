@@ -127,7 +127,7 @@ def _from_outside() -> tuple[Reason, str]:
     text = "the scores are an input of this graph: they were computed outside of it, as before a graph break"
     return Reason(
         "SCORES_FROM_OUTSIDE", text
-    ), "have both products in one graph (TORCH_LOGS=graph_breaks tells what broke it)"
+    ), "have both products in one graph (TORCH_LOGS=graph_breaks says what broke it)"
 
 
 def _is_from_outside(region: Region, call: Call, product: fx.Node) -> bool:
