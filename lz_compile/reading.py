@@ -13,6 +13,7 @@ from torch import fx
 
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.options import Options
+from lz_compile.passes.dead import drop_dead
 from lz_compile.passes.edits.edit import RefutedError, all_or_nothing, proven
 from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.inline import Inlined, inline
@@ -61,6 +62,7 @@ class Reading:
             RewriteFailedError: something failed and ``options.strict`` is set.
         """
         found = cls()
+        found._drop(module, options)
         found._spell_out(module, options, report)
         found._roll(module, path, options, report)
         found._take_apart(module, options, report)
@@ -76,6 +78,14 @@ class Reading:
             most = max((len(core & miss.pieces) for core in scans), default=0)
             if miss.node not in known and 2 * most <= len(miss.pieces):
                 yield miss
+
+    def _drop(self, module: fx.GraphModule, options: Options) -> None:
+        """What nobody reads is no use of what it reads."""
+        try:
+            with all_or_nothing(module):
+                self.is_changed |= drop_dead(module.graph) > 0
+        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+            fail("REWRITE_FAILED", "dropping what nobody reads", error, options)
 
     def _spell_out(self, module: fx.GraphModule, options: Options, report: GraphReport) -> None:
         """Calls that hide an attention, and arithmetic that is mapped over a dimension."""

@@ -731,3 +731,36 @@ def test_a_whole_number_is_a_dropout_probability_too() -> None:
     backend = Rewriting()
     torch.compile(call, backend=backend, fullgraph=True)(*(torch.randn(2, 3, 20, 16) for _ in range(3)))
     assert [match.attributes.get("dropout_p", 0.0) for match in backend.report.matches] == [0.0]
+
+
+ADDED: dict[str, tuple[Callable[..., Any], bool | None]] = {
+    "number": (lambda scores, _: scores + 1.5, None),
+    "number_behind_a_cap": (lambda scores, _: torch.tanh(scores) + 1.5, None),
+    "symbolic_number": (lambda scores, given: scores + given, True),
+    "number_of_a_size": (lambda scores, _: scores + math.log(scores.shape[-1]), True),
+    "tensor_of_no_dimensions": (lambda scores, _: scores + torch.full((), 1.5).sin(), None),
+}
+
+
+@pytest.mark.parametrize("kernel", ["torch.sdpa", "lz.tiled"])
+@pytest.mark.parametrize("name", ADDED)
+def test_one_number_added_to_all_scores_fits_every_kernel(name: str, kernel: str) -> None:
+    add, dynamic = ADDED[name]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, given: float) -> Tensor:
+        return add(q @ k.transpose(-2, -1) * 0.3, given).softmax(-1) @ v
+
+    inputs = (*(torch.randn(2, 3, size, 8) for size in (11, 19, 19)), 0.7)
+    if kernel == "torch.sdpa" and "cap" in name:
+        pytest.skip("SDPA caps no scores")
+    got = rewritten(attention, *inputs, dynamic=dynamic, lock={"attention": kernel}, strict=True)
+    torch.testing.assert_close(got, attention(*inputs))
+
+
+def test_a_number_beside_a_sink_counts() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) * 0.3 + 1.5
+        return torch.cat((scores, sink.expand(*scores.shape[:-1], 1)), -1).softmax(-1)[..., :-1] @ v
+
+    inputs = (*(torch.randn(2, 3, size, 8) for size in (11, 19, 19)), torch.randn(1))
+    torch.testing.assert_close(rewritten(attention, *inputs), attention(*inputs))

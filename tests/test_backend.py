@@ -812,6 +812,18 @@ def test_a_module_whose_rewritten_graph_inductor_refuses_keeps_its_parameters(un
     torch.testing.assert_close(torch.autograd.grad(actual.sum(), list(module.parameters())), expected)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("spelled", [attention, F.scaled_dot_product_attention], ids=["rewritten", "sdpa"])
+def test_checkpoints_without_gradients_compile_around_sdpa(spelled, reentrant):
+    """SDPA may draw random numbers, as far as AOTAutograd knows: it refuses that in a checkpoint of an inference graph."""
+    args = operands()
+    actual = compiled(lambda *args: checkpoint(spelled, *args, use_reentrant=reentrant))(*args)
+    assert event_codes() == []
+    (match,) = matches()
+    assert match.rewritten == (spelled is attention), match.reasons
+    torch.testing.assert_close(actual, spelled(*args))
+
+
 def test_a_checkpointed_body_that_inductor_refuses_is_compiled_as_it_was(uncached):
     args = operands(requires_grad=True)
     function = compiled(lambda *args: checkpoint(attention, *args, use_reentrant=False))

@@ -419,6 +419,20 @@ def test_autocast_holds_between_its_entry_and_its_exit() -> None:
     assert effects.ambient(output_of(module)) == Ambient()
 
 
+def test_an_autocast_region_of_a_device_that_no_tensor_is_on_is_none() -> None:
+    def f(x: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.float16, enabled=False):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = x @ x
+            z = x.sin()
+        return y + z.cos()
+
+    module = capture(f, torch.randn(4, 4))
+    effects = effects_of(module)
+    assert [region[0] for region in effects.ambient(call_named(module, "matmul").node).autocast] == ["cpu"]
+    assert effects.ambient(call_named(module, "sin").node) == effects.ambient(call_named(module, "cos").node)
+
+
 def test_nested_autocast_regions_are_told_apart() -> None:
     def fn(x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -328,3 +328,24 @@ def test_jumps_that_are_counted_in_few_bits_are_not_read_as_documents() -> None:
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(1, 1, 600, DIM, generator=generator) for _ in range(3)]
     compile_and_compare(additive(make), *inputs, torch.zeros(1, 600, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("parts", [("padding",), ("document",), ("alibi",), ("padding", "alibi")])
+def test_masks_hold_where_values_alone_are_shared_by_heads(parts: tuple[str, ...]) -> None:
+    """Keys were rotated per head after they were repeated, so that a group of heads becomes an axis of the batch."""
+    policy.lock("attention", "lz.blocked")
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, kept: Tensor, documents: Tensor, slopes: Tensor) -> Tensor:
+        rows, columns = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)[None]
+        value = value[:, :2, None].expand(-1, -1, 2, -1, -1).reshape(value.shape)
+        keep = columns <= rows
+        keep = keep & kept[:, None, None, :] if "padding" in parts else keep
+        keep = keep & (documents[:, None, :, None] == documents[:, None, None, :]) if "document" in parts else keep
+        scores = query @ key.transpose(-2, -1) * DIM**-0.5
+        scores = scores + slopes[:, None, None] * (columns - rows) if "alibi" in parts else scores
+        return (scores + torch.where(keep, 0.0, LOWEST)).softmax(-1) @ value
+
+    kept = torch.arange(TOKENS) < torch.tensor([TOKENS, 30, 9])[:, None]
+    documents = torch.arange(TOKENS) // 9 + torch.arange(BATCH)[:, None]
+    _, match = compile_and_compare(attention, *operands(), kept, documents, torch.tensor([0.5, 0.25, 0.125, 0.1]))
+    assert all(part in match.mask for part in parts), match.mask

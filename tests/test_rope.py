@@ -596,3 +596,17 @@ def test_gradients_of_a_model_stay() -> None:
         grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     for name, expected in grads[0].items():
         torch.testing.assert_close(grads[1][name], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_rotation_in_an_autocast_region_of_another_device_is_read_with_what_is_around_it() -> None:
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        with torch.autocast("cuda", enabled=False):
+            turned = torch.cat((-second, first), -1)
+            left = x * cos
+        return left + turned * sin
+
+    inputs = (torch.randn(2, 3, 7, 16), *(torch.randn(7, 8).repeat(1, 2) for _ in range(2)))
+    got, backend = compiled(rotated, *inputs)
+    assert only(backend).rewritten, backend.why_not()
+    torch.testing.assert_close(got, rotated(*inputs))

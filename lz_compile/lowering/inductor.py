@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -22,6 +22,7 @@ from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_g
 from torch._dynamo.metrics_context import MetricsContext
 from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import counters, get_metrics_context
+from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, Guard, Source, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppCodeCache
@@ -82,12 +83,31 @@ def compile_graph(
         _allow_counters()
         # Inductor (2.13) writes over what a loop's body carries while it is still read: gradients of an sLSTM came out wrong.
         patches["inplace_buffers"] = False
-    return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=patches))
+    with _without_recomputation(module):
+        return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=patches))
 
 
 def _has_scans(module: fx.GraphModule) -> bool:
-    graphs = (child.graph for child in module.modules() if isinstance(child, fx.GraphModule))
-    return any(graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan) for graph in graphs)
+    scan = torch.ops.higher_order.scan
+    return any(graph.find_nodes(op="call_function", target=scan) for graph in _graphs(module))
+
+
+def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
+    return (child.graph for child in module.modules() if isinstance(child, fx.GraphModule))
+
+
+def _without_recomputation(module: fx.GraphModule) -> AbstractContextManager[Any]:
+    """Nothing is computed again for a backward that the graph does not hold.
+
+    Of a graph without gradients AOTAutograd (2.13) refuses a checkpoint around anything that may draw random numbers, as
+    every SDPA may, before it asks whether there is a backward to compute it again for.
+    """
+    name = "remat_using_tags_for_fwd_loss_bwd_graph"
+    nodes = (node for graph in _graphs(module) for node in graph.nodes)
+    has_backward = any(node.meta.get("autograd_backward") or "phase" in node.meta.get("custom", ()) for node in nodes)
+    if has_backward or not hasattr(functorch_config, name):
+        return nullcontext()
+    return cast("AbstractContextManager[Any]", functorch_config.patch({name: False}))
 
 
 def _allow_counters() -> None:

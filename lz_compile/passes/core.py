@@ -42,7 +42,7 @@ class Core:
         """
         inside = set(self.nodes)
         for node in self.nodes[:-1]:
-            outside = [user for user in node.users if user not in inside and not is_dead(user)]
+            outside = [user for user in node.users if user not in inside and not is_dead(user) and not _measures(user)]
             if outside:
                 raise RefusedError(
                     "INTERIOR_USED",
@@ -92,6 +92,12 @@ def is_dead(node: fx.Node) -> bool:
     if not node.users and is_pointwise(call):
         return True
     return layout.rearranges(call) and all(is_dead(user) for user in node.users)
+
+
+def _measures(node: fx.Node) -> bool:
+    """Whether only the size of a value is asked for, which nobody has to compute the value for."""
+    call = read(node)
+    return call is not None and call.name in ("size", "dim", "numel")
 
 
 def dead_users(node: fx.Node) -> set[fx.Node]:

@@ -352,6 +352,9 @@ def _ambient_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Ambient]:
     autocast: list[tuple[Any, ...]] = []
     other: list[str] = []
     grad: bool | None = None
+    nodes = list(nodes)
+    of_graph = nodes[0].graph.nodes if nodes else ()
+    devices = {tensor.device.type for tensor in map(tensor_of, of_graph) if tensor is not None}
     for node in nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == "_enter_autocast":
@@ -364,7 +367,10 @@ def _ambient_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Ambient]:
             other.append(node.name)
         elif (name.startswith("_exit_") or name.endswith("_decrement_nesting")) and other:
             other.pop()
-        ambient[node] = Ambient(tuple(autocast), grad, tuple(other))
+        touching = tuple(
+            region for region in autocast if region[0] in devices
+        )  # that of another device does nothing here
+        ambient[node] = Ambient(touching, grad, tuple(other))
     return ambient
 
 

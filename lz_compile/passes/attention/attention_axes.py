@@ -52,12 +52,15 @@ def assign_roles(
     if query_gain != 1 or key_gain != 1:  # the operands are scaled instead of the scores: not in fewer digits
         dtype = _score_dtype(inner, dtype)
     keep = sympy.factor(inner.keep * found.keep)
-    bias = inner.bias
+    masked_rows = _masked_rows(region, inner, found)
+    # A number that is added to every score goes away in the softmax, except beside a sink, or fills that are compared.
+    is_shift_free = found.sinks is None and masked_rows != "fill"
+    bias = inner.bias.as_coeff_Add()[1] if is_shift_free else inner.bias
     attrs = AttentionAttrs(
         scale=scale,
         dropout_p=found.dropout_p,
         softcap=inner.softcap,
-        masked_rows=_masked_rows(region, inner, found),
+        masked_rows=masked_rows,
         has_mask=keep != 1,
         has_bias=bias != 0,
         has_sinks=found.sinks is not None,

@@ -138,7 +138,7 @@ class AttentionEmitter:
         if self.keep != 1:
             found["mask"] = self._mask(builder, score_groups)
         if self.bias != 0:
-            found["bias"] = builder.evaluate(self.bias, self.region, score_groups, self._wide())
+            found["bias"] = self._bias(builder, score_groups, query)
         if self.floor is not None:
             found["bias"] = found["bias"].clamp(min=self.floor)
         if self.attrs.masked_rows == "fill":
@@ -152,6 +152,14 @@ class AttentionEmitter:
         if self.documents is not None:
             found |= self._documents(builder, self.documents)
         return found
+
+    def _bias(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...], query: Any) -> Any:
+        """The bias; one number for all scores, Python's or a tensor's, as a tensor of the rank of scores."""
+        value = builder.evaluate(self.bias, self.region, groups, self._wide())
+        tensors = (tensor_of(self.region.leaves[symbol].node) for symbol in self.bias.free_symbols - {INFINITY})
+        if any(tensor is not None and tensor.dim() for tensor in tensors):
+            return value
+        return query.new_zeros((1,) * len(groups), dtype=self._wide()) + value
 
     def _documents(self, builder: Builder, documents: Documents) -> dict[str, Any]:
         query, key = builder.value(documents.query), builder.value(documents.key)

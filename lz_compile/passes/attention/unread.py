@@ -7,14 +7,16 @@ another product. Routers and classifiers do not: they normalise a product with a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
-import torch
 from torch import fx
 
 from lz_compile.passes import contraction, layout
 from lz_compile.passes.algebra import Region, is_pointwise
-from lz_compile.passes.attention import scores
-from lz_compile.passes.axes import LayoutError, atoms, fresh, shape_of
+from lz_compile.passes.attention import mixed_heads, scores
+from lz_compile.passes.attention.distances import is_distance
+from lz_compile.passes.attention.weights import is_weight
+from lz_compile.passes.axes import Axis, LayoutError, atoms, axes_of, fresh, shape_of
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.match import NearMiss, RefusedError
@@ -30,8 +32,6 @@ _PICKS = frozenset(
 )
 #: How far from a softmax its scores and its values are looked for, in nodes.
 _FAR = 64
-#: A weight is a matrix; what was made of parameters and has more dimensions may be learned queries.
-_WEIGHT_RANK = 2
 
 
 def unread(op: str, graph: fx.Graph, effects: Effects, covered: Collection[fx.Node]) -> Iterator[NearMiss]:
@@ -58,32 +58,55 @@ def _normalises(effects: Effects, call: Call) -> bool:
 
 def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple[Reason, str] | None:
     region = Region(effects)
-    inner, refused = _read(region, call)
+    keys = _normalised_axes(call)
+    if not keys:  # of one element: the softmax gives one
+        return None
+    inner, refused = _read(region, call, keys)
     after = _path(
         [call.node], lambda node: node.users, lambda node: _is_product(region, node, call.node), _picks(effects)
     )
     if inner is not None:
-        if any(_is_weight(factor.node) for factor in (inner.query, inner.key)):
-            return None
+        if any(is_weight(factor.node) for factor in (inner.query, inner.key)):
+            is_mixed = after is not None and _holds(mixed_heads.mixed_scores, region, inner, keys)
+            return mixed_heads.refusal("scores") if is_mixed else None
+        if after is not None and _holds(mixed_heads.mixes_probabilities, region, after[-1], call.node):
+            return mixed_heads.refusal("probabilities")
         if after is not None:
             return _through(effects, "probabilities", after[1:])
         is_picked = _path([call.node], lambda node: node.users, _is_pick(effects), lambda _node: False) is not None
         return None if is_picked else _without_values()
     before = _scores_behind(region, call.input, lambda node: node in covered or _normalised(effects, node))
-    if before is None or after is None:
+    if after is None:
         return None
-    return refused or _through(effects, "scores", before)
+    if before is None:
+        return _from_outside() if _holds(_is_from_outside, region, call, after[-1]) else None
+    return refused or (_distances() if is_distance(effects, before[-1]) else _through(effects, "scores", before))
 
 
-def _read(region: Region, call: Call) -> tuple[scores.Scores | None, tuple[Reason, str] | None]:
-    """The scores that are normalised, or why there are none."""
-    dims = fresh(shape_of(tensor_of(call.node)))  # type: ignore[arg-type]
+def _normalised_axes(call: Call) -> tuple[Axis, ...]:
+    """New axes for what a softmax runs over, or an exponential is most likely summed over."""
+    shape = shape_of(tensor_of(call.node))  # type: ignore[arg-type]
     dim = call.get("dim") if call.name in _NORMALISED else None
+    return atoms(fresh(shape)[-1 if dim is None else dim])
+
+
+def _holds(question: Callable[..., bool], *arguments: Any) -> bool:
+    """The answer, no where what it is about cannot be read."""
+    try:
+        return question(*arguments)
+    except (RefusedError, MutatedError, LayoutError):
+        return False
+
+
+def _read(region: Region, call: Call, keys: tuple[Axis, ...]) -> tuple[scores.Scores | None, tuple[Reason, str] | None]:
+    """The scores that are normalised over ``keys``, or why there are none."""
+    dims = list(fresh(shape_of(tensor_of(call.node))))  # type: ignore[arg-type]
+    dim = call.get("dim") if call.name in _NORMALISED else None
+    dims[-1 if dim is None else dim] = keys
     if region.effects.reshapes:
         return None, None
     try:
-        expression = region.express(call.input, dims, call.node)
-        return scores.read(region, expression, atoms(dims[-1 if dim is None else dim])), None
+        return scores.read(region, region.express(call.input, tuple(dims), call.node), keys), None
     except RefusedError as refusal:
         return None, (refusal.reason, refusal.edit)
     except MutatedError as error:
@@ -94,6 +117,57 @@ def _read(region: Region, call: Call) -> tuple[scores.Scores | None, tuple[Reaso
         return None, (Reason("LAYOUT_UNCLEAR", text), "reshape along whole heads and positions")
 
 
+def _distances() -> tuple[Reason, str]:
+    reason = Reason("SCORES_ARE_DISTANCES", "the scores are distances between queries and keys, no products")
+    edit = "score by squares, written as 2 * q @ k.T - |k|**2: what all keys share goes away in the softmax"
+    return reason, edit
+
+
+def _from_outside() -> tuple[Reason, str]:
+    text = "the scores are an input of this graph: they were computed outside of it, as before a graph break"
+    return Reason(
+        "SCORES_FROM_OUTSIDE", text
+    ), "have both products in one graph (TORCH_LOGS=graph_breaks says what broke it)"
+
+
+def _is_from_outside(region: Region, call: Call, product: fx.Node) -> bool:
+    """Whether values are weighed for every query by a softmax of what was made of inputs of the graph, element by element."""
+    last, tensor = region.effects.calls[product], tensor_of(product)
+    outer = None if last is None or tensor is None else contraction.read(region, last, fresh(shape_of(tensor)))
+    if outer is None or any(is_weight(factor.node) for factor in (outer.left, outer.right)):
+        return False
+    is_left = region.reaches(outer.left.node, _NORMALISED | _EXPONENTIALS)
+    weights, values = (outer.left, outer.right) if is_left else (outer.right, outer.left)
+    sources = _made_of(region.effects, call.input)
+    return (
+        bool(set(axes_of(weights.dims)) - {*atoms(outer.summed), *axes_of(values.dims)})
+        and all(node.op == "placeholder" for node in sources)
+        and any(_is_whole(node, call.node) and not is_weight(node) for node in sources)
+    )
+
+
+def _made_of(effects: Effects, node: fx.Node) -> set[fx.Node]:
+    """What a value is computed from, behind pointwise and layout operations that read floating-point values."""
+    found, queue, seen = set(), [node], {node}
+    while queue and len(seen) < _FAR:
+        current = queue.pop()
+        call, tensor = effects.calls.get(current), tensor_of(current)
+        if tensor is None or not tensor.is_floating_point():
+            continue
+        if call is None or not (is_pointwise(call) or layout.rearranges(call)):
+            found.add(current)
+            continue
+        queue.extend(each for each in current.all_input_nodes if each not in seen)
+        seen.update(current.all_input_nodes)
+    return found
+
+
+def _is_whole(node: fx.Node, scores: fx.Node) -> bool:
+    """Whether a tensor has an element for every score."""
+    given, wanted = (tensor_of(each) for each in (node, scores))
+    return given is not None and wanted is not None and shape_of(given) == shape_of(wanted)
+
+
 def _without_values() -> tuple[Reason, str]:
     reason = Reason("NO_VALUES", "the probabilities meet no values in this graph")
     return reason, "multiply values by them in the same graph"
@@ -102,6 +176,8 @@ def _without_values() -> tuple[Reason, str]:
 def _through(effects: Effects, what: str, path: list[fx.Node]) -> tuple[Reason, str]:
     """What the scores, or the probabilities, pass through between their products."""
     calls = [effects.calls[node] for node in path[:-1]]
+    if any(call is not None and mixed_heads.is_pointwise_convolution(call) for call in calls):
+        return mixed_heads.refusal(what)
     names = [c.name for c in calls if c is not None and not is_pointwise(c) and not layout.rearranges(c)]
     names = names or [c.name for c in calls if c is not None and not layout.rearranges(c)]
     text = f"the {what} pass through {', '.join(dict.fromkeys(names)) or 'a layout'}, which has no reading here"
@@ -158,7 +234,10 @@ def _scores_behind(region: Region, node: fx.Node, is_end: Callable[[fx.Node], bo
     return _path(
         [node],
         lambda each: each.all_input_nodes,
-        lambda each: _is_product(region, each) and not any(map(_is_weight, _factors(region.effects, each))),
+        lambda each: (
+            (_is_product(region, each) or is_distance(region.effects, each))
+            and not any(map(is_weight, _factors(region.effects, each)))
+        ),
         lambda each: is_end(each) or _is_product(region, each),
     )
 
@@ -178,23 +257,3 @@ def _is_pick(effects: Effects) -> Callable[[fx.Node], bool]:
         return call is not None and call.name in _PICKS
 
     return is_pick
-
-
-def _is_weight(node: fx.Node) -> bool:
-    """Whether a factor is a parameter, or a matrix that was made of parameters alone."""
-    source = node
-    while source.op != "placeholder" and len(source.all_input_nodes) == 1:
-        source = source.all_input_nodes[0]
-    if isinstance(tensor_of(source), torch.nn.Parameter):
-        return True
-    tensor = tensor_of(node)
-    if tensor is None or tensor.dim() > _WEIGHT_RANK:
-        return False
-    seen, queue = {node}, [node]
-    while queue and len(seen) < _FAR:
-        current = queue.pop()
-        if current.op == "placeholder" and not isinstance(tensor_of(current), torch.nn.Parameter):
-            return False
-        queue.extend(each for each in current.all_input_nodes if each not in seen)
-        seen.update(current.all_input_nodes)
-    return not queue and any(each.op == "placeholder" for each in seen)

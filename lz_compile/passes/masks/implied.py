@@ -65,18 +65,18 @@ class Implied:
         """
         own = set(axes_of(self.dims))
         flat = [tuple(axis for axis in atoms(group) if axis in own) for group in groups]
-        extents = [builder.size(group) for group in groups]
-        keep = self._keep(builder, groups, attrs, extents, given.device)
+        lengths = (builder.size(groups[2]), builder.size(groups[3]))
+        keep = self._keep(builder, flat, attrs, lengths, given.device)
         base = builder.arrange(given, self.dims, flat)
         if sees_keys:  # the first that is not dropped by what is known stays
             base = torch.where(keep & (keep.cumsum(-1) == 1), torch.full_like(base, self.kept), base)
         if self.meaning.is_exact:
             base = torch.full_like(base, self.kept)
             if self.meaning.slopes is not None:
-                base = base + self._linear(builder, groups, extents, given)
+                base = base + self._linear(builder, flat, lengths, given)
         if self.dropped is not None:
             base = torch.where(keep, base, torch.full_like(base, self.dropped))
-        whole = [extent if axes else 1 for extent, axes in zip(extents, flat, strict=True)]
+        whole = [builder.size(axes) for axes in flat]
         base = base[tuple(slice(extent) for extent in whole)].expand(whole)
         value: torch.Tensor = builder.restore(base.to(given.dtype), flat, self.dims)
         return value.contiguous()
@@ -86,16 +86,16 @@ class Implied:
         builder: Builder,
         groups: Sequence[tuple[Axis, ...]],
         attrs: AttentionAttrs,
-        extents: Sequence[int],
+        lengths: tuple[int, int],
         device: torch.device,
     ) -> torch.Tensor:
+        """Where the meaning keeps, over the axes of the tensor in ``groups``; bands and reaches are of whole lengths."""
         batch, _, queries, keys = groups
         keep = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         if attrs.limits is not None and self.meaning.band is not None:
-            length, columns = extents[2:]
-            keep = keep & attrs.limits.mask(keep, length, columns, attrs.limits.offset(length, columns))
+            keep = keep & attrs.limits.mask(keep, *lengths, attrs.limits.offset(*lengths))
         if attrs.reach is not None and self.reaches:
-            keep = keep & reached(attrs.reach, extents[2], extents[3]).to(device)
+            keep = keep & reached(attrs.reach, *lengths).to(device)
         for flag in self.meaning.flags if self.meaning.is_exact else ():
             value = builder.arrange(builder.value(flag.node), flag.dims, groups)
             keep = keep & (value if flag.keeps else ~value)
@@ -107,13 +107,13 @@ class Implied:
         return keep
 
     def _linear(
-        self, builder: Builder, groups: Sequence[tuple[Axis, ...]], extents: Sequence[int], given: torch.Tensor
+        self, builder: Builder, groups: Sequence[tuple[Axis, ...]], lengths: tuple[int, int], given: torch.Tensor
     ) -> torch.Tensor:
         slopes = self.meaning.slopes
         assert slopes is not None, "asked for only where there are slopes"
         batch, heads, *_ = groups
         value: torch.Tensor = builder.arrange(builder.value(slopes.node), slopes.dims, (batch, heads, (), ()))
-        rows, columns = (given.new_empty((1, 1, extent, 1)) for extent in extents[2:])
+        rows, columns = (given.new_empty((1, 1, length, 1)) for length in lengths)
         return value * slopes.factor * distances(rows, columns, value.dtype)
 
 

@@ -17,7 +17,9 @@ from lz_compile.passes import contraction, layout
 from lz_compile.passes.algebra import INFINITY, Region, tidy
 from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.attention_axes import assign_roles
+from lz_compile.passes.attention.mixed_heads import mixed_scores
 from lz_compile.passes.attention.unread import has_scores, unread
+from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, fresh, shape_of
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.contraction import Contraction, Factor
@@ -178,15 +180,18 @@ class _Reader:
         keys = atoms(outer.summed)
         try:
             found = probabilities.read(self.region, weights.node, weights.dims, outer.call.node, keys)
-        except RefusedError:
-            if has_scores(self.region, weights.node):
+        except RefusedError as refusal:
+            is_mix = refusal.reason.code == "SOFTMAX_OTHER_AXIS" and is_weight(value.node)
+            if not is_mix and has_scores(self.region, weights.node):
                 raise
-            return None  # the softmax of a router or a classifier
+            return None  # the softmax of a router or a classifier, or a product that mixes heads
         if found is None:
             return None
         inner = scores.read(self.region, found.scores, keys)
         if inner is None:
             _refuse_unread_function(self.region, found.scores)
+            return None
+        if mixed_scores(self.region, inner, keys):  # told by what looks for softmaxes that were not read
             return None
         if outer.addend is not None:
             raise RefusedError("OUTPUT_ACCUMULATES", "the product with the values is added to a tensor", "add it after")

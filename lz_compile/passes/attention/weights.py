@@ -1,0 +1,33 @@
+"""What is a weight of the model, rather than computed from its inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from lz_compile.passes.view import tensor_of
+
+#: How many nodes are looked at.
+_FAR = 64
+#: A weight is a matrix; what was made of parameters and has more dimensions may be learned queries.
+_WEIGHT_RANK = 2
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether a factor is a parameter, or a matrix that was made of parameters alone."""
+    source = node
+    while source.op != "placeholder" and len(source.all_input_nodes) == 1:
+        source = source.all_input_nodes[0]
+    if isinstance(tensor_of(source), torch.nn.Parameter):
+        return True
+    tensor = tensor_of(node)
+    if tensor is None or tensor.dim() > _WEIGHT_RANK:
+        return False
+    seen, queue = {node}, [node]
+    while queue and len(seen) < _FAR:
+        current = queue.pop()
+        if current.op == "placeholder" and not isinstance(tensor_of(current), torch.nn.Parameter):
+            return False
+        queue.extend(each for each in current.all_input_nodes if each not in seen)
+        seen.update(current.all_input_nodes)
+    return not queue and any(each.op == "placeholder" for each in seen)
