@@ -66,7 +66,7 @@ def distribute(graph: fx.Graph) -> Iterator[Distributed | NearMiss]:
 
 
 def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
-    """Why no part of a scan has a structure that kernels know; None where one has."""
+    """Why a part of a scan has no structure that kernels know; None where all have one."""
     call = scan_call(node)
     try:
         if call is None:
@@ -74,7 +74,7 @@ def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
         readings = Readings(follows_masks=True)
         found = restated(call, ambient, readings)
         found.undo()
-        if found.plan is not None and found.plan.pays:
+        if found.plan is not None and found.plan.is_known:
             return None
         raise readings.plan(call, ambient).refusal
     except RefusedError as refusal:
