@@ -17,6 +17,7 @@ from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.loops.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.loops.forward_stores import forward_stores
+from lz_compile.passes.loops.prefix_stores import prefix_stores
 from lz_compile.passes.loops.reroll import reroll
 from lz_compile.passes.loops.unbatch import unbatch
 from lz_compile.passes.match import Failure, Match, NearMiss
@@ -90,6 +91,10 @@ class Reading:
                 self.is_changed |= unbatch(graph) > 0
             except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
                 fail("INLINE_FAILED", "spelling out torch.vmap", error, options)
+            try:
+                self.is_changed |= prefix_stores(graph) > 0
+            except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+                fail("INLINE_FAILED", "taking recurrences that are computed in place for values", error, options)
 
     def _roll(self, module: fx.GraphModule, path: str, options: Options, report: GraphReport) -> None:
         """Roll the loops that Dynamo unrolled. Steps are graphs of their own, and looked at next."""

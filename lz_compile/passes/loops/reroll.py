@@ -15,6 +15,7 @@ from torch import fx
 
 from lz_compile.passes import contraction
 from lz_compile.passes.effects import Ambient, Effects
+from lz_compile.passes.loops.constant_loops import reads_data
 from lz_compile.passes.loops.loop_facts import Loop, read_loop
 from lz_compile.passes.loops.loop_search import LEAST_STEPS, Program, Run, phases, runs
 from lz_compile.passes.loops.loop_steps import Grid, Made, Steps, parameters_of
@@ -179,7 +180,7 @@ class _Search:
                 found.append(loop)
                 self._taken[loop.steps.start : loop.steps.stop] = b"\1" * (loop.steps.stop - loop.steps.start)
                 pending.extend(self._free(run))
-            elif refusal is not None:
+            elif refusal is not None and reads_data(self._program.nodes[run.start : run.stop]):
                 node = self._program.nodes[run.start]
                 pieces = frozenset(self._program.nodes[run.start : run.stop])
                 misses[run.start] = NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node), pieces)
