@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,6 +19,7 @@ from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.loops.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.loops.forward_stores import forward_stores
+from lz_compile.passes.loops.prefix_stores import prefix_stores
 from lz_compile.passes.loops.reroll import RolledLoop, reroll
 from lz_compile.passes.loops.unbatch import unbatch
 from lz_compile.passes.match import Failure, Match, NearMiss
@@ -97,10 +98,8 @@ class Reading:
                 self._misses += [miss for miss in found if isinstance(miss, NearMiss)]
             except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
                 fail("INLINE_FAILED", "spelling out calls", error, options)
-            self._edit(
-                "INLINE_FAILED", "giving values to what is written in place", with_values, module, options, report
-            )
-            self._edit("INLINE_FAILED", "spelling out torch.vmap", unbatch, module, options, report)
+            for what, edit in _SPELLINGS.items():
+                self._edit("INLINE_FAILED", what, edit, module, options, report)
 
     def _edit(
         self,
@@ -178,6 +177,14 @@ class Reading:
                         self.matches.append(found)
         self.effects = effects
         self.matches.sort(key=lambda match: effects.position[match.output])
+
+
+#: Other spellings of the same, in this order.
+_SPELLINGS: Mapping[str, Callable[[fx.Graph], int]] = {
+    "giving values to what is written in place": with_values,
+    "spelling out torch.vmap": unbatch,
+    "taking recurrences that are computed in place for values": prefix_stores,
+}
 
 
 def _fail_each(what: str, found: Iterable[object], options: Options) -> None:

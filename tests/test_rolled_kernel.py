@@ -116,7 +116,7 @@ def test_threads_and_panels_of_columns_change_nothing(structure: dict[str, Any],
     monkeypatch.setattr(launch, "PANEL_BYTES", 1 << 10)
     monkeypatch.setattr(launch, "THREAD_WORK", 16)
     before = torch.get_num_threads()
-    launch._prepared.cache_clear()
+    launch.forget()
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
@@ -124,7 +124,7 @@ def test_threads_and_panels_of_columns_change_nothing(structure: dict[str, Any],
             assert max(found.values()) < 1e-12, found
     finally:
         torch.set_num_threads(before)
-        launch._prepared.cache_clear()
+        launch.forget()
 
 
 def test_gradients_of_what_wants_none_are_not_computed(monkeypatch: Any) -> None:
@@ -228,15 +228,13 @@ def test_what_does_not_compile_is_completed_by_pytorch(fails: str, monkeypatch: 
         return exact(source, flags)
 
     monkeypatch.setattr(inductor, "load_cpp", load)
-    for cache in (launch._prepared, launch.function_of):
-        cache.cache_clear()
+    launch.forget()
     try:
         with events.collect() as happened:
             found = errors(run(given, rolled.scan, chunk=4), run(given, op.reference))
     finally:
         health.restore("lz.rolled_scan")
-        for cache in (launch._prepared, launch.function_of):
-            cache.cache_clear()
+        launch.forget()
     assert max(found.values()) < 1e-12, found
     assert any("lz.rolled_scan" in str(event) and "no compiler" in str(event) for event in happened), happened
 

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,6 +20,10 @@ FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
 PANEL_BYTES = 16 << 10
 #: Elements of state and step below which a thread is not worth its start.
 THREAD_WORK = 1 << 15
+
+#: Shape, strides and dtype of a tensor.
+Layout: TypeAlias = tuple[Sequence[int], Sequence[int], torch.dtype]
+Results: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _COLUMNS_SHARE = frozenset({"left", "erase", "query"})
 
@@ -55,9 +59,16 @@ class Launch:
 
     # ---- the two directions ---------------------------------------------------------------------------------------
 
-    def forward(self, reads: torch.Tensor, last: torch.Tensor, checkpoints: torch.Tensor | None) -> None:
-        """Fill reads ``[B, H, T, Q, V]``, the last state ``[B, H, K, V]`` and checkpoints ``[B, H, chunks, K, V]``."""
-        self._run((reads, last.unsqueeze(2), checkpoints), frozenset(), backward=False)
+    def results(self, keeps: bool) -> Results:
+        """Memory for reads ``[B, T, H, Q, V]``, the last state, and where ``keeps`` checkpoints ``[B, H, chunks, K, V]``."""
+        sizes, like = self.sizes, next(iter(self.operands.values()))
+        batch, heads, length, rows, columns = sizes[:5]
+        chunks = (length + self.chunk - 1) // self.chunk if keeps else 0
+        return (
+            like.new_empty((batch, length, heads, sizes.reads, columns), dtype=self.attrs.out_dtype),
+            like.new_empty((batch, heads, rows, columns), dtype=self.attrs.state_dtype),
+            like.new_empty((batch, heads, chunks, rows, columns), dtype=self.compute_dtype),
+        )
 
     def backward(
         self, checkpoints: torch.Tensor, reads: torch.Tensor, last: torch.Tensor, wanted: frozenset[str]
@@ -68,18 +79,13 @@ class Launch:
             return {name: torch.zeros_like(self.operands[name]) for name in wanted}
         buffers = {name: self._buffer(name) for name in OPERANDS if name in wanted}
         gradients = [buffers.get(name) for name in OPERANDS]
-        self._run((checkpoints, reads, last.unsqueeze(2), *gradients), wanted, backward=True)
+        tensors = [*(self.operands.get(name) for name in OPERANDS), checkpoints, reads, last.unsqueeze(2), *gradients]
+        function, numbers = _backward(_layouts(tensors), self.attrs, self.chunk, wanted, torch.get_num_threads())
+        _call(function, tensors, numbers)
         return {name: self._reduced(name, buffer) for name, buffer in buffers.items()}
 
-    def _run(self, others: tuple[torch.Tensor | None, ...], wanted: frozenset[str], *, backward: bool) -> None:
-        tensors = [*(self.operands.get(name) for name in OPERANDS), *others]
-        layouts = tuple(None if each is None else (each.dtype, each.shape, each.stride()) for each in tensors)
-        function, numbers = _prepared(layouts, self.attrs, self.chunk, wanted, backward, torch.get_num_threads())
-        pointers = (ctypes.c_void_p * len(tensors))(*(None if each is None else each.data_ptr() for each in tensors))
-        function(pointers, numbers)
-
     def prepare(self, others: Sequence[torch.Tensor | None], wanted: frozenset[str], *, backward: bool) -> Any:
-        """The compiled function, and its second argument: sizes and strides."""
+        """The compiled function, and its last argument: sizes and strides."""
         program = self.program(wanted)
         panel, threads = self._shares
         numbers = [*self.sizes[:5], self.chunk, panel, threads]
@@ -187,22 +193,55 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     return [*(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)), part]
 
 
-@lru_cache(maxsize=1024)
-def _prepared(
-    layouts: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...]] | None, ...],
-    attrs: ScanAttrs,
-    chunk: int,
-    wanted: frozenset[str],
-    backward: bool,
-    threads: int,
-) -> Any:
-    """What :meth:`Launch.prepare` gives for tensors with these dtypes, shapes and strides, and so many threads."""
-    tensors = [
-        None if each is None else torch.empty_strided(each[1], each[2], dtype=each[0], device="meta")
+def forward(operands: Sequence[torch.Tensor | None], attrs: ScanAttrs, chunk: int, *, keeps: bool) -> Results:
+    """A scan over real tensors on a CPU; results as of :meth:`Launch.results`. What depends on layouts is done once."""
+    key = _layouts(operands), attrs, chunk, keeps, torch.get_num_threads()
+    function, numbers, (reads, last, checkpoints) = _forward(*key)
+    results = inductor.empty_cpu(*reads), inductor.empty_cpu(*last), inductor.empty_cpu(*checkpoints)
+    _call(function, (*operands, *results) if keeps else (*operands, *results[:2], None), numbers)
+    return results
+
+
+def _call(function: Any, tensors: Sequence[torch.Tensor | None], numbers: Any) -> None:
+    pointers = [None if each is None else each.data_ptr() for each in tensors]
+    function((ctypes.c_void_p * len(pointers))(*pointers), numbers)
+
+
+def _layouts(tensors: Sequence[torch.Tensor | None]) -> tuple[Layout | None, ...]:
+    return tuple([None if each is None else (each.shape, each.stride(), each.dtype) for each in tensors])
+
+
+def _without_memory(layouts: Sequence[Layout | None]) -> list[torch.Tensor | None]:
+    return [
+        None if each is None else torch.empty_strided(each[0], each[1], dtype=each[2], device="meta")
         for each in layouts
     ]
-    operands = dict(zip(OPERANDS, tensors, strict=False))
-    return Launch.of(operands, attrs, chunk).prepare(tensors[len(OPERANDS) :], wanted, backward=backward)
+
+
+@lru_cache(maxsize=1024)
+def _forward(layouts: tuple[Layout | None, ...], attrs: ScanAttrs, chunk: int, keeps: bool, _threads: int) -> Any:
+    """The compiled function, its last argument, and the layouts of its results, for operands with these layouts."""
+    launch = Launch.of(dict(zip(OPERANDS, _without_memory(layouts), strict=True)), attrs, chunk)
+    reads, last, checkpoints = results = launch.results(keeps)
+    others = (reads.transpose(1, 2), last.unsqueeze(2), checkpoints if keeps else None)
+    memory = [(tuple(each.shape), each.stride(), each.dtype) for each in results]
+    return *launch.prepare(others, frozenset(), backward=False), memory
+
+
+@lru_cache(maxsize=1024)
+def _backward(
+    layouts: tuple[Layout | None, ...], attrs: ScanAttrs, chunk: int, wanted: frozenset[str], _threads: int
+) -> Any:
+    """The same of a backward, whose results are tensors like all others."""
+    tensors = _without_memory(layouts)
+    launch = Launch.of(dict(zip(OPERANDS, tensors, strict=False)), attrs, chunk)
+    return launch.prepare(tensors[len(OPERANDS) :], wanted, backward=True)
+
+
+def forget() -> None:
+    """Prepare everything again: limits of this module have changed."""
+    for cache in (_forward, _backward, function_of):
+        cache.cache_clear()
 
 
 @lru_cache(maxsize=256)

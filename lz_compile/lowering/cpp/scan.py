@@ -73,6 +73,7 @@ class Program:
             "kErase": "erase" in self.has,
             "kQuery": "query" in self.has,
             "kBefore": self.reads_before,
+            "kElements": "query" not in self.has and not self.rank,
             **{f"kConstant{name.title()}": name in self.constant for name in OPERANDS},
             **{f"kGrad{name.title()}": name in self.gradients for name in OPERANDS},
         }

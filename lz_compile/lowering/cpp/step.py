@@ -15,6 +15,11 @@ struct Problem {
   int64_t panels() const { return (V + panel - 1) / panel; }
   int64_t blocks() const { return (panel + kColumns - 1) / kColumns; }
   int64_t chunks() const { return (T + chunk - 1) / chunk; }
+  // Rows of the state: one, and known to the compiler, where there are no keys.
+  INLINE_MEMBER int64_t rows() const {
+    if constexpr (kElements) return 1;
+    else return K;
+  }
 };
 
 // Reads views off the arguments in the order in which they were put there.
@@ -119,11 +124,11 @@ INLINE void advance(const Problem& p, const Rows rows, const Place& at, const Bl
     if constexpr (kErase) {
       Block even = zero(), odd = zero();
       int64_t i = 0;
-      for (; i + 1 < p.K; i += 2) {
+      for (; i + 1 < p.rows(); i += 2) {
         add_product(even, rows.erase[r][i], from[i]);
         add_product(odd, rows.erase[r][i + 1], from[i + 1]);
       }
-      if (i < p.K) add_product(even, rows.erase[r][i], from[i]);
+      if (i < p.rows()) add_product(even, rows.erase[r][i], from[i]);
       add(even, odd);
       subtract(put[r], even);
     }
@@ -131,7 +136,7 @@ INLINE void advance(const Problem& p, const Rows rows, const Place& at, const Bl
   for (int64_t q = 0; q < Q; ++q) found[q] = zero();
   const Term<kDecay, DecayT> decay(p.decay, rows.decay, at);
   const Term<kDrive, DriveT> drive(p.drive, rows.drive, at);
-  for (int64_t i = 0; i < p.K; ++i) {
+  for (int64_t i = 0; i < p.rows(); ++i) {
     Block x = from[i];
     if constexpr (kReads && kBefore) look(rows, i, x, found);
     if constexpr (kDecay != kNone) scale(x, decay[i]);

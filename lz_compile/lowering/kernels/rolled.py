@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from lz_compile.lowering.cpp import launch
 from lz_compile.lowering.cpp.ahead import build_ahead
-from lz_compile.lowering.cpp.launch import Launch, compute_dtype_of
+from lz_compile.lowering.cpp.launch import Launch
 from lz_compile.lowering.encoded_attributes import decode, encode
-from lz_compile.lowering.opaque import opaque
+from lz_compile.lowering.opaque import opaque, record
 from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs, ScanSizes, reference, sizes_of
 
 #: Steps from one kept state to the next.
@@ -67,11 +68,7 @@ def _forward(
     keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Reads ``[B, T, H, Q, V]``, the last state, and where ``keeps`` the states before chunks ``[B, H, chunks, K, V]``."""
-    operands = _named((state, decay, left, right, erase, drive, query))
-    form = _attributes(attrs)
-    reads, last, checkpoints = _results(operands, form, chunk, keeps)
-    Launch(operands, form, chunk).forward(reads.transpose(1, 2), last, checkpoints if keeps else None)
-    return reads, last, checkpoints
+    return launch.forward((state, decay, left, right, erase, drive, query), _attributes(attrs), chunk, keeps=keeps)
 
 
 def _forward_fake(
@@ -88,21 +85,7 @@ def _forward_fake(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     operands, form = _named((state, decay, left, right, erase, drive, query)), _attributes(attrs)
     build_ahead(operands, form, chunk)
-    return _results(operands, form, chunk, keeps)
-
-
-def _results(
-    operands: dict[str, torch.Tensor], attrs: ScanAttrs, chunk: int, keeps: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Memory for what the forward gives."""
-    sizes, like = sizes_of(operands), next(iter(operands.values()))
-    batch, heads, length, rows, columns = sizes[:5]
-    chunks = (length + chunk - 1) // chunk if keeps else 0
-    return (
-        like.new_empty((batch, length, heads, sizes.reads, columns), dtype=attrs.out_dtype),
-        like.new_empty((batch, heads, rows, columns), dtype=attrs.state_dtype),
-        like.new_empty((batch, heads, chunks, rows, columns), dtype=compute_dtype_of(operands, attrs)),
-    )
+    return Launch(operands, form, chunk).results(keeps)
 
 
 def _forward_fallback(
@@ -120,7 +103,7 @@ def _forward_fallback(
     """By PyTorch: every chunk from where the one before ended."""
     operands = _named((state, decay, left, right, erase, drive, query))
     form = _attributes(attrs)
-    reads, last, checkpoints = _results(operands, form, chunk, keeps)
+    reads, last, checkpoints = Launch(operands, form, chunk).results(keeps)
     sizes = sizes_of(operands)
     current = _first_state(operands, sizes, checkpoints.dtype)
     for index, start in enumerate(range(0, sizes.length, chunk)):
@@ -173,8 +156,7 @@ def _backward(
     """The gradients of the wanted ones of the seven operands."""
     operands = _named((state, decay, left, right, erase, drive, query))
     names = frozenset(name for name, wants in zip(_NAMES, wanted, strict=True) if wants)
-    launch = Launch(operands, _attributes(attrs), chunk)
-    found = launch.backward(checkpoints, of_reads.transpose(1, 2), of_last, names)
+    found = Launch(operands, _attributes(attrs), chunk).backward(checkpoints, of_reads.transpose(1, 2), of_last, names)
     return [found[name] for name in _NAMES if name in names]
 
 
@@ -276,14 +258,20 @@ def _call(
     return reads.transpose(1, 2), last
 
 
-def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *operands, attrs, chunk, keeps = inputs
-    assert keeps, "a kernel that was traced without gradients is asked for some"
-    _keep(ctx, output[2], operands, attrs, chunk)
+class _RecordedKernel(torch.autograd.Function):
+    """The same in a graph that was traced already, and holds what tracing leaves of a call."""
 
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        *operands, attrs, chunk, keeps = inputs
+        assert keeps, "a kernel that was traced without gradients is asked for some"
+        results = torch.ops.layerzero.rolled_scan_forward_kernel(*inputs)
+        _keep(ctx, results[2], operands, attrs, chunk)
+        return results
 
-def _recorded(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-    return *_kept(ctx, gradients, ctx.needs_input_grad[: len(_NAMES)]), None, None, None
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return *_kept(ctx, gradients, ctx.needs_input_grad[: len(_NAMES)]), None, None, None
 
 
 def _define() -> None:
@@ -293,8 +281,7 @@ def _define() -> None:
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     library.define("rolled_scan" + schema, tags=tags)
     library.impl("rolled_scan", _call, "CompositeImplicitAutograd")
-    kernel = "layerzero::rolled_scan_forward_kernel"
-    torch.library.register_autograd(kernel, _recorded, setup_context=_set_up, lib=library)
+    record("rolled_scan_forward_kernel", _RecordedKernel.apply)
     library.impl(
         "rolled_scan_backward_kernel", torch.library.fallthrough_kernel, "Autograd"
     )  # its fallback asks autograd

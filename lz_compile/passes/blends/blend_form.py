@@ -179,7 +179,7 @@ class Forms:
     def _is_meant(self, form: Form) -> bool:
         """Whether it is a blend and no other sum: a host that was detached, or weights that nothing was trained to give."""
         records = tensor_of(form.seed).requires_grad  # type: ignore[union-attr]  # a seed is a tensor
-        if form.is_isolated and records and self._is_detached(form.host):
+        if form.is_isolated and records and self.is_detached(form.host):
             return True
         if form.is_soft:
             return True
@@ -194,7 +194,7 @@ class Forms:
             return False
         return form.is_isolated or all(_is_number_like(each) for each in form.factors)
 
-    def _is_detached(self, node: fx.Node) -> bool:
+    def is_detached(self, node: fx.Node) -> bool:
         """Whether a value was cut off from its gradient: by ``detach``, or as ``data``."""
         call = self.effects.calls.get(node)
         while call is not None and (is_cast(call) or rearranges(call)):

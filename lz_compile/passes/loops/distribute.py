@@ -83,7 +83,7 @@ def _taken_apart(node: fx.Node, ambient: Ambient, readings: Readings) -> Distrib
 
 
 def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
-    """Why no part of a scan has a structure that kernels know; None where one has."""
+    """Why a part of a scan has no structure that kernels know; None where all have one."""
     call = scan_call(node)
     try:
         if call is None:
@@ -91,7 +91,7 @@ def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
         readings = Readings(follows_masks=True)
         found = restated(call, ambient, readings)
         found.undo()
-        if found.plan is not None and found.plan.pays:
+        if found.plan is not None and found.plan.is_known:
             return None
         raise readings.plan(call, ambient).refusal
     except RefusedError as refusal:

@@ -57,6 +57,11 @@ class Loop:
         """Whether steps read something that moves on."""
         return any(not isinstance(self.body.streams[number], Numbers) for number in self.step.streams)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward will run through it."""
+        return _has_gradient(self.steps, self.ambient)
+
 
 def read_loop(steps: Steps, ambient: Ambient) -> Loop:
     """Everything that is needed to roll a loop; changes nothing.

@@ -69,6 +69,11 @@ class Plan:
         """Whether a part has a structure that kernels know."""
         return any(part.transition is not None for part in self.parts)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether all parts have one: no step is left to run by itself."""
+        return self.pays and all(part.transition is not None or part.is_delay for part in self.parts)
+
 
 def plan_of(form: StepForm) -> Plan:
     """Take a loop apart, from what it gives back to what it is given."""

@@ -29,10 +29,10 @@ _JOINS = frozenset({"cat", "concat", "concatenate", "stack", "pad"})
 _CONSTANTS = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"})
 _LAYOUT = frozenset({"flatten", "reshape", "view", "contiguous", "clone", "flip", "unsqueeze", "squeeze"})
 _MIXING = _SLICES | _JOINS | {"flatten", "reshape", "view", "flip"}
-_AGREES = 1e-9
+AGREES = 1e-9
 #: Reading is linear in the number of calls (about 0.1 ms each), but once for every result.
 _MOST_CALLS = 20_000
-_SMALL = 2
+SMALL = 2
 
 
 @dataclass(frozen=True)
@@ -199,8 +199,8 @@ class _Reader:
             computed = _evaluated(output, between, given)
         choices = [(None, leaves[0])] if len(leaves) == 1 else itertools.permutations(leaves)
         for decay, drive in choices:
-            expected = _recurrence(None if decay is None else given[decay], given[drive], dim)
-            if expected.shape == computed.shape and bool((expected - computed).abs().max() <= _AGREES):
+            expected = recurrence(None if decay is None else given[decay], given[drive], dim)
+            if expected.shape == computed.shape and bool((expected - computed).abs().max() <= AGREES):
                 return PrefixScan(output, tuple(between), dim, drive, decay, _dims(output, leaves))
         raise _unknown(output, "something else than h[t] = a[t] * h[t - 1] + b[t]")
 
@@ -237,7 +237,7 @@ def _unknown(output: fx.Node, text: str) -> RefusedError:
 def _random(leaf: fx.Node, dim: int, generator: torch.Generator) -> torch.Tensor:
     """Numbers below one, with few elements in other dimensions than time."""
     shape = tensor_of(leaf).shape  # type: ignore[union-attr]
-    sizes = [int(size) if place == dim else 1 if _is_one(size) else _SMALL for place, size in enumerate(shape)]
+    sizes = [int(size) if place == dim else 1 if _is_one(size) else SMALL for place, size in enumerate(shape)]
     return 2 * torch.rand(sizes, generator=generator, dtype=torch.float64) - 1
 
 
@@ -264,7 +264,7 @@ def _evaluated(output: fx.Node, between: Sequence[fx.Node], given: Mapping[fx.No
     return result
 
 
-def _recurrence(decay: torch.Tensor | None, drive: torch.Tensor, dim: int) -> torch.Tensor:
+def recurrence(decay: torch.Tensor | None, drive: torch.Tensor, dim: int) -> torch.Tensor:
     if decay is not None:
         decay, drive = torch.broadcast_tensors(decay, drive)
     states = list(drive.unbind(dim))

@@ -16,6 +16,7 @@ from torch import fx
 from lz_compile.passes import contraction
 from lz_compile.passes.edits.edit import Unproven, proven
 from lz_compile.passes.effects import Ambient
+from lz_compile.passes.loops.constant_loops import reads_data
 from lz_compile.passes.loops.loop_facts import Loop, read_loop
 from lz_compile.passes.loops.loop_search import LEAST_STEPS, Program, Run, phases, runs
 from lz_compile.passes.loops.loop_steps import Grid, Made, Steps, parameters_of
@@ -26,8 +27,9 @@ from lz_compile.passes.match import Failure, NearMiss, RefusedError
 from lz_compile.passes.view import read, tensor_of, where_of
 from lz_compile.reasons import Reason
 
-#: Calls, over all steps, from which on a loop compiles faster than its steps one by one (Inductor takes 12 to 20 s for 16
-#: steps of 20 to 29 calls, a scan about 4 s).
+#: Calls of a graph from which on Inductor takes minutes (about 40 ms each, and more the more there are: 1 to 2.5 minutes for
+#: 1,500, over 7 for 3,000; a backward is as much again). Loops of at least so many calls are rolled then.
+MANY_CALLS = 2_000
 WORTHWHILE_CALLS = 256
 WORTHWHILE_STEPS = 8
 #: The same for loops that read nothing that moves on: iterations of the same function rather than over time.
@@ -37,8 +39,12 @@ _PHASES = 3
 _MULTIPLES = 4
 _MOST_TRIED = 64
 
-#: Steps from which on a loop is rolled because there is a kernel for it: if a step contracts something, and if not.
-LEAST_CONTRACTIONS, LEAST_POINTWISE = 8, 16
+#: Steps from which on a loop whose steps contract something is rolled because there is a kernel for it. Every such step is
+#: two launches or more, of 2 us or more, and calling a kernel costs 15.
+LEAST_CONTRACTIONS = 8
+#: The same for loops that contract nothing, where somebody asks for kernels (``"keep"``). By default they stay: Inductor's code
+#: is one pass over memory, with all that is computed before and after, and no kernel can do with less.
+LEAST_POINTWISE = 16
 
 #: Whether a scan under these modes is one that there are kernels for.
 IsSpecial = Callable[[fx.Node, Ambient], bool]
@@ -116,7 +122,7 @@ def _rolled(
     kept = None if policy == "roll" else _too_short(loop, policy)
     scan = None
     try:
-        if kept is not None and _may_be_special(loop) and is_special(trial_scan(loop), loop.ambient):
+        if kept is not None and _may_be_special(loop, policy) and is_special(trial_scan(loop), loop.ambient):
             kept = None
         if kept is None:
             with proven(module, f"rolling the loop at {loop.steps.where}", unproven):
@@ -128,21 +134,24 @@ def _rolled(
     return _described(loop, scan, kept)
 
 
-def _may_be_special(loop: Loop) -> bool:
-    """Whether a kernel may be worth it: Inductor fuses a few steps of pointwise operations into one loop over memory."""
+def _may_be_special(loop: Loop, policy: str) -> bool:
+    """Whether a kernel may be worth it."""
     calls = [call for call in map(read, loop.step.module.graph.nodes) if call is not None]
-    contracts = any(call.name in contraction.PRODUCTS | {"sum", "mean", "linear"} for call in calls)
-    return loop.has_streams and loop.steps.count >= (LEAST_CONTRACTIONS if contracts else LEAST_POINTWISE)
+    if any(call.name in contraction.PRODUCTS | {"sum", "mean", "linear"} for call in calls):
+        return loop.has_streams and loop.steps.count >= LEAST_CONTRACTIONS
+    return policy == "keep" and loop.has_streams and loop.steps.count >= LEAST_POINTWISE
 
 
 def _too_short(loop: Loop, policy: str) -> Reason | None:
     if policy == "keep":
         return Reason("LOOPS_KEPT", "layerzero.loops is 'keep', and nothing is known of its step")
     calls, steps = loop.steps.count * loop.step.calls, loop.steps.count
+    graph = len(loop.steps.program.nodes) * (2 if loop.has_gradient else 1)
     least = WORTHWHILE_STEPS if loop.has_streams else WORTHWHILE_ITERATIONS
-    if calls >= WORTHWHILE_CALLS and steps >= least:
+    if calls >= WORTHWHILE_CALLS and steps >= least and graph >= MANY_CALLS:
         return None
-    return Reason("LOOP_SHORT", f"{steps} steps of {loop.step.calls} calls compile about as fast one by one")
+    text = f"{steps} steps of {loop.step.calls} calls, in a graph of {graph:,}, run as fast or faster one by one"
+    return Reason("LOOP_SHORT", f"{text}, and do not take minutes to compile")
 
 
 def _described(loop: Loop, scan: fx.Node | None, kept: Reason | None) -> RolledLoop:
@@ -188,7 +197,7 @@ class _Search:
                 found.append(loop)
                 self._taken[loop.steps.start : loop.steps.stop] = b"\1" * (loop.steps.stop - loop.steps.start)
                 pending.extend(self._free(run))
-            elif refusal is not None:
+            elif refusal is not None and reads_data(self._program.nodes[run.start : run.stop]):
                 node = self._program.nodes[run.start]
                 pieces = frozenset(self._program.nodes[run.start : run.stop])
                 misses[run.start] = NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node), pieces)

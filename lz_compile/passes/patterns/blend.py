@@ -7,12 +7,14 @@ given: what a network computed them from is a gate of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
-from lz_compile.passes.axes import LayoutError
+from lz_compile.passes import layout
+from lz_compile.passes.algebra import is_cast, is_pointwise
+from lz_compile.passes.axes import LayoutError, Size, shape_of
 from lz_compile.passes.blends.blend_form import Form, Forms
 from lz_compile.passes.blends.blend_ranks import Ranks, has_ranks
 from lz_compile.passes.blends.blend_reading import read_blend, read_margin
@@ -24,6 +26,8 @@ from lz_compile.passes.view import tensor_of, where_of
 OP = "blend"
 #: The last operation of a margin.
 _MARGINS = frozenset({"sub", "rsub", "add", "neg"})
+#: Calls between one step of a loop and the next that are looked at.
+_REACH = 64
 
 
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
@@ -34,6 +38,7 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | 
     missed: set[fx.Node] = set()
     for node in reversed(graph.nodes):  # the last operation of a blend is met first
         form = reader.forms.at(node) if node not in covered and node not in missed else None
+        form = None if form is not None and reader.is_of_recurrence(node, form) else form
         found = None if form is None else attempt(OP, node, reader.blend, node, form)
         if isinstance(found, Match):
             covered.update(found.core)
@@ -70,6 +75,20 @@ class _Reader:
             return None
         return emitter.match(OP, core, read)
 
+    def is_of_recurrence(self, anchor: fx.Node, form: Form) -> bool:
+        """Whether a sum follows, by pointwise operations, from that of another step of the same loop, and detaches nothing.
+
+        A membrane that leaks and resets, a moving average or a running softmax weigh what they hold; they blend no branches.
+        """
+        if self.forms.is_detached(form.host):
+            return False
+        call, where = self.effects.calls[anchor], where_of(anchor)
+        assert call is not None, "an anchor is a call"
+        return any(
+            _follows(self.effects, anchor, neighbours, call.name, where)
+            for neighbours in (lambda node: node.all_input_nodes, lambda node: list(node.users))
+        )
+
     def is_margin(self, node: fx.Node) -> bool:
         """Whether a value is computed from two order statistics by its last operation."""
         call, tensor = self.effects.calls.get(node), tensor_of(node)
@@ -85,6 +104,29 @@ class _Reader:
         except (RefusedError, MutatedError, LayoutError):  # the values that were sorted are wanted themselves
             return None
         return emitter.match(OP, core, read)
+
+
+def _follows(
+    effects: Effects, anchor: fx.Node, neighbours: Callable[[fx.Node], list[fx.Node]], name: str, where: str
+) -> bool:
+    """Whether another call of that name and source line is reached through pointwise operations."""
+    seen, queue = {anchor}, neighbours(anchor)
+    while queue and len(seen) < _REACH:
+        node = queue.pop(0)
+        call = effects.calls.get(node)
+        passes = call is not None and (is_pointwise(call) or is_cast(call) or layout.is_view(call))
+        if node in seen or call is None or not passes:
+            continue
+        if call.name == name and where_of(node) == where and _shape(node) == _shape(anchor):
+            return True
+        seen.add(node)
+        queue += neighbours(node)
+    return False
+
+
+def _shape(node: fx.Node) -> tuple[Size, ...] | None:
+    tensor = tensor_of(node)
+    return None if tensor is None else shape_of(tensor)
 
 
 def _missed(anchor: fx.Node, refusal: RefusedError) -> NearMiss:
