@@ -7,7 +7,9 @@ gain, threshold and bounds may be set anew, without a line being compiled again.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,9 @@ _TENSORS = ("low", "high", "gain", "threshold", "hysteresis", "max_step")
 #: What drift is a moving deviation over, in batches.
 _MEMORY = 0.9
 _TINY = 1e-6
+
+#: A gate (or what it follows), and what the buffers are to hold after the blend.
+Gate: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 
 
 class Blender(nn.Module):
@@ -122,10 +127,14 @@ class Blender(nn.Module):
         return out
 
     def _blended(self, host: Tensor, seed: Tensor, logits: Tensor | None, gate_logits: Tensor | None) -> Tensor:
-        config, gate = self.settings(), None
+        """The blend; buffers change after it: to a compiler any two inputs may share memory, and what it reads must last."""
+        config, gate, learned = self.settings(), None, {}
         mode, dim = config.mode, config.channel_dim
         if mode is BlendMode.CONFIDENCE and logits is None:
-            logits, gate = (seed, None) if seed.dim() == 2 else (None, self._gate_of_drift(seed))
+            if seed.dim() == 2:
+                logits = seed
+            else:
+                gate, learned = self._gate_of_drift(seed)
         mode, alpha = fitted(host, seed, self.alpha, mode, dim, logits=logits, gate=gate, gate_logits=gate_logits)
         if mode is BlendMode.SOFT_GATE:
             assert gate_logits is not None, "a soft gate that fits has logits"
@@ -134,12 +143,19 @@ class Blender(nn.Module):
             gate = None
         elif gate is None:
             assert logits is not None, "a gate that fits has logits"
-            gate = self._gate_of_margin(logits)
+            gate, learned = self._gate_of_margin(logits)
         weight = weigh(seed, alpha, mode, config, gate)
+        out = mix(host, seed, weight, mode, dim)
+        self._learn(learned)
         if self.has_telemetry:
             unlimited = replace(config, low=None, high=None, cap_share=1.0)
             self._note(weigh(seed, alpha, mode, unlimited, gate), weight, gate, mode)
-        return mix(host, seed, weight, mode, dim)
+        return out
+
+    @torch.no_grad()
+    def _learn(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            getattr(self, name).copy_(value)
 
     def settings(self) -> BlenderConfig:
         """The configuration with the numbers as they are now, as tensors."""
@@ -150,30 +166,31 @@ class Blender(nn.Module):
         return capped(bounded(alpha, self.low, self.high), self.config.cap_above, self.config.cap_share)
 
     @torch.no_grad()
-    def _gate_of_margin(self, logits: Tensor) -> Tensor:
+    def _gate_of_margin(self, logits: Tensor) -> Gate:
         """One number for each row; the threshold lies lower while the batches before were confident."""
         threshold = self.threshold - torch.where(self.is_confident, self.hysteresis, -self.hysteresis)
         gate = confidence_gate(logits, self.gain, threshold)
-        self.is_confident.copy_(top2_margin(logits.detach()).mean() > threshold)
-        return gate
+        return gate, {"is_confident": top2_margin(logits.detach()).mean() > threshold}
 
     @torch.no_grad()
-    def _gate_of_drift(self, seed: Tensor) -> Tensor:
+    def _gate_of_drift(self, seed: Tensor) -> Gate:
         """The same number for every row; more drift is borne while the batches before were confident."""
         threshold = self.threshold + torch.where(self.is_confident, self.hysteresis, -self.hysteresis)
-        drift = self._drift(seed)
-        self.is_confident.copy_(drift <= threshold)
-        return drift_gate(drift, self.gain, threshold).expand(seed.shape[:1])
+        drift, averages = self._drift(seed)
+        gate = drift_gate(drift, self.gain, threshold).expand(seed.shape[:1])
+        return gate, {**averages, "is_confident": drift <= threshold}
 
-    def _drift(self, seed: Tensor) -> Tensor:
-        """The moving deviation of the output's mean, relative to its size."""
+    def _drift(self, seed: Tensor) -> Gate:
+        """The moving deviation of the output's mean, relative to its size; and the averages that it is computed from."""
         values = seed.detach().float()
         mean = values.mean().to(self.drift_mean.dtype)
-        for average, now in ((self.drift_mean, mean), (self.drift_square, mean.square())):
-            average.lerp_(torch.where(now.isfinite(), now, average), 1 - _MEMORY)
-        deviation = (self.drift_square - self.drift_mean.square()).clamp_min(0.0).sqrt()
+        averages = {}
+        for name, now in (("drift_mean", mean), ("drift_square", mean.square())):
+            last = getattr(self, name)
+            averages[name] = torch.lerp(last, torch.where(now.isfinite(), now, last), 1 - _MEMORY)
+        deviation = (averages["drift_square"] - averages["drift_mean"].square()).clamp_min(0.0).sqrt()
         size = values.square().mean().sqrt().to(deviation.dtype)
-        return deviation / (size + _TINY)
+        return deviation / (size + _TINY), averages
 
     def _softly(self, host: Tensor, seed: Tensor, gate_logits: Tensor) -> Tensor:
         """By a soft gate, whose weights differ from the last ones by a step at most."""

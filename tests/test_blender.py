@@ -14,7 +14,8 @@ import lz_compile as lz
 from lz_compile.blending import capped, confidence_gate, steady
 from lz_compile.runtime import events
 from lz_compile.runtime.blend_telemetry import SAMPLED, Reader, measured, percentile
-from tests.blend_modes import ALPHA, M, extras_of
+from tests.backends import Rewriting
+from tests.blend_modes import ALPHA, M, alpha_of, extras_of
 
 # ---- the module ------------------------------------------------------------------------------------------------------
 
@@ -275,6 +276,46 @@ def test_telemetry_of_a_gate_is_the_same_in_compiled_code() -> None:
     assert found[0].alpha_mean == pytest.approx(found[1].alpha_mean)
     assert found[1].kernel_ms is None
     assert 0 < found[0].alpha_mean < 0.8
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("mode", M)
+def test_a_blender_as_it_comes_compiles_to_the_kernel(mode: lz.BlendMode, records: bool) -> None:
+    shape = (4, 6, 5)
+    host, seed = torch.randn(shape), torch.randn(shape, requires_grad=records)
+    extras = [{name: each.detach() for name, each in extras_of(mode, 4).items()}]
+    extras += [{}] if mode is M.CONFIDENCE else []  # a gate that follows the drift
+    for given in extras:
+        torch._dynamo.reset()
+        blender, backend = lz.Blender(lz.BlenderConfig(mode), alpha_of(mode)), Rewriting(lock={"blend": "torch.blend"})
+        plain = copy.deepcopy(blender)
+        for _ in range(2):  # what the first one has learnt, the second one reads
+            got = torch.compile(blender, backend=backend, fullgraph=True)(host, seed, **given)
+            torch.testing.assert_close(got, plain(host, seed, **given), rtol=1e-4, atol=1e-5)
+        assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+        for name, buffer in plain.named_buffers():
+            torch.testing.assert_close(blender.get_buffer(name), buffer, equal_nan=True)
+
+
+def test_a_blend_after_a_write_that_may_be_to_its_operands_is_matched_as_its_near_miss_says() -> None:
+    def early(host: Tensor, seed: Tensor, alpha: Tensor, note: Tensor) -> Tensor:
+        note.copy_(alpha.mean())
+        return alpha * seed + (1 - alpha) * host.detach()
+
+    def late(host: Tensor, seed: Tensor, alpha: Tensor, note: Tensor) -> Tensor:
+        out = alpha * seed + (1 - alpha) * host.detach()
+        note.copy_(alpha.mean())
+        return out
+
+    given = (*torch.randn(2, 4, 6), torch.tensor(0.3), torch.zeros(()))
+    backend = Rewriting(lock={"blend": "torch.blend"})
+    torch.compile(early, backend=backend, fullgraph=True)(*given)
+    (miss,) = backend.report.near_misses
+    assert "memory of which copy_ overwrites, or may overwrite" in str(miss.reason), miss
+    assert miss.edit.startswith("overwrite it after the last use of this result")
+    backend = Rewriting(lock={"blend": "torch.blend"})
+    torch.compile(late, backend=backend, fullgraph=True)(*given)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
 
 
 def test_a_percentile_is_near_the_exact_one() -> None:
