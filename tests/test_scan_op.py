@@ -225,9 +225,12 @@ def test_all_tokens_dropped_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"q": (B, T, H, K + 1)}, r"lz.kda: expected q \[B, T, H, K\] of \(2, 9, 3, 4\), received \(2, 9, 3, 5\)"),
-        ({"beta": (B, T)}, r"expected beta \[B, T, H\] of \(2, 9, 3\)"),
-        ({"k": (T, H, K)}, r"expected k \[B, T, H, K\] and v \[B, T, H, V\]"),
+        (
+            {"q": (B, T, H, K + 1)},
+            r"lz.kda: expected k \[B, T, H, K\] of shape \(2, 9, 3, 5\), received \(2, 9, 3, 4\)",
+        ),
+        ({"beta": (B, T)}, r"expected beta \[B, T, H\] of shape \(2, 9, 3\)"),
+        ({"k": (T, H, K)}, r"expected k \[B, T, H, K\] of shape \(2, 9, 3, 4\)"),
         ({"initial_state": (B, H, V, K)}, r"expected initial_state \[B, H, K, V\]"),
     ],
 )
@@ -300,14 +303,14 @@ def test_nothing_to_scan_gives_nothing() -> None:
 
 def test_what_is_no_linear_scan_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"lz.linear_scan: expected a dimension 3 of time in the drive, received \(2, 9, 5\)"
+        ValueError, match=r"lz.linear_scan: expected dim as a dimension of drive, of which there are 3, received 3"
     ):
         lz.linear_scan(0.5, torch.zeros(2, 9, 5), dim=3)
     with pytest.raises(ValueError, match=r"expected decay that can be broadcast to \(2, 9, 5\), received \(9,\)"):
         lz.linear_scan(torch.zeros(9), torch.zeros(2, 9, 5))
     with pytest.raises(ValueError, match=r"expected initial that can be broadcast to \(2, 5\), received \(2, 9, 5\)"):
         lz.linear_scan(0.5, torch.zeros(2, 9, 5), initial=torch.zeros(2, 9, 5))
-    with pytest.raises(ValueError, match=r"expected a dimension 1 of time in the drive, received 0.5"):
+    with pytest.raises(ValueError, match=r"expected decay as a tensor, received float 0.5"):
         lz.linear_scan(0.5)
 
 

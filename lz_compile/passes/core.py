@@ -131,7 +131,9 @@ def _overwritten(effects: Effects, read: fx.Node, reader: fx.Node) -> RefusedErr
     writer = effects.overwritten_after(read, read, reader)
     assert writer is not None, "somebody overwrote it"
     text = f"{reader.name} reads {read.name}, memory of which {writer.name} overwrites, or may overwrite, before that"
-    return RefusedError("OPERAND_MUTATED", text, "overwrite it after the last use of this result, or compute a new tensor")
+    return RefusedError(
+        "OPERAND_MUTATED", text, "overwrite it after the last use of this result, or compute a new tensor"
+    )
 
 
 def overwritten_edge(effects: Effects, core: Core) -> set[fx.Node]:
