@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 
 from lz_compile.errors import ArgumentError
 
-#: What the elements of an operand are: floating-point numbers of 16 bits or more (``inexact``: or complex ones), truth values,
-#: whole numbers (``index``: that PyTorch indexes by), or anything but complex numbers.
+#: What the elements of an operand are: floating-point numbers of 16 bits or more (``inexact``: or complex ones), truth
+#: values, whole numbers (``index``: that PyTorch indexes by), or any real numbers.
 Kind: TypeAlias = Literal["floating", "inexact", "boolean", "integer", "index", "real"]
 
 #: Types of tensors that kernels of ours read; others are those of a transform, a mode or a subclass.
@@ -99,8 +99,9 @@ class Arguments:
             fits = all([self._fits(letter, size) for letter, size in zip(letters, shape, strict=True)])  # noqa: C419  # Dynamo
         if not fits:
             known = [self._sizes.get(letter.removesuffix("|1"), letter) for letter in letters]
+            known = ["...", *known] if "..." in dims else known
             wanted = f"({', '.join(map(str, known))}{',' if len(known) == 1 else ''})"
-            of = "" if known == letters else f" of shape {wanted}"
+            of = "" if known[-len(letters) :] == letters else f" of shape {wanted}"
             raise self.wrong(
                 name, f"{_shown(dims)[1:]}{of}", given, "Give it these dimensions; equal letters are equal sizes"
             )
@@ -158,6 +159,13 @@ class Arguments:
             raise self.wrong(name, expected, value)
         if whole and not isinstance(value, (int, torch.SymInt)):
             raise self.wrong(name, expected, _named(value))
+
+    def scalar(self, name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> None:
+        """A finite number, or a tensor without dimensions; such are taken as they are: to look would be to wait."""
+        if isinstance(value, torch.Tensor):
+            self.tensor(name, value, "", anywhere=True)
+        else:
+            self.number(name, value, least, most)
 
     def one_of(self, name: str, value: Any, valid: Sequence[Any]) -> None:
         """One of some names."""
@@ -254,7 +262,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _shown(dims: str | None) -> str:
-    return "" if dims is None else f" [{', '.join(dims.replace('|1', '').split())}]"
+    return f" [{', '.join(dims.replace('|1', '').split())}]" if dims is not None else ""
 
 
 def _named(value: Any) -> str:

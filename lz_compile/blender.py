@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from lz_compile.arguments import Arguments, is_plain
 from lz_compile.blending import (
     BlenderConfig,
     BlendMode,
     Scalar,
     capped,
+    check,
     confidence_gate,
     drift_gate,
     fitted,
@@ -81,7 +83,14 @@ class Blender(nn.Module):
         has_telemetry: bool = True,
     ) -> None:
         super().__init__()
-        self.config = config = config or BlenderConfig()
+        config = BlenderConfig() if config is None else config
+        given = Arguments("Blender")
+        if not isinstance(config, BlenderConfig):
+            raise given.wrong("config", "as a BlenderConfig", type(config).__name__)
+        _check_weights(given, "alpha", alpha)
+        if target is not None:
+            _check_weights(given, "target", target, alpha)
+        self.config = config
         self.has_telemetry = has_telemetry
         start = torch.as_tensor(alpha, dtype=torch.get_default_dtype()).detach().clone()
         bounds = {"low": -math.inf if config.low is None else config.low}
@@ -119,6 +128,7 @@ class Blender(nn.Module):
                 follows the drift of the seed's output.
             gate_logits: for SOFT_GATE.
         """
+        check(host, seed, self.alpha, self.config.mode, self.config, logits, None, gate_logits)
         if torch.compiler.is_compiling() or not self.has_telemetry:
             return self._blended(host, seed, logits, gate_logits)
         begun = self._reader.now(seed.device)
@@ -135,7 +145,7 @@ class Blender(nn.Module):
                 logits = seed
             else:
                 gate, learned = self._gate_of_drift(seed)
-        mode, alpha = fitted(host, seed, self.alpha, mode, dim, logits=logits, gate=gate, gate_logits=gate_logits)
+        mode, alpha = fitted(seed, self.alpha, mode, dim, logits=logits, gate=gate, gate_logits=gate_logits)
         if mode is BlendMode.SOFT_GATE:
             assert gate_logits is not None, "a soft gate that fits has logits"
             return self._softly(host, seed, gate_logits)
@@ -219,14 +229,24 @@ class Blender(nn.Module):
 
     @torch.no_grad()
     def aim(self, target: float | Tensor) -> None:
-        """Begin a ramp from where alpha is to another target, a number or a tensor of alpha's shape."""
+        """Begin a ramp from where alpha is to another target, a number or a tensor of alpha's shape.
+
+        Raises:
+            ArgumentError: it is none.
+        """
+        _check_weights(Arguments("Blender.aim"), "target", target, self.alpha)
         self.origin.copy_(self.alpha)
         self.target.copy_(torch.as_tensor(target, dtype=self.alpha.dtype, device=self.alpha.device))
         self.batches.zero_()
 
     @torch.no_grad()
     def request(self, alpha: float | Tensor) -> None:
-        """What a controller asks for now; alpha follows where it is out of the dead band around what is held."""
+        """What a controller asks for now; alpha follows where it is out of the dead band around what is held.
+
+        Raises:
+            ArgumentError: it is no finite number, or does not fit alpha's shape.
+        """
+        _check_weights(Arguments("Blender.request"), "alpha", alpha, self.alpha)
         wanted = torch.as_tensor(alpha, dtype=self.alpha.dtype, device=self.alpha.device).expand_as(self.alpha)
         wanted = self._limited(wanted)
         at_end = (wanted <= self.low) | (wanted >= self.high)
@@ -239,11 +259,13 @@ class Blender(nn.Module):
         """Set gain, threshold, low, high, hysteresis or max_step anew.
 
         Raises:
-            ValueError: there is no such number.
+            ArgumentError: there is no such number, or it is none.
         """
+        given = Arguments("Blender.configure")
         for name, value in numbers.items():
-            if name not in _TENSORS:
-                raise ValueError(f"lz.Blender: no number '{name}'; valid are {', '.join(_TENSORS)}")
+            given.one_of("a number", name, _TENSORS)
+            given.scalar(name, value, *((0, math.inf) if name in ("hysteresis", "max_step") else ()))
+        for name, value in numbers.items():
             getattr(self, name).copy_(torch.as_tensor(value))
 
     # ---- telemetry -------------------------------------------------------------------------------------------------
@@ -266,6 +288,20 @@ class Blender(nn.Module):
         return ", ".join(f"{each.name}={getattr(self.config, each.name)}" for each in fields(self.config))
 
 
+def _check_weights(given: Arguments, name: str, value: Any, like: Any = None) -> None:
+    """Finite numbers, one at least, that fit alpha's shape; what a device holds is taken as it is."""
+    if not isinstance(value, Tensor):
+        given.number(name, value)
+        return
+    given.tensor(name, value, anywhere=True)
+    if not value.numel():
+        raise given.wrong(name, "of one number at least", tuple(value.shape), "Give torch.tensor(...)")
+    if like is not None:
+        given.broadcasts(name, value, like.shape if isinstance(like, Tensor) else (), "alpha's shape, ")
+    if is_plain(value) and value.device.type == "cpu" and not bool(value.isfinite().all()):
+        raise given.wrong(name, "of finite numbers", "NaN or infinity", "Look where it comes from")
+
+
 class SoftGate(nn.Module):
     """The two logits of a soft gate, the seed's first, from features: one hidden layer.
 
@@ -277,13 +313,14 @@ class SoftGate(nn.Module):
         input ``[N, features, ...]``, averaged over what follows; the result is ``[N, 2]``.
 
     Raises:
-        ValueError: it is wider than that.
+        ArgumentError: it is wider than that.
     """
 
     def __init__(self, features: int, width: int = 16) -> None:
         super().__init__()
-        if not 1 <= width <= 64:
-            raise ValueError(f"lz.SoftGate: expected a width of 1 to 64, received {width}. Take a narrower gate")
+        given = Arguments("SoftGate")
+        given.number("features", features, 1, whole=True)
+        given.number("width", width, 1, 64, whole=True)
         self.hidden = nn.Linear(features, width)
         self.out = nn.Linear(width, 2)
 

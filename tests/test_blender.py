@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import lz_compile as lz
 from lz_compile.blending import capped, confidence_gate, steady
+from lz_compile.errors import ArgumentError
 from lz_compile.runtime import events
 from lz_compile.runtime.blend_telemetry import SAMPLED, Reader, measured, percentile
 from tests.backends import Rewriting
@@ -101,7 +103,7 @@ def test_the_state_is_saved_and_restored() -> None:
     again = copy.deepcopy(blender)
     again.advance()
     torch.testing.assert_close(restored.alpha, again.alpha)
-    with pytest.raises(ValueError, match="no number 'mode'"):
+    with pytest.raises(ValueError, match=r"expected a number as one of low, .* received 'mode'"):
         blender.configure(mode=1.0)
 
 
@@ -134,7 +136,8 @@ def test_a_blender_falls_back_as_the_function_does_and_tells_of_the_mode_that_it
 
 
 def test_a_weight_that_is_no_number_stays_none_and_is_critical(caplog: pytest.LogCaptureFixture) -> None:
-    blender = lz.Blender(alpha=float("nan"))
+    blender = lz.Blender()
+    blender.alpha.fill_(math.nan)
     out = blender(torch.randn(4, 6), torch.randn(4, 6))
     assert out.isnan().all()
     with events.collect() as found:
@@ -165,6 +168,25 @@ def test_an_empty_batch_is_blended_and_tells_nothing() -> None:
 
 
 # ---- what keeps it steady --------------------------------------------------------------------------------------------
+
+
+def test_numbers_that_are_none_never_reach_the_state() -> None:
+    blender = lz.Blender(alpha=0.3)
+    before = {name: each.clone() for name, each in blender.named_buffers()}
+    for call in (
+        lambda: blender.request(math.nan),
+        lambda: blender.request(torch.tensor(math.inf)),
+        lambda: blender.request(torch.rand(3)),
+        lambda: blender.aim(torch.empty(0)),
+        lambda: blender.configure(gain=1.0, hysteresis=math.nan),
+        lambda: lz.Blender(alpha=torch.empty(0)),
+        lambda: lz.Blender(alpha=math.nan),
+        lambda: lz.Blender(target="all"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ArgumentError, match=r"expected (alpha|target|hysteresis) "):
+            call()
+    for name, each in blender.named_buffers():
+        torch.testing.assert_close(each, before[name], equal_nan=True)
 
 
 def test_nothing_oscillates_within_the_dead_band() -> None:
@@ -237,7 +259,7 @@ def test_a_soft_gate_learns_and_is_held_back_by_its_penalty() -> None:
     even, sharp = torch.zeros(4, 2), torch.tensor([[9.0, -9.0]]).expand(4, 2)
     assert gate.penalty(even, l2=0.0) < gate.penalty(sharp, l2=0.0)
     assert gate.penalty(sharp, entropy=0.0, l2=1.0) > 0
-    with pytest.raises(ValueError, match="width of 1 to 64"):
+    with pytest.raises(ValueError, match="width as a whole number from 1 to 64"):
         lz.SoftGate(6, 65)
 
 

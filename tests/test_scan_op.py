@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import sympy
@@ -13,11 +15,13 @@ from scan_problems import errors, problem, run
 from torch import Tensor
 
 import lz_compile as lz
+from lz_compile import scans
 from lz_compile.backend import layerzero
-from lz_compile.lowering.kernels import torch_scan
+from lz_compile.errors import ArgumentError
+from lz_compile.lowering.kernels import chunked_scan, torch_scan
 from lz_compile.lowering.ops import scan as op
 from lz_compile.runtime import context as contexts
-from lz_compile.runtime import health, registry
+from lz_compile.runtime import eager, events, health, registry
 
 BACKENDS: dict[str, Any] = {"eager": None, "aot_eager": "aot_eager", "inductor": "inductor", "layerzero": layerzero}
 B, T, H, K, V = 2, 9, 3, 4, 6
@@ -220,6 +224,86 @@ def test_all_tokens_dropped_change_nothing() -> None:
     assert torch.equal(out, given["initial_output"].unsqueeze(1).expand(B, T, H, V))
     given.pop("initial_output")
     assert not lz.kda(**given, drop_mask=torch.ones(B, T))[0].any()
+
+
+@pytest.mark.parametrize("kernel", ["lz.rolled_scan", "torch.scan_sequential", "lz.chunked_scan"])
+@pytest.mark.parametrize("names", [("q", "k", "v", "alpha", "beta"), ("k",), ("v",), ("q",)])
+def test_what_a_dropped_token_holds_reaches_nothing(names: tuple[str, ...], kernel: str) -> None:
+    dropped = torch.zeros(B, T, dtype=torch.bool)
+    dropped[0, 3] = dropped[1, :2] = True
+    given = {name: each.detach() for name, each in kda_inputs().items() if name in ("q", "k", "v", "alpha", "beta")}
+
+    def holding(name: str, value: float) -> Tensor:
+        return given[name].masked_fill(dropped.reshape(B, T, *(1,) * (given[name].dim() - 2)), value)
+
+    inputs = {name: holding(name, 0.5) for name in given}
+    spoilt = {name: holding(name, math.nan if name in names else 0.5) for name in given}
+    results = []
+    for each in (inputs, spoilt):
+        leaves = {name: value.detach().requires_grad_() for name, value in each.items()}
+        if kernel == "lz.chunked_scan":  # code for a compiler: over the operands that the call makes
+            with mock.patch.object(scans, "_selected", _in_chunks):
+                found = lz.kda(**leaves, drop_mask=dropped)
+        else:
+            with lz.lock("scan", kernel):
+                found = lz.kda(**leaves, drop_mask=dropped)
+        gradients = torch.autograd.grad(sum(part.square().sum() for part in found), list(leaves.values()))
+        results.append([*found, *gradients])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _in_chunks(operands: Any, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return chunked_scan.scan(*operands, attrs=scans._attributes(operands, out_dtype, state_dtype), chunk=4)
+
+
+def test_a_head_that_is_not_active_keeps_its_state_whatever_the_token_holds() -> None:
+    active = torch.ones(B, T, H)
+    active[:, 4, 1] = 0
+    given = {name: each.detach().clone() for name, each in kda_inputs().items()}
+    clean = lz.kda(**given, active=active)
+    given["k"][:, 4, 1] = given["v"][:, 4, 1] = given["beta"][:, 4, 1] = math.inf
+    for ours, theirs in zip(lz.kda(**given, active=active), clean, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, s: lz.kda(**{**x, "initial_state": s.long()}), "expected initial_state .*floating-point .*int64"),
+        (lambda x, s: lz.kda(**{**x, "v": x["v"].int()}), "expected v .*floating-point numbers.*int32.*float"),
+        (lambda x, s: lz.kda(**{**x, "initial_state": s.to("meta")}), "expected initial_state on cpu as q is, received meta"),
+        (lambda x, s: lz.linear_scan(0.5, torch.ones(2, 3).long()), "expected drive .*floating-point numbers.*int64"),
+        (lambda x, s: lz.linear_scan(torch.ones(2, 3).long(), torch.ones(2, 3)), "expected decay .*floating-point"),
+        (
+            lambda x, s: lz.linear_scan(0.5, torch.ones(2, 3), initial=torch.ones(2).long()),
+            "expected initial .*floating",
+        ),
+        (
+            lambda x, s: torch.ops.layerzero.scan.default(
+                s.long(), x["v"][:, :, :, None, :1], None, None, None, None, x["v"], torch.float32, torch.float32, ""
+            ),
+            "expected state .*floating-point numbers.*int64",
+        ),
+    ],
+)
+def test_integers_and_other_devices_are_the_callers_error_and_retire_nothing(call: Any, message: str) -> None:
+    before = health.retirements()
+    with pytest.raises(ArgumentError, match=message):
+        call(kda_inputs(), torch.zeros(B, H, K, V))
+    assert health.retirements() == before
+
+
+def test_a_scan_that_no_kernel_takes_says_so_in_one_line() -> None:
+    drive = torch.randn(2, 3, 4, dtype=torch.complex64)
+    eager.forget()
+    with events.collect() as found:
+        lz.linear_scan(drive, drive)
+    (event,) = found
+    assert event.code == "NO_KERNEL"
+    assert "\n" not in event.message
+    assert event.message.startswith("scan.diagonal in complex64 on cpu runs on torch.scan_sequential all the same")
 
 
 @pytest.mark.parametrize(
