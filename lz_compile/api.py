@@ -61,7 +61,7 @@ def attention(
         if torch._C._is_any_autocast_enabled():
             query, key, value, mask = _cast(query, key, value, mask)
         run = eager.plan(query, key, value, mask, causal, scale, dropout_p, layout)
-    except (AttributeError, TypeError):  # what is no tensor, or cannot be a key: said by its name
+    except (AttributeError, TypeError, IndexError, RuntimeError):  # what is no tensor, or no key: said by its name
         eager.check(query, key, value, mask, causal, scale, dropout_p, layout)
         raise
     return run(query, key, value, mask)
@@ -115,6 +115,9 @@ def _written_out(
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if causal and mask is not None:
         causal, mask = False, _with_causality(mask, query.shape[2], key.shape[2])
+    is_grouped = False
+    if query.shape[1] != key.shape[1]:  # a branch: a symbolic comparison is no flag
+        is_grouped = True
     out = F.scaled_dot_product_attention(
         query,
         key,
@@ -123,7 +126,7 @@ def _written_out(
         dropout_p=dropout_p,
         is_causal=causal,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=is_grouped,
     )
     return out.transpose(1, 2) if layout == "BSHD" else out
 

@@ -65,7 +65,7 @@ class Arguments:
                 ``H|1`` may be one); None for any.
             kind: what its elements are.
             optional: None is given for none.
-            anywhere: it may be on another device than those before it.
+            anywhere: it may be on another device than those before it, if it holds anything.
         """
         if value is None and optional:
             return
@@ -75,7 +75,7 @@ class Arguments:
         self._check_elements(name, value, dims, kind)
         if dims is not None:
             self._check_sizes(name, value.shape, dims)
-        if not anywhere:
+        if not anywhere or value.is_meta:
             self._check_device(name, value)
 
     def _check_elements(self, name: str, value: torch.Tensor, dims: str | None, kind: Kind) -> None:
@@ -151,19 +151,24 @@ class Arguments:
         """A finite number, with ``above`` larger than ``least``."""
         if value is None and optional:
             return
-        expected = f"as {'a whole number' if whole else 'a finite number'}{_range(least, most, above)}"
-        is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or _is_real(value)
-        if not is_number or isinstance(value, bool):
-            raise self.wrong(name, expected, _named(value))
-        if not (least <= value <= most and -math.inf < value < math.inf) or (above and value == least):
-            raise self.wrong(name, expected, value)
-        if whole and not isinstance(value, (int, torch.SymInt)):
-            raise self.wrong(name, expected, _named(value))
+        is_whole = isinstance(value, (int, torch.SymInt))
+        fits = (is_whole or isinstance(value, (float, torch.SymFloat)) or _is_real(value)) and not isinstance(
+            value, bool
+        )
+        if fits and is_whole:  # what no tensor holds is no number of use
+            fits = -(2**63) <= value < 2**63
+        elif fits:
+            fits = not whole and -math.inf < value < math.inf
+        if not fits or not least <= value <= most or (above and value == least):
+            expected = f"as {'a whole number' if whole else 'a finite number'}{_range(least, most, above)}"
+            raise self.wrong(name, expected, value if isinstance(value, float) or is_whole else _named(value))
 
     def scalar(self, name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> None:
         """A finite number, or a tensor without dimensions; such are taken as they are: to look would be to wait."""
         if isinstance(value, torch.Tensor):
             self.tensor(name, value, "", anywhere=True)
+            if value.is_meta:
+                raise self.wrong(name, "on a device that holds numbers", value.device)
         else:
             self.number(name, value, least, most)
 

@@ -294,6 +294,8 @@ def _check_weights(given: Arguments, name: str, value: Any, like: Any = None) ->
         given.number(name, value)
         return
     given.tensor(name, value, anywhere=True)
+    if value.is_meta:
+        raise given.wrong(name, "on a device that holds numbers", value.device)
     if not value.numel():
         raise given.wrong(name, "of one number at least", tuple(value.shape), "Give torch.tensor(...)")
     if like is not None:

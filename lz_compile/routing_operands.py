@@ -145,7 +145,8 @@ class Rollouts(NamedTuple):
     @classmethod
     def _packed(cls, x: torch.Tensor, cu_seqlens: torch.Tensor, num_rollouts: int | None) -> Rollouts:
         given = Arguments(_FUNCTION)
-        given.tensor("cu_seqlens", cu_seqlens, kind="index")
+        given.tensor("x", x)
+        given.tensor("cu_seqlens", cu_seqlens, kind="index", anywhere=True)
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0 or (x.dim() == 3 and x.shape[0] != 1):
             expected = "[G + 1] of packed tokens [tokens, D]"
             found = f"{tuple(cu_seqlens.shape)} and {tuple(x.shape)}"
@@ -163,7 +164,8 @@ class Rollouts(NamedTuple):
     @classmethod
     def _numbered(cls, x: torch.Tensor, ids: torch.Tensor, num_rollouts: int | None) -> Rollouts:
         given = Arguments(_FUNCTION)
-        given.tensor("rollouts", ids, kind="index")
+        given.tensor("x", x)
+        given.tensor("rollouts", ids, kind="index", anywhere=True)
         size = x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
         if ids.shape != x.shape[:-1]:
             expected = f"as a number for each token, {tuple(x.shape[:-1])}"

@@ -78,8 +78,7 @@ def sample(
     operands = _Operands("sample", logits)
     operands.add_limits(temperature, top_k, top_p, min_p)
     operands.add_constraints(bitmask, bias)
-    operands.add_seeds(seeds, generator)
-    return operands.run("ids")
+    return operands.drawn(seeds, generator)
 
 
 def sample_topk(
@@ -98,7 +97,9 @@ def sample_topk(
     Raises:
         ConstraintError: as :func:`sample`.
     """
-    return sample(logits, top_k=k, temperature=temperature, seeds=seeds, generator=generator)
+    operands = _Operands("sample_topk", logits, {"top_k": "k"})
+    operands.add_limits(temperature, k, 1.0, 0.0)
+    return operands.drawn(seeds, generator)
 
 
 def sample_topp(
@@ -117,7 +118,9 @@ def sample_topp(
     Raises:
         ConstraintError: as :func:`sample`.
     """
-    return sample(logits, top_p=p, temperature=temperature, seeds=seeds, generator=generator)
+    operands = _Operands("sample_topp", logits, {"top_p": "p"})
+    operands.add_limits(temperature, 0, p, 0.0)
+    return operands.drawn(seeds, generator)
 
 
 def sampling_probs(
@@ -191,6 +194,8 @@ def domain_fusion(
     _check_opinions(given, hard, soft)
     if weights is not None and not isinstance(weights, (list, tuple, torch.Tensor)):
         raise given.wrong("weights", "as a list of numbers or a tensor", type(weights).__name__)
+    if isinstance(weights, torch.Tensor):
+        given.tensor("weights", weights, "S", "real", anywhere=True)
     factors = [1.0] * len(soft) if weights is None else list(weights)
     if len(factors) != len(soft):
         raise given.wrong("weights", f"as one for each of {len(soft)} scores", f"{len(factors)}")
@@ -218,9 +223,10 @@ def domain_fusion(
 
 
 class _Operands:
-    """Canonical operands of a sampling over logits ``[..., V]``, checked as they are given."""
+    """Canonical operands of a sampling over logits ``[..., V]``, checked as they are given; some have ``aliases``."""
 
-    def __init__(self, doing: str, logits: torch.Tensor) -> None:
+    def __init__(self, doing: str, logits: torch.Tensor, aliases: Mapping[str, str] | None = None) -> None:
+        self._aliases = aliases or {}
         self.arguments = Arguments(doing, TokenArgumentError)
         self.arguments.tensor("logits", logits, "... V")
         if not logits.shape[-1]:
@@ -235,6 +241,8 @@ class _Operands:
 
     def add_limits(self, temperature: PerRow, top_k: int | torch.Tensor, top_p: PerRow, min_p: PerRow) -> None:
         """Temperature and what is kept; what changes nothing is left out."""
+        if isinstance(temperature, torch.Tensor):
+            self.arguments.tensor("temperature", temperature, kind="real", anywhere=True)
         if not isinstance(temperature, torch.Tensor) or _may_be_out(temperature, *TEMPERATURES):
             self._check_temperature(temperature)
         self._add("temperature", temperature, torch.float32, unless=1.0, least=0.0, most=TEMPERATURES[1])
@@ -266,20 +274,20 @@ class _Operands:
         most: float,
         above: bool = False,
     ) -> None:
-        given = self.arguments
+        given, shown = self.arguments, self._aliases.get(name, name)
         if isinstance(value, torch.Tensor):
-            given.tensor(name, value, kind="integer" if name == "top_k" else "real", anywhere=True)
+            given.tensor(shown, value, kind="integer" if name == "top_k" else "real", anywhere=True)
             if value.dim() and tuple(value.shape) != tuple(self._rows):
-                raise given.wrong(name, f"as a number or of shape {list(self._rows)}", list(value.shape))
+                raise given.wrong(shown, f"as a number or of shape {list(self._rows)}", list(value.shape))
             low, high = _range(value, unknown=(unless, unless))
             if not (least <= low and high <= most) or (above and low == least):  # also where they are NaN
                 for number in (low, high):
-                    shown = int(number) if name == "top_k" else number
-                    given.number(name, shown, least, most, above=above, whole=name == "top_k")
-                raise given.wrong(name, "without NaN", f"{low:g} to {high:g}")
+                    found = int(number) if name == "top_k" else number
+                    given.number(shown, found, least, most, above=above, whole=name == "top_k")
+                raise given.wrong(shown, "without NaN", f"{low:g} to {high:g}")
             self._given[name] = value.to(self._logits.device, dtype).reshape(-1)
             return
-        given.number(name, value, least, most, above=above, whole=name == "top_k")
+        given.number(shown, value, least, most, above=above, whole=name == "top_k")
         if value != unless:
             self._given[name] = torch.full((1,), value, dtype=dtype, device=self._logits.device)
 
@@ -313,9 +321,10 @@ class _Operands:
             raise self.arguments.wrong(name, expected, list(shape))
         return tensor.to(self._logits.device).reshape(-1, width)
 
-    def add_seeds(self, seeds: torch.Tensor | int | None, generator: torch.Generator | None) -> None:
-        """A seed for each row."""
+    def drawn(self, seeds: torch.Tensor | int | None, generator: torch.Generator | None) -> torch.Tensor:
+        """A token for each row, by a seed for each."""
         self._given["seeds"] = row_seeds(self.arguments, self._rows, seeds, generator, self._logits.device)
+        return self.run("ids")
 
     def run(self, result: Result, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The result, with the rows that were given."""
@@ -379,6 +388,7 @@ def row_seeds(
         own = device if generator is None else generator.device
         return torch.randint(0, _MOST_SEED, (count,), generator=generator, device=own).to(device)
     if isinstance(seeds, torch.Tensor):
+        given.tensor("seeds", seeds, kind="real", anywhere=True)
         if tuple(seeds.shape) != tuple(rows) or seeds.dtype not in (torch.int64, torch.int32):
             expected = f"as a whole number, or as int64 of shape {list(rows)}"
             raise given.wrong("seeds", expected, f"{seeds.dtype} of shape {list(seeds.shape)}")

@@ -122,7 +122,7 @@ def linear_scan(
     _check_linear_scan(decay, drive, initial, dim)
     whole = decay if drive is None else drive
     assert isinstance(whole, torch.Tensor), "it was checked"
-    factor = decay if isinstance(decay, torch.Tensor) else whole.new_full((), decay)
+    factor = decay if isinstance(decay, torch.Tensor) else whole.new_full((), float(decay))
     shape, dim = tuple(whole.shape), dim % whole.dim()
     rest = (*shape[:dim], *shape[dim + 1 :])
     given = [each for each in (factor, drive, initial) if each is not None]

@@ -273,7 +273,10 @@ def test_a_head_that_is_not_active_keeps_its_state_whatever_the_token_holds() ->
     [
         (lambda x, s: lz.kda(**{**x, "initial_state": s.long()}), "expected initial_state .*floating-point .*int64"),
         (lambda x, s: lz.kda(**{**x, "v": x["v"].int()}), "expected v .*floating-point numbers.*int32.*float"),
-        (lambda x, s: lz.kda(**{**x, "initial_state": s.to("meta")}), "expected initial_state on cpu as q is, received meta"),
+        (
+            lambda x, s: lz.kda(**{**x, "initial_state": s.to("meta")}),
+            "expected initial_state on cpu as q is, received meta",
+        ),
         (lambda x, s: lz.linear_scan(0.5, torch.ones(2, 3).long()), "expected drive .*floating-point numbers.*int64"),
         (lambda x, s: lz.linear_scan(torch.ones(2, 3).long(), torch.ones(2, 3)), "expected decay .*floating-point"),
         (

@@ -101,7 +101,7 @@ def plan(
             query.requires_grad or key.requires_grad or value.requires_grad,
             mask is not None and mask.requires_grad,
         ),
-        None if mask is None else (mask.dtype, mask.shape, mask.device),
+        None if mask is None else (mask.dtype, mask.shape, mask.device, mask.layout),
         causal,
         scale,
         dropout_p,
@@ -333,6 +333,10 @@ def _check_mask(given: Arguments, mask: Any, query: torch.Tensor, scores: tuple[
         raise given.wrong("mask", expected, mask.dtype, "Give mask.bool(), if ones keep")
     elif not is_cast and mask.dtype not in (query.dtype, torch.float32):
         raise given.wrong("mask", f"in the dtype of query, {query.dtype}", mask.dtype, "Cast it")
+    if mask.dim() < 2:
+        raise given.wrong(
+            "mask", "[..., Sq, Sk], of two dimensions at least", tuple(mask.shape), "Add dimensions of size one"
+        )
     given.broadcasts("mask", mask, scores, "[B, Hq, Sq, Sk] = ")
 
 
