@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
+from lz_compile.arguments import PLAIN
 from lz_compile.errors import UnknownOperationError
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import eager
 
 Layout = Literal["BHSD", "BSHD"]
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def attention(
@@ -41,7 +40,8 @@ def attention(
         value: what is read.
         causal: query ``i`` sees the keys up to ``i`` only (as ``scaled_dot_product_attention`` has it, also where there are
             more keys than queries); a mask comes on top.
-        mask: boolean (True keeps) or added to the scores, broadcastable to ``[B, Hq, Sq, Sk]``.
+        mask: boolean (True keeps) or added to the scores, broadcastable to ``[B, Hq, Sq, Sk]``. One of
+            integers, as tokenizers give it, is refused: give ``mask.bool()``.
         scale: of the scores, by default ``D ** -0.5``.
         dropout_p: probability of dropout, whether in training or not.
         layout: of query, key, value and result. It is not guessed from sizes: a wrong guess would be silently wrong.
@@ -51,15 +51,19 @@ def attention(
         layout ``BSHD`` the two middle dimensions of each change places.
 
     Raises:
-        ValueError: the tensors are no attention's, or the layout has another name.
+        ArgumentError: the tensors are no attention's, the layout has another name, or the mask is of integers.
         KernelExecutionError: the kernel failed, and ``fallback_enabled`` is off; otherwise PyTorch's completes the call.
         NoKernelFoundError: no kernel can run, and ``fallback_enabled`` is off.
     """
-    if torch.compiler.is_dynamo_compiling() or type(query) not in _PLAIN or forward_ad._current_level >= 0:
+    if torch.compiler.is_dynamo_compiling() or type(query) not in PLAIN or forward_ad._current_level >= 0:
         return _written_out(query, key, value, causal, mask, scale, dropout_p, layout)
-    if torch._C._is_any_autocast_enabled():
-        query, key, value, mask = _cast(query, key, value, mask)
-    run = eager.plan(query, key, value, mask, causal, scale, dropout_p, layout)
+    try:
+        if torch._C._is_any_autocast_enabled():
+            query, key, value, mask = _cast(query, key, value, mask)
+        run = eager.plan(query, key, value, mask, causal, scale, dropout_p, layout)
+    except (AttributeError, TypeError, IndexError, RuntimeError):  # what is no tensor, or no key: said by its name
+        eager.check(query, key, value, mask, causal, scale, dropout_p, layout)
+        raise
     return run(query, key, value, mask)
 
 
@@ -105,12 +109,15 @@ def _written_out(
     layout: str,
 ) -> torch.Tensor:
     """The call of PyTorch's function that is traced, or that tensors of another kind understand."""
-    if layout not in ("BHSD", "BSHD"):
-        raise ValueError(f"lz.attention: no layout '{layout}'; valid are BHSD, BSHD")
+    is_cast = isinstance(query, torch.Tensor) and torch.is_autocast_enabled(query.device.type)
+    eager.check(query, key, value, mask, causal, scale, dropout_p, layout, is_cast)
     if layout == "BSHD":
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if causal and mask is not None:
         causal, mask = False, _with_causality(mask, query.shape[2], key.shape[2])
+    is_grouped = False
+    if query.shape[1] != key.shape[1]:  # a branch: a symbolic comparison is no flag
+        is_grouped = True
     out = F.scaled_dot_product_attention(
         query,
         key,
@@ -119,7 +126,7 @@ def _written_out(
         dropout_p=dropout_p,
         is_causal=causal,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=is_grouped,
     )
     return out.transpose(1, 2) if layout == "BSHD" else out
 

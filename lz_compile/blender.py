@@ -7,16 +7,20 @@ gain, threshold and bounds may be set anew, without a line being compiled again.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from lz_compile.arguments import Arguments, is_plain
 from lz_compile.blending import (
     BlenderConfig,
     BlendMode,
     Scalar,
     capped,
+    check,
     confidence_gate,
     drift_gate,
     fitted,
@@ -34,6 +38,9 @@ _TENSORS = ("low", "high", "gain", "threshold", "hysteresis", "max_step")
 #: What drift is a moving deviation over, in batches.
 _MEMORY = 0.9
 _TINY = 1e-6
+
+#: A gate (or what it follows), and what the buffers are to hold after the blend.
+Gate: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 
 
 class Blender(nn.Module):
@@ -76,7 +83,14 @@ class Blender(nn.Module):
         has_telemetry: bool = True,
     ) -> None:
         super().__init__()
-        self.config = config = config or BlenderConfig()
+        config = BlenderConfig() if config is None else config
+        given = Arguments("Blender")
+        if not isinstance(config, BlenderConfig):
+            raise given.wrong("config", "as a BlenderConfig", type(config).__name__)
+        _check_weights(given, "alpha", alpha)
+        if target is not None:
+            _check_weights(given, "target", target, alpha)
+        self.config = config
         self.has_telemetry = has_telemetry
         start = torch.as_tensor(alpha, dtype=torch.get_default_dtype()).detach().clone()
         bounds = {"low": -math.inf if config.low is None else config.low}
@@ -114,6 +128,7 @@ class Blender(nn.Module):
                 follows the drift of the seed's output.
             gate_logits: for SOFT_GATE.
         """
+        check(host, seed, self.alpha, self.config.mode, self.config, logits, None, gate_logits)
         if torch.compiler.is_compiling() or not self.has_telemetry:
             return self._blended(host, seed, logits, gate_logits)
         begun = self._reader.now(seed.device)
@@ -122,11 +137,15 @@ class Blender(nn.Module):
         return out
 
     def _blended(self, host: Tensor, seed: Tensor, logits: Tensor | None, gate_logits: Tensor | None) -> Tensor:
-        config, gate = self.settings(), None
+        """The blend; buffers change after it: to a compiler any two inputs may share memory, and what it reads must last."""
+        config, gate, learned = self.settings(), None, {}
         mode, dim = config.mode, config.channel_dim
         if mode is BlendMode.CONFIDENCE and logits is None:
-            logits, gate = (seed, None) if seed.dim() == 2 else (None, self._gate_of_drift(seed))
-        mode, alpha = fitted(host, seed, self.alpha, mode, dim, logits=logits, gate=gate, gate_logits=gate_logits)
+            if seed.dim() == 2:
+                logits = seed
+            else:
+                gate, learned = self._gate_of_drift(seed)
+        mode, alpha = fitted(seed, self.alpha, mode, dim, logits=logits, gate=gate, gate_logits=gate_logits)
         if mode is BlendMode.SOFT_GATE:
             assert gate_logits is not None, "a soft gate that fits has logits"
             return self._softly(host, seed, gate_logits)
@@ -134,12 +153,19 @@ class Blender(nn.Module):
             gate = None
         elif gate is None:
             assert logits is not None, "a gate that fits has logits"
-            gate = self._gate_of_margin(logits)
+            gate, learned = self._gate_of_margin(logits)
         weight = weigh(seed, alpha, mode, config, gate)
+        out = mix(host, seed, weight, mode, dim)
+        self._learn(learned)
         if self.has_telemetry:
             unlimited = replace(config, low=None, high=None, cap_share=1.0)
             self._note(weigh(seed, alpha, mode, unlimited, gate), weight, gate, mode)
-        return mix(host, seed, weight, mode, dim)
+        return out
+
+    @torch.no_grad()
+    def _learn(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            getattr(self, name).copy_(value)
 
     def settings(self) -> BlenderConfig:
         """The configuration with the numbers as they are now, as tensors."""
@@ -150,30 +176,31 @@ class Blender(nn.Module):
         return capped(bounded(alpha, self.low, self.high), self.config.cap_above, self.config.cap_share)
 
     @torch.no_grad()
-    def _gate_of_margin(self, logits: Tensor) -> Tensor:
+    def _gate_of_margin(self, logits: Tensor) -> Gate:
         """One number for each row; the threshold lies lower while the batches before were confident."""
         threshold = self.threshold - torch.where(self.is_confident, self.hysteresis, -self.hysteresis)
         gate = confidence_gate(logits, self.gain, threshold)
-        self.is_confident.copy_(top2_margin(logits.detach()).mean() > threshold)
-        return gate
+        return gate, {"is_confident": top2_margin(logits.detach()).mean() > threshold}
 
     @torch.no_grad()
-    def _gate_of_drift(self, seed: Tensor) -> Tensor:
+    def _gate_of_drift(self, seed: Tensor) -> Gate:
         """The same number for every row; more drift is borne while the batches before were confident."""
         threshold = self.threshold + torch.where(self.is_confident, self.hysteresis, -self.hysteresis)
-        drift = self._drift(seed)
-        self.is_confident.copy_(drift <= threshold)
-        return drift_gate(drift, self.gain, threshold).expand(seed.shape[:1])
+        drift, averages = self._drift(seed)
+        gate = drift_gate(drift, self.gain, threshold).expand(seed.shape[:1])
+        return gate, {**averages, "is_confident": drift <= threshold}
 
-    def _drift(self, seed: Tensor) -> Tensor:
-        """The moving deviation of the output's mean, relative to its size."""
+    def _drift(self, seed: Tensor) -> Gate:
+        """The moving deviation of the output's mean, relative to its size; and the averages that it is computed from."""
         values = seed.detach().float()
         mean = values.mean().to(self.drift_mean.dtype)
-        for average, now in ((self.drift_mean, mean), (self.drift_square, mean.square())):
-            average.lerp_(torch.where(now.isfinite(), now, average), 1 - _MEMORY)
-        deviation = (self.drift_square - self.drift_mean.square()).clamp_min(0.0).sqrt()
+        averages = {}
+        for name, now in (("drift_mean", mean), ("drift_square", mean.square())):
+            last = getattr(self, name)
+            averages[name] = torch.lerp(last, torch.where(now.isfinite(), now, last), 1 - _MEMORY)
+        deviation = (averages["drift_square"] - averages["drift_mean"].square()).clamp_min(0.0).sqrt()
         size = values.square().mean().sqrt().to(deviation.dtype)
-        return deviation / (size + _TINY)
+        return deviation / (size + _TINY), averages
 
     def _softly(self, host: Tensor, seed: Tensor, gate_logits: Tensor) -> Tensor:
         """By a soft gate, whose weights differ from the last ones by a step at most."""
@@ -202,14 +229,24 @@ class Blender(nn.Module):
 
     @torch.no_grad()
     def aim(self, target: float | Tensor) -> None:
-        """Begin a ramp from where alpha is to another target, a number or a tensor of alpha's shape."""
+        """Begin a ramp from where alpha is to another target, a number or a tensor of alpha's shape.
+
+        Raises:
+            ArgumentError: it is none.
+        """
+        _check_weights(Arguments("Blender.aim"), "target", target, self.alpha)
         self.origin.copy_(self.alpha)
         self.target.copy_(torch.as_tensor(target, dtype=self.alpha.dtype, device=self.alpha.device))
         self.batches.zero_()
 
     @torch.no_grad()
     def request(self, alpha: float | Tensor) -> None:
-        """What a controller asks for now; alpha follows where it is out of the dead band around what is held."""
+        """What a controller asks for now; alpha follows where it is out of the dead band around what is held.
+
+        Raises:
+            ArgumentError: it is no finite number, or does not fit alpha's shape.
+        """
+        _check_weights(Arguments("Blender.request"), "alpha", alpha, self.alpha)
         wanted = torch.as_tensor(alpha, dtype=self.alpha.dtype, device=self.alpha.device).expand_as(self.alpha)
         wanted = self._limited(wanted)
         at_end = (wanted <= self.low) | (wanted >= self.high)
@@ -222,11 +259,13 @@ class Blender(nn.Module):
         """Set gain, threshold, low, high, hysteresis or max_step anew.
 
         Raises:
-            ValueError: there is no such number.
+            ArgumentError: there is no such number, or it is none.
         """
+        given = Arguments("Blender.configure")
         for name, value in numbers.items():
-            if name not in _TENSORS:
-                raise ValueError(f"lz.Blender: no number '{name}'; valid are {', '.join(_TENSORS)}")
+            given.one_of("a number", name, _TENSORS)
+            given.scalar(name, value, *((0, math.inf) if name in ("hysteresis", "max_step") else ()))
+        for name, value in numbers.items():
             getattr(self, name).copy_(torch.as_tensor(value))
 
     # ---- telemetry -------------------------------------------------------------------------------------------------
@@ -249,6 +288,22 @@ class Blender(nn.Module):
         return ", ".join(f"{each.name}={getattr(self.config, each.name)}" for each in fields(self.config))
 
 
+def _check_weights(given: Arguments, name: str, value: Any, like: Any = None) -> None:
+    """Finite numbers, one at least, that fit alpha's shape; what a device holds is taken as it is."""
+    if not isinstance(value, Tensor):
+        given.number(name, value)
+        return
+    given.tensor(name, value, anywhere=True)
+    if value.is_meta:
+        raise given.wrong(name, "on a device that holds numbers", value.device)
+    if not value.numel():
+        raise given.wrong(name, "of one number at least", tuple(value.shape), "Give torch.tensor(...)")
+    if like is not None:
+        given.broadcasts(name, value, like.shape if isinstance(like, Tensor) else (), "alpha's shape, ")
+    if is_plain(value) and value.device.type == "cpu" and not bool(value.isfinite().all()):
+        raise given.wrong(name, "of finite numbers", "NaN or infinity", "Look where it comes from")
+
+
 class SoftGate(nn.Module):
     """The two logits of a soft gate, the seed's first, from features: one hidden layer.
 
@@ -260,13 +315,14 @@ class SoftGate(nn.Module):
         input ``[N, features, ...]``, averaged over what follows; the result is ``[N, 2]``.
 
     Raises:
-        ValueError: it is wider than that.
+        ArgumentError: it is wider than that.
     """
 
     def __init__(self, features: int, width: int = 16) -> None:
         super().__init__()
-        if not 1 <= width <= 64:
-            raise ValueError(f"lz.SoftGate: expected a width of 1 to 64, received {width}. Take a narrower gate")
+        given = Arguments("SoftGate")
+        given.number("features", features, 1, whole=True)
+        given.number("width", width, 1, 64, whole=True)
         self.hidden = nn.Linear(features, width)
         self.out = nn.Linear(width, 2)
 

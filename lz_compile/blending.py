@@ -13,11 +13,13 @@ from __future__ import annotations
 import enum
 import logging
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
+from lz_compile.arguments import Arguments, remembered
 from lz_compile.blend_calls import one_call
+from lz_compile.errors import ArgumentError
 from lz_compile.lowering.ops.blend import bounded, gate, top2_margin
 from lz_compile.runtime import events
 
@@ -50,7 +52,7 @@ class BlenderConfig:
     classes in LOGIT.
 
     Raises:
-        ValueError: a number makes no sense. Tensors are taken as they are: to look at them would be to wait for them.
+        ArgumentError: a number makes no sense. Tensors are taken as they are: to look at them would be to wait for them.
     """
 
     mode: BlendMode = BlendMode.CONVEX
@@ -66,17 +68,22 @@ class BlenderConfig:
     channel_dim: int = 1
 
     def __post_init__(self) -> None:
-        for name, value, is_sensible, wanted in (
-            ("cap_share", self.cap_share, 0 <= self.cap_share <= 1, "a share, 0 to 1"),
-            ("hysteresis", self.hysteresis, self.hysteresis >= 0, "zero or more"),
-            ("max_step", self.max_step, self.max_step > 0, "more than zero"),
-            ("ramp_batches", self.ramp_batches, self.ramp_batches >= 1, "one or more"),
-        ):
-            if not is_sensible:
-                raise ValueError(f"lz.BlenderConfig: expected {name} as {wanted}, received {value}")
+        given = Arguments("BlenderConfig")
+        if not isinstance(self.mode, BlendMode):
+            raise given.wrong("mode", "as a BlendMode", repr(self.mode), "Give BlendMode.RESIDUAL, for example")
+        for name in ("low", "high", "gain", "threshold"):
+            value = getattr(self, name)
+            if value is not None or name in ("gain", "threshold"):
+                given.scalar(name, value)
+        given.number("cap_above", self.cap_above)
+        given.number("cap_share", self.cap_share, 0, 1)
+        given.number("hysteresis", self.hysteresis, 0)
+        given.number("max_step", self.max_step, 0, above=True)
+        given.number("ramp_batches", self.ramp_batches, 1, whole=True)
+        given.number("channel_dim", self.channel_dim, whole=True)
         low, high = self.low, self.high
         if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
-            raise ValueError(f"lz.BlenderConfig: expected low up to high, received {low} and {high}. Swap them")
+            raise given.wrong("low", f"up to high, {high}", low, "Swap them")
 
 
 _DEFAULT = BlenderConfig()
@@ -116,13 +123,14 @@ def blend(
         result is like the seed.
 
     Raises:
-        ValueError: host and seed differ in shape or device, or not all are of floating-point numbers; that is an event
-            (``BLEND_IMPOSSIBLE``), too. Or alpha is no tensor, or the mode no mode.
+        ArgumentError: host and seed differ in shape or device, not all are tensors of floating-point numbers, alpha is empty,
+            or the mode is no mode; that is an event (``BLEND_IMPOSSIBLE``), too.
     """
+    check(host, seed, alpha, mode, config, logits, gate, gate_logits)
     mode = config.mode if mode is None else mode
     if mode is BlendMode.CONFIDENCE and logits is None and seed.dim() == 2:
         logits = seed
-    mode, alpha = fitted(host, seed, alpha, mode, config.channel_dim, logits=logits, gate=gate, gate_logits=gate_logits)
+    mode, alpha = fitted(seed, alpha, mode, config.channel_dim, logits=logits, gate=gate, gate_logits=gate_logits)
     if mode is BlendMode.SOFT_GATE:
         assert gate_logits is not None, "a soft gate that fits has logits"
         return _soft(host, seed, gate_logits)
@@ -133,7 +141,6 @@ def blend(
 
 
 def fitted(
-    host: torch.Tensor,
     seed: torch.Tensor,
     alpha: torch.Tensor,
     mode: BlendMode,
@@ -143,12 +150,7 @@ def fitted(
     gate: torch.Tensor | None = None,
     gate_logits: torch.Tensor | None = None,
 ) -> tuple[BlendMode, torch.Tensor]:
-    """The mode and alpha that are used: those that are asked for, or CONVEX and a mean alpha where these do not fit.
-
-    Raises:
-        ValueError: no mode can be had.
-    """
-    _check(host, seed, alpha, mode)
+    """The mode and alpha that are used: those that are asked for, or CONVEX and a mean alpha where these do not fit."""
     misfit = _misfit(mode, seed, alpha, logits, gate, gate_logits, channel_dim)
     if misfit is None:
         return mode, alpha
@@ -243,30 +245,37 @@ def _soft(host: torch.Tensor, seed: torch.Tensor, gate_logits: torch.Tensor) -> 
 # ---- what fits -------------------------------------------------------------------------------------------------------
 
 
-def _check(host: torch.Tensor, seed: torch.Tensor, alpha: torch.Tensor, mode: BlendMode) -> None:
-    """Refuse what is no blend in any mode."""
-    if not isinstance(mode, BlendMode):
-        raise ValueError(
-            f"lz.blend: expected mode as a BlendMode, received {mode!r}. Give BlendMode.RESIDUAL, for example"
-        )
-    if not isinstance(alpha, torch.Tensor):
-        raise ValueError(
-            "lz.blend: expected alpha as a tensor, which may change without a compile. Give torch.tensor(...)"
-        )
-    problem = None
+def check(*given: Any) -> None:
+    """Refuse what is no blend in any mode; parameters as of :func:`_check`.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    try:
+        _check(*given)
+    except ArgumentError as error:
+        _note("BLEND_IMPOSSIBLE", str(error), level=logging.CRITICAL)
+        raise
+
+
+@remembered
+def _check(host: Any, seed: Any, alpha: Any, mode: Any, config: Any, logits: Any, gate: Any, gate_logits: Any) -> None:
+    given = Arguments("blend")
+    if not isinstance(config, BlenderConfig):
+        raise given.wrong("config", "as a BlenderConfig", type(config).__name__)
+    if mode is not None and not isinstance(mode, BlendMode):
+        raise given.wrong("mode", "as a BlendMode", repr(mode), "Give BlendMode.RESIDUAL, for example")
+    given.tensor("host", host)
+    given.tensor("seed", seed)
     if host.shape != seed.shape:
-        problem = "host and seed differ in shape"
-    elif host.device != seed.device or (alpha.device != seed.device and (alpha.dim() or alpha.device.type != "cpu")):
-        problem = "host, seed and alpha are on different devices"
-    elif not (host.is_floating_point() and seed.is_floating_point() and alpha.is_floating_point()):
-        problem = "host, seed and alpha are not all of floating-point numbers"
-    if problem is not None:
-        _note("BLEND_IMPOSSIBLE", f"lz.blend: {problem}", level=logging.CRITICAL)
-        raise ValueError(f"lz.blend: {problem}: {_shown(host)}, {_shown(seed)}, {_shown(alpha)}. Give tensors that fit")
-
-
-def _shown(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        raise given.wrong("seed", f"in the shape of host, {tuple(host.shape)}", tuple(seed.shape), "Give tensors alike")
+    is_number = isinstance(alpha, torch.Tensor) and alpha.dim() == 0 and alpha.device.type == "cpu"
+    given.tensor("alpha", alpha, anywhere=is_number)
+    if seed.numel() and not alpha.numel():
+        raise given.wrong("alpha", "of one number at least", tuple(alpha.shape), "Give torch.tensor(...)")
+    given.tensor("logits", logits, optional=True)
+    given.tensor("gate", gate, kind="real", optional=True)
+    given.tensor("gate_logits", gate_logits, optional=True)
 
 
 def _misfit(

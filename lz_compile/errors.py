@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lz_compile.reasons import Reason
 
@@ -180,9 +181,32 @@ class SolveError(LayerZeroError, ValueError):
         super().__init__(f"solving a model: {problem}")
 
 
-#: What is the user's to mend, and is raised whatever falls back otherwise.
-USER_ERRORS = (OptionError, ConfigError, DispatchTableError, RewriteFailedError)
-
-
 class ConstraintError(LayerZeroError, ValueError):
     """Constraints on tokens (masks, scores, logits) that contradict each other or their domain."""
+
+
+class ArgumentError(LayerZeroError, ValueError):
+    """An argument of a public function that it cannot take; ``function`` and ``argument`` are their names."""
+
+    def __init__(self, function: str, argument: str, expected: str, received: object, advice: str = "") -> None:
+        self.function, self.argument = function, argument
+        text = f"lz.{function}: expected {argument} {expected}, received {received}"
+        super().__init__(f"{text}. {advice}" if advice else text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As errors of other processes travel: with the text that there is."""
+        return _again, (type(self), self.function, self.argument, str(self))
+
+
+class TokenArgumentError(ArgumentError, ConstraintError):
+    """An argument of a function that draws tokens: constraints that it cannot take."""
+
+
+def _again(kind: type[ArgumentError], function: str, argument: str, text: str) -> ArgumentError:
+    found = kind.__new__(kind, text)
+    found.function, found.argument = function, argument
+    return found
+
+
+#: What is the user's to mend, and is raised whatever falls back otherwise.
+USER_ERRORS = (OptionError, ConfigError, DispatchTableError, RewriteFailedError)

@@ -15,9 +15,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
-from lz_compile.errors import nearest
+from lz_compile.arguments import Arguments, is_plain, remembered
 from lz_compile.lowering.ops import mlp
 from lz_compile.lowering.ops.norm import NormAttrs, NormFacts
 from lz_compile.runtime import eager, health, policy
@@ -39,8 +38,6 @@ Activation: TypeAlias = Literal[
 #: What a gate passes through.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {**mlp.ACTIVATIONS, "identity": lambda x: x}
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
 
 def rms_norm(input: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
     """``input / sqrt(mean(input ** 2) + eps) * weight`` over the last dimension, in float32 at least and rounded once.
@@ -54,12 +51,9 @@ def rms_norm(input: torch.Tensor, weight: torch.Tensor | None = None, eps: float
         input ``[..., D]``, weight ``[D]``; the result is like the input.
 
     Raises:
-        ValueError: the input is no row of floating-point numbers, or the weight is not one for each element.
+        ArgumentError: the input is no row of floating-point numbers, or the weight is not one for each element.
     """
-    _check_floating("rms_norm", "an input", input)
-    if not input.dim():
-        raise ValueError("lz.rms_norm: expected an input [..., D], received a tensor without dimensions. Give it a row")
-    _check_weight("rms_norm", "weight", weight, input.shape[-1:])
+    _check_rms_norm(input, weight, eps)
     return _norm(input, (input.shape[-1],), weight, None, eps, is_centred=False)
 
 
@@ -83,17 +77,10 @@ def layer_norm(
         input ``[..., *normalized_shape]``, weight and bias ``normalized_shape``; the result is like the input.
 
     Raises:
-        ValueError: the input is not of floating-point numbers, or the shapes do not fit.
+        ArgumentError: the input is not of floating-point numbers, or the shapes do not fit.
     """
-    _check_floating("layer_norm", "an input", input)
-    given_shape = normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,)
-    shape = tuple(operator.index(size) for size in given_shape)
-    if not shape:
-        raise ValueError("lz.layer_norm: expected one dimension at least, received (). Name the dimensions of a row")
-    if tuple(input.shape[input.dim() - len(shape) :]) != shape:
-        raise ValueError(f"lz.layer_norm: expected an input that ends in {shape}, received {tuple(input.shape)}")
-    for name, given in (("weight", weight), ("bias", bias)):
-        _check_weight("layer_norm", name, given, shape)
+    shape = _whole(normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,))
+    _check_layer_norm(input, shape, weight, bias, eps)
     return _norm(input, shape, weight, bias, eps, is_centred=True)
 
 
@@ -119,22 +106,11 @@ def rope(
         like the input.
 
     Raises:
-        ValueError: input and tables are not of floating-point numbers, or the tables do not fit.
+        ArgumentError: input and tables are not of floating-point numbers, or the tables do not fit.
     """
-    for name, given in (("an input", input), ("cos", cos), ("sin", sin)):
-        _check_floating("rope", name, given)
-    if not input.dim():
-        raise ValueError("lz.rope: expected an input [..., D], received a tensor without dimensions. Give it features")
+    _check_rope(input, cos, sin, rotary_dim)
     length = input.shape[-1]
     turned = length if rotary_dim is None else rotary_dim
-    fits = cos.shape == sin.shape and cos.dim() > 0 and cos.shape[-1] in (turned, turned // 2)
-    if turned > length or turned % 2 or not fits or not _broadcasts(cos.shape[:-1], input.shape[:-1]):
-        raise ValueError(
-            f"lz.rope: expected cos and sin of equal shape that end in {turned} (or {turned // 2}, one for each pair) and "
-            f"broadcast to {tuple(input.shape)}, "
-            f"received {tuple(cos.shape)} and {tuple(sin.shape)} for an input of {length} features. Pass rotary_dim where "
-            "not all of them are turned"
-        )
     part = input if turned == length else input[..., :turned]
     first, second = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
     if cos.shape[-1] == turned:
@@ -162,15 +138,10 @@ def alibi(slopes: torch.Tensor, queries: int, keys: int | None = None) -> torch.
         slopes ``[H]``; the result is ``[H, queries, keys]`` in the dtype of the slopes, to be added to scores.
 
     Raises:
-        ValueError: there are more queries than keys or fewer than none, or slopes is no vector of floating-point numbers.
+        ArgumentError: there are more queries than keys or fewer than none, or slopes is no vector of floating-point numbers.
     """
-    _check_floating("alibi", "slopes", slopes)
     keys = queries if keys is None else keys
-    if slopes.dim() != 1 or not 0 <= queries <= keys:
-        raise ValueError(
-            "lz.alibi: expected slopes [H] and no more queries than keys, none negative, "
-            f"received slopes {tuple(slopes.shape)}, {queries} queries and {keys} keys"
-        )
+    _check_alibi(slopes, queries, keys)
     rows = torch.arange(keys - queries, keys, device=slopes.device)
     columns = torch.arange(keys, device=slopes.device)
     wide = torch.promote_types(slopes.dtype, torch.float32)  # half precision holds no long distance
@@ -182,7 +153,11 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
     Shapes:
         input ``[..., I]``, weight ``[O, I]``, bias ``[O]``; the result is ``[..., O]``.
+
+    Raises:
+        ArgumentError: the tensors do not fit together.
     """
+    _check_linear(input, weight, bias)
     return F.linear(input, weight, bias)
 
 
@@ -191,7 +166,16 @@ def embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None
 
     Shapes:
         input ``[...]`` of integers, weight ``[V, D]``; the result is ``[..., D]``.
+
+    Raises:
+        ArgumentError: the tensors do not fit together, or (on a CPU, where it is not compiled) there is no such row.
     """
+    _check_embedding(input, weight, padding_idx)
+    if is_plain(input) and input.device.type == "cpu" and input.numel():
+        low, high = map(int, input.aminmax())
+        if low < 0 or high >= weight.shape[0]:
+            given = Arguments("embedding")
+            raise given.wrong("input", f"of rows 0 to {weight.shape[0] - 1} of weight", f"{low} to {high}")
     return F.embedding(input, weight, padding_idx)
 
 
@@ -222,23 +206,128 @@ def mlp_fused(
         input ``[..., I]``, gate and up ``[F, I]``, down ``[O, F]``; the result is ``[..., O]``.
 
     Raises:
-        ValueError: there is no such activation, or a bias without its weight.
+        ArgumentError: there is no such activation, a bias without its weight, or the tensors do not fit together.
     """
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        hint = nearest(activation, [*ACTIVATIONS]) if isinstance(activation, str) else ""
-        raise ValueError(f"lz.mlp_fused: no activation '{activation}'{hint}; valid are {', '.join(ACTIVATIONS)}")
+    _check_mlp(input, gate_weight, up_weight, down_weight, activation, gate_bias, up_bias, down_bias)
     function = ACTIVATIONS[activation]
-    if up_weight is None and up_bias is not None:
-        raise ValueError("lz.mlp_fused: received up_bias without up_weight")
-    if up_weight is not None and up_weight.shape != gate_weight.shape:
-        raise ValueError(
-            f"lz.mlp_fused: expected gate and up weights of equal shape, received {tuple(gate_weight.shape)} and "
-            f"{tuple(up_weight.shape)}"
-        )
     hidden = function(F.linear(input, gate_weight, gate_bias))
     if up_weight is not None:
         hidden = hidden * F.linear(input, up_weight, up_bias)
     return F.linear(hidden, down_weight, down_bias)
+
+
+def _whole(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """Whatever counts as whole numbers, as such."""
+    try:
+        return tuple(operator.index(size) for size in sizes)
+    except TypeError as error:
+        wrong = Arguments("layer_norm").wrong(
+            "normalized_shape", "as whole numbers", sizes, "Name the dimensions of a row"
+        )
+        raise wrong from error
+
+
+# ---- what fits -------------------------------------------------------------------------------------------------------
+
+
+@remembered
+def _check_rms_norm(input: Any, weight: Any, eps: Any) -> None:
+    given = Arguments("rms_norm")
+    given.tensor("input", input, "... D")
+    given.tensor("weight", weight, "D", "real", optional=True)
+    given.number("eps", eps, 0.0)
+
+
+@remembered
+def _check_layer_norm(input: Any, shape: Any, weight: Any, bias: Any, eps: Any) -> None:
+    given = Arguments("layer_norm")
+    if not shape:
+        raise given.wrong("normalized_shape", "of one dimension at least", shape, "Name the dimensions of a row")
+    given.tensor("input", input)
+    if tuple(input.shape[max(input.dim() - len(shape), 0) :]) != shape:
+        raise given.wrong(
+            "input", f"that ends in {shape}", tuple(input.shape), "normalized_shape is its last dimensions"
+        )
+    for name, each in (("weight", weight), ("bias", bias)):
+        given.tensor(name, each, kind="real", optional=True)
+        if each is not None and tuple(each.shape) != shape:
+            raise given.wrong(name, f"of shape {shape}", tuple(each.shape), "Give one number for each element of a row")
+    given.number("eps", eps, 0.0)
+
+
+@remembered
+def _check_rope(input: Any, cos: Any, sin: Any, rotary_dim: Any) -> None:
+    given = Arguments("rope")
+    given.tensor("input", input, "... D")
+    given.tensor("cos", cos, "... C")
+    given.tensor("sin", sin, "... C")
+    length = input.shape[-1]
+    given.number("rotary_dim", rotary_dim, 0, length, whole=True, optional=True)
+    turned = length if rotary_dim is None else rotary_dim
+    if turned % 2:
+        name, found = ("input", length) if rotary_dim is None else ("rotary_dim", rotary_dim)
+        raise given.wrong(name, "with an even number of features that are turned", found, "Pass rotary_dim")
+    fits = cos.shape == sin.shape and cos.shape[-1] in (turned, turned // 2)
+    if not fits:
+        expected = f"and sin of equal shape that end in {turned} (or {turned // 2}, one for each pair)"
+        found = f"{tuple(cos.shape)} and {tuple(sin.shape)} for an input of {length} features"
+        raise given.wrong("cos", expected, found, "Pass rotary_dim where not all of them are turned")
+    given.broadcasts("cos", cos[..., 0], input.shape[:-1], "the rows of input, ")
+
+
+@remembered
+def _check_alibi(slopes: Any, queries: Any, keys: Any) -> None:
+    given = Arguments("alibi")
+    given.tensor("slopes", slopes, "H")
+    given.number("keys", keys, 0, whole=True)
+    given.number("queries", queries, 0, keys, whole=True)
+
+
+@remembered
+def _check_linear(input: Any, weight: Any, bias: Any) -> None:
+    _check_projection(Arguments("linear"), input, weight, bias)
+
+
+def _check_projection(given: Arguments, input: Any, weight: Any, bias: Any) -> None:
+    given.tensor("input", input, "... I")
+    given.tensor("weight", weight, "O I")
+    given.tensor("bias", bias, "O", optional=True)
+    if not torch.is_autocast_enabled(input.device.type):
+        given.equal_dtypes("weight", weight, "input", input)
+        if bias is not None:
+            given.equal_dtypes("bias", bias, "input", input)
+
+
+@remembered
+def _check_embedding(input: Any, weight: Any, padding_idx: Any) -> None:
+    given = Arguments("embedding")
+    given.tensor("input", input, kind="index")
+    given.tensor("weight", weight, "V D")
+    rows = weight.shape[0]
+    given.number("padding_idx", padding_idx, -rows, rows - 1, whole=True, optional=True)
+
+
+@remembered
+def _check_mlp(
+    input: Any, gate: Any, up: Any, down: Any, activation: Any, gate_bias: Any, up_bias: Any, down_bias: Any
+) -> None:
+    given = Arguments("mlp_fused")
+    given.one_of("activation", activation, list(ACTIVATIONS))
+    given.tensor("input", input, "... I")
+    given.tensor("gate_weight", gate, "H I")
+    given.tensor("up_weight", up, "H I", optional=True)
+    given.tensor("down_weight", down, "O H")
+    given.tensor("gate_bias", gate_bias, "H", optional=True)
+    given.tensor("up_bias", up_bias, "H", optional=True)
+    given.tensor("down_bias", down_bias, "O", optional=True)
+    if up is None and up_bias is not None:
+        raise given.wrong("up_bias", "with up_weight", "it alone", "Leave it out")
+    if not torch.is_autocast_enabled(input.device.type):
+        others = {"gate_weight": gate, "up_weight": up, "down_weight": down}
+        others |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+        for name, each in others.items():
+            if each is not None:
+                given.equal_dtypes(name, each, "input", input)
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
@@ -255,9 +344,11 @@ def _norm(
 ) -> torch.Tensor:
     own = partial(_own_norm, shape=shape, eps=eps, is_centred=is_centred)
     given = [each for each in (input, weight, bias) if each is not None]
-    is_alike = all(each.device == input.device and each.is_floating_point() for each in given)
-    has_choice = is_alike and 0 not in input.shape and not _is_traced(input, weight, bias)
-    if not has_choice or not eager.has_choice("norm", input.device.type):
+    is_floating = all(each.is_floating_point() for each in given)
+    has_choice = (
+        is_floating and is_plain(*given) and 0 not in input.shape and eager.has_choice("norm", input.device.type)
+    )
+    if not has_choice:
         return own(input, weight, bias)
     hidden = math.prod(shape)
     wide = reduce(torch.promote_types, (each.dtype for each in given), torch.float32)
@@ -316,19 +407,6 @@ def _through(
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
-def _is_traced(*given: torch.Tensor | None) -> bool:
-    """Whether a compiler or a transform looks on, or a tensor is of a kind that only PyTorch's own functions know."""
-    is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-    is_plain = all(type(each) in _PLAIN for each in given if each is not None)
-    return torch.compiler.is_dynamo_compiling() or is_transformed or not is_plain
-
-
-def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Whether a shape can be broadcast to another one."""
-    pairs = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(own in (1, other) for own, other in pairs)
-
-
 def _guarded(kernel_id: str, run: Callable[..., Any], own: Callable[..., Any], *operands: Any) -> torch.Tensor:
     """A kernel that is retired if it fails; the call is then completed by PyTorch's own."""
 
@@ -339,18 +417,3 @@ def _guarded(kernel_id: str, run: Callable[..., Any], own: Callable[..., Any], *
     enabled = policy.current().settings.fallback_enabled
     result: torch.Tensor = health.guarded(kernel_id, run, complete, *operands, fallback_enabled=enabled)
     return result
-
-
-def _check_floating(function: str, name: str, given: torch.Tensor) -> None:
-    if not given.is_floating_point():
-        raise ValueError(
-            f"lz.{function}: expected {name} of floating-point numbers, received {given.dtype}. Cast it, as by .float()"
-        )
-
-
-def _check_weight(function: str, name: str, weight: torch.Tensor | None, shape: Sequence[int]) -> None:
-    if weight is not None and tuple(weight.shape) != tuple(shape):
-        raise ValueError(
-            f"lz.{function}: expected {name} of shape {tuple(shape)}, received {tuple(weight.shape)}. "
-            "Give one number for each element of a row"
-        )

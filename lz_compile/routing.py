@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from lz_compile.errors import TransformUnsupportedError
-from lz_compile.lowering.ops.routing import VARIANTS, Arm, RoutingAttrs, RoutingFacts, reference
+from lz_compile.arguments import PLAIN
+from lz_compile.errors import ArgumentError, TransformUnsupportedError
+from lz_compile.lowering.ops.routing import Arm, RoutingAttrs, RoutingFacts, reference
 from lz_compile.routing_operands import Adapter, Rollouts
 from lz_compile.routing_record import RoutingRecord
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import eager, fingerprint, health, policy
 
 __all__ = ["RoutingRecord", "routed_adapter"]
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def routed_adapter(
@@ -77,7 +76,7 @@ def routed_adapter(
         weight: of the layer itself; by default the layer is no part of this.
         bias: of the layer.
         base: anything to add, such as the value of the layer where it was computed before.
-        threshold: of the cosine.
+        threshold: of the cosine, a finite number.
         record: is told by every backward what it did.
 
     Shapes:
@@ -86,14 +85,14 @@ def routed_adapter(
         bias ``[E]``. The base and the result are shaped like x, with E at the end.
 
     Raises:
-        ValueError: the tensors do not fit together, or what an arm needs is missing.
+        ArgumentError: the tensors do not fit together, what an arm needs is missing, or the threshold is no finite number.
         TransformUnsupportedError: it is the arm ``grad``, or has a record, in a transform of ``torch.func``.
         DoubleBackwardError: (in backward) a graph of the gradients is asked for.
     """
-    if arm not in VARIANTS:
-        raise ValueError(f"lz.routed_adapter: no arm '{arm}'; valid are {', '.join(VARIANTS)}")
     adapter = Adapter(x, Vh, U, delta_S, A_q, B_q, v, weight, bias, base)
-    adapter.check(arm)
+    adapter.check(arm, threshold)
+    if record is not None and not isinstance(record, RoutingRecord):
+        raise ArgumentError("routed_adapter", "record", "as an lz.RoutingRecord", type(record).__name__)
     tokens = Rollouts.of(x, rollouts, cu_seqlens, num_rollouts, is_needed=arm == "grad" or record is not None)
     leaf = None if record is None else record.leaf(tokens.number, delta_S.shape[0], x.device)
     attrs = RoutingAttrs(
@@ -110,7 +109,7 @@ def routed_adapter(
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling():
         out: torch.Tensor = torch.ops.layerzero.routing.default(*given, *_fields(attrs), fingerprint.traced_source())
-    elif any(type(each) not in _PLAIN for each in given if isinstance(each, torch.Tensor)):
+    elif any(type(each) not in PLAIN for each in given if isinstance(each, torch.Tensor)):
         out = _own(*given, attrs=attrs)
     else:
         out = _selected(given, attrs)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from lz_compile.arguments import Arguments, is_plain, remembered
 from lz_compile.lowering.routing_function import is_autocast
 
-_INTEGERS = (torch.int32, torch.int64)
+_FUNCTION = "routed_adapter"
 
 
 class Adapter(NamedTuple):
@@ -26,57 +27,13 @@ class Adapter(NamedTuple):
     bias: torch.Tensor | None
     base: torch.Tensor | None
 
-    def check(self, arm: str) -> None:
+    def check(self, arm: str, threshold: float) -> None:
         """Refuse what is no adapter, before anything is computed.
 
         Raises:
-            ValueError: shapes, dtypes or devices do not fit, or the arm has no direction.
+            ArgumentError: shapes, dtypes or devices do not fit, the arm has no direction, or the threshold is no number.
         """
-        if self.x.dim() not in (2, 3):
-            raise ValueError(
-                f"lz.routed_adapter: expected x [G, s, D] or [tokens, D], received {tuple(self.x.shape)}. Flatten it"
-            )
-        sizes = {"D": self.x.shape[-1], "R": self.delta_S.numel(), "Q": self.A_q.shape[0], "E": self.U.shape[0]}
-        # Tables stand in functions: compiled code would check every entry of a module's at each call.
-        shapes = {
-            "Vh": "RD", "U": "ER", "delta_S": "R", "A_q": "QD", "B_q": "EQ", "v": "R", "weight": "ED", "bias": "E",
-        }  # fmt: skip
-        for name, dims in shapes.items():
-            self._check_shape(name, getattr(self, name), tuple(sizes[dim] for dim in dims), dims)
-        self._check_shape("base", self.base, (*self.x.shape[:-1], sizes["E"]), "as x, with E at the end")
-        if arm != "none" and self.v is None:
-            raise ValueError(
-                f"lz.routed_adapter: the arm '{arm}' compares with a direction: expected v [R], received none"
-            )
-        self._check_kinds()
-
-    def _check_shape(self, name: str, tensor: torch.Tensor | None, wanted: tuple[int, ...], dims: str) -> None:
-        if tensor is not None and tuple(tensor.shape) != wanted:
-            raise ValueError(
-                f"lz.routed_adapter: expected {name} of shape {wanted} ({dims}), received {tuple(tensor.shape)}. "
-                "D and E are the layer's sizes, R and Q the ranks"
-            )
-
-    def _check_kinds(self) -> None:
-        is_cast = is_autocast(self.x)
-        multiplied = ("Vh", "U", "A_q", "B_q", "weight", "bias")
-        for name in ("x", *multiplied, "delta_S", "v", "base"):
-            tensor = getattr(self, name)
-            if tensor is None:
-                continue
-            if not tensor.is_floating_point():
-                raise ValueError(
-                    f"lz.routed_adapter: expected {name} of floating-point numbers, received {tensor.dtype}. Cast it"
-                )
-            if tensor.device != self.x.device:
-                raise ValueError(
-                    f"lz.routed_adapter: expected {name} on {self.x.device} as x is, received {tensor.device}. Move it"
-                )
-            if tensor.dtype != self.x.dtype and name in multiplied and not is_cast:
-                raise ValueError(
-                    f"lz.routed_adapter: expected {name} in the dtype of x, {self.x.dtype}, received {tensor.dtype}. Cast "
-                    "one of them, or call it under torch.autocast"
-                )
+        _check_adapter(*self, arm, threshold)
 
     def result_dtype(self) -> torch.dtype:
         """That of the products, or the wider one of the base."""
@@ -84,6 +41,48 @@ class Adapter(NamedTuple):
         if is_autocast(self.x) and found != torch.float64:
             found = torch.get_autocast_dtype(where)
         return found if self.base is None else torch.promote_types(found, self.base.dtype)
+
+
+@remembered
+def _check_adapter(
+    x: Any,
+    vh: Any,
+    u: Any,
+    delta: Any,
+    a_q: Any,
+    b_q: Any,
+    v: Any,
+    weight: Any,
+    bias: Any,
+    base: Any,
+    arm: Any,
+    threshold: Any,
+) -> None:
+    given = Arguments(_FUNCTION)
+    given.one_of("arm", arm, ("none", "grad", "act"))
+    given.number("threshold", threshold)
+    given.tensor("x", x, "... D")
+    if x.dim() not in (2, 3):
+        raise given.wrong("x", "[G, s, D] or [tokens, D]", tuple(x.shape), "Flatten it")
+    given.tensor("delta_S", delta, "R")
+    given.tensor("Vh", vh, "R D")
+    given.tensor("U", u, "E R")
+    given.tensor("A_q", a_q, "Q D")
+    given.tensor("B_q", b_q, "E Q")
+    if arm != "none" and v is None:
+        raise given.wrong(
+            "v", f"[R], the direction that the arm '{arm}' compares with", "none", "Give it, or the arm 'none'"
+        )
+    given.tensor("v", v, "R", optional=True)
+    given.tensor("weight", weight, "E D", optional=True)
+    given.tensor("bias", bias, "E", optional=True)
+    given.tensor("base", base, "... E", optional=True)
+    if base is not None and base.shape[:-1] != x.shape[:-1]:
+        raise given.wrong("base", f"of shape {(*x.shape[:-1], u.shape[0])}, as x, with E at the end", tuple(base.shape))
+    if not is_autocast(x):
+        for name, each in (("Vh", vh), ("U", u), ("A_q", a_q), ("B_q", b_q), ("weight", weight), ("bias", bias)):
+            if each is not None:
+                given.equal_dtypes(name, each, "x", x)
 
 
 class Rollouts(NamedTuple):
@@ -108,54 +107,55 @@ class Rollouts(NamedTuple):
         Raises:
             ValueError: they say nothing where something is needed, or say it twice, or of other tokens.
         """
+        given = Arguments(_FUNCTION)
+        if num_rollouts is not None:
+            given.number("num_rollouts", num_rollouts, 0, whole=True)
         if rollouts is not None and cu_seqlens is not None:
-            raise ValueError("lz.routed_adapter: expected rollouts or cu_seqlens, received both. Leave one of them out")
+            raise given.wrong("rollouts", "or cu_seqlens", "both", "Leave one of them out")
         if cu_seqlens is not None:
             return cls._packed(x, cu_seqlens, num_rollouts)
         if isinstance(rollouts, torch.Tensor):
             return cls._numbered(x, rollouts, num_rollouts)
         if num_rollouts is not None:
-            raise ValueError("lz.routed_adapter: num_rollouts goes with the number of a rollout for every token")
+            expected = "with the number of a rollout for every token"
+            raise given.wrong("num_rollouts", expected, num_rollouts, "Leave it out, or give rollouts as a tensor")
         if rollouts is not None:
             return cls._uniform(x, rollouts)
         if x.dim() == 3:
             return cls(x.shape[0], x.shape[1], None)
         if is_needed:
-            raise ValueError(
-                f"lz.routed_adapter: the unit of routing is the rollout, and x {tuple(x.shape)} does not say where one "
-                "ends: expected rollouts=(G, s), a number for each token, or cu_seqlens, received none. Tokens that are "
-                "flagged one by one scatter: about half of those of a clean rollout pass by noise"
-            )
+            expected = "as (G, s), a number for each token, or cu_seqlens"
+            why = f"the unit of routing is the rollout, and x {tuple(x.shape)} does not say where one ends"
+            advice = "Tokens that are flagged one by one scatter: about half of those of a clean rollout pass by noise"
+            raise given.wrong("rollouts", expected, f"none: {why}", advice)
         return cls(1, x.shape[0], None)
 
     @classmethod
     def _uniform(cls, x: torch.Tensor, rollouts: Sequence[int] | int) -> Rollouts:
-        sizes = (rollouts,) if isinstance(rollouts, int) else tuple(rollouts)
+        sizes = (rollouts,) if not isinstance(rollouts, (list, tuple)) else tuple(rollouts)
         flat = x.shape[1:2] if x.dim() == 3 and x.shape[0] == 1 else x.shape[:-1]
-        fits = len(sizes) == 2 and (tuple(x.shape[:-1]) == sizes or tuple(flat) == (sizes[0] * sizes[1],))
+        are_sizes = len(sizes) == 2 and all(isinstance(size, (int, torch.SymInt)) for size in sizes)
+        fits = are_sizes and (tuple(x.shape[:-1]) == sizes or tuple(flat) == (sizes[0] * sizes[1],))
         if not fits:
-            raise ValueError(
-                f"lz.routed_adapter: expected x of rollouts {rollouts}, as (G, s), received {tuple(x.shape)}. Give "
-                "rollouts=(G, s) as they are, or for rollouts of different lengths a number for each token, or cu_seqlens"
-            )
+            expected = f"as (G, s), of as many tokens as x {tuple(x.shape)} has"
+            advice = "For rollouts of different lengths give a number for each token, or cu_seqlens"
+            raise Arguments(_FUNCTION).wrong("rollouts", expected, rollouts, advice)
         return cls(sizes[0], sizes[1], None)
 
     @classmethod
     def _packed(cls, x: torch.Tensor, cu_seqlens: torch.Tensor, num_rollouts: int | None) -> Rollouts:
-        _check_integers("cu_seqlens", cu_seqlens)
+        given = Arguments(_FUNCTION)
+        given.tensor("x", x)
+        given.tensor("cu_seqlens", cu_seqlens, kind="index", anywhere=True)
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0 or (x.dim() == 3 and x.shape[0] != 1):
-            raise ValueError(
-                f"lz.routed_adapter: expected cu_seqlens [G + 1] of packed tokens [tokens, D], received "
-                f"{tuple(cu_seqlens.shape)} and {tuple(x.shape)}. Pack the rollouts one behind the other"
-            )
+            expected = "[G + 1] of packed tokens [tokens, D]"
+            found = f"{tuple(cu_seqlens.shape)} and {tuple(x.shape)}"
+            raise given.wrong("cu_seqlens", expected, found, "Pack the rollouts one behind the other")
         size, count = x.shape[-2], cu_seqlens.shape[0] - 1
         if num_rollouts is not None and num_rollouts != count:
-            raise ValueError(
-                f"lz.routed_adapter: expected num_rollouts {count}, as cu_seqlens has them, received {num_rollouts}. Leave "
-                "it out"
-            )
-        if _is_readable(cu_seqlens):
-            _check_bounds(cu_seqlens.tolist(), size)
+            raise given.wrong("num_rollouts", f"{count}, as cu_seqlens has them", num_rollouts, "Leave it out")
+        if is_plain(cu_seqlens) and cu_seqlens.device.type == "cpu":
+            _check_bounds(given, cu_seqlens.tolist(), size)
         steps = torch.arange(size, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
         ends = cu_seqlens[1:].contiguous()
         ids = torch.bucketize(steps, ends, out_int32=True, right=True)
@@ -163,19 +163,17 @@ class Rollouts(NamedTuple):
 
     @classmethod
     def _numbered(cls, x: torch.Tensor, ids: torch.Tensor, num_rollouts: int | None) -> Rollouts:
-        _check_integers("rollouts", ids)
+        given = Arguments(_FUNCTION)
+        given.tensor("x", x)
+        given.tensor("rollouts", ids, kind="index", anywhere=True)
         size = x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
         if ids.shape != x.shape[:-1]:
-            raise ValueError(
-                f"lz.routed_adapter: expected a number of a rollout for each token, {tuple(x.shape[:-1])}, received "
-                f"{tuple(ids.shape)}. Repeat it for the tokens of a rollout"
-            )
+            expected = f"as a number for each token, {tuple(x.shape[:-1])}"
+            raise given.wrong("rollouts", expected, tuple(ids.shape), "Repeat it for the tokens of a rollout")
         count = size if num_rollouts is None else num_rollouts
-        if _is_readable(ids) and ids.numel() and int(ids.max()) >= count:
-            raise ValueError(
-                f"lz.routed_adapter: expected numbers of rollouts below {count}, received {int(ids.max())}. Number them "
-                "from zero, or give num_rollouts"
-            )
+        if is_plain(ids) and ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= count:
+            advice = "Number them from zero, or give num_rollouts"
+            raise given.wrong("rollouts", f"as numbers of rollouts below {count}", int(ids.max()), advice)
         return cls(count, size, ids.reshape(-1).to(x.device))
 
     def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -185,22 +183,8 @@ class Rollouts(NamedTuple):
         return tensor.reshape(self.number, self.length, tensor.shape[-1])
 
 
-def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether the numbers in a tensor may be looked at: no device has to be waited for, and nothing is traced."""
-    return tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
-
-
-def _check_bounds(bounds: list[int], size: int) -> None:
+def _check_bounds(given: Arguments, bounds: list[int], size: int) -> None:
     if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > size:
-        raise ValueError(
-            f"lz.routed_adapter: expected cu_seqlens to rise from 0 to {size}, the number of tokens, or less, received "
-            f"{bounds if len(bounds) < 20 else [*bounds[:9], '...', *bounds[-9:]]}. Give where each rollout begins, and at "
-            "last where the last one ends"
-        )
-
-
-def _check_integers(name: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in _INTEGERS:
-        raise ValueError(
-            f"lz.routed_adapter: expected {name} in int32 or int64, received {tensor.dtype}. Cast it, as by .long()"
-        )
+        shown = bounds if len(bounds) < 20 else [*bounds[:9], "...", *bounds[-9:]]
+        advice = "Give where each rollout begins, and at last where the last one ends"
+        raise given.wrong("cu_seqlens", f"to rise from 0 to {size}, the number of tokens, or less", shown, advice)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lz_compile.arguments import Arguments
+from lz_compile.errors import ArgumentError
 from lz_compile.lowering.ops.routing import COLUMNS
 
 
@@ -26,6 +28,9 @@ class RoutingRecord:
     """
 
     def __init__(self, num_rollouts: int, rank: int | None = None, *, device: torch.device | str | None = None) -> None:
+        given = Arguments("RoutingRecord")
+        given.number("num_rollouts", num_rollouts, 0, whole=True)
+        given.number("rank", rank, 0, whole=True, optional=True)
         self.num_rollouts, self.rank = num_rollouts, rank
         self._figures: torch.Tensor | None = None
         width = len(COLUMNS) + (rank or 0)
@@ -40,14 +45,16 @@ class RoutingRecord:
         """What a call takes along.
 
         Raises:
-            ValueError: it is a call of other sizes, or on another device.
+            ArgumentError: it is a call of other sizes, or on another device.
         """
         own = (self.num_rollouts, rank if self.rank is None else self.rank)
         if own != (num_rollouts, rank) or self._leaf.device != device:
-            raise ValueError(
-                f"lz.routed_adapter: expected a record of {num_rollouts} rollouts and rank {rank} on {device}, received "
-                f"one of {self.num_rollouts} and {self.rank} on {self._leaf.device}. Make lz.RoutingRecord({num_rollouts}, "
-                f"{rank}, device='{device}')"
+            raise ArgumentError(
+                "routed_adapter",
+                "record",
+                f"of {num_rollouts} rollouts and rank {rank} on {device}",
+                f"one of {self.num_rollouts} and {self.rank} on {self._leaf.device}",
+                f"Make lz.RoutingRecord({num_rollouts}, {rank}, device='{device}')",
             )
         return self._leaf
 
@@ -95,6 +102,9 @@ class RoutingRecord:
         Shapes:
             unwanted ``[G]``, boolean; the result has no dimensions.
         """
+        given = Arguments("RoutingRecord.leakage")
+        given.tensor("unwanted", unwanted, "G", "boolean")
+        given.broadcasts("unwanted", unwanted, (self.num_rollouts,))
         of_unwanted = unwanted.to(self._leaf.device)
         passed, whole = (torch.where(of_unwanted, each, 0.0).sum() for each in (self.passed_norms, self.norms))
         return passed / whole

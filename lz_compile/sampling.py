@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from lz_compile.arguments import Arguments
 from lz_compile.domains.mask import DomainMask
 from lz_compile.domains.soft import DomainScore
-from lz_compile.errors import ConstraintError
-from lz_compile.lowering.ops.sampling import OPERANDS, Result, SamplingAttrs, SamplingFacts
-from lz_compile.lowering.token_bits import pack, word_count
+from lz_compile.errors import TokenArgumentError
+from lz_compile.lowering.ops.sampling import OPERANDS, Result, SamplingAttrs, SamplingFacts, mixed_seed
+from lz_compile.lowering.token_bits import pack, unpack, word_count
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import eager, fingerprint, health, policy
 
@@ -27,6 +28,10 @@ __all__ = ["apply_token_bitmask", "domain_fusion", "sample", "sample_topk", "sam
 #: A number for all rows, or one for each.
 PerRow = float | torch.Tensor
 _MOST_SEED = 2**63 - 1
+#: Temperatures above zero: colder or hotter ones make finite scores infinite, or all equal.
+TEMPERATURES = (1e-6, 1e6)
+#: The seeds of rows differ by multiples of this, which 62 bits hold.
+_ROW = 0x2545F491
 _MOST_WEIGHT = torch.finfo(torch.float32).max
 
 
@@ -50,13 +55,14 @@ def sample(
 
     Args:
         logits: floating point.
-        temperature: 0 takes the likeliest token.
+        temperature: 0 takes the likeliest token; others are from 1e-6 to 1e6.
         top_k: 0 keeps all.
         top_p: above 0; 1 keeps all.
         min_p: from 0 to 1.
         bitmask: bit ``t % 32`` of word ``t // 32`` allows token ``t``.
         bias: added to the logits.
-        seeds: of the draws, one for each row; a number counts up from row to row. By default they are drawn.
+        seeds: of the draws, one for each row, used as they are; from a number, such as that of a step, the seeds of rows are
+            mixed, so that two numbers have none in common. By default they are drawn.
         generator: that draws seeds, by default that of PyTorch (``torch.manual_seed``).
 
     Shapes:
@@ -64,16 +70,15 @@ def sample(
         ``[..., ceil(V / 32)]`` int32; bias ``[V]`` or ``[..., V]``; seeds ``[...]`` int64; the result ``[...]`` int32.
 
     Raises:
-        ConstraintError: shapes or ranges do not fit; or (on a CPU, where it is not compiled) a row has no token to draw, or
-            NaN or plus infinity among its logits. On other devices, and compiled, its token is -1.
+        TokenArgumentError: (a ConstraintError) shapes or ranges do not fit; or (on a CPU, where it is not compiled) a row has
+            no token to draw, or NaN or plus infinity among its logits. On other devices, and compiled, its token is -1.
 
     **Source** Gumbel-max: Yellott, 1977; top-p: Holtzman et al., 2020; min-p: Nguyen et al., 2024.
     """
     operands = _Operands("sample", logits)
     operands.add_limits(temperature, top_k, top_p, min_p)
     operands.add_constraints(bitmask, bias)
-    operands.add_seeds(seeds, generator)
-    return operands.run("ids")
+    return operands.drawn(seeds, generator)
 
 
 def sample_topk(
@@ -92,7 +97,9 @@ def sample_topk(
     Raises:
         ConstraintError: as :func:`sample`.
     """
-    return sample(logits, top_k=k, temperature=temperature, seeds=seeds, generator=generator)
+    operands = _Operands("sample_topk", logits, {"top_k": "k"})
+    operands.add_limits(temperature, k, 1.0, 0.0)
+    return operands.drawn(seeds, generator)
 
 
 def sample_topp(
@@ -111,7 +118,9 @@ def sample_topp(
     Raises:
         ConstraintError: as :func:`sample`.
     """
-    return sample(logits, top_p=p, temperature=temperature, seeds=seeds, generator=generator)
+    operands = _Operands("sample_topp", logits, {"top_p": "p"})
+    operands.add_limits(temperature, 0, p, 0.0)
+    return operands.drawn(seeds, generator)
 
 
 def sampling_probs(
@@ -180,27 +189,31 @@ def domain_fusion(
         ConstraintError: shapes or vocabularies do not fit, a domain is given twice or is of the wrong tier, there is not a
             finite weight for each score, or (on a CPU, where it is not compiled) a score is not within -1 and 1.
     """
-    doing = "domain_fusion"
-    operands = _Operands(doing, logits)
-    _check_opinions(doing, hard, soft)
+    operands = _Operands("domain_fusion", logits)
+    given, vocab = operands.arguments, logits.shape[-1]
+    _check_opinions(given, hard, soft)
+    if weights is not None and not isinstance(weights, (list, tuple, torch.Tensor)):
+        raise given.wrong("weights", "as a list of numbers or a tensor", type(weights).__name__)
+    if isinstance(weights, torch.Tensor):
+        given.tensor("weights", weights, "S", "real", anywhere=True)
     factors = [1.0] * len(soft) if weights is None else list(weights)
     if len(factors) != len(soft):
-        raise _error(doing, f"a weight for each of {len(soft)} scores", f"{len(factors)}")
+        raise given.wrong("weights", f"as one for each of {len(soft)} scores", f"{len(factors)}")
     for factor in factors:
-        _check_number(doing, "a finite weight", factor, least=-math.inf)
-    _check_number(doing, "a finite temperature above 0", temperature, least=0.0)
+        _check_number(given, "weights", factor)
+    _check_number(given, "temperature", temperature, 0.0, above=True)
     bias: torch.Tensor | None = None
     for each, factor in zip(soft, factors, strict=True):
         score = each.scores if isinstance(each, DomainScore) else each
         if isinstance(each, torch.Tensor):
-            _check_scores(doing, each)
+            _check_scores(given, each, vocab)
         weight = (factor * each.weight if isinstance(each, DomainScore) else factor) / temperature
-        _check_number(doing, "weight / temperature that is finite in float32", weight, least=-math.inf)
+        _check_number(given, "weights / temperature", weight)
         part = score.to(logits.device, torch.promote_types(score.dtype, torch.float32)) * weight
         bias = part if bias is None else bias + part
     words: torch.Tensor | None = None
     for mask in hard:
-        own = operands.words_of(mask)
+        own = operands.words_of(mask, "hard")
         words = own if words is None else words & own
     operands.add_constraints(words, bias)
     return operands.run("scores", logits.dtype)
@@ -210,13 +223,14 @@ def domain_fusion(
 
 
 class _Operands:
-    """Canonical operands of a sampling over logits ``[..., V]``, checked as they are given."""
+    """Canonical operands of a sampling over logits ``[..., V]``, checked as they are given; some have ``aliases``."""
 
-    def __init__(self, doing: str, logits: torch.Tensor) -> None:
-        if not logits.is_floating_point() or not logits.dim() or not logits.shape[-1]:
-            found = f"{logits.dtype} of shape {list(logits.shape)}"
-            raise _error(doing, "floating-point logits [..., V] over at least one token", found)
-        self._doing = doing
+    def __init__(self, doing: str, logits: torch.Tensor, aliases: Mapping[str, str] | None = None) -> None:
+        self._aliases = aliases or {}
+        self.arguments = Arguments(doing, TokenArgumentError)
+        self.arguments.tensor("logits", logits, "... V")
+        if not logits.shape[-1]:
+            raise self.arguments.wrong("logits", "[..., V] over at least one token", tuple(logits.shape))
         self._rows = logits.shape[:-1]
         self._vocab = logits.shape[-1]
         self._given: dict[str, torch.Tensor] = {"logits": logits.reshape(-1, self._vocab)}
@@ -227,28 +241,54 @@ class _Operands:
 
     def add_limits(self, temperature: PerRow, top_k: int | torch.Tensor, top_p: PerRow, min_p: PerRow) -> None:
         """Temperature and what is kept; what changes nothing is left out."""
-        self._add("temperature", temperature, torch.float32, unless=1.0, least=0.0, most=math.inf)
+        if isinstance(temperature, torch.Tensor):
+            self.arguments.tensor("temperature", temperature, kind="real", anywhere=True)
+        if not isinstance(temperature, torch.Tensor) or _may_be_out(temperature, *TEMPERATURES):
+            self._check_temperature(temperature)
+        self._add("temperature", temperature, torch.float32, unless=1.0, least=0.0, most=TEMPERATURES[1])
         self._add("top_k", top_k, torch.int32, unless=0, least=0, most=2**31 - 1)
-        self._add("top_p", top_p, torch.float32, unless=1.0, least=5e-324, most=1.0)
+        self._add("top_p", top_p, torch.float32, unless=1.0, least=0.0, most=1.0, above=True)
         self._add("min_p", min_p, torch.float32, unless=0.0, least=0.0, most=1.0)
 
-    def _add(self, name: str, value: PerRow, dtype: torch.dtype, *, unless: float, least: float, most: float) -> None:
+    def _check_temperature(self, temperature: PerRow) -> None:
+        """Refuse what makes finite scores infinite; zero is another thing."""
+        least, most = TEMPERATURES
+        found: Any = temperature
+        if isinstance(temperature, torch.Tensor):
+            out = temperature[(temperature != 0) & ~((temperature >= least) & (temperature <= most))]
+            if not out.numel():
+                return
+            found = float(out.flatten()[0])
+        elif not isinstance(temperature, (int, float)) or temperature == 0 or least <= temperature <= most:
+            return  # of another type: the next check says so
+        raise self.arguments.wrong("temperature", f"as 0, or from {least:g} to {most:g}", found)
+
+    def _add(
+        self,
+        name: str,
+        value: PerRow,
+        dtype: torch.dtype,
+        *,
+        unless: float,
+        least: float,
+        most: float,
+        above: bool = False,
+    ) -> None:
+        given, shown = self.arguments, self._aliases.get(name, name)
         if isinstance(value, torch.Tensor):
+            given.tensor(shown, value, kind="integer" if name == "top_k" else "real", anywhere=True)
             if value.dim() and tuple(value.shape) != tuple(self._rows):
-                raise _error(self._doing, f"{name} as a number or of shape {list(self._rows)}", f"{list(value.shape)}")
-            if name == "top_k" and (value.is_floating_point() or value.dtype == torch.bool):
-                raise _error(self._doing, "top_k of integers", f"{value.dtype}")
-            low, high = _range(value, unknown=(least, most))
-            if not (least <= low and high <= most):  # also where they are NaN
-                expected = "above 0, up to 1" if name == "top_p" else f"from {least:g} to {most:g}"
-                raise _error(self._doing, f"{name} {expected}", f"{low:g} to {high:g}")
+                raise given.wrong(shown, f"as a number or of shape {list(self._rows)}", list(value.shape))
+            low, high = _range(value, unknown=(unless, unless))
+            if not (least <= low and high <= most) or (above and low == least):  # also where they are NaN
+                for number in (low, high):
+                    found = int(number) if name == "top_k" else number
+                    given.number(shown, found, least, most, above=above, whole=name == "top_k")
+                raise given.wrong(shown, "without NaN", f"{low:g} to {high:g}")
             self._given[name] = value.to(self._logits.device, dtype).reshape(-1)
-        elif not least <= value <= most:
-            expected = "above 0, up to 1" if name == "top_p" else f"from {least:g} to {most:g}"
-            raise _error(self._doing, f"{name} {expected}", f"{value}")
-        elif name == "top_k" and value != int(value):
-            raise _error(self._doing, "a whole top_k", f"{value}")
-        elif value != unless:
+            return
+        given.number(shown, value, least, most, above=above, whole=name == "top_k")
+        if value != unless:
             self._given[name] = torch.full((1,), value, dtype=dtype, device=self._logits.device)
 
     def add_constraints(self, bitmask: torch.Tensor | None, bias: torch.Tensor | None) -> None:
@@ -256,46 +296,35 @@ class _Operands:
         if bitmask is not None:
             self._given["bitmask"] = self.words_of(bitmask)
         if bias is not None:
-            if not bias.is_floating_point():
-                raise _error(self._doing, "a floating-point bias", f"{bias.dtype}")
-            self._given["bias"] = self._by_row("bias", bias, self._vocab)
+            self.arguments.tensor("bias", bias, anywhere=True)
+            self._given["bias"] = self._by_row("bias", "", bias, self._vocab)
 
-    def words_of(self, mask: torch.Tensor | DomainMask) -> torch.Tensor:
+    def words_of(self, mask: torch.Tensor | DomainMask, name: str = "bitmask") -> torch.Tensor:
         """A mask as words ``[N or 1, W]``."""
+        given = self.arguments
         if isinstance(mask, DomainMask) and mask.vocab_size != self._vocab:
             found = f"one of {mask.vocab_size} for {mask.domain.name}"
-            raise _error(self._doing, f"a mask of {self._vocab} tokens", found)
+            raise given.wrong(name, f"as a mask of {self._vocab} tokens", found)
         words = mask.words if isinstance(mask, DomainMask) else mask
+        given.tensor(name, words, kind="real", anywhere=True)
         if words.dtype == torch.bool:
-            words = pack(self._by_row("a boolean mask", words, self._vocab))
+            words = pack(self._by_row(name, "of booleans, ", words, self._vocab))
         if words.dtype != torch.int32:
-            raise _error(self._doing, "a mask of int32 words or booleans", f"{words.dtype}")
-        return self._by_row("a mask of words", words, word_count(self._vocab))
+            raise given.wrong(name, "of int32 words or booleans", words.dtype, "Cast it, as by .bool()")
+        return self._by_row(name, "of words, ", words, word_count(self._vocab))
 
-    def _by_row(self, name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
+    def _by_row(self, name: str, what: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
         """``[N, width]``, or ``[1, width]`` for all rows."""
         shape = tuple(tensor.shape)
         if shape not in {(width,), (1, width), (*self._rows, width)}:
-            expected = f"{name} of shape {[width]} or {[*self._rows, width]}"
-            raise _error(self._doing, expected, f"{list(shape)}")
+            expected = f"{what}of shape {[width]} or {[*self._rows, width]}"
+            raise self.arguments.wrong(name, expected, list(shape))
         return tensor.to(self._logits.device).reshape(-1, width)
 
-    def add_seeds(self, seeds: torch.Tensor | int | None, generator: torch.Generator | None) -> None:
-        """A seed for each row."""
-        rows, device = self._logits.shape[0], self._logits.device
-        if seeds is None:
-            own = device if generator is None else generator.device
-            drawn = torch.randint(0, _MOST_SEED, (rows,), generator=generator, device=own)
-            self._given["seeds"] = drawn.to(device)
-        elif isinstance(seeds, int):
-            self._given["seeds"] = torch.arange(rows, device=device) + seeds
-        elif not isinstance(seeds, torch.Tensor):
-            raise _error(self._doing, "seeds as a whole number or a tensor", f"{seeds!r}")
-        elif tuple(seeds.shape) != tuple(self._rows) or seeds.dtype not in (torch.int64, torch.int32):
-            found = f"{seeds.dtype} of shape {list(seeds.shape)}"
-            raise _error(self._doing, f"int64 seeds of shape {list(self._rows)}", found)
-        else:
-            self._given["seeds"] = seeds.to(device, torch.int64).reshape(-1)
+    def drawn(self, seeds: torch.Tensor | int | None, generator: torch.Generator | None) -> torch.Tensor:
+        """A token for each row, by a seed for each."""
+        self._given["seeds"] = row_seeds(self.arguments, self._rows, seeds, generator, self._logits.device)
+        return self.run("ids")
 
     def run(self, result: Result, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The result, with the rows that were given."""
@@ -310,49 +339,114 @@ class _Operands:
             found = _selected(**given, result=result, out_dtype=out_dtype)
         if result != "ids":
             return found.reshape(*self._rows, self._vocab)
-        if not is_compiling and found.device.type == "cpu":
-            self._check_drawn(found)
+        if not is_compiling and found.device.type == "cpu" and found.numel() and int(found.min()) < 0:
+            raise self._not_drawn(found)
         return found.reshape(self._rows)
 
-    def _check_drawn(self, tokens: torch.Tensor) -> None:
+    def _not_drawn(self, tokens: torch.Tensor) -> TokenArgumentError:
+        """Which rows are no distribution, and why the first is none."""
         bad = (tokens < 0).nonzero().flatten().tolist()
-        if bad:
-            rows = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
-            found = f"none in row {rows}: NaN or infinite logits, or a mask that allows nothing"
-            raise _error(self._doing, "a token that can be drawn", found)
+        rows = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+        row = {
+            name: each if each.shape[0] == 1 and name != "logits" else each[bad[0] : bad[0] + 1]
+            for name, each in self._given.items()
+            if name in ("logits", "bitmask", "bias", "temperature")
+        }
+        allowed = unpack(row["bitmask"], self._vocab) if "bitmask" in row else torch.ones_like(row["logits"]).bool()
+        seen = row["logits"][allowed]
+        name, expected, found = "logits", "with a finite number for a token that is allowed", "minus infinity for all"
+        if not allowed.any():
+            name, expected, found = "bitmask", "that allows a token", "none"
+        elif seen.isnan().any() or (seen == math.inf).any():
+            expected, found = "without NaN and plus infinity where tokens are allowed", "NaN or infinite logits"
+        elif "bias" in row and not (row["bias"].expand_as(allowed)[allowed] < math.inf).all():
+            name, expected, found = "bias", "without NaN and plus infinity where tokens are allowed", "such"
+        elif (seen > -math.inf).any():
+            expected, found = (
+                "whose sum with bias, divided by temperature, is finite in float32",
+                f"{float(seen.max()):g}",
+            )
+        return self.arguments.wrong(name, expected, f"{found} in row {rows}", "There is no token to draw")
+
+
+def row_seeds(
+    given: Arguments,
+    rows: Sequence[Any],
+    seeds: torch.Tensor | int | None,
+    generator: torch.Generator | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """A seed ``[N]`` for each row: as they are, mixed from one number and the row's own, or drawn.
+
+    Raises:
+        ArgumentError: they are no seeds.
+    """
+    count = math.prod(rows)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise given.wrong("generator", "as a torch.Generator", type(generator).__name__)
+    if seeds is None:
+        own = device if generator is None else generator.device
+        return torch.randint(0, _MOST_SEED, (count,), generator=generator, device=own).to(device)
+    if isinstance(seeds, torch.Tensor):
+        given.tensor("seeds", seeds, kind="real", anywhere=True)
+        if tuple(seeds.shape) != tuple(rows) or seeds.dtype not in (torch.int64, torch.int32):
+            expected = f"as a whole number, or as int64 of shape {list(rows)}"
+            raise given.wrong("seeds", expected, f"{seeds.dtype} of shape {list(seeds.shape)}")
+        return seeds.to(device, torch.int64).reshape(-1)
+    if not isinstance(seeds, (int, torch.SymInt)) or isinstance(seeds, bool):
+        raise given.wrong("seeds", "as a whole number or a tensor of int64", repr(seeds)[:80])
+    if torch.compiler.is_compiling():  # a number that changes must not be compiled in
+        base: Any = mixed_seed(torch.full((), seeds, dtype=torch.int64, device=device))
+    elif -_MOST_SEED - 1 <= seeds <= _MOST_SEED:
+        base = mixed_seed(seeds)
+    else:
+        raise given.wrong("seeds", "as a whole number that int64 holds, from -2**63 to 2**63 - 1", seeds)
+    return torch.arange(count, device=device) * _ROW ^ base
 
 
 def _check_opinions(
-    doing: str, hard: Sequence[torch.Tensor | DomainMask], soft: Sequence[torch.Tensor | DomainScore]
+    given: Arguments, hard: Sequence[torch.Tensor | DomainMask], soft: Sequence[torch.Tensor | DomainScore]
 ) -> None:
     """Masks are hard, scores are soft, and a domain has one of them."""
     domains = []
-    for kind, given in ((DomainMask, hard), (DomainScore, soft)):
-        for each in given:
+    for name, kind, opinions in (("hard", DomainMask, hard), ("soft", DomainScore, soft)):
+        if not isinstance(opinions, (list, tuple)):
+            raise given.wrong(
+                name, f"as a list of tensors or {kind.__name__}", type(opinions).__name__, "Put it in a list"
+            )
+        for each in opinions:
             if isinstance(each, kind):
                 domains.append(each.domain)
             elif not isinstance(each, torch.Tensor):
-                raise _error(doing, f"a tensor or a {kind.__name__}", type(each).__name__)
+                raise given.wrong(name, f"as a tensor or a {kind.__name__}", type(each).__name__)
     twice = [domain.name for number, domain in enumerate(domains) if domain in domains[:number]]
     if twice:
-        raise _error(doing, "one opinion of each domain", f"two of {', '.join(twice)}")
+        raise given.wrong("hard and soft", "as one opinion of each domain", f"two of {', '.join(twice)}")
 
 
-def _check_number(doing: str, expected: str, value: float | torch.Tensor, *, least: float) -> None:
+def _check_number(
+    given: Arguments, name: str, value: float | torch.Tensor, least: float = -_MOST_WEIGHT, *, above: bool = False
+) -> None:
     if isinstance(value, torch.Tensor):
+        given.tensor(name, value, kind="real", anywhere=True)
         if value.numel() != 1:
-            raise _error(doing, f"{expected} as a number", f"a tensor of shape {list(value.shape)}")
+            raise given.wrong(name, "as a number", f"a tensor of shape {list(value.shape)}")
         value = _range(value, unknown=(1.0, 1.0))[0]
-    if not (abs(value) <= _MOST_WEIGHT and value > least):
-        raise _error(doing, expected, f"{value}")
+    given.number(name, value, least, _MOST_WEIGHT, above=above)
 
 
-def _check_scores(doing: str, scores: torch.Tensor) -> None:
-    if not scores.is_floating_point():
-        raise _error(doing, "floating-point scores", f"{scores.dtype}")
+def _check_scores(given: Arguments, scores: torch.Tensor, vocab: int) -> None:
+    given.tensor("soft", scores, anywhere=True)
+    if not scores.dim() or scores.shape[-1] != vocab:
+        raise given.wrong("soft", f"with scores of {vocab} tokens", list(scores.shape))
     low, high = _range(scores, unknown=(0.0, 0.0))
     if not (low >= -1 and high <= 1):  # also where they are NaN
-        raise _error(doing, "scores from -1 to 1", f"{low:g} to {high:g}. Scale or clamp them")
+        raise given.wrong("soft", "with scores from -1 to 1", f"{low:g} to {high:g}", "Scale or clamp them")
+
+
+def _may_be_out(values: torch.Tensor, least: float, most: float) -> bool:
+    low, high = _range(values, unknown=(least, most))
+    return not (least <= low and high <= most)
 
 
 def _range(values: torch.Tensor, *, unknown: tuple[float, float]) -> tuple[float, float]:
@@ -361,10 +455,6 @@ def _range(values: torch.Tensor, *, unknown: tuple[float, float]) -> tuple[float
         return unknown
     low, high = values.detach().aminmax()
     return float(low), float(high)
-
-
-def _error(doing: str, expected: str, received: str) -> ConstraintError:
-    return ConstraintError(f"lz.{doing}: expected {expected}, received {received}")
 
 
 # ---- choosing and running --------------------------------------------------------------------------------------------

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from lz_compile.arguments import PLAIN, Arguments, remembered
 from lz_compile.lowering.ops import scan as scan_op
 from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs, ScanFacts, ScanSizes
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import eager, fingerprint, health, policy
 
 __all__ = ["kda", "linear_scan"]
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def kda(
@@ -66,21 +65,22 @@ def kda(
         ``initial_state``. With ``head_first`` T and H change places in all of them (drop_mask has no heads).
 
     Raises:
-        ValueError: the shapes do not fit.
+        ArgumentError: an argument is no such tensor or number, or does not fit the others.
     """
+    _check_kda(q, k, v, alpha, beta, initial_state, initial_output, drop_mask, active, scale, head_first)
     if head_first:
         q, k, v, alpha, beta = (each.transpose(1, 2) for each in (q, k, v, alpha, beta))
         active = None if active is None else active.transpose(1, 2)
     alpha = alpha.unsqueeze(-1) if alpha.dim() == 3 else alpha
-    others = {"q": q, "alpha": alpha, "beta": beta, "initial_state": initial_state, "initial_output": initial_output}
-    _check_kda(k, v, {**others, "drop_mask": drop_mask, "active": active})
     skipped = None if active is None else active == 0
     if drop_mask is not None:
         dropped = drop_mask.bool().unsqueeze(-1)
         skipped = dropped if skipped is None else skipped | dropped
-    if skipped is not None:
-        alpha = torch.where(skipped.unsqueeze(-1), 1.0, alpha)
+        q = torch.where(dropped.unsqueeze(-1), 0.0, q)
+    if skipped is not None:  # selected before anything is multiplied: zero times NaN is NaN, in gradients, too
         beta = torch.where(skipped, 0.0, beta)
+        rows = skipped.unsqueeze(-1)
+        alpha, k, v = torch.where(rows, 1.0, alpha), torch.where(rows, 0.0, k), torch.where(rows, 0.0, v)
     operands = {
         "state": initial_state,
         "decay": alpha.transpose(1, 2).unsqueeze(-1),
@@ -117,16 +117,14 @@ def linear_scan(
         The result is all states, in the shape of the drive, and the last one, without T.
 
     Raises:
-        ValueError: the shapes do not fit, or there is no such dimension.
+        ArgumentError: an argument is no such tensor or number, does not fit the others, or there is no such dimension.
     """
+    _check_linear_scan(decay, drive, initial, dim)
     whole = decay if drive is None else drive
-    if not isinstance(whole, torch.Tensor) or not -whole.dim() <= dim < whole.dim():
-        received = tuple(whole.shape) if isinstance(whole, torch.Tensor) else whole
-        raise ValueError(f"lz.linear_scan: expected a dimension {dim} of time in the drive, received {received}")
-    factor = decay if isinstance(decay, torch.Tensor) else whole.new_full((), decay)
+    assert isinstance(whole, torch.Tensor), "it was checked"
+    factor = decay if isinstance(decay, torch.Tensor) else whole.new_full((), float(decay))
     shape, dim = tuple(whole.shape), dim % whole.dim()
     rest = (*shape[:dim], *shape[dim + 1 :])
-    _check_broadcasts("decay", factor, shape)
     given = [each for each in (factor, drive, initial) if each is not None]
     wide = reduce(torch.promote_types, (each.dtype for each in given))
     columns = _Columns(shape, dim)
@@ -135,7 +133,6 @@ def linear_scan(
         "drive": None if drive is None else columns.of(drive),
     }
     if initial is not None:
-        _check_broadcasts("initial", initial, rest)
         operands["state"] = columns.of(_of_rank(initial, len(rest)).unsqueeze(dim))[:, :, 0]
     reads, last = _scan(operands, wide, wide)
     return columns.restored(reads), last.reshape(rest)
@@ -180,40 +177,59 @@ def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _check_broadcasts(name: str, tensor: torch.Tensor, to: Sequence[int]) -> None:
-    pairs = zip(reversed(tensor.shape), reversed(to), strict=False)
-    if tensor.dim() > len(to) or any(own not in (1, other) for own, other in pairs):
-        raise ValueError(
-            f"lz.linear_scan: expected {name} that can be broadcast to {tuple(to)}, received {tuple(tensor.shape)}"
+@remembered
+def _check_linear_scan(decay: Any, drive: Any, initial: Any, dim: Any) -> None:
+    given = Arguments("linear_scan")
+    given.tensor("drive", drive, kind="inexact", optional=True)
+    if isinstance(decay, torch.Tensor) or drive is None:
+        given.tensor("decay", decay, kind="inexact")
+    else:
+        given.number("decay", decay)
+    given.tensor("initial", initial, kind="inexact", optional=True)
+    name, whole = ("decay", decay) if drive is None else ("drive", drive)
+    given.number("dim", dim, whole=True)
+    if not -whole.dim() <= dim < whole.dim():
+        raise given.wrong(
+            "dim", f"as a dimension of {name}, of which there are {whole.dim()}", dim, "Give that of time"
         )
+    shape, dim = tuple(whole.shape), dim % whole.dim()
+    if isinstance(decay, torch.Tensor):
+        given.broadcasts("decay", decay, shape)
+    if initial is not None:
+        given.broadcasts("initial", initial, (*shape[:dim], *shape[dim + 1 :]))
 
 
 # ---- delta rule ------------------------------------------------------------------------------------------------------
 
 
-def _check_kda(k: torch.Tensor, v: torch.Tensor, others: Mapping[str, torch.Tensor | None]) -> None:
-    if k.dim() != 4 or v.dim() != 4:
-        raise ValueError(
-            f"lz.kda: expected k [B, T, H, K] and v [B, T, H, V], received {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    sizes = {**dict(zip("BTHK", k.shape, strict=True)), "V": v.shape[3]}
-    expected = {
-        "q": "BTHK",
-        "v": "BTHV",
-        "alpha": "BTHK",
-        "beta": "BTH",
-        "initial_state": "BHKV",
-        "initial_output": "BHV",
-        "drop_mask": "BT",
-        "active": "BTH",
-    }
-    for name, tensor in {**others, "v": v}.items():
-        dims = expected[name]
-        wanted = tuple(sizes[dim] for dim in dims)
-        fits = tensor is None or tuple(tensor.shape) == wanted
-        if not fits and not (name == "alpha" and tensor is not None and tuple(tensor.shape) == (*wanted[:3], 1)):
-            given = None if tensor is None else tuple(tensor.shape)
-            raise ValueError(f"lz.kda: expected {name} [{', '.join(dims)}] of {wanted}, received {given}")
+@remembered
+def _check_kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    alpha: Any,
+    beta: Any,
+    state: Any,
+    output: Any,
+    dropped: Any,
+    active: Any,
+    scale: Any,
+    heads: Any,
+) -> None:
+    given = Arguments("kda")
+    given.flag("head_first", heads)
+    order = "B H T" if heads else "B T H"
+    given.tensor("q", q, f"{order} K")
+    given.tensor("k", k, f"{order} K")
+    given.tensor("v", v, f"{order} V")
+    has_keys = not isinstance(alpha, torch.Tensor) or alpha.dim() != 3
+    given.tensor("alpha", alpha, f"{order} K|1" if has_keys else order)
+    given.tensor("beta", beta, order)
+    given.tensor("initial_state", state, "B H K V", optional=True)
+    given.tensor("initial_output", output, "B H V", optional=True)
+    given.tensor("drop_mask", dropped, "B T", "real", optional=True)
+    given.tensor("active", active, order, "real", optional=True)
+    given.number("scale", scale, optional=True)
 
 
 def _by_head(tensor: torch.Tensor) -> torch.Tensor:
@@ -241,7 +257,7 @@ def _scan(
     if torch.compiler.is_dynamo_compiling():
         found = torch.ops.layerzero.scan.default(*given, out_dtype, state_dtype, fingerprint.traced_source())
         return found[0], found[1]
-    if any(type(each) not in _PLAIN for each in given if each is not None):
+    if any(type(each) not in PLAIN for each in given if each is not None):
         return _own(*given, attrs=_attributes(given, out_dtype, state_dtype))
     return _selected(given, out_dtype, state_dtype)
 
@@ -260,7 +276,11 @@ def _operator(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced."""
     del source  # for caches: see traced_source
-    return _selected((state, decay, left, right, erase, drive, query), out_dtype, state_dtype)
+    operands = (state, decay, left, right, erase, drive, query)
+    given = Arguments("linear_scan or kda")
+    for name, each in zip(OPERANDS, operands, strict=True):
+        given.tensor(name, each, kind="inexact", optional=True)
+    return _selected(operands, out_dtype, state_dtype)
 
 
 def _selected(

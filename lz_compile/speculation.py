@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from lz_compile.errors import ConstraintError
+from lz_compile.arguments import Arguments, is_plain
+from lz_compile.errors import TokenArgumentError
 from lz_compile.lowering.ops.sampling import bits
-from lz_compile.sampling import sample
+from lz_compile.sampling import row_seeds, sample
 
 __all__ = ["Verification", "speculative_verify"]
 
-_MOST_SEED = 2**63 - 1
-#: Seeds of acceptance are those of draws with other bits, so that one tells nothing of the other.
+#: Seeds of acceptance and of the last draw are those of drafts with other bits, so that one tells nothing of the others.
 _ACCEPTANCE = 0x2545F4914F6CDD1D
+_DRAW = 0x1B873593CC9E2D51
+#: The sum of a row of probabilities is one up to so much, which rows in 16 bits need.
+_SUM_TOLERANCE = 0.01
 
 
 class Verification(NamedTuple):
@@ -34,6 +37,7 @@ def speculative_verify(
     *,
     seeds: torch.Tensor | int | None = None,
     generator: torch.Generator | None = None,
+    check_probabilities: bool = True,
 ) -> Verification:
     """Accept drafted tokens, and draw the next one, such that all are distributed as if the target model had drawn them.
 
@@ -44,30 +48,34 @@ def speculative_verify(
         draft_tokens: what the draft model drew.
         draft_probs: the distributions ``q`` that it drew from; None if it takes the likeliest token.
         target_probs: the distributions ``p`` of the target model at the same places, and at the one after.
-        seeds: one for each row, or a number that counts up; by default they are drawn.
+        seeds: one for each row, or a number from which those of rows are mixed; by default they are drawn. They may be those
+            that the drafts were drawn by, or that ``lz.sample`` draws the next token by, but not those of another
+            verification: two with the same seeds accept alike.
         generator: that draws seeds.
+        check_probabilities: whether rows of probabilities are looked at, on a CPU, where it is not compiled.
 
     Shapes:
         draft_tokens ``[B, K]`` integers, draft_probs ``[B, K, V]``, target_probs ``[B, K + 1, V]``.
 
     Raises:
-        ConstraintError: shapes or dtypes do not fit; or (on a CPU, where it is not compiled) a drafted token is none of the
-            vocabulary, or has what is no probability.
+        TokenArgumentError: (a ConstraintError) shapes or dtypes do not fit; or (on a CPU, where it is not compiled) a drafted
+            token is none of the vocabulary, or none that the draft model could draw, or a row is no distribution.
 
     **Source** Leviathan et al., *Fast Inference from Transformers via Speculative Decoding*, 2023, algorithm 1.
     """
-    _check(draft_tokens, draft_probs, target_probs)
-    rows, count = draft_tokens.shape
-    given = _seeds(rows, seeds, generator, target_probs.device)
+    arguments = Arguments("speculative_verify", TokenArgumentError)
+    _check(arguments, draft_tokens, draft_probs, target_probs)
+    count = draft_tokens.shape[1]
+    given = row_seeds(arguments, draft_tokens.shape[:1], seeds, generator, target_probs.device)
     drafted = draft_tokens.to(torch.int64)
     target = target_probs.float() if target_probs.itemsize < 4 else target_probs
     p = target[:, :count].gather(-1, drafted[..., None])[..., 0]
     q = torch.ones_like(p) if draft_probs is None else draft_probs.to(p.dtype).gather(-1, drafted[..., None])[..., 0]
-    _check_probabilities("target_probs", p)
-    _check_probabilities("draft_probs", q)
+    if check_probabilities and is_plain(p, q) and p.device.type == "cpu":
+        _check_probabilities(arguments, draft_probs, target_probs, q)
     uniform = (bits(given ^ _ACCEPTANCE, count).to(torch.float64) + 0.5) * 2.0**-32  # below 1, which float32 is not
     accepted = (uniform * q < p).to(torch.int32).cumprod(-1).sum(-1)
-    own = sample(_residual(target, drafted, draft_probs, accepted).log(), seeds=given)
+    own = sample(_residual(target, drafted, draft_probs, accepted).log(), seeds=given ^ _DRAW)
     places = torch.arange(count + 1, device=drafted.device)
     padded = torch.nn.functional.pad(drafted.to(torch.int32), (0, 1), value=-1)
     tokens = torch.where(places < accepted[:, None], padded, -1)
@@ -94,47 +102,40 @@ def _residual(
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
 
-def _seeds(
-    rows: int, seeds: torch.Tensor | int | None, generator: torch.Generator | None, device: torch.device
-) -> torch.Tensor:
-    if isinstance(seeds, torch.Tensor):
-        if tuple(seeds.shape) != (rows,) or seeds.dtype not in (torch.int64, torch.int32):
-            raise _error(f"int64 seeds of shape {[rows]}", f"{seeds.dtype} of shape {list(seeds.shape)}")
-        return seeds.to(device, torch.int64)
-    if seeds is not None and not isinstance(seeds, int):
-        raise _error("seeds as a whole number or a tensor", f"{seeds!r}")
-    if seeds is not None:
-        return torch.arange(rows, device=device) + seeds
-    own = device if generator is None else generator.device
-    return torch.randint(0, _MOST_SEED, (rows,), generator=generator, device=own).to(device)
+def _check(arguments: Arguments, draft_tokens: Any, draft_probs: Any, target_probs: Any) -> None:
+    arguments.tensor("draft_tokens", draft_tokens, "B K", "integer")
+    arguments.tensor("target_probs", target_probs, "B L V")
+    arguments.tensor("draft_probs", draft_probs, "B K V", optional=True)
+    count, (_, places, vocab) = draft_tokens.shape[1], target_probs.shape
+    if places != count + 1:
+        expected = f"[B, K + 1, V], at {count + 1} places"
+        raise arguments.wrong(
+            "target_probs", expected, tuple(target_probs.shape), "Give that after the last draft, too"
+        )
+    if not vocab:
+        raise arguments.wrong("target_probs", "[B, K + 1, V] over at least one token", tuple(target_probs.shape))
+    if is_plain(draft_tokens) and draft_tokens.device.type == "cpu" and draft_tokens.numel():
+        low, high = map(int, draft_tokens.aminmax())
+        if low < 0 or high >= vocab:
+            raise arguments.wrong("draft_tokens", f"within 0..{vocab - 1}", f"{low}..{high}")
 
 
-def _check(draft_tokens: torch.Tensor, draft_probs: torch.Tensor | None, target_probs: torch.Tensor) -> None:
-    if draft_tokens.dim() != 2 or draft_tokens.is_floating_point() or draft_tokens.dtype == torch.bool:
-        raise _error("draft_tokens [B, K] of integers", f"{draft_tokens.dtype} of shape {list(draft_tokens.shape)}")
-    rows, count = draft_tokens.shape
-    if target_probs.dim() != 3 or tuple(target_probs.shape[:2]) != (rows, count + 1):
-        raise _error(f"target_probs of shape [{rows}, {count + 1}, V]", f"{list(target_probs.shape)}")
-    if not target_probs.is_floating_point() or not target_probs.shape[2]:
-        found = f"{target_probs.dtype} over {target_probs.shape[2]}"
-        raise _error("floating-point target_probs over at least one token", found)
-    wanted = (rows, count, target_probs.shape[2])
-    if draft_probs is not None and tuple(draft_probs.shape) != wanted:
-        raise _error(f"draft_probs of shape {list(wanted)}", f"{list(draft_probs.shape)}")
-    if _is_looked_at(draft_tokens) and not bool(((draft_tokens >= 0) & (draft_tokens < wanted[2])).all()):
-        found = f"{int(draft_tokens.min())}..{int(draft_tokens.max())}"
-        raise _error(f"draft_tokens within 0..{wanted[2] - 1}", found)
-
-
-def _check_probabilities(name: str, found: torch.Tensor) -> None:
-    """What drafted tokens have of it: logits in their place are seen here, sums are not looked at."""
-    if _is_looked_at(found) and not bool(((found >= 0) & (found <= 1.01)).all()):
-        raise _error(f"probabilities in {name}", f"{float(found.min()):g} to {float(found.max()):g} of drafted tokens")
-
-
-def _is_looked_at(tensor: torch.Tensor) -> bool:
-    return not torch.compiler.is_compiling() and tensor.device.type == "cpu" and tensor.numel() > 0
-
-
-def _error(expected: str, received: str) -> ConstraintError:
-    return ConstraintError(f"lz.speculative_verify: expected {expected}, received {received}")
+def _check_probabilities(
+    arguments: Arguments, draft_probs: torch.Tensor | None, target_probs: torch.Tensor, of_drafts: torch.Tensor
+) -> None:
+    """Every row is a distribution, and every draft one that could be drawn."""
+    for name, rows in (("target_probs", target_probs), ("draft_probs", draft_probs)):
+        if rows is None or not rows.numel():
+            continue
+        least = float(rows.min())
+        if not least >= 0:
+            raise arguments.wrong(name, "of probabilities, none negative", f"{least:g}", "Give softmax(logits)")
+        low, high = map(float, rows.sum(-1, dtype=torch.promote_types(rows.dtype, torch.float32)).aminmax())
+        if not (low >= 1 - _SUM_TOLERANCE and high <= 1 + _SUM_TOLERANCE):
+            raise arguments.wrong(
+                name, "with rows that sum up to 1", f"sums from {low:g} to {high:g}", "Normalise them"
+            )
+    if of_drafts.numel() and not float(of_drafts.min()) > 0:
+        place = (of_drafts <= 0).nonzero()[0].tolist()
+        advice = "Give the distributions that they were drawn from, after temperature, top-k and top-p"
+        raise arguments.wrong("draft_tokens", "that draft_probs gives a chance", f"one without, at {place}", advice)

@@ -18,7 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lz_compile as lz
 from lz_compile import api
-from lz_compile.errors import ConfigError, KernelExecutionError, NoKernelFoundError, UnknownOperationError
+from lz_compile.errors import (
+    ArgumentError,
+    ConfigError,
+    KernelExecutionError,
+    NoKernelFoundError,
+    UnknownOperationError,
+)
 from lz_compile.lowering.ops.attention import AttentionAttrs, reference
 from lz_compile.runtime import eager, events, health, policy, registry, select
 from lz_compile.runtime.calls import DISPATCH, SDPA
@@ -147,7 +153,7 @@ def test_a_layout_is_never_guessed():
     square = torch.randn(1, 4, 4, 8)
     first, second = lz.attention(square, square, square), lz.attention(square, square, square, layout="BSHD")
     assert not torch.allclose(first, second)
-    with pytest.raises(ValueError, match="no layout 'BSDH'; valid are BHSD, BSHD"):
+    with pytest.raises(ValueError, match="expected layout as one of BHSD, BSHD, received 'BSDH'"):
         lz.attention(square, square, square, layout="BSDH")
 
 
@@ -242,13 +248,13 @@ def test_any_shapes_and_strides_give_what_the_definition_gives(queries, keys, kv
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda q, k, v: (q[0], k, v), "expected query with the dimensions BHSD, received a shape of"),
-        (lambda q, k, v: (q, k[:, :3], v), "expected query heads in a multiple of the key heads, received 4 and 3"),
+        (lambda q, k, v: (q[0], k, v), r"expected query \[B, Hq, Sq, D\], received \("),
+        (lambda q, k, v: (q, k[:, :3], v), r"expected value \[B, Hk, Sk, E\] of shape \(2, 3, "),
         (
             lambda q, k, v: (q, k.double(), v),
-            "expected key with the dtype of query, torch.float32, received torch.float64",
+            "expected key in the dtype of query, torch.float32, received torch.float64",
         ),
-        (lambda q, k, v: (q, k, v.to("meta")), "expected value with the device of query, cpu, received meta"),
+        (lambda q, k, v: (q, k, v.to("meta")), "expected value on cpu as query is, received meta"),
     ],
 )
 def test_what_is_no_attention_is_refused(change, text):
@@ -256,13 +262,24 @@ def test_what_is_no_attention_is_refused(change, text):
         lz.attention(*change(*operands()))
 
 
-def test_wrong_shapes_are_refused_by_pytorch_and_retire_nothing(fused):
+def test_a_mask_of_integers_is_refused_with_the_conversion_to_write():
     query, key, value = operands()
-    with pytest.raises(RuntimeError):
+    mask = torch.ones(query.shape[0], 1, 1, key.shape[2], dtype=torch.int64)
+    for call in (lz.attention, torch.compile(lz.attention, backend="eager", fullgraph=False)):
+        with pytest.raises(
+            ArgumentError, match=r"expected mask of booleans \(True keeps\), .*int64. Give mask.bool\(\)"
+        ):
+            call(query, key, value, mask=mask)
+        call(query, key, value, mask=mask.bool())
+
+
+def test_wrong_shapes_are_refused_and_retire_nothing(fused):
+    query, key, value = operands()
+    with pytest.raises(ArgumentError, match="expected key"):
         lz.attention(query, key[..., :8], value)
     assert health.retired(ID) is None
     lz.attention(query, key, value)
-    assert len(fused.calls) == 2
+    assert len(fused.calls) == 1
 
 
 # ---- which kernel it runs --------------------------------------------------------------------------------------------

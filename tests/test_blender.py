@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from itertools import pairwise
 
 import pytest
@@ -12,9 +13,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import lz_compile as lz
 from lz_compile.blending import capped, confidence_gate, steady
+from lz_compile.errors import ArgumentError
 from lz_compile.runtime import events
 from lz_compile.runtime.blend_telemetry import SAMPLED, Reader, measured, percentile
-from tests.blend_modes import ALPHA, M, extras_of
+from tests.backends import Rewriting
+from tests.blend_modes import ALPHA, M, alpha_of, extras_of
 
 # ---- the module ------------------------------------------------------------------------------------------------------
 
@@ -100,7 +103,7 @@ def test_the_state_is_saved_and_restored() -> None:
     again = copy.deepcopy(blender)
     again.advance()
     torch.testing.assert_close(restored.alpha, again.alpha)
-    with pytest.raises(ValueError, match="no number 'mode'"):
+    with pytest.raises(ValueError, match=r"expected a number as one of low, .* received 'mode'"):
         blender.configure(mode=1.0)
 
 
@@ -133,7 +136,8 @@ def test_a_blender_falls_back_as_the_function_does_and_tells_of_the_mode_that_it
 
 
 def test_a_weight_that_is_no_number_stays_none_and_is_critical(caplog: pytest.LogCaptureFixture) -> None:
-    blender = lz.Blender(alpha=float("nan"))
+    blender = lz.Blender()
+    blender.alpha.fill_(math.nan)
     out = blender(torch.randn(4, 6), torch.randn(4, 6))
     assert out.isnan().all()
     with events.collect() as found:
@@ -164,6 +168,25 @@ def test_an_empty_batch_is_blended_and_tells_nothing() -> None:
 
 
 # ---- what keeps it steady --------------------------------------------------------------------------------------------
+
+
+def test_numbers_that_are_none_never_reach_the_state() -> None:
+    blender = lz.Blender(alpha=0.3)
+    before = {name: each.clone() for name, each in blender.named_buffers()}
+    for call in (
+        lambda: blender.request(math.nan),
+        lambda: blender.request(torch.tensor(math.inf)),
+        lambda: blender.request(torch.rand(3)),
+        lambda: blender.aim(torch.empty(0)),
+        lambda: blender.configure(gain=1.0, hysteresis=math.nan),
+        lambda: lz.Blender(alpha=torch.empty(0)),
+        lambda: lz.Blender(alpha=math.nan),
+        lambda: lz.Blender(target="all"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ArgumentError, match=r"expected (alpha|target|hysteresis) "):
+            call()
+    for name, each in blender.named_buffers():
+        torch.testing.assert_close(each, before[name], equal_nan=True)
 
 
 def test_nothing_oscillates_within_the_dead_band() -> None:
@@ -236,7 +259,7 @@ def test_a_soft_gate_learns_and_is_held_back_by_its_penalty() -> None:
     even, sharp = torch.zeros(4, 2), torch.tensor([[9.0, -9.0]]).expand(4, 2)
     assert gate.penalty(even, l2=0.0) < gate.penalty(sharp, l2=0.0)
     assert gate.penalty(sharp, entropy=0.0, l2=1.0) > 0
-    with pytest.raises(ValueError, match="width of 1 to 64"):
+    with pytest.raises(ValueError, match="width as a whole number from 1 to 64"):
         lz.SoftGate(6, 65)
 
 
@@ -275,6 +298,46 @@ def test_telemetry_of_a_gate_is_the_same_in_compiled_code() -> None:
     assert found[0].alpha_mean == pytest.approx(found[1].alpha_mean)
     assert found[1].kernel_ms is None
     assert 0 < found[0].alpha_mean < 0.8
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("mode", M)
+def test_a_blender_as_it_comes_compiles_to_the_kernel(mode: lz.BlendMode, records: bool) -> None:
+    shape = (4, 6, 5)
+    host, seed = torch.randn(shape), torch.randn(shape, requires_grad=records)
+    extras = [{name: each.detach() for name, each in extras_of(mode, 4).items()}]
+    extras += [{}] if mode is M.CONFIDENCE else []  # a gate that follows the drift
+    for given in extras:
+        torch._dynamo.reset()
+        blender, backend = lz.Blender(lz.BlenderConfig(mode), alpha_of(mode)), Rewriting(lock={"blend": "torch.blend"})
+        plain = copy.deepcopy(blender)
+        for _ in range(2):  # what the first one has learnt, the second one reads
+            got = torch.compile(blender, backend=backend, fullgraph=True)(host, seed, **given)
+            torch.testing.assert_close(got, plain(host, seed, **given), rtol=1e-4, atol=1e-5)
+        assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+        for name, buffer in plain.named_buffers():
+            torch.testing.assert_close(blender.get_buffer(name), buffer, equal_nan=True)
+
+
+def test_a_blend_after_a_write_that_may_be_to_its_operands_is_matched_as_its_near_miss_says() -> None:
+    def early(host: Tensor, seed: Tensor, alpha: Tensor, note: Tensor) -> Tensor:
+        note.copy_(alpha.mean())
+        return alpha * seed + (1 - alpha) * host.detach()
+
+    def late(host: Tensor, seed: Tensor, alpha: Tensor, note: Tensor) -> Tensor:
+        out = alpha * seed + (1 - alpha) * host.detach()
+        note.copy_(alpha.mean())
+        return out
+
+    given = (*torch.randn(2, 4, 6), torch.tensor(0.3), torch.zeros(()))
+    backend = Rewriting(lock={"blend": "torch.blend"})
+    torch.compile(early, backend=backend, fullgraph=True)(*given)
+    (miss,) = backend.report.near_misses
+    assert "memory of which copy_ overwrites, or may overwrite" in str(miss.reason), miss
+    assert miss.edit.startswith("overwrite it after the last use of this result")
+    backend = Rewriting(lock={"blend": "torch.blend"})
+    torch.compile(late, backend=backend, fullgraph=True)(*given)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
 
 
 def test_a_percentile_is_near_the_exact_one() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lz_compile as lz
 from lz_compile.backend import layerzero
-from lz_compile.errors import KernelExecutionError
+from lz_compile.errors import ArgumentError, KernelExecutionError
 from lz_compile.functional import ACTIVATIONS
 from lz_compile.lowering.ops import norm as norm_op
 from lz_compile.runtime import events, health, policy, registry
@@ -142,48 +142,60 @@ def test_alibi_in_half_precision_holds_long_distances() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     x = draw(ROWS, HIDDEN)
-    with pytest.raises(ValueError, match=r"lz.rms_norm: expected weight of shape \(12,\), received \(5,\)"):
+    with pytest.raises(ValueError, match=r"lz.rms_norm: expected weight \[D\] of shape \(12,\), received \(5,\)"):
         lz.rms_norm(x, draw(5))
-    with pytest.raises(ValueError, match=r"lz.layer_norm: expected an input that ends in \(5,\)"):
+    with pytest.raises(ValueError, match=r"lz.layer_norm: expected input that ends in \(5,\)"):
         lz.layer_norm(x, 5)
     with pytest.raises(
         ValueError, match=r"lz.rope: expected cos and sin of equal shape that end in 12 \(or 6.*rotary_dim"
     ):
         lz.rope(x, draw(ROWS, 8), draw(ROWS, 8))
-    with pytest.raises(ValueError, match=r"lz.alibi: expected slopes \[H\] and no more queries than keys"):
+    with pytest.raises(ValueError, match=r"lz.alibi: expected queries as a whole number from 0 to 3, received 5"):
         lz.alibi(draw(4), 5, 3)
-    with pytest.raises(ValueError, match=r"lz.mlp_fused: no activation 'gelo' \(did you mean 'gelu'\?\)"):
+    with pytest.raises(
+        ValueError, match=r"lz.mlp_fused: expected activation as one of silu, .*'gelo' \(did you mean 'gelu'\?\)"
+    ):
         lz.mlp_fused(x, draw(9, HIDDEN), None, draw(HIDDEN, 9), activation="gelo")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"lz.rope: expected .* broadcast to \(5, 12\)"):
+    with pytest.raises(
+        ValueError, match=r"lz.rope: expected cos that can be broadcast to the rows of input, \(5,\), received \(7,\)"
+    ):
         lz.rope(x, draw(7, 6), draw(7, 6))
-    with pytest.raises(ValueError, match="no activation 'None'; valid are silu"):
+    with pytest.raises(ValueError, match=r"expected activation as one of silu, .* received None"):
         lz.mlp_fused(x, draw(9, HIDDEN), None, draw(HIDDEN, 9), activation=None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"gate and up weights of equal shape, received \(9, 12\) and \(1, 12\)"):
+    with pytest.raises(ValueError, match=r"up_weight \[H, I\] of shape \(9, 12\), received \(1, 12\)"):
         lz.mlp_fused(x, draw(9, HIDDEN), draw(1, HIDDEN), draw(HIDDEN, 9))
-    with pytest.raises(ValueError, match="received up_bias without up_weight"):
+    with pytest.raises(ValueError, match="expected up_bias with up_weight"):
         lz.mlp_fused(x, draw(9, HIDDEN), None, draw(HIDDEN, 9), up_bias=draw(9))
 
 
 def test_what_is_no_row_of_floating_point_numbers_is_refused() -> None:
     x, integers = draw(ROWS, HIDDEN, grad=False), torch.arange(HIDDEN)
     tables = torch.polar(torch.ones(ROWS, 6), draw(ROWS, 6, grad=False))
-    with pytest.raises(ValueError, match=r"lz.rms_norm: expected an input \[..., D\], received a tensor without"):
+    with pytest.raises(ValueError, match=r"lz.rms_norm: expected input \[..., D\], received \(\)"):
         lz.rms_norm(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"lz.rope: expected an input \[..., D\], received a tensor without"):
+    with pytest.raises(ValueError, match=r"lz.rope: expected input \[..., D\], received \(\)"):
         lz.rope(torch.tensor(1.0), x, x)
     for call in (lz.rms_norm, lambda x: lz.layer_norm(x, HIDDEN)):
-        with pytest.raises(ValueError, match=r"an input of floating-point numbers, received torch.int64. Cast it"):
+        with pytest.raises(
+            ValueError, match=r"expected input .*of floating-point numbers, .*received torch.int64. Cast it"
+        ):
             call(integers)
-    with pytest.raises(ValueError, match=r"lz.layer_norm: expected one dimension at least, received \(\)"):
+    with pytest.raises(
+        ValueError, match=r"lz.layer_norm: expected normalized_shape of one dimension at least, received \(\)"
+    ):
         lz.layer_norm(x, ())
-    with pytest.raises(ValueError, match=r"lz.rope: expected cos of floating-point numbers, received torch.complex64"):
+    with pytest.raises(
+        ValueError, match=r"lz.rope: expected cos .*of floating-point numbers, .*received torch.complex64"
+    ):
         lz.rope(x, tables, tables)
-    with pytest.raises(ValueError, match=r"lz.rope: expected sin of floating-point numbers, received torch.int64"):
+    with pytest.raises(ValueError, match=r"lz.rope: expected sin .*of floating-point numbers, .*received torch.int64"):
         lz.rope(x, x, x.long())
-    with pytest.raises(ValueError, match=r"lz.alibi: expected slopes of floating-point numbers, received torch.int64"):
+    with pytest.raises(
+        ValueError, match=r"lz.alibi: expected slopes .*of floating-point numbers, .*received torch.int64"
+    ):
         lz.alibi(integers, 3)
-    for sizes in ((-1, 3), (-2,), (0, -1)):
-        with pytest.raises(ValueError, match=r"lz.alibi: expected .* none negative, received slopes \(4,\), -?\d quer"):
+    for sizes in ((-1, 3), (-2,), (0, -1), (4, 3)):
+        with pytest.raises(ValueError, match=r"lz.alibi: expected (keys|queries) as a whole number.* received -?\d"):
             lz.alibi(draw(4), *sizes)
 
 
@@ -234,8 +246,8 @@ def test_weights_that_no_kernel_takes_are_left_to_pytorch(other: list[Tensor]) -
     """Of another device, they are an error of the caller's, for which no kernel is retired."""
     x = draw(ROWS, HIDDEN)
     torch.testing.assert_close(lz.rms_norm(x, torch.arange(HIDDEN)), rms(x, torch.arange(HIDDEN), 1e-6))
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        lz.rms_norm(x, torch.ones(HIDDEN, device="meta")).tolist()
+    with pytest.raises(ArgumentError, match="expected weight on cpu as input is, received meta"):
+        lz.rms_norm(x, torch.ones(HIDDEN, device="meta"))
     assert not other
     assert health.retired("test.norm") is None
 

@@ -171,7 +171,7 @@ def test_a_copy_of_a_record_is_filled_by_its_own_calls() -> None:
 
 def test_a_record_that_does_not_fit_or_was_not_filled_says_so() -> None:
     operands, v = adapter()
-    with pytest.raises(ValueError, match=r"expected a record of 6 rollouts and rank 5 .* received one of 2 and None"):
+    with pytest.raises(ValueError, match=r"expected record of 6 rollouts and rank 5 .* received one of 2 and None"):
         lz.routed_adapter(*operands, v=v, record=lz.RoutingRecord(2))
     with pytest.raises(RuntimeError, match=r"expected a backward through its adapter"):
         _ = lz.RoutingRecord(2).cosines

@@ -308,18 +308,20 @@ def test_packed_rollouts_of_any_length_and_order_are_those_one_by_one() -> None:
 
 _FLAT = {"x": torch.randn(G * S, D)}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "arm": ({"arm": "token"}, r"no arm 'token'; valid are none, grad, act"),
-    "no_direction": ({"v": None}, r"the arm 'grad' compares with a direction: expected v \[R\], received none"),
+    "arm": ({"arm": "token"}, r"expected arm as one of none, grad, act, received 'token'"),
+    "threshold": ({"threshold": float("nan")}, r"expected threshold as a finite number, received nan"),
+    "no_tensor": ({"B_q": None}, r"expected B_q as a tensor \[E, Q\], received None"),
+    "no_direction": ({"v": None}, r"expected v \[R\], the direction that the arm 'grad' compares with, received none"),
     "no_rollouts": (_FLAT, r"the unit of routing is the rollout, and x \(54, 11\) does not say"),
-    "other_rollouts": ({**_FLAT, "rollouts": (G, S + 1)}, r"expected x of rollouts \(6, 10\), as \(G, s\), received \(54, 11\)"),
-    "one_number": ({**_FLAT, "rollouts": G}, r"expected x of rollouts 6, as \(G, s\), received \(54, 11\)"),
+    "other_rollouts": ({**_FLAT, "rollouts": (G, S + 1)}, r"expected rollouts as \(G, s\), of as many tokens as x \(54, 11\) has, received \(6, 10\)"),
+    "one_number": ({**_FLAT, "rollouts": G}, r"expected rollouts as \(G, s\), .* received 6"),
     "twice": ({"rollouts": (G, S), "cu_seqlens": torch.tensor([0, 54])}, r"expected rollouts or cu_seqlens, received both"),
-    "number_alone": ({"num_rollouts": 3}, r"num_rollouts goes with the number of a rollout for every token"),
+    "number_alone": ({"num_rollouts": 3}, r"num_rollouts with the number of a rollout for every token"),
     "numbers": ({**_FLAT, "rollouts": torch.zeros(3).long()}, r"for each token, \(54,\), received \(3,\)"),
     "beyond": (
         {**_FLAT, "rollouts": torch.full((G * S,), 7), "num_rollouts": 7}, r"numbers of rollouts below 7, received 7",
     ),
-    "float_numbers": ({**_FLAT, "rollouts": torch.zeros(G * S)}, r"expected rollouts in int32 or int64, received torch.float32"),
+    "float_numbers": ({**_FLAT, "rollouts": torch.zeros(G * S)}, r"expected rollouts in int64 or int32, received torch.float32"),
     "bounds_beyond": ({**_FLAT, "cu_seqlens": torch.tensor([0, 55])}, r"to rise from 0 to 54, .* received \[0, 55\]"),
     "bounds_falling": ({**_FLAT, "cu_seqlens": torch.tensor([0, 9, 5])}, r"to rise from 0 .* received \[0, 9, 5\]"),
     "bounds_late": ({**_FLAT, "cu_seqlens": torch.tensor([3, 54])}, r"to rise from 0 .* received \[3, 54\]"),
@@ -327,13 +329,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other_number": (
         {**_FLAT, "cu_seqlens": torch.tensor([0, 54]), "num_rollouts": 6}, r"num_rollouts 1, as cu_seqlens has them, .* 6",
     ),
-    "float_bounds": ({**_FLAT, "cu_seqlens": torch.tensor([0.0, 54])}, r"expected cu_seqlens in int32 or int64"),
+    "float_bounds": ({**_FLAT, "cu_seqlens": torch.tensor([0.0, 54])}, r"expected cu_seqlens in int64 or int32"),
     "packed": ({"cu_seqlens": torch.tensor([0, 54])}, r"of packed tokens \[tokens, D\], received \(2,\) and \(6, 9, 11\)"),
     "shape_of_x": ({"x": torch.randn(D)}, r"expected x \[G, s, D\] or \[tokens, D\], received \(11,\)"),
-    "shape": ({"Vh": torch.randn(R, D + 1)}, r"expected Vh of shape \(5, 11\) \(RD\), received \(5, 12\)"),
-    "base": ({"base": torch.randn(G, S, E + 1)}, r"expected base of shape \(6, 9, 7\)"),
+    "shape": ({"Vh": torch.randn(R, D + 1)}, r"expected Vh \[R, D\] of shape \(5, 11\), received \(5, 12\)"),
+    "base": ({"base": torch.randn(G, S, E + 1)}, r"expected base \[..., E\] of shape \(..., 7\), received \(6, 9, 8\)"),
     "dtype": ({"A_q": torch.randn(Q, D).double()}, r"expected A_q in the dtype of x, torch.float32, received torch.float64"),
-    "integers": ({"v": torch.ones(R).long()}, r"expected v of floating-point numbers, received torch.int64"),
+    "integers": ({"v": torch.ones(R).long()}, r"expected v \[R\] of floating-point numbers, .*received torch.int64"),
     "device": ({"U": torch.randn(E, R, device="meta")}, r"expected U on cpu as x is, received meta"),
 }  # fmt: skip
 

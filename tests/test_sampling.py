@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import lz_compile as lz
 from lz_compile.domains import Domain, DomainMask, DomainScore
 from lz_compile.domains.mask import pack
-from lz_compile.errors import ConstraintError
+from lz_compile.errors import ConstraintError, TokenArgumentError
 from lz_compile.lowering.kernels import cpp_sampling, torch_sampling
 from lz_compile.lowering.ops import sampling as op
 from lz_compile.runtime import registry
@@ -217,9 +217,7 @@ def test_equally_likely_tokens_are_kept_together(kernel):
 def test_rows_without_a_distribution_are_refused_by_their_number(kernel, logits, limits):
     rows = torch.tensor([[0.0, 1.0, 2.0], logits])
     with lz.lock("sampling", kernel):
-        with pytest.raises(
-            ConstraintError, match="none in row 1: NaN or infinite logits, or a mask that allows nothing"
-        ):
+        with pytest.raises(ConstraintError, match=r"expected logits with.* in row 1"):
             lz.sample(rows, seeds=0, **limits)
         assert lz.sampling_probs(rows, **limits).isnan().all(-1).tolist() == [False, True]
 
@@ -277,36 +275,45 @@ def test_gradients_flow_through_distributions_and_masks():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: lz.sample(x.long()), "expected floating-point logits"),
+        (lambda x: lz.sample(x.long()), r"expected logits \[\.\.\., V\] of floating-point numbers"),
         (lambda x: lz.sample(x[:, :0]), "over at least one token"),
-        (lambda x: lz.sample(x, temperature=-1), "temperature from 0 to inf, received -1"),
-        (lambda x: lz.sample(x, temperature=math.nan), "temperature from 0 to inf"),
-        (lambda x: lz.sample(x, top_k=-1), "top_k from 0"),
-        (lambda x: lz.sample(x, top_p=0.0), "top_p above 0, up to 1"),
-        (lambda x: lz.sample(x, top_p=1.5), "top_p above 0, up to 1"),
-        (lambda x: lz.sample(x, min_p=2.0), "min_p from 0 to 1"),
-        (lambda x: lz.sample(x, temperature=torch.tensor([1.0, -1.0])), "temperature from 0 to inf, received -1 to 1"),
-        (lambda x: lz.sample(x, temperature=torch.tensor([1.0, math.nan])), "temperature from 0 to inf, received nan"),
-        (lambda x: lz.sample(x, top_k=torch.tensor([1, -1])), "top_k from 0"),
-        (lambda x: lz.sample(x, top_k=torch.tensor([1.5, 2.5])), "top_k of integers, received torch.float32"),
-        (lambda x: lz.sample(x, top_k=1.5), "a whole top_k, received 1.5"),
-        (lambda x: lz.sample(x, top_p=torch.tensor([0.0, 1.0])), "top_p above 0, up to 1, received 0 to 1"),
-        (lambda x: lz.sample(x, min_p=torch.tensor([0.0, 1.5])), "min_p from 0 to 1, received 0 to 1.5"),
-        (lambda x: lz.sample(x, seeds=1.5), "seeds as a whole number or a tensor, received 1.5"),
+        (lambda x: lz.sample(x, temperature=-1), "temperature as 0, or from 1e-06 to 1e\\+06, received -1"),
+        (lambda x: lz.sample(x, temperature=math.nan), "temperature as 0, or from"),
+        (lambda x: lz.sample(x, top_k=-1), "top_k as a whole number from 0"),
+        (lambda x: lz.sample(x, top_p=0.0), "top_p as a finite number above 0, up to 1"),
+        (lambda x: lz.sample(x, top_p=1.5), "top_p as a finite number above 0, up to 1"),
+        (lambda x: lz.sample(x, min_p=2.0), "min_p as a finite number from 0 to 1"),
+        (lambda x: lz.sample(x, temperature=torch.tensor([1.0, -1.0])), "temperature as 0, or from .* received -1"),
+        (
+            lambda x: lz.sample(x, temperature=torch.tensor([1.0, math.nan])),
+            "temperature as 0, or from .* received nan",
+        ),
+        (lambda x: lz.sample(x, top_k=torch.tensor([1, -1])), "top_k as a whole number from 0"),
+        (lambda x: lz.sample(x, top_k=torch.tensor([1.5, 2.5])), "top_k .*of integers, received torch.float32"),
+        (lambda x: lz.sample(x, top_k=1.5), "top_k as a whole number .* received"),
+        (
+            lambda x: lz.sample(x, top_p=torch.tensor([0.0, 1.0])),
+            "top_p as a finite number above 0, up to 1, received 0",
+        ),
+        (lambda x: lz.sample(x, min_p=torch.tensor([0.0, 1.5])), "min_p as a finite number from 0 to 1, received 1.5"),
+        (lambda x: lz.sample(x, seeds=1.5), "seeds as a whole number or a tensor of int64, received 1.5"),
         (lambda x: lz.sample(x, top_p=torch.ones(3)), r"top_p as a number or of shape \[2\], received \[3\]"),
-        (lambda x: lz.sample(x, seeds=torch.zeros(3, dtype=torch.int64)), r"int64 seeds of shape \[2\]"),
-        (lambda x: lz.sample(x, seeds=torch.zeros(2)), "int64 seeds"),
+        (lambda x: lz.sample(x, seeds=torch.zeros(3, dtype=torch.int64)), r"seeds .* int64 of shape \[2\]"),
+        (lambda x: lz.sample(x, seeds=torch.zeros(2)), "seeds .* int64"),
         (
             lambda x: lz.sample(x, bitmask=torch.zeros(2, dtype=torch.int32)),
-            r"a mask of words of shape \[1\] or \[2, 1\]",
+            r"bitmask of words, of shape \[1\] or \[2, 1\]",
         ),
-        (lambda x: lz.sample(x, bitmask=torch.zeros(1)), "a mask of int32 words or booleans"),
+        (lambda x: lz.sample(x, bitmask=torch.zeros(1)), "bitmask of int32 words or booleans"),
         (lambda x: lz.sample(x, bias=torch.zeros(3)), "bias of shape"),
         (lambda x: lz.apply_token_bitmask(x, torch.zeros(1, dtype=torch.int64)), "int32 words or booleans"),
-        (lambda x: lz.domain_fusion(x, soft=[torch.full((8,), 1.5)]), "scores from -1 to 1, received 1.5"),
-        (lambda x: lz.domain_fusion(x, soft=[torch.full((8,), math.nan)]), "scores from -1 to 1, received nan"),
-        (lambda x: lz.domain_fusion(x, soft=[torch.zeros(8)], weights=[1, 2]), "a weight for each of 1 scores"),
-        (lambda x: lz.domain_fusion(x, temperature=0), "a finite temperature above 0"),
+        (lambda x: lz.domain_fusion(x, soft=[torch.full((8,), 1.5)]), "soft with scores from -1 to 1, received 1.5"),
+        (
+            lambda x: lz.domain_fusion(x, soft=[torch.full((8,), math.nan)]),
+            "soft with scores from -1 to 1, received nan",
+        ),
+        (lambda x: lz.domain_fusion(x, soft=[torch.zeros(8)], weights=[1, 2]), "weights as one for each of 1 scores"),
+        (lambda x: lz.domain_fusion(x, temperature=0), "temperature as a finite number above 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):
@@ -395,6 +402,70 @@ def test_whole_sequences_are_distributed_as_the_target_draws_them(count):
     assert_drawn_from((torch.stack(sequence, 1) * places).sum(-1), exact)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_drafts_and_their_verification_may_share_seeds(count):
+    """The last draw must not repeat the clocks of a draft that was refused: where they are the same, it avoids that token."""
+    rows, vocab = 60_000, 5
+    generator = torch.Generator().manual_seed(count)
+    p, q = ((torch.rand(vocab, generator=generator, dtype=torch.float64) * 3).softmax(-1) for _ in range(2))
+    for seeds in (17, torch.arange(rows) * 31 + 5):
+        drafted = torch.stack([lz.sample(q.log().expand(rows, vocab), seeds=seeds) for _ in range(count)], 1)
+        found = lz.speculative_verify(
+            drafted, q.expand(rows, count, vocab), p.expand(rows, count + 1, vocab), seeds=seeds
+        )
+        assert_drawn_from(found.tokens[:, 0], p)  # the first one is not told by others
+        assert_drawn_from(found.tokens[found.accepted == 0, 0], (p - q).clamp(min=0) / (p - q).clamp(min=0).sum())
+
+
+def test_numbers_next_to_each_other_give_seeds_that_have_nothing_in_common():
+    logits = torch.randn(1, 4000).expand(3000, 4000)
+    first, second = (lz.sample(logits, seeds=step) for step in (8, 9))
+    assert not torch.equal(first[1:], second[:-1])
+    chance = float((torch.softmax(logits[0].double(), -1) ** 2).sum())  # that two draws are the same token
+    for shift in range(3):
+        same = (first[shift:] == second[: len(second) - shift]).double().mean()
+        assert abs(float(same) - chance) < 5 * math.sqrt(chance / len(first))
+    low, high = lz.sample(logits[:4], seeds=-(2**63)), lz.sample(logits[:4], seeds=2**63 - 1)
+    assert not torch.equal(low, high)
+    with pytest.raises(
+        TokenArgumentError, match=r"seeds as a whole number that int64 holds, .* received 9223372036854775808"
+    ):
+        lz.sample(logits[:4], seeds=2**63)
+
+
+def test_a_number_gives_the_same_seeds_in_compiled_code_without_another_compile():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = torch.compile(lambda x, s: lz.sample(x, seeds=s), backend=counter, fullgraph=True)
+    logits = torch.randn(6, 300)
+    for number in (3, 4, 2**40, -5):
+        assert torch.equal(step(logits, number), lz.sample(logits, seeds=number))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize(
+    ("logits", "given", "message"),
+    [
+        (
+            [3e38, 0.0],
+            {"temperature": 0.5},
+            "logits whose sum with bias, divided by temperature, is finite .*3e\\+38 in row 0",
+        ),
+        (
+            [0.0, 1.0],
+            {"bitmask": torch.zeros(1, dtype=torch.int32)},
+            "bitmask that allows a token, received none in row 0",
+        ),
+        ([0.0, 1.0], {"bias": torch.tensor([math.nan, 0.0])}, "bias without NaN"),
+        ([0.0, 1.0], {"temperature": math.inf}, "temperature as 0, or from 1e-06 to"),
+        ([0.0, 1.0], {"temperature": 1e-38}, "temperature as 0, or from 1e-06 to"),
+        ([0.0, 1.0], {"temperature": torch.tensor([1e-38])}, "temperature as 0, or from 1e-06 to"),
+    ],
+)
+def test_a_row_without_a_token_to_draw_says_which_argument_is_why(logits, given, message):
+    with pytest.raises(TokenArgumentError, match=message.replace("\\\\", "\\")):
+        lz.sample(torch.tensor([logits]), seeds=0, **given)
+
+
 def test_a_verification_is_the_same_wherever_its_row_stands():
     q, p = torch.randn(20, 3, 9).softmax(-1), torch.randn(20, 4, 9).softmax(-1)
     drafted = torch.stack([torch.multinomial(q[:, place], 1)[:, 0] for place in range(3)], 1)
@@ -425,17 +496,33 @@ def test_equal_models_accept_everything():
     ("arguments", "message"),
     [
         ((torch.zeros(2, 3), None, torch.zeros(2, 4, 5)), r"draft_tokens \[B, K\] of integers"),
-        ((torch.zeros(2, 3).long(), None, torch.zeros(2, 3, 5)), r"target_probs of shape \[2, 4, V\]"),
-        ((torch.zeros(2, 3).long(), torch.zeros(2, 3, 4), torch.zeros(2, 4, 5)), r"draft_probs of shape \[2, 3, 5\]"),
+        ((torch.zeros(2, 3).long(), None, torch.zeros(2, 3, 5)), r"target_probs \[B, K \+ 1, V\], at 4 places"),
+        (
+            (torch.zeros(2, 3).long(), torch.zeros(2, 3, 4), torch.zeros(2, 4, 5)),
+            r"draft_probs \[B, K, V\] of shape \(2, 3, 5\)",
+        ),
         ((torch.zeros(2, 3).bool(), None, torch.zeros(2, 4, 5)), r"draft_tokens \[B, K\] of integers"),
-        ((torch.zeros(2, 3).long(), None, torch.zeros(2, 4, 5).long()), "floating-point target_probs"),
+        ((torch.zeros(2, 3).long(), None, torch.zeros(2, 4, 5).long()), "target_probs .*of floating-point numbers"),
         ((torch.zeros(2, 0).long(), None, torch.zeros(2, 1, 0)), "over at least one token"),
         ((torch.full((2, 3), 5), None, torch.zeros(2, 4, 5)), r"draft_tokens within 0\.\.4, received 5\.\.5"),
         ((torch.full((2, 3), -1), None, torch.zeros(2, 4, 5)), r"draft_tokens within 0\.\.4, received -1\.\.-1"),
-        ((torch.zeros(2, 3).long(), None, torch.full((2, 4, 5), -0.5)), "probabilities in target_probs, received -0.5"),
+        (
+            (torch.zeros(2, 3).long(), torch.full((2, 3, 5), math.nan), torch.full((2, 4, 5), 0.2)),
+            "draft_probs of probabilities, none negative, received nan",
+        ),
+        ((torch.zeros(2, 3).long(), torch.ones(2, 3, 5).long(), torch.full((2, 4, 5), 0.2)), "draft_probs .*floating"),
+        (
+            (torch.zeros(2, 3).long(), torch.tensor([0.0, 1.0]).expand(2, 3, 2), torch.full((2, 4, 2), 0.5)),
+            r"draft_tokens that draft_probs gives a chance, received one without, at \[0, 0\]",
+        ),
+        ((torch.zeros(2, 3).long(), None, torch.full((2, 4, 5), 0.3)), "target_probs with rows that sum up to 1"),
+        (
+            (torch.zeros(2, 3).long(), None, torch.full((2, 4, 5), -0.5)),
+            "target_probs of probabilities, none negative, received -0.5",
+        ),
         (
             (torch.zeros(2, 3).long(), torch.full((2, 3, 5), math.nan), torch.ones(2, 4, 5)),
-            "probabilities in draft_probs",
+            "target_probs with rows that sum up to 1, received sums from 5",
         ),
     ],
 )
@@ -447,9 +534,9 @@ def test_speculation_that_does_not_fit_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("seeds", "message"),
     [
-        (torch.zeros(3, dtype=torch.int64), r"int64 seeds of shape \[2\]"),
-        (torch.zeros(2), "int64 seeds of shape .* torch.float32"),
-        (1.5, "seeds as a whole number or a tensor, received 1.5"),
+        (torch.zeros(3, dtype=torch.int64), r"seeds .* int64 of shape \[2\]"),
+        (torch.zeros(2), "seeds .* int64 of shape .* torch.float32"),
+        (1.5, "seeds as a whole number or a tensor of int64, received 1.5"),
     ],
 )
 def test_speculation_from_what_is_no_seed_is_refused(seeds, message):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import sympy
@@ -13,11 +15,13 @@ from scan_problems import errors, problem, run
 from torch import Tensor
 
 import lz_compile as lz
+from lz_compile import scans
 from lz_compile.backend import layerzero
-from lz_compile.lowering.kernels import torch_scan
+from lz_compile.errors import ArgumentError
+from lz_compile.lowering.kernels import chunked_scan, torch_scan
 from lz_compile.lowering.ops import scan as op
 from lz_compile.runtime import context as contexts
-from lz_compile.runtime import health, registry
+from lz_compile.runtime import eager, events, health, registry
 
 BACKENDS: dict[str, Any] = {"eager": None, "aot_eager": "aot_eager", "inductor": "inductor", "layerzero": layerzero}
 B, T, H, K, V = 2, 9, 3, 4, 6
@@ -222,12 +226,98 @@ def test_all_tokens_dropped_change_nothing() -> None:
     assert not lz.kda(**given, drop_mask=torch.ones(B, T))[0].any()
 
 
+@pytest.mark.parametrize("kernel", ["lz.rolled_scan", "torch.scan_sequential", "lz.chunked_scan"])
+@pytest.mark.parametrize("names", [("q", "k", "v", "alpha", "beta"), ("k",), ("v",), ("q",)])
+def test_what_a_dropped_token_holds_reaches_nothing(names: tuple[str, ...], kernel: str) -> None:
+    dropped = torch.zeros(B, T, dtype=torch.bool)
+    dropped[0, 3] = dropped[1, :2] = True
+    given = {name: each.detach() for name, each in kda_inputs().items() if name in ("q", "k", "v", "alpha", "beta")}
+
+    def holding(name: str, value: float) -> Tensor:
+        return given[name].masked_fill(dropped.reshape(B, T, *(1,) * (given[name].dim() - 2)), value)
+
+    inputs = {name: holding(name, 0.5) for name in given}
+    spoilt = {name: holding(name, math.nan if name in names else 0.5) for name in given}
+    results = []
+    for each in (inputs, spoilt):
+        leaves = {name: value.detach().requires_grad_() for name, value in each.items()}
+        if kernel == "lz.chunked_scan":  # code for a compiler: over the operands that the call makes
+            with mock.patch.object(scans, "_selected", _in_chunks):
+                found = lz.kda(**leaves, drop_mask=dropped)
+        else:
+            with lz.lock("scan", kernel):
+                found = lz.kda(**leaves, drop_mask=dropped)
+        gradients = torch.autograd.grad(sum(part.square().sum() for part in found), list(leaves.values()))
+        results.append([*found, *gradients])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _in_chunks(operands: Any, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return chunked_scan.scan(*operands, attrs=scans._attributes(operands, out_dtype, state_dtype), chunk=4)
+
+
+def test_a_head_that_is_not_active_keeps_its_state_whatever_the_token_holds() -> None:
+    active = torch.ones(B, T, H)
+    active[:, 4, 1] = 0
+    given = {name: each.detach().clone() for name, each in kda_inputs().items()}
+    clean = lz.kda(**given, active=active)
+    given["k"][:, 4, 1] = given["v"][:, 4, 1] = given["beta"][:, 4, 1] = math.inf
+    for ours, theirs in zip(lz.kda(**given, active=active), clean, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, s: lz.kda(**{**x, "initial_state": s.long()}), "expected initial_state .*floating-point .*int64"),
+        (lambda x, s: lz.kda(**{**x, "v": x["v"].int()}), "expected v .*floating-point numbers.*int32.*float"),
+        (
+            lambda x, s: lz.kda(**{**x, "initial_state": s.to("meta")}),
+            "expected initial_state on cpu as q is, received meta",
+        ),
+        (lambda x, s: lz.linear_scan(0.5, torch.ones(2, 3).long()), "expected drive .*floating-point numbers.*int64"),
+        (lambda x, s: lz.linear_scan(torch.ones(2, 3).long(), torch.ones(2, 3)), "expected decay .*floating-point"),
+        (
+            lambda x, s: lz.linear_scan(0.5, torch.ones(2, 3), initial=torch.ones(2).long()),
+            "expected initial .*floating",
+        ),
+        (
+            lambda x, s: torch.ops.layerzero.scan.default(
+                s.long(), x["v"][:, :, :, None, :1], None, None, None, None, x["v"], torch.float32, torch.float32, ""
+            ),
+            "expected state .*floating-point numbers.*int64",
+        ),
+    ],
+)
+def test_integers_and_other_devices_are_the_callers_error_and_retire_nothing(call: Any, message: str) -> None:
+    before = health.retirements()
+    with pytest.raises(ArgumentError, match=message):
+        call(kda_inputs(), torch.zeros(B, H, K, V))
+    assert health.retirements() == before
+
+
+def test_a_scan_that_no_kernel_takes_says_so_in_one_line() -> None:
+    drive = torch.randn(2, 3, 4, dtype=torch.complex64)
+    eager.forget()
+    with events.collect() as found:
+        lz.linear_scan(drive, drive)
+    (event,) = found
+    assert event.code == "NO_KERNEL"
+    assert "\n" not in event.message
+    assert event.message.startswith("scan.diagonal in complex64 on cpu runs on torch.scan_sequential all the same")
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"q": (B, T, H, K + 1)}, r"lz.kda: expected q \[B, T, H, K\] of \(2, 9, 3, 4\), received \(2, 9, 3, 5\)"),
-        ({"beta": (B, T)}, r"expected beta \[B, T, H\] of \(2, 9, 3\)"),
-        ({"k": (T, H, K)}, r"expected k \[B, T, H, K\] and v \[B, T, H, V\]"),
+        (
+            {"q": (B, T, H, K + 1)},
+            r"lz.kda: expected k \[B, T, H, K\] of shape \(2, 9, 3, 5\), received \(2, 9, 3, 4\)",
+        ),
+        ({"beta": (B, T)}, r"expected beta \[B, T, H\] of shape \(2, 9, 3\)"),
+        ({"k": (T, H, K)}, r"expected k \[B, T, H, K\] of shape \(2, 9, 3, 4\)"),
         ({"initial_state": (B, H, V, K)}, r"expected initial_state \[B, H, K, V\]"),
     ],
 )
@@ -300,14 +390,14 @@ def test_nothing_to_scan_gives_nothing() -> None:
 
 def test_what_is_no_linear_scan_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"lz.linear_scan: expected a dimension 3 of time in the drive, received \(2, 9, 5\)"
+        ValueError, match=r"lz.linear_scan: expected dim as a dimension of drive, of which there are 3, received 3"
     ):
         lz.linear_scan(0.5, torch.zeros(2, 9, 5), dim=3)
     with pytest.raises(ValueError, match=r"expected decay that can be broadcast to \(2, 9, 5\), received \(9,\)"):
         lz.linear_scan(torch.zeros(9), torch.zeros(2, 9, 5))
     with pytest.raises(ValueError, match=r"expected initial that can be broadcast to \(2, 5\), received \(2, 9, 5\)"):
         lz.linear_scan(0.5, torch.zeros(2, 9, 5), initial=torch.zeros(2, 9, 5))
-    with pytest.raises(ValueError, match=r"expected a dimension 1 of time in the drive, received 0.5"):
+    with pytest.raises(ValueError, match=r"expected decay as a tensor, received float 0.5"):
         lz.linear_scan(0.5)
 
 

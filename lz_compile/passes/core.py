@@ -119,10 +119,9 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node) -> Core:
             inputs = [effects.current(operand, node) for operand in node.all_input_nodes]
             found = [visit(operand) for operand in inputs]  # all of them, for their place in the order
             depends[node] = any(found)
-            if any(effects.is_opaque(operand, node) for operand in inputs if depends[operand]):
-                raise RefusedError(
-                    "OPERAND_MUTATED", f"part of what {node.name} reads is overwritten", "use torch.where"
-                )
+            read = next((each for each in inputs if depends[each] and effects.is_opaque(each, node)), None)
+            if read is not None:
+                raise _overwritten(effects, read, node)
         if depends[node]:
             order.append(node)
         return depends[node]
@@ -131,6 +130,16 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node) -> Core:
     dead = {user for node in (first, *order) if node is not output for user in dead_users(node)}
     nodes = sorted({first, *order} | dead, key=effects.position.__getitem__)
     return Core((*(node for node in nodes if node is not output), output), effects.ambient(output))
+
+
+def _overwritten(effects: Effects, read: fx.Node, reader: fx.Node) -> RefusedError:
+    """That memory of a value may have changed before it is read; of two inputs of a graph, nobody knows."""
+    writer = effects.overwritten_after(read, read, reader)
+    assert writer is not None, "somebody overwrote it"
+    text = f"{reader.name} reads {read.name}, memory of which {writer.name} overwrites, or may overwrite, before that"
+    return RefusedError(
+        "OPERAND_MUTATED", text, "overwrite it after the last use of this result, or compute a new tensor"
+    )
 
 
 def overwritten_edge(effects: Effects, core: Core) -> set[fx.Node]:

@@ -18,11 +18,12 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
+from lz_compile.arguments import Arguments
 from lz_compile.errors import KernelExecutionError, NoKernelFoundError
 from lz_compile.lowering.ops.attention import AttentionAttrs
 from lz_compile.runtime import events, health, loaded_tables, memory, policy, registry
 from lz_compile.runtime.calls import SDPA, eager_kernel, needs_compile
-from lz_compile.runtime.context import from_tensors, of_facts
+from lz_compile.runtime.context import SelectionContext, from_tensors, of_facts
 from lz_compile.runtime.decision_cache import DecisionCache, SelectionCacheConfig
 from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.select import Decision, Problem, select
@@ -74,7 +75,7 @@ def plan(
     """What to call with these tensors, or with others of which the key holds: ``plan(...)(query, key, value, mask)``.
 
     Raises:
-        ValueError: the tensors are no attention's.
+        ArgumentError: the tensors are no attention's.
         NoKernelFoundError: no kernel can run, and falling back is switched off.
         ConfigError: the configuration is wrong.
     """
@@ -100,7 +101,7 @@ def plan(
             query.requires_grad or key.requires_grad or value.requires_grad,
             mask is not None and mask.requires_grad,
         ),
-        None if mask is None else mask.dtype,
+        None if mask is None else (mask.dtype, mask.shape, mask.device, mask.layout),
         causal,
         scale,
         dropout_p,
@@ -153,9 +154,16 @@ def _chosen(op: str, attributes: Any, facts: Any, device: torch.device, present:
     except NoKernelFoundError as error:
         if not present.settings.fallback_enabled:
             raise
-        events.record("NO_KERNEL", f"{context.operation} runs on {own} all the same", error)
+        _note_none(context, own, error)
         return (None,)
     return (None if kernel.kernel_id == own else kernel,)
+
+
+def _note_none(context: SelectionContext, own: str, error: NoKernelFoundError) -> None:
+    """One line; why each kernel cannot run is said by ``lz.which``, and a traceback would say it twice."""
+    what = f"{context.operation} in {context.dtype_name} on {context.device_type}"
+    count = len(error.failures)
+    events.record("NO_KERNEL", f"{what} runs on {own} all the same: none of {count} kernels can (lz.which says why)")
 
 
 def forget() -> None:
@@ -199,7 +207,7 @@ class _Call:
         dropout_p: float,
         layout: str,
     ) -> None:
-        _check(query, key, value)
+        check(query, key, value, mask, causal, scale, dropout_p, layout)
         context = from_tensors(
             query, key, value, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p, layout=layout
         )
@@ -236,7 +244,7 @@ class _Call:
         except NoKernelFoundError as error:
             if not settings.fallback_enabled:
                 raise
-            events.record("NO_KERNEL", f"{self.context.operation} runs on {SDPA} all the same", error)
+            _note_none(self.context, SDPA, error)
             return None
 
     def _run(self, kernel: KernelSpec | None, present: Policy) -> Run:
@@ -278,15 +286,58 @@ def _loaded(decision: Decision, operation: str) -> KernelSpec:
     raise NoKernelFoundError(operation, failures)
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Refuse what no kernel could take, before one reads memory that is not there."""
-    for name, tensor in (("key", key), ("value", value)):
-        for what in ("dtype", "device"):
-            ours, other = getattr(query, what), getattr(tensor, what)
-            if ours != other:
-                raise ValueError(
-                    f"lz.attention: expected {name} with the {what} of query, {ours}, received {other}. Convert one of them"
-                )
+def check(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    causal: Any,
+    scale: Any,
+    dropout_p: Any,
+    layout: Any,
+    is_cast: bool = False,
+) -> None:
+    """Refuse what is no attention, before a kernel reads memory that is not there; ``is_cast``: dtypes will be alike.
+
+    Raises:
+        ArgumentError: an argument does not fit.
+    """
+    given = Arguments("attention")
+    given.one_of("layout", layout, ("BHSD", "BSHD"))
+    is_turned = layout == "BSHD"
+    given.tensor("query", query, "B Sq Hq D" if is_turned else "B Hq Sq D")
+    given.tensor("key", key, "B Sk Hk D" if is_turned else "B Hk Sk D")
+    given.tensor("value", value, "B Sk Hk E" if is_turned else "B Hk Sk E")
+    if not is_cast:
+        given.equal_dtypes("key", key, "query", query)
+        given.equal_dtypes("value", value, "query", query)
+    heads, lengths = (2, 1) if is_turned else (1, 2)
+    count, shared = query.shape[heads], key.shape[heads]
+    if shared == 0 or count % shared:
+        advice = "Check the layout: BHSD is [batch, heads, length, features]"
+        raise given.wrong("query", f"heads in a multiple of the key heads, {shared}", count, advice)
+    given.flag("causal", causal)
+    given.number("scale", scale, optional=True)
+    given.number("dropout_p", dropout_p, 0.0, 1.0)
+    if mask is not None:
+        _check_mask(given, mask, query, (query.shape[0], count, query.shape[lengths], key.shape[lengths]), is_cast)
+
+
+def _check_mask(given: Arguments, mask: Any, query: torch.Tensor, scores: tuple[Any, ...], is_cast: bool) -> None:
+    """Refuse a mask that would be added although it was meant to keep or drop."""
+    given.tensor("mask", mask, kind="real")
+    if mask.dtype == torch.bool:
+        pass
+    elif not mask.is_floating_point() or mask.dtype.itemsize == 1:
+        expected = "of booleans (True keeps), or of floating-point numbers that are added to the scores"
+        raise given.wrong("mask", expected, mask.dtype, "Give mask.bool(), if ones keep")
+    elif not is_cast and mask.dtype not in (query.dtype, torch.float32):
+        raise given.wrong("mask", f"in the dtype of query, {query.dtype}", mask.dtype, "Cast it")
+    if mask.dim() < 2:
+        raise given.wrong(
+            "mask", "[..., Sq, Sk], of two dimensions at least", tuple(mask.shape), "Add dimensions of size one"
+        )
+    given.broadcasts("mask", mask, scores, "[B, Hq, Sq, Sk] = ")
 
 
 def _canonical(

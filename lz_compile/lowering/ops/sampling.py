@@ -229,10 +229,17 @@ def bits(seeds: torch.Tensor, count: int) -> torch.Tensor:
     return _mixed(_mixed((tokens + first[:, None]) & _LOW) ^ second[:, None])
 
 
+def mixed_seed(number: Any) -> Any:
+    """62 bits, each of which depends on all 64 of ``number``, an integer or a tensor of them."""
+    first = _mixed((number & _LOW) ^ 0xA511E9B3)
+    second = _mixed(_mixed(((number >> 32) & _LOW) ^ 0x63D83595) ^ first)
+    return ((second & 0x3FFFFFFF) << 32) | _mixed((first + second) & _LOW)
+
+
 _LOW = 0xFFFFFFFF
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
+def _mixed(x: Any) -> Any:
     """A permutation of 32-bit numbers in which every bit of the result depends on all of ``x``.
 
     **Source** C. Wellons, *Prospecting for hash functions* (2018): ``lowbias32``.
@@ -244,7 +251,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def _times(x: torch.Tensor, factor: int) -> torch.Tensor:
+def _times(x: Any, factor: int) -> Any:
     """The lower 32 bits of a product, of which no part exceeds 63 bits."""
     high = ((x >> 16) * factor) & 0xFFFF
     return ((high << 16) + (x & 0xFFFF) * factor) & _LOW

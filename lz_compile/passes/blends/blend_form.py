@@ -179,7 +179,7 @@ class Forms:
     def _is_meant(self, form: Form) -> bool:
         """Whether it is a blend and no other sum: a host that was detached, or weights that nothing was trained to give."""
         records = tensor_of(form.seed).requires_grad  # type: ignore[union-attr]  # a seed is a tensor
-        if form.is_isolated and records and self.is_detached(form.host):
+        if form.is_isolated and (records or not form.is_residual) and self.is_detached(form.host):
             return True
         if form.is_soft:
             return True
@@ -218,7 +218,7 @@ class Forms:
             return node.op in ("placeholder", "get_attr")
         if is_constant(call) or not isinstance(value, (torch.Tensor, tuple, list)):
             return True
-        is_plain = is_read(call) or is_cast(call) or rearranges(call) or call.name in _PICKS | CASTS
+        is_plain = is_read(call) or is_cast(call) or rearranges(call) or call.name in _PICKS | CASTS | {"softmax"}
         given = [call.input] if rearranges(call) else node.all_input_nodes  # others give no more than a shape
         tensors = [each for each in given if isinstance(value_of(each), (torch.Tensor, tuple, list))]
         return is_plain and all(map(self._is_given, tensors))

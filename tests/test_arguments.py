@@ -1,0 +1,240 @@
+"""Every public function with every argument spoilt in every way: errors of ours that name an argument, and none other."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lz_compile as lz
+from lz_compile.arguments import Arguments, remembered
+from lz_compile.errors import ArgumentError
+from lz_compile.lowering.token_bits import pack
+from lz_compile.runtime import events, health
+
+B, T, H, K, V, N, W = 2, 3, 4, 5, 6, 7, 70
+
+
+def _draw(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _blender(mode: lz.BlendMode = lz.BlendMode.CONVEX) -> lz.Blender:
+    return lz.Blender(lz.BlenderConfig(mode), 0.3)
+
+
+_LOGITS = {"logits": _draw(B, W), "seeds": torch.arange(B)}
+_LIMITS = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+_MASK = {"bitmask": pack(_draw(B, W) < 0.9), "bias": _draw(W)}
+_ADAPTER = {
+    "x": _draw(B, T, N), "Vh": _draw(K, N), "U": _draw(V, K), "delta_S": _draw(K), "A_q": _draw(2, N), "B_q": _draw(V, 2),
+    "v": _draw(K), "weight": _draw(V, N), "bias": _draw(V), "base": _draw(B, T, V), "threshold": 0.1, "arm": "grad",
+}  # fmt: skip
+_DELTA = {"q": _draw(B, T, H, K), "k": _draw(B, T, H, K), "v": _draw(B, T, H, V), "beta": _draw(B, T, H)}
+#: What is called, and with what it works.
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "attention": (
+        lz.attention,
+        {
+            "query": _draw(B, H, T, K), "key": _draw(B, 2, N, K), "value": _draw(B, 2, N, V), "scale": 0.2, "causal": False,
+            "mask": _draw(B, 1, T, N) < 0.9, "dropout_p": 0.0, "layout": "BHSD",
+        },
+    ),
+    "rms_norm": (lz.rms_norm, {"input": _draw(T, N), "weight": _draw(N), "eps": 1e-6}),
+    "layer_norm": (
+        lz.layer_norm,
+        {"input": _draw(T, N), "normalized_shape": N, "weight": _draw(N), "bias": _draw(N), "eps": 1e-6},
+    ),
+    "rope": (lz.rope, {"input": _draw(T, 8), "cos": _draw(T, 6), "sin": _draw(T, 6), "rotary_dim": 6}),
+    "alibi": (lz.alibi, {"slopes": _draw(H), "queries": 2, "keys": 3}),
+    "linear": (lz.linear, {"input": _draw(T, N), "weight": _draw(K, N), "bias": _draw(K)}),
+    "embedding": (lz.embedding, {"input": torch.tensor([1, 0, 2]), "weight": _draw(3, K), "padding_idx": 1}),
+    "mlp_fused": (
+        lz.mlp_fused,
+        {
+            "input": _draw(T, N), "gate_weight": _draw(K, N), "up_weight": _draw(K, N), "down_weight": _draw(V, K),
+            "gate_bias": _draw(K), "up_bias": _draw(K), "down_bias": _draw(V), "activation": "silu",
+        },
+    ),
+    "kda": (
+        lz.kda,
+        {
+            **_DELTA, "alpha": _draw(B, T, H, K), "initial_state": _draw(B, H, K, V), "initial_output": _draw(B, H, V),
+            "drop_mask": _draw(B, T) < 0.3, "active": _draw(B, T, H) < 0.7, "scale": 0.5, "head_first": False,
+        },
+    ),
+    "kda of a step": (lz.kda, {name: each[:, :1] for name, each in {**_DELTA, "alpha": _draw(B, T, H)}.items()}),
+    "linear_scan": (
+        lz.linear_scan, {"decay": _draw(T, 1), "drive": _draw(B, T, K), "initial": _draw(K), "dim": 1},
+    ),
+    "linear_scan by a number": (lz.linear_scan, {"decay": 0.5, "drive": _draw(B, T, K), "dim": 1}),
+    "sample": (lz.sample, {**_LOGITS, **_LIMITS, **_MASK, "generator": None}),
+    "sample by rows": (
+        lz.sample,
+        {**_LOGITS, **{name: torch.tensor([each] * B) for name, each in _LIMITS.items()}, "seeds": 3},
+    ),
+    "sample_topk": (lz.sample_topk, {"logits": _draw(B, W), "k": 3, "temperature": 1.5, "seeds": 3}),
+    "sample_topp": (lz.sample_topp, {"logits": _draw(B, W), "p": 0.3, "temperature": 1.5, "seeds": 3}),
+    "sampling_probs": (lz.sampling_probs, {"logits": _draw(B, W), **_LIMITS, **_MASK}),
+    "apply_token_bitmask": (lz.apply_token_bitmask, {"logits": _draw(B, W), "bitmask": _MASK["bitmask"]}),
+    "domain_fusion": (
+        lambda logits, hard, soft, weights, temperature: lz.domain_fusion(
+            logits, [hard], [soft], weights, temperature
+        ),
+        {"logits": _draw(B, W), "hard": _draw(W) < 0.9, "soft": _draw(W), "weights": [0.5], "temperature": 0.7},
+    ),
+    "speculative_verify": (
+        lz.speculative_verify,
+        {
+            "draft_tokens": torch.ones(B, T, dtype=torch.int64), "draft_probs": _draw(B, T, N).softmax(-1),
+            "target_probs": _draw(B, T + 1, N).softmax(-1), "seeds": torch.arange(B),
+        },
+    ),
+    "routed_adapter": (lz.routed_adapter, _ADAPTER),
+    "routed_adapter by numbers": (lz.routed_adapter, {**_ADAPTER, "rollouts": torch.zeros(B, T).long(), "num_rollouts": 1}),
+    "routed_adapter of packed tokens": (
+        lz.routed_adapter,
+        {**_ADAPTER, "x": _draw(5, N), "base": _draw(5, V), "cu_seqlens": torch.tensor([0, 2, 5])},
+    ),
+    "blend": (
+        lz.blend,
+        {
+            "host": _draw(B, K, 4), "seed": _draw(B, K, 4), "alpha": torch.tensor(0.3), "logits": _draw(B, 4),
+            "mode": lz.BlendMode.CONFIDENCE, "config": lz.BlenderConfig(),
+        },
+    ),
+    "blend softly": (
+        lz.blend,
+        {
+            "host": _draw(B, K), "seed": _draw(B, K), "alpha": torch.tensor(0.3), "gate_logits": _draw(B, 2),
+            "mode": lz.BlendMode.SOFT_GATE,
+        },
+    ),
+    "Blender": (lz.Blender, {"config": None, "alpha": _draw(3), "target": _draw(3)}),
+    "Blender.forward": (_blender(), {"host": _draw(B, K), "seed": _draw(B, K)}),
+    "Blender.request": (lambda alpha: _blender().request(alpha), {"alpha": 0.4}),
+    "Blender.aim": (lambda target: _blender().aim(target), {"target": torch.tensor(0.4)}),
+    "Blender.configure": (
+        lambda **numbers: _blender().configure(**numbers),
+        {"gain": 2.0, "threshold": torch.tensor(0.1), "hysteresis": 0.1, "max_step": 0.2},
+    ),
+    "BlenderConfig": (
+        lz.BlenderConfig,
+        {
+            "mode": lz.BlendMode.DELTA, "low": 0.1, "high": 0.9, "cap_above": 0.8, "cap_share": 0.5, "hysteresis": 0.02,
+            "gain": 6.0, "threshold": 0.2, "max_step": 0.1, "ramp_batches": 9, "channel_dim": 1,
+        },
+    ),
+    "SoftGate": (lz.SoftGate, {"features": 6, "width": 4}),
+    "RoutingRecord": (lz.RoutingRecord, {"num_rollouts": 3, "rank": 2}),
+}  # fmt: skip
+
+#: What no argument may be, whatever it is.
+FOREIGN = {"an object": object(), "text": "nonsense", "a dictionary": {"a": 1}, "a list of text": ["a"]}
+NUMBERS = {"nan": math.nan, "inf": math.inf, "negative": -3, "huge": 10**30, "half": 0.5, "zero": 0}
+
+
+def _spoilt(value: Any) -> Iterator[tuple[str, Any]]:
+    """An argument in other forms, most of which it must not have."""
+    yield from FOREIGN.items()
+    yield "None", None
+    yield from NUMBERS.items()
+    if not isinstance(value, Tensor):
+        yield "a complex tensor", torch.zeros(3, dtype=torch.complex64)
+        yield "three numbers", torch.zeros(3)
+        yield "no numbers", torch.zeros(0)
+        yield "on meta", torch.zeros((), device="meta")
+        return
+    for dtype in (torch.complex64, torch.float8_e4m3fn, torch.int64, torch.float64, torch.bool):
+        yield str(dtype), value.to(dtype)
+    yield "on meta", value.to("meta")
+    yield "sparse", value.to_sparse()
+    yield "one dimension more", value.unsqueeze(0)
+    yield "without dimensions", value.flatten()[0]
+    for dim in range(value.dim()):
+        yield f"empty in {dim}", value.narrow(dim, 0, 0)
+        yield f"short in {dim}", value.narrow(dim, 0, value.shape[dim] - 1)
+        yield f"long in {dim}", torch.cat((value, value), dim)
+    for name, number in (("nan", math.nan), ("inf", math.inf), ("negative", -3.0)):
+        if value.is_floating_point():
+            yield f"full of {name}", torch.full_like(value, number)
+    if not value.is_floating_point() and value.dtype != torch.bool:
+        yield "negative numbers", torch.full_like(value, -3)
+        yield "large numbers", torch.full_like(value, 2**30)
+
+
+CASES = [(call, name) for call, (_, given) in CALLS.items() for name in given]
+
+
+def _names(call: str) -> set[str]:
+    function, given = CALLS[call]
+    return {*given, *inspect.signature(function).parameters, "a number", "hard and soft", "weights / temperature"}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_fits_passes(call: str) -> None:
+    function, given = CALLS[call]
+    with events.collect() as found:
+        function(**given)
+    assert not found
+
+
+@pytest.mark.parametrize(("call", "name"), CASES, ids=[f"{call}-{name}" for call, name in CASES])
+def test_an_argument_that_does_not_fit_is_named(call: str, name: str) -> None:
+    function, given = CALLS[call]
+    before = health.retirements()
+    for what, value in _spoilt(given[name]):
+        try:
+            function(**{**given, name: value})
+        except ArgumentError as error:  # any of them, for it is with another that one does not fit
+            named = error.argument in _names(call) and f"expected {error.argument}" in str(error)
+            assert named, (what, str(error))  # noqa: PT017  # errors are what is tested
+        except Exception as error:  # noqa: BLE001  # whatever it is
+            pytest.fail(f"{name} as {what}: {type(error).__name__}: {str(error)[:200]}")
+        else:
+            assert what not in FOREIGN, f"{name} as {what} passed"
+            assert what not in _NEVER.get(name, ("sparse", "torch.complex64")) or not isinstance(given[name], Tensor), (
+                what
+            )
+            assert what != "on meta" or name == _first(given), what
+    assert health.retirements() == before
+
+
+#: States of a recurrence may be complex.
+_NEVER: dict[str, tuple[str, ...]] = dict.fromkeys(("decay", "drive", "initial"), ("sparse",))
+
+
+def _first(given: dict[str, Any]) -> str:
+    """The argument whose device the others are to be on."""
+    return next((name for name, each in given.items() if isinstance(each, Tensor)), "")
+
+
+@pytest.mark.parametrize("call", ["rms_norm", "kda", "sample", "routed_adapter", "blend", "attention", "linear_scan"])
+def test_what_is_checked_is_traced_without_a_break(call: str) -> None:
+    torch._dynamo.reset()
+    function, given = CALLS[call]
+    compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(**given), function(**given), rtol=1e-4, atol=1e-5)
+
+
+def test_what_passed_is_not_looked_at_again() -> None:
+    seen = []
+
+    @remembered
+    def check(x: Tensor, eps: float) -> None:
+        seen.append(eps)
+        Arguments("nothing").tensor("x", x, "A B")
+
+    for _ in range(3):
+        check(torch.zeros(2, 3), 1.0)
+        for wrong in (torch.zeros(3), torch.zeros(2, 3).long()):
+            with pytest.raises(ArgumentError):
+                check(wrong, 1.0)
+    check(torch.zeros(2, 3), 2.0)
+    check(torch.zeros(2, 4), 2.0)
+    assert seen == [1.0, *[1.0] * 6, 2.0, 2.0]
