@@ -339,7 +339,7 @@ def _dtype(name: str) -> torch.dtype:
 def _device(name: str | None) -> torch.device:
     import torch
 
-    from lz_compile.installation import default_device
+    from lz_compile.runtime.hardware import default_device
 
     if name is None:
         return default_device()

@@ -95,6 +95,11 @@ class Hardware:
         }
 
 
+def default_device() -> torch.device:
+    """The accelerator, or the CPU where none can be used: a build for CUDA names one also where there is no driver."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def hardware(device: torch.device | str) -> Hardware:
     """What there is behind a device; a type that torch does not know has a name and nothing else."""
     kind, index = (device.type, device.index) if isinstance(device, torch.device) else (device, None)

@@ -12,6 +12,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from lz_compile.diagnosis import DoctorReport
     from lz_compile.inspection import SelectionReport
+    from lz_compile.installation import Compilers, Measurements
     from lz_compile.readiness import ReadinessReport
     from lz_compile.runtime.registry import KernelInfo
     from lz_compile.runtime.report import LoopReport, MatchReport, Report
@@ -221,16 +222,16 @@ def diagnosis(report: DoctorReport) -> Iterator[Any]:
         {
             "software": ", ".join(f"{name} {version}" for name, version in report.software.items()),
             **{device: f"{each.device_name} ({each.signature()})" for device, each in report.hardware},
-            "C++ compiler": found.cxx_version or f"{found.cxx}: not found",
-            "Inductor": found.error or f"compiles ({found.seconds:.1f} s for a small function)",
+            **({} if found is None else _compilers(found)),
         }
     )
     yield _kernels(report)
     yield _rows("Caches", ("what", "where", "files", "size"), [
         (cache.name, cache.path, str(cache.files), cache.problem or _bytes(cache.size_bytes)) for cache in report.caches
     ])  # fmt: skip
-    yield Text("Measurements", style="bold")
-    yield _facts(_measurements(report))
+    if report.measurements is not None:
+        yield Text("Measurements", style="bold")
+        yield _facts(_measurements(report.measurements))
     yield Text("Policy", style="bold")
     yield _facts(_policy(report.configuration.to_dict()))
     failures = [(each.kernel_id, str(each.count), each.last_error) for each in report.failures]
@@ -253,8 +254,14 @@ def _kernels(report: DoctorReport) -> Table:
     return _rows("Kernels", ("kernel", "operation", "from", "runs on, or why not"), rows)
 
 
-def _measurements(report: DoctorReport) -> dict[str, str]:
-    found = report.measurements
+def _compilers(found: Compilers) -> dict[str, str]:
+    return {
+        "C++ compiler": found.cxx_version or f"{found.cxx}: not found",
+        "Inductor": found.error or f"compiles ({found.seconds:.1f} s for a small function)",
+    }
+
+
+def _measurements(found: Measurements) -> dict[str, str]:
     rows, size = found.statistics.get("rows", 0), _bytes(found.statistics.get("bytes", 0))
     here = ", ".join(f"{count} of {operation}" for operation, count in found.here.items())
     return {
