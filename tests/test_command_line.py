@@ -109,7 +109,9 @@ def test_models_are_explained_and_tried_dry(capsys, models):
             assert [match["op"] for match in record["graphs"][0]["matches"]] == ["attention"]
     code, out, _ = run(capsys, "dry-run", "some_models:make")
     assert code == 0
-    assert "1 in 1 graph(s)" in out
+    assert "Matches: 1 in 1 graph" in out
+    assert "not for cpu" not in out
+    assert "not for cpu" in run(capsys, "dry-run", "some_models:make", "--verbose")[1]
 
 
 def test_kernels_are_listed(capsys, monkeypatch):

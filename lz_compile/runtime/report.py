@@ -11,7 +11,7 @@ from lz_compile.reasons import Reason
 from lz_compile.runtime.events import Event
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console, ConsoleOptions, Group, RenderResult
 
     from lz_compile.passes.loops.reroll import RolledLoop
     from lz_compile.passes.match import Match, NearMiss
@@ -183,7 +183,7 @@ class GraphReport:
 
 @dataclass
 class Report:
-    """The reports of several graphs; prints as a table (``rich.print(report)``)."""
+    """The reports of several graphs; ``rich.print(report)`` prints a screen, ``rich.print(report.in_full())`` everything."""
 
     graphs: list[GraphReport]
 
@@ -207,15 +207,32 @@ class Report:
         """Every event of every graph."""
         return [event for graph in self.graphs for event in graph.events]
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The time of every stage, over all graphs."""
+        found: dict[str, float] = {}
+        for graph in self.graphs:
+            for stage, seconds in graph.seconds.items():
+                found[stage] = found.get(stage, 0.0) + seconds
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         return {"schema_version": SCHEMA_VERSION, "graphs": [graph.to_dict() for graph in self.graphs]}
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Tables of matches, loops, near misses, events and time."""
+    def in_full(self) -> Group:
+        """Every kind of match with its candidates, and all else, to be printed with rich."""
+        from rich.console import Group
+
         from lz_compile.runtime.render import tables
 
-        yield from tables(self)
+        return Group(*tables(self))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """A line for each kind of match, near misses by cause, loops, events and time."""
+        from lz_compile.runtime.summary import summary
+
+        yield from summary(self)
 
 
 _reports: list[GraphReport] = []
