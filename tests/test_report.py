@@ -27,12 +27,12 @@ from torch import Tensor, fx
 from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs, normalize_gm
 
 import lz_compile
-from lz_compile import GraphReport, Report, clear_reports, explain, reports
+from lz_compile import GraphReport, Report, clear_reports, errors, explain, reports
 from lz_compile.backend import layerzero
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events
 from lz_compile.runtime.layout import Rows
-from lz_compile.runtime.report import MatchReport, MissReport
+from lz_compile.runtime.report import MatchReport, MissReport, new_report
 
 pytestmark = pytest.mark.usefixtures("sdpa_first")
 
@@ -340,7 +340,9 @@ class GraphModule(torch.nn.Module):
         event = events.Event("STORE_UNREADABLE", "validation: no such device")
         again = replace(match, where="model.py:8")
         report = Report([GraphReport(0, [match, again], [miss], [event], {"recognise": 0.0015, "compile": 0.25})])
-        text = (printed(report, 100) + printed(report.in_full(), 100)).translate(str.maketrans("┏━┳┓┃┡╇┩│└─┴┘", "+-++|+++|+-++"))
+        text = (printed(report, 100) + printed(report.in_full(), 100)).translate(
+            str.maketrans("┏━┳┓┃┡╇┩│└─┴┘", "+-++|+++|+-++")
+        )
         self.assertExpectedInline(
             "\n".join(line.rstrip() for line in text.splitlines()),
             """\
@@ -491,7 +493,9 @@ def large_report() -> Report:
     """As of a model with 40 layers in 8 forms, near misses in each, and events."""
     package = "/opt/python/lib/python3.11/site-packages/some_models/modeling_with_a_long_name/attention_of_layers.py"
     matches = [
-        MatchReport("attention", f"{package}:{layer % 8}", "", {}, "torch.sdpa", layer % 2 == 0, "expected to be faster")
+        MatchReport(
+            "attention", f"{package}:{layer % 8}", "", {}, "torch.sdpa", layer % 2 == 0, "expected to be faster"
+        )
         for layer in range(40)
     ]
     misses = [
@@ -499,7 +503,9 @@ def large_report() -> Report:
         for n in range(160)
     ]
     misses += [MissReport("scan", f"model.py:{n}", Reason("STATE_UNREAD", "x" * n), "use lz.kda") for n in range(10)]
-    happened = [events.Event("VALIDATION_FAILED", f"layer {n} is quarantined: " + "for a reason " * 90) for n in range(40)]
+    happened = [
+        events.Event("VALIDATION_FAILED", f"layer {n} is quarantined: " + "for a reason " * 90) for n in range(40)
+    ]
     return Report([GraphReport(0, matches, misses, happened, {"recognise": 0.5})])
 
 
@@ -563,6 +569,14 @@ def test_reports_are_kept_in_order_until_they_are_cleared():
     assert reports() == []
 
 
+def test_the_last_thousand_reports_are_kept_or_as_many_as_are_asked_for():
+    made = [new_report() for _ in range(1010)]
+    assert reports() == made[-1000:]
+    lz_compile.configure(max_reports=3)
+    made.append(new_report())
+    assert reports() == made[-3:]
+
+
 def test_the_list_of_reports_is_a_copy():
     reports().append(GraphReport(7))
     assert reports() == []
@@ -576,6 +590,14 @@ def test_the_public_names_are_there_and_others_are_not():
 
 
 # ---- events --------------------------------------------------------------------------------------------------------
+
+
+def test_every_error_is_public():
+    classes = {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+    assert classes <= set(lz_compile.__all__)
+    assert all(issubclass(getattr(lz_compile, name), lz_compile.LayerZeroError) for name in classes)
 
 
 def test_events_are_collected_by_everyone_who_listens_in_this_thread():

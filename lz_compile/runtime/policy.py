@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import platformdirs
 
@@ -70,6 +70,7 @@ class _Local:
         return () if self.layer is None or self.below is None else (self.layer, *self.below.layers())
 
 
+Checked = TypeVar("Checked")
 _OUTSIDE = _Local(0)
 _serials = itertools.count(1)
 _local: ContextVar[_Local] = ContextVar("layerzero_policy", default=_OUTSIDE)
@@ -169,8 +170,8 @@ def lock(operation: str, kernel_id: str) -> Override:
     Raises:
         ConfigError: no such operation or kernel.
     """
+    kernel_id = _checked(f"locking '{operation}'", partial(names.locked, operation, kernel_id))
     new = Lock(operation, kernel_id, "lz.lock()")
-    _checked(f"locking '{operation}'", partial(names.check_lock, operation, kernel_id))
     replaced: list[Lock] = []
 
     def add(code: Layer) -> Layer:
@@ -254,16 +255,15 @@ def disabled() -> Override:
 def _wished(kind: Kind, patterns: tuple[str, ...]) -> Override:
     if not patterns:
         raise ConfigError(f"lz.{kind}(): expected the name of a kernel or source, received none")
-    for pattern in patterns:
-        _checked(f"lz.{kind}()", partial(names.check_kernels, pattern))
-    layer = Layer(statements=tuple(Statement(kind, pattern, f"lz.{kind}()") for pattern in patterns))
+    checked = [_checked(f"lz.{kind}()", partial(names.checked_kernels, pattern)) for pattern in patterns]
+    layer = Layer(statements=tuple(Statement(kind, pattern, f"lz.{kind}()") for pattern in checked))
     _push(layer)
     return Override(layer, lambda: _pop(layer))
 
 
-def _checked(doing: str, check: Callable[[], object]) -> None:
+def _checked(doing: str, check: Callable[[], Checked]) -> Checked:
     try:
-        check()
+        return check()
     except Invalid as problem:
         raise ConfigError(f"{doing}: {problem}") from None
 

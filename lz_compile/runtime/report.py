@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lz_compile.reasons import Reason
+from lz_compile.runtime import policy
 from lz_compile.runtime.events import Event
 
 if TYPE_CHECKING:
@@ -242,14 +243,19 @@ _lock = threading.Lock()
 
 def new_report() -> GraphReport:
     """A report for the next graph, kept with the others."""
+    most = policy.current().settings.max_reports
     with _lock:
         report = GraphReport(graph_id=next(_ids))
         _reports.append(report)
+        del _reports[:-most]
     return report
 
 
 def reports() -> list[GraphReport]:
-    """The reports of everything that was compiled in this process since it began (or was cleared), in order."""
+    """The reports of what was compiled in this process since it began (or was cleared), in order.
+
+    The last 1,000 are kept; ``lz.configure(max_reports=...)`` says otherwise.
+    """
     with _lock:
         return list(_reports)
 
