@@ -73,7 +73,7 @@ def problem(operation="attention.causal", hardware=H200, dtype=torch.bfloat16, *
     "text", ["[" * 5000 + "]" * 5000, "rules: " + "[" * 3000 + "]" * 3000, "locks: {" * 300 + "}" * 300]
 )
 def test_a_file_that_is_nested_too_deeply_is_refused_in_one_line(tmp_path, text):
-    with pytest.raises(ConfigError, match="^reading "):
+    with pytest.raises(ConfigError, match=r"^reading "):
         config.read(written(tmp_path, text))
 
 

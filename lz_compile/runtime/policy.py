@@ -33,6 +33,7 @@ __all__ = [
     "avoid",
     "configure",
     "current",
+    "debugging",
     "disabled",
     "load_config",
     "lock",
@@ -95,6 +96,16 @@ def version() -> int:
     Environment variables that change are noticed by the next ``current()`` or ``refresh()``, not here.
     """
     return _version + _local.get().serial
+
+
+def debugging() -> bool:
+    """Whether ``LAYERZERO_DEBUG`` was on when the policy last changed, in 0.2 µs."""
+    return _debugging(version())
+
+
+@lru_cache(maxsize=64)
+def _debugging(_version: int) -> bool:
+    return current().settings.debug
 
 
 def refresh() -> None:
