@@ -1,4 +1,4 @@
-"""``readiness_check`` tells whether an installation may go into production (layerzero_spec, appendix G)."""
+"""``readiness_check`` tells whether an installation may go into production."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ VERSION = 1
 #: Of a file; one with every key has two thousand.
 MAX_BYTES = 1 << 20
 
-#: Keys of the specification that can have one value here, and why; they are accepted with that one.
+#: Keys that can have one value here, and why. With that one they are accepted: other implementations have a choice there.
 _ONE_VALUE: Mapping[str, tuple[object, str]] = {
     "version": (VERSION, "there is no other version of this file"),
     "explain_enabled": (True, "reports are always made"),
@@ -85,7 +85,7 @@ class Keys(msgspec.Struct, forbid_unknown_fields=True):
     strict_mode: bool | UnsetType = UNSET
     memory_headroom_mb: Annotated[int, Meta(ge=0)] | UnsetType | None = UNSET
     max_reports: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    tune_samples: Annotated[int, Meta(ge=1)] | UnsetType = UNSET  # the specification's name of perfdb.tune_samples
+    tune_samples: Annotated[int, Meta(ge=1)] | UnsetType = UNSET  # perfdb.tune_samples by another name
     explain_enabled: Any = UNSET
     plan_mode: Any = UNSET
     allow_adaptation: Any = UNSET

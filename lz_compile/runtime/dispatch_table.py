@@ -2,8 +2,6 @@
 
 A table holds for machines with one hardware signature and the same kernels. A lock file holds wherever the kernels that it
 names have the same capabilities and versions. Anything else is refused, never bent to fit.
-
-Source: layerzero_spec, appendix E and 5.8.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-#: First SM version of a generation, its name and its tensor cores' generation (layerzero_spec J.1), newest first.
+#: First SM version of a generation, its name and its tensor cores' generation, newest first.
 GENERATIONS: tuple[tuple[int, str, int], ...] = (
     (100, "blackwell", 5),
     (90, "hopper", 4),

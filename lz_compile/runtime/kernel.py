@@ -58,7 +58,7 @@ class GridLayoutSpec:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A kernel and its limits (layerzero_spec 4.1); what is not listed is not supported, ``"*"`` stands for everything.
+    """A kernel and its limits; what is not listed is not supported, ``"*"`` stands for everything.
 
     ``operation`` is an op or one of its variants, ``source`` the backend's short name, ``provenance`` what that is and
     where the limits were read. ``supports`` names features (see the op's ``features``), ``requires_features`` those that a

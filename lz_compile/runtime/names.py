@@ -20,7 +20,7 @@ from lz_compile.runtime.context import operations
 INCUMBENT = "inductor"
 
 _SOURCE = re.compile(r"[A-Za-z0-9_.\-]+")
-#: Kernels that the specification calls otherwise.
+#: Other names of kernels.
 _RENAMED = {"torch.rms_norm": "torch.norm", "torch.layer_norm": "torch.norm"}
 
 
@@ -80,7 +80,7 @@ def ops_covered(pattern: str) -> list[str]:
 
 
 def kernel_named(name: str) -> str:
-    """The id of a kernel by any of its names: its id, that with a variant behind it, or another one of the specification.
+    """The id of a kernel by any of its names: its id, that with a variant behind it, or another one.
 
     ``torch.sdpa.causal`` is ``torch.sdpa``, ``torch.rms_norm`` is ``torch.norm``. What names no kernel stays as it is.
     """

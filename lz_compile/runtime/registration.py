@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: What a kernel is registered with that is expected to be as fast as Inductor's own code.
 INDUCTORS_PRIORITY = 50
-#: Names of the specification that nothing would follow from.
+#: Arguments that nothing would follow from, and why.
 _REFUSED = {"transform_cost_hint": "what another layout costs is part of what is measured"}
 #: How often each id was registered in this process.
 _registrations: Counter[str] = Counter()
