@@ -48,6 +48,11 @@ Layout: TypeAlias = Annotated[
 ]  # a letter per dimension; of which, the op says
 Scalar: TypeAlias = bool | int | float | str
 
+#: Fields of other formats from which nothing would follow here, and why.
+WITHOUT_MEANING: Mapping[str, str] = {
+    "transform_cost_hint": "what another layout costs is part of what is measured",
+    "produces_layout": "an adapter gives its result in the op's layout",
+}
 #: Platforms on which SM versions and generations mean something.
 GPUS = frozenset({"cuda", "rocm"})
 
@@ -180,7 +185,10 @@ def parse(text: bytes, name: str) -> Descriptor:
             raise CapabilitiesError(name, f"expected schema_version {SCHEMA_VERSION}, received {version}")
         descriptor = _descriptor.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CapabilitiesError(name, str(error)) from error
+        refused = (
+            f". Leave it out: {why}" for field, why in WITHOUT_MEANING.items() if f"field `{field}`" in str(error)
+        )
+        raise CapabilitiesError(name, f"{error}{next(refused, '')}") from error
     for problem in _problems(descriptor):
         raise CapabilitiesError(name, problem)
     return descriptor

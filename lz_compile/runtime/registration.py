@@ -22,8 +22,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: What a kernel is registered with that is expected to be as fast as Inductor's own code.
 INDUCTORS_PRIORITY = 50
-#: Arguments that nothing would follow from, and why.
-_REFUSED = {"transform_cost_hint": "what another layout costs is part of what is measured"}
 #: How often each id was registered in this process.
 _registrations: Counter[str] = Counter()
 
@@ -105,13 +103,8 @@ def register_kernel(
         UnknownOperationError: there is no such operation.
     """
     given = {name: value for name, value in locals().items() if name not in ("unknown", "check", "is_traceable")}
-    for name, why in _REFUSED.items():
-        if name in unknown:
-            raise RegistrationError(kernel_id, f"'{name}' has no meaning here: {why}. Leave it out")
-    if unknown:
-        valid = [name for name in inspect.signature(register_kernel).parameters if name != "unknown"]
-        name = next(iter(unknown))
-        raise RegistrationError(kernel_id, f"no argument '{name}'{nearest(name, valid)}; valid are {', '.join(valid)}")
+    for name in unknown:
+        raise RegistrationError(kernel_id, _about_unknown(name))
     if operation not in operations():
         raise UnknownOperationError(f"registering kernel '{kernel_id}'", operation, operations())
 
@@ -121,6 +114,15 @@ def register_kernel(
         return function
 
     return decorate
+
+
+def _about_unknown(name: str) -> str:
+    from lz_compile.runtime.capabilities import WITHOUT_MEANING
+
+    if name in WITHOUT_MEANING:
+        return f"'{name}' has no meaning here: {WITHOUT_MEANING[name]}. Leave it out"
+    valid = [each for each in inspect.signature(register_kernel).parameters if each != "unknown"]
+    return f"no argument '{name}'{nearest(name, valid)}; valid are {', '.join(valid)}"
 
 
 def _spec(
