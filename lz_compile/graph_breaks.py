@@ -116,11 +116,14 @@ class GraphBreaks:
         if found is None or found.level == _Level.SCORES:
             if not is_projection:
                 values[step.name] = found or _Value(_Level.SCORES, step.where)
-        elif found.since is not None and not is_projection and (found.where, found.since) not in self._told:
-            self._told.add((found.where, found.since))
+        elif found.since is not None and not is_projection:
             self._explain_away(found)
-            text = f"its scores and its values are in different graphs, since {found.since} breaks the graph between"
-            yield MissReport("attention", found.where, Reason("GRAPH_BREAK", text), _EDIT)
+            if (found.where, found.since) not in self._told:
+                self._told.add((found.where, found.since))
+                text = (
+                    f"its scores and its values are in different graphs, since {found.since} breaks the graph between"
+                )
+                yield MissReport("attention", found.where, Reason("GRAPH_BREAK", text), _EDIT)
 
     def _explain_away(self, found: _Value) -> None:
         """What the graph with the softmax is told by itself, that there are no values, is no news any more."""

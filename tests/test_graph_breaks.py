@@ -79,6 +79,34 @@ def test_a_layer_that_runs_several_times_is_told_once():
     assert [miss.reason.code for miss in report.near_misses] == ["GRAPH_BREAK"]
 
 
+class Layer(nn.Module):
+    """With a break where it is asked for: every second layer is compiled anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(8, 24)
+
+    def forward(self, hidden: Tensor, is_torn: bool) -> Tensor:
+        query, key, value = self.projection(hidden).chunk(3, -1)
+        weights = (query @ key.mT).softmax(-1)
+        if is_torn:
+            torch._dynamo.graph_break()
+        return hidden + weights @ value
+
+
+def test_of_layers_that_are_compiled_one_by_one_the_torn_ones_are_told_once_and_the_others_match():
+    layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def model(hidden: Tensor) -> Tensor:
+        for index, layer in enumerate(layers):
+            hidden = layer(hidden, index % 2 == 0)
+        return hidden
+
+    report = lz.explain(model, torch.randn(2, 10, 8), print_report=False)
+    assert [miss.reason.code for miss in report.near_misses] == ["GRAPH_BREAK"]
+    assert {match.op for match in report.matches} == {"attention"}
+
+
 class Router(nn.Module):
     """Products with weights, a softmax over them, and a break: nothing of that is an attention."""
 

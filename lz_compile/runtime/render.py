@@ -187,7 +187,7 @@ def diagnosis(report: DoctorReport) -> Iterator[Any]:
     """Issues first, then what there is."""
     if report.issues:
         rows = [(issue.code, f"{issue.message}\n-> {issue.advice}") for issue in report.issues]
-        yield Rows(f"{len(report.issues)} issue(s)", ("code", "what is found, and what to do"), rows)
+        yield Rows(amount(len(report.issues), "issue"), ("code", "what is found, and what to do"), rows)
     else:
         yield Text("No issues.", style="bold green")
     found = report.compilers
