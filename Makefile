@@ -50,6 +50,7 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.routing
 	$(PY) -m benchmarks.routing_memory
 	$(PY) -m benchmarks.sampling
+	$(PY) -m benchmarks.decoding_steps
 
 clean: ## remove everything that make, pip and the tools created
 	rm -rf $(VENV) .venv-ci build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

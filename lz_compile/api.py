@@ -14,6 +14,7 @@ from lz_compile.arguments import PLAIN
 from lz_compile.errors import UnknownOperationError
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import eager
+from lz_compile.runtime.hardware import default_device
 
 Layout = Literal["BHSD", "BSHD"]
 
@@ -90,7 +91,7 @@ def warmup(
     valid = ("attention", "attention.causal", "attention.full")
     if operation not in valid:
         raise UnknownOperationError("warming up", operation, [name for name in contexts.operations() if name in valid])
-    where = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+    where = device or default_device()
     variants = [True, False] if operation == "attention" else [operation == "attention.causal"]
     with torch.no_grad():
         for shape, causal in itertools.product(shapes, variants):

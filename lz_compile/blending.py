@@ -4,8 +4,6 @@ All modes are a sum ``weight * seed + host_weight * host`` of tensors; what they
 compiled again when it changes, be it to zero or to one. To a compiler this is plain PyTorch code, to whatever backend; ours
 recognises it (:mod:`lz_compile.passes.patterns.blend`) and chooses a kernel. An eager call may be one, too
 (:mod:`lz_compile.blend_calls`).
-
-**Source** *Kasmina, blending upgrades* (executor side): modes, safety rails and defaults.
 """
 
 from __future__ import annotations

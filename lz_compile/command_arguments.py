@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     explain = add("explain", "how a kernel is chosen: for an attention of given shapes, or throughout a model")
     explain.add_argument("subject", help="an operation, or module:callable that returns (model, inputs)")
     explain.add_argument("--dynamic", action="store_true", help="compile the model for any size")
+    explain.add_argument("--verbose", action="store_true", help="every candidate of every kind of match in a model")
     _add_tensors(explain)
 
     listed = add("list-kernels", "every kernel, and why it cannot be used where it cannot")
@@ -36,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     dry_run = add("dry-run", "what is chosen throughout a model, without running it where that can be avoided")
     dry_run.add_argument("subject", help="module:callable that returns (model, inputs)")
     dry_run.add_argument("--dynamic", action="store_true", help="trace the model for any size")
+    dry_run.add_argument("--verbose", action="store_true", help="every candidate of every kind of match")
 
     add("doctor", "what is installed and works here, and what to do about what does not")
 

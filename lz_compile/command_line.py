@@ -131,7 +131,7 @@ def _about_model(arguments: argparse.Namespace, ask: Callable[..., Any]) -> int:
         raise
     except Exception as error:
         raise ModelError(f"running {arguments.subject}: {type(error).__name__}: {error}") from error
-    _show(arguments, report.to_dict(), report)
+    _show(arguments, report.to_dict(), report.in_full() if arguments.verbose else report)
     return OK
 
 
@@ -339,7 +339,7 @@ def _dtype(name: str) -> torch.dtype:
 def _device(name: str | None) -> torch.device:
     import torch
 
-    from lz_compile.installation import default_device
+    from lz_compile.runtime.hardware import default_device
 
     if name is None:
         return default_device()

@@ -1,11 +1,15 @@
-"""``doctor``: what is installed, what works, what is remembered, and what to do about what is not as it should be."""
+"""``doctor``: what is installed, what works, what is remembered, and what to do about what is not as it should be.
+
+It must work where little else does: every look at the installation stands on its own, and one that raises is an issue.
+"""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import rich
 import torch
@@ -17,15 +21,18 @@ from lz_compile.reasons import Reason
 from lz_compile.runtime import health
 from lz_compile.runtime.context import SelectionContext
 from lz_compile.runtime.events import Event
-from lz_compile.runtime.hardware import Hardware, hardware
+from lz_compile.runtime.hardware import Hardware, default_device, hardware
 from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.registry import kernels
 from lz_compile.runtime.report import reports
+from lz_compile.runtime.verdict import Policy
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 SCHEMA_VERSION = "1.0"
+Found = TypeVar("Found")
+Other = TypeVar("Other")
 
 
 @dataclass(frozen=True)
@@ -61,14 +68,17 @@ class KernelState:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """The state of this installation; ``issues`` is empty where nothing is wrong."""
+    """The state of this installation; ``issues`` is empty where nothing is wrong.
+
+    What could not be looked at is None or empty, and an issue ``CHECK_FAILED`` says why.
+    """
 
     software: Mapping[str, str]
     hardware: tuple[tuple[str, Hardware], ...]
-    compilers: Compilers
+    compilers: Compilers | None
     kernels: tuple[KernelState, ...]
     caches: tuple[CacheState, ...]
-    measurements: Measurements
+    measurements: Measurements | None
     configuration: Configuration
     retired: Mapping[str, Reason]
     failures: tuple[health.KernelFailures, ...]
@@ -82,10 +92,10 @@ class DoctorReport:
             "issues": [issue.to_dict() for issue in self.issues],
             "software": dict(self.software),
             "hardware": [{"device": device, **each.to_dict()} for device, each in self.hardware],
-            "compilers": self.compilers.to_dict(),
+            "compilers": None if self.compilers is None else self.compilers.to_dict(),
             "kernels": [each.to_dict() for each in self.kernels],
             "caches": [each.to_dict() for each in self.caches],
-            "measurements": self.measurements.to_dict(),
+            "measurements": None if self.measurements is None else self.measurements.to_dict(),
             "policy": self.configuration.to_dict(),
             "retired": {name: reason.to_dict() for name, reason in self.retired.items()},
             "failures": [each.to_dict() for each in self.failures],
@@ -108,26 +118,56 @@ def doctor(print_report: bool = True) -> DoctorReport:
     Args:
         print_report: print it as tables.
     """
-    device = installation.default_device()
-    happened = installation.read_again()
-    configuration = installation.configuration()
+    cpu = torch.device("cpu")
+    look = _Looks()
+    device = look("the default device", default_device, cpu)
+    places = look("the devices", installation.devices, [cpu])
+    happened = look("kernel descriptors, plugins and libraries", installation.read_again, [])
+    configuration = look("the configuration", installation.configuration, Configuration(Policy(), None, ()))
     perfdb_path = configuration.policy.settings.perfdb.path
     found = DoctorReport(
-        software=_software(),
-        hardware=tuple((str(each), hardware(each)) for each in installation.devices()),
-        compilers=installation.compilers(device),
-        kernels=tuple(_kernels()),
-        caches=tuple(installation.caches(perfdb_path)),
-        measurements=installation.measurements(configuration.policy, device),
+        software=look("versions", _software, {"lz_compile": __version__, "torch": str(torch.__version__)}),
+        hardware=tuple(_hardware(look, places)),
+        compilers=look("compilers", lambda: installation.compilers(device), None),
+        kernels=tuple(_kernels(look, places)),
+        caches=tuple(look("caches", lambda: installation.caches(perfdb_path), [])),
+        measurements=look("measurements", lambda: installation.measurements(configuration.policy, device), None),
         configuration=configuration,
         retired=health.retirements(),
         failures=tuple(health.failures()),
         events=(*happened, *(event for report in reports() for event in report.events)),
     )
-    report = DoctorReport(**{**vars(found), "issues": tuple(_issues(found, happened, device))})
+    for about in _subjects(found, happened, device):
+        look.issues += look("what is found", partial(_listed, about), [])
+    report = DoctorReport(**{**vars(found), "issues": tuple(look.issues)})
     if print_report:
         rich.print(report)
     return report
+
+
+def _listed(about: Callable[[], Iterable[Issue]]) -> list[Issue]:
+    return list(about())
+
+
+class _Looks:
+    """Looks at one thing after the other. Of one that raises an issue is kept, and what stands for it is given."""
+
+    def __init__(self) -> None:
+        self.issues: list[Issue] = []
+
+    def __call__(self, what: str, look: Callable[[], Found], otherwise: Other) -> Found | Other:
+        try:
+            return look()
+        except Exception as error:  # noqa: BLE001 what is broken is what is asked for
+            text = f"looking at {what}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            advice = "Mend what the message names; the rest of this report holds without it."
+            self.issues.append(Issue("CHECK_FAILED", text, advice))
+            return otherwise
+
+
+def _hardware(look: _Looks, places: Iterable[torch.device]) -> Iterator[tuple[str, Hardware]]:
+    for place in places:
+        yield str(place), look(f"the device {place}", partial(hardware, place), Hardware(place.type, "unknown"))
 
 
 def _software() -> dict[str, str]:
@@ -145,12 +185,14 @@ def _software() -> dict[str, str]:
     }
 
 
-def _kernels() -> Iterator[KernelState]:
-    places = installation.devices()
-    for op in ops.names():
-        problems = {str(place): installation.plain_problem(op, place) for place in places}
-        for spec in kernels(op).values():
-            yield _kernel(spec, problems)
+def _kernels(look: _Looks, places: Sequence[torch.device]) -> Iterator[KernelState]:
+    for op in look("operations", ops.names, []):
+        plain = partial(installation.plain_problem, op)
+        asked = {str(place): look(f"{op} on {place}", partial(plain, place), None) for place in places}
+        problems = {place: problem for place, problem in asked.items() if problem is not None}
+        for spec in look(f"the kernels of {op}", partial(kernels, op), {}).values():
+            broken = KernelState(spec.operation, spec.kernel_id, spec.source, spec.package, None, (), ())
+            yield look(f"the kernel {spec.kernel_id}", partial(_kernel, spec, problems), broken)
 
 
 def _kernel(spec: KernelSpec, problems: Mapping[str, SelectionContext]) -> KernelState:
@@ -163,16 +205,21 @@ def _kernel(spec: KernelSpec, problems: Mapping[str, SelectionContext]) -> Kerne
 # ---- issues ----------------------------------------------------------------------------------------------------------
 
 
-def _issues(report: DoctorReport, happened: Sequence[Event], device: torch.device) -> Iterator[Issue]:
-    yield from _about_configuration(report.configuration)
-    yield from _about_compilers(report, device)
+def _subjects(
+    report: DoctorReport, happened: Sequence[Event], device: torch.device
+) -> Iterator[Callable[[], Iterable[Issue]]]:
+    """What there may be issues with, in the order in which they are told."""
+    yield partial(_about_configuration, report.configuration)
+    yield partial(_about_compilers, report, device)
+    yield partial(_about_events, happened)
+    yield partial(_about_kernels, report)
+    yield partial(_about_caches, report)
+    yield partial(_about_measurements, report.measurements)
+    yield partial(_about_retirements, report)
+
+
+def _about_events(happened: Sequence[Event]) -> Iterator[Issue]:
     yield from (Issue(event.code, event.message, _ADVICE.get(event.code, "See the message.")) for event in happened)
-    yield from _about_kernels(report)
-    yield from _about_caches(report)
-    yield from _about_measurements(report.measurements)
-    for name, reason in report.retired.items():
-        advice = "Report the failure to the kernel's authors; it is tried again in a new process."
-        yield Issue(reason.code, f"{name} is retired: {reason.message}", advice)
 
 
 #: What to do about an event of reading descriptors and plugins.
@@ -200,6 +247,15 @@ def _about_configuration(configuration: Configuration) -> Iterator[Issue]:
 
 def _about_compilers(report: DoctorReport, device: torch.device) -> Iterator[Issue]:
     found = report.compilers
+    if found is not None:
+        yield from _about_found_compilers(found, device)
+    built_for = torch.version.cuda or torch.version.hip
+    if built_for and not torch.cuda.is_available():
+        advice = "Check the driver (nvidia-smi, rocminfo) and CUDA_VISIBLE_DEVICES; everything runs on the CPU."
+        yield Issue("GPU_NOT_USABLE", f"this PyTorch is built for CUDA or ROCm {built_for} and finds no device", advice)
+
+
+def _about_found_compilers(found: Compilers, device: torch.device) -> Iterator[Issue]:
     if device.type == "cpu" and found.cxx_version is None:
         advice = "Install a C++ compiler (g++ 11 or newer), or name one in CXX: Inductor compiles for the CPU with it."
         yield Issue("COMPILER_MISSING", f"there is no C++ compiler '{found.cxx}'", advice)
@@ -209,10 +265,6 @@ def _about_compilers(report: DoctorReport, device: torch.device) -> Iterator[Iss
     if found.error is not None:
         advice = "torch.compile itself does not work here; run it with TORCH_LOGS=+inductor to see why."
         yield Issue("INDUCTOR_FAILED", f"compiling a small function with Inductor for {device}: {found.error}", advice)
-    built_for = torch.version.cuda or torch.version.hip
-    if built_for and not torch.cuda.is_available():
-        advice = "Check the driver (nvidia-smi, rocminfo) and CUDA_VISIBLE_DEVICES; everything runs on the CPU."
-        yield Issue("GPU_NOT_USABLE", f"this PyTorch is built for CUDA or ROCm {built_for} and finds no device", advice)
 
 
 def _about_kernels(report: DoctorReport) -> Iterator[Issue]:
@@ -231,7 +283,15 @@ def _about_caches(report: DoctorReport) -> Iterator[Issue]:
             yield Issue("CACHE_UNWRITABLE", text, advice)
 
 
-def _about_measurements(found: Measurements) -> Iterator[Issue]:
+def _about_retirements(report: DoctorReport) -> Iterator[Issue]:
+    for name, reason in report.retired.items():
+        advice = "Report the failure to the kernel's authors; it is tried again in a new process."
+        yield Issue(reason.code, f"{name} is retired: {reason.message}", advice)
+
+
+def _about_measurements(found: Measurements | None) -> Iterator[Issue]:
+    if found is None:
+        return
     for event in found.events:
         yield Issue(event.code, event.message, "Tune again, in a cache directory that can be written.")
     if not found.enabled:

@@ -1,8 +1,8 @@
 """Functions of single ops on tensors: norms, rotary embedding, ALiBi, projections and gated MLPs.
 
-Without compiling, a call runs the kernel that is expected to be the fastest here, PyTorch's own where nothing is better.
-In a function that is compiled, by whatever backend, it is the plain PyTorch code that it stands for; ours recognises it
-there and chooses again, with what surrounds it in view.
+Without compiling, a norm runs the kernel that is expected to be the fastest here, PyTorch's own where nothing is better; the
+other functions are PyTorch's own operations. In a function that is compiled, by whatever backend, a call is the plain PyTorch
+code that it stands for; ours recognises norms, rotations and gated MLPs there and chooses, with what surrounds them in view.
 """
 
 from __future__ import annotations

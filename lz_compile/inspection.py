@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from lz_compile import pipeline
 from lz_compile.compiler import process
 from lz_compile.errors import LayerZeroError, UnknownOperationError
+from lz_compile.graph_breaks import GraphBreaks
 from lz_compile.lowering import inductor
 from lz_compile.options import Options, split
 from lz_compile.reasons import Reason
@@ -149,6 +150,7 @@ def explain(
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
     print_report: bool = True,
+    verbose: bool = False,
     **kwargs: Any,
 ) -> Report: ...
 
@@ -159,6 +161,7 @@ def explain(
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
     print_report: bool = True,
+    verbose: bool = False,
     **kwargs: Any,
 ) -> Report | SelectionReport:
     """Run ``model(*args, **kwargs)`` once and tell every decision: what was recognised, what runs it, and why.
@@ -172,7 +175,8 @@ def explain(
         args: its inputs.
         options: as for ``torch.compile(..., options=...)``.
         dynamic: as for ``torch.compile``.
-        print_report: print the report as tables.
+        print_report: print the report.
+        verbose: print every candidate of every kind of match, instead of a screen.
         kwargs: its keyword inputs.
 
     Returns:
@@ -187,7 +191,7 @@ def explain(
     else:
         report = Report(_explained(model, args, kwargs, options, dynamic))
     if print_report:
-        rich.print(report)
+        rich.print(report.in_full() if verbose and isinstance(report, Report) else report)
     return report
 
 
@@ -200,11 +204,14 @@ def _explained(
 ) -> list[GraphReport]:
     ours, _ = split(options)
     found: list[GraphReport] = []
+    breaks = GraphBreaks()
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        watch = breaks.watched(module)
+
         def run(graph: fx.GraphModule, _inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
             found.append(report)
-            return graph.forward
+            return watch(graph.forward, report)
 
         return process(module, inputs, ours, run)
 
@@ -219,6 +226,7 @@ def dry_run(
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
     print_report: bool = True,
+    verbose: bool = False,
     **kwargs: Any,
 ) -> Report:
     """What would be chosen for a model's graphs, without running them, a kernel or Inductor.
@@ -236,7 +244,8 @@ def dry_run(
         args: its inputs.
         options: as for ``torch.compile(..., options=...)``.
         dynamic: as for ``torch.compile``.
-        print_report: print the report as tables.
+        print_report: print the report.
+        verbose: print every candidate of every kind of match, instead of a screen.
         kwargs: its keyword inputs.
 
     Returns:
@@ -259,7 +268,7 @@ def dry_run(
         for graph in report.graphs[:1]:
             graph.events[:0] = happened
     if print_report:
-        rich.print(report)
+        rich.print(report.in_full() if verbose else report)
     return report
 
 
@@ -275,14 +284,16 @@ def _selected(
     run: Run,
 ) -> list[GraphReport]:
     found: list[GraphReport] = []
+    breaks = GraphBreaks()
 
     def backend(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        watch = breaks.watched(module)
         report = GraphReport(len(found))
         found.append(report)
         with events.collect() as happened, isolated() as outside, outside.entered():
             pipeline.choose(module, options, report)
         report.events.extend(happened)
-        return run(module)
+        return watch(run(module), report)
 
     with inductor.unlimited_recompiles():
         inductor.compile_isolated(model, backend, dynamic)(*args, **kwargs)

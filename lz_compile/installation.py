@@ -23,6 +23,7 @@ from lz_compile.runtime import context as contexts
 from lz_compile.runtime.context import SelectionContext
 from lz_compile.runtime.directories import cache_directory
 from lz_compile.runtime.events import Event
+from lz_compile.runtime.hardware import default_device
 from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.select import database_at
 from lz_compile.runtime.verdict import Policy
@@ -47,16 +48,11 @@ _PLAIN_SIZES: Mapping[str, int] = {"batch_size": 1, "num_heads": 4, "num_kv_head
 _PLAIN_SIZE = 64
 
 
-def default_device() -> torch.device:
-    """The accelerator, or the CPU where there is none."""
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
-
-
 def devices() -> list[torch.device]:
-    """The CPU and every accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
-    count = torch.accelerator.device_count() if accelerator is not None else 0
-    return [torch.device("cpu"), *(torch.device(str(accelerator), index) for index in range(count))]
+    """The CPU and every accelerator that can be used."""
+    kind = default_device().type
+    count = 0 if kind == "cpu" else torch.accelerator.device_count()
+    return [torch.device("cpu"), *(torch.device(kind, index) for index in range(count))]
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -138,8 +134,8 @@ def _inductor_error(device: torch.device) -> str | None:
     def double(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.sin() * 2
 
-    example = torch.ones(64, device=device)
     try:
+        example = torch.ones(64, device=device)
         torch.testing.assert_close(inductor.compile_apart(double, [example])(example), double(example))
     except Exception as error:  # noqa: BLE001 whether that fails is what is asked
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

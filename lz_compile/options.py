@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lz_compile.errors import OptionError, UnknownKernelError, nearest
 from lz_compile.runtime import policy
 from lz_compile.runtime.context import operations
+from lz_compile.runtime.names import kernel_named
 from lz_compile.runtime.registry import kernels
 
 if TYPE_CHECKING:
@@ -93,8 +94,10 @@ def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[O
             raise OptionError(
                 f"reading options: no op '{op}' to lock{nearest(op, operations())}; valid are {valid_text}"
             )
-        if not isinstance(kernel_id, str) or kernel_id not in kernels(op):
+        if not isinstance(kernel_id, str) or kernel_named(kernel_id) not in kernels(op):
             raise UnknownKernelError(op, kernel_id, list(kernels(op)))
+    if "lock" in ours:
+        ours["lock"] = {op: kernel_named(kernel_id) for op, kernel_id in ours["lock"].items()}
     ours.setdefault("dump", os.environ.get("LAYERZERO_DUMP"))
     ours.setdefault("strict", policy.current().settings.strict_mode)
     if mode is not None and mode.startswith("max-autotune"):

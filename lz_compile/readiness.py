@@ -1,4 +1,4 @@
-"""``readiness_check`` tells whether an installation may go into production (layerzero_spec, appendix G)."""
+"""``readiness_check`` tells whether an installation may go into production."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lz_compile.installation import Configuration
 from lz_compile.lowering import ops
 from lz_compile.runtime import health, loaded_tables, names
 from lz_compile.runtime.estimate import INDUCTOR
+from lz_compile.runtime.hardware import default_device
 from lz_compile.runtime.registry import kernels
 from lz_compile.runtime.rules import Lock
 from lz_compile.runtime.select import Problem, select
@@ -72,7 +73,7 @@ def readiness_check(dispatch_table: str | os.PathLike[str] | None = None) -> Rea
     Args:
         dispatch_table: a file that ``lz.solve`` wrote.
     """
-    device = installation.default_device()
+    device = default_device()
     configuration = installation.configuration()
     return ReadinessReport(
         (

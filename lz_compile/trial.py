@@ -18,6 +18,7 @@ from lz_compile.runtime.context import SelectionContext, from_tensors
 from lz_compile.runtime.isolation import isolated
 from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.measure import synchronise
+from lz_compile.runtime.names import kernel_named
 from lz_compile.runtime.registry import kernels
 
 
@@ -40,7 +41,8 @@ def validate(
     every key. Policy plays no part.
 
     Args:
-        kernel_id: as ``list_kernels`` gives it; ``inductor`` is the definition, compiled by Inductor.
+        kernel_id: as ``list_kernels`` gives it (``torch.sdpa.causal`` is ``torch.sdpa``, and causal); ``inductor`` is the
+            definition, compiled by Inductor.
         query: ``[B, Hq, Sq, D]``, or ``[B, Sq, Hq, D]`` in layout ``BSHD``.
         key: ``[B, Hk, Sk, D]``, or ``[B, Sk, Hk, D]``.
         value: ``[B, Hk, Sk, E]``, or ``[B, Sk, Hk, E]``.
@@ -54,6 +56,8 @@ def validate(
         UnknownKernelError: there is no such kernel.
         ValueError: the tensors are no attention's, or the layout has another name.
     """
+    kernel_id, name = kernel_named(kernel_id), kernel_id
+    causal = causal or name == f"{kernel_id}.causal"
     context = from_tensors(query, key, value, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p, layout=layout)
     specs = kernels(context.op)
     if kernel_id not in specs:

@@ -23,6 +23,7 @@ from lz_compile.passes.surroundings import Binding, Excerpt, excerpt, symbols
 from lz_compile.passes.view import value_of
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import events, policy
+from lz_compile.runtime.hardware import default_device
 from lz_compile.runtime.isolation import isolated
 from lz_compile.runtime.select import POWERS, Problem, Symbols
 
@@ -108,7 +109,7 @@ def tune(
         raise UnknownOperationError("tuning", operation, contexts.operations())
     if mask not in MASKS:
         raise ValueError(f"tuning: no mask '{mask}'{nearest(mask, MASKS)}; valid are {', '.join(MASKS)}")
-    where = torch.device(device) if device is not None else _default_device()
+    where = torch.device(device) if device is not None else default_device()
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     _check_numbers(
         num_heads, kv_heads, head_dim, *seq_lens, *(seq_lens_k or ()), *batch_sizes, 1 if samples is None else samples
@@ -197,10 +198,6 @@ def _variants(operation: str) -> list[str]:
 
 def _lengths(queries: Sequence[int], keys: Sequence[int] | None) -> list[tuple[int, int]]:
     return [(q, q) for q in queries] if keys is None else list(itertools.product(queries, keys))
-
-
-def _default_device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def tune_match(

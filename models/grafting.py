@@ -13,7 +13,7 @@ best classes are close) is held back for it.
 Shape suffixes:
     B  batch       C  channels       H, W  pixels       K  classes
 
-**Source** *Kasmina, blending upgrades*; margins as confidence: Scheffer et al., Active hidden Markov models (2001).
+**Source** Margins as confidence: Scheffer et al., Active hidden Markov models (2001).
 """
 
 from __future__ import annotations

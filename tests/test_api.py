@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Rewriting
+from backends import Rewriting, rewritten
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lz_compile as lz
@@ -25,8 +26,9 @@ from lz_compile.errors import (
     NoKernelFoundError,
     UnknownOperationError,
 )
+from lz_compile.lowering import ops
 from lz_compile.lowering.ops.attention import AttentionAttrs, reference
-from lz_compile.runtime import eager, events, health, policy, registry, select
+from lz_compile.runtime import context, eager, events, health, policy, registry, select
 from lz_compile.runtime.calls import DISPATCH, SDPA
 from lz_compile.runtime.context import from_tensors
 from lz_compile.runtime.estimate import workload
@@ -418,21 +420,59 @@ def test_without_any_kernel_pytorch_runs_with_an_event_or_nothing_does():
         lz.attention(*given)
 
 
-def test_debug_waits_for_the_device(monkeypatch):
+DISPATCHES = {
+    "attention": lambda: lz.attention(*operands()),
+    "attention that is locked": lambda: _locked("attention", "lz.tiled", lambda: lz.attention(*operands())),
+    "sampling": lambda: lz.sample_topk(torch.randn(2, 50), 3, seeds=torch.arange(2)),
+    "scan": lambda: lz.linear_scan(torch.rand(2, 6, 4), torch.randn(2, 6, 4), dim=1),
+    "an operator in a graph": lambda: rewritten(
+        lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *operands(), lock={"attention": "lz.tiled"}
+    ),
+}
+
+
+def _locked(operation: str, kernel_id: str, call: Any) -> Any:
+    with lz.lock(operation, kernel_id):
+        return call()
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_debug_waits_for_the_device_after_every_dispatch(monkeypatch, dispatch):
     waited: list[Any] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    device = torch.device("cuda", 0)
-    assert eager._synchronised(lambda *given: given[0], device, 5) == 5
-    assert waited == [device]
-    call = eager._Call(*operands(), None, True, None, 0.0, "BHSD")
-    call.device = device
+    monkeypatch.setattr(health, "_accelerators", lambda _values: [torch.device("cuda", 0)])
+    DISPATCHES[dispatch]()
+    assert waited == []
     monkeypatch.setenv("LAYERZERO_DEBUG", "1")
-    run = call._run(None, policy.current())
-    run(*operands(), None)
-    assert waited == [device, device]
-    monkeypatch.delenv("LAYERZERO_DEBUG")
-    call._run(None, policy.current())(*operands(), None)
-    assert len(waited) == 2
+    policy.refresh()
+    DISPATCHES[dispatch]()
+    assert waited
+    assert set(waited) == {torch.device("cuda", 0)}
+
+
+@pytest.mark.parametrize("op", ["norm", "scan", "sampling", "blend", "routing"])
+def test_debugging_makes_pytorchs_own_a_dispatch_on_an_accelerator(monkeypatch, op):
+    device = torch.device("cuda")
+    sizes = dict.fromkeys(context.dim_names(op), 8)
+    sample = ops.module(op).sample(sizes, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(eager, "_chosen", lambda *_: (None,))
+    assert eager.kernel_for(op, sample.attrs, sample.facts, device) is None
+    monkeypatch.setenv("LAYERZERO_DEBUG", "1")
+    policy.refresh()
+    kernel = eager.kernel_for(op, sample.attrs, sample.facts, device)
+    assert kernel is not None
+    assert kernel.kernel_id == ops.module(op).EAGER_KERNEL
+    assert kernel.call is not None
+    assert eager.has_choice(op, "cuda")
+
+
+def test_waiting_asks_for_accelerators_alone(monkeypatch):
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    with FakeTensorMode():
+        fake = torch.empty(2, device="cuda")
+    health.wait((torch.ones(2), [torch.empty(2, device="meta"), fake]), {"scale": 2.0})
+    assert waited == []
 
 
 # ---- that it is found again ------------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lz_compile as lz
 from lz_compile.errors import ConfigError, LayerZeroError
-from lz_compile.runtime import config, names, registry, rules
+from lz_compile.options import split
+from lz_compile.runtime import config, environment, names, policy, registry, rules
 from lz_compile.runtime.context import SelectionContext, SymbolicDim
 from lz_compile.runtime.names import Invalid
 from lz_compile.runtime.rules import Lock, Statement
@@ -62,6 +64,29 @@ def refusal(tmp_path: Path, text: str) -> str:
 
 def problem(operation="attention.causal", hardware=H200, dtype=torch.bfloat16, **dims):
     return SelectionContext(operation=operation, hardware=hardware, dtype=dtype, dims=dims)
+
+
+# ---- what is too much ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 5000 + "]" * 5000, "rules: " + "[" * 3000 + "]" * 3000, "locks: {" * 300 + "}" * 300]
+)
+def test_a_file_that_is_nested_too_deeply_is_refused_in_one_line(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"^reading "):
+        config.read(written(tmp_path, text))
+
+
+def test_a_file_that_repeats_itself_is_refused_in_few_words(tmp_path):
+    aliases = [f"k{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    with pytest.raises(ConfigError) as failure:
+        config.read(written(tmp_path, "\n".join(["locks: &a0 [1, 2]", *aliases, "rules: *a11"])))
+    assert len(str(failure.value)) < 1000
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"expected at most 1 MiB, received 2\. Is it the right file\?"):
+        config.read(written(tmp_path, "#" * (2 << 20)))
 
 
 # ---- what is right ---------------------------------------------------------------------------------------------------
@@ -113,10 +138,8 @@ def test_every_key_of_a_file_arrives(tmp_path):
         enabled=False,
         fallback_enabled=False,
         log_selections=True,
-        explain_enabled=True,
         deterministic=True,
         strict_mode=True,
-        allow_adaptation=True,
         memory_headroom_mb=1024,
         perfdb=PerfDBSettings(enabled=False, path=str(tmp_path / "measured.sqlite"), auto_tune=True, tune_samples=7),
         cache=CacheSettings(enabled=False, max_size=11, ttl_seconds=2.0),
@@ -153,15 +176,30 @@ def test_every_key_of_a_file_arrives(tmp_path):
 
 def test_every_setting_can_be_configured_but_debugging_which_the_environment_switches():
     keys = {field.name for field in msgspec.structs.fields(config.Keys)} - set(config._ABOUT_KERNELS)
-    assert keys == {field.name for field in fields(Settings)} - {"debug"}
+    assert keys - {"tune_samples"} == {field.name for field in fields(Settings)} - {"debug"} | set(config._ONE_VALUE)
     assert {f.name for f in msgspec.structs.fields(config.PerfDBKeys)} == {f.name for f in fields(PerfDBSettings)}
     assert {f.name for f in msgspec.structs.fields(config.CacheKeys)} == {f.name for f in fields(CacheSettings)}
     assert set(Settings().flat()) == set(EVERYTHING_FLAT) | {"debug"}
 
 
-EVERYTHING_FLAT = """enabled fallback_enabled log_selections explain_enabled deterministic strict_mode plan_mode allow_adaptation
-graph_strict_mode backend_isolation memory_headroom_mb perfdb.enabled perfdb.path perfdb.auto_tune perfdb.tune_samples
+EVERYTHING_FLAT = """enabled fallback_enabled log_selections deterministic strict_mode memory_headroom_mb max_reports perfdb.enabled perfdb.path perfdb.auto_tune perfdb.tune_samples
 cache.enabled cache.max_size cache.ttl_seconds""".split()
+
+
+def test_what_the_specification_configures_is_accepted():
+    """Its calls of ``lz.configure``, word for word but for values that are refused with a reason."""
+    lz.configure(auto_tune_on_warmup=False, tune_samples=10)
+    assert policy.current().settings.perfdb.tune_samples == 10
+    lz.configure(
+        prefer_sources=["flash_attn"], avoid_sources=["xformers"], fallback_enabled=True, deterministic=False,
+        log_selections=False, strict_mode=False, plan_mode=False, allow_adaptation=True, graph_strict_mode=False,
+        backend_isolation="in_process", memory_headroom_mb=1024, distributed_selection="independent",
+    )  # fmt: skip
+    for name, (only, why) in config._ONE_VALUE.items():
+        assert name not in policy.current().settings.flat()
+        with pytest.raises(ConfigError, match=re.escape(f"configuring {name}: expected {only!r}, received")) as refused:
+            lz.configure(**{name: "another"})
+        assert str(refused.value).endswith(why)
 
 
 def test_a_file_and_arguments_mean_the_same(tmp_path, monkeypatch):
@@ -268,24 +306,30 @@ WRONG = {
     "a number for a path": ("perfdb: {path: 3}", "line 1: perfdb.path: expected a path, received int 3"),
     "an empty path": ("perfdb: {path: ''}", "line 1: perfdb.path: expected a path, received str ''"),
     "a key that is no text": ("locks: {1: torch.sdpa}", "line 1: locks: expected keys that are text"),
-    "another version": ("version: 2", "line 1: version: expected 1, received 2"),
-    "a version in quotes": ("version: '1'", "line 1: version: expected int, received str '1'"),
+    "another version": (
+        "version: 2",
+        "line 1: version: expected 1, received int 2: there is no other version of this file",
+    ),
+    "a version in quotes": (
+        "version: '1'",
+        "line 1: version: expected 1, received str '1': there is no other version of this file",
+    ),
     "a choice that there is not": (
         "backend_isolation: subproces",
-        "line 1: backend_isolation: expected 'in_process' or 'subprocess', received 'subproces' (did you mean 'subprocess'?)",
+        "line 1: backend_isolation: expected 'in_process', received str 'subproces': kernels run in this process",
     ),
     "planning, which is not there yet": (
         "plan_mode: true",
-        "line 1: plan_mode: True is not supported yet: kernels are chosen one operation at a time; leave plan_mode at false",
+        "line 1: plan_mode: expected False, received bool True: kernels are chosen for one operation and what they compute along, "
+        "not for a whole model",
     ),
     "isolation, which is not there yet": (
         "backend_isolation: subprocess",
-        "line 1: backend_isolation: 'subprocess' is not supported yet: kernels run in this process; "
-        "leave backend_isolation at 'in_process'",
+        "line 1: backend_isolation: expected 'in_process', received str 'subprocess': kernels run in this process",
     ),
     "trial captures, which are not there yet": (
         "graph_strict_mode: true",
-        "line 1: graph_strict_mode: True is not supported yet: kernels are not captured on trial; leave graph_strict_mode at false",
+        "line 1: graph_strict_mode: expected False, received bool True: kernels are not captured on trial",
     ),
     "a key twice": (
         "enabled: true\n\nenabled: true",
@@ -493,6 +537,50 @@ def test_a_pattern_names_kernels_and_everything_below(pattern, named):
     assert {kernel.kernel_id for kernel in kernels if names.covers_kernel(pattern, kernel)} == named
 
 
+@pytest.mark.parametrize(
+    ("name", "kernel_id"),
+    [
+        ("flash_attn.v3.causal", "flash_attn.v3"),
+        ("flash_attn.v2.causal", "flash_attn.v2"),
+        ("flashinfer.causal", "flashinfer"),
+        ("xformers.causal", "xformers"),
+        ("torch.sdpa.causal", "torch.sdpa"),
+        ("torch.sdpa.full", "torch.sdpa"),
+        ("torch.norm.rms", "torch.norm"),
+        ("liger.rms_norm", "liger.rms_norm"),
+        ("apex.rms_norm", "apex.rms_norm"),
+        ("torch.rms_norm", "torch.norm"),
+    ],
+)
+def test_a_kernel_may_be_called_as_the_specification_calls_it(monkeypatch, name, kernel_id):
+    monkeypatch.setattr(registry, "kernels", REAL_KERNELS)
+    operation = "norm.rms" if "norm" in name else "attention.full" if name.endswith("full") else "attention.causal"
+    layer = config.arguments(
+        {"locks": {operation: name}, "rules": [{"match": {"operation": operation}, "prefer": name}]}
+    )
+    assert [lock.kernel_id for lock in layer.locks] == [kernel_id]
+    assert [statement.pattern for rule in layer.rules for statement in rule.statements] == [kernel_id]
+    monkeypatch.setenv("LAYERZERO_PREFER", name)
+    monkeypatch.setenv("LAYERZERO_LOCK_" + operation.upper().replace(".", "_"), name)
+    variables = environment.read(environment.snapshot())
+    assert [statement.pattern for statement in variables.statements] == [kernel_id]
+    assert [lock.kernel_id for lock in variables.locks] == [kernel_id]
+    assert split({"layerzero.lock": {operation: name}})[0].lock == {operation: kernel_id}
+    lz.lock(operation, name)
+    with lz.prefer(name):
+        pass
+
+
+def test_a_name_for_another_variant_or_of_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr(registry, "kernels", REAL_KERNELS)
+    text = "'torch.sdpa.causal' names torch.sdpa for the variant causal, not for full; lock it to 'torch.sdpa'"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        lz.lock("attention.full", "torch.sdpa.causal")
+    for wrong in ("torch.sdpa.casual", "torch.sdpa.rms.causal", "torch.causal"):
+        with pytest.raises(ConfigError, match="no kernel"):
+            lz.lock("attention", wrong)
+
+
 def test_a_kernel_is_named_by_its_backend_too():
     kernel = SimpleNamespace(kernel_id="fa.fast", source="some text with spaces", backend="flash_attn")
     assert names.sources_of(kernel) == {"fa", "flash_attn"}
@@ -506,9 +594,9 @@ def test_every_kernel_of_ours_is_named_by_its_id_and_by_its_library(monkeypatch)
     found = REAL_KERNELS("attention")
     assert {"inductor", "lz.blocked", "torch.sdpa"} <= set(found)
     for kernel_id, kernel in found.items():
-        names.check_lock("attention", kernel_id)
+        names.locked("attention", kernel_id)
         for source in names.sources_of(kernel):
-            names.check_source(source)
+            names.checked_source(source)
             assert names.covers_kernel(source, kernel)
         assert kernel_id.partition(".")[0] in names.sources_of(kernel)
 

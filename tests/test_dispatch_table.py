@@ -270,8 +270,29 @@ def test_what_is_no_json_object_is_refused(path, content, text):
         DispatchTable.load(path)
 
 
+def _nested(levels: int) -> str:
+    leaf = '{"kernel": null, "why": ""}'
+    return '{"dim": "seq_len_q", "at": 8, "above": ' * levels + leaf + f', "below": {leaf}}}' * levels
+
+
+@pytest.mark.parametrize("levels", [300, 3_000, 100_000])
+def test_a_tree_that_is_nested_too_deeply_is_refused(path, levels):
+    record = json.loads(path.read_text())
+    record["trees"][0]["tree"] = "HERE"
+    path.write_text(json.dumps(record).replace('"HERE"', _nested(levels)))
+    with pytest.raises(DispatchTableError, match="expected a dispatch table as JSON"):
+        lz.load_dispatch_table(path)
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    with (tmp_path / "large.json").open("wb") as file:
+        file.truncate(300 << 20)
+    with pytest.raises(DispatchTableError, match="expected at most 64 MiB, received 300"):
+        lz.load_dispatch_table(tmp_path / "large.json")
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(DispatchTableError, match=r"expected a file, received .*No such file"):
+    with pytest.raises(DispatchTableError, match=r"expected a file of decisions, received .*No such file"):
         lz.load_dispatch_table(tmp_path / "none.json")
 
 

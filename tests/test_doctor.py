@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 import lz_compile as lz
-from lz_compile import installation
+from lz_compile import command_line, diagnosis, installation, readiness, tuning
 from lz_compile.diagnosis import DoctorReport, doctor
 from lz_compile.lowering import ops
 from lz_compile.readiness import ReadinessReport, readiness_check
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("no_preference")
 def own_cache(tmp_path, monkeypatch):
     """An empty cache directory, no accelerator, and Inductor left alone unless a test asks for it."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(installation, "default_device", lambda: torch.device("cpu"))
+    for module in (diagnosis, readiness):
+        monkeypatch.setattr(module, "default_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(installation, "devices", lambda: [torch.device("cpu")])
     monkeypatch.setattr(installation, "_inductor_error", lambda _device: None)
     return tmp_path / "cache"
@@ -198,6 +199,47 @@ def test_inductor_is_really_asked(monkeypatch):
 
     monkeypatch.setattr(installation.inductor, "compile_apart", fails)
     assert installation.compilers(torch.device("cpu")).error == "RuntimeError: planted"
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        (diagnosis, "default_device"), (installation, "devices"), (installation, "read_again"),
+        (installation, "configuration"), (installation, "compilers"), (installation, "caches"),
+        (installation, "measurements"), (installation, "plain_problem"), (installation, "reasons_on"),
+        (diagnosis, "hardware"), (diagnosis, "kernels"), (diagnosis, "_software"), (diagnosis, "_about_kernels"),
+    ],
+    ids=lambda planted: planted[1],
+)  # fmt: skip
+def test_a_check_that_raises_is_an_issue_and_stops_no_other(monkeypatch, planted):
+    def fails(*_args: object) -> object:
+        raise RuntimeError("planted\nand more")
+
+    monkeypatch.setattr(*planted, fails)
+    report = doctor(False)
+    found = [issue.message for issue in report.issues if issue.code == "CHECK_FAILED"]
+    assert found
+    assert all(text.endswith(": RuntimeError: planted") for text in found)
+    assert "CHECK_FAILED" in printed(report)
+    assert json.loads(json.dumps(report.to_dict()))["schema_version"] == "1.0"
+    assert "NOT_MEASURED" in issues(report) or planted[1] == "measurements"
+
+
+def test_a_build_for_cuda_without_a_driver_runs_on_the_cpu(monkeypatch):
+    """`pip install torch` gives such a build on Linux: it names an accelerator that cannot be used."""
+
+    def named(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", named)
+    assert installation.devices() == [torch.device("cpu")]
+    asked: list[torch.device] = []
+    monkeypatch.setattr(tuning, "_tune", lambda _grid, where, *_: asked.append(where))
+    lz.tune("attention.causal", seq_lens=[16])
+    lz.warmup("attention.causal", [(1, 2, 16, 8)])
+    assert asked == [torch.device("cpu")]
+    assert command_line._device(None) == torch.device("cpu")
 
 
 # ---- readiness -------------------------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ class Snapshots(expecttest.TestCase):
 def test_tables_fit_the_console(width):
     for report in (
         explain("attention.full", *operands(), print_report=False),
-        dry_run(attention, *operands(), print_report=False),
+        dry_run(attention, *operands(), print_report=False).in_full(),
     ):
         text = printed(report, width)
         assert max(map(len, text.splitlines())) <= width

@@ -159,7 +159,6 @@ DESCRIPTOR: dict[str, Any] = {
                 "platforms": ["cpu"],
                 "dtypes": ["float64", "float32"],
                 "requires_layouts": ["N"],
-                "produces_layout": "N",
                 "supports": ["training"],
                 "is_cuda_graph_safe": True,
                 "deterministic": True,

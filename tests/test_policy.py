@@ -771,6 +771,7 @@ CHANGES = {
     "deterministic": True,
     "strict_mode": True,
     "memory_headroom_mb": 5,
+    "max_reports": 5,
     "perfdb.enabled": False,
     "perfdb.path": "/elsewhere.sqlite",
     "perfdb.auto_tune": True,
@@ -779,14 +780,7 @@ CHANGES = {
     "cache.max_size": 3,
     "cache.ttl_seconds": 3.0,
 }
-ONE_VALUE = {
-    "plan_mode",
-    "graph_strict_mode",
-    "backend_isolation",
-    "debug",
-    "explain_enabled",
-    "allow_adaptation",
-}  # nothing else can be configured
+ONE_VALUE = {"debug"}  # nothing else can be configured
 
 
 @pytest.mark.parametrize("name", CHANGES)

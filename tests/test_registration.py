@@ -145,6 +145,19 @@ def _symbol() -> Any:
     return sympy.Symbol("s0", integer=True, positive=True)
 
 
+@pytest.mark.usefixtures("no_preference")
+@pytest.mark.parametrize("priority", [95, 50, 20])
+def test_a_priority_says_what_to_expect_of_a_kernel_that_was_never_measured(priority):
+    register(sdpa, supports=["training"], is_traceable=True, priority=priority)
+    query = torch.randn(1, 2, 16, 8)
+    told = lz.explain("attention.full", query, query, query, print_report=False)
+    (candidate,) = [each for each in told.decision.candidates if each.kernel.kernel_id == ID]
+    assert candidate.estimate.relative_latency == pytest.approx(50 / priority)
+    assert (told.kernel_id == ID) is (priority > 50)
+    if priority > 50:
+        assert told.decision.why == "expected at 0.526 of Inductor's latency"
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +178,10 @@ def _symbol() -> Any:
         ({"platform": "cuda", "instruction_set": "wmma"}, r"no instruction set 'wmma' \(did you mean 'wgmma'\?\)"),
         ({"min_sm": 80}, "min_sm needs the platform cuda or rocm"),
         ({"priority": 200}, "Expected `int` <= 100"),
+        ({"transform_cost_hint": 3}, "'transform_cost_hint' has no meaning here: what another layout costs is part of"),
+        ({"produces_layout": "BSDH"}, r"no layout 'BSDH' \(did you mean 'BSHD'\?\)"),
+        ({"kernel_id": "my.kernel\n"}, "regex"),
+        ({"kernel_id": "k" * 5000}, "length <= 100"),
         ({"workspace": "batch * 4"}, r"no size 'batch' \(did you mean 'batch_size'\?\)"),
         ({"kernel_id": "Not An Id"}, "regex"),
         ({"kernel_id": "inductor"}, "that name leaves an operation to Inductor"),

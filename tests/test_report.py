@@ -27,11 +27,12 @@ from torch import Tensor, fx
 from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs, normalize_gm
 
 import lz_compile
-from lz_compile import GraphReport, Report, clear_reports, explain, reports
+from lz_compile import GraphReport, Report, clear_reports, errors, explain, reports
 from lz_compile.backend import layerzero
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events
-from lz_compile.runtime.report import MatchReport, MissReport
+from lz_compile.runtime.layout import Rows
+from lz_compile.runtime.report import MatchReport, MissReport, new_report
 
 pytestmark = pytest.mark.usefixtures("sdpa_first")
 
@@ -339,15 +340,31 @@ class GraphModule(torch.nn.Module):
         event = events.Event("STORE_UNREADABLE", "validation: no such device")
         again = replace(match, where="model.py:8")
         report = Report([GraphReport(0, [match, again], [miss], [event], {"recognise": 0.0015, "compile": 0.25})])
-        text = printed(report, 100).translate(str.maketrans("┏━┳┓┃┡╇┩│└─┴┘", "+-++|+++|+-++"))
+        text = (printed(report, 100) + printed(report.in_full(), 100)).translate(
+            str.maketrans("┏━┳┓┃┡╇┩│└─┴┘", "+-++|+++|+-++")
+        )
         self.assertExpectedInline(
             "\n".join(line.rstrip() for line in text.splitlines()),
             """\
-Matches (2 in 1 graph(s))
+Matches: 2 in 1 graph, 2 rewritten
+  2 x attention  torch.sdpa  rewritten  model.py:7 and 1 other place
+Near misses: 1, by cause
+  1 x attention: [INTERIOR_USED] weights is also used by output
+      at model.py:9
+      -> do not
+Events: 1
+  1 x [STORE_UNREADABLE] validation: no such device
+Time: 0.25 s (recognise 2 ms, compile 250 ms)
+Details: verbose=True, --verbose, or rich.print(report.in_full()).
+Matches: 2 in 1 graph, 2 rewritten
+  2 x attention  torch.sdpa  rewritten  model.py:7 and 1 other place
+Near misses: 1, by cause
+  1 x attention: [INTERIOR_USED] weights is also used by output
+      at model.py:9
+      -> do not
 
 2 x attention: torch.sdpa, rewritten
-  where       model.py:7
-              model.py:8
+  where       model.py:7, model.py:8
   attributes  scale=0.25, is_causal
   why         locked
   proof       error 1.2e-07 against float64, the source's is 2.0e-07
@@ -360,20 +377,13 @@ Matches (2 in 1 graph(s))
   +------------+-------+---------------------------+----------------+
   not for this platform  flashinfer
 
-Near misses
-+-----------+------------+----------------------------------------+--------------------------------+
-| op        | where      | reason                                 | smallest edit that would match |
-+-----------+------------+----------------------------------------+--------------------------------+
-| attention | model.py:9 | [INTERIOR_USED] weights is also used   | do not                         |
-|           |            | by output                              |                                |
-+-----------+------------+----------------------------------------+--------------------------------+
 Events
 +------------------+----------------------------+
 | code             | message                    |
 +------------------+----------------------------+
 | STORE_UNREADABLE | validation: no such device |
 +------------------+----------------------------+
-Time over 1 graph(s)
+Time over 1 graph
 +-----------+-------+
 | stage     | ms    |
 +-----------+-------+
@@ -446,9 +456,9 @@ def test_json_of_a_wrong_kernel_is_json_too(monkeypatch, tmp_path):
 
 
 def test_a_printed_report_shows_kernel_place_and_reasons():
-    text = printed(explain(attention, *operands(), print_report=False), width=400)
+    text = printed(explain(attention, *operands(), print_report=False).in_full(), width=400)
     assert "torch.sdpa" in text
-    assert ATTENTION_LINE in text
+    assert ATTENTION_LINE.removeprefix(f"{Path.cwd()}/") in text
     assert "expected at 0.8 of Inductor's latency" in text
     assert "scale=0.25" in text
     for stage in ("recognise", "select", "validate", "rewrite", "compile"):
@@ -459,7 +469,7 @@ def test_a_printed_report_shows_why_a_kernel_cannot_run():
     def capped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return (torch.tanh(query @ key.transpose(-2, -1) / 5) * 5).softmax(-1) @ value
 
-    text = printed(explain(capped, *operands(), print_report=False), width=400)
+    text = printed(explain(capped, *operands(), print_report=False).in_full(), width=400)
     (row,) = [line for line in text.splitlines() if line.strip().startswith("│ torch.sdpa")]
     assert "torch.sdpa does not take scores capped at 5" in row
 
@@ -471,18 +481,63 @@ def test_near_misses_are_listed_with_the_edit_that_would_make_them_match():
     assert miss.reason.code == "INTERIOR_USED"
     assert miss.edit == "do not return or reuse the scores or probabilities (output_attentions=False)"
     assert miss.where == WEIGHTS_LINE
-    text = printed(report, width=500)
-    assert "Near misses" in text
-    assert miss.edit in text
-    assert str(miss.reason) in text
-    assert WEIGHTS_LINE in text
+    for shown_as in (report, report.in_full()):
+        text = printed(shown_as, width=500)
+        assert "Near misses" in text
+        assert miss.edit in text
+        assert "[INTERIOR_USED] weights (tests/test_report.py" in text
+        assert WEIGHTS_LINE.removeprefix(f"{Path.cwd()}/") in text
+
+
+def large_report() -> Report:
+    """As of a model with 40 layers in 8 forms, near misses in each, and events."""
+    package = "/opt/python/lib/python3.11/site-packages/some_models/modeling_with_a_long_name/attention_of_layers.py"
+    matches = [
+        MatchReport(
+            "attention", f"{package}:{layer % 8}", "", {}, "torch.sdpa", layer % 2 == 0, "expected to be faster"
+        )
+        for layer in range(40)
+    ]
+    misses = [
+        MissReport("norm", f"{package}:{100 + n % 2}", Reason("NORM_UNREAD", f"value_{n} is read elsewhere"), "do not")
+        for n in range(160)
+    ]
+    misses += [MissReport("scan", f"model.py:{n}", Reason("STATE_UNREAD", "x" * n), "use lz.kda") for n in range(10)]
+    happened = [
+        events.Event("VALIDATION_FAILED", f"layer {n} is quarantined: " + "for a reason " * 90) for n in range(40)
+    ]
+    return Report([GraphReport(0, matches, misses, happened, {"recognise": 0.5})])
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_large_report_fits_a_screen(width):
+    lines = printed(large_report(), width).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("Matches: 40 in 1 graph, 20 rewritten")
+    assert lines[1].split()[:5] == ["20", "x", "attention", "torch.sdpa", "rewritten"]
+    assert lines[1].endswith("other places")
+    text = " ".join(" ".join(lines).split())
+    assert "160 x norm: [NORM_UNREAD] value_0 is read elsewhere at some_models/" in text
+    assert "attention_of_layers.py:100 (80 x), some_models" in text
+    assert "and 6 more causes" in text
+    assert text.index("Matches") < text.index("Near misses") < text.index("Events") < text.index("Time")
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_tables_break_no_words_where_there_is_room(width):
+    path = "some/long/path/of/a_file.py"
+    prose = "a text of many short words " * 4
+    table = Rows("", ("one", "two", "three", "four"), [(f"{path} and {path}", prose, prose, prose)])
+    assert path in re.findall(r"[\w/.]+", printed(table, width))
+    assert max(map(len, printed(table, 30).splitlines())) <= 30
 
 
 def test_nothing_to_tell_is_told():
     report = explain(torch.sin, torch.randn(3), print_report=False)
-    assert "Nothing recognised in 1 graph(s)." in printed(report)
+    assert "Nothing recognised in 1 graph." in printed(report)
     assert Report([]).to_dict() == {"schema_version": "1.0", "graphs": []}
-    assert "Nothing recognised in 0 graph(s)." in printed(Report([]))
+    assert "Nothing recognised in 0 graphs." in printed(Report([]))
 
 
 def test_brackets_in_texts_are_not_taken_for_styles():
@@ -514,6 +569,14 @@ def test_reports_are_kept_in_order_until_they_are_cleared():
     assert reports() == []
 
 
+def test_the_last_thousand_reports_are_kept_or_as_many_as_are_asked_for():
+    made = [new_report() for _ in range(1010)]
+    assert reports() == made[-1000:]
+    lz_compile.configure(max_reports=3)
+    made.append(new_report())
+    assert reports() == made[-3:]
+
+
 def test_the_list_of_reports_is_a_copy():
     reports().append(GraphReport(7))
     assert reports() == []
@@ -527,6 +590,16 @@ def test_the_public_names_are_there_and_others_are_not():
 
 
 # ---- events --------------------------------------------------------------------------------------------------------
+
+
+def test_every_error_is_public():
+    classes = {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+    assert classes <= set(lz_compile.__all__)
+    assert all(issubclass(getattr(lz_compile, name), lz_compile.LayerZeroError) for name in classes)
+    documented = (ROOT / "docs" / "asking_why.md").read_text()
+    assert {name for name in classes if f"`{name}`" not in documented} == set()
 
 
 def test_events_are_collected_by_everyone_who_listens_in_this_thread():

@@ -185,6 +185,15 @@ def compile_isolated(
     return torch.compile(model, backend=backend, dynamic=dynamic, **apart)
 
 
+def break_reason(module: fx.GraphModule) -> str | None:
+    """``file:line (reason)`` of the graph break that ended a Dynamo graph; None where it ended by itself."""
+    found = getattr(module, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return None
+    reason = str(found.reason).strip().partition("\n")[0]
+    return f"{found.user_stack[-1].filename}:{found.user_stack[-1].lineno} ({reason})" if found.user_stack else reason
+
+
 def vector_bits() -> int:
     """The size of a vector register in the code that Inductor writes for this CPU; 128 where it writes none for vectors."""
     return _vector_bits(inductor_config.cpp.simdlen)

@@ -97,7 +97,7 @@ def _define_kernel(
 ) -> torch._ops.OpOverload:
     """What tracing leaves in a graph, with the signature of ``function``."""
     schema = torch.library.infer_schema(function, mutates_args=())
-    operator = _define(name, schema, (*_TAGS, *tags), run, "CompositeExplicitAutograd")
+    operator = _define(name, schema, (*_TAGS, *tags), _waiting(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return operator
 
@@ -109,6 +109,20 @@ def _define(
     _LIBRARY.impl(name, call, dispatch_key)
     operator: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
     return operator
+
+
+def _waiting(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``; with ``LAYERZERO_DEBUG``, errors of the device are raised by the call that caused them."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from lz_compile.runtime import health, policy
+
+        result = run(*args, **kwargs)
+        if policy.debugging():
+            health.wait(args, kwargs, result)
+        return result
+
+    return call
 
 
 def _without_gradients(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,8 +19,11 @@ from lz_compile.errors import CapabilitiesError, FormulaError, nearest
 from lz_compile.lowering import ops
 from lz_compile.runtime import formulas
 from lz_compile.runtime.context import dim_names, operations
+from lz_compile.runtime.files import TooLargeError, read_bounded
 
 SCHEMA_VERSION = "1.0"
+#: Of a descriptor.
+MAX_BYTES = 4 << 20
 SCHEMA = Path(__file__).resolve().parent.parent / "lowering" / "kernels.schema.json"
 
 ANY = "*"
@@ -38,15 +41,25 @@ Dtype: TypeAlias = Literal[
     "uint8",
     "*",
 ]
-Layout: TypeAlias = Annotated[str, Meta(pattern=r"^([A-Z]+|\*)$")]  # a letter per dimension; of which, the op says
+#: The end of a text for Python and for JSON Schema: ``$`` stands before a last newline, too, in Python.
+_END = r"(?![\s\S])"
+Layout: TypeAlias = Annotated[
+    str, Meta(pattern=rf"^([A-Z]+|\*){_END}", max_length=20)
+]  # a letter per dimension; of which, the op says
 Scalar: TypeAlias = bool | int | float | str
 
+#: Fields of other formats from which nothing would follow here, and why.
+WITHOUT_MEANING: Mapping[str, str] = {
+    "transform_cost_hint": "what another layout costs is part of what is measured",
+    "produces_layout": "an adapter gives its result in the op's layout",
+}
 #: Platforms on which SM versions and generations mean something.
 GPUS = frozenset({"cuda", "rocm"})
 
 Count = Annotated[int, Meta(ge=1)]
 Formula = Annotated[str, Meta(min_length=1, max_length=200, description="integers, names of sizes, + - * // min max")]
-Name = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]*$")]
+Name = Annotated[str, Meta(pattern=f"^[a-z][a-z0-9_]*{_END}", max_length=100)]
+Feature: TypeAlias = Annotated[str, Meta(pattern=rf"^(\*|[a-z][a-z0-9_]*){_END}", max_length=100)]
 
 
 class Prior(Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,7 +87,7 @@ class Grid(Struct, frozen=True, forbid_unknown_fields=True):
 class Kernel(Struct, frozen=True, forbid_unknown_fields=True):
     """One kernel for one operation. What is not listed is not supported; ``*`` stands for everything."""
 
-    kernel_id: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]*(\.[a-z0-9_]+)*$")]
+    kernel_id: Annotated[str, Meta(pattern=rf"^[a-z][a-z0-9_]*(\.[a-z0-9_]+)*{_END}", max_length=100)]
     platforms: Annotated[frozenset[Platform], Meta(min_length=1)]
     dtypes: Annotated[frozenset[Dtype], Meta(min_length=1)]
     requires_layouts: Annotated[
@@ -85,9 +98,9 @@ class Kernel(Struct, frozen=True, forbid_unknown_fields=True):
         str | UnsetType | None,
         Meta(description="in the adapter; the op's name by default, null for a kernel that leaves the subgraph alone"),
     ] = UNSET
-    supports: frozenset[Annotated[str, Meta(pattern=r"^(\*|[a-z][a-z0-9_]*)$")]] = frozenset()
+    supports: frozenset[Feature] = frozenset()
     requires_features: Annotated[
-        dict[Annotated[str, Meta(pattern=r"^(\*|[a-z][a-z0-9_]*)$")], Annotated[frozenset[Name], Meta(min_length=1)]],
+        dict[Feature, Annotated[frozenset[Name], Meta(min_length=1)]],
         Meta(description="what a problem must have besides a feature of it; under * whatever it has"),
     ] = {}
     min_sm: Annotated[int, Meta(ge=1, description="SM version, 80 for 8.0")] | None = None
@@ -100,7 +113,6 @@ class Kernel(Struct, frozen=True, forbid_unknown_fields=True):
     max_head_dim: Count | None = None
     head_dim_multiple: Count = 1
     max_seq_len: Count | None = None
-    produces_layout: Layout | None = None
     requires_last_dim_stride1: bool = False
     is_cuda_graph_safe: bool = False
     deterministic: Annotated[
@@ -110,7 +122,6 @@ class Kernel(Struct, frozen=True, forbid_unknown_fields=True):
     is_opaque: Annotated[bool, Meta(description="a call that Inductor cannot fuse into")] = True
     priority: Annotated[int, Meta(ge=0, le=100)] = 50
     fuses_ops: tuple[str, ...] = ()
-    transform_cost_hint: Annotated[int, Meta(ge=0)] = 0
     workspace: Annotated[Formula, Meta(description="bytes beside operands and result")] = "0"
     grid: Grid | None = None
     validation_arguments: Annotated[
@@ -128,7 +139,7 @@ class Descriptor(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     schema_version: Literal["1.0"]
-    backend: Annotated[str, Meta(pattern="^[a-z][a-z0-9_.]*$")]
+    backend: Annotated[str, Meta(pattern=f"^[a-z][a-z0-9_.]*{_END}", max_length=100)]
     source: Annotated[str, Meta(min_length=10, description="what this is and where its limits were read")]
     ops: Annotated[dict[str, Annotated[tuple[Kernel, ...], Meta(min_length=1)]], Meta(min_length=1)]
     package: str | None = None
@@ -157,8 +168,8 @@ def read(path: Path) -> Descriptor:
         CapabilitiesError: it is not there, of another version, or says something wrong.
     """
     try:
-        return parse(path.read_bytes(), path.name)
-    except OSError as error:
+        return parse(read_bounded(path, MAX_BYTES), path.name)
+    except (OSError, TooLargeError) as error:
         raise CapabilitiesError(path.name, f"{type(error).__name__}: {error}") from error
 
 
@@ -173,8 +184,11 @@ def parse(text: bytes, name: str) -> Descriptor:
         if version != SCHEMA_VERSION:
             raise CapabilitiesError(name, f"expected schema_version {SCHEMA_VERSION}, received {version}")
         descriptor = _descriptor.decode(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CapabilitiesError(name, str(error)) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        refused = (
+            f". Leave it out: {why}" for field, why in WITHOUT_MEANING.items() if f"field `{field}`" in str(error)
+        )
+        raise CapabilitiesError(name, f"{error}{next(refused, '')}") from error
     for problem in _problems(descriptor):
         raise CapabilitiesError(name, problem)
     return descriptor
@@ -254,7 +268,7 @@ def _layout_problems(op: str, kernel: Kernel) -> Iterator[str]:
     """Layouts that are neither the op's own nor those of libraries."""
     module = ops.module(op)
     valid = (module.LAYOUT, *getattr(module, "LIBRARY_LAYOUTS", ()))
-    for name in sorted({*kernel.requires_layouts, kernel.produces_layout or ANY} - {ANY, *valid}):
+    for name in sorted({*kernel.requires_layouts} - {ANY, *valid}):
         yield f"{kernel.kernel_id}: no layout '{name}'{nearest(name, valid)}; valid are {', '.join(valid)}"
 
 

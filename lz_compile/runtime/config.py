@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from lz_compile.errors import ConfigError, nearest
 from lz_compile.runtime import names, rules
+from lz_compile.runtime.files import TooLargeError, read_bounded
 from lz_compile.runtime.names import Invalid, dotted
 from lz_compile.runtime.rules import Lock, Rule, Statement
 from lz_compile.runtime.settings import Layer, Value
@@ -26,14 +29,19 @@ if TYPE_CHECKING:
 
 KeyPath = tuple[str | int, ...]
 VERSION = 1
+#: Of a file; one with every key has two thousand.
+MAX_BYTES = 1 << 20
 
-_CHOICES: Mapping[str, tuple[object, ...]] = {"version": (VERSION,), "backend_isolation": ("in_process", "subprocess")}
-_NOT_YET: Mapping[tuple[str, object], str] = {
-    ("plan_mode", True): "kernels are chosen one operation at a time; leave plan_mode at false",
-    ("explain_enabled", False): "reports are always made; leave explain_enabled at true",
-    ("allow_adaptation", False): "adapters change layouts where a kernel needs it; leave allow_adaptation at true",
-    ("graph_strict_mode", True): "kernels are not captured on trial; leave graph_strict_mode at false",
-    ("backend_isolation", "subprocess"): "kernels run in this process; leave backend_isolation at 'in_process'",
+#: Keys that can have one value here, and why. With that one they are accepted: other implementations have a choice there.
+_ONE_VALUE: Mapping[str, tuple[object, str]] = {
+    "version": (VERSION, "there is no other version of this file"),
+    "explain_enabled": (True, "reports are always made"),
+    "plan_mode": (False, "kernels are chosen for one operation and what they compute along, not for a whole model"),
+    "allow_adaptation": (True, "adapters change layouts where a kernel needs it, and are measured with that"),
+    "graph_strict_mode": (False, "kernels are not captured on trial"),
+    "backend_isolation": ("in_process", "kernels run in this process"),
+    "distributed_selection": ("independent", "every process chooses by itself; load one dispatch table in all of them"),
+    "auto_tune_on_warmup": (False, "lz.warmup runs what is chosen; measure with lz.tune, or set perfdb.auto_tune"),
 }
 
 
@@ -69,18 +77,22 @@ class RuleKeys(msgspec.Struct, forbid_unknown_fields=True):
 class Keys(msgspec.Struct, forbid_unknown_fields=True):
     """Keys of the whole; defaults are those of ``Settings``."""
 
-    version: int | UnsetType = UNSET
+    version: Any = UNSET
     enabled: bool | UnsetType = UNSET
     fallback_enabled: bool | UnsetType = UNSET
     log_selections: bool | UnsetType = UNSET
-    explain_enabled: bool | UnsetType = UNSET
     deterministic: bool | UnsetType = UNSET
     strict_mode: bool | UnsetType = UNSET
-    plan_mode: bool | UnsetType = UNSET
-    allow_adaptation: bool | UnsetType = UNSET
-    graph_strict_mode: bool | UnsetType = UNSET
-    backend_isolation: str | UnsetType = UNSET
     memory_headroom_mb: Annotated[int, Meta(ge=0)] | UnsetType | None = UNSET
+    max_reports: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+    tune_samples: Annotated[int, Meta(ge=1)] | UnsetType = UNSET  # perfdb.tune_samples by another name
+    explain_enabled: Any = UNSET
+    plan_mode: Any = UNSET
+    allow_adaptation: Any = UNSET
+    graph_strict_mode: Any = UNSET
+    backend_isolation: Any = UNSET
+    distributed_selection: Any = UNSET
+    auto_tune_on_warmup: Any = UNSET
     prefer_sources: list[str] | UnsetType = UNSET
     avoid_sources: list[str] | UnsetType = UNSET
     locks: dict[str, Any] | UnsetType = UNSET
@@ -90,7 +102,7 @@ class Keys(msgspec.Struct, forbid_unknown_fields=True):
 
 
 #: Keys that are no settings but say something about kernels.
-_ABOUT_KERNELS = ("version", "prefer_sources", "avoid_sources", "locks", "rules")
+_ABOUT_KERNELS = ("prefer_sources", "avoid_sources", "locks", "rules")
 
 
 def read(path: str | os.PathLike[str]) -> Layer:
@@ -103,7 +115,7 @@ def read(path: str | os.PathLike[str]) -> Layer:
 
     file = Path(path).expanduser().absolute()
     try:
-        loader = yaml.SafeLoader(file.read_bytes())
+        loader = yaml.SafeLoader(read_bounded(file, MAX_BYTES))
         try:
             node = loader.get_single_node()
             lines = {} if node is None else dict(_lines(node))
@@ -113,6 +125,12 @@ def read(path: str | os.PathLike[str]) -> Layer:
         return layer({} if data is None else data, str(file), file.parent)
     except OSError as error:
         raise ConfigError(f"reading the configuration {file}: {error.strerror}") from error
+    except TooLargeError as error:
+        raise ConfigError(f"reading the configuration {file}: {error}") from None
+    except RecursionError:
+        raise ConfigError(
+            f"reading {file}: nested too deeply; the keys of a configuration are four levels deep"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"reading {file}{_mark(error)}: not plain YAML: {_cause(error)}") from error
     except _Duplicate as problem:
@@ -164,8 +182,16 @@ def _converted(data: object) -> Keys:
         if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
             raise Invalid(path, f"expected a key '{missing[1]}', received none") from None
         received = _at(data, path)
-        raise Invalid(path, f"{_expected(text)}, received {type(received).__name__} {received!r}") from None
+        raise Invalid(path, f"{_expected(text)}, received {_shown(received)}") from None
 
+
+def _shown(value: object) -> str:
+    """A value of a wrong type, which may hold itself a thousand times over (aliases in YAML)."""
+    return f"{type(value).__name__} {_repr.repr(value)}"
+
+
+_repr = reprlib.Repr()
+_repr.maxother = _repr.maxstring = 120
 
 _TERMS = {"object": "a mapping", "array": "a list", "null": "None"}
 
@@ -195,14 +221,15 @@ def _at(data: Any, path: KeyPath) -> Any:
 
 def _values(keys: Keys, directory: Path) -> Iterator[tuple[str, Any]]:
     given = msgspec.structs.asdict(keys)
-    for name, valid in _CHOICES.items():
-        value = given[name]
-        if value is not UNSET and value not in valid:
-            listed = " or ".join(repr(choice) for choice in valid)
-            hint = nearest(str(value), [str(choice) for choice in valid])
-            raise Invalid((name,), f"expected {listed}, received {value!r}{hint}")
+    for name, (only, why) in _ONE_VALUE.items():
+        value = given.pop(name)
+        if value is not UNSET and (type(value) is not type(only) or value != only):
+            raise Invalid((name,), f"expected {only!r}, received {_shown(value)}: {why}")
     for name, value in given.items():
         if value is UNSET or name in _ABOUT_KERNELS:
+            continue
+        if name == "tune_samples":
+            yield f"perfdb.{name}", value
             continue
         if isinstance(value, msgspec.Struct):
             group = msgspec.structs.asdict(value)
@@ -212,8 +239,6 @@ def _values(keys: Keys, directory: Path) -> Iterator[tuple[str, Any]]:
                 if v is not UNSET
             )
             continue
-        if (name, value) in _NOT_YET:
-            raise Invalid((name,), f"{value!r} is not supported yet: {_NOT_YET[name, value]}")
         yield name, value
 
 
@@ -221,7 +246,7 @@ def _path(value: object, directory: Path) -> str | None:
     if value is None:
         return None
     if not isinstance(value, (str, os.PathLike)) or not str(value):
-        raise Invalid(("perfdb", "path"), f"expected a path, received {type(value).__name__} {value!r}")
+        raise Invalid(("perfdb", "path"), f"expected a path, received {_shown(value)}")
     return str(directory / Path(value).expanduser())
 
 
@@ -229,13 +254,11 @@ def _locks(keys: Keys, origin: str) -> tuple[Lock, ...]:
     found = []
     for operation, kernel_id in ({} if keys.locks is UNSET else keys.locks).items():
         if not isinstance(kernel_id, str):
-            received = f"received {type(kernel_id).__name__} {kernel_id!r}"
-            raise Invalid(("locks", operation), f"expected the id of a kernel, {received}")
+            raise Invalid(("locks", operation), f"expected the id of a kernel, received {_shown(kernel_id)}")
         try:
-            names.check_lock(operation, kernel_id)
+            found.append(Lock(operation, names.locked(operation, kernel_id), origin))
         except Invalid as problem:
             raise problem.below("locks", operation) from None
-        found.append(Lock(operation, kernel_id, origin))
     return tuple(found)
 
 
@@ -252,19 +275,20 @@ def _statements(listed: Mapping[str, str | list[str]], origin: str) -> tuple[Sta
         kind = rules.KINDS[key.removesuffix("_sources")]
         for index, pattern in enumerate([wanted] if isinstance(wanted, str) else wanted):
             path = (key,) if isinstance(wanted, str) else (key, index)
-            _check(kind, key, pattern, path)
+            pattern = _checked(kind, key, pattern, path)  # noqa: PLW2901 by its name here from now on
             if found.setdefault(pattern, Statement(kind, pattern, origin)).kind != kind:
                 raise Invalid(path, f"'{pattern}' stands under '{found[pattern].kind}' as well; keep one of them")
     return tuple(found.values())
 
 
-def _check(kind: str, key: str, pattern: str, path: KeyPath) -> None:
+def _checked(kind: str, key: str, pattern: str, path: KeyPath) -> str:
     try:
-        (names.check_source if key.endswith("_sources") else names.check_kernels)(pattern)
+        pattern = (names.checked_source if key.endswith("_sources") else names.checked_kernels)(pattern)
     except Invalid as problem:
         raise problem.below(*path) from None
     if kind == "forbid" and pattern == names.INCUMBENT:
         raise Invalid(path, f"'{pattern}' cannot be forbidden: it is what runs where nothing else may; use 'avoid'")
+    return pattern
 
 
 def _rules(keys: Keys, origin: str) -> tuple[Rule, ...]:
@@ -288,20 +312,16 @@ def _rule(entry: RuleKeys, origin: str) -> Rule:
     statements = _statements(listed, origin)
     if entry.lock is UNSET and not statements:
         raise Invalid((), f"the rule says nothing; expected one of {', '.join(listed)}, lock")
-    rule = Rule(origin, conditions, statements, None if entry.lock is UNSET else entry.lock)
-    _check_lock(rule)
-    return rule
+    rule = Rule(origin, conditions, statements)
+    return rule if entry.lock is UNSET else replace(rule, lock=_locked(rule, entry.lock))
 
 
-def _check_lock(rule: Rule) -> None:
+def _locked(rule: Rule, kernel_id: str) -> str:
     """A rule locks the operations that it matches, and must say which these are."""
-    if rule.lock is None:
-        return
     if not rule.operations:
         raise Invalid(("lock",), "expected 'operation' among the conditions of a rule that locks, received none")
     try:
-        for operation in rule.operations:
-            names.check_lock(operation, rule.lock)
+        return {names.locked(operation, kernel_id) for operation in rule.operations}.pop()
     except Invalid as problem:
         raise problem.below("lock") from None
 

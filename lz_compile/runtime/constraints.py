@@ -23,7 +23,7 @@ TRANSPOSED = frozenset({"BHSD", "BSHD"})
 
 def reasons(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:
     """Every reason why a kernel cannot run a problem, from the outside in."""
-    for check in (_operation, _hardware, _dtype, _sizes, _features, _memory_order, _execution, _memory, launch_reasons):
+    for check in (_operation, _hardware, _dtype, _sizes, _features, _memory_order, _execution, _memory, _launch):
         yield from check(kernel, context)
     unavailable = kernel.availability()
     if unavailable is not None:
@@ -154,7 +154,7 @@ def _memory(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:
         yield Reason("MEMORY_HEADROOM_EXCEEDED", text)
 
 
-def launch_reasons(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:
+def _launch(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:
     """Every reason why CUDA would refuse the launch: blocks along a dimension, threads in a block."""
     grid = kernel.grid
     if grid is None or context.hardware.platform not in ("cuda", "rocm"):

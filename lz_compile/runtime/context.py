@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dim", "Hardware", "SelectionContext", "SymbolicDim", "from_tensors", "hardware", "hint", "of_match"]
 
-#: Our ops' names of sizes, and those of layerzero_spec 5.1, which descriptors, rules and reports use.
+#: Our ops' names of sizes, and those that descriptors, rules and reports use.
 _DIM_NAMES: Mapping[str, str] = {
     "batch": "batch_size",
     "heads": "num_heads",
@@ -158,7 +158,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 @cache
 def dim_names(op: str) -> tuple[str, ...]:
-    """The names of an op's sizes, by the spec."""
+    """The names of an op's sizes, as descriptors, rules and reports use them."""
     return tuple(_DIM_NAMES.get(name, name) for name in _size_fields(op))
 
 

@@ -32,7 +32,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class SelectionCacheConfig:
-    """Bounds of a cache, as the specification's I.1 names them.
+    """Bounds of a cache: shards, entries in each, seconds that an entry lives, whether equal keys wait for one another.
 
     Raises:
         OptionError: a bound is not positive.

@@ -34,6 +34,8 @@ Range: TypeAlias = "tuple[int, int | None]"
 """Smallest and largest size, both included; None where there is no largest."""
 
 ANY: Range = (0, None)
+#: Questions from the root of a tree to a leaf: trees are walked recursively, in the middle of a compile.
+MAX_DEPTH = 200
 
 
 def choose(node: Node, dims: Mapping[str, int]) -> Leaf:
@@ -155,19 +157,23 @@ def to_dict(node: Node) -> dict[str, Any]:
     return {"dim": node.dim, "at": node.at, "below": to_dict(node.below), "above": to_dict(node.above)}
 
 
-def from_dict(record: Any) -> Node:
+def from_dict(record: Any, depth: int = 0) -> Node:
     """The tree that :func:`to_dict` wrote.
 
     Raises:
-        ValueError: the record is not one.
+        ValueError: the record is not one, or asks more than :data:`MAX_DEPTH` questions in a row.
     """
+    if depth > MAX_DEPTH:
+        raise ValueError(
+            f"reading a decision tree: expected at most {MAX_DEPTH} questions in a row. Write the table again"
+        )
     match record:
         case {"kernel": (str() | None) as kernel, "why": str(why), **rest} if not rest:
             return Leaf(kernel, why)
         case {"dim": str(dim), "at": int(at), "below": below, "above": above, **rest} if not (
             rest or isinstance(at, bool)
         ):
-            return Split(dim, at, from_dict(below), from_dict(above))
+            return Split(dim, at, from_dict(below, depth + 1), from_dict(above, depth + 1))
     raise ValueError(
         "reading a decision tree: expected a leaf (kernel, why) or a split (dim, at, below, above), received "
         f"{record!r:.200}. Write the table again"

@@ -2,8 +2,6 @@
 
 A table holds for machines with one hardware signature and the same kernels. A lock file holds wherever the kernels that it
 names have the same capabilities and versions. Anything else is refused, never bent to fit.
-
-Source: layerzero_spec, appendix E and 5.8.
 """
 
 from __future__ import annotations
@@ -23,11 +21,14 @@ from lz_compile.reasons import Reason
 from lz_compile.runtime import decision_tree, registry
 from lz_compile.runtime.context import dim_names, operations
 from lz_compile.runtime.decision_tree import Node
+from lz_compile.runtime.files import TooLargeError, read_bounded
 from lz_compile.runtime.hardware import hardware
 from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.table_trees import only_within
 
 SCHEMA_VERSION = "1.0"
+#: Of a file; a decision takes about 1 KiB.
+MAX_BYTES = 64 << 20
 
 
 class PlannedOp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -272,9 +273,9 @@ def read(path: str | os.PathLike[str]) -> DispatchTable:
         DispatchTableError: the file cannot be read, or is no dispatch table of this schema.
     """
     try:
-        data = Path(path).expanduser().read_bytes()
-    except OSError as error:
-        raise DispatchTableError(path, f"expected a file, received {error}") from error
+        data = read_bounded(Path(path).expanduser(), MAX_BYTES)
+    except (OSError, TooLargeError) as error:
+        raise DispatchTableError(path, f"expected a file of decisions, received {error}") from error
     try:
         record = msgspec.json.decode(data)
         version = record.get("schema_version") if isinstance(record, dict) else None
@@ -285,7 +286,7 @@ def read(path: str | os.PathLike[str]) -> DispatchTable:
             decision_tree.from_dict(kind.tree)
     except DispatchTableError:
         raise
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DispatchTableError(path, f"expected a dispatch table as JSON, received one with: {error}") from error
     return table
 

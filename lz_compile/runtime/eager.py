@@ -119,7 +119,7 @@ def plan(
 def has_choice(op: str, platform: str) -> bool:
     """Whether an eager call of an op could run anything but PyTorch's own on a kind of device."""
     registry.kernels(op)  # looking may be what changes the version
-    return _has_choice(op, platform, registry.version())
+    return (platform != "cpu" and policy.debugging()) or _has_choice(op, platform, registry.version())
 
 
 @lru_cache(maxsize=64)
@@ -133,6 +133,8 @@ def _has_choice(op: str, platform: str, _version: int) -> bool:
 def kernel_for(op: str, attributes: Any, facts: Any, device: torch.device) -> KernelSpec | None:
     """The kernel of another op for an eager call, None for PyTorch's own.
 
+    With ``LAYERZERO_DEBUG``, PyTorch's own is a kernel like any other on an accelerator: what waits for that is its guard.
+
     Raises:
         NoKernelFoundError: no kernel can run, and falling back is switched off.
         ConfigError: the configuration is wrong.
@@ -142,6 +144,8 @@ def kernel_for(op: str, attributes: Any, facts: Any, device: torch.device) -> Ke
     cache = _decisions.follow(present.settings.cache)
     choose = partial(_chosen, op, attributes, facts, device, present)
     found: tuple[KernelSpec | None] = choose() if cache is None else cache.get_or_compute(names, choose)
+    if found[0] is None and present.settings.debug and device.type != "cpu":
+        return registry.kernels(op).get(eager_kernel(op))
     return found[0]
 
 
@@ -255,9 +259,7 @@ class _Call:
         else:
             assert kernel.call is not None, f"{kernel.kernel_id} cannot be called eagerly"
             run, kernel_id = partial(_canonical, kernel.call, self.attrs, self.mask_name), kernel.kernel_id
-        if settings.debug and self.device.type != "cpu":
-            run = partial(_synchronised, run, self.device)
-        if run is sdpa and settings.fallback_enabled:
+        if run is sdpa and settings.fallback_enabled and not settings.debug:
             return run
         return partial(_guarded, kernel_id, run, sdpa, settings.fallback_enabled)
 
@@ -360,13 +362,6 @@ def _transposed(
 ) -> torch.Tensor:
     """Over ``[B, S, H, D]``: views, nothing is moved."""
     return run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask).transpose(1, 2)
-
-
-def _synchronised(run: Run, device: torch.device, *operands: torch.Tensor | None) -> torch.Tensor:
-    """With ``debug``: errors of the device are raised by the call that caused them."""
-    result = run(*operands)
-    torch.accelerator.synchronize(device)
-    return result
 
 
 def _guarded(

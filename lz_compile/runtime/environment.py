@@ -81,7 +81,7 @@ def _statements(kind: Kind, text: str, origin: str, others: list[Statement]) -> 
     for pattern in (part.strip() for part in text.split(",")):
         if not pattern:
             raise Invalid((), "expected names with commas between them, received an empty name")
-        names.check_kernels(pattern)
+        pattern = names.checked_kernels(pattern)  # noqa: PLW2901 by its id from now on
         if any(other.pattern == pattern for other in others):
             raise Invalid(
                 (), f"'{pattern}' stands in the variables for both preference and avoidance; keep one of them"
@@ -94,8 +94,7 @@ def _lock(name: str, kernel_id: str, origin: str) -> Lock:
     variables = _lock_variables()
     if name not in variables:
         raise Invalid((), f"no operation to lock by that name{nearest(name, list(variables))}; {_valid(variables)}")
-    names.check_lock(variables[name], kernel_id)
-    return Lock(variables[name], kernel_id, origin)
+    return Lock(variables[name], names.locked(variables[name], kernel_id), origin)
 
 
 def _lock_variables() -> dict[str, str]:

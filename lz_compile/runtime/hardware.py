@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-#: First SM version of a generation, its name and its tensor cores' generation (layerzero_spec J.1), newest first.
+#: First SM version of a generation, its name and its tensor cores' generation, newest first.
 GENERATIONS: tuple[tuple[int, str, int], ...] = (
     (100, "blackwell", 5),
     (90, "hopper", 4),
@@ -93,6 +93,11 @@ class Hardware:
             "threads": self.threads,
             "signature": self.signature(),
         }
+
+
+def default_device() -> torch.device:
+    """The accelerator, or the CPU where none can be used: a build for CUDA names one also where there is no driver."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def hardware(device: torch.device | str) -> Hardware:

@@ -7,7 +7,8 @@ error reaches the caller and the kernel keeps its place. Two errors are judged o
   fallback managed each time.
 - *Device errors* (illegal memory access, ``CUDA error: ...``) leave a device on which the fallback fails as well, so the
   kernel is retired at once; with :data:`LIBRARY_LIMIT` kernels of a library retired by them, the whole library is. They are
-  reported by the device later than they happen: without synchronisation another kernel's call can be the one to raise.
+  reported by the device later than they happen: another kernel's call can be the one to raise. ``LAYERZERO_DEBUG`` waits for
+  the device after every call.
 
 Kernels are functions without side effects on their inputs; what failed half-way is simply computed again.
 """
@@ -21,10 +22,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lz_compile.errors import KernelExecutionError
 from lz_compile.reasons import Reason
-from lz_compile.runtime import events
+from lz_compile.runtime import events, policy
 
 T = TypeVar("T")
 
@@ -128,7 +130,10 @@ class CircuitBreaker:
             Exception: ``fallback`` raised too; ``call``'s error is its context.
         """
         try:
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            if policy.debugging():
+                wait(args, kwargs, result)
+            return result
         except Exception as error:  # the one guarded place: recorded, retired, completed on the fallback
             is_broken = is_device_error(error)
             if is_broken or not fallback_enabled:
@@ -184,6 +189,24 @@ class CircuitBreaker:
 def library(kernel_id: str) -> str:
     """The library of a kernel: ``flash_attn`` of ``flash_attn.v2``."""
     return kernel_id.partition(".")[0]
+
+
+def wait(*values: object) -> None:
+    """Until the accelerators of all tensors among the values are done, so that their errors are raised here."""
+    for device in set(_accelerators(values)):
+        torch.accelerator.synchronize(device)
+
+
+def _accelerators(value: object) -> Iterator[torch.device]:
+    if isinstance(value, torch.Tensor):
+        is_capturing = value.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if value.device.type not in ("cpu", "meta") and not is_capturing and not isinstance(value, FakeTensor):
+            yield value.device
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _accelerators(each)
+    elif isinstance(value, Mapping):
+        yield from _accelerators(tuple(value.values()))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -61,7 +61,7 @@ class GridLayoutSpec:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A kernel and its limits (layerzero_spec 4.1); what is not listed is not supported, ``"*"`` stands for everything.
+    """A kernel and its limits; what is not listed is not supported, ``"*"`` stands for everything.
 
     ``operation`` is an op or one of its variants, ``source`` the backend's short name, ``provenance`` what that is and
     where the limits were read. ``supports`` names features (see the op's ``features``), ``requires_features`` those that a
@@ -96,14 +96,12 @@ class KernelSpec:
     max_seq_len: int | None = None
     supports_scale: bool = True
     requires_last_dim_stride1: bool = False
-    produces_layout: str | None = None
 
     is_cuda_graph_safe: bool = False
     deterministic: bool = False
     is_opaque: bool = True
     priority: int = 50
     fuses_ops: tuple[str, ...] = ()
-    transform_cost_hint: int = 0
     workspace: str = "0"
     grid: GridLayoutSpec | None = None
     extra_check: Callable[[SelectionContext], Iterable[Reason]] | None = None
@@ -179,10 +177,6 @@ class KernelSpec:
     def check(self, context: SelectionContext) -> list[Reason]:
         """Every reason why the kernel cannot run a problem; none if it can."""
         return list(constraints.reasons(self, context))
-
-    def validate_launch_config(self, context: SelectionContext) -> list[Reason]:
-        """Every reason why CUDA would refuse the launch (layerzero_spec I.2)."""
-        return list(constraints.launch_reasons(self, context))
 
     def workspace_bytes(self, context: SelectionContext) -> int:
         """The memory that the kernel uses beside operands and result.

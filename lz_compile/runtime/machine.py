@@ -103,8 +103,6 @@ def conditions(device: torch.device | str = "cpu") -> dict[str, str]:
 
     ``memory_pressure`` is low, medium or high, ``gpu_temperature`` cold, warm or hot, ``power_state`` boost, nominal or
     throttled.
-
-    Source: specification, appendix I.7.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""How much memory a kernel may use beside its operands and result, on the device as it is now (layerzero_spec I.9).
+"""How much memory a kernel may use beside its operands and result, on the device as it is now.
 
 What is asked of the device is kept for a minute, and asked again after a kernel has run out of memory.
 """

@@ -20,6 +20,8 @@ from lz_compile.runtime.context import operations
 INCUMBENT = "inductor"
 
 _SOURCE = re.compile(r"[A-Za-z0-9_.\-]+")
+#: Other names of kernels.
+_RENAMED = {"torch.rms_norm": "torch.norm", "torch.layer_norm": "torch.norm"}
 
 
 class Invalid(Exception):
@@ -77,48 +79,72 @@ def ops_covered(pattern: str) -> list[str]:
     return found
 
 
-def check_kernels(pattern: str, of_ops: Iterable[str] | None = None) -> None:
-    """Refuse a pattern that names no kernel and no source.
+def kernel_named(name: str) -> str:
+    """The id of a kernel by any of its names: its id, that with a variant behind it, or another one.
+
+    ``torch.sdpa.causal`` is ``torch.sdpa``, ``torch.rms_norm`` is ``torch.norm``. What names no kernel stays as it is.
+    """
+    known = {kernel.kernel_id for kernel in _kernels()}
+    if name in known or is_glob(name):
+        return name
+    stem, _, variant = name.rpartition(".")
+    variants = {operation.partition(".")[2] for operation in operations()}
+    return stem if stem in known and variant in variants else _RENAMED.get(name, name)
+
+
+def checked_kernels(pattern: str) -> str:
+    """A pattern that names kernels or a source, a kernel by its id.
 
     Raises:
-        Invalid: with the nearest name that there is.
+        Invalid: it names none; with the nearest name that there is.
     """
-    known = _kernels(of_ops)
+    pattern = kernel_named(pattern)
+    known = _kernels()
     if not any(covers_kernel(pattern, kernel) for kernel in known):
         valid = {kernel.kernel_id for kernel in known} | {source for kernel in known for source in sources_of(kernel)}
         raise Invalid((), _unknown("kernel or source", pattern, sorted(valid)))
+    return pattern
 
 
-def check_source(pattern: str) -> None:
-    """Refuse a pattern that names no source of kernels.
+def checked_source(pattern: str) -> str:
+    """A pattern that names a source of kernels.
 
     Raises:
-        Invalid: with the nearest name that there is; a kernel's id says where kernels are named.
+        Invalid: it names none; with the nearest name that there is; a kernel's id says where kernels are named.
     """
-    known = _kernels(None)
+    known = _kernels()
     valid = sorted({source for kernel in known for source in sources_of(kernel)})
     if any(fnmatchcase(source, pattern) for source in valid):
-        return
-    if any(covers_kernel(pattern, kernel) for kernel in known):
+        return pattern
+    if any(covers_kernel(kernel_named(pattern), kernel) for kernel in known):
         raise Invalid((), f"'{pattern}' names kernels, not a source; name them under 'prefer' or 'avoid' of a rule")
     raise Invalid((), _unknown("source", pattern, valid))
 
 
-def check_lock(operation: str, kernel_id: str) -> None:
-    """Refuse to lock an operation that there is not, or to a kernel that one of its ops does not have.
+def locked(operation: str, kernel_id: str) -> str:
+    """The id of the kernel that an operation is locked to by any of its names.
 
     Raises:
-        Invalid: with the nearest name that there is.
+        Invalid: there is no such operation, or one of its ops does not have the kernel; with the nearest name that there is.
     """
-    for op in ops_covered(operation):
+    covered = ops_covered(operation)
+    name, kernel_id = kernel_id, kernel_named(kernel_id)
+    variant = operation.partition(".")[2]
+    asked = name.removeprefix(f"{kernel_id}.")
+    if asked != name and variant in {each.partition(".")[2] for each in operations()} - {"", asked}:
+        raise Invalid(
+            (), f"'{name}' names {kernel_id} for the variant {asked}, not for {variant}; lock it to '{kernel_id}'"
+        )
+    for op in covered:
         valid = sorted(registry.kernels(op))
         if kernel_id not in valid:
             single = "; a lock names one kernel" if is_glob(kernel_id) else ""
             raise Invalid((), _unknown("kernel", kernel_id, valid, f" for {op}") + single)
+    return kernel_id
 
 
-def _kernels(of_ops: Iterable[str] | None) -> list[Any]:
-    return [kernel for op in (ops.names() if of_ops is None else of_ops) for kernel in registry.kernels(op).values()]
+def _kernels() -> list[Any]:
+    return [kernel for op in ops.names() for kernel in registry.kernels(op).values()]
 
 
 def _unknown(what: str, name: str, valid: list[str], where: str = "") -> str:

@@ -2,8 +2,6 @@
 
 One row is one kernel on one workload in one environment; measuring again replaces it. SQLite in WAL mode, so that
 readers wait for nobody. Trouble with the file is never fatal: it is an event, and measurements stay in memory.
-
-Source: specification, section 7 and appendix I.7.
 """
 
 from __future__ import annotations
@@ -274,7 +272,7 @@ def _select(connection: sqlite3.Connection, key: tuple[str | None, ...], match: 
 
 
 def _create(connection: sqlite3.Connection) -> None:
-    """Schema 1. A table as the specification has it, without environments, is kept under one that matches none."""
+    """Schema 1. A table without environments is kept under one that matches none."""
     known = {row[1] for row in connection.execute("PRAGMA table_info(perf_records)")}
     if known:
         connection.execute("ALTER TABLE perf_records RENAME TO perf_records_before")

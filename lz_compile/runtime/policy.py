@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import platformdirs
 
@@ -33,6 +33,7 @@ __all__ = [
     "avoid",
     "configure",
     "current",
+    "debugging",
     "disabled",
     "load_config",
     "lock",
@@ -70,6 +71,7 @@ class _Local:
         return () if self.layer is None or self.below is None else (self.layer, *self.below.layers())
 
 
+Checked = TypeVar("Checked")
 _OUTSIDE = _Local(0)
 _serials = itertools.count(1)
 _local: ContextVar[_Local] = ContextVar("layerzero_policy", default=_OUTSIDE)
@@ -94,6 +96,16 @@ def version() -> int:
     Environment variables that change are noticed by the next ``current()`` or ``refresh()``, not here.
     """
     return _version + _local.get().serial
+
+
+def debugging() -> bool:
+    """Whether ``LAYERZERO_DEBUG`` was on when the policy last changed, in 0.2 µs."""
+    return _debugging(version())
+
+
+@lru_cache(maxsize=64)
+def _debugging(_version: int) -> bool:
+    return current().settings.debug
 
 
 def refresh() -> None:
@@ -169,8 +181,8 @@ def lock(operation: str, kernel_id: str) -> Override:
     Raises:
         ConfigError: no such operation or kernel.
     """
+    kernel_id = _checked(f"locking '{operation}'", partial(names.locked, operation, kernel_id))
     new = Lock(operation, kernel_id, "lz.lock()")
-    _checked(f"locking '{operation}'", partial(names.check_lock, operation, kernel_id))
     replaced: list[Lock] = []
 
     def add(code: Layer) -> Layer:
@@ -254,16 +266,15 @@ def disabled() -> Override:
 def _wished(kind: Kind, patterns: tuple[str, ...]) -> Override:
     if not patterns:
         raise ConfigError(f"lz.{kind}(): expected the name of a kernel or source, received none")
-    for pattern in patterns:
-        _checked(f"lz.{kind}()", partial(names.check_kernels, pattern))
-    layer = Layer(statements=tuple(Statement(kind, pattern, f"lz.{kind}()") for pattern in patterns))
+    checked = [_checked(f"lz.{kind}()", partial(names.checked_kernels, pattern)) for pattern in patterns]
+    layer = Layer(statements=tuple(Statement(kind, pattern, f"lz.{kind}()") for pattern in checked))
     _push(layer)
     return Override(layer, lambda: _pop(layer))
 
 
-def _checked(doing: str, check: Callable[[], object]) -> None:
+def _checked(doing: str, check: Callable[[], Checked]) -> Checked:
     try:
-        check()
+        return check()
     except Invalid as problem:
         raise ConfigError(f"{doing}: {problem}") from None
 

@@ -16,10 +16,12 @@ from lz_compile.reasons import Reason
 from lz_compile.runtime import health, registry
 from lz_compile.runtime.context import SelectionContext, name_of, operations
 from lz_compile.runtime.hardware import GENERATIONS, INSTRUCTION_SETS
-from lz_compile.runtime.kernel import KernelSpec
+from lz_compile.runtime.kernel import KernelSpec, Prior
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+#: What a kernel is registered with that is expected to be as fast as Inductor's own code.
+INDUCTORS_PRIORITY = 50
 #: How often each id was registered in this process.
 _registrations: Counter[str] = Counter()
 
@@ -47,9 +49,8 @@ def register_kernel(
     requires_last_dim_stride1: bool = False,
     is_cuda_graph_safe: bool = False,
     deterministic: bool = False,
-    priority: int = 50,
+    priority: int = INDUCTORS_PRIORITY,
     fuses_ops: Iterable[str] = (),
-    transform_cost_hint: int = 0,
     workspace: str = "0",
     grid: Mapping[str, str | None] | None = None,
     package: str | None = None,
@@ -87,9 +88,9 @@ def register_kernel(
         requires_last_dim_stride1: features must lie next to one another.
         is_cuda_graph_safe: CUDA graphs may capture it.
         deterministic: same bits for same inputs.
-        priority: 0 to 100, where nothing was measured.
+        priority: 0 to 100: what to expect of the kernel before it was measured here. Inductor's own code counts 50, so that
+            95 promises 50/95 of its latency. Of kernels that are equally fast, that of the higher priority is taken.
         fuses_ops: other operations that it computes along.
-        transform_cost_hint: rough relative cost of the layout that it needs.
         workspace: bytes beside operands and result, a formula over sizes: ``"batch_size * num_heads * seq_len_q * 4"``.
         grid: of a CUDA launch, formulas for ``x``, ``y``, ``z`` (blocks) and ``threads`` (per block).
         package: the distribution that it needs.
@@ -102,10 +103,8 @@ def register_kernel(
         UnknownOperationError: there is no such operation.
     """
     given = {name: value for name, value in locals().items() if name not in ("unknown", "check", "is_traceable")}
-    if unknown:
-        valid = [name for name in inspect.signature(register_kernel).parameters if name != "unknown"]
-        name = next(iter(unknown))
-        raise RegistrationError(kernel_id, f"no argument '{name}'{nearest(name, valid)}; valid are {', '.join(valid)}")
+    for name in unknown:
+        raise RegistrationError(kernel_id, _about_unknown(name))
     if operation not in operations():
         raise UnknownOperationError(f"registering kernel '{kernel_id}'", operation, operations())
 
@@ -115,6 +114,15 @@ def register_kernel(
         return function
 
     return decorate
+
+
+def _about_unknown(name: str) -> str:
+    from lz_compile.runtime.capabilities import WITHOUT_MEANING
+
+    if name in WITHOUT_MEANING:
+        return f"'{name}' has no meaning here: {WITHOUT_MEANING[name]}. Leave it out"
+    valid = [each for each in inspect.signature(register_kernel).parameters if each != "unknown"]
+    return f"no argument '{name}'{nearest(name, valid)}; valid are {', '.join(valid)}"
 
 
 def _spec(
@@ -144,7 +152,7 @@ def _spec(
     is_token_major = "BHSD" not in described.requires_layouts
     if is_token_major and convention.takes_attrs:
         raise RegistrationError(kernel_id, "a function with attrs takes the op's canonical layout BHSD")
-    layout = described.produces_layout or ("BSHD" if is_token_major else "BHSD")
+    layout = given["produces_layout"] or ("BSHD" if is_token_major else "BHSD")
     implementation = RegisteredFunction(
         function,
         convention,
@@ -159,7 +167,6 @@ def _spec(
         described,
         supports=supports,
         supports_scale=convention.supports_scale,
-        produces_layout=layout,
         implementation=implementation,
         extra_check=check,
         capabilities_hash=hashlib.sha256(capabilities_hash.encode()).hexdigest(),
@@ -175,9 +182,10 @@ def _described(kernel_id: str, function: Callable[..., Any], given: dict[str, An
     values["platforms"] = _known(kernel_id, "platform", _names(given["platform"]), get_args(capabilities.Platform))
     dtypes = [name_of(each) if isinstance(each, torch.dtype) else each for each in given["supported_dtypes"]]
     values["dtypes"] = _known(kernel_id, "dtype", dtypes, get_args(capabilities.Dtype))
-    layouts = _known(kernel_id, "layout", _names(given["requires_layouts"]), ("BHSD", "BSHD"))
+    produced, required = values.pop("produces_layout"), _names(given["requires_layouts"])
+    _known(kernel_id, "layout", [*required, *([] if produced is None else [produced])], ("BHSD", "BSHD"))
     is_attention = given["operation"].partition(".")[0] == "attention"
-    values["requires_layouts"] = layouts if is_attention else ["*"]  # operands come as the op has them
+    values["requires_layouts"] = required if is_attention else ["*"]  # operands come as the op has them
     generations = [name for _, name, _ in GENERATIONS]
     wanted = [name for name in _names(given["supported_generations"]) if not name.startswith("gfx")]
     _known(kernel_id, "generation", wanted, generations)
@@ -197,7 +205,13 @@ def _described(kernel_id: str, function: Callable[..., Any], given: dict[str, An
         (spec,) = registry.specs_of(capabilities.build(descriptor), "").values()
     except ValueError as error:  # msgspec's errors are ValueErrors too
         raise RegistrationError(kernel_id, str(error)) from error
-    return spec
+    return replace(spec, prior=_promised(spec.priority), prior_source="the priority that it is registered with")
+
+
+def _promised(priority: int) -> tuple[Prior, ...]:
+    """What a priority says about a kernel that was never measured; that of Inductor's own code says nothing."""
+    ratio = INDUCTORS_PRIORITY / max(priority, 1)
+    return () if ratio == 1 else (Prior("*", frozenset({"*"}), ratio),)
 
 
 def _names(value: str | Iterable[str]) -> list[str]:

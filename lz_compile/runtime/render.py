@@ -2,61 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
+
+from lz_compile.runtime.layout import Rows, amount, facts, places, short
+from lz_compile.runtime.summary import grouped, summary
 
 if TYPE_CHECKING:
     from lz_compile.diagnosis import DoctorReport
     from lz_compile.inspection import SelectionReport
+    from lz_compile.installation import Compilers, Measurements
     from lz_compile.readiness import ReadinessReport
     from lz_compile.runtime.registry import KernelInfo
     from lz_compile.runtime.report import LoopReport, MatchReport, Report
     from lz_compile.tuning import TuneReport
 
-#: Columns that are never folded.
-_NAMES = ("op", "operation", "kernel", "stage", "code", "score", "device", "check", "status")
 _STYLES: Mapping[str, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def tables(report: Report) -> Iterator[Any]:
-    """Matches with their candidates, loops, near misses, events and time; only those with something in them."""
-    if not report.matches and not report.near_misses and not report.loops:
-        yield f"Nothing recognised in {len(report.graphs)} graph(s)."
+    """What a screen shows, then every kind of match with its candidates, loops, events and time."""
+    yield from summary(report, is_cut=False)
     if report.matches:
         yield from _matches(report)
     if report.loops:
-        yield _rows("Loops", ("where", "steps", "carried", "each step"), [_loop(loop) for loop in report.loops])
-    if report.near_misses:
-        yield _rows("Near misses", ("op", "where", "reason", "smallest edit that would match"), [
-            (miss.op, miss.where, str(miss.reason), miss.edit) for miss in report.near_misses
-        ])  # fmt: skip
+        yield Rows("Loops", ("where", "steps", "carried", "each step"), [_loop(loop) for loop in report.loops])
     if report.events:
-        yield _rows("Events", ("code", "message"), [(event.code, event.message) for event in report.events])
+        yield Rows("Events", ("code", "message"), [(event.code, short(event.message)) for event in report.events])
     yield _times(report)
-
-
-def _rows(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    table = Table(title=title or None, title_justify="left", min_width=len(title))
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column in _NAMES)
-    for row in rows:
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))
-    return table
-
-
-def _facts(facts: Mapping[str, str]) -> Padding:
-    """Names beside what there is to say about them, those with nothing left out."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold")
-    for name, text in facts.items():
-        if text:
-            grid.add_row(name, Text(text))
-    return Padding(grid, (0, 0, 0, 2))
 
 
 # ---- matches ---------------------------------------------------------------------------------------------------------
@@ -64,12 +40,11 @@ def _facts(facts: Mapping[str, str]) -> Padding:
 
 def _matches(report: Report) -> Iterator[Any]:
     """Every kind of match: layers that differ in nothing but their place and how they were proven stand together."""
-    kinds: dict[str, list[MatchReport]] = {}
-    for match in report.matches:
-        told = {**match.to_dict(), "where": "", "graph": "", "validation": _proof(match)}
-        kinds.setdefault(repr(told), []).append(match)
-    yield Text(f"Matches ({len(report.matches)} in {len(report.graphs)} graph(s))", style="bold")
-    for matches in kinds.values():
+
+    def kind(match: MatchReport) -> str:
+        return repr({**match.to_dict(), "where": "", "graph": "", "validation": _proof(match)})
+
+    for matches in grouped(report.matches, kind):
         yield ""
         yield from _kind(matches)
     yield ""
@@ -80,9 +55,9 @@ def _kind(matches: Sequence[MatchReport]) -> Iterator[Any]:
     count = f"{len(matches)} x " if len(matches) > 1 else ""
     state = "rewritten" if first.rewritten else "not rewritten"
     yield Text(f"{count}{first.op}: {first.kernel}, {state}", style="bold")
-    yield _facts(
+    yield facts(
         {
-            "where": "\n".join(dict.fromkeys(match.where for match in matches)),
+            "where": places([match.where for match in matches]),
             "problem": "" if first.context is None else _problem(first.context),
             "attributes": _attributes(first.attributes),
             "masks": _masks(first),
@@ -102,7 +77,7 @@ def _loop(loop: LoopReport) -> tuple[str, ...]:
     reads.append(f"{loop.around} from around" if loop.around else "")
     step = f"{loop.calls} calls; reads {', '.join(filter(None, reads)) or 'nothing else'}; gives {len(loop.outputs)}"
     state = "rolled" if loop.rolled else f"kept: {loop.reason}"
-    return loop.where, str(loop.steps), "\n".join(loop.carried), f"{step}\n{state}"
+    return short(loop.where), str(loop.steps), "\n".join(loop.carried), f"{step}\n{state}"
 
 
 def _masks(match: MatchReport) -> str:
@@ -156,12 +131,12 @@ def candidates(found: Sequence[Mapping[str, Any]], chosen: str, context: Mapping
         else:
             rows.append(candidate)
     if rows:
-        table = _rows("", ("kernel", "score", "latency", "against, notes"), [_candidate(row, context) for row in rows])
-        for index, row in enumerate(rows):
-            table.rows[index].style = "bold" if row["kernel"] == chosen else None
+        styles = ["bold" if row["kernel"] == chosen else None for row in rows]
+        columns = ("kernel", "score", "latency", "against, notes")
+        table = Rows("", columns, [_candidate(row, context) for row in rows], styles)
         yield Padding(table, (0, 0, 0, 2))
     platform = "this platform" if context is None else context["hardware"]["platform"]
-    yield _facts({f"not for {platform}": ", ".join(elsewhere), "not installed": ", ".join(missing)})
+    yield facts({f"not for {platform}": ", ".join(elsewhere), "not installed": ", ".join(missing)})
 
 
 def _candidate(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) -> tuple[str, ...]:
@@ -193,7 +168,7 @@ def selection(report: SelectionReport) -> Iterator[Any]:
     lock = told["policy"]["lock"]
     if lock is not None:
         wishes.insert(0, f"locks {lock['kernel']} ({lock['origin']})")
-    yield _facts(
+    yield facts(
         {
             "why": told["why"],
             "problem": _problem(told["context"]),
@@ -212,35 +187,35 @@ def diagnosis(report: DoctorReport) -> Iterator[Any]:
     """Issues first, then what there is."""
     if report.issues:
         rows = [(issue.code, f"{issue.message}\n-> {issue.advice}") for issue in report.issues]
-        yield _rows(f"{len(report.issues)} issue(s)", ("code", "what is found, and what to do"), rows)
+        yield Rows(amount(len(report.issues), "issue"), ("code", "what is found, and what to do"), rows)
     else:
         yield Text("No issues.", style="bold green")
     found = report.compilers
     yield Text("Machine", style="bold")
-    yield _facts(
+    yield facts(
         {
             "software": ", ".join(f"{name} {version}" for name, version in report.software.items()),
             **{device: f"{each.device_name} ({each.signature()})" for device, each in report.hardware},
-            "C++ compiler": found.cxx_version or f"{found.cxx}: not found",
-            "Inductor": found.error or f"compiles ({found.seconds:.1f} s for a small function)",
+            **({} if found is None else _compilers(found)),
         }
     )
     yield _kernels(report)
-    yield _rows("Caches", ("what", "where", "files", "size"), [
+    yield Rows("Caches", ("what", "where", "files", "size"), [
         (cache.name, cache.path, str(cache.files), cache.problem or _bytes(cache.size_bytes)) for cache in report.caches
     ])  # fmt: skip
-    yield Text("Measurements", style="bold")
-    yield _facts(_measurements(report))
+    if report.measurements is not None:
+        yield Text("Measurements", style="bold")
+        yield facts(_measurements(report.measurements))
     yield Text("Policy", style="bold")
-    yield _facts(_policy(report.configuration.to_dict()))
+    yield facts(_policy(report.configuration.to_dict()))
     failures = [(each.kernel_id, str(each.count), each.last_error) for each in report.failures]
     if failures:
-        yield _rows("Kernels that failed in this process", ("kernel", "times", "last error"), failures)
+        yield Rows("Kernels that failed in this process", ("kernel", "times", "last error"), failures)
     if report.events:
-        yield _rows("Events", ("code", "message"), [(event.code, event.message) for event in report.events])
+        yield Rows("Events", ("code", "message"), [(event.code, event.message) for event in report.events])
 
 
-def _kernels(report: DoctorReport) -> Table:
+def _kernels(report: DoctorReport) -> Rows:
     rows = [
         (
             kernel.kernel_id,
@@ -250,11 +225,17 @@ def _kernels(report: DoctorReport) -> Table:
         )
         for kernel in report.kernels
     ]
-    return _rows("Kernels", ("kernel", "operation", "from", "runs on, or why not"), rows)
+    return Rows("Kernels", ("kernel", "operation", "from", "runs on, or why not"), rows)
 
 
-def _measurements(report: DoctorReport) -> dict[str, str]:
-    found = report.measurements
+def _compilers(found: Compilers) -> dict[str, str]:
+    return {
+        "C++ compiler": found.cxx_version or f"{found.cxx}: not found",
+        "Inductor": found.error or f"compiles ({found.seconds:.1f} s for a small function)",
+    }
+
+
+def _measurements(found: Measurements) -> dict[str, str]:
     rows, size = found.statistics.get("rows", 0), _bytes(found.statistics.get("bytes", 0))
     here = ", ".join(f"{count} of {operation}" for operation, count in found.here.items())
     return {
@@ -287,7 +268,7 @@ def tuned(report: TuneReport) -> Iterator[Any]:
         for each in report.measured
     ]
     if rows:
-        yield _rows("", ("operation", "dtype", "sizes", "latency in µs"), rows)
+        yield Rows("", ("operation", "dtype", "sizes", "latency in µs"), rows)
     counts = f"{len(report.measured)} measured, {report.known} known before, {report.remaining} remain"
     yield Text(f"{counts}; {report.seconds:.1f} s")
     if report.remaining:
@@ -299,7 +280,7 @@ def _latencies(latency_us: Mapping[str, float]) -> str:
     return "\n".join(f"{kernel} {latency:,.1f}" for kernel, latency in ordered)
 
 
-def kernel_list(found: Sequence[KernelInfo]) -> Table:
+def kernel_list(found: Sequence[KernelInfo]) -> Rows:
     """A row for each kernel, and whether it can be used here."""
     rows = [
         (
@@ -312,15 +293,14 @@ def kernel_list(found: Sequence[KernelInfo]) -> Table:
         )
         for kernel in found
     ]
-    return _rows("Kernels", ("kernel", "operation", "platforms", "dtypes", "supports", "installed"), rows)
+    return Rows("Kernels", ("kernel", "operation", "platforms", "dtypes", "supports", "installed"), rows)
 
 
 def readiness(report: ReadinessReport) -> Iterator[Any]:
     """The verdict and a row for each check."""
-    table = _rows("", ("check", "status", "found"), [(check.name, check.status, check.text) for check in report.checks])
-    for index, check in enumerate(report.checks):
-        table.rows[index].style = None if check.status == "pass" else _STYLES[check.status]
-    yield table
+    rows = [(check.name, check.status, check.text) for check in report.checks]
+    styles = [None if check.status == "pass" else _STYLES[check.status] for check in report.checks]
+    yield Rows("", ("check", "status", "found"), rows, styles)
     yield Text("Ready." if report.ok else "Not ready.", style=_STYLES["pass" if report.ok else "fail"])
 
 
@@ -334,10 +314,6 @@ def _bytes(count: int) -> str:
     )
 
 
-def _times(report: Report) -> Table:
-    stages: dict[str, float] = {}
-    for graph in report.graphs:
-        for stage, seconds in graph.seconds.items():
-            stages[stage] = stages.get(stage, 0.0) + seconds
-    rows = [(stage, f"{seconds * 1e3:.1f}") for stage, seconds in stages.items()]
-    return _rows(f"Time over {len(report.graphs)} graph(s)", ("stage", "ms"), rows)
+def _times(report: Report) -> Rows:
+    rows = [(stage, f"{seconds * 1e3:.1f}") for stage, seconds in report.seconds.items()]
+    return Rows(f"Time over {amount(len(report.graphs), 'graph')}", ("stage", "ms"), rows)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lz_compile.reasons import Reason
+from lz_compile.runtime import policy
 from lz_compile.runtime.events import Event
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console, ConsoleOptions, Group, RenderResult
 
     from lz_compile.passes.loops.reroll import RolledLoop
     from lz_compile.passes.match import Match, NearMiss
@@ -188,7 +189,7 @@ class GraphReport:
 
 @dataclass
 class Report:
-    """The reports of several graphs; prints as a table (``rich.print(report)``)."""
+    """The reports of several graphs; ``rich.print(report)`` prints a screen, ``rich.print(report.in_full())`` everything."""
 
     graphs: list[GraphReport]
 
@@ -212,15 +213,32 @@ class Report:
         """Every event of every graph."""
         return [event for graph in self.graphs for event in graph.events]
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The time of every stage, over all graphs."""
+        found: dict[str, float] = {}
+        for graph in self.graphs:
+            for stage, seconds in graph.seconds.items():
+                found[stage] = found.get(stage, 0.0) + seconds
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         return {"schema_version": SCHEMA_VERSION, "graphs": [graph.to_dict() for graph in self.graphs]}
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Tables of matches, loops, near misses, events and time."""
+    def in_full(self) -> Group:
+        """Every kind of match with its candidates, and all else, to be printed with rich."""
+        from rich.console import Group
+
         from lz_compile.runtime.render import tables
 
-        yield from tables(self)
+        return Group(*tables(self))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """A line for each kind of match, near misses by cause, loops, events and time."""
+        from lz_compile.runtime.summary import summary
+
+        yield from summary(self)
 
 
 _reports: list[GraphReport] = []
@@ -230,14 +248,19 @@ _lock = threading.Lock()
 
 def new_report() -> GraphReport:
     """A report for the next graph, kept with the others."""
+    most = policy.current().settings.max_reports
     with _lock:
         report = GraphReport(graph_id=next(_ids))
         _reports.append(report)
+        del _reports[:-most]
     return report
 
 
 def reports() -> list[GraphReport]:
-    """The reports of everything that was compiled in this process since it began (or was cleared), in order."""
+    """The reports of what was compiled in this process since it began (or was cleared), in order.
+
+    The last 1,000 are kept; ``lz.configure(max_reports=...)`` says otherwise.
+    """
     with _lock:
         return list(_reports)
 

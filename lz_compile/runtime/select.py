@@ -33,7 +33,7 @@ from lz_compile.runtime.verdict import Policy, Verdict
 
 __all__ = ["MARGIN", "Candidate", "Decision", "Problem", "Symbols", "database_at", "records_of", "select"]
 
-#: Points of a preference or an aversion; 100 points are Inductor's speed (layerzero_spec 5.2).
+#: Points of a preference or an aversion; 100 points are Inductor's speed.
 PREFERRED, AVOIDED = 20.0, -50.0
 #: Kernels that one symbol may lead to: Dynamo compiles that often, and gives up at eight.
 MAX_OUTCOMES = 6

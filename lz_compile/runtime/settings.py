@@ -30,19 +30,18 @@ class CacheSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that is not about single kernels; ``memory_headroom_mb`` counts 2**20 bytes."""
+    """Everything that is not about single kernels; ``memory_headroom_mb`` counts 2**20 bytes.
+
+    ``max_reports`` is how many reports of compiled graphs this process keeps, the last ones.
+    """
 
     enabled: bool = True
     fallback_enabled: bool = True
     log_selections: bool = False
-    explain_enabled: bool = True
     deterministic: bool = False
     strict_mode: bool = False
-    plan_mode: bool = False
-    allow_adaptation: bool = True
-    graph_strict_mode: bool = False
-    backend_isolation: str = "in_process"
     memory_headroom_mb: int | None = None
+    max_reports: int = 1000
     debug: bool = False
     perfdb: PerfDBSettings = field(default_factory=PerfDBSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
@@ -75,7 +74,7 @@ class Settings:
 
 #: Settings that change what is told or how fast it is found, never what is chosen.
 WITHOUT_EFFECT_ON_DECISIONS = frozenset(
-    {"log_selections", "explain_enabled", "debug", "cache.enabled", "cache.max_size", "cache.ttl_seconds"}
+    {"log_selections", "max_reports", "debug", "cache.enabled", "cache.max_size", "cache.ttl_seconds"}
 )
 
 
