@@ -26,6 +26,7 @@ _TERMINALS = {
     "loop n": ["t", "0.1 * t", "(t + 1)", "float(t)"],
     "at": ["0", "-1", "1", "T - 1", "T // 2"],
     "loop at": ["t", "t", "t", "t", "t", "t", "T - 1 - t", "t - 1", "0", "-1"],
+    "tame at": ["t"] * 16 + ["T - 1 - t", "0", "t - 1"],
     "unary": [
         *["torch.tanh", "torch.tanh", "torch.sigmoid", "torch.relu", "torch.sin", "F.silu", "F.softplus", "torch.exp"],
         *["torch.sqrt", "torch.abs", "torch.log1p", "torch.neg", "torch.sign", "torch.round", "torch.Tensor.float"],
@@ -104,7 +105,7 @@ STORES = [
 INITIAL = [
     *["h = torch.zeros_like(x[:, 0])", "h = x.new_zeros(B, D)", "h = <row>", "h = <row!>.clone()", "h = <seq!>[:, 0]", "h = <row>.detach()"],
     *["h = torch.zeros(B, D, dtype=x.dtype)", "h = <vec>.expand(B, D)", "h = torch.zeros(D, B, dtype=x.dtype).t()", "h = torch.ones_like(<row!>)"],
-    *["h = <row!>.t().contiguous().t()", "h = 0.0", "h = torch.zeros(1, D, dtype=x.dtype)", "h = torch.zeros_like(<row>).requires_grad_()"],
+    *["h = <row!>.t().contiguous().t()", "h = 0.0 * <vec>", "h = torch.zeros(1, D, dtype=x.dtype)", "h = torch.zeros_like(<row>).requires_grad_()"],
 ]
 
 HEADERS = [
@@ -113,6 +114,14 @@ HEADERS = [
     *["for t, r in enumerate(<seq>.unbind(1)):", "for t, r in enumerate(<list!>):", "for t, (r, u) in enumerate(zip(<list!>, <seq>.unbind(1))):"],
     *["for t, r in enumerate(reversed(<seq>.unbind(1))):", "for t, r in zip(range(T), <seq>.transpose(0, 1)):"],
 ]
+
+#: What loops are mostly made of: these are rolled, if nothing around them forbids it.
+_TAME = {
+    "definitions": ["<row+> = <row>"] * 4 + ["<row+> = <row!>", "<row+> = <seq!>[:, <at>]", "<row+> = <row>.detach()"],
+    "updates": [each for each in UPDATES if not re.search(r"_\(|\+=|\] =|= <row>$", each)],
+    "stores": ["outs.append(h)"] * 3 + ["o[:, t] = h"] * 2 + ["outs.append(<row>)", "outs.append(h.clone())", "o[:, t] = <row>", "last = h"],
+    "initial": [each for each in INITIAL if "0.0" not in each and "zeros(1" not in each],
+}
 
 MODES = [
     *["with torch.no_grad():"] * 4,
@@ -190,6 +199,7 @@ class Writer:
             "list": [],
         }
         self.in_loop = False
+        self.is_tame = rng.random() < 0.6
         self._new: list[tuple[str, str]] = []
         self._count = 0
 
@@ -224,7 +234,7 @@ class Writer:
         if kind in ("map", "mutation"):
             return self.write(rng.choice(_MAPS if kind == "map" else [each for each in MUTATIONS if "list" not in each]), depth + 1)
         if self.in_loop and kind in ("at", "n") and (kind == "at" or rng.random() < 0.15):
-            return rng.choice(_TERMINALS[f"loop {kind}"])
+            return rng.choice(_TERMINALS[f"{'tame' if self.is_tame and kind == 'at' else 'loop'} {kind}"])
         choices = _TERMINALS[kind]
         if kind in _EXPRESSIONS and rng.random() < (0.55, 0.35, 0.1, 0.0)[min(depth, 3)]:
             choices = _EXPRESSIONS[kind]
@@ -244,29 +254,16 @@ def _split(text: str) -> list[str]:
 def _loop(writer: Writer) -> list[str]:
     """A loop over time, with what comes before and after it."""
     rng = writer.rng
-    before = [*_split(writer.one_of(INITIAL)), "outs = []"]
+    before = [*_split(writer.one_of(_TAME["initial"] if writer.is_tame else INITIAL)), "outs = []"]
     buffer = ["torch.zeros_like(x)", "torch.zeros(B, T, D, dtype=x.dtype)", "<seq!>.clone()", "<seq>", "x.new_empty(B, T, D).fill_(0.5)"]
     before.append("o = " + writer.write(rng.choice(buffer)))
     header = writer.one_of(HEADERS)
-    writer.in_loop = True
-    rows = [name for name in ("r", "u", "h") if name in re.split(r"\W", header) or name == "h"]
     outside = {kind: list(names) for kind, names in writer.names.items()}
-    writer.names["row"] += rows * 2
-    writer.names["seq"] += ["o"]
-    body: list[str] = []
-    for _ in range(rng.choice([0, 0, 1, 2])):
-        body += _split(writer.one_of(DEFINITIONS if rng.random() < 0.75 else MUTATIONS))
-    body += _split(writer.one_of(UPDATES))
-    if rng.random() < 0.2:
-        body += _split(writer.one_of(UPDATES).replace("h", "h"))
-    for _ in range(rng.choice([1, 1, 2])):
-        body += _split(writer.one_of(STORES))
-    if rng.random() < 0.2:
-        body += _split(writer.one_of(MUTATIONS))
-    if rng.random() < 0.2:  # one step that differs
-        body += [f"if t == {rng.choice(['0', '2', 'T // 2', 'T - 1'])}:", *_indented(_split(writer.one_of(MUTATIONS)))]
-    if rng.random() < 0.12:
-        body = _in_a_mode(rng, body)
+    writer.names["row"] += [name for name in ("r", "u") if re.search(rf"\b{name}\b", header)] * 2
+    writer.names["row"] += ["h", "h"] if not writer.is_tame else []
+    writer.names["seq"] += ["o"] if not writer.is_tame else []
+    writer.in_loop = True
+    body = _step(writer)
     writer.in_loop = False
     writer.names = {**outside, "row": [*outside["row"], "h", "h"], "seq": [*outside["seq"], "o"]}
     loop = [header, *_indented(body)]
@@ -278,6 +275,26 @@ def _loop(writer: Writer) -> list[str]:
         if rng.random() < 0.7:
             after = [writer.write(rng.choice(["<seq+> = torch.stack(outs, 1)", "<seq+> = torch.cat([p[:, None] for p in outs], 1)"]))]
     return [*before, *loop, *after]
+
+
+def _step(writer: Writer) -> list[str]:
+    """The body of a loop; that of a tame one has a fault planted now and then."""
+    rng, is_tame = writer.rng, writer.is_tame
+    body: list[str] = []
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        wild = DEFINITIONS if rng.random() < 0.75 else MUTATIONS
+        body += _split(writer.one_of(_TAME["definitions"] if is_tame else wild))
+    for _ in range(rng.choice([1, 1, 1, 2])):
+        body += _split(writer.one_of(_TAME["updates"] if is_tame else UPDATES))
+    for _ in range(rng.choice([1, 1, 2])):
+        body += _split(writer.one_of(_TAME["stores"] if is_tame else STORES))
+    if rng.random() < (0.06 if is_tame else 0.2):
+        body += _split(writer.one_of([*MUTATIONS, *STORES]))
+    if rng.random() < (0.08 if is_tame else 0.2):  # one step that differs
+        body += [f"if t == {rng.choice(['0', '2', 'T // 2', 'T - 1'])}:", *_indented(_split(writer.one_of([*MUTATIONS, *UPDATES])))]
+    if rng.random() < 0.08:
+        body = _in_a_mode(rng, body)
+    return body
 
 
 def _in_a_mode(rng: random.Random, lines: list[str]) -> list[str]:
@@ -318,12 +335,12 @@ def _inputs(rng: random.Random) -> tuple[dict[str, str], dict[str, str]]:
     return inputs, {name: rng.choice(roles) for name in inputs}
 
 
-def _sizes(rng: random.Random) -> tuple[tuple[int, int, int], ...]:
-    steps = rng.choice([2, 3, 4, 5, 5, 6, 6, 7, 8, 8, 8, 8, 9, 16, 16, 17, 33])
+def _sizes(rng: random.Random, is_tame: bool) -> tuple[tuple[int, int, int], ...]:
+    steps = rng.choice([5, 6, 6, 7, 8, 8, 9] * 3 + [16, 17] if is_tame else [2, 3, 4, 5, 5, 6, 6, 7, 8])
     first = (rng.choice([1, 2, 2, 3, 4]), steps, rng.choice([1, 2, 3, 4, 4, 6]))
     if rng.random() < 0.1:
         first = (steps, steps, steps) if steps < 9 else (2, steps, 2)
-    if rng.random() < 0.75:
+    if rng.random() < 0.85:
         return (first,)
     other = (first[0] + 1, first[1], first[2]) if rng.random() < 0.6 else (first[0], first[1] + rng.choice([-1, 1, 2]), first[2])
     return first, rng.choice([first, other])
@@ -352,8 +369,8 @@ def generate(seed: int) -> Program:
     results += [new[-1]] if new else []  # what was made last is most of the program
     lines.append(f"return {', '.join(results)}{',' if len(results) == 1 else ''}")
     source = "\n".join([f"def f(m, {', '.join(inputs)}):", *_indented(lines)])
-    options = {"loops": rng.choice(["auto", "roll", "roll", "roll", "keep"])}
+    options = {"loops": rng.choice(["auto", "roll", "roll", "roll", "roll", "keep"])}
     lock = {op: rng.choice(kernels) for op, kernels in LOCKS.items() if rng.random() < 0.6}
     options |= {"lock": lock} if lock else {}
-    dynamic = rng.choice([None, None, None, False, True])
-    return Program(seed, source, inputs, roles, _sizes(rng), options, rng.random() < 0.85, dynamic)
+    dynamic = rng.choice([None, None, None, None, False, True])
+    return Program(seed, source, inputs, roles, _sizes(rng, writer.is_tame), options, rng.random() < 0.85, dynamic)
