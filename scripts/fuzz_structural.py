@@ -79,7 +79,9 @@ def _structural(edits: collections.Counter[str]) -> list[str]:
 
 def _print(seed: int, counts: collections.Counter[str], edits: collections.Counter[str], start: float) -> None:
     rate = counts["run"] / (time.monotonic() - start)
-    print(f"--- seed {seed}: {dict(counts)}, {rate:.2f} programs/s; programs with {dict(edits.most_common())}", flush=True)
+    print(
+        f"--- seed {seed}: {dict(counts)}, {rate:.2f} programs/s; programs with {dict(edits.most_common())}", flush=True
+    )
 
 
 if __name__ == "__main__":

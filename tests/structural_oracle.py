@@ -6,6 +6,7 @@ are), inputs and buffers afterwards, and the gradient of every leaf. What AOTAut
 
 from __future__ import annotations
 
+import itertools
 import linecache
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ TOLERANCES = {"bfloat16": 0.3, "float32": 2e-3, "float": 2e-3, "float64": 1e-6}
 STAGES = ("inline", "with_values", "unbatch", "forward_stores", "distribute")
 #: Larger values than this have left what a comparison can tell.
 _WILD = 1e15
+_runs = itertools.count()
 
 
 @dataclass
@@ -114,7 +116,9 @@ def _arguments(program: Program, call: int) -> tuple[dict[str, torch.Tensor], di
 
 
 def _function(program: Program) -> Callable[..., Any]:
-    name = f"<program {program.seed}>"
+    name = (
+        f"<program {program.seed}, run {next(_runs)}>"  # what Dynamo remembers of sizes, it remembers by file and line
+    )
     linecache.cache[name] = (len(program.source), None, [line + "\n" for line in program.source.split("\n")], name)
     names: dict[str, Any] = {"torch": torch, "F": F}
     exec(compile(program.source, name, "exec"), names)
@@ -178,10 +182,11 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _gradients(outputs: Sequence[Any], leaves: dict[str, torch.Tensor]) -> Observation:
-    generator = torch.Generator().manual_seed(0)
     terms = [
-        (each.double() * torch.randn(each.shape, generator=generator, dtype=torch.float64)).sum()
-        for each in outputs
+        (
+            each.double() * torch.randn(each.shape, generator=torch.Generator().manual_seed(at), dtype=torch.float64)
+        ).sum()
+        for at, each in enumerate(outputs)
         if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf
     ]
     if not terms or not leaves:
@@ -207,8 +212,17 @@ class Structural:
 
     def events(self) -> list[str]:
         """The faults of ours that were caught."""
-        codes = ("REWRITE_FAILED", "RECOGNISER_FAILED", "INLINE_FAILED", "LOOPS_FAILED", "COMPILE_FAILED", "FUSION_FAILED")
-        return [f"{each.code}: {each.message}" for report in self.reports for each in report.events if each.code in codes]
+        codes = (
+            "REWRITE_FAILED",
+            "RECOGNISER_FAILED",
+            "INLINE_FAILED",
+            "LOOPS_FAILED",
+            "COMPILE_FAILED",
+            "FUSION_FAILED",
+        )
+        return [
+            f"{each.code}: {each.message}" for report in self.reports for each in report.events if each.code in codes
+        ]
 
     def edits(self) -> Counter[str]:
         """What was rewritten, by name."""

@@ -17,7 +17,15 @@ from typing import Any
 PREAMBLE = "B, T, D = x.shape"
 
 _TERMINALS = {
-    "row": ["<row!>", "<row!>", "<row!>", "<seq!>[:, <at>]", "<seq!>[:, <at>]", "<seq!>.select(1, <at>)", "<list!>[<at>]"],
+    "row": [
+        "<row!>",
+        "<row!>",
+        "<row!>",
+        "<seq!>[:, <at>]",
+        "<seq!>[:, <at>]",
+        "<seq!>.select(1, <at>)",
+        "<list!>[<at>]",
+    ],
     "seq": ["<seq!>"],
     "vec": ["<vec!>"],
     "weight": ["<weight!>"],
@@ -37,81 +45,272 @@ _TERMINALS = {
 
 _EXPRESSIONS = {
     "row": [
-        *["(<row> + <row>)", "(<row> - <row>)", "(<row> * <row>)", "<n> * <row>", "(<row> + <n>)", "<unary>(<row>)"] * 2,
+        *["(<row> + <row>)", "(<row> - <row>)", "(<row> * <row>)", "<n> * <row>", "(<row> + <n>)", "<unary>(<row>)"]
+        * 2,
         *["(<row> * <vec>)", "<row> @ <weight>", "F.linear(<row>, <weight>)", "torch.tanh(<row> @ <weight> + <vec>)"],
         *["torch.where(<row> > 0, <row>, <row>)", "torch.lerp(<row>, <row>, <n>)", "torch.maximum(<row>, <row>)"],
         *["torch.where(<row> > 0, <row> * torch.sqrt(<row>), <row> + <row>)", "<row>.masked_fill(<row> > 0.5, <n>)"],
-        *["F.softmax(<row>, -1)", "F.layer_norm(<row>, (D,), <vec>)", "<row> * torch.rsqrt(<row>.pow(2).mean(-1, True) + 1e-6)"],
-        *["torch.einsum('bd,bde->be', <row>, <mat>)", "(<row>[:, None] @ <mat>)[:, 0]", "<row>.flip(-1)", "<row> / (1 + <row>.abs())"],
-        *["torch.sigmoid(<row>) * <row> + <row>", "<seq>.mean(1)", "<row>.cumsum(-1) * 0.5", "torch.addcmul(<row>, <row>, <row>)"],
-        *["<row>.t().contiguous().t()", "<vec>.expand(B, D)", "<row>.roll(1, 0)", "torch.cat([<row>[:, :1], <row>[:, 1:]], -1)"],
-        *["F.rms_norm(<row>, (D,))", "torch.stack([<row>, <row>]).amax(0)", "(<row> * <row>.sum(-1, keepdim=True).sigmoid())"],
+        *[
+            "F.softmax(<row>, -1)",
+            "F.layer_norm(<row>, (D,), <vec>)",
+            "<row> * torch.rsqrt(<row>.pow(2).mean(-1, True) + 1e-6)",
+        ],
+        *[
+            "torch.einsum('bd,bde->be', <row>, <mat>)",
+            "(<row>[:, None] @ <mat>)[:, 0]",
+            "<row>.flip(-1)",
+            "<row> / (1 + <row>.abs())",
+        ],
+        *[
+            "torch.sigmoid(<row>) * <row> + <row>",
+            "<seq>.mean(1)",
+            "<row>.cumsum(-1) * 0.5",
+            "torch.addcmul(<row>, <row>, <row>)",
+        ],
+        *[
+            "<row>.t().contiguous().t()",
+            "<vec>.expand(B, D)",
+            "<row>.roll(1, 0)",
+            "torch.cat([<row>[:, :1], <row>[:, 1:]], -1)",
+        ],
+        *[
+            "F.rms_norm(<row>, (D,))",
+            "torch.stack([<row>, <row>]).amax(0)",
+            "(<row> * <row>.sum(-1, keepdim=True).sigmoid())",
+        ],
     ],
     "seq": [
-        *["torch.tanh(<seq>)", "(<seq> * <vec>)", "<seq> @ <weight>", "(<seq> + <seq>)", "<seq>.clone()", "<seq>.flip(1)"],
-        *["torch.sigmoid(<seq>)", "F.layer_norm(<seq>, (D,))", "<seq> * torch.rsqrt(<seq>.pow(2).mean(-1, keepdim=True) + 1e-6)"],
-        *["torch.softmax(<seq>, 1)", "<seq>.cumsum(1)", "(<seq> * <row>[:, None])", "<unary>(<seq>)", "torch.stack(list(<list!>), 1)"],
-        *["F.pad(<seq>, (0, 0, 1, 0))[:, :-1]", "<seq>.roll(1, 1)", "<n> * <seq>", "<seq>.transpose(0, 1).contiguous().transpose(0, 1)"],
+        *[
+            "torch.tanh(<seq>)",
+            "(<seq> * <vec>)",
+            "<seq> @ <weight>",
+            "(<seq> + <seq>)",
+            "<seq>.clone()",
+            "<seq>.flip(1)",
+        ],
+        *[
+            "torch.sigmoid(<seq>)",
+            "F.layer_norm(<seq>, (D,))",
+            "<seq> * torch.rsqrt(<seq>.pow(2).mean(-1, keepdim=True) + 1e-6)",
+        ],
+        *[
+            "torch.softmax(<seq>, 1)",
+            "<seq>.cumsum(1)",
+            "(<seq> * <row>[:, None])",
+            "<unary>(<seq>)",
+            "torch.stack(list(<list!>), 1)",
+        ],
+        *[
+            "F.pad(<seq>, (0, 0, 1, 0))[:, :-1]",
+            "<seq>.roll(1, 1)",
+            "<n> * <seq>",
+            "<seq>.transpose(0, 1).contiguous().transpose(0, 1)",
+        ],
     ],
     "vec": ["<row>.mean(0)", "torch.tanh(<vec>)", "<vec> * <n>", "<row>[0]", "<weight>[0]"],
     "weight": ["<weight>.T", "torch.tanh(<weight>)", "<weight> * 0.5"],
-    "mat": ["<row>[:, :, None] * <row>[:, None, :]", "<mat> * <row>[:, :, None].sigmoid()", "<mat> * <n>", "<mat>.transpose(1, 2)"],
+    "mat": [
+        "<row>[:, :, None] * <row>[:, None, :]",
+        "<mat> * <row>[:, :, None].sigmoid()",
+        "<mat> * <n>",
+        "<mat>.transpose(1, 2)",
+    ],
 }
 
 #: What makes something new: values, views of them and other names for them.
 DEFINITIONS = [
     *["<row+> = <row>", "<seq+> = <seq>", "<row+> = <seq!>[:, <at>]", "<row+> = <seq!>[:, <at>]", "<row+> = <row!>"],
     *["<seq+> = <seq!>", "<seq+> = <seq!>.clone()", "<seq+> = <seq!>.detach()", "<vec+> = <vec>", "<mat+> = <mat>"],
-    *["<list+> = <seq>.unbind(1)", "<list+> = [<seq!>[:, t].clone() for t in range(T)]", "<list+> = [<seq!>[:, t] for t in range(T)]"],
+    *[
+        "<list+> = <seq>.unbind(1)",
+        "<list+> = [<seq!>[:, t].clone() for t in range(T)]",
+        "<list+> = [<seq!>[:, t] for t in range(T)]",
+    ],
     *["<list+> = [torch.tanh(<seq!>[:, t]) for t in range(T)]", "<list+> = [s.squeeze(1) for s in <seq>.split(1, 1)]"],
-    *["<list+> = list(torch.unbind(<seq>, dim=1))", "<seq+> = torch.zeros_like(<seq!>)", "<row+> = <vec!>.expand(B, -1)"],
-    *["<row+> = <row!>.view(B, D)", "<row+> = <row!>.t().contiguous().t()", "<row+> = <row>.detach()", "<weight+> = <weight>"],
-    *["<row+>, <row+> = <seq>.select(1, 0), <seq!>[:, -1]", "<row+> = torch.zeros_like(<row!>)", "<seq+> = <seq!>[:, :]"],
-    *["<row+> = <seq!>.chunk(T, 1)[<at>].squeeze(1)", "<seq+> = <seq!>.view(B * T, D).view(B, T, D)", "<vec+> = m.scale"],
+    *[
+        "<list+> = list(torch.unbind(<seq>, dim=1))",
+        "<seq+> = torch.zeros_like(<seq!>)",
+        "<row+> = <vec!>.expand(B, -1)",
+    ],
+    *[
+        "<row+> = <row!>.view(B, D)",
+        "<row+> = <row!>.t().contiguous().t()",
+        "<row+> = <row>.detach()",
+        "<weight+> = <weight>",
+    ],
+    *[
+        "<row+>, <row+> = <seq>.select(1, 0), <seq!>[:, -1]",
+        "<row+> = torch.zeros_like(<row!>)",
+        "<seq+> = <seq!>[:, :]",
+    ],
+    *[
+        "<row+> = <seq!>.chunk(T, 1)[<at>].squeeze(1)",
+        "<seq+> = <seq!>.view(B * T, D).view(B, T, D)",
+        "<vec+> = m.scale",
+    ],
     *["<seq+> = <seq!>.transpose(0, 1).clone().transpose(0, 1)", "<row+> = <row>.sum(-1, keepdim=True).expand(B, D)"],
-    *["<seq+> = <row!>.unsqueeze(1).expand(B, T, D)", "<seq+> = torch.stack(list(<list!>), 1)", "<row+> = <list!>[<at>]"],
+    *[
+        "<seq+> = <row!>.unsqueeze(1).expand(B, T, D)",
+        "<seq+> = torch.stack(list(<list!>), 1)",
+        "<row+> = <list!>[<at>]",
+    ],
 ]
 
 #: What overwrites memory.
 MUTATIONS = [
-    *["<seq!>.mul_(<n>)", "<seq!>.add_(<seq>)", "<seq!>[:, <at>] = <row>", "<seq!>[:, <at>] += <row>", "<seq!>[:, <at>].mul_(<n>)"],
-    *["<seq!>[:, <at>].copy_(<row>)", "<seq!>[:, 1:] = <seq>[:, :-1]", "<seq!>.transpose(0, 1)[<at>].add_(<row>)", "<seq!> += <n>"],
-    *["<row!>.add_(<row>)", "<row!>.mul_(<n>)", "<row!> *= <n>", "<row!> += <row>", "<row!>.copy_(<row>)", "<row!>.zero_()"],
-    *["<row!>[:, 0] = <n>", "<row!>[<row> > 0] = <n>", "<row!>.masked_fill_(<row> > 0, <n>)", "<seq!>.view(-1).add_(<n>)"],
-    *["<seq!>.detach().mul_(<n>)", "<vec!>.mul_(<n>)", "<list!>[<at>].add_(<row>)", "<list!>[<at>] = <row>", "<row!>.t().mul_(<n>)"],
-    *["<seq!>.select(1, <at>).add_(<n>)", "<seq!>.narrow(1, <at>, 1).mul_(<n>)", "<row!>.sigmoid_()", "<seq!>[:, <at>, 0] = <n>"],
-    *["<seq!>[0, <at>] = <vec>", "<row!>.detach().add_(<n>)", "<mat!>.mul_(<n>)", "m.scale.add_(0.5)", "<row!>[0].fill_(<n>)"],
+    *[
+        "<seq!>.mul_(<n>)",
+        "<seq!>.add_(<seq>)",
+        "<seq!>[:, <at>] = <row>",
+        "<seq!>[:, <at>] += <row>",
+        "<seq!>[:, <at>].mul_(<n>)",
+    ],
+    *[
+        "<seq!>[:, <at>].copy_(<row>)",
+        "<seq!>[:, 1:] = <seq>[:, :-1]",
+        "<seq!>.transpose(0, 1)[<at>].add_(<row>)",
+        "<seq!> += <n>",
+    ],
+    *[
+        "<row!>.add_(<row>)",
+        "<row!>.mul_(<n>)",
+        "<row!> *= <n>",
+        "<row!> += <row>",
+        "<row!>.copy_(<row>)",
+        "<row!>.zero_()",
+    ],
+    *[
+        "<row!>[:, 0] = <n>",
+        "<row!>[<row> > 0] = <n>",
+        "<row!>.masked_fill_(<row> > 0, <n>)",
+        "<seq!>.view(-1).add_(<n>)",
+    ],
+    *[
+        "<seq!>.detach().mul_(<n>)",
+        "<vec!>.mul_(<n>)",
+        "<list!>[<at>].add_(<row>)",
+        "<list!>[<at>] = <row>",
+        "<row!>.t().mul_(<n>)",
+    ],
+    *[
+        "<seq!>.select(1, <at>).add_(<n>)",
+        "<seq!>.narrow(1, <at>, 1).mul_(<n>)",
+        "<row!>.sigmoid_()",
+        "<seq!>[:, <at>, 0] = <n>",
+    ],
+    *[
+        "<seq!>[0, <at>] = <vec>",
+        "<row!>.detach().add_(<n>)",
+        "<mat!>.mul_(<n>)",
+        "m.scale.add_(0.5)",
+        "<row!>[0].fill_(<n>)",
+    ],
 ]
 
 #: A step of a recurrence: how the state ``h`` of row shape moves on, given a fresh input.
 UPDATES = [
-    *["h = torch.sigmoid(<row>) * h + <row>", "h = <row> * h + <row>", "h = torch.tanh(<row> + h @ <weight>)", "h = <n> * h + <row>"] * 2,
-    *["h = h * <vec> + <row>", "h = torch.lerp(h, <row>, <n>)", "h = h + torch.sigmoid(<row>) * (<row> - h)", "h = F.silu(h + <row>)"],
-    *["h = h.mul_(<n>).add_(<row>)", "h += <row>", "h.mul_(<row>.sigmoid()).add_(<row>)", "h = torch.where(<row> > 0, h * <vec>, h + <row>)"],
-    *["s = <row>; h = torch.where(s > 0, s * torch.sqrt(s), h + s)", "h = torch.maximum(h, <row>)", "h.copy_(0.5 * h + <row>)"],
+    *[
+        "h = torch.sigmoid(<row>) * h + <row>",
+        "h = <row> * h + <row>",
+        "h = torch.tanh(<row> + h @ <weight>)",
+        "h = <n> * h + <row>",
+    ]
+    * 2,
+    *[
+        "h = h * <vec> + <row>",
+        "h = torch.lerp(h, <row>, <n>)",
+        "h = h + torch.sigmoid(<row>) * (<row> - h)",
+        "h = F.silu(h + <row>)",
+    ],
+    *[
+        "h = h.mul_(<n>).add_(<row>)",
+        "h += <row>",
+        "h.mul_(<row>.sigmoid()).add_(<row>)",
+        "h = torch.where(<row> > 0, h * <vec>, h + <row>)",
+    ],
+    *[
+        "s = <row>; h = torch.where(s > 0, s * torch.sqrt(s), h + s)",
+        "h = torch.maximum(h, <row>)",
+        "h.copy_(0.5 * h + <row>)",
+    ],
     *["h = h.clone(); h[:, 0] = <row>[:, 0]", "h = F.layer_norm(h + <row>, (D,))", "h = (h.t() * <n>).t() + <row>"],
-    *["z = torch.sigmoid(<row> + h); h = z * h + (1 - z) * <row>", "h = h * <n> + 0.1 * t", "h = <row>", "h = h.detach() * 0.5 + <row>"],
+    *[
+        "z = torch.sigmoid(<row> + h); h = z * h + (1 - z) * <row>",
+        "h = h * <n> + 0.1 * t",
+        "h = <row>",
+        "h = h.detach() * 0.5 + <row>",
+    ],
     *["h = h + <row> * <row>.detach()", "h = h.roll(1, -1) * <n> + <row>", "h = (h > 1).to(h.dtype) * <row> + h * <n>"],
 ]
 
 STORES = [
-    *["outs.append(h)", "outs.append(h)", "o[:, t] = h", "o[:, t] = h", "o[:, t] += h", "v = o[:, t]; v.copy_(h)", "o[:, t].add_(h)"],
-    *["o.select(1, t).copy_(h)", "outs.append(h.clone())", "outs.append(<row>)", "o[:, t] = <row>", "v = o[:, t]; v.add_(h); outs.append(v)"],
-    *["outs.append(h.detach())", "<seq!>[:, t] = h", "<seq!>[:, t] += h", "<seq!>[:, t].mul_(h)", "outs.append(h); h.mul_(<n>)"],
-    *["v = o[:, t]; v += h; o.mul_(<n>); outs.append(v)", "v = o[:, t]; v.copy_(h); h.add_(1); outs.append(v)", "o[:, t:t + 1] = h[:, None]"],
+    *[
+        "outs.append(h)",
+        "outs.append(h)",
+        "o[:, t] = h",
+        "o[:, t] = h",
+        "o[:, t] += h",
+        "v = o[:, t]; v.copy_(h)",
+        "o[:, t].add_(h)",
+    ],
+    *[
+        "o.select(1, t).copy_(h)",
+        "outs.append(h.clone())",
+        "outs.append(<row>)",
+        "o[:, t] = <row>",
+        "v = o[:, t]; v.add_(h); outs.append(v)",
+    ],
+    *[
+        "outs.append(h.detach())",
+        "<seq!>[:, t] = h",
+        "<seq!>[:, t] += h",
+        "<seq!>[:, t].mul_(h)",
+        "outs.append(h); h.mul_(<n>)",
+    ],
+    *[
+        "v = o[:, t]; v += h; o.mul_(<n>); outs.append(v)",
+        "v = o[:, t]; v.copy_(h); h.add_(1); outs.append(v)",
+        "o[:, t:t + 1] = h[:, None]",
+    ],
     *["last = h", "outs.insert(0, h)", "o[:, t] = h; outs.append(o[:, t - 1])", "o[:, t].copy_(o[:, t - 1] * 0.5 + h)"],
 ]
 
 INITIAL = [
-    *["h = torch.zeros_like(x[:, 0])", "h = x.new_zeros(B, D)", "h = <row>", "h = <row!>.clone()", "h = <seq!>[:, 0]", "h = <row>.detach()"],
-    *["h = torch.zeros(B, D, dtype=x.dtype)", "h = <vec>.expand(B, D)", "h = torch.zeros(D, B, dtype=x.dtype).t()", "h = torch.ones_like(<row!>)"],
-    *["h = <row!>.t().contiguous().t()", "h = 0.0 * <vec>", "h = torch.zeros(1, D, dtype=x.dtype)", "h = torch.zeros_like(<row>).requires_grad_()"],
+    *[
+        "h = torch.zeros_like(x[:, 0])",
+        "h = x.new_zeros(B, D)",
+        "h = <row>",
+        "h = <row!>.clone()",
+        "h = <seq!>[:, 0]",
+        "h = <row>.detach()",
+    ],
+    *[
+        "h = torch.zeros(B, D, dtype=x.dtype)",
+        "h = <vec>.expand(B, D)",
+        "h = torch.zeros(D, B, dtype=x.dtype).t()",
+        "h = torch.ones_like(<row!>)",
+    ],
+    *[
+        "h = <row!>.t().contiguous().t()",
+        "h = 0.0 * <vec!>",
+        "h = torch.zeros(1, D, dtype=x.dtype)",
+        "h = torch.zeros_like(<row>).requires_grad_()",
+    ],
 ]
 
 HEADERS = [
     *["for t in range(T):"] * 6,
-    *["for t in range(1, T):", "for t in reversed(range(T)):", "for t in range(T - 1, -1, -1):", "for t in range(0, T, 2):"],
-    *["for t, r in enumerate(<seq>.unbind(1)):", "for t, r in enumerate(<list!>):", "for t, (r, u) in enumerate(zip(<list!>, <seq>.unbind(1))):"],
+    *[
+        "for t in range(1, T):",
+        "for t in reversed(range(T)):",
+        "for t in range(T - 1, -1, -1):",
+        "for t in range(0, T, 2):",
+    ],
+    *[
+        "for t, r in enumerate(<seq>.unbind(1)):",
+        "for t, r in enumerate(<list!>):",
+        "for t, (r, u) in enumerate(zip(<list!>, <seq>.unbind(1))):",
+    ],
     *["for t, r in enumerate(reversed(<seq>.unbind(1))):", "for t, r in zip(range(T), <seq>.transpose(0, 1)):"],
 ]
 
@@ -119,14 +318,24 @@ HEADERS = [
 _TAME = {
     "definitions": ["<row+> = <row>"] * 4 + ["<row+> = <row!>", "<row+> = <seq!>[:, <at>]", "<row+> = <row>.detach()"],
     "updates": [each for each in UPDATES if not re.search(r"_\(|\+=|\] =|= <row>$", each)],
-    "stores": ["outs.append(h)"] * 3 + ["o[:, t] = h"] * 2 + ["outs.append(<row>)", "outs.append(h.clone())", "o[:, t] = <row>", "last = h"],
+    "stores": ["outs.append(h)"] * 3
+    + ["o[:, t] = h"] * 2
+    + ["outs.append(<row>)", "outs.append(h.clone())", "o[:, t] = <row>", "last = h"],
     "initial": [each for each in INITIAL if "0.0" not in each and "zeros(1" not in each],
 }
 
 MODES = [
     *["with torch.no_grad():"] * 4,
-    *["with torch.enable_grad():", "with torch.autocast('cpu', dtype=torch.bfloat16):", "with torch.autocast('cpu', dtype=torch.bfloat16):"],
-    *["with torch.autocast('cpu', enabled=False):", "with torch.set_grad_enabled(False):", "with torch.inference_mode(False):"],
+    *[
+        "with torch.enable_grad():",
+        "with torch.autocast('cpu', dtype=torch.bfloat16):",
+        "with torch.autocast('cpu', dtype=torch.bfloat16):",
+    ],
+    *[
+        "with torch.autocast('cpu', enabled=False):",
+        "with torch.set_grad_enabled(False):",
+        "with torch.inference_mode(False):",
+    ],
 ]
 
 #: Other regions that are rewritten: each leaves a new value.
@@ -142,7 +351,11 @@ REGIONS = [
     "s = <seq> @ <seq>.transpose(1, 2) + torch.full((T, T), -torch.inf, dtype=x.dtype).triu(1)\n<seq+> = s.softmax(-1) @ <seq>",
     "q = <seq!>; s = torch.einsum('btd,bsd->bts', q, <seq>); <mutation>; <seq+> = torch.einsum('bts,bsd->btd', s.softmax(-1), <seq>)",
     "<seq+> = F.scaled_dot_product_attention(<seq>, <seq>, <seq>)",
-    *["s = <seq>; <seq+>, _ = m.attention(s, s, s, need_weights=False)", "s = <seq>; <seq+> = m.layer(s)", "s = <seq>; <seq+> = m.attention(s, s, s)[0]"],
+    *[
+        "s = <seq>; <seq+>, _ = m.attention(s, s, s, need_weights=False)",
+        "s = <seq>; <seq+> = m.layer(s)",
+        "s = <seq>; <seq+> = m.attention(s, s, s)[0]",
+    ],
     "s = torch.rsqrt(<seq>.pow(2).mean(-1, keepdim=True) + 1e-5); <mutation>; <seq+> = <seq> * s * <vec>",
     "p = <row>; s = p.pow(2).mean(-1, keepdim=True); <row+> = p * torch.rsqrt(s + 1e-6) * <vec>",
     "p = <seq>; <seq+> = (p - p.mean(-1, keepdim=True)) / torch.sqrt(p.var(-1, keepdim=True, unbiased=False) + 1e-5)",
@@ -155,9 +368,39 @@ REGIONS = [
     "<seq+> = associative_scan(lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1]), (torch.sigmoid(<seq>), <seq>), 1, combine_mode='generic')[1]",
 ]
 
-_MAPS = ["a * 2 + 1", "torch.tanh(a)", "<vec> * a", "a * a + <n>", "a.sin() + <vec>", "<row!>[0] * a", "a @ <weight>", "a.sum() * a", "a + <weight> [0]", "<weight> * a"]
+_MAPS = [
+    "a * 2 + 1",
+    "torch.tanh(a)",
+    "<vec> * a",
+    "a * a + <n>",
+    "a.sin() + <vec>",
+    "<row!>[0] * a",
+    "a @ <weight>",
+    "a.sum() * a",
+    "a + <weight> [0]",
+    "<weight> * a",
+]
 
-RETURNS = ["<seq!>", "<row!>", "<row!>", "<seq!>", "h", "o", "y0", "<seq!>[:, -1]", "<seq!>.transpose(0, 1)", "<row!>.detach()", "x", "<vec!>", "<mat!>", "<list!>[-1]", "<seq!>[:, 1:]", "<row>", "<row!>.t()", "<row!>[:1]"]
+RETURNS = [
+    "<seq!>",
+    "<row!>",
+    "<row!>",
+    "<seq!>",
+    "h",
+    "o",
+    "y0",
+    "<seq!>[:, -1]",
+    "<seq!>.transpose(0, 1)",
+    "<row!>.detach()",
+    "x",
+    "<vec!>",
+    "<mat!>",
+    "<list!>[-1]",
+    "<seq!>[:, 1:]",
+    "<row>",
+    "<row!>.t()",
+    "<row!>[:1]",
+]
 
 
 @dataclass(frozen=True)
@@ -232,14 +475,17 @@ class Writer:
         if kind == "dims":
             return rng.choice(["0", "(0, 0)", "1", "(1, 1)"])
         if kind in ("map", "mutation"):
-            return self.write(rng.choice(_MAPS if kind == "map" else [each for each in MUTATIONS if "list" not in each]), depth + 1)
+            return self.write(
+                rng.choice(_MAPS if kind == "map" else [each for each in MUTATIONS if "list" not in each]), depth + 1
+            )
         if self.in_loop and kind in ("at", "n") and (kind == "at" or rng.random() < 0.15):
             return rng.choice(_TERMINALS[f"{'tame' if self.is_tame and kind == 'at' else 'loop'} {kind}"])
         choices = _TERMINALS[kind]
         if kind in _EXPRESSIONS and rng.random() < (0.55, 0.35, 0.1, 0.0)[min(depth, 3)]:
             choices = _EXPRESSIONS[kind]
         choices = [each for each in choices if "<list!>" not in each or self.names["list"]]
-        return self.write(rng.choice(choices), depth + 1)
+        found = self.write(rng.choice(choices), depth + 1)
+        return f"({found})" if kind != "n" and " * " in found and not found.startswith("(") else found
 
 
 def _indented(lines: list[str]) -> list[str]:
@@ -255,7 +501,13 @@ def _loop(writer: Writer) -> list[str]:
     """A loop over time, with what comes before and after it."""
     rng = writer.rng
     before = [*_split(writer.one_of(_TAME["initial"] if writer.is_tame else INITIAL)), "outs = []"]
-    buffer = ["torch.zeros_like(x)", "torch.zeros(B, T, D, dtype=x.dtype)", "<seq!>.clone()", "<seq>", "x.new_empty(B, T, D).fill_(0.5)"]
+    buffer = [
+        "torch.zeros_like(x)",
+        "torch.zeros(B, T, D, dtype=x.dtype)",
+        "<seq!>.clone()",
+        "<seq>",
+        "x.new_empty(B, T, D).fill_(0.5)",
+    ]
     before.append("o = " + writer.write(rng.choice(buffer)))
     header = writer.one_of(HEADERS)
     outside = {kind: list(names) for kind, names in writer.names.items()}
@@ -273,7 +525,11 @@ def _loop(writer: Writer) -> list[str]:
     if any("outs." in line for line in body):
         writer.names["list"].append("outs")
         if rng.random() < 0.7:
-            after = [writer.write(rng.choice(["<seq+> = torch.stack(outs, 1)", "<seq+> = torch.cat([p[:, None] for p in outs], 1)"]))]
+            after = [
+                writer.write(
+                    rng.choice(["<seq+> = torch.stack(outs, 1)", "<seq+> = torch.cat([p[:, None] for p in outs], 1)"])
+                )
+            ]
     return [*before, *loop, *after]
 
 
@@ -291,7 +547,10 @@ def _step(writer: Writer) -> list[str]:
     if rng.random() < (0.06 if is_tame else 0.2):
         body += _split(writer.one_of([*MUTATIONS, *STORES]))
     if rng.random() < (0.08 if is_tame else 0.2):  # one step that differs
-        body += [f"if t == {rng.choice(['0', '2', 'T // 2', 'T - 1'])}:", *_indented(_split(writer.one_of([*MUTATIONS, *UPDATES])))]
+        body += [
+            f"if t == {rng.choice(['0', '2', 'T // 2', 'T - 1'])}:",
+            *_indented(_split(writer.one_of([*MUTATIONS, *UPDATES]))),
+        ]
     if rng.random() < 0.08:
         body = _in_a_mode(rng, body)
     return body
@@ -326,7 +585,13 @@ def _inputs(rng: random.Random) -> tuple[dict[str, str], dict[str, str]]:
     """Expressions and roles of the inputs."""
     dtype = rng.choice(["torch.float64"] * 8 + ["torch.float32", "torch.bfloat16"])
     shapes = {"x": "B, T, D", "y": "B, T, D", "z": "B, D", "b": "D", "w": "D, D", "k": "B, D, D"}
-    forms = ["torch.randn({s})"] * 10 + ["torch.rand({s})", "torch.randn({s}).round()", "special({s})", "transposed({s})", "strided({s})"]
+    forms = ["torch.randn({s})"] * 10 + [
+        "torch.rand({s})",
+        "torch.randn({s}).round()",
+        "special({s})",
+        "transposed({s})",
+        "strided({s})",
+    ]
     inputs = {name: f"{rng.choice(forms).format(s=shape)}.to({dtype})" for name, shape in shapes.items()}
     inputs = {name: text if name not in "wk" else text + " * 0.3" for name, text in inputs.items()}
     if rng.random() < 0.05:
@@ -342,7 +607,11 @@ def _sizes(rng: random.Random, is_tame: bool) -> tuple[tuple[int, int, int], ...
         first = (steps, steps, steps) if steps < 9 else (2, steps, 2)
     if rng.random() < 0.85:
         return (first,)
-    other = (first[0] + 1, first[1], first[2]) if rng.random() < 0.6 else (first[0], first[1] + rng.choice([-1, 1, 2]), first[2])
+    other = (
+        (first[0] + 1, first[1], first[2])
+        if rng.random() < 0.6
+        else (first[0], first[1] + rng.choice([-1, 1, 2]), first[2])
+    )
     return first, rng.choice([first, other])
 
 
@@ -369,6 +638,8 @@ def generate(seed: int) -> Program:
     results += [new[-1]] if new else []  # what was made last is most of the program
     lines.append(f"return {', '.join(results)}{',' if len(results) == 1 else ''}")
     source = "\n".join([f"def f(m, {', '.join(inputs)}):", *_indented(lines)])
+    if "autocast(" in source and rng.random() < 0.8:  # which leaves doubles alone
+        inputs = {name: text.replace("float64", "float32") for name, text in inputs.items()}
     options = {"loops": rng.choice(["auto", "roll", "roll", "roll", "roll", "keep"])}
     lock = {op: rng.choice(kernels) for op, kernels in LOCKS.items() if rng.random() < 0.6}
     options |= {"lock": lock} if lock else {}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from structural_oracle import Finding, check
+from structural_oracle import Finding, Verdict, check
 from structural_programs import Program
 
 
-def shrink(finding: Finding, seconds: float = 120.0) -> Finding:
+def shrink(finding: Finding, seconds: float = 120.0, check: Callable[[Program], Verdict] = check) -> Finding:
     """The smallest program found in a time that still differs in one of the same kinds."""
     deadline = time.monotonic() + seconds
     kinds = finding.kinds
@@ -81,7 +81,11 @@ def _parts(node: ast.AST) -> list[ast.expr]:
         return [node.left, node.right]
     if isinstance(node, ast.Call):
         receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-        return [each for each in (*receiver, *node.args) if not (isinstance(each, ast.Name) and each.id in ("torch", "F", "m"))]
+        return [
+            each
+            for each in (*receiver, *node.args)
+            if not (isinstance(each, ast.Name) and each.id in ("torch", "F", "m"))
+        ]
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
         return [node.value]
     return list(node.elts) if isinstance(node, ast.Tuple) else []
