@@ -481,6 +481,8 @@ class Writer:
         if self.in_loop and kind in ("at", "n") and (kind == "at" or rng.random() < 0.15):
             return rng.choice(_TERMINALS[f"{'tame' if self.is_tame and kind == 'at' else 'loop'} {kind}"])
         choices = _TERMINALS[kind]
+        if kind == "row" and self.in_loop and rng.random() < 0.25:
+            choices = ["<list!>[<at>]", "<seq!>[:, <at>]"]
         if kind in _EXPRESSIONS and rng.random() < (0.55, 0.35, 0.1, 0.0)[min(depth, 3)]:
             choices = _EXPRESSIONS[kind]
         choices = [each for each in choices if "<list!>" not in each or self.names["list"]]
@@ -560,20 +562,22 @@ def _in_a_mode(rng: random.Random, lines: list[str]) -> list[str]:
     """The same with some of the statements under a mode."""
     tops = [at for at, line in enumerate(lines) if not line.startswith(" ")] + [len(lines)]
     first, last = sorted(rng.sample(range(len(tops)), 2)) if len(tops) > 2 else (0, len(tops) - 1)
-    start, stop = tops[first], tops[min(last, first + rng.choice([1, 2, 3, 10]))]
+    start, stop = tops[first], tops[min(last, first + rng.choice([1, 1, 1, 2, 3, 10]))]
     return [*lines[:start], rng.choice(MODES), *_indented(lines[start:stop]), *lines[stop:]]
 
 
 def _body(writer: Writer) -> list[str]:
+    """Definitions, overwritten memory, a loop or another region, and more of the same; some of it under a mode."""
     rng = writer.rng
     lines: list[str] = []
-    for _ in range(rng.choice([1, 1, 1, 2])):
-        for _ in range(rng.choice([0, 1, 2, 3])):
-            lines += _split(writer.one_of(DEFINITIONS if rng.random() < 0.65 else MUTATIONS))
-        if rng.random() < 0.75:
-            lines += _loop(writer)
-        else:
-            lines += _split(writer.one_of(REGIONS))
+    for _ in range(rng.choice([1, 1, 1, 1, 2])):
+        for _ in range(rng.choice([0, 1, 1, 2, 3])):
+            lists = [each for each in DEFINITIONS if each.startswith("<list+>")]
+            lines += _split(writer.one_of(lists if rng.random() < 0.3 else DEFINITIONS))
+        for _ in range(rng.choice([0, 0, 0, 1, 1, 2])):
+            lines += _split(writer.one_of(MUTATIONS))
+        is_loop = rng.random() < 0.8
+        lines += _loop(writer) if is_loop else _split(writer.one_of(REGIONS))
         for _ in range(rng.choice([0, 0, 1, 2])):
             lines += _split(writer.one_of(MUTATIONS if rng.random() < 0.6 else DEFINITIONS))
     for _ in range(rng.choice([0, 0, 0, 1, 1, 2])):
@@ -635,7 +639,8 @@ def generate(seed: int) -> Program:
     known = "\n".join(lines)
     results = [each for each in results if each not in ("h", "o", "y0") or f"{each} = " in known] or ["x"]
     new = [name for kind in ("seq", "row") for name in writer.names[kind] if name[-1].isdigit() or name in ("h", "o")]
-    results += [new[-1]] if new else []  # what was made last is most of the program
+    results += rng.sample(new, min(len(new), rng.choice([0, 1, 1, 2, 4])))
+    results += new[-1:]  # what was made last is most of the program
     lines.append(f"return {', '.join(results)}{',' if len(results) == 1 else ''}")
     source = "\n".join([f"def f(m, {', '.join(inputs)}):", *_indented(lines)])
     if "autocast(" in source and rng.random() < 0.8:  # which leaves doubles alone
