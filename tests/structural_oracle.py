@@ -33,6 +33,8 @@ Observation = dict[str, Any]
 TOLERANCES = {"bfloat16": 0.3, "float32": 2e-3, "float": 2e-3, "float64": 1e-6}
 #: Stages that change a graph, as :mod:`lz_compile.reading` knows them.
 STAGES = ("inline", "with_values", "unbatch", "forward_stores", "distribute")
+#: Events that are faults of ours; an edit that its proof refuted is none.
+FAULTS = ("REWRITE_FAILED", "RECOGNISER_FAILED", "INLINE_FAILED", "LOOPS_FAILED", "COMPILE_FAILED", "FUSION_FAILED")
 #: Larger values than this have left what a comparison can tell.
 _WILD = 1e15
 _runs = itertools.count()
@@ -212,17 +214,7 @@ class Structural:
 
     def events(self) -> list[str]:
         """The faults of ours that were caught."""
-        codes = (
-            "REWRITE_FAILED",
-            "RECOGNISER_FAILED",
-            "INLINE_FAILED",
-            "LOOPS_FAILED",
-            "COMPILE_FAILED",
-            "FUSION_FAILED",
-        )
-        return [
-            f"{each.code}: {each.message}" for report in self.reports for each in report.events if each.code in codes
-        ]
+        return [f"{each.code}: {each.message}" for report in self.reports for each in report.events if each.code in FAULTS]
 
     def edits(self) -> Counter[str]:
         """What was rewritten, by name."""
@@ -230,6 +222,7 @@ class Structural:
         for report in self.reports:
             found["rolled"] += sum(loop.rolled for loop in report.loops)
             found["loops kept"] += sum(not loop.rolled for loop in report.loops)
+            found["edits refuted"] += sum(event.code == "EDIT_REFUTED" for event in report.events)
             found["near misses"] += len(report.near_misses)
             found.update(f"kernel {match.op}" for match in report.matches if match.rewritten)
         return +found
