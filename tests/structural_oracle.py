@@ -214,7 +214,9 @@ class Structural:
 
     def events(self) -> list[str]:
         """The faults of ours that were caught."""
-        return [f"{each.code}: {each.message}" for report in self.reports for each in report.events if each.code in FAULTS]
+        return [
+            f"{each.code}: {each.message}" for report in self.reports for each in report.events if each.code in FAULTS
+        ]
 
     def edits(self) -> Counter[str]:
         """What was rewritten, by name."""
