@@ -168,13 +168,26 @@ return h"""),
     "top-p with equal scores": program(
         """
 p = z.round()
-i = p.sort(-1, descending=True)
-c = i.values.softmax(-1).cumsum(-1) > 0.6
-c[:, 1:] = c[:, :-1].clone()
-c[:, 0] = False
-return p.masked_fill(c.scatter(1, i.indices, c), -torch.inf).softmax(-1)""",
-        (3, 8, 12),
+ordered, places = torch.sort(p, descending=True)
+dropped = ordered.softmax(-1).cumsum(-1) > 0.6
+dropped[..., 1:] = dropped[..., :-1].clone()
+dropped[..., 0] = False
+return p.masked_fill(dropped.scatter(-1, places, dropped), -torch.inf)""",
+        (3, 2, 257),
         roles="constant",
+        dtype="float32",
+        lock={"sampling": "torch.sampling"},
+    ),
+    "top-p from below with equal scores": program(
+        """
+p = z.round()
+ordered, places = torch.sort(p, dim=-1, descending=False)
+dropped = ordered.softmax(-1).cumsum(-1) <= 0.4
+dropped[..., -1:] = 0
+return p.masked_fill(dropped.scatter(-1, places, dropped), -torch.inf).softmax(-1)""",
+        (3, 2, 257),
+        roles="constant",
+        dtype="float32",
         lock={"sampling": "torch.sampling"},
     ),
     "a chunked scan over infinities and NaN": program(
