@@ -1,0 +1,345 @@
+"""Random programs, compiled by our passes and AOTAutograd without code generation, against the same programs run eagerly.
+
+What is compared of every call: results (values, dtypes, shapes, strides, whether they require gradients, whose memory they
+are), inputs and buffers afterwards, and the gradient of every leaf. What AOTAutograd alone does otherwise is PyTorch's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from structural_programs import Program
+from torch import nn
+
+from lz_compile import reading
+from lz_compile.compiler import process
+from lz_compile.options import split
+from lz_compile.passes.loops.scan_steps import run_steps
+from lz_compile.passes.match import NearMiss
+from lz_compile.runtime.report import GraphReport
+
+#: By name of what is compared: a tensor, or anything with ``==``.
+Observation = dict[str, Any]
+
+#: Relative to the norm of what is expected, by the least exact dtype that a program names.
+TOLERANCES = {"bfloat16": 0.3, "float32": 2e-3, "float": 2e-3, "float64": 1e-6}
+#: Stages that change a graph, as :mod:`lz_compile.reading` knows them.
+STAGES = ("inline", "with_values", "unbatch", "forward_stores", "distribute")
+#: Events that are faults of ours; an edit that its proof refuted is none.
+FAULTS = ("REWRITE_FAILED", "RECOGNISER_FAILED", "INLINE_FAILED", "LOOPS_FAILED", "COMPILE_FAILED", "FUSION_FAILED")
+#: Larger values than this have left what a comparison can tell.
+_WILD = 1e15
+_runs = itertools.count()
+
+
+@dataclass
+class Finding:
+    """How a compiled program differs from the eager one: what is compared, and both sides of it."""
+
+    program: Program
+    differs: dict[str, str]
+    events: list[str]
+    edits: Counter[str]
+
+    @property
+    def kinds(self) -> set[str]:
+        """What kind of thing differs: ``value``, ``strides``, ``gradient``, ``raised``, ..."""
+        return {name.split(":")[0] for name in self.differs}
+
+    def text(self) -> str:
+        """For people."""
+        lines = [self.program.text(), "", *(f"{name}: {text}" for name, text in self.differs.items())]
+        return "\n".join([*lines, f"edits: {dict(self.edits)}", *(f"event {each[:300]}" for each in self.events)])
+
+
+@dataclass
+class Verdict:
+    """What became of a program; ``finding`` is None where nothing of ours differs."""
+
+    is_run: bool
+    finding: Finding | None = None
+    is_torchs: bool = False
+    edits: Counter[str] = field(default_factory=Counter)
+
+
+class Fixture(nn.Module):
+    """What programs call ``m``."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w = nn.Parameter(0.4 * torch.randn(width, width, dtype=dtype))
+        self.g = nn.Parameter(torch.randn(width, dtype=dtype))
+        self.register_buffer("scale", torch.rand(width, dtype=dtype))
+        heads = 2 if width % 2 == 0 else 1
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True, dtype=dtype)
+        layer = nn.TransformerEncoderLayer(width, heads, 2 * width, 0.0, batch_first=True, dtype=dtype)
+        self.layer = layer
+
+
+def _special(*shape: int) -> torch.Tensor:
+    """Noise with infinities and NaN."""
+    found = torch.randn(shape)
+    found.view(-1)[torch.randint(found.numel(), (2,))] = torch.tensor([torch.nan, torch.inf])
+    return found
+
+
+def _transposed(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def _strided(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+
+def _arguments(program: Program, call: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The inputs of a call, and the leaves that they are or are made of."""
+    torch.manual_seed(program.seed + 1000 * call)
+    names: dict[str, Any] = dict(zip("BTD", program.sizes[call], strict=True))
+    names |= {"torch": torch, "special": _special, "transposed": _transposed, "strided": _strided}
+    leaves: dict[str, torch.Tensor] = {}
+    arguments: dict[str, torch.Tensor] = {}
+    for name, text in program.inputs.items():
+        value = eval(text, {**names, **arguments})
+        if ".to(" in text and program.roles[name] != "constant" and program.is_graded:
+            leaves[name] = leaf = value.detach().clone().requires_grad_()
+            if program.roles[name] == "made":
+                leaf = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(leaf)
+            value = leaf
+        arguments[name] = value
+    return arguments, leaves
+
+
+def _function(program: Program) -> Callable[..., Any]:
+    name = (
+        f"<program {program.seed}, run {next(_runs)}>"  # what Dynamo remembers of sizes, it remembers by file and line
+    )
+    linecache.cache[name] = (len(program.source), None, [line + "\n" for line in program.source.split("\n")], name)
+    names: dict[str, Any] = {"torch": torch, "F": F}
+    exec(compile(program.source, name, "exec"), names)
+    return names["f"]  # type: ignore[no-any-return]
+
+
+def observe(program: Program, backend: Any) -> list[Observation]:
+    """Run every call of a program, eagerly where ``backend`` is None."""
+    torch._dynamo.reset()
+    function = _function(program)
+    if backend is not None:
+        function = torch.compile(function, backend=backend, dynamic=program.is_dynamic)
+    torch.manual_seed(program.seed)
+    dtype = next((each for each in (torch.float32, torch.bfloat16) if str(each) in program.inputs["w"]), torch.float64)
+    fixture = Fixture(program.sizes[0][2], dtype).train(program.seed % 2 == 0)
+    found: list[Observation] = []
+    for call in range(len(program.sizes)):
+        found.append(_call(program, function, fixture, call))
+        with torch.no_grad():
+            fixture.scale.add_(0.25)
+    return found
+
+
+def _call(program: Program, function: Callable[..., Any], fixture: Fixture, call: int) -> Observation:
+    arguments, leaves = _arguments(program, call)
+    leaves |= dict(fixture.named_parameters()) if program.is_graded else {}
+    with torch.set_grad_enabled(program.is_graded):
+        results = list(_flat(function(fixture, *arguments.values())))
+    found: Observation = {"structure:": [type(each).__name__ for each in results]}
+    memory: dict[int, str] = {each.untyped_storage()._cdata: name for name, each in arguments.items()}
+    memory |= {each.untyped_storage()._cdata: name for name, each in fixture.state_dict(keep_vars=True).items()}
+    for at, result in enumerate(results):
+        if not isinstance(result, torch.Tensor):
+            found[f"value:result {at}"] = result
+            continue
+        found[f"dtype:result {at}"], found[f"shape:result {at}"] = result.dtype, tuple(result.shape)
+        found[f"strides:result {at}"] = _strides(result)
+        found[f"requires_grad:result {at}"] = result.requires_grad
+        found[f"memory:result {at}"] = memory.setdefault(result.untyped_storage()._cdata, f"result {at}")
+        found[f"value:result {at}"] = result.detach().clone()
+    for name, each in (*arguments.items(), ("scale", fixture.scale)):
+        found[f"input:{name}"] = each.detach().clone()
+        found[f"requires_grad:{name}"] = each.requires_grad
+    found |= _gradients([*results, *arguments.values()], leaves)
+    return found
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Those of dimensions that have more than one element."""
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _flat(each)
+    elif isinstance(value, dict):
+        yield from _flat(list(value.values()))
+    else:
+        yield value
+
+
+def _gradients(outputs: Sequence[Any], leaves: dict[str, torch.Tensor]) -> Observation:
+    terms = [
+        (
+            each.double() * torch.randn(each.shape, generator=torch.Generator().manual_seed(at), dtype=torch.float64)
+        ).sum()
+        for at, each in enumerate(outputs)
+        if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf
+    ]
+    if not terms or not leaves:
+        return {}
+    found = torch.autograd.grad(torch.stack(terms).sum(), list(leaves.values()), allow_unused=True)
+    return {f"gradient:{name}": each for name, each in zip(leaves, found, strict=True)}
+
+
+class Structural:
+    """The backend: our reading and rewriting, and then ``run``."""
+
+    def __init__(self, program: Program, run: Callable[..., Any]) -> None:
+        self._run = run
+        self._options = {f"layerzero.{name}": value for name, value in program.options.items()}
+        self.reports: list[GraphReport] = []
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run(graph: torch.fx.GraphModule, given: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
+            self.reports.append(report)
+            return self._run(graph, given)
+
+        return process(module, inputs, split(self._options)[0], run)
+
+    def events(self) -> list[str]:
+        """The faults of ours that were caught."""
+        return [
+            f"{each.code}: {each.message}" for report in self.reports for each in report.events if each.code in FAULTS
+        ]
+
+    def edits(self) -> Counter[str]:
+        """What was rewritten, by name."""
+        found: Counter[str] = Counter()
+        for report in self.reports:
+            found["rolled"] += sum(loop.rolled for loop in report.loops)
+            found["loops kept"] += sum(not loop.rolled for loop in report.loops)
+            refuted = [event.message for event in report.events if event.code == "EDIT_REFUTED"]
+            found.update(f"refuted: {message.split(':')[0]}" for message in refuted)
+            found["near misses"] += len(report.near_misses)
+            found.update(f"kernel {match.op}" for match in report.matches if match.rewritten)
+        return +found
+
+
+def _eager(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
+    """Run a graph as it is, scans as plain loops."""
+    for _, child in reading.graphs(module):
+        for node in child.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
+            node.target = run_steps
+        child.recompile()
+    return module.forward
+
+
+def _aot(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Counts what the stages of reading change."""
+    found: Counter[str] = Counter()
+
+    def counted(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = stage(*args, **kwargs)
+            if isinstance(result, Iterator):
+                result = list(result)
+            is_list = isinstance(result, (list, tuple))
+            found[name] += sum(not isinstance(each, NearMiss) for each in result) if is_list else int(result or 0)
+            return result
+
+        return run
+
+    before = {name: getattr(reading, name) for name in STAGES if hasattr(reading, name)}
+    for name, stage in before.items():
+        setattr(reading, name, counted(name, stage))
+    try:
+        yield found
+    finally:
+        for name, stage in before.items():
+            setattr(reading, name, stage)
+
+
+def check(program: Program) -> Verdict:
+    """Compare a program, compiled, with itself.
+
+    Most programs are compared without AOTAutograd, which takes most of the time; what differs then must differ with it.
+    """
+    try:
+        expected = observe(program, None)
+    except Exception:  # noqa: BLE001 most random programs are programs, and the others are left out
+        return Verdict(False)
+    if any(_is_wild(value) for each in expected for value in each.values()):
+        return Verdict(False)
+    verdict = Verdict(True)
+    for run in (_aot,) if program.seed % 10 == 0 else (_eager, _aot):
+        verdict = _compare(program, run, expected)
+        if verdict.finding is None:
+            break
+    return verdict
+
+
+def _compare(program: Program, run: Callable[..., Any], expected: list[Observation]) -> Verdict:
+    backend = Structural(program, run)
+    with counting() as stages:
+        differs = _against(program, backend, expected)
+    edits, events = backend.edits() + +stages, backend.events()
+    differs |= {f"event:{event.split(':')[0]}": event for event in events}
+    is_torchs = False
+    if differs:
+        without = _against(program, run, expected)
+        is_torchs = bool(without)
+        differs = {} if "raised:" in without else {name: text for name, text in differs.items() if name not in without}
+    return Verdict(True, Finding(program, differs, events, edits) if differs else None, is_torchs, edits)
+
+
+def _against(program: Program, backend: Any, expected: list[Observation]) -> dict[str, str]:
+    try:
+        found = observe(program, backend)
+    except Exception as error:  # noqa: BLE001 what compiles to something that raises is a finding
+        return {"raised:": f"{type(error).__name__}: {str(error)[:600]}"}
+    tolerance = next(t for name, t in TOLERANCES.items() if name in f"{program.source} {program.inputs} float64")
+    differs: dict[str, str] = {}
+    for call, (one, other) in enumerate(zip(found, expected, strict=True)):
+        for name in one.keys() | other.keys():
+            text = _difference(one.get(name), other.get(name), tolerance)
+            if text:
+                differs.setdefault(name, f"call {call}: {text}")
+    return dict(sorted(differs.items()))
+
+
+def _difference(found: Any, expected: Any, tolerance: float) -> str:
+    if not (isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)):
+        is_same = type(found) is type(expected) and found == expected
+        return "" if is_same else f"{_short(found)}, eager has {_short(expected)}"
+    if found.shape != expected.shape:
+        return f"shape {tuple(found.shape)}, eager has {tuple(expected.shape)}"
+    one, other = found.double(), expected.double()
+    if not torch.equal(one.isnan(), other.isnan()) or not torch.equal(one[one.isinf()], other[other.isinf()]):
+        return f"{_short(one)}, eager has {_short(other)}"
+    one, other = (each[other.isfinite()] for each in (one, other))
+    error, norm = (one - other).norm().item(), other.norm().item()
+    if error <= tolerance * max(norm, 1.0):
+        return ""
+    return f"error {error:.3g} of norm {norm:.3g}"
+
+
+def _short(value: Any) -> str:
+    return str(value.tolist())[:200] if isinstance(value, torch.Tensor) else str(value)
+
+
+def _is_wild(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return False
+    finite = value[value.isfinite()] if value.is_floating_point() else value
+    return bool(finite.abs().max() > _WILD) if finite.numel() else False

@@ -1,0 +1,255 @@
+"""Random programs and a corpus of what once went wrong: what is rewritten structurally computes what eager does."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+import pytest
+from structural_oracle import Finding, Verdict, check
+from structural_programs import Program, generate
+from structural_shrinking import shrink
+
+SEEDS, CHUNK = 96, 12
+#: The dimensions differ, and T is long enough for a loop of 4 steps besides the first ones.
+SIZES = (2, 8, 3)
+
+
+def program(
+    body: str,
+    size: tuple[int, int, int] = SIZES,
+    roles: str = "made",
+    inputs: str = "torch.randn({})",
+    dtype: str = "float64",
+    **options,
+) -> Program:
+    """A program of the corpus; all inputs are made by one expression, in one dtype, and of one role."""
+    shapes = {"x": "B, T, D", "y": "B, T, D", "z": "B, D", "b": "D", "w": "D, D", "k": "B, D, D"}
+    lines = [
+        "def f(m, x, y, z, b, w, k):",
+        "    B, T, D = x.shape",
+        *("    " + line for line in body.strip("\n").split("\n")),
+    ]
+    texts = {name: f"{inputs.format(shape)}.to(torch.{dtype})" for name, shape in shapes.items()}
+    given = dict.fromkeys(shapes, roles)
+    return Program(0, "\n".join(lines), texts, given, (size,), {"loops": "roll", **options})
+
+
+CORPUS: dict[str, Program] = {
+    "a vmap inside a vmap, all sizes equal": program(
+        "return torch.vmap(lambda t: torch.vmap(lambda a: w * a)(t))(x)", (8, 8, 8)
+    ),
+    "a vmap of a vector inside a vmap, all sizes equal": program(
+        "return torch.vmap(lambda t: torch.vmap(lambda a: b * a)(t))(x)", (8, 8, 8)
+    ),
+    "a vmap inside a vmap, sizes unequal": program("return torch.vmap(lambda p: torch.vmap(lambda q: p * q)(w))(z)"),
+    "a loop beside a vmap inside a vmap": program("""
+y[:, 1:] = x[:, :-1]
+mat = torch.vmap(lambda p: torch.vmap(lambda q: p * q + q)(w))(z)
+ks = [x[:, t].clone() for t in range(T)]
+return ks[-1], mat"""),
+    "copies taken before a write are read after it": program("""
+ks = [x[:, t].clone() for t in range(T)]
+x.mul_(3)
+h = torch.zeros_like(z)
+for k in ks:
+    h = 0.5 * h + k
+return h"""),
+    "a piece is read through its view after the whole was overwritten": program("""
+o, outs = torch.zeros_like(x), []
+for t in range(T):
+    v = o[:, t]
+    v.add_(y[:, t])
+    o.mul_(2)
+    outs.append(v)
+return torch.stack(outs, 1), o"""),
+    "what was copied into a piece is overwritten": program("""
+h, o, outs = torch.zeros_like(z), torch.zeros_like(x), []
+for t in range(T):
+    h = 0.5 * h + x[:, t]
+    v = o[:, t]
+    v.copy_(h)
+    h.add_(1)
+    outs.append(v)
+return torch.stack(outs, 1), h"""),
+    "slices taken without gradients": program("""
+with torch.no_grad():
+    ks = x.unbind(1)
+h = z
+for t in range(T):
+    h = torch.sigmoid(y[:, t]) * h + ks[t]
+return h"""),
+    "values computed without gradients": program("""
+with torch.no_grad():
+    ks = [torch.tanh(x[:, t]) for t in range(T)]
+h = z
+for t in range(T):
+    h = torch.sigmoid(y[:, t]) * h + ks[t]
+return h"""),
+    "stores without gradients, read with them": program("""
+o = torch.zeros_like(x)
+vs = [torch.tanh(y[:, t]) for t in range(T)]
+with torch.no_grad():
+    for t in range(T):
+        o[:, t] = vs[t]
+return torch.stack([o[:, t] * x[:, t] for t in range(T)], 1)"""),
+    "a scale without gradients before a norm": program(
+        """
+with torch.no_grad():
+    s = x.pow(2).mean(-1, keepdim=True)
+return x * torch.rsqrt(s + 1e-6) * b""",
+        lock={"norm": "torch.norm"},
+    ),
+    "a weight without gradients behind a norm": program(
+        """
+with torch.no_grad():
+    s = 1 + b
+return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * s""",
+        lock={"norm": "torch.norm"},
+    ),
+    "an input without gradients before a norm": program(
+        """
+with torch.no_grad():
+    s = x * 2
+return s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * b""",
+        lock={"norm": "torch.norm"},
+    ),
+    "NaN in gradients": program(
+        """
+h = z
+for t in range(T):
+    h = torch.where(x[:, t] > 0, h * torch.sqrt(x[:, t]), h + y[:, t])
+return h""",
+        (2, 64, 3),
+    ),
+    "results stacked without gradients": program("""
+h, outs = z, []
+for t in range(T):
+    h = 0.5 * h + x[:, t]
+    outs.append(h)
+with torch.no_grad():
+    return torch.stack(outs, 1), h"""),
+    "a state that begins without gradient": program("""
+h = torch.zeros_like(z)
+with torch.no_grad():
+    for t in range(T):
+        h = 0.5 * h + x[:, t]
+return h, h * b"""),
+    "a state that is overwritten by one without gradient": program("""
+h = z
+for t in range(T):
+    h = 0.5 * h.detach() + x[:, t].detach()
+return h, h * b"""),
+    "a loop under autocast": program(
+        """
+h, outs = torch.zeros_like(z), []
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    for t in range(T):
+        h = torch.tanh(x[:, t] @ w + h @ w)
+        outs.append(h)
+return torch.stack(outs, 1), h""",
+        dtype="float32",
+    ),
+    "an affine loop under autocast": program(
+        """
+h, outs = torch.zeros_like(z), []
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    for t in range(T):
+        h = 0.5 * h + x[:, t] @ w
+        outs.append(h)
+return torch.stack(outs, 1), h""",
+        dtype="float32",
+    ),
+    "a transposed state": program("""
+h = torch.zeros(D, B, dtype=x.dtype).t()
+for t in range(T):
+    h = 0.5 * h + x[:, t].t().contiguous().t()
+return h"""),
+    "top-p with equal scores": program(
+        """
+p = z.round()
+ordered, places = torch.sort(p, descending=True)
+dropped = ordered.softmax(-1).cumsum(-1) > 0.6
+dropped[..., 1:] = dropped[..., :-1].clone()
+dropped[..., 0] = False
+return p.masked_fill(dropped.scatter(-1, places, dropped), -torch.inf)""",
+        (3, 2, 257),
+        roles="constant",
+        dtype="float32",
+        lock={"sampling": "torch.sampling"},
+    ),
+    "top-p from below with equal scores": program(
+        """
+p = z.round()
+ordered, places = torch.sort(p, dim=-1, descending=False)
+dropped = ordered.softmax(-1).cumsum(-1) <= 0.4
+dropped[..., -1:] = 0
+return p.masked_fill(dropped.scatter(-1, places, dropped), -torch.inf).softmax(-1)""",
+        (3, 2, 257),
+        roles="constant",
+        dtype="float32",
+        lock={"sampling": "torch.sampling"},
+    ),
+    "a chunked scan over infinities and NaN": program(
+        """
+h, outs = torch.zeros_like(z), []
+for t in range(T):
+    h = torch.sigmoid(y[:, t]) * h + x[:, t]
+    outs.append(h)
+return torch.stack(outs, 1)""",
+        (2, 33, 3),
+        inputs="special({})",
+        lock={"scan": "lz.chunked_scan"},
+    ),
+    "a piece that is returned is a view": program(
+        """
+h = torch.zeros_like(z)
+for t in range(T):
+    h = h * 0.5 + y[:, t]
+    v = x[:, t]
+    v.copy_(h)
+return x[:, T // 2], h""",
+        roles="constant",
+    ),
+    "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
+}
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_what_once_went_wrong_is_right(name: str):
+    verdict = check(CORPUS[name])
+    assert verdict.is_run, "the program fails eagerly"
+    assert verdict.finding is None, verdict.finding.text()
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_random_programs_compute_what_eager_does(first: int):
+    verdicts = [check(generate(seed)) for seed in range(first, first + CHUNK)]
+    failed = [verdict.finding.text() for verdict in verdicts if verdict.finding is not None]
+    assert not failed, "\n\n".join(failed)
+    assert any(verdict.is_run and verdict.edits for verdict in verdicts), "nothing was rewritten"
+
+
+def test_most_random_programs_are_loops():
+    assert sum("for t" in generate(seed).source for seed in range(200)) > 100
+
+
+def test_a_seed_gives_the_same_program_again():
+    assert generate(5) == generate(5)
+    assert generate(5).text() != generate(6).text()
+
+
+def test_every_random_program_is_python():
+    for seed in range(200):
+        ast.parse(generate(seed).source)
+
+
+def test_a_failing_program_is_made_smaller_while_it_fails():
+    def check_for_sqrt(candidate: Program) -> Verdict:
+        fails = "sqrt" in candidate.source
+        return Verdict(True, Finding(candidate, {"value:": ""}, [], Counter()) if fails else None)
+
+    failing = program("h = z + 1\nfor t in range(T):\n    h = torch.sqrt(h) + x[:, t]\nreturn h, x * 2")
+    found = shrink(Finding(failing, {"value:": ""}, [], Counter()), check=check_for_sqrt)
+    assert "sqrt" in found.program.source
+    assert len(found.program.source) < len(failing.source) / 2
