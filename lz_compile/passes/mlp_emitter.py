@@ -21,7 +21,7 @@ from lz_compile.passes.core import Core
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.gated_form import Form
 from lz_compile.passes.match import Match, NothingImplied
-from lz_compile.passes.view import read, tensor_of, where_of
+from lz_compile.passes.view import memory_of, read, tensor_of, where_of
 
 #: Numbers beyond this are no bounds that are met.
 _LARGEST = 1e6
@@ -145,7 +145,7 @@ def _corners(core: Core) -> tuple[float, ...]:
 def _packing(leaves: Mapping[str, Leaf]) -> dict[str, bool]:
     """Whether gate and up are parts of one tensor, and in which order."""
     gate, up = (tensor_of(leaves[name].node) if name in leaves else None for name in ("gate", "up"))
-    if gate is None or up is None or gate.untyped_storage()._cdata != up.untyped_storage()._cdata:
+    if gate is None or up is None or memory_of(gate) is None or memory_of(gate) != memory_of(up):
         return {}
     distance = sympy.sympify(as_size(gate.storage_offset()) - as_size(up.storage_offset()))
     large = distance.xreplace(dict.fromkeys(distance.free_symbols, sympy.Integer(8192)))

@@ -60,7 +60,7 @@ def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
         # What was made up may be related: memory holds what others know by name, a call gives what another one gave.
         refuted, start = differs, len(stretch.ahead)
         written = _first_write(stretch.ahead, trial.edge)
-        ahead = max(start - len(stretch.before), first) if written is None else min(written, start - 1)
+        ahead = max(start - max(len(stretch.before), 1), first) if written is None else min(written, start - 1)
     return Verdict()
 
 
@@ -283,7 +283,7 @@ def _shared_otherwise(stretch: Stretch, original: Ran, edited: Ran) -> Iterator[
     for first, second in itertools.combinations(range(len(nodes)), 2):
         pair = (nodes[first], nodes[second])
         own = written.intersection((*_memories(pair[0]), *_memories(pair[1])))
-        if pair[0] is pair[1] or not (own or leaving.issuperset(pair)):
+        if not (own or leaving.issuperset(pair)):
             continue
         was, now = (_have_common_memory(side[first], side[second]) for side in sides)
         if was != now and own:

@@ -14,7 +14,7 @@ from lz_compile.passes.loops.loop_search import is_number
 from lz_compile.passes.loops.loop_step_graph import Emitter, StepGraph
 from lz_compile.passes.loops.loop_streams import Place, numbers, stacked
 from lz_compile.passes.match import RefusedError
-from lz_compile.passes.view import tensor_of, value_of
+from lz_compile.passes.view import memory_of, tensor_of, value_of
 
 SCAN = torch.ops.higher_order.scan
 
@@ -29,7 +29,7 @@ def emit_scan(loop: Loop, emit: Emitter, owner: torch.nn.Module, place: Place) -
         assert tensor is not None, "what is carried is a tensor"
         streams = [numbers(emit, range(steps.count), tensor.device)]
         _without_streams(step)
-    taken: set[int] = set()
+    taken: set[int | None] = set()
     initial = [_flowing(emit, loop, _initial(emit, loop, slot, place), Carried(slot)) for slot in step.slots]
     initial = [_alone(emit, node, taken) for node in initial]
     around = [_as_tensor(emit, loop, place(body.around[number])) for number in step.around]
@@ -86,12 +86,12 @@ def _as_tensor(emit: Emitter, loop: Loop, node: fx.Node) -> fx.Node:
     return emit.call(torch.full, (), node, dtype=torch.float64, device=like.device)
 
 
-def _alone(emit: Emitter, node: fx.Node, taken: set[int]) -> fx.Node:
+def _alone(emit: Emitter, node: fx.Node, taken: set[int | None]) -> fx.Node:
     """An operand that shares memory with no other one; carried ones are contiguous, and so are all copies."""
     tensor = tensor_of(node)
     if tensor is None:
         return node
-    memory = tensor.untyped_storage()._cdata
+    memory = memory_of(node)
     if memory in taken:
         return emit.call("clone", node, memory_format=torch.contiguous_format)
     taken.add(memory)

@@ -23,11 +23,23 @@ from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.loops.loop_step_graph import Emitter
 from lz_compile.passes.loops.prefix_scan import AGREES, SMALL, recurrence
 from lz_compile.passes.loops.reroll import LEAST_POINTWISE
-from lz_compile.passes.view import Call, read, tensor_of
+from lz_compile.passes.view import Call, memory_of, read, tensor_of
 from lz_compile.runtime import fingerprint
 
 _VIEWS = frozenset(
-    {"view", "reshape", "transpose", "permute", "movedim", "swapaxes", "slice", "getitem", "narrow", "select", "unsqueeze"}
+    {
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "movedim",
+        "swapaxes",
+        "slice",
+        "getitem",
+        "narrow",
+        "select",
+        "unsqueeze",
+    }
     | {"squeeze", "flatten", "unflatten", "expand", "flip", "t", "contiguous", "clone"}
 )
 _WRITES = frozenset({"setitem", "copy", "copy_"})
@@ -97,9 +109,9 @@ class _Memory:
         self.root: dict[fx.Node, fx.Node] = {}
         first: dict[int, fx.Node] = {}
         for node in graph.nodes:
-            tensor = tensor_of(node)
-            if tensor is not None:
-                self.root[node] = first.setdefault(tensor.untyped_storage()._cdata, node)
+            memory = memory_of(node)
+            if memory is not None:
+                self.root[node] = first.setdefault(memory, node)
                 self.members.setdefault(self.root[node], []).append(node)
         self.written: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
@@ -145,7 +157,9 @@ class _Memory:
                 continue
             is_inside = node in self.root and self.root[node] in self.written
             call = read(node)
-            is_read = call is not None and (is_pointwise(call) or call.name in _VIEWS | _WRITES or _target(node) is not None)
+            is_read = call is not None and (
+                is_pointwise(call) or call.name in _VIEWS | _WRITES or _target(node) is not None
+            )
             if not is_inside and not (is_read and any(self._is_sweep(each) for each in _family(node))):
                 found.given.add(node)
                 continue
@@ -391,7 +405,9 @@ def _states(emit: Emitter, sweep: _Sweep) -> fx.Node:
 
     operands = {"decay": canonical(sweep.decay, sweep.order), "drive": canonical(sweep.root, range(example.dim()))}
     given = [operands.get(name) for name in OPERANDS]
-    both = emit.call(torch.ops.layerzero.scan.default, *given, example.dtype, example.dtype, fingerprint.traced_source())
+    both = emit.call(
+        torch.ops.layerzero.scan.default, *given, example.dtype, example.dtype, fingerprint.traced_source()
+    )
     value = emit.call(operator.getitem, both, 0)
     value = emit.call("reshape", value, tuple(example.shape[place] for place in order))
     value = emit.call("flip", value, dim) if sweep.is_reversed else value

@@ -58,6 +58,7 @@ class _Readers:
         self._scan = scan
         self._items: dict[int, fx.Node] = {}
         self._entries: dict[tuple[int, int], fx.Node] = {}
+        self._laid: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def replacements(self) -> list[tuple[fx.Node | None, fx.Node, fx.Node]]:
         """Pairs of old and new, with the reader concerned (None: all of them). Emits the new ones."""
@@ -76,7 +77,10 @@ class _Readers:
         for use in loop.uses:
             if use.reader not in collected:
                 self._emit.like = use.operand
-                found.append((use.reader, use.operand, self._as_it_lay(self._entry(use.step, use.index), use.operand)))
+                pair = self._entry(use.step, use.index), use.operand
+                if pair not in self._laid:  # whoever read one tensor reads one tensor
+                    self._laid[pair] = self._as_it_lay(*pair)
+                found.append((use.reader, use.operand, self._laid[pair]))
         return found
 
     def _as_it_lay(self, value: fx.Node, operand: fx.Node) -> fx.Node:

@@ -16,7 +16,7 @@ from torch import fx
 from lz_compile.passes import layout
 from lz_compile.passes.axes import shape_of
 from lz_compile.passes.effects import Effects, grad_enabled
-from lz_compile.passes.view import Call, hint_of, read, tensor_of
+from lz_compile.passes.view import Call, hint_of, memory_of, read, tensor_of
 
 #: Calls that order the scores of a row, or select among them.
 ORDERING = frozenset({"topk", "sort", "argsort", "msort", "kthvalue"})
@@ -169,7 +169,5 @@ def _names(effects: Effects, node: fx.Node) -> set[Any]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:  # as of sparse tensors, and inside torch.vmap
-        return _UNKNOWN
+    memory = memory_of(tensor)
+    return _UNKNOWN if memory is None else memory

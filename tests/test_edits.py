@@ -1,0 +1,479 @@
+"""Structural edits: made as a whole and proven, or not made. What raises half-way leaves a graph as it was."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from lz_compile.options import Options
+from lz_compile.passes.dead import drop_dead
+from lz_compile.passes.edits import edit
+from lz_compile.passes.edits.edit import RefutedError, all_or_nothing, proven
+from lz_compile.passes.edits.proof import Verdict, difference
+from lz_compile.passes.edits.snapshot import Snapshot
+from lz_compile.passes.edits.special_values import may_be_special
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.inline import inline
+from lz_compile.passes.loops.distribute import distribute
+from lz_compile.passes.loops.forward_stores import forward_stores
+from lz_compile.passes.loops.prefix_stores import prefix_stores
+from lz_compile.passes.loops.reroll import reroll
+from lz_compile.passes.loops.scan_outputs import drop_steps, give_results, give_symbols
+from lz_compile.passes.loops.unbatch import unbatch
+from lz_compile.passes.match import Failure, Match
+from lz_compile.passes.patterns import recognisers
+from lz_compile.passes.rewrite import Recipes, splice
+from lz_compile.passes.sampling.stores import with_values
+from lz_compile.passes.share import share_equal
+from lz_compile.reading import Reading
+from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.report import GraphReport
+
+T = 8
+
+
+# ---- graphs in which there is something to do for every stage ----------------------------------------------------------
+
+
+def mapped(x: Tensor, a: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row * a.sum() + 1)(x)
+
+
+def selected(x: Tensor, a: Tensor) -> Tensor:
+    scores = x[0] * 2
+    scores[scores < scores.topk(2).values[:, -1:]] = -torch.inf
+    return scores.softmax(-1) + a
+
+
+def stored(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, 0] = x[:, 0]
+    for t in range(1, T):
+        out[:, t] = torch.tanh(out[:, t - 1]) + x[:, t] * a
+    x = x * 1
+    for t in range(1, T):
+        x[:, t] += 0.5 * x[:, t - 1]
+    return out + x
+
+
+def looped(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    h, c, outs = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
+    for t in range(T):
+        h = a * h + torch.sin(x[:, t])
+        c = 0.5 * c + h * h
+        outs.append(h + c)
+    return torch.stack(outs, 1), h
+
+
+def stepped(x: Tensor, a: Tensor) -> Tensor:
+    h = torch.zeros_like(x[:, 0])
+    for t in range(T):
+        h = torch.tanh(a * h + x[:, t])
+    return h
+
+
+def swept(x: Tensor, a: Tensor) -> Tensor:
+    x = x * 1
+    x[:, 1::2] += a * x[:, ::2]
+    x[:, 3::4] += a * a * x[:, 1::4]
+    return x
+
+
+def attended(x: Tensor, a: Tensor) -> Tensor:
+    for _ in range(2):
+        where = torch.arange(T)
+        far = (where[:, None] - where[None]).abs() > 3
+        scores = (x * a) @ x.transpose(-2, -1)
+        x = scores.masked_fill(far, -torch.inf).softmax(-1) @ x
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    (x * 3).sum()
+    return x
+
+
+LAYER = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+
+
+def called(x: Tensor, a: Tensor) -> Tensor:
+    return LAYER(x, x, x * a, need_weights=False)[0]
+
+
+PROGRAMS = (mapped, selected, stored, looped, stepped, swept, attended, called)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, a = (torch.rand(2, T, 4, generator=generator) for _ in range(2))
+    return x.requires_grad_(), a[0, 0]
+
+
+# ---- stages, each of which sees what those before it made ---------------------------------------------------------------
+
+
+def tidied(module: fx.GraphModule) -> None:
+    share_equal(module.graph)
+    give_results(module)
+    give_symbols(module)
+    drop_steps(module)
+
+
+def spliced(module: fx.GraphModule) -> int:
+    """Put a kernel in the place of everything that is recognised; what cannot be is left."""
+    effects = Effects(module.graph)
+    found = [each for recognise in recognisers().values() for each in recognise(module.graph, effects)]
+    matches = [each for each in found if isinstance(each, Match)]
+    for match in sorted(matches, key=lambda match: -effects.position[match.output]):
+        call = next((kernel.call for kernel in kernels(match.op).values() if kernel.kernel_id in KERNELS), None)
+        if call is not None and match.output.users:
+            splice(module.graph, match, call, Recipes())
+            BETWEEN.append(written(module))
+    return len(matches)
+
+
+#: Graphs between two edits of one stage: what it may leave behind if a later edit raises.
+BETWEEN: list[Any] = []
+KERNELS = frozenset({"lz.blocked", "torch.norm", "lz.rolled_scan", "torch.sampling"})
+
+
+def _raised(found: Any) -> Any:
+    for each in found:
+        if isinstance(each, Failure):
+            raise each.error
+    return found
+
+
+STAGES: dict[str, Callable[[fx.GraphModule], Any]] = {
+    "dead": lambda module: drop_dead(module.graph),
+    "inline": lambda module: inline(module.graph, strict=True),
+    "values": lambda module: with_values(module.graph),
+    "unbatch": lambda module: unbatch(module.graph),
+    "prefix stores": lambda module: prefix_stores(module.graph),
+    "forward stores": lambda module: forward_stores(module.graph),
+    "roll": lambda module: _raised(reroll(module, "roll")),
+    "distribute": lambda module: _raised(list(distribute(module))),
+    "splice": spliced,
+    "tidy": tidied,
+}
+#: Stages that make their own edits safe; the others are made inside of the door.
+OWN = frozenset({"roll", "distribute", "splice"})
+
+
+class PlantedError(Exception):
+    pass
+
+
+@contextmanager
+def planted(at: int) -> Iterator[list[int]]:
+    """The ``at``-th node that is made inside raises; counts those that are made."""
+    made = [0]
+    create = fx.Graph.create_node
+
+    def counting(self: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
+        made[0] += 1
+        if made[0] == at:
+            raise PlantedError(f"node {at}")
+        return create(self, *args, **kwargs)
+
+    fx.Graph.create_node = counting  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        fx.Graph.create_node = create  # type: ignore[method-assign]
+
+
+def written(module: fx.GraphModule) -> list[Any]:
+    """Everything that a graph module holds: nodes with names, arguments and metadata, and the modules beside them."""
+    found: list[Any] = []
+    for name, child in module.named_modules():
+        if isinstance(child, fx.GraphModule):
+            for node in child.graph.nodes:
+                meta = {key: id(value) for key, value in node.meta.items()}
+                users = sorted(user.name for user in node.users)
+                found.append((name, node.name, node.op, str(node.target), repr((node.args, node.kwargs)), meta, users))
+    return [*found, sorted((name, id(child)) for name, child in module.named_modules())]
+
+
+def _stage(name: str, module: fx.GraphModule) -> None:
+    BETWEEN[:] = [written(module)]
+    if name in OWN:
+        STAGES[name](module)
+    else:
+        with all_or_nothing(module):
+            STAGES[name](module)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_fault_at_any_node_of_any_stage_leaves_the_graph_as_it_was(
+    program: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: dict[str, int] = {}
+
+    def noted(module: fx.GraphModule) -> Snapshot:
+        BETWEEN.append(written(module))
+        return Snapshot(module)
+
+    def told(before: Snapshot, module: fx.GraphModule) -> Verdict:
+        verdict = difference(before, module)
+        BETWEEN.append(written(module))
+        return verdict
+
+    monkeypatch.setattr(edit, "Snapshot", noted)
+    monkeypatch.setattr(edit, "difference", told)
+
+    def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        for name in STAGES:
+            at = 1
+            while True:
+                with planted(at) as made:
+                    try:
+                        _stage(name, module)
+                    except Exception as error:
+                        if not isinstance(error, PlantedError) and "node " not in f"{error} {error.__cause__}":
+                            raise
+                if made[0] < at:  # there was no such node: the stage is done
+                    break
+                module.graph.lint()
+                assert written(module) in BETWEEN, f"{name}, fault at node {at}"
+                tried[name] = at
+                at += 1 if at < 24 else 7
+        module.recompile()
+        return module.forward
+
+    torch._dynamo.reset()
+    x, a = inputs()
+    got = torch.compile(program, backend=backend)(x, a)
+    torch.testing.assert_close(got, program(x, a), rtol=1e-4, atol=1e-5)
+    assert EXPECTED[program.__name__] <= tried.keys(), tried
+
+
+EXPECTED = {
+    "mapped": set[str](),  # nothing is made: calls are renamed
+    "selected": {"values"},
+    "stored": {"forward stores", "roll"},
+    "looped": {"roll", "distribute"},
+    "stepped": {"roll", "tidy"},
+    "swept": set[str](),
+    "attended": {"splice"},
+    "called": {"inline"},
+}
+
+
+# ---- what the door lets through -----------------------------------------------------------------------------------------
+
+
+def edited(
+    program: Callable[..., Any], edit: Callable[[fx.GraphModule], None], *given: Tensor, what: str = "an edit"
+) -> tuple[str, list[str]]:
+    """What refutes an edit (empty: nothing, and it is made), and why it is unproven; the graph is the same if refuted."""
+    told: list[str] = []
+    unproven: list[Any] = []
+
+    def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        before = written(module)
+        try:
+            with proven(module, what, unproven):
+                edit(module)
+        except RefutedError as error:
+            told.append(str(error))
+            assert written(module) == before
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(program, backend=backend, fullgraph=True)(*given)
+    return "".join(told), [str(reason) for reason in unproven]
+
+
+def node_of(module: fx.GraphModule, target: Any) -> fx.Node:
+    return next(node for node in module.graph.nodes if node.target in (target, getattr(target, "__name__", "")))
+
+
+def made(node: fx.Node, like: fx.Node) -> fx.Node:
+    """A new node with an example value."""
+    node.meta["example_value"] = like.meta["example_value"]
+    return node
+
+
+def by(target: Any, other: Callable[[fx.Graph, fx.Node], fx.Node]) -> Callable[[fx.GraphModule], None]:
+    """An edit that puts something else in the place of the first call of a function."""
+
+    def edit(module: fx.GraphModule) -> None:
+        node = node_of(module, target)
+        known = set(module.graph.nodes)
+        with module.graph.inserting_before(node.next):
+            result = made(other(module.graph, node), node)
+        node.replace_all_uses_with(result, delete_user_cb=known.__contains__)
+
+    return edit
+
+
+def scaled(number: float) -> Callable[[fx.GraphModule], None]:
+    return by(torch.sin, lambda graph, node: graph.call_function(operator.mul, (node, number)))
+
+
+def sines(x: Tensor, a: Tensor) -> Tensor:
+    return torch.cos(torch.sin(x) * a)
+
+
+def test_an_edit_that_computes_the_same_is_made() -> None:
+    assert edited(sines, scaled(1.0), *inputs()) == ("", [])
+
+
+@pytest.mark.parametrize("number", [1.001, 0.0, float("nan")])
+def test_an_edit_that_computes_something_else_is_refuted(number: float) -> None:
+    told, _ = edited(sines, scaled(number), *inputs())
+    assert "an edit is not made: sin is " in told
+
+
+def without_gradient(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    return graph.call_method("detach", (node,))
+
+
+def test_a_gradient_that_is_lost_refutes_an_edit() -> None:
+    told, _ = edited(sines, by(torch.sin, without_gradient), *inputs())
+    assert "requires_grad False" in told
+
+
+def test_under_no_grad_there_is_none_to_lose() -> None:
+    with torch.no_grad():
+        assert edited(sines, by(torch.sin, without_gradient), *inputs()) == ("", [])
+
+
+def test_another_dtype_refutes_an_edit() -> None:
+    told, _ = edited(sines, by(torch.sin, lambda graph, node: graph.call_method("double", (node,))), *inputs())
+    assert "sin has dtype torch.float64, and had torch.float32" in told
+
+
+def test_strides_refute_an_edit_where_they_are_seen() -> None:
+    def turned(graph: fx.Graph, node: fx.Node) -> fx.Node:
+        first = made(graph.call_method("transpose", (node, 0, 1)), node)
+        return graph.call_method("transpose", (made(graph.call_method("contiguous", (first,)), node), 0, 1))
+
+    def summed(x: Tensor, a: Tensor) -> Tensor:
+        return torch.sin(x).sum() * a
+
+    told, _ = edited(sines, by(torch.sin, turned), *inputs())
+    assert "strides" in told
+    assert edited(summed, by(torch.sin, turned), *inputs()) == ("", [])
+
+
+def test_memory_that_is_written_behind_is_looked_at() -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        one = torch.sin(x)
+        two = one.clone()
+        one.add_(1.0)
+        return two * a
+
+    alias = by(torch.Tensor.clone, lambda graph, node: graph.call_method("view_as", (node.args[0], node.args[0])))
+    told, _ = edited(program, alias, *(each.detach() for each in inputs()))
+    assert "is off by" in told
+
+
+def test_a_result_that_becomes_a_view_of_an_input_refutes_an_edit() -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        return (x * a).clone(), x.clone()
+
+    def edit(module: fx.GraphModule) -> None:
+        node = [node for node in module.graph.nodes if node.target == "clone"][1]
+        node.replace_all_uses_with(node.args[0])
+        module.graph.erase_node(node)
+
+    told, _ = edited(program, edit, *(each.detach() for each in inputs()))
+    assert "shares memory with" in told
+
+
+def test_what_memory_holds_is_known_by_name() -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        value = torch.sin(x[:, 0])
+        out[:, 0] = value
+        return torch.cos(out[:, 0]) * a
+
+    def edit(module: fx.GraphModule) -> None:
+        load = node_of(module, torch.cos).args[0]
+        load.replace_all_uses_with(node_of(module, torch.sin))
+        module.graph.erase_node(load)
+
+    assert edited(program, edit, *inputs()) == ("", [])
+
+
+def test_a_nan_gradient_must_stay_nan() -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        return torch.where(x > 0.5, torch.sqrt(x - 0.5), a)
+
+    def safe(graph: fx.Graph, node: fx.Node) -> fx.Node:
+        condition, root, other = node.args
+        inner = made(graph.call_method("abs", root.args), root)
+        return graph.call_function(
+            torch.where, (condition, made(graph.call_function(torch.sqrt, (inner,)), root), other)
+        )
+
+    told, _ = edited(program, by(torch.where, safe), *inputs())
+    assert "the gradient of input 0 is NaN" in told
+
+
+def test_what_cannot_be_run_carries_the_reason() -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        return torch.sin(x)[a.long()] * 2
+
+    out_of_bounds = (torch.rand(1, 3), torch.zeros(4))
+    told, unproven = edited(program, scaled(1.0), *out_of_bounds)
+    assert told == ""
+    assert unproven == [] or "does not run on random inputs" in unproven[0]
+
+
+def test_a_refuted_edit_is_an_event_and_the_graph_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lz_compile import reading
+
+    def wrong(graph: fx.Graph) -> int:
+        scaled(2.0)(graph.owning_module)
+        return 1
+
+    monkeypatch.setattr(reading, "_SPELLINGS", {"doubling": wrong})
+    reports: list[GraphReport] = []
+
+    def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        from lz_compile.runtime import events
+
+        report = GraphReport(0)
+        with events.collect() as happened:
+            found = Reading.of(module, "", Options(), report)
+        report.events.extend(happened)
+        reports.append(report)
+        assert not found.is_changed
+        return module.forward
+
+    torch._dynamo.reset()
+    x, a = inputs()
+    torch.testing.assert_close(torch.compile(sines, backend=backend)(x, a), sines(x, a))
+    assert [event.code for event in reports[0].events] == ["EDIT_REFUTED"]
+    assert "doubling is not made: sin is off by" in reports[0].events[0].message
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (lambda x: torch.where(x > 0, torch.sqrt(x), 1.0), False),
+        (torch.sqrt, True),
+        (lambda x: torch.sqrt(torch.where(x > 0, x, 1.0)), False),
+        (lambda x: torch.log(x.abs()[:, 0]), False),
+        (lambda x: torch.stack([x[:, 0] / (x[:, 1] - x[:, 1]), x[:, 0]]), True),
+    ],
+)
+def test_values_that_may_be_nan_are_seen_by_running_what_they_come_from(
+    program: Callable[[Tensor], Tensor], expected: bool
+) -> None:
+    found: list[bool] = []
+
+    def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        (result,) = module.graph.output_node().args[0]
+        found.append(may_be_special(result))
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(program, backend=backend, fullgraph=True)(inputs()[0])
+    assert found == [expected]
