@@ -245,6 +245,7 @@ class Snapshots(expecttest.TestCase):
       }
      ],
      "validation": {
+      "kernel": "torch.sdpa",
       "ok": true,
       "error": "...",
       "source_error": "...",
@@ -391,7 +392,7 @@ MATCH_KEYS = {
     "op", "kernel", "rewritten", "where", "graph", "attributes", "why", "reasons", "candidates", "validation",
     "context", "guards", "mask", "mask_reasons", "formula",
 }  # fmt: skip
-VALIDATION_KEYS = {"ok", "error", "source_error", "grad_error", "cases", "reason", "origin", "seconds"}
+VALIDATION_KEYS = {"kernel", "ok", "error", "source_error", "grad_error", "cases", "reason", "origin", "seconds"}
 
 
 def test_json_has_the_same_keys_whatever_happened():

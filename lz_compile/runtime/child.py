@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from lz_compile.errors import TrialError
+from lz_compile.lowering import inductor
 from lz_compile.runtime import events
 
 #: How long a trial may take.
@@ -80,7 +81,8 @@ def _apart(subject: str, run: Callable[[], Any], limit_s: float) -> Any:
         if ending:
             raise TrialError(subject, ending, is_fatal=True)
         try:
-            outcome = torch.load(path, weights_only=True)
+            with inductor.apart():  # while something is traced, tensors would be loaded without their values
+                outcome = torch.load(path, weights_only=True)
         except Exception as error:
             raise TrialError(subject, "ended its process before it gave a result", is_fatal=True) from error
     events.pass_on(outcome["events"])
