@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -78,9 +78,8 @@ def run_kernel(kernel: KernelSpec, devices: set[torch.device], run_it: Callable[
             found = run_it()
         else:
             found = ProofRun(*tried(kernel, devices, lambda: astuple(run_it())))
-    failures = [event.message for event in happened if event.code in health.FAILURE_EVENTS]
+    failures = _failures(happened)
     if failures:
-        health.retire(kernel.kernel_id, failures[0])
         raise TrialError(kernel.kernel_id, f"failed, and something else gave the result: {failures[0]}", is_fatal=False)
     return found
 
@@ -92,12 +91,21 @@ def tried(kernel: KernelSpec, devices: set[torch.device], run_it: Callable[[], A
         TrialError: it failed.
         Exception: what it raises where it cannot be tried apart.
     """
-    try:
-        return child.attempt(kernel.kernel_id, run_it, devices)
-    except TrialError as error:
-        if error.is_fatal:
-            health.retire(kernel.kernel_id, error)
-        raise
+    with events.collect() as happened:
+        try:
+            return child.attempt(kernel.kernel_id, run_it, devices)
+        except TrialError as error:
+            if error.is_fatal:
+                health.retire(kernel.kernel_id, error)
+            raise
+        finally:
+            for message in _failures(happened)[:1]:  # it was retired there, and there only
+                health.retire(kernel.kernel_id, message)
+
+
+def _failures(happened: Iterable[events.Event]) -> list[str]:
+    """What failed while a fallback went on."""
+    return [event.message for event in happened if event.code in health.FAILURE_EVENTS]
 
 
 def _is_tensor(value: Any) -> bool:
