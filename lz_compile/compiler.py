@@ -20,7 +20,7 @@ from lz_compile.runtime.dump import Dump
 from lz_compile.runtime.fingerprint import source_hash
 from lz_compile.runtime.isolation import isolated
 from lz_compile.runtime.report import GraphReport, new_report
-from lz_compile.verification import Original
+from lz_compile.verification import keep
 
 Runner = Callable[[fx.GraphModule, Sequence[Any], GraphReport], Callable[..., Any]]
 
@@ -51,14 +51,14 @@ def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run
     with events.collect() as happened:
         try:
             snapshot = inductor.Snapshot(module)
-            original = None if options.verify == "off" else Original(module)
+            original = None if options.verify == "off" else keep(module)
             _rewrite(module, options, report, dump, snapshot)
             start = time.perf_counter()
             try:
                 compiled = run(module, inputs, report)
                 if original is None or not _is_changed(report, snapshot):
                     return compiled
-                return original.verifying(compiled, report, always=options.verify == "always")
+                return original.verifying(compiled, report, options)
             except inductor.RESTARTS:
                 raise
             except Exception as error:

@@ -15,12 +15,23 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from lz_compile.errors import RewriteFailedError
+from lz_compile.options import Options
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.validate import SLACK, TOLERANCE
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events
 from lz_compile.runtime.isolation import generators, isolated
 from lz_compile.runtime.report import GraphReport
+
+
+def keep(module: fx.GraphModule) -> Original | None:
+    """A graph as it is now, to be compared with what becomes of it; None, with an event, where it cannot be copied."""
+    try:
+        return Original(module)
+    except Exception as error:  # noqa: BLE001 a check that is impossible must not break a compile
+        events.record("NOT_VERIFIED", "the compiled graph is not verified: as it is, it cannot be kept", error)
+        return None
 
 
 class Original:
@@ -30,10 +41,11 @@ class Original:
         self._module = _apart(module)
         self._written = _written(self._module.graph)
 
-    def verifying(self, compiled: Callable[..., Any], report: GraphReport, *, always: bool) -> Callable[..., Any]:
+    def verifying(self, compiled: Callable[..., Any], report: GraphReport, options: Options) -> Callable[..., Any]:
         """``compiled``, the first call of which (or every one) is compared with the graph as it was.
 
-        After a difference, which is an event, that one runs instead.
+        After a difference, which is an event, that one runs instead. (When called) it raises ``RewriteFailedError`` for that
+        if ``options.strict`` is set.
         """
         runs_original, is_verified = False, False
 
@@ -46,9 +58,11 @@ class Original:
             with events.collect() as happened:
                 result, is_same = self._compared(compiled, inputs)
             report.events.extend(happened)
-            runs_original, is_verified = not is_same, not always
+            runs_original, is_verified = not is_same, options.verify == "first-call"
             if not is_same:
                 _refute(report)
+                if options.strict:
+                    raise RewriteFailedError(next(each.message for each in happened if each.code == "VERIFY_FAILED"))
             return result
 
         return run

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lz_compile import pipeline, register_kernel, reports, unregister_kernel
-from lz_compile.errors import OptionError
+from lz_compile.errors import OptionError, RewriteFailedError
 from lz_compile.lowering.ops.attention import reference
 from lz_compile.options import split
 from lz_compile.passes.validate import Validation, forget
@@ -205,6 +205,21 @@ def test_what_does_not_run_as_it_was_is_an_event(wrong: Any, monkeypatch: pytest
     inputs = operands()
     torch.testing.assert_close(run(*inputs), attention(*inputs))
     assert codes(backend) == ["NOT_VERIFIED"]
+
+
+def test_what_cannot_be_kept_as_it_was_is_an_event(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong(1.0)
+    monkeypatch.setattr("lz_compile.verification._apart", lambda module: 1 / 0)
+    run, backend = verifying(attention)
+    inputs = operands()
+    torch.testing.assert_close(run(*inputs), attention(*inputs))
+    assert codes(backend) == ["NOT_VERIFIED"]
+
+
+def test_in_strict_mode_a_difference_is_an_error(wrong: Any) -> None:
+    run, _ = verifying(attention, strict=True)
+    with pytest.raises(RewriteFailedError, match="output 0 is off by"):
+        run(*operands())
 
 
 def test_only_known_values_are_taken() -> None:
