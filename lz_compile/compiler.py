@@ -21,6 +21,7 @@ from lz_compile.runtime.dump import Dump
 from lz_compile.runtime.fingerprint import source_hash
 from lz_compile.runtime.isolation import isolated
 from lz_compile.runtime.report import GraphReport, new_report
+from lz_compile.verification import keep
 
 Runner = Callable[[fx.GraphModule, Sequence[Any], GraphReport], Callable[..., Any]]
 
@@ -51,10 +52,14 @@ def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run
     with events.collect() as happened:
         try:
             snapshot = Snapshot(module)
+            original = None if options.verify == "off" else keep(module)
             _rewrite(module, options, report, dump, snapshot)
             start = time.perf_counter()
             try:
-                return run(module, inputs, report)
+                compiled = run(module, inputs, report)
+                if original is None or not _is_changed(report, snapshot):
+                    return compiled
+                return original.verifying(compiled, report, options)
             except inductor.RESTARTS:
                 raise
             except Exception as error:
@@ -91,6 +96,10 @@ def _rewrite(module: fx.GraphModule, options: Options, report: GraphReport, dump
         events.record("REWRITE_FAILED", f"{text}; the original one is compiled", error)
         snapshot.restore()
         _unmark(report)
+
+
+def _is_changed(report: GraphReport, snapshot: inductor.Snapshot) -> bool:
+    return snapshot.differs() or any(match.rewritten for match in report.matches)
 
 
 def _unmark(report: GraphReport) -> None:

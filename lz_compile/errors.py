@@ -95,7 +95,7 @@ class TrialError(LayerZeroError, RuntimeError):
     """A kernel that is not shipped with this package failed while it was tried; ``is_fatal``: it hung, exited or crashed."""
 
     def __init__(self, subject: str, what: str, *, is_fatal: bool) -> None:
-        self.is_fatal = is_fatal
+        self.what, self.is_fatal = what, is_fatal
         super().__init__(f"trying {subject}: expected a result, but it {what}. Correct the kernel, or avoid it")
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from lz_compile import __version__
 from lz_compile.lowering import inductor
+from lz_compile.passes.proof_run import tried
 from lz_compile.runtime import events, health, machine, policy
 from lz_compile.runtime.calls import DISPATCH
 from lz_compile.runtime.context import SelectionContext
@@ -137,7 +139,10 @@ def compile_forms(
     calls: dict[str, Callable[[], Any]] = {}
     for spec in specs:
         try:
-            calls[spec.kernel_id] = _prepared(form(spec.call), inputs, context.is_training)
+            function = form(spec.call)
+            if not spec.is_shipped:  # what hangs or exits does so in a process of its own
+                tried(spec, {device_of(inputs)}, partial(_try, function, inputs, context.is_training))
+            calls[spec.kernel_id] = _prepared(function, inputs, context.is_training)
         except Exception as error:  # noqa: BLE001 a kernel that does not run here is named and left out
             events.record("MEASUREMENT_FAILED", f"{spec.kernel_id} for {context.operation} {context.hints()}", error)
     return calls
@@ -165,6 +170,14 @@ def keep(
 def device_of(inputs: Iterable[Any]) -> torch.device:
     """The device of the first tensor."""
     return next(each.device for each in inputs if isinstance(each, torch.Tensor))
+
+
+def _try(function: Callable[..., Any], inputs: Sequence[Any], is_training: bool) -> None:
+    """Run a form once as it is, without its results."""
+    outputs = [each for each in _tensors(function(*inputs)) if each.requires_grad and is_training]
+    leaves = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
+    if outputs:
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(each) for each in outputs], allow_unused=True)
 
 
 def _prepared(function: Callable[..., Any], inputs: Sequence[Any], is_training: bool) -> Callable[[], Any]:

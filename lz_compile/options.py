@@ -31,6 +31,9 @@ class Options:
     a table (:func:`lz_compile.solve`) or lock file (:func:`lz_compile.save_decisions`) whose decisions are followed.
     ``loops`` says which loops over time become one step that is run again and again: ``"auto"`` those for whose step there
     are kernels and those that compile faster so, ``"roll"`` all, ``"keep"`` only those for which there are kernels.
+    With ``verify`` ``"first-call"``, the first call of every rewritten graph also runs that graph as it was, on the real
+    inputs, and compares the results; after a difference, which is an event, the graph as it was runs instead. ``"always"``
+    compares every call, ``"off"`` none.
     """
 
     strict: bool = False
@@ -41,6 +44,7 @@ class Options:
     tune_budget_s: float = 60.0
     dispatch_table: str | os.PathLike[str] | None = None
     loops: str = "auto"
+    verify: str = "off"
 
     def tunes(self, policy: Policy) -> bool:
         """Whether what was never measured is measured while compiling."""
@@ -58,8 +62,13 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "tune_budget_s": (int, float),
     "dispatch_table": (str, os.PathLike),
     "loops": (str,),
+    "verify": (str,),
 }
-_CHOICES: Mapping[str, tuple[str, ...]] = {"tune": ("off", "on-miss"), "loops": ("auto", "roll", "keep")}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "tune": ("off", "on-miss"),
+    "loops": ("auto", "roll", "keep"),
+    "verify": ("off", "first-call", "always"),
+}
 
 
 def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[Options, dict[str, Any]]:

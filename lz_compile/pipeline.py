@@ -221,7 +221,7 @@ class _Known:
         proven = functools.partial(kernel.call, **kernel.validation_arguments)
         subject = match.kind if kernel.limits_head_dim else replace(match.kind, limited=frozenset())
         store = Store("validation") if kernel.is_reproducible else None
-        self.verdicts[key] = validate(subject, kernel.identity, proven, store)
+        self.verdicts[key] = validate(subject, kernel, proven, store)
         return self.verdicts[key]
 
 
@@ -302,6 +302,7 @@ def _apply(
             return
         if _settles(graph, match, kernel, entry, options, report, known):
             return
+    entry.kernel = _left(match)
 
 
 def _settles(
@@ -342,9 +343,9 @@ def _replaced(
     subject = known.subject(match, kernel)
     with timed(report, "validate"):
         verdict = known.prove(subject, kernel)
-    entry.validation = verdict.to_dict()
+    entry.validation = {"kernel": kernel.kernel_id, **verdict.to_dict()}
     if verdict.ok and not _holds(match):
-        entry.kernel = INDUCTOR
+        entry.kernel, entry.validation = INDUCTOR, None
         entry.reasons.append(Reason("VALUE_NOT_GUARDED", "its mask is a buffer, and nothing would notice a change"))
         return True
     if verdict.ok:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from lz_compile.errors import UnknownKernelError
+from lz_compile.errors import TrialError, UnknownKernelError
 from lz_compile.lowering import inductor
 from lz_compile.lowering.ops.attention import AttentionAttrs, reference
+from lz_compile.passes.proof_run import is_same, tried
 from lz_compile.passes.validate import SLACK, TOLERANCE
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, health
@@ -38,7 +39,7 @@ def validate(
 
     What its capabilities allow is run on the inputs and held against the op's definition in float64; where gradients are
     recorded and an input requires one, so are gradients. Figures are compared without dropout, and not where a row masks
-    every key. Policy plays no part.
+    every key. Policy plays no part. A kernel that is not shipped with this package runs in a process of its own.
 
     Args:
         kernel_id: as ``list_kernels`` gives it (``torch.sdpa.causal`` is ``torch.sdpa``, and causal); ``inductor`` is the
@@ -94,6 +95,11 @@ class _Inputs:
         """The mask by the name of its operand."""
         return {} if self.mask is None else {"mask" if self.attrs.has_mask else "bias": self.mask}
 
+    def copied(self) -> _Inputs:
+        """Copies, also of the masks."""
+        mask = None if self.mask is None else self.mask.clone(memory_format=torch.preserve_format)
+        return _Inputs(tuple(map(_copy, self.tensors)), mask, self.attrs, self.needs_grad)
+
     def as_float64(self) -> _Inputs:
         mask = self.mask if self.mask is None or self.attrs.has_mask else self.mask.detach().double()
         tensors = tuple(tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in self.tensors)
@@ -138,10 +144,13 @@ def _try(spec: KernelSpec, inputs: _Inputs) -> list[Reason]:
     """Run the kernel and compare; what speaks against it."""
     with events.collect() as happened:
         try:
-            ours = _evaluate(_function(spec, inputs), inputs)
-            synchronise(inputs.tensors[0].device)
+            ours, written = _run_kernel(spec, inputs)
+        except TrialError as error:
+            return [Reason("KERNEL_FAILED", f"{spec.kernel_id} {_first_line(error.what)}")]
         except Exception as error:  # noqa: BLE001 a kernel that fails is what is asked for
             return [Reason("KERNEL_FAILED", f"{spec.kernel_id} raised {type(error).__name__}: {_first_line(error)}")]
+    if written:
+        return [Reason("VALIDATION_FAILED", f"{spec.kernel_id} writes into {' and '.join(written)}")]
     failures = [Reason(event.code, event.message) for event in happened if event.code in health.FAILURE_EVENTS]
     if failures:
         return failures
@@ -151,6 +160,27 @@ def _try(spec: KernelSpec, inputs: _Inputs) -> list[Reason]:
     names = ("output", "gradient of query", "gradient of key", "gradient of value")
     found = [_difference(spec.kernel_id, *each) for each in zip(names, truth, given, ours, strict=False)]
     return [reason for reason in found if reason is not None]
+
+
+def _run_kernel(spec: KernelSpec, inputs: _Inputs) -> tuple[list[torch.Tensor], list[str]]:
+    """What a kernel gives for copies of the inputs, and which of these it writes into; apart if it is not shipped.
+
+    Raises:
+        TrialError: it failed in a process of its own.
+        Exception: what it raises.
+    """
+
+    def run() -> tuple[list[torch.Tensor], list[str]]:
+        copies = inputs.copied()
+        found = _evaluate(_function(spec, copies), copies)
+        synchronise(copies.tensors[0].device)
+        before = {**dict(zip(("query", "key", "value"), inputs.tensors, strict=True)), **inputs.masks}
+        after = (*copies.tensors, *copies.masks.values())
+        return found, [
+            name for (name, given), own in zip(before.items(), after, strict=True) if not is_same(given, own)
+        ]
+
+    return run() if spec.is_shipped else tried(spec, {inputs.tensors[0].device}, run)
 
 
 def _function(spec: KernelSpec, inputs: _Inputs) -> Callable[..., torch.Tensor]:
@@ -223,5 +253,5 @@ def _largest(error: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: Exception | str) -> str:
     return str(error).strip().partition("\n")[0]

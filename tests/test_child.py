@@ -51,7 +51,6 @@ FATAL: dict[str, tuple[Callable[[], Any], str]] = {
     "crashes": (crash, "ended its process by SIGSEGV"),
     "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended its process by SIGKILL"),
     "aborts": (os.abort, "ended its process by SIGABRT"),
-    "gives what cannot be told": (threading.Lock, "ended its process with code 1"),
 }
 
 
@@ -63,6 +62,12 @@ def test_what_ends_or_holds_up_its_process_is_an_error_here(name: str) -> None:
         child.attempt("a kernel", run, CPU, limit_s=0.3 if "0.3" in text else 20)
     assert raised.value.is_fatal
     assert time.monotonic() - start < 5
+
+
+def test_a_result_that_is_no_tensor_is_told() -> None:
+    with pytest.raises(TrialError, match="gave no tensors") as raised:
+        child.attempt("a kernel", threading.Lock, CPU)
+    assert not raised.value.is_fatal
 
 
 @pytest.mark.parametrize("run", [raises, sys.exit])
@@ -131,10 +136,10 @@ def test_whatever_the_process_started_is_stopped_with_it(tmp_path) -> None:
     assert not status.exists() or status.read_text().split()[2] == "Z"
 
 
-@pytest.mark.parametrize("why", ["platform", "device", "no process", "gradients"])
+@pytest.mark.parametrize("why", ["platform", "device", "no process", "no space", "gradients"])
 def test_what_cannot_be_tried_apart_is_an_event_and_tried_here(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_fork() -> int:
-        raise BlockingIOError("too many processes")
+    def no_fork(*_: Any) -> int:
+        raise BlockingIOError("too many processes, or no space")
 
     here = os.getpid()
 
@@ -146,10 +151,13 @@ def test_what_cannot_be_tried_apart_is_an_event_and_tried_here(why: str, monkeyp
     devices = [torch.device("cuda", 0)] if why == "device" else CPU
     if why == "platform":
         monkeypatch.setattr(sys, "platform", "win32")
+    if why == "no space":
+        monkeypatch.setattr(torch, "save", no_fork)
     if why == "no process":
         monkeypatch.setattr(os, "fork", no_fork)
     with events.collect() as happened:
         assert child.attempt("my.kernel", run, devices)
+        assert child.attempt("my.kernel", run, devices), "which is told once"
     (event,) = happened
     assert event.code == "TRIAL_NOT_APART"
     assert event.message.startswith("my.kernel is tried in this process, which ends if that hangs or exits: ")

@@ -246,6 +246,7 @@ class Snapshots(expecttest.TestCase):
       }
      ],
      "validation": {
+      "kernel": "torch.sdpa",
       "ok": true,
       "error": "...",
       "source_error": "...",
@@ -401,7 +402,7 @@ MATCH_KEYS = {
     "op", "kernel", "rewritten", "where", "graph", "attributes", "why", "reasons", "candidates", "validation",
     "context", "guards", "mask", "mask_reasons", "formula",
 }  # fmt: skip
-VALIDATION_KEYS = {"ok", "error", "source_error", "grad_error", "cases", "reason", "origin", "seconds"}
+VALIDATION_KEYS = {"kernel", "ok", "error", "source_error", "grad_error", "cases", "reason", "origin", "seconds"}
 
 
 def test_json_has_the_same_keys_whatever_happened():

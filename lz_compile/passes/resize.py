@@ -6,6 +6,7 @@ axes, so the whole of it can be run with, say, 24 keys instead of 4,096, whateve
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from lz_compile.errors import TrialError
+from lz_compile.lowering import inductor
 from lz_compile.passes import layout
 from lz_compile.passes.algebra import constant_value, is_constant
 from lz_compile.passes.axes import Axis, Dims, Size, atoms, axes_of
@@ -22,6 +25,7 @@ from lz_compile.passes.loops.scan_steps import run_steps
 from lz_compile.passes.match import Match
 from lz_compile.passes.rewrite import KernelCall, emit
 from lz_compile.passes.view import Call, hint_of, is_symbolic, read, tensor_of
+from lz_compile.runtime import memory
 
 Sizes = Mapping[Axis, int]
 
@@ -52,6 +56,10 @@ class Subgraph(Protocol):
 
 _SMALL = 8
 _STEP = 8
+#: What a size counts as that nobody knows before the data are there.
+_UNKNOWN = 512
+#: One part of this many of the free memory is what a proof at real sizes may take.
+_SHARE = 4
 _DOWNCASTS = frozenset({"float", "half", "bfloat16"})
 
 
@@ -75,6 +83,39 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
     grown = {axis: max(size, least.get(axis.size, 1)) for axis, size in small.items()}
     sizes = {**grown, **symbolic, **{axis: axis.size for axis in unchanged if isinstance(axis.size, int)}}
     return {**sizes, **{axis: sizes[other] for axis, other in match.ties.items()}}
+
+
+def real_sizes(match: Match) -> Sizes:
+    """The sizes that the match was traced with, rows cut down where its source, in float64, would not fit into memory.
+
+    A size that data decide counts as :data:`_UNKNOWN`.
+
+    Raises:
+        TrialError: it does not fit with few rows either.
+    """
+    tensors = [tensor for tensor in map(tensor_of, (*match.inputs, *match.outputs)) if tensor is not None]
+    free = min(memory.free_bytes(device) for device in {tensor.device for tensor in tensors})
+
+    def hint(size: Size) -> int:
+        known = size if isinstance(size, int) else inductor.symbolic_size(size, tensors).hint
+        return _UNKNOWN if known is None else known
+
+    small = representative_sizes(match)
+    sizes = {axis: small[axis] if axis in match.fixed else hint(axis.size) for axis in _all_axes(match)}
+    for axis in (*axes_of(match.output_dims), None):
+        tied = {**sizes, **{axis: sizes[other] for axis, other in match.ties.items()}}
+        needed = _bytes_needed(match, tied)
+        if needed <= free / _SHARE:
+            return tied
+        if axis is not None and axis not in match.ties:
+            sizes[axis] = min(sizes[axis], small[axis])
+    text = f"cannot be tried at its real sizes, of {needed >> 20} MiB with {free >> 20} MiB free"
+    raise TrialError(f"a kernel for {match.op} at {match.where}", text, is_fatal=False)
+
+
+def _bytes_needed(match: Match, sizes: Sizes) -> int:
+    """All that the source computes, in float64, with gradients."""
+    return sum(math.prod(shape(dims, sizes)) for dims in {**match.inputs, **match.read}.values()) * 8 * 2
 
 
 def _hints(match: Match) -> Sizes:

@@ -13,9 +13,9 @@ import hashlib
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -24,14 +24,15 @@ from torch import fx
 
 from lz_compile.lowering import ops
 from lz_compile.passes.axes import Axis, Dims, axes_of
-from lz_compile.passes.builder import Builder
-from lz_compile.passes.effects import ambient_context, grad_enabled
+from lz_compile.passes.effects import grad_enabled
 from lz_compile.passes.match import Match
-from lz_compile.passes.resize import Sizes, original, replacement, representative_sizes, shape
+from lz_compile.passes.proof_run import run, run_kernel
+from lz_compile.passes.resize import Sizes, original, real_sizes, replacement, representative_sizes, shape
 from lz_compile.passes.rewrite import KernelCall
 from lz_compile.passes.view import hint_of, tensor_of, value_of
 from lz_compile.runtime import machine
 from lz_compile.runtime.isolation import Outside, isolated
+from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.store import Store
 
 #: Absolute and relative slack against the float64 reference, by dtype. On top of it a replacement may err :data:`SLACK`
@@ -112,10 +113,19 @@ def forget() -> None:
     _memory.clear()
 
 
-def validate(match: Match, kernel_id: str, call: KernelCall, store: Store | None) -> Validation:
-    """Whether ``call`` may replace ``match``; remembered by structure, dtypes, attributes, kernel and source version."""
+def validate(match: Match, kernel: KernelSpec, call: KernelCall, store: Store | None) -> Validation:
+    """Whether ``call``, which is that of a kernel, may replace ``match``.
+
+    It is remembered by structure, dtypes, attributes, modes, machine, kernel and source version; what is not shipped with
+    this package is also tried at the real sizes, and remembered for these.
+
+    Raises:
+        TrialError: the kernel failed, or nothing can be found out about it.
+        Exception: what the kernel raises.
+    """
     start = time.perf_counter()
-    key = _key(match, kernel_id)
+    real = None if kernel.is_shipped else real_sizes(match)
+    key = _key(match, kernel.identity, real)
     known = _memory.get(key)
     if known is not None:
         return replace(known, origin="memory", seconds=time.perf_counter() - start)
@@ -123,7 +133,7 @@ def validate(match: Match, kernel_id: str, call: KernelCall, store: Store | None
     if verdict is not None:
         _memory[key] = verdict
         return replace(verdict, origin="disk", seconds=time.perf_counter() - start)
-    verdict = _run(match, call)
+    verdict = _run(match, kernel, call, real)
     _memory[key] = verdict
     if store is not None:
         store.save(key, verdict.to_dict())
@@ -173,12 +183,16 @@ def cases(match: Match) -> Iterator[Case]:
         yield Case("infinite fills", masked_rows=True, infinite=True)
 
 
-def _run(match: Match, call: KernelCall) -> Validation:
+def _run(match: Match, kernel: KernelSpec, call: KernelCall, real: Sizes | None) -> Validation:
     total = Validation(ok=True)
     tried = list(cases(match))  # which gradients are wanted, is decided outside
+    if real is not None:
+        tried.append(replace(tried[0], name="real sizes"))
     with isolated() as outside:
         for case in tried:
-            total = _merge(total, _run_case(match, call, case, outside))
+            small = representative_sizes(match, ones=_some_axes(match) if case.ones else frozenset())
+            sizes = real if real is not None and case is tried[-1] else small
+            total = _merge(total, _run_case(match, kernel, call, case, sizes, outside))
             if not total.ok:
                 break
     return total
@@ -197,15 +211,30 @@ def _merge(total: Validation, case: Validation) -> Validation:
     )
 
 
-def _run_case(match: Match, call: KernelCall, case: Case, outside: Outside) -> Validation:
-    sizes = representative_sizes(match, ones=_some_axes(match) if case.ones else frozenset())
+def _run_case(
+    match: Match, kernel: KernelSpec, call: KernelCall, case: Case, sizes: Sizes, outside: Outside
+) -> Validation:
     inputs = _inputs(match, sizes, case)
-    source = original(match, sizes)
+    replaced = partial(run, replacement(match, call, sizes), match, inputs, sizes)
+    ours = run_kernel(kernel, _devices(match), partial(replaced, gradients=case.gradients, outside=outside))
+    given = run(original(match, sizes), match, inputs, sizes, gradients=case.gradients, outside=outside)
     exact = original(match, sizes, torch.float64)
-    new = replacement(match, call, sizes)
-    truth = _evaluate(exact, match, _as_float64(inputs), sizes, case.gradients)
-    given = _evaluate(source, match, inputs, sizes, case.gradients, outside)
-    ours = _evaluate(new, match, inputs, sizes, case.gradients, outside)
+    truth = run(exact, match, _as_float64(inputs), sizes, gradients=case.gradients)
+    if ours.written:
+        return Validation(ok=False, reason=f"it writes into {', '.join(ours.written)}, with {case.name}")
+    if ours.is_view and not given.is_view:
+        return Validation(ok=False, reason=f"its result lies in the memory of an input, with {case.name}")
+    return _compared(match, case, truth.values, given.values, ours.values)
+
+
+def _compared(
+    match: Match,
+    case: Case,
+    truth: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    ours: Sequence[torch.Tensor],
+) -> Validation:
+    """The verdict on results: float64's, the source's and the kernel's."""
     outputs = [tensor_of(node) for node in match.outputs]
     grown = max(case.magnitude, 1.0) ** getattr(ops.module(match.op), "ROUNDING_POWER", 0)
     verdict = Validation(ok=True)
@@ -270,14 +299,6 @@ def _finite_max(error: torch.Tensor) -> float:
 
 def _inputs(match: Match, sizes: Sizes, case: Case) -> list[Any]:
     return [_input(match, node, sizes, case) for node in match.inputs]
-
-
-def _with_implied(match: Match, inputs: list[Any], sizes: Sizes) -> Iterator[Any]:
-    """The inputs, with masks that were proven made again, from those that they depend on: gradients flow to these."""
-    values = dict(zip(match.inputs, inputs, strict=True))
-    builder = Builder(values.__getitem__, sizes=sizes)
-    for node, value in values.items():
-        yield match.emitter.implied_value(node, builder, value, sizes) if node in match.implied else value
 
 
 def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
@@ -401,43 +422,11 @@ def _names(match: Match, case: Case) -> list[str]:
     return [*outputs, *(f"gradient of {node.name}" for node in match.inputs if _wants_grad(node))]
 
 
-def _evaluate(
-    function: Callable[..., Any],
-    match: Match,
-    inputs: list[Any],
-    sizes: Sizes,
-    gradients: bool,
-    outside: Outside | None = None,
-) -> list[torch.Tensor]:
-    """Outputs and gradients, under the match's own modes; in float64, which knows no autocast, without ``outside``."""
-    with ExitStack() as stack:
-        if outside is not None:
-            for manager in (outside.entered(), *ambient_context(match.ambient)):
-                stack.enter_context(manager)
-        stack.enter_context(torch.set_grad_enabled(gradients))
-        values = _with_implied(match, inputs, sizes)
-        given = function(*(value.clone() if isinstance(value, torch.Tensor) else value for value in values))
-    outputs = list(given) if match.also else [given]
-    found = [output.detach() for output in outputs]
-    if not gradients:
-        return found
-    leaves = [value for value in inputs if isinstance(value, torch.Tensor) and value.requires_grad]
-    # Of several outputs, any may be one through which no gradient flows.
-    reached = [output for output in outputs if output.requires_grad]
-    weights = [_weights(output) for output in reached]
-    grads = torch.autograd.grad(reached, leaves, weights, allow_unused=True) if reached else [None] * len(leaves)
-    return [*found, *(torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True))]
-
-
-def _weights(output: torch.Tensor) -> torch.Tensor:
-    return torch.linspace(-1.0, 1.0, output.numel(), device=output.device).reshape(output.shape).to(output.dtype)
-
-
 # ---- structure -----------------------------------------------------------------------------------------------------
 
 
-def _key(match: Match, kernel_id: str) -> str:
-    """A hash of everything that the verdict depends on, and of nothing else (no names, no real sizes).
+def _key(match: Match, kernel_id: str, real: Sizes | None) -> str:
+    """A hash of everything that the verdict depends on, and of nothing else (no names; real sizes if they are tried).
 
     What runs the kernel is part of it: its code may differ between instruction sets and compilers.
     """
@@ -450,6 +439,7 @@ def _key(match: Match, kernel_id: str) -> str:
         tensor = tensor_of(node)
         kind = "number" if tensor is None else f"{tensor.dtype} {tensor.device.type} {tensor.requires_grad}"
         lines.append(f"i{index} {kind} {shape(match.inputs[node], sizes)} {match.fills.get(node)}")
+        lines += [] if real is None else [f"{shape(match.inputs[node], real)}"]
         lines.append(f"{node in match.rows} {node in match.dropped} {node in match.selecting}")
         lines.append(f"{match.masks.get(node)} {match.implied.get(node)}")
     source = original(match, sizes)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from lz_compile.errors import TrialError
+from lz_compile.lowering import inductor
 from lz_compile.runtime import events
 
 #: How long a trial may take.
@@ -39,7 +40,7 @@ def why_not(devices: Collection[torch.device]) -> str:
 def attempt(
     subject: str, run: Callable[[], Any], devices: Collection[torch.device], limit_s: float | None = None
 ) -> Any:
-    """What ``run`` gives, computed apart where that is possible, and in this process with an event where it is not.
+    """What ``run`` gives, computed apart where that is possible, and in this process with an event (one) where it is not.
 
     Args:
         subject: for people, what is run.
@@ -57,8 +58,18 @@ def attempt(
             return _apart(subject, run, LIMIT_S if limit_s is None else limit_s)
         except _ImpossibleError as error:
             reason = str(error)
-    events.record("TRIAL_NOT_APART", f"{subject} is tried in this process, which ends if that hangs or exits: {reason}")
+    if (subject, reason) not in _told:  # once, not for every run
+        _told.add((subject, reason))
+        text = f"{subject} is tried in this process, which ends if that hangs or exits: {reason}"
+        events.record("TRIAL_NOT_APART", text)
     return run()
+
+
+#: How a copy ends that cannot say what came of it.
+_UNTOLD = 98
+_UNTOLD_TEXT = f"ended its process with code {_UNTOLD}"
+#: What was told: subjects with reasons.
+_told: set[tuple[str, str]] = set()
 
 
 class _ImpossibleError(Exception):
@@ -77,10 +88,13 @@ def _apart(subject: str, run: Callable[[], Any], limit_s: float) -> Any:
         if pid == 0:
             _be_the_copy(run, path)
         ending = _wait(pid, limit_s)
+        if ending == _UNTOLD_TEXT:
+            raise _ImpossibleError("what it gives cannot be written to a temporary file")
         if ending:
             raise TrialError(subject, ending, is_fatal=True)
         try:
-            outcome = torch.load(path, weights_only=True)
+            with inductor.apart():  # while something is traced, tensors would be loaded without their values
+                outcome = torch.load(path, weights_only=True)
         except Exception as error:
             raise TrialError(subject, "ended its process before it gave a result", is_fatal=True) from error
     events.pass_on(outcome["events"])
@@ -89,7 +103,7 @@ def _apart(subject: str, run: Callable[[], Any], limit_s: float) -> Any:
             "gradients cannot be computed in a copy of a process that computed some on an accelerator"
         )
     if outcome["error"]:
-        raise TrialError(subject, f"raised {outcome['error']}", is_fatal=False)
+        raise TrialError(subject, outcome["error"], is_fatal=False)
     return outcome["value"]
 
 
@@ -105,10 +119,17 @@ def _be_the_copy(run: Callable[[], Any], path: Path) -> NoReturn:
             try:
                 value = run()
             except BaseException as error:  # noqa: BLE001 told to whoever waits
-                failure = f"{type(error).__name__}: {error}"
-        told = [(event.code, event.message) for event in happened]
-        torch.save({"value": value, "error": failure, "events": told}, path)
+                failure = f"raised {type(error).__name__}: {error}"
+        outcome = {"value": value, "error": failure, "events": [(each.code, each.message) for each in happened]}
+        try:
+            torch.save(outcome, path)
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 told to whoever waits
+            torch.save({**outcome, "value": None, "error": f"gave no tensors ({type(error).__name__}: {error})"}, path)
         code = 0
+    except (OSError, RuntimeError):  # torch's own, where a file cannot be written
+        code = _UNTOLD
     finally:
         os._exit(code)
 

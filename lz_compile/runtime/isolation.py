@@ -163,28 +163,28 @@ def _deterministic_flags() -> Iterator[None]:
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
-def _generators() -> Iterator[torch.Generator]:
+def generators() -> Iterator[torch.Generator]:
     """Those that draw where nobody names one. Of a device that was never used nothing is asked: that would start it."""
     yield torch.default_generator
     for kind in _ACCELERATORS:
         module = getattr(torch, kind, None)
         if module is not None and module.is_initialized():
-            yield from module.default_generators
+            yield from module.defaultgenerators
     if torch.backends.mps.is_available():
         yield torch.mps._get_default_mps_generator()
 
 
 @contextmanager
 def _random_numbers() -> Iterator[None]:
-    generators = [(generator, generator.get_state()) for generator in _generators()]
+    states = [(generator, generator.get_state()) for generator in generators()]
     python, numpy = random.getstate(), getattr(sys.modules.get("numpy"), "random", None)
     of_numpy = None if numpy is None else numpy.get_state()
-    for generator, _ in generators:
+    for generator, _ in states:
         generator.manual_seed(0)
     try:
         yield
     finally:
-        for generator, state in generators:
+        for generator, state in states:
             generator.set_state(state)
         random.setstate(python)
         if numpy is not None:

@@ -64,7 +64,7 @@ def _kind(matches: Sequence[MatchReport]) -> Iterator[Any]:
             "formula": first.formula,
             "why": first.why,
             "guards": ", ".join(first.guards),
-            "reasons": "\n".join(str(reason) for reason in first.reasons),
+            "reasons": "\n".join(str(reason) for reason in first.all_reasons),
             "proof": _proof(first),
         }
     )
@@ -87,7 +87,7 @@ def _masks(match: MatchReport) -> str:
 
 def _proof(match: MatchReport) -> str:
     found = match.validation or {}
-    if not found.get("ok"):
+    if not found.get("ok") or not match.rewritten:
         return ""
     return f"error {found['error']:.1e} against float64, the source's is {found['source_error']:.1e}"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lz_compile.reasons import Reason
-from lz_compile.runtime import policy
+from lz_compile.runtime import health, policy
 from lz_compile.runtime.events import Event
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class MatchReport:
     ``graph`` is the path of the nested graph it was found in ("" for the outermost); ``context`` is what the kernel was
     chosen for, ``guards`` are the questions about symbolic sizes that the choice depends on. ``mask`` says what the masks
     mean ("causal and key padding"; "mask" and "bias" stand for what is a tensor like any other), ``mask_reasons`` why a
-    mask is no more than that. ``formula`` is what is computed, where the attributes alone would not say it.
+    mask is no more than that. ``validation`` is the last proof, with the kernel that ran in it.
+    ``formula`` is what is computed, where the attributes alone would not say it.
     """
 
     op: str
@@ -68,6 +69,13 @@ class MatchReport:
         self.guards = list(decision.asked)
         self.candidates = [candidate.to_dict() for candidate in decision.candidates]
 
+    @property
+    def all_reasons(self) -> list[Reason]:
+        """The reasons, and what happened to the kernel afterwards."""
+        since = health.retired(self.kernel) if self.rewritten else None
+        text = f"{self.kernel} failed after it had been put in; where it is one call, its fallback computes this"
+        return self.reasons if since is None else [*self.reasons, Reason(since.code, f"{text}: {since.message}")]
+
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         return {
@@ -81,7 +89,7 @@ class MatchReport:
             "mask": self.mask,
             "mask_reasons": [reason.to_dict() for reason in self.mask_reasons],
             "why": self.why,
-            "reasons": [reason.to_dict() for reason in self.reasons],
+            "reasons": [reason.to_dict() for reason in self.all_reasons],
             "context": self.context,
             "guards": self.guards,
             "candidates": self.candidates,

@@ -1,0 +1,303 @@
+"""Kernels that are not shipped with the package: whatever is wrong with one, the user's process, tensors and results are not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from backends import Rewriting
+from torch import Tensor
+
+from lz_compile import register_kernel, tune, unregister_kernel, validate
+from lz_compile.lowering import inductor
+from lz_compile.lowering.ops.attention import reference
+from lz_compile.passes.validate import forget
+from lz_compile.runtime import child, health, memory
+
+ID = "test.foreign"
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (query @ key.transpose(-2, -1) * 0.3).softmax(-1) @ value
+
+
+def operands(length: int = 120, *, grad: bool = False) -> list[Tensor]:
+    return [torch.randn(1, 2, size, 16, requires_grad=grad) for size in (length, length + 8, length + 8)]
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    monkeypatch.setattr(child, "LIMIT_S", 1.0)
+
+    def as_kernel(function: Callable[..., Any], *, is_traceable: bool = True) -> None:
+        forget()
+        supports = ["training", "nan_rows"] if is_traceable else ["nan_rows"]
+        register_kernel(
+            operation="attention",
+            kernel_id=ID,
+            platform="cpu",
+            supported_dtypes=["float32"],
+            supports=supports,
+            is_traceable=is_traceable,
+        )(function)
+
+    yield as_kernel
+    unregister_kernel(ID)
+    health.restore(ID)
+    forget()
+
+
+def compiled(inputs: list[Tensor], **options: Any) -> tuple[Tensor, Rewriting]:
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"attention": ID}, assume_finite=True, **options)
+    return torch.compile(attention, backend=backend, fullgraph=True)(*inputs), backend
+
+
+def right(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    return reference(query, key, value, attrs=attrs)
+
+
+def one_call(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    assert scale == 0.3
+    return attention(query, key, value)
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Not while a graph is written, and not in the float64 of the truth."""
+    return type(tensor) is Tensor
+
+
+def hanging(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    while is_real(query):
+        pass
+    return right(query, key, value, attrs=attrs)
+
+
+def waiting(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    if is_real(query):
+        time.sleep(60)
+    return right(query, key, value, attrs=attrs)
+
+
+def exiting(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    if is_real(query):
+        os._exit(0)
+    return right(query, key, value, attrs=attrs)
+
+
+def leaving(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    if is_real(query):
+        raise SystemExit
+    return right(query, key, value, attrs=attrs)
+
+
+def crashing(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    if is_real(query):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return right(query, key, value, attrs=attrs)
+
+
+def raising(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    if is_real(query):
+        raise ValueError("not for me")
+    return right(query, key, value, attrs=attrs)
+
+
+def zeroing_the_query(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    found = right(query, key, value, attrs=attrs)
+    with torch.no_grad():
+        query.zero_()
+    return found
+
+
+def scaling_the_key_for_a_while(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    with torch.no_grad():
+        key.mul_(2)
+    return right(query, key / 2, value, attrs=attrs)
+
+
+def zeroing_long_values(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    found = right(query, key, value, attrs=attrs)
+    if value.shape[2] > 100:
+        value.zero_()
+    return found
+
+
+def wrong_for_many_keys(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    return right(query, key[:, :, :100], value[:, :, :100], attrs=attrs)
+
+
+def nan_for_many_queries(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    found = right(query, key, value, attrs=attrs)
+    return found * float("nan") if query.shape[2] > 100 else found
+
+
+def raising_for_many_keys(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    if key.shape[2] > 100 and is_real(key):
+        raise ValueError("too many keys")
+    return right(query, key, value, attrs=attrs)
+
+
+class WrongGradientOfManyKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, key: Tensor) -> Tensor:
+        return key.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2 if gradient.shape[2] > 100 else gradient
+
+
+def wrong_gradient_of_many_keys(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+    return right(query, WrongGradientOfManyKeys.apply(key), value, attrs=attrs)
+
+
+#: By what is wrong: the function, the code of the reason, and what it says.
+WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "hangs": (hanging, "REWRITE_FAILED", "gave no result within 1 s"),
+    "waits": (waiting, "REWRITE_FAILED", "gave no result within 1 s"),
+    "exits": (exiting, "REWRITE_FAILED", "ended its process before it gave a result"),
+    "raises SystemExit": (leaving, "REWRITE_FAILED", "raised SystemExit"),
+    "crashes": (crashing, "REWRITE_FAILED", "ended its process by SIGSEGV"),
+    "raises": (raising, "REWRITE_FAILED", "raised ValueError: not for me"),
+    "writes": (zeroing_the_query, "VALIDATION_FAILED", "it writes into l_query_, with plain"),
+    "writes and is right": (scaling_the_key_for_a_while, "VALIDATION_FAILED", "it writes into l_key_, with plain"),
+    "writes at larger sizes": (zeroing_long_values, "VALIDATION_FAILED", "it writes into l_value_, with real sizes"),
+    "is wrong at larger sizes": (wrong_for_many_keys, "VALIDATION_FAILED", "output with real sizes: off by"),
+    "is NaN at larger sizes": (nan_for_many_queries, "VALIDATION_FAILED", "output with real sizes"),
+    "raises at larger sizes": (raising_for_many_keys, "REWRITE_FAILED", "raised ValueError: too many keys"),
+}
+FATAL = {"hangs", "waits", "exits", "crashes"}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_a_reason_and_the_result_is_the_sources(name: str, register: Callable[..., None]) -> None:
+    function, code, text = WRONG[name]
+    register(function)
+    inputs = operands()
+    before = [each.clone() for each in inputs]
+    result, backend = compiled(inputs)
+    (match,) = backend.report.matches
+    (reason,) = [each for each in match.reasons if each.message.startswith(ID)]
+    assert (reason.code, match.kernel == ID) == (code, False)
+    assert text in reason.message
+    assert not match.rewritten or match.validation["kernel"] == match.kernel
+    torch.testing.assert_close(inputs, before, rtol=0, atol=0)
+    torch.testing.assert_close(result, attention(*inputs))
+    assert (health.retired(ID) is not None) == (name in FATAL)
+
+
+def test_a_gradient_that_is_wrong_at_larger_sizes_is_found(register: Callable[..., None]) -> None:
+    register(wrong_gradient_of_many_keys)
+    inputs = operands(grad=True)
+    result, backend = compiled(inputs)
+    assert "gradient of l_key_ with real sizes: off by" in str(backend.report.matches[0].reasons)
+    found = torch.autograd.grad(result.sum(), inputs)
+    torch.testing.assert_close(found, torch.autograd.grad(attention(*inputs).sum(), inputs))
+
+
+@pytest.mark.parametrize("is_traceable", [True, False])
+def test_a_kernel_that_is_right_is_taken(is_traceable: bool, register: Callable[..., None]) -> None:
+    register(right if is_traceable else one_call, is_traceable=is_traceable)
+    _, backend = compiled(operands())
+    (match,) = backend.report.matches
+    assert (match.kernel, match.validation["kernel"], match.validation["ok"]) == (ID, ID, True), backend.why_not()
+
+
+def test_a_kernel_of_one_call_that_raises_is_not_the_one_that_was_proven(register: Callable[..., None]) -> None:
+    def broken(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        raise ValueError("not for me")
+
+    register(broken, is_traceable=False)
+    inputs = operands()
+    result, backend = compiled(inputs)
+    (match,) = backend.report.matches
+    assert match.kernel != ID
+    assert match.validation is None or match.validation["kernel"] != ID
+    assert "failed, and something else gave the result" in str(match.reasons)
+    assert health.retired(ID) is not None
+    torch.testing.assert_close(result, attention(*inputs))
+
+
+def test_a_kernel_that_fails_after_it_was_put_in_is_told_with_its_reason(register: Callable[..., None]) -> None:
+    fails: list[bool] = []
+
+    def sometimes(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        if fails:
+            raise ValueError("today not")
+        return attention(query, key, value)
+
+    register(sometimes, is_traceable=False)
+    backend = Rewriting(lock={"attention": ID}, assume_finite=True)
+    run = torch.compile(attention, backend=backend, fullgraph=True)
+    inputs = operands()
+    run(*inputs)
+    (match,) = backend.report.matches
+    assert "KERNEL_RETIRED" not in str(match.to_dict())
+    fails.append(True)
+    torch.testing.assert_close(run(*inputs), attention(*inputs))
+    told = match.to_dict()["reasons"][-1]
+    assert told["code"] == "KERNEL_RETIRED"
+    assert "today not" in told["message"]
+
+
+def test_other_real_sizes_are_another_proof(register: Callable[..., None]) -> None:
+    register(lambda query, key, value, *, attrs: right(query, key, value, attrs=attrs))
+    origins = [compiled(operands(length))[1].report.matches[0].validation["origin"] for length in (40, 120, 40)]
+    assert origins == ["run", "run", "memory"]
+
+
+def test_rows_are_cut_down_where_memory_is_short(
+    register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def noting(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+        if is_real(query):
+            (tmp := seen).append(tuple(query.shape))
+            assert query.shape[2] != 120 or query.shape[0] <= 2, tmp
+        return right(query, key, value, attrs=attrs)
+
+    register(noting)
+    inputs = [torch.randn(64, 2, size, 16) for size in (120, 128, 128)]
+    one_row = 2 * 120 * 128 * 8 * 2
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 4 * 40 * one_row)
+    _, backend = compiled(inputs)
+    assert "real sizes" not in str(backend.report.matches[0].reasons)
+
+
+def test_what_fits_into_no_memory_is_not_taken(register: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    register(right)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 4096)
+    _, backend = compiled(operands())
+    assert "cannot be tried at its real sizes" in str(backend.report.matches[0].reasons)
+
+
+@pytest.mark.parametrize("name", ["hangs", "exits", "crashes", "raises", "writes", "writes and is right"])
+def test_validate_tries_apart_and_says_what_happened(name: str, register: Callable[..., None]) -> None:
+    function, _, text = WRONG[name]
+    register(function)
+    inputs = operands(16)
+    before = [each.clone() for each in inputs]
+    ok, (reason,) = validate(ID, *inputs)
+    assert not ok
+    assert text.partition(",")[0].replace("it writes into l_", "writes into ").rstrip("_") in reason.message
+    torch.testing.assert_close(inputs, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted(FATAL))
+def test_measuring_leaves_out_what_ends_or_holds_up_its_process(
+    name: str, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(WRONG[name][0])
+    monkeypatch.setattr(inductor, "compile_apart", lambda function, inputs: function)
+    report = tune("attention.full", seq_lens=[8], head_dim=16, num_heads=2, device="cpu", samples=1, resume=False)
+    (measured,) = report.measured
+    assert ID not in measured.latency_us
+    assert "inductor" in measured.latency_us
+    assert health.retired(ID) is not None
