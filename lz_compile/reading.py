@@ -75,9 +75,11 @@ class Reading:
         """The near misses, but for pieces of something that was recognised: those look like loops, too."""
         known = {node for match in self.matches for node in match.core}
         scans = [set(match.core) for match in self.matches if match.op == "scan"]
+        wholes = [miss for miss in self._misses if miss.op == "attention" and miss.pieces]
         for miss in self._misses:
             most = max((len(core & miss.pieces) for core in scans), default=0)
-            if miss.node not in known and 2 * most <= len(miss.pieces):
+            is_part = any(miss is not whole and miss.node in whole.pieces for whole in wholes)
+            if miss.node not in known and not is_part and 2 * most <= len(miss.pieces):
                 yield miss
 
     def _drop(self, module: fx.GraphModule, options: Options) -> None:

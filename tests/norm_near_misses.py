@@ -38,10 +38,13 @@ def near_misses() -> dict[str, Lookalike]:
         "mean_of_another_tensor": Lookalike(mean_of_another_tensor),
         "mean_square_of_a_slice": Lookalike(mean_square_of_a_slice, "ROW_WEIGHTED"),
         "mean_square_of_the_transposed": Lookalike(mean_square_of_the_transposed, "ROWS_DIFFER"),
-        "norm_of_order_one": Lookalike(norm_of_order_one, "NOT_A_MOMENT"),
-        "norm_of_infinite_order": Lookalike(norm_of_infinite_order, "NOT_A_MOMENT"),
-        "normalize_of_order_one": Lookalike(normalize_of_order_one, "NOT_A_MOMENT"),
+        "norm_of_order_one": Lookalike(norm_of_order_one),
+        "norm_of_infinite_order": Lookalike(norm_of_infinite_order),
+        "normalize_of_order_one": Lookalike(normalize_of_order_one),
         "absolute_values_summed": Lookalike(absolute_values_summed),
+        "sinkhorn_iterations": Lookalike(sinkhorn_iterations),
+        "sinkhorn_iterations_by_sums": Lookalike(sinkhorn_iterations_by_sums),
+        "sinkhorn_iterations_of_logarithms": Lookalike(sinkhorn_iterations_of_logarithms),
         "squares_weighted": Lookalike(squares_weighted, "ROW_WEIGHTED"),
         "fourth_powers": Lookalike(fourth_powers, "NOT_A_MOMENT"),
         "no_root": Lookalike(no_root),
@@ -113,6 +116,31 @@ def norm_of_infinite_order(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
 def normalize_of_order_one(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     """Rows that sum to one."""
     return F.normalize(x, p=1.0, dim=-1) * weight
+
+
+def sinkhorn_iterations(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """Rows and columns that are made to sum to one in turns."""
+    found = x.exp()
+    for _ in range(3):
+        found = F.normalize(F.normalize(found, p=1, dim=-1), p=1, dim=-2)
+    return found
+
+
+def sinkhorn_iterations_by_sums(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """The same by division."""
+    found = x.square() + EPS
+    for _ in range(3):
+        found = found / found.sum(-1, keepdim=True)
+        found = found / (found.sum(-2, keepdim=True) + EPS)
+    return found
+
+
+def sinkhorn_iterations_of_logarithms(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """The same in logarithms."""
+    for _ in range(3):
+        x = x - x.logsumexp(-1, keepdim=True)
+        x = x - x.logsumexp(-2, keepdim=True)
+    return x.exp()
 
 
 def absolute_values_summed(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

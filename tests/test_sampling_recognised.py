@@ -602,3 +602,34 @@ def test_a_number_that_may_be_that_of_a_row_is_not_passed_over(monkeypatch):
     torch.testing.assert_close(found, function(x))
     assert "ROWS_UNKNOWN" in [miss.reason.code for miss in backend.report.near_misses]
     assert not backend.report.matches
+
+
+def _filled_top_k(x):
+    return x.masked_fill(x < x.topk(9).values[..., -1:], -torch.finfo(x.dtype).max).softmax(-1)
+
+
+def _scattered_top_k(x):
+    values, places = x.topk(9, -1)
+    return torch.full_like(x, -INF).scatter(-1, places, values).softmax(-1)
+
+
+@pytest.mark.parametrize("function", [_filled_top_k, _scattered_top_k])
+def test_top_k_attention_is_no_sampling(function):
+    def attention(query, key, value):
+        return F.dropout(function(query @ key.mT * 0.3), 0.1, training=False) @ value
+
+    inputs = [torch.randn(2, 3, length, 8) for length in (40, 70, 70)]
+    backend = Rewriting()
+    torch.testing.assert_close(torch.compile(attention, backend=backend)(*inputs), attention(*inputs))
+    assert not [match for match in backend.report.matches if match.op == "sampling"]
+    assert not [miss for miss in backend.report.near_misses if miss.op == "sampling"], backend.why_not()
+
+
+def test_a_draw_by_weights_that_a_product_reads_as_well_is_sampling():
+    def step(x, values):
+        weights = _scattered_top_k(x)
+        return torch.multinomial(weights, 1), weights @ values
+
+    backend = Rewriting()
+    torch.compile(step, backend=backend)(scores(3, 70), torch.randn(70, 5))
+    assert [match.op for match in backend.report.matches] == ["sampling"], backend.why_not()

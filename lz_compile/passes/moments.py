@@ -324,7 +324,7 @@ def _std(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
 def _norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     order = call.get("p", call.get("ord"))
     if order not in (None, 2, 2.0, "fro"):
-        raise RefusedError("NOT_A_MOMENT", f"a norm of order {order}", "use the Euclidean norm")
+        raise RefusedError("NO_NORM", f"a norm of order {order}", "use the Euclidean norm")
     expression, count = moments.inner(call, dims)
     return sympy.sqrt(count * moments.mean_of(sympy.expand(expression**2), call.node))
 
@@ -379,7 +379,7 @@ def _rms_norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
 def _normalize(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     order, position = call.get("p", 2.0), call.get("dim", 1)
     if order != 2 or not isinstance(position, int):
-        raise RefusedError("NOT_A_MOMENT", f"a norm of order {order}", "use the Euclidean norm")
+        raise RefusedError("NO_NORM", f"a norm of order {order}", "use the Euclidean norm")
     axes = axes_of((dims[position],))
     moments.reduce(axes, len(axes))
     moments.squared.append(call.node)

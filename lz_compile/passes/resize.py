@@ -332,7 +332,9 @@ def _index(call: Call, extents: tuple[int, ...] | None) -> Any:
 
 
 def _cut(item: slice | None, extent: int) -> slice | None:
-    """A slice from the start up to a number as one of ``extent``; others stay."""
+    """A slice from the start up to a number, or of so many at the end, as one of ``extent``; others stay."""
+    if item is not None and item.stop is None and isinstance(item.start, int) and item.start < 0 and item.step is None:
+        return slice(-extent, None)
     if item is None or item.start not in (None, 0) or item.step not in (None, 1):
         return item
     is_counted = isinstance(item.stop, fx.Node) or (isinstance(item.stop, int) and item.stop >= 0)

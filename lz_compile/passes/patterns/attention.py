@@ -17,6 +17,7 @@ from lz_compile.passes import contraction, layout
 from lz_compile.passes.algebra import INFINITY, Region, tidy
 from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.attention_axes import assign_roles
+from lz_compile.passes.attention.blocks import Blocks, Missed
 from lz_compile.passes.attention.mixed_heads import mixed_scores
 from lz_compile.passes.attention.unread import has_scores, unread
 from lz_compile.passes.attention.weights import is_weight
@@ -44,6 +45,7 @@ _SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
     """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
     covered: set[fx.Node] = set()
+    missed: list[Missed] = []
     twins, masks = Twins(effects), Masks(effects)
     for node in graph.nodes:
         call = effects.calls[node]
@@ -56,9 +58,12 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | 
         if isinstance(found, Match):
             covered.update(found.core)
         if isinstance(found, NearMiss):
-            covered.update(_softmaxes_behind(effects, node))
-        if found is not None:
+            missed.append(Missed(found, frozenset(_softmaxes_behind(effects, node))))
+        elif found is not None:
             yield found
+    told = Blocks(effects).told(missed)
+    yield from told
+    covered.update(*(each.softmaxes for each in missed), *(miss.pieces for miss in told))
     yield from unread(OP, graph, effects, covered)
 
 
@@ -223,7 +228,9 @@ class _Reader:
             if found is not None:
                 return found
         raise RefusedError(
-            "NOT_NORMALISED", "the exponentials are never divided by their sum", "divide by the sum over the keys"
+            "NOT_NORMALISED",
+            "nothing that could be read divides the exponentials by their own sum",
+            "divide by the sum of the same exponentials over the keys",
         )
 
     def _check_gain(self, gain: sympy.Expr, keys: tuple[Axis, ...]) -> None:

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from lz_compile.passes import contraction, layout
-from lz_compile.passes.algebra import is_cast, is_pointwise
+from lz_compile.passes.algebra import is_pointwise
 from lz_compile.passes.axes import Dims, fresh, shape_of
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.core import Core
 from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
 from lz_compile.passes.patterns.sampling_call import sampling_calls
+from lz_compile.passes.sampling.drawn import draws, weighs
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, exits
 from lz_compile.passes.sampling.kept import Form, Limits
 from lz_compile.passes.sampling.limits import LEAST_MISSED, limits_of
@@ -90,7 +90,8 @@ class _Reader:
         if call is None or call.name not in ORDERING | MAXIMA:
             return False
         source = tensor_of(call.input)
-        return source is not None and source.is_floating_point() and self._place(call) is not None
+        is_ordered = source is not None and source.is_floating_point() and self._place(call) is not None
+        return is_ordered and not weighs(self.effects, call.input)
 
     def _place(self, call: Call) -> int | None:
         """The dimension of the tokens."""
@@ -367,7 +368,7 @@ class _Reader:
         if call is None or call.name != "softmax" or tensor is None or not isinstance(call.get("dim"), int):
             return False
         before = self.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
-        is_drawn = any(_draws(self.effects, user) for user in node.users)
+        is_drawn = any(draws(self.effects, user) for user in node.users)
         return before is not None and is_drawn and shape_of(tensor)[call.get("dim")] != 1
 
     def _masked(self, node: fx.Node) -> Match | NearMiss | None:
@@ -392,18 +393,6 @@ class _Reader:
 
 
 _SOFTMAXES = frozenset({"softmax", "log_softmax", "exp"})
-
-
-def _draws(effects: Effects, node: fx.Node) -> bool:
-    """Whether probabilities are drawn from, as they are or after they were rearranged, given back, or compared."""
-    call = effects.calls.get(node)
-    if call is None:
-        return node.op == "output"
-    if call.name in ("multinomial", "argmax", "cumsum", "div"):
-        return True
-    if call.name in contraction.PRODUCTS or not (layout.rearranges(call) or is_cast(call)):
-        return False
-    return any(_draws(effects, user) for user in node.users)
 
 
 def _missed(node: fx.Node, refusal: RefusedError) -> NearMiss:
