@@ -69,11 +69,12 @@ class Reading:
         return found
 
     def _unknown(self) -> Iterator[NearMiss]:
-        """The near misses, but for pieces of something that was recognised: those look like loops, too."""
+        """The near misses, but for pieces of what was recognised, or missed as a whole: those look like loops, too."""
         known = {node for match in self.matches for node in match.core}
         scans = [set(match.core) for match in self.matches if match.op == "scan"]
         for miss in self._misses:
-            most = max((len(core & miss.pieces) for core in scans), default=0)
+            wholes = [other.pieces for other in self._misses if len(other.pieces) > len(miss.pieces)]
+            most = max((len(core & miss.pieces) for core in (*scans, *wholes)), default=0)
             if miss.node not in known and 2 * most <= len(miss.pieces):
                 yield miss
 

@@ -31,10 +31,11 @@ class PrefixScanEmitter(NothingImplied):
     def operands(self, builder: Builder) -> dict[str, Any]:
         """``decay`` and ``drive`` ``[1, 1, T, 1, V]``."""
         given = {"drive": self.scan.drive} | ({} if self.scan.decay is None else {"decay": self.scan.decay})
-        return {
+        found = {
             name: builder.arrange(builder.value(node), self.scan.dims[node], self._groups, expand=True)
             for name, node in given.items()
         }
+        return found if self.scan.logs == "none" else _of_logs(**found, are_sums=self.scan.logs == "sums")
 
     @property
     def _groups(self) -> _Groups:
@@ -56,6 +57,18 @@ class PrefixScanEmitter(NothingImplied):
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
         """The attributes for a proof at other sizes: the same."""
         return self.attrs
+
+
+def _of_logs(*, decay: Any, drive: Any, are_sums: bool) -> dict[str, Any]:
+    """The operands from their logarithms ``[1, 1, T, 1, V]``.
+
+    From a decay of zero on, whose logarithm is infinite, the source has no number, and neither has this.
+    """
+    lost = torch.where(decay == -torch.inf, torch.nan, 0.0)
+    if are_sums:
+        first = torch.zeros_like(decay[:, :, :1])
+        decay = torch.cat((first, decay[:, :, 1:] - decay[:, :, :-1]), 2)
+    return {"decay": torch.exp(decay), "drive": torch.exp(drive) + lost}
 
 
 def match_of(scan: PrefixScan, effects: Effects) -> Match:

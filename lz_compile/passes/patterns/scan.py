@@ -21,6 +21,7 @@ from lz_compile.passes.loops.index_terms import Atom
 from lz_compile.passes.loops.loop_plan import Part, Plan
 from lz_compile.passes.loops.prefix_scan import PrefixScan, prefix_scans
 from lz_compile.passes.loops.prefix_scan_emitter import match_of
+from lz_compile.passes.loops.prefix_scan_logs import log_scans
 from lz_compile.passes.loops.recurrence_text import text_of
 from lz_compile.passes.loops.scan_emitter import Given, ScanEmitter
 from lz_compile.passes.loops.scan_reading import Readings
@@ -48,7 +49,7 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | 
             yield attempt(OP, node, _found, call, effects, readings, checked)
     yield from scan_calls(graph, effects)
     known: set[fx.Node] = set()
-    for found in prefix_scans(graph, effects):
+    for found in (*prefix_scans(graph, effects), *log_scans(graph, effects)):
         yield match_of(found, effects) if isinstance(found, PrefixScan) else found
         known.update(found.core if isinstance(found, PrefixScan) else ())
     yield from chunked_forms(graph, effects, known)
