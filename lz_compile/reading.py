@@ -73,9 +73,9 @@ class Reading:
         known = {node for match in self.matches for node in match.core}
         scans = [set(match.core) for match in self.matches if match.op == "scan"]
         for miss in self._misses:
-            wholes = [other.pieces for other in self._misses if len(other.pieces) > len(miss.pieces)]
-            most = max((len(core & miss.pieces) for core in (*scans, *wholes)), default=0)
-            if miss.node not in known and 2 * most <= len(miss.pieces):
+            most = max((len(core & miss.pieces) for core in scans), default=0)
+            is_piece = any(other.is_whole and other.pieces & miss.pieces for other in self._misses if other is not miss)
+            if miss.node not in known and 2 * most <= len(miss.pieces) and not is_piece:
                 yield miss
 
     def _spell_out(self, graph: fx.Graph, options: Options, report: GraphReport) -> None:

@@ -67,7 +67,7 @@ def prefix_scans(graph: fx.Graph, effects: Effects) -> Iterator[PrefixScan | Nea
             scan = reader.read(node)
         except RefusedError as refusal:
             pieces = frozenset(reader.core(node))
-            misses.append(NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node), pieces))
+            misses.append(NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node), pieces, is_whole=True))
             continue
         if scan is not None:
             found.append(scan)

@@ -20,6 +20,9 @@ from lz_compile.passes.view import tensor_of, where_of
 
 _Groups = tuple[tuple[Axis, ...], ...]
 
+#: Of logarithms of decays in a proof: sums of many larger ones leave the source no digits.
+_GENTLE = 0.1
+
 
 @dataclass(frozen=True)
 class PrefixScanEmitter(NothingImplied):
@@ -112,6 +115,7 @@ def match_of(scan: PrefixScan, effects: Effects) -> Match:
         fixed=frozenset(
             {scan.time, *(axis for dims in constants.values() for axis in axes_of(dims) if axis not in own)}
         ),
+        scales={scan.decay: _GENTLE} if scan.logs == "steps" and scan.decay is not None else {},
         formula="h[t] = h[t-1] + b[t]" if scan.decay is None else "h[t] = a[t] * h[t-1] + b[t]",
     )
 

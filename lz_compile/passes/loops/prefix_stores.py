@@ -355,18 +355,21 @@ def _reshaped(node: fx.Node, of: fx.Node, value: torch.Tensor) -> torch.Tensor:
 def _replace(graph: fx.Graph, sweep: _Sweep) -> None:
     """The call before the first write, and everybody who reads the memory later reads its result."""
     memory, region = _Memory(graph), sweep.region
-    names = set(memory.readers(sweep.root, region))
     last = max(map(memory.position.__getitem__, region.writes))
+    names = sorted(set(memory.readers(sweep.root, region)), key=memory.position.__getitem__)
+    members = set(memory.members[sweep.root])
+    later = {
+        name: [user for user in name.users if memory.position[user] > last and user not in members] for name in names
+    }
     example = tensor_of(sweep.root)
     emit = Emitter(graph, example.fake_mode, memory.effects.ambient(region.writes[0]), region.writes[-1])  # type: ignore[union-attr]
     first = min(region.writes, key=memory.position.__getitem__)
     with graph.inserting_before(first):
         states = {sweep.root: _states(emit, sweep)}
-        for name in sorted(names, key=memory.position.__getitem__):
+        for name, users in later.items():
             value = _again(emit, name, states, memory)
-            for user in [user for user in name.users if memory.position[user] > last]:
-                if user not in memory.members[sweep.root]:
-                    user.replace_input_with(name, value)
+            for user in users:
+                user.replace_input_with(name, value)
     for node in sorted(region.writes, key=memory.position.__getitem__, reverse=True):
         for user in list(node.users):
             user.replace_input_with(node, node.args[0])  # type: ignore[arg-type]
