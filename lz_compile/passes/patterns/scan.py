@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from lz_compile.lowering.ops.scan import ScanAttrs
+from lz_compile.passes.algebra import is_constant
 from lz_compile.passes.axes import Axis, Dims, as_size
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.loops.chunked_forms import chunked_forms
@@ -32,7 +33,7 @@ from lz_compile.passes.loops.step_trace import SCAN, ScanCall, is_filled, scan_c
 from lz_compile.passes.loops.transition import Transition
 from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
 from lz_compile.passes.patterns.scan_call import scan_calls
-from lz_compile.passes.view import tensor_of, where_of
+from lz_compile.passes.view import read, tensor_of, where_of
 
 OP = "scan"
 
@@ -143,7 +144,10 @@ def _finished(
     inputs = {**unused, **inputs}
     interior: dict[fx.Node, Dims] = {}
     for node in call.init:
-        (interior if emitter.first is None else inputs)[node] = _dims(node, None)
+        if emitter.first is None:
+            interior.update((each, _dims(each, None)) for each in _origins(node))
+        else:
+            inputs[node] = _dims(node, None)
     ordered = sorted(emitter.outputs)
     dims = {node: _dims(node, time if node not in emitter.final else None) for node in ordered}
     needs_grad = grad_enabled(effects.ambient(call.node)) and any(_tensor(node).requires_grad for node in inputs)
@@ -169,6 +173,16 @@ def _finished(
         scales=_scales(transition, given, step.sizes),
         fixed=frozenset(axes - {time}),
     )
+
+
+def _origins(node: fx.Node) -> Iterator[fx.Node]:
+    """What a tensor that is filled with a number is a copy or view of, down to the call that fills it."""
+    while tensor_of(node) is not None:
+        yield node
+        call = read(node)
+        if call is None or is_constant(call) or not isinstance(call.input, fx.Node):
+            return
+        node = call.input
 
 
 def _atoms(transition: Transition) -> set[Atom]:
