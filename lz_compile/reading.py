@@ -72,13 +72,14 @@ class Reading:
         return found
 
     def _unknown(self) -> Iterator[NearMiss]:
-        """The near misses, but for pieces of something that was recognised: those look like loops, too."""
+        """The near misses, but for pieces of what was recognised, or missed as a whole: those look like loops, too."""
         known = {node for match in self.matches for node in match.core}
         scans = [set(match.core) for match in self.matches if match.op == "scan"]
-        wholes = [miss for miss in self._misses if miss.op == "attention" and miss.pieces]
+        wholes = [miss for miss in self._misses if miss.is_whole]
         for miss in self._misses:
             most = max((len(core & miss.pieces) for core in scans), default=0)
-            is_part = any(miss is not whole and miss.node in whole.pieces for whole in wholes)
+            own = miss.pieces | {miss.node}
+            is_part = any(miss is not whole and whole.pieces & own for whole in wholes)
             if miss.node not in known and not is_part and 2 * most <= len(miss.pieces):
                 yield miss
 

@@ -14,9 +14,13 @@ from lz_compile.runtime.report import GraphReport, Report
 
 
 class Rewriting:
-    """A `torch.compile` backend that rewrites and runs eagerly; `report` holds what it did, `graphs` what it made."""
+    """A `torch.compile` backend that rewrites and runs eagerly; `report` holds what it did, `graphs` what it made.
+
+    Loops that kernels know are rolled whatever that costs at the small sizes of tests, unless `loops` says otherwise.
+    """
 
     def __init__(self, **options: Any) -> None:
+        options = {"loops": "keep", **options}
         self._options = {f"layerzero.{name}": value for name, value in options.items()}
         self.report = Report([])
         self.graphs: list[fx.GraphModule] = []

@@ -448,3 +448,52 @@ def test_triton_compiles_for_a_gpu(
     values = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
     compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget(backend, arch, warp))
     assert compiled.asm["cubin" if backend == "cuda" else "hsaco"]
+
+
+def _leaky(x: Tensor, beta: Tensor) -> Tensor:
+    membrane, found = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        reset = (membrane > 1.0).float().detach()
+        membrane = beta.clamp(0, 1) * membrane + x[:, t] - reset * 1.0
+        membrane = membrane - reset * membrane
+        found.append((membrane > 1.0).float())
+    return torch.stack(found, 1)
+
+
+def _integrator(x: Tensor, beta: Tensor) -> Tensor:
+    voltage, found = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        voltage = voltage + beta * (x[:, t] - voltage)
+        found.append(voltage)
+    return torch.stack(found, 1)
+
+
+def _ring(x: Tensor, beta: Tensor) -> Tensor:
+    out, total = x[:, 0], beta
+    for t in range(1, x.shape[1]):
+        weight = torch.sigmoid(x[:, t, :1] - total)
+        out = out - weight * (out - x[:, t])
+        total = total - torch.nn.functional.logsigmoid(total - x[:, t, :1])
+    return out
+
+
+@pytest.mark.parametrize("function", [_leaky, _integrator, _ring])
+def test_steps_of_recurrences_are_no_blends(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch._dynamo.reset()
+    backend = Rewriting()
+    torch.compile(function, backend=backend, fullgraph=True)(torch.randn(2, 6, 8), torch.rand(2, 1))
+    found = [match.op for match in backend.report.matches] + [miss.op for miss in backend.report.near_misses]
+    assert "blend" not in found, backend.why_not()
+
+
+def test_a_host_that_is_detached_in_every_step_is_one() -> None:
+    def function(x: Tensor, beta: Tensor) -> Tensor:
+        out = x[:, 0]
+        for t in range(1, 3):
+            out = beta * x[:, t] + (1 - beta) * out.detach()
+        return out
+
+    torch._dynamo.reset()
+    backend = Rewriting()
+    torch.compile(function, backend=backend, fullgraph=True)(torch.randn(2, 3, 8, requires_grad=True), torch.rand(2, 1))
+    assert "blend" in [match.op for match in backend.report.matches], backend.why_not()

@@ -544,24 +544,75 @@ def moving_average(length: int, more: int = 0) -> Callable[[torch.Tensor, torch.
     return function
 
 
+@pytest.mark.parametrize(("steps", "contracts", "policy", "is_rolled"), [
+    (8, True, "auto", True), (7, True, "auto", False), (17, False, "auto", False), (17, False, "keep", True),
+])  # fmt: skip
+def test_by_default_a_kernel_takes_the_place_of_many_launches_only(steps, contracts, policy, is_rolled):
+    def function(x, a):
+        h, found = x.new_zeros(B, D, D), []
+        for t in range(steps):
+            h = (a[:, t] @ h if contracts else a[:, t] * h) + x[:, t]
+            found.append(h)
+        return torch.stack(found, 1)
+
+    torch._dynamo.reset()
+    backend = Rolling(policy, lambda _scan, _ambient: True)
+    torch.compile(function, backend=backend)(*sequences(B, steps, D, D))
+    assert backend.steps == ([steps] if is_rolled else [])
+
+
+def test_a_loop_is_rolled_where_its_graph_would_take_minutes_to_compile(monkeypatch):
+    function, inputs = moving_average(13, more=18), sequences(B, 13, D)
+    assert [loop.kept.code for loop in rolled(function, *inputs, policy="auto").loops] == ["LOOP_SHORT"]
+    monkeypatch.setattr("lz_compile.passes.loops.reroll.MANY_CALLS", 260)
+    assert rolled(function, *inputs, policy="auto").steps == [13]
+
+
+def test_loops_that_make_constants_are_no_loops_that_were_missed():
+    def windows(x):
+        mask, count = torch.zeros(1, 16, 16, 1), 0
+        for rows in (slice(0, -4), slice(-4, -2), slice(-2, None)):
+            for columns in (slice(0, -4), slice(-4, -2), slice(-2, None)):
+                mask[:, rows, columns, :] = count
+                count += 1
+        return x + mask[0, ..., 0]
+
+    def bands(x):
+        mask = x.new_full((16, 16), float("-inf"))
+        for row in range(16):
+            mask[row, max(0, row - 3) : row + 1] = 0
+        return (x + mask).softmax(-1)
+
+    def grown(x):
+        parts = [x[0]]
+        for row in range(1, 16):
+            parts.append(torch.cat([parts[-1], x[row]]))
+        return parts[-1]
+
+    for function in (windows, bands):
+        assert not rolled(function, torch.randn(16, 16)).misses
+    assert rolled(grown, torch.randn(16, 16)).misses
+
+
 def test_short_loops_are_kept_unless_their_step_is_special():
     function, inputs = moving_average(17), sequences(B, 17, D)
-    backend = rolled(function, *inputs, policy="auto")
-    assert [loop.kept.code for loop in backend.loops] == ["LOOP_SHORT"]
+    backend = rolled(function, *inputs, policy="keep")
+    assert [loop.kept.code for loop in backend.loops] == ["LOOPS_KEPT"]
     asked: list[fx.Node] = []
 
     def is_special(scan: fx.Node, _ambient: object) -> bool:
         asked.append(scan)
         return True
 
-    assert rolled(function, *inputs, policy="auto", is_special=is_special).steps == [17]
+    assert rolled(function, *inputs, policy="keep", is_special=is_special).steps == [17]
     (scan,) = asked
     step = getattr(scan.graph.owning_module, scan.args[0].target)
     assert [len(operands) for operands in scan.args[1:]] == [1, 2, 0]
     assert len(step.graph.find_nodes(op="placeholder")) == 3
 
 
-def test_long_loops_are_rolled_unless_all_are_to_be_kept():
+def test_long_loops_are_rolled_unless_all_are_to_be_kept(monkeypatch):
+    monkeypatch.setattr("lz_compile.passes.loops.reroll.MANY_CALLS", 260)
     function, inputs = moving_average(13, more=18), sequences(B, 13, D)
     assert rolled(function, *inputs, policy="auto").steps == [13]
     kept = rolled(function, *inputs, policy="keep")

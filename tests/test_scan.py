@@ -115,7 +115,8 @@ def test_what_is_not_affine_is_rolled_and_says_so() -> None:
 
 
 def test_short_loops_that_are_not_affine_are_kept() -> None:
-    backend = compare(TanhRNN(6, 5).double(), torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True))
+    x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+    backend = compare(TanhRNN(6, 5).double(), x, loops="auto")
     (loop,) = backend.report.graphs[0].loops
     assert not loop.rolled
     assert "LOOP_SHORT" in str(loop.reason)
@@ -256,3 +257,22 @@ def test_through_inductor_a_loop_is_a_kernel_with_the_same_results(is_training: 
         losses = [torch.stack([each.square().sum() for each in outputs]).sum() for outputs in (got, want)]
         for one, two in zip(*(torch.autograd.grad(loss, inputs[:5]) for loss in losses), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("first", ["clone", "expand", "zeros"])
+def test_a_first_state_of_zeros_may_be_a_copy_of_another(first: str) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        zeros = x.new_zeros(x.shape[0], 5)
+        held = {"clone": zeros.clone(), "expand": x.new_zeros(1, 5).expand(x.shape[0], 5), "zeros": zeros}[first]
+        current, found = zeros, []
+        for t in range(x.shape[1]):
+            jump = current + torch.nn.functional.linear(x[:, t], weight)
+            held, current = held + 0.1 * (jump - held), jump * 0.8
+            found.append(held)
+        return torch.stack(found, 1)
+
+    backend = compare(
+        function, torch.randn(3, 12, 7, dtype=torch.float64), torch.randn(5, 7, dtype=torch.float64).requires_grad_()
+    )
+    assert all(match.rewritten for match in backend.report.matches if match.op == "scan"), backend.why_not()
+    assert kernels(backend)

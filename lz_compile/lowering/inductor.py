@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
-from torch._C._dynamo.guards import _empty_strided_cpu
+from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]  # not in its stubs
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard

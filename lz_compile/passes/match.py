@@ -150,7 +150,8 @@ class Match:
 class NearMiss:
     """A subgraph with the op's anchor that was refused, and the smallest edit that would make it match.
 
-    ``pieces`` are all calls that it is made of, where those may turn out to be pieces of something else.
+    ``pieces`` are all calls that it is made of, where those may turn out to be pieces of something else; they do not where it
+    ``is_whole``: then whatever else is missed among them is a piece of this.
     """
 
     op: str
@@ -159,6 +160,7 @@ class NearMiss:
     edit: str
     where: str
     pieces: frozenset[fx.Node] = frozenset()
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)

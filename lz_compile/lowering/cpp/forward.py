@@ -65,7 +65,8 @@ template <Kind kind, class T> class Walk {
 // all are side by side.
 template <bool kWhole>
 static void run_block(const Problem& p, const Results& out, int64_t b, int64_t h, int64_t j) {
-  const int64_t count = least(kColumns, p.V - j), columns = out.reads.s[4], step = out.reads.s[2], steps = p.T, chunk = p.chunk;
+  const int64_t count = least(kColumns, p.V - j), columns = out.reads.s[4], step = out.reads.s[2];
+  const int64_t steps = p.T, chunk = p.chunk;
   Walk<kDecay, DecayT> decay(p.decay, b, h, j);
   Walk<kDrive, DriveT> drive(p.drive, b, h, j);
   OutT* to = out.reads.at(b, h, 0) + j * columns;

@@ -73,7 +73,7 @@ class Blocks:
         text = f"an attention is computed in {blocks}, whose exponentials are put together afterwards"
         edit = "write plain attention, softmax(q @ k.T) @ v: kernels go over blocks by themselves"
         pieces = frozenset(joints | self._behind(joints))
-        return replace(first, reason=Reason("ATTENTION_BY_BLOCKS", text), edit=edit, pieces=pieces)
+        return replace(first, reason=Reason("ATTENTION_BY_BLOCKS", text), edit=edit, pieces=pieces, is_whole=True)
 
     def _joints(self, product: fx.Node) -> set[fx.Node]:
         """What a product of values is put together with others by, up to and including a division, and layouts behind it."""

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import fx
@@ -39,7 +40,8 @@ SMALL = 2
 class PrefixScan:
     """``output[t] = decay[t] * output[t - 1] + drive[t]`` along dimension ``dim``; without a decay, a sum.
 
-    ``core`` are the nodes between, in graph order, ``output`` last. ``dims`` are the axes of all three.
+    ``core`` are the nodes between, in graph order, ``output`` last. ``dims`` are the axes of all three. With ``logs`` decay
+    and drive are given as logarithms, the decay that of each step, or of the product of all up to it (``"sums"``).
     """
 
     output: fx.Node
@@ -48,6 +50,7 @@ class PrefixScan:
     drive: fx.Node
     decay: fx.Node | None
     dims: Mapping[fx.Node, Dims]
+    logs: Literal["none", "steps", "sums"] = "none"
 
     @property
     def time(self) -> Axis:
@@ -64,13 +67,17 @@ def prefix_scans(graph: fx.Graph, effects: Effects) -> Iterator[PrefixScan | Nea
         try:
             scan = reader.read(node)
         except RefusedError as refusal:
-            misses.append(NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node)))
+            pieces = frozenset(reader.core(node))
+            misses.append(NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node), pieces, is_whole=True))
             continue
         if scan is not None:
             found.append(scan)
     yield from found
     known = {node for scan in found for node in scan.core}
-    yield from (miss for miss in misses if known.isdisjoint(reader.core(miss.node)))
+    for miss in misses:  # one for each, though it may have several results
+        if known.isdisjoint(miss.pieces):
+            known |= miss.pieces
+            yield miss
 
 
 class _Reader:
@@ -129,7 +136,7 @@ class _Reader:
         """A call that arithmetic over time may be made of."""
         call = self._effects.calls.get(node)
         tensor = tensor_of(node)
-        if call is None or call.is_inplace or tensor is None or not tensor.is_floating_point():
+        if call is None or call.is_inplace or tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
             return None
         return call if call.name in _ARITHMETIC | _MIXING | _LAYOUT | _CONSTANTS else None
 
@@ -187,36 +194,42 @@ class _Reader:
     # ---- proof ----------------------------------------------------------------------------------------------------
 
     def _proven(self, output: fx.Node, core: list[fx.Node], dim: int, leaves: list[fx.Node]) -> PrefixScan:
-        between = self._between(output, core, leaves)
-        if not 1 <= len(leaves) <= 2 or any(
-            tensor_of(leaf).dim() != tensor_of(output).dim()  # type: ignore[union-attr]
-            for leaf in leaves
-        ):
-            raise _unknown(output, f"made of {len(leaves)} tensors over time")
+        between = _region(output, core, leaves)
+        if any(tensor_of(leaf).dim() != tensor_of(output).dim() for leaf in leaves):  # type: ignore[union-attr]
+            raise _unknown(output, f"made of {len(leaves)} tensors of different ranks")
         generator = torch.Generator().manual_seed(0)
         given = {leaf: _random(leaf, dim, generator) for leaf in leaves}
-        with isolated():
-            computed = _evaluated(output, between, given)
+        if len(leaves) > 2:
+            raise self._coupled(output, between, given, dim)
+        computed = _evaluated(output, between, given)
         choices = [(None, leaves[0])] if len(leaves) == 1 else itertools.permutations(leaves)
         for decay, drive in choices:
-            expected = recurrence(None if decay is None else given[decay], given[drive], dim)
-            if expected.shape == computed.shape and bool((expected - computed).abs().max() <= AGREES):
-                return PrefixScan(output, tuple(between), dim, drive, decay, _dims(output, leaves))
+            if _is_close(recurrence(None if decay is None else given[decay], given[drive], dim), computed):
+                if computed.is_complex():
+                    raise _complex("over complex numbers")
+                self._check(output, between)
+                return PrefixScan(output, tuple(between), dim, drive, decay, dims_of(output, leaves))
         raise _unknown(output, "something else than h[t] = a[t] * h[t - 1] + b[t]")
 
-    def _between(self, output: fx.Node, core: list[fx.Node], leaves: list[fx.Node]) -> list[fx.Node]:
-        """The calls from the leaves to the output.
+    def _coupled(
+        self, output: fx.Node, between: Sequence[fx.Node], given: Mapping[fx.Node, torch.Tensor], dim: int
+    ) -> RefusedError:
+        """Why a recurrence over several tensors is none that a kernel knows."""
+        if len(given) == 4 and not any(value.is_complex() for value in given.values()):
+            computed = _evaluated(output, between, given)
+            for parts in itertools.permutations(given.values()):
+                states = recurrence(torch.complex(*parts[:2]), torch.complex(*parts[2:]), dim)
+                if _is_close(states.real, computed) or _is_close(states.imag, computed):
+                    return _complex("over complex numbers, as pairs of real ones")
+        return _unknown(output, f"made of {len(given)} tensors, which is more than decays and summands")
+
+    def _check(self, output: fx.Node, ordered: Sequence[fx.Node]) -> None:
+        """Refuse a region of which someone else reads a part.
 
         Raises:
-            RefusedError: someone else reads one of them, or a mode changes inside.
+            RefusedError: someone else reads one of its nodes, or a mode changes inside.
         """
-        found, stack = {output}, [output]
-        while stack:
-            for operand in stack.pop().all_input_nodes:
-                if operand not in found and operand not in leaves:
-                    found.add(operand)
-                    stack.append(operand)
-        ordered = [node for node in core if node in found]
+        found = set(ordered)
         ambient = self._effects.ambient(output)
         for node in ordered:
             users = [user for user in node.users if user not in found and user in self._alive()]
@@ -226,7 +239,27 @@ class _Reader:
             if self._effects.ambient(node) != ambient:
                 text = "autocast or gradient mode changes inside"
                 raise RefusedError("MODE_CHANGES_INSIDE", text, "enter or leave the mode outside of it")
-        return ordered
+
+
+def _region(output: fx.Node, core: Sequence[fx.Node], leaves: Sequence[fx.Node]) -> list[fx.Node]:
+    """The calls from the leaves to the output."""
+    found, stack = {output}, [output]
+    while stack:
+        for operand in stack.pop().all_input_nodes:
+            if operand not in found and operand not in leaves:
+                found.add(operand)
+                stack.append(operand)
+    return [node for node in core if node in found]
+
+
+def _is_close(expected: torch.Tensor, computed: torch.Tensor) -> bool:
+    return expected.shape == computed.shape and bool((expected - computed).abs().max() <= AGREES)
+
+
+def _complex(what: str) -> RefusedError:
+    text = f"it is h[t] = a[t] * h[t - 1] + b[t] {what}, and kernels for recurrences in logarithmic depth are for real ones"
+    edit = "a loop over time that carries real and imaginary parts has kernels"
+    return RefusedError("COMPLEX_STATE", text, edit)
 
 
 def _unknown(output: fx.Node, text: str) -> RefusedError:
@@ -238,7 +271,8 @@ def _random(leaf: fx.Node, dim: int, generator: torch.Generator) -> torch.Tensor
     """Numbers below one, with few elements in other dimensions than time."""
     shape = tensor_of(leaf).shape  # type: ignore[union-attr]
     sizes = [int(size) if place == dim else 1 if _is_one(size) else SMALL for place, size in enumerate(shape)]
-    return 2 * torch.rand(sizes, generator=generator, dtype=torch.float64) - 1
+    kind = torch.complex128 if tensor_of(leaf).is_complex() else torch.float64  # type: ignore[union-attr]
+    return torch.rand(sizes, generator=generator, dtype=kind) * 2 - 1
 
 
 def _extent(tensor: torch.Tensor, dim: int) -> tuple[int, Size | None]:
@@ -258,13 +292,15 @@ def _evaluated(output: fx.Node, between: Sequence[fx.Node], given: Mapping[fx.No
         for node in between:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(copies[output])
-        result: torch.Tensor = fx.GraphModule(torch.nn.Module(), graph)(*given.values())
+        with isolated():
+            result: torch.Tensor = fx.GraphModule(torch.nn.Module(), graph)(*given.values())
     except Exception as error:
         raise _unknown(output, f"not read at other sizes ({type(error).__name__}: {error})") from error
     return result
 
 
 def recurrence(decay: torch.Tensor | None, drive: torch.Tensor, dim: int) -> torch.Tensor:
+    """``h[t] = decay[t] * h[t - 1] + drive[t]`` along a dimension, step by step; without a decay, a running sum."""
     if decay is not None:
         decay, drive = torch.broadcast_tensors(decay, drive)
     states = list(drive.unbind(dim))
@@ -274,7 +310,7 @@ def recurrence(decay: torch.Tensor | None, drive: torch.Tensor, dim: int) -> tor
     return torch.stack(states, dim)
 
 
-def _dims(output: fx.Node, leaves: Sequence[fx.Node]) -> dict[fx.Node, Dims]:
+def dims_of(output: fx.Node, leaves: Sequence[fx.Node]) -> dict[fx.Node, Dims]:
     """One axis for each dimension of the output, and the same for the leaves where they do not broadcast."""
     shape = [as_size(size) for size in tensor_of(output).shape]  # type: ignore[union-attr]
     axes = [Axis(size) for size in shape]

@@ -20,6 +20,9 @@ from lz_compile.passes.view import tensor_of, where_of
 
 _Groups = tuple[tuple[Axis, ...], ...]
 
+#: Of logarithms of decays in a proof: sums of many larger ones leave the source no digits.
+_GENTLE = 0.1
+
 
 @dataclass(frozen=True)
 class PrefixScanEmitter(NothingImplied):
@@ -31,10 +34,11 @@ class PrefixScanEmitter(NothingImplied):
     def operands(self, builder: Builder) -> dict[str, Any]:
         """``decay`` and ``drive`` ``[1, 1, T, 1, V]``."""
         given = {"drive": self.scan.drive} | ({} if self.scan.decay is None else {"decay": self.scan.decay})
-        return {
+        found = {
             name: builder.arrange(builder.value(node), self.scan.dims[node], self._groups, expand=True)
             for name, node in given.items()
         }
+        return found if self.scan.logs == "none" else _of_logs(**found, are_sums=self.scan.logs == "sums")
 
     @property
     def _groups(self) -> _Groups:
@@ -56,6 +60,18 @@ class PrefixScanEmitter(NothingImplied):
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
         """The attributes for a proof at other sizes: the same."""
         return self.attrs
+
+
+def _of_logs(*, decay: Any, drive: Any, are_sums: bool) -> dict[str, Any]:
+    """The operands from their logarithms ``[1, 1, T, 1, V]``.
+
+    From a decay of zero on, whose logarithm is infinite, the source has no number, and neither has this.
+    """
+    lost = torch.where(decay == -torch.inf, torch.nan, 0.0)
+    if are_sums:
+        first = torch.zeros_like(decay[:, :, :1])
+        decay = torch.cat((first, decay[:, :, 1:] - decay[:, :, :-1]), 2)
+    return {"decay": torch.exp(decay), "drive": torch.exp(drive) + lost}
 
 
 def match_of(scan: PrefixScan, effects: Effects) -> Match:
@@ -99,6 +115,7 @@ def match_of(scan: PrefixScan, effects: Effects) -> Match:
         fixed=frozenset(
             {scan.time, *(axis for dims in constants.values() for axis in axes_of(dims) if axis not in own)}
         ),
+        scales={scan.decay: _GENTLE} if scan.logs == "steps" and scan.decay is not None else {},
         formula="h[t] = h[t-1] + b[t]" if scan.decay is None else "h[t] = a[t] * h[t-1] + b[t]",
     )
 

@@ -23,7 +23,7 @@ from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.loops.loop_step_graph import Emitter
 from lz_compile.passes.loops.prefix_scan import AGREES, SMALL, recurrence
 from lz_compile.passes.loops.reroll import LEAST_POINTWISE
-from lz_compile.passes.view import Call, memory_of, read, tensor_of
+from lz_compile.passes.view import memory_of, read, tensor_of
 from lz_compile.runtime import fingerprint
 
 _VIEWS = frozenset(
@@ -83,6 +83,8 @@ class _Sweep:
 
 def _sweeps(graph: fx.Graph) -> Iterator[_Sweep]:
     """The recurrences that memory is overwritten by."""
+    if sum(_target(node) is not None for node in graph.nodes) < _LEAST_WRITES:
+        return
     memory = _Memory(graph)
     seen: set[fx.Node] = set()
     for root in memory.written:
@@ -93,7 +95,10 @@ def _sweeps(graph: fx.Graph) -> Iterator[_Sweep]:
             continue
         seen |= region.roots
         read_later = [each for each in region.roots if any(memory.readers(each, region))]
-        if len(read_later) == 1 and memory.is_closed(region) and len(region.roots | region.given) <= 2:
+        operands = region.roots | region.given
+        if len(read_later) != 1 or len(operands) > 2 or any(tensor_of(each) is None for each in operands):
+            continue
+        if memory.is_closed(region):
             found = _proven(memory, region, read_later[0])
             if found is not None:
                 yield found
@@ -138,12 +143,8 @@ class _Memory:
         return found
 
     def _is_plain(self, root: fx.Node) -> bool:
-        """Whether all names of some memory are views, of numbers that no gradient is wanted of."""
-        tensor = tensor_of(root)
-        records = grad_enabled(self.effects.ambient(root)) and tensor is not None and tensor.requires_grad
-        return not records and all(
-            each is root or _target(each) is not None or _name(each) in _VIEWS for each in self.members[root]
-        )
+        """Whether all names of some memory are views."""
+        return all(each is root or _target(each) is not None or _name(each) in _VIEWS for each in self.members[root])
 
     def _behind(self, write: fx.Node, found: _Region) -> list[fx.Node] | None:
         """The roots that a write reads; None where it computes something else than sums and products."""
@@ -181,7 +182,7 @@ class _Memory:
                     yield member
 
     def is_closed(self, region: _Region) -> bool:
-        """Whether nobody sees anything between the first write and the last, and all happens in one mode."""
+        """Whether nobody sees anything between the first write and the last, in one mode, without gradients."""
         places = sorted(map(self.position.__getitem__, region.writes))
         inside = region.nodes | region.roots | {each for root in region.roots for each in self.members[root]}
         ambients = {self.effects.ambient(node) for node in region.writes}
@@ -189,11 +190,15 @@ class _Memory:
             for user in node.users:
                 if places[0] <= self.position[user] <= places[-1] and user not in inside:
                     return False
-        is_late = any(self.position[each] >= places[0] for each in (*region.roots, *region.given))
-        return len(ambients) == 1 and not is_late and not any(map(self._is_changed, region.given))
-
-    def _is_changed(self, node: fx.Node) -> bool:
-        return self.root.get(node) in self.written
+        operands = (*region.roots, *region.given)
+        if len(ambients) != 1 or any(self.position[each] >= places[0] for each in operands):
+            return False
+        (ambient,) = ambients
+        wants_grad = grad_enabled(ambient) and any(tensor_of(each).requires_grad for each in operands)  # type: ignore[union-attr]
+        is_mapped = any("_increment_nesting" in name for name in ambient.other)
+        return (
+            not wants_grad and not is_mapped and not any(self.root.get(each) in self.written for each in region.given)
+        )
 
 
 def _target(node: fx.Node) -> fx.Node | None:
@@ -312,8 +317,8 @@ class _Reduced:
             if node not in values:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 call = read(node)
-                if call is not None and call.name in ("view", "reshape"):
-                    values[node] = _reshaped(call, args[0])
+                if call is not None and call.name in ("view", "reshape") and isinstance(call.input, fx.Node):
+                    values[node] = _reshaped(node, call.input, values[call.input])
                 elif node.op == "call_method":
                     values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
                 else:
@@ -321,10 +326,11 @@ class _Reduced:
         return values[root]  # type: ignore[no-any-return]
 
 
-def _reshaped(call: Call, value: torch.Tensor) -> torch.Tensor:
+def _reshaped(node: fx.Node, of: fx.Node, value: torch.Tensor) -> torch.Tensor:
     """A view at other sizes: dimensions that stay keep theirs, those that are split or joined are as they were."""
-    source, result = tensor_of(call.input), tensor_of(call.node)  # type: ignore[arg-type]
-    assert source is not None and result is not None, "a view is of a tensor"
+    source, result = tensor_of(of), tensor_of(node)
+    assert source is not None, "a view is of a tensor"
+    assert result is not None, "a view is a tensor"
     old, new = [int(size) for size in source.shape], [int(size) for size in result.shape]
     sizes: list[int] = []
     i = j = 0
@@ -338,7 +344,7 @@ def _reshaped(call: Call, value: torch.Tensor) -> torch.Tensor:
                 second, j = second * new[j], j + 1
         is_one = i - here == j - there == 1
         if not is_one and list(value.shape[here:i]) != old[here:i]:
-            raise ValueError(f"{call.node.name} splits or joins dimensions that are smaller here")
+            raise ValueError(f"{node.name} splits or joins dimensions that are smaller here")
         sizes += [value.shape[here]] if is_one else new[there:j]
     return value.view([*sizes, *new[j:]])
 
@@ -349,18 +355,21 @@ def _reshaped(call: Call, value: torch.Tensor) -> torch.Tensor:
 def _replace(graph: fx.Graph, sweep: _Sweep) -> None:
     """The call before the first write, and everybody who reads the memory later reads its result."""
     memory, region = _Memory(graph), sweep.region
-    names = {member for member in memory.readers(sweep.root, region)}
     last = max(map(memory.position.__getitem__, region.writes))
+    names = sorted(set(memory.readers(sweep.root, region)), key=memory.position.__getitem__)
+    members = set(memory.members[sweep.root])
+    later = {
+        name: [user for user in name.users if memory.position[user] > last and user not in members] for name in names
+    }
     example = tensor_of(sweep.root)
     emit = Emitter(graph, example.fake_mode, memory.effects.ambient(region.writes[0]), region.writes[-1])  # type: ignore[union-attr]
     first = min(region.writes, key=memory.position.__getitem__)
     with graph.inserting_before(first):
         states = {sweep.root: _states(emit, sweep)}
-        for name in sorted(names, key=memory.position.__getitem__):
+        for name, users in later.items():
             value = _again(emit, name, states, memory)
-            for user in [user for user in name.users if memory.position[user] > last]:
-                if user not in memory.members[sweep.root]:
-                    user.replace_input_with(name, value)
+            for user in users:
+                user.replace_input_with(name, value)
     for node in sorted(region.writes, key=memory.position.__getitem__, reverse=True):
         for user in list(node.users):
             user.replace_input_with(node, node.args[0])  # type: ignore[arg-type]

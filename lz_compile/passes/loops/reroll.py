@@ -42,8 +42,8 @@ _MOST_TRIED = 64
 #: Steps from which on a loop whose steps contract something is rolled because there is a kernel for it. Every such step is
 #: two launches or more, of 2 us or more, and calling a kernel costs 15.
 LEAST_CONTRACTIONS = 8
-#: The same for loops that contract nothing, where somebody asks for kernels (``"keep"``). By default they stay: Inductor's code
-#: is one pass over memory, with all that is computed before and after, and no kernel can do with less.
+#: The same for loops that contract nothing, where somebody asks for kernels (``"keep"``). By default they stay: what
+#: Inductor makes of them is one pass over memory, with all that is computed before and after, and no kernel can do with less.
 LEAST_POINTWISE = 16
 
 #: Whether a scan under these modes is one that there are kernels for.

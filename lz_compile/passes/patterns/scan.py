@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from lz_compile.lowering.ops.scan import ScanAttrs
+from lz_compile.passes.algebra import is_constant
 from lz_compile.passes.axes import Axis, Dims, as_size
 from lz_compile.passes.edits.special_values import may_be_special
 from lz_compile.passes.effects import Effects, grad_enabled
@@ -22,6 +23,7 @@ from lz_compile.passes.loops.index_terms import Atom
 from lz_compile.passes.loops.loop_plan import Part, Plan
 from lz_compile.passes.loops.prefix_scan import PrefixScan, prefix_scans
 from lz_compile.passes.loops.prefix_scan_emitter import match_of
+from lz_compile.passes.loops.prefix_scan_logs import log_scans
 from lz_compile.passes.loops.recurrence_text import text_of
 from lz_compile.passes.loops.scan_emitter import Given, ScanEmitter
 from lz_compile.passes.loops.scan_reading import Readings
@@ -32,7 +34,7 @@ from lz_compile.passes.loops.step_trace import SCAN, ScanCall, is_filled, scan_c
 from lz_compile.passes.loops.transition import Transition
 from lz_compile.passes.match import Failure, Match, NearMiss, RefusedError, attempt
 from lz_compile.passes.patterns.scan_call import scan_calls
-from lz_compile.passes.view import tensor_of, where_of
+from lz_compile.passes.view import read, tensor_of, where_of
 
 OP = "scan"
 
@@ -49,7 +51,7 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | 
             yield attempt(OP, node, _found, call, effects, readings, checked)
     yield from scan_calls(graph, effects)
     known: set[fx.Node] = set()
-    for found in prefix_scans(graph, effects):
+    for found in (*prefix_scans(graph, effects), *log_scans(graph, effects)):
         yield match_of(found, effects) if isinstance(found, PrefixScan) else found
         known.update(found.core if isinstance(found, PrefixScan) else ())
     yield from chunked_forms(graph, effects, known)
@@ -143,7 +145,10 @@ def _finished(
     inputs = {**unused, **inputs}
     interior: dict[fx.Node, Dims] = {}
     for node in call.init:
-        (interior if emitter.first is None else inputs)[node] = _dims(node, None)
+        if emitter.first is None:
+            interior.update((each, _dims(each, None)) for each in _origins(node))
+        else:
+            inputs[node] = _dims(node, None)
     ordered = sorted(emitter.outputs)
     dims = {node: _dims(node, time if node not in emitter.final else None) for node in ordered}
     needs_grad = grad_enabled(effects.ambient(call.node)) and any(_tensor(node).requires_grad for node in inputs)
@@ -187,6 +192,16 @@ def _refuse_special(transition: Transition, given: Mapping[Atom, Given]) -> None
             if node is not None:
                 text = f"{node.name} is multiplied under a condition, and may be NaN or infinite where it does not hold"
                 raise RefusedError("GRADIENT_NAN", text, "put torch.where around what it is computed from")
+
+
+def _origins(node: fx.Node) -> Iterator[fx.Node]:
+    """What a tensor that is filled with a number is a copy or view of, down to the call that fills it."""
+    while tensor_of(node) is not None:
+        yield node
+        call = read(node)
+        if call is None or is_constant(call) or not isinstance(call.input, fx.Node):
+            return
+        node = call.input
 
 
 def _atoms(transition: Transition) -> set[Atom]:
