@@ -71,25 +71,15 @@ def speculative_verify(
     arguments = Arguments("speculative_verify", TokenArgumentError)
     given = row_seeds(arguments, draft_tokens.shape[:1], seeds, generator, target_probs.device)
     is_looked_at = is_plain(draft_tokens, draft_probs, target_probs) and target_probs.device.type == "cpu"
-    if is_looked_at and draft_tokens.numel():
-        _check_tokens(arguments, draft_tokens, target_probs.shape[2])
     looks = check_probabilities and is_looked_at
-    if is_looked_at and given.numel() and not _wants_gradients(draft_probs, target_probs):
-        found = (
-            health.guarded(
-                _KERNEL,
-                partial(_at_once, arguments, looks),
-                lambda *_: None,
-                draft_tokens,
-                draft_probs,
-                target_probs,
-                given,
-            )
-            if health.retired(_KERNEL) is None
-            else None
-        )
+    operands = (draft_tokens, draft_probs, target_probs, given)
+    is_readable = is_looked_at and given.numel() > 0 and not _wants_gradients(draft_probs, target_probs)
+    if is_readable and health.retired(_KERNEL) is None:
+        found = health.guarded(_KERNEL, partial(_at_once, looks), lambda *_: None, *operands)
         if found is not None:
             return found
+    if is_looked_at and draft_tokens.numel():
+        _check_tokens(arguments, draft_tokens, target_probs.shape[2])
     return _in_torch(arguments, looks, draft_tokens, draft_probs, target_probs, given)
 
 
@@ -98,7 +88,6 @@ def _wants_gradients(*given: torch.Tensor | None) -> bool:
 
 
 def _at_once(
-    arguments: Arguments,
     looks: bool,
     draft_tokens: torch.Tensor,
     draft_probs: torch.Tensor | None,
@@ -110,10 +99,10 @@ def _at_once(
 
     if not code.can_read(draft_tokens, draft_probs, target_probs):
         return None
-    options = {"salt": _ACCEPTANCE, "looks": looks, "tolerance": _SUM_TOLERANCE}
-    found = code.verify(draft_tokens, draft_probs, target_probs, seeds, **options)
-    if looks and bool(found.are_bad.any()):
-        return None  # who says what is wrong, looks again
+    operands = (draft_tokens, draft_probs, target_probs, seeds)
+    found = code.verify(*operands, salt=_ACCEPTANCE, looks=looks, tolerance=_SUM_TOLERANCE)
+    if found is None:  # who says what is wrong, looks again
+        return None
     own = drawn(found.left.log_(), seeds ^ _DRAW)
     found.tokens.scatter_(1, found.accepted.long()[:, None], own[:, None])
     return Verification(found.tokens, found.accepted)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import lz_compile as lz
 from lz_compile import speculation
-from lz_compile.arguments import Arguments
 from lz_compile.domains import Domain, DomainMask, DomainScore
 from lz_compile.domains.mask import pack
 from lz_compile.errors import ConstraintError, TokenArgumentError
@@ -416,7 +415,7 @@ def test_one_pass_of_code_verifies_as_pytorch_does(count, greedy, monkeypatch):
     drafted = torch.cat(draws, 1) if count else torch.empty(rows, 0, dtype=torch.int64)
     given = (drafted, None if greedy else q, p)
     seeds = torch.arange(rows) * 2**40 - 7
-    assert speculation._at_once(Arguments("speculative_verify"), True, *given, seeds) is not None
+    assert speculation._at_once(True, *given, seeds) is not None
     found = lz.speculative_verify(*given, seeds=seeds)
     monkeypatch.setattr(speculation, "_at_once", lambda *_: None)
     for ours, theirs in zip(found, lz.speculative_verify(*given, seeds=seeds), strict=True):

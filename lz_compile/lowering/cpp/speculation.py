@@ -61,7 +61,7 @@ extern "C" void speculation(const void* const* tensors, const int64_t* numbers) 
   auto* tokens = (int32_t*)tensors[4];
   auto* accepted = (int32_t*)tensors[5];
   auto* left = (float*)tensors[6];
-  auto* are_bad = (int32_t*)tensors[7];
+  auto* is_any_bad = (int32_t*)tensors[7];
   const int64_t rows = numbers[0], count = numbers[1], size = numbers[2], threads = numbers[3], salt = numbers[4];
   const bool looks = numbers[5];
   const double tolerance = 1e-6 * double(numbers[6]);
@@ -71,14 +71,18 @@ extern "C" void speculation(const void* const* tensors, const int64_t* numbers) 
     const float* q = drafted ? drafted + n * count * size : nullptr;
     const int64_t* own = drafts + n * count;
     const Keys keys(seeds[n] ^ salt);
-    int32_t is_bad = 0;
+    bool is_bad = false, goes_on = true;
     int64_t kept = 0;
-    bool goes_on = true;
+    for (int64_t k = 0; k < count; ++k) is_bad |= own[k] < 0 || own[k] >= size;
+    if (is_bad) {
+      *is_any_bad = 1;  // whoever writes it, writes this
+      continue;
+    }
     for (int64_t k = 0; k < count; ++k) {
       const float of_draft = q ? q[k * size + own[k]] : 1.0f;
       const uint32_t h = mixed_number(mixed_number(uint32_t(k) + keys.first) ^ keys.second);
       const double uniform = (double(h) + 0.5) * 0x1p-32;
-      is_bad |= !(of_draft > 0);
+      is_bad |= looks && !(of_draft > 0);
       goes_on = goes_on && uniform * double(of_draft) < double(p[k * size + own[k]]);
       kept += goes_on;
       tokens[n * (count + 1) + k] = goes_on ? int32_t(own[k]) : -1;
@@ -89,7 +93,7 @@ extern "C" void speculation(const void* const* tensors, const int64_t* numbers) 
       for (int64_t k = 0; k <= count; ++k) is_bad |= !is_distribution(p + k * size, size, tolerance);
       for (int64_t k = 0; q && k < count; ++k) is_bad |= !is_distribution(q + k * size, size, tolerance);
     }
-    are_bad[n] = is_bad;
+    if (is_bad) *is_any_bad = 1;
     const int64_t last = kept < count ? kept : count ? count - 1 : 0;
     write_left(p + kept * size, q ? q + last * size : nullptr, count ? own[last] : 0, kept < count, size, left + n * size);
   }
@@ -98,12 +102,11 @@ extern "C" void speculation(const void* const* tensors, const int64_t* numbers) 
 
 
 class Verified(NamedTuple):
-    """Tokens ``[B, K + 1]`` but for the last, how many are kept ``[B]``, weights of the last ``[B, V]``, bad rows ``[B]``."""
+    """Tokens ``[B, K + 1]`` but for the last, how many are kept ``[B]``, and weights of the last ``[B, V]``."""
 
     tokens: torch.Tensor
     accepted: torch.Tensor
     left: torch.Tensor
-    are_bad: torch.Tensor
 
 
 def can_read(drafts: torch.Tensor, drafted: torch.Tensor | None, target: torch.Tensor) -> bool:
@@ -122,25 +125,28 @@ def verify(
     salt: int,
     looks: bool,
     tolerance: float,
-) -> Verified:
-    """Accept drafts ``[B, K]`` of distributions ``[B, K, V]`` by those of the target ``[B, K + 1, V]``; rows are looked at.
+) -> Verified | None:
+    """Accept drafts ``[B, K]`` of distributions ``[B, K, V]`` by those of the target ``[B, K + 1, V]``.
+
+    None where a draft is no token, or with ``looks`` a row is no distribution or a draft none that could be drawn.
 
     Raises:
         RuntimeError: there is no C++ compiler.
     """
     rows, places, size = target.shape
     tokens = torch.empty((rows, places), dtype=torch.int32)
-    others = torch.empty((2, rows), dtype=torch.int32)
+    accepted, is_any_bad = torch.empty(rows, dtype=torch.int32), ctypes.c_int32(0)
     left = torch.empty((rows, size))
     addresses = (drafts.data_ptr(), 0 if drafted is None else drafted.data_ptr(), target.data_ptr(), seeds.data_ptr())
-    at = others.data_ptr()
     threads = max(1, min(torch.get_num_threads(), rows))
     numbers = (rows, places - 1, size, threads, salt, looks, round(tolerance * 1e6))
     _function(inductor.vector_bits() // 32)(
-        (ctypes.c_void_p * 8)(*addresses, tokens.data_ptr(), at, left.data_ptr(), at + 4 * rows),
+        (ctypes.c_void_p * 8)(
+            *addresses, tokens.data_ptr(), accepted.data_ptr(), left.data_ptr(), ctypes.addressof(is_any_bad)
+        ),
         (ctypes.c_int64 * 7)(*numbers),
     )
-    return Verified(tokens, others[0], left, others[1])
+    return None if is_any_bad.value else Verified(tokens, accepted, left)
 
 
 @lru_cache(maxsize=4)
