@@ -1,8 +1,8 @@
 """What a call that decoding makes at every token costs without a compiler: at most 40 us each is the claim.
 
 The functions are called on tensors so small that the call is all that counts: a token of a vocabulary of 1,000, a step of two
-heads of 16, three drafts. Beside each, what PyTorch's own operations for the same take. The least of many blocks, in turns, of
-the time of the thread: others on the machine are not measured.
+heads of 16, three drafts. Beside each, what PyTorch's own operations for the same take. The least of many blocks, in turns,
+of the thread's time: others on the machine are not measured.
 
     python -m benchmarks.eager_calls [--calls 500] [--blocks 25] [--rounds 5] [--quick]
 """
@@ -127,9 +127,9 @@ def main() -> None:
             ours()  # code is built, decisions are made
         runs = [latencies(calls, settings.calls, settings.blocks) for _ in range(settings.rounds)]
     for name in calls:
-        ours, plain = (Quartiles.of([run[name][place] for run in runs]) for place in (0, 1))
-        publication.add({"case": {"function": name}, "ours_us": rounded(ours), "pytorch_us": rounded(plain)})
-        print(name, f"{ours.median:.1f} us", f"PyTorch {plain.median:.1f} us", sep=" | ", flush=True)
+        own, plain = (Quartiles.of([run[name][place] for run in runs]) for place in (0, 1))
+        publication.add({"case": {"function": name}, "ours_us": rounded(own), "pytorch_us": rounded(plain)})
+        print(name, f"{own.median:.1f} us", f"PyTorch {plain.median:.1f} us", sep=" | ", flush=True)
     publication.show(table(publication.rows, settings.quick))
 
 

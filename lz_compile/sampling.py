@@ -364,7 +364,8 @@ class _Operands:
             found = _selected(**given, result=result, out_dtype=out_dtype)
         if result != "ids":
             return found if len(self._rows) == 1 else found.reshape(*self._rows, self._vocab)
-        if not is_compiling and found.device.type == "cpu" and found.numel() and int(found.min()) < 0:
+        can_be_read = not is_compiling and found.device.type == "cpu" and is_plain(found)
+        if can_be_read and found.numel() and int(found.min()) < 0:
             raise self._not_drawn(found)
         return found if len(self._rows) == 1 else found.reshape(self._rows)
 
@@ -484,7 +485,7 @@ def _may_be_out(values: torch.Tensor, least: float, most: float) -> bool:
 
 def _range(values: torch.Tensor, *, unknown: tuple[float, float]) -> tuple[float, float]:
     """The least and the largest; what is given for them where looking would wait for a device, or is traced."""
-    if torch.compiler.is_compiling() or values.device.type != "cpu" or not values.numel():
+    if not is_plain(values) or values.device.type != "cpu" or not values.numel():
         return unknown
     low, high = values.detach().aminmax()
     return float(low), float(high)

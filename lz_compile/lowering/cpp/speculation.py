@@ -134,9 +134,10 @@ def verify(
         RuntimeError: there is no C++ compiler.
     """
     rows, places, size = target.shape
-    tokens = torch.empty((rows, places), dtype=torch.int32)
-    accepted, is_any_bad = torch.empty(rows, dtype=torch.int32), ctypes.c_int32(0)
-    left = torch.empty((rows, size))
+    tokens = torch.empty((rows, places), dtype=torch.int32, device="cpu")
+    accepted = torch.empty(rows, dtype=torch.int32, device="cpu")
+    is_any_bad = ctypes.c_int32(0)
+    left = torch.empty((rows, size), dtype=torch.float32, device="cpu")
     addresses = (drafts.data_ptr(), 0 if drafted is None else drafted.data_ptr(), target.data_ptr(), seeds.data_ptr())
     threads = max(1, min(torch.get_num_threads(), rows))
     numbers = (rows, places - 1, size, threads, salt, looks, round(tolerance * 1e6))

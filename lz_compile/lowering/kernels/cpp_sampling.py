@@ -36,7 +36,7 @@ def _bind(attrs: SamplingAttrs, like: Mapping[str, torch.Tensor]) -> Callable[..
         if not prepared:  # here, where a missing compiler is seen to
             prepared.extend(_prepared(operands, attrs))
         function, numbers, shape, dtype = prepared
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=dtype, device="cpu")
         addresses = [0 if each is None else each.data_ptr() for each in map(operands.get, OPERANDS)]
         function(code.POINTERS(*addresses, out.data_ptr()), numbers)
         return out
@@ -50,7 +50,7 @@ def _prepared(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs) -> tup
     logits = operands["logits"]
     is_ids = attrs.result == "ids"
     shape, dtype = (logits.shape[:1], torch.int32) if is_ids else (logits.shape, attrs.out_dtype)
-    out = torch.empty(shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype, device="cpu")
     return *code.prepare(operands, attrs, out), shape, dtype
 
 

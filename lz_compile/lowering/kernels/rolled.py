@@ -246,7 +246,8 @@ def _bind(attrs: ScanAttrs) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         if not prepared:
             prepare(operands)
         function, numbers, shape, state_shape = prepared
-        reads, last = torch.empty(shape, dtype=attrs.out_dtype), torch.empty(state_shape, dtype=attrs.state_dtype)
+        reads = torch.empty(shape, dtype=attrs.out_dtype, device="cpu")
+        last = torch.empty(state_shape, dtype=attrs.state_dtype, device="cpu")
         pointers = [None if each is None else each.data_ptr() for each in operands]
         function(_POINTERS(*pointers, reads.data_ptr(), last.data_ptr(), None), numbers)
         return reads.transpose(1, 2), last
