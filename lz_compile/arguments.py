@@ -232,6 +232,7 @@ def is_watched() -> bool:
         forward_ad._current_level >= 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
     )
 
 

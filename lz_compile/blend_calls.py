@@ -8,15 +8,15 @@ else (a softmax after it, weights that want gradients, one for each element) sta
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
+from lz_compile.arguments import is_plain
 from lz_compile.lowering.ops.blend import BlendAttrs, BlendFacts
-from lz_compile.runtime import eager, health, policy
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+from lz_compile.runtime import eager, policy
 
 
 def one_call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, *, is_residual: bool) -> torch.Tensor | None:
@@ -27,9 +27,19 @@ def one_call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, *, is
     """
     if torch.compiler.is_dynamo_compiling() or not eager.has_choice("blend", seed.device.type):
         return None
-    axis = _axis_of(weight, seed)
-    if axis is None or not _is_plain(host, seed, weight):
+    if not is_plain(host, seed, weight):
         return None
+    names = (is_residual, torch.is_grad_enabled(), *[eager.layout(each) for each in (host, seed, weight)])
+    found: torch.Tensor | None
+    found = eager.bound("blend", names, partial(_bind, host, seed, weight, is_residual))(host, seed, weight)
+    return found
+
+
+def _bind(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, is_residual: bool) -> Callable[..., Any]:
+    """The blend of tensors like these, by the kernel that is chosen for them; what gives None where that is PyTorch's own."""
+    axis = _axis_of(weight, seed)
+    if axis is None or not _is_alike(host, seed, weight):
+        return _left
     spread, along = axis
     before, after = math.prod(seed.shape[:along]), math.prod(seed.shape[along + spread :])
     is_by_row = spread == 1 and along == 0
@@ -44,23 +54,25 @@ def one_call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, *, is
     facts = BlendFacts(*shape, 1, seed.dtype, seed.device.type, needs_grad)
     kernel = eager.kernel_for("blend", attrs, facts, seed.device)
     if kernel is None or kernel.call is None:
-        return None
-    alpha = weight.reshape((-1, 1, 1) if is_by_row else (1, -1, 1))
-    result: torch.Tensor = health.guarded(
-        kernel.kernel_id,
-        partial(kernel.call, attrs=attrs),
-        partial(_own, is_residual=is_residual),
-        host.reshape(shape),
-        seed.reshape(shape),
-        alpha,
-        fallback_enabled=policy.current().settings.fallback_enabled,
-    )
-    return result.reshape(seed.shape)
+        return _left
+    enabled = policy.current().settings.fallback_enabled
+    own = partial(_own, is_residual=is_residual)
+    run = eager.guarded(kernel, partial(kernel.call, attrs=attrs), own, fallback_enabled=enabled)
+
+    def call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        alpha = weight.reshape((-1, 1, 1) if is_by_row else (1, -1, 1))
+        result: torch.Tensor = run(host.reshape(shape), seed.reshape(shape), alpha)
+        return result.reshape(seed.shape)
+
+    return call
+
+
+def _left(*_tensors: torch.Tensor) -> None:
+    """PyTorch's own is as good."""
 
 
 def _own(host: torch.Tensor, seed: torch.Tensor, alpha: torch.Tensor, *, is_residual: bool) -> torch.Tensor:
-    """What the call would be without us, of canonical operands; every decision in which the kernel took part is forgotten."""
-    eager.forget()
+    """What the call would be without us, of canonical operands."""
     blended = host + alpha * seed if is_residual else alpha * seed + (1 - alpha) * host
     return blended.to(seed.dtype)
 
@@ -74,11 +86,8 @@ def _axis_of(weight: torch.Tensor, seed: torch.Tensor) -> tuple[int, int] | None
     return (1, along[0]) if len(along) == 1 else None
 
 
-def _is_plain(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the tensors are those that a kernel reads: dense, alike, and looked on by no transform."""
-    given = (host, seed, weight)
-    is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+def _is_alike(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the tensors are those that a kernel reads: dense and alike, of which none but the seed wants a gradient."""
     is_alike = host.dtype == seed.dtype and host.is_contiguous() and seed.is_contiguous() and bool(seed.numel())
-    on_device = all(each.device == seed.device for each in given)
-    wants = torch.is_grad_enabled() and weight.requires_grad
-    return not is_transformed and is_alike and on_device and not wants and all(type(each) in _PLAIN for each in given)
+    on_device = all(each.device == seed.device for each in (host, seed, weight))
+    return is_alike and on_device and not (torch.is_grad_enabled() and weight.requires_grad)

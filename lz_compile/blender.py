@@ -6,9 +6,11 @@ gain, threshold and bounds may be set anew, without a line being compiled again.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +20,7 @@ from lz_compile.arguments import Arguments, is_plain
 from lz_compile.blending import (
     BlenderConfig,
     BlendMode,
+    Rails,
     Scalar,
     capped,
     check,
@@ -38,6 +41,8 @@ _TENSORS = ("low", "high", "gain", "threshold", "hysteresis", "max_step")
 #: What drift is a moving deviation over, in batches.
 _MEMORY = 0.9
 _TINY = 1e-6
+#: What so many weights did may be worked out later.
+_SMALL = 4096
 
 #: A gate (or what it follows), and what the buffers are to hold after the blend.
 Gate: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
@@ -49,7 +54,8 @@ class Blender(nn.Module):
     Buffers: ``alpha``, its ``target`` and where it came from (``origin``), all of alpha's shape; ``batches``, how many of the
     ramp are over; ``is_confident``, the gate's last decision; ``weights``, the last of a soft gate, the seed's first;
     ``drift_mean`` and ``drift_square``, moving averages; the numbers of the configuration, infinite where there is no bound;
-    ``figures`` of telemetry. Every call moves the memory, in evaluation as in training; what is no number does not enter it.
+    ``figures`` of telemetry, as of when it was asked for. Every call moves the memory, in evaluation as in training; what is
+    no number does not enter it.
 
     Args:
         config: the mode and its safety rails.
@@ -113,6 +119,7 @@ class Blender(nn.Module):
             number = bounds.get(name, getattr(config, name))
             self.register_buffer(name, torch.as_tensor(number, dtype=start.dtype, device=start.device).clone())
         self._reader = Reader()
+        self._untold: tuple[int, Callable[[], None]] | None = None
 
     # ---- blending --------------------------------------------------------------------------------------------------
 
@@ -138,7 +145,8 @@ class Blender(nn.Module):
 
     def _blended(self, host: Tensor, seed: Tensor, logits: Tensor | None, gate_logits: Tensor | None) -> Tensor:
         """The blend; buffers change after it: to a compiler any two inputs may share memory, and what it reads must last."""
-        config, gate, learned = self.settings(), None, {}
+        config, gate = self.config, None
+        learned: dict[str, Tensor] = {}
         mode, dim = config.mode, config.channel_dim
         if mode is BlendMode.CONFIDENCE and logits is None:
             if seed.dim() == 2:
@@ -154,13 +162,32 @@ class Blender(nn.Module):
         elif gate is None:
             assert logits is not None, "a gate that fits has logits"
             gate, learned = self._gate_of_margin(logits)
-        weight = weigh(seed, alpha, mode, config, gate)
+        rails = Rails(self.low, self.high, config.cap_above, config.cap_share, dim)
+        weight = weigh(seed.shape, alpha, mode, rails, gate)
         out = mix(host, seed, weight, mode, dim)
         self._learn(learned)
         if self.has_telemetry:
-            unlimited = replace(config, low=None, high=None, cap_share=1.0)
-            self._note(weigh(seed, alpha, mode, unlimited, gate), weight, gate, mode)
+            if self._puts_off(weight) and alpha.numel() <= _SMALL:
+                given = alpha.detach().clone()
+                self._untold = self.figures._version, partial(self._tell, seed.shape, given, weight, gate, mode)
+            else:
+                self._tell(seed.shape, alpha, weight, gate, mode)
         return out
+
+    def _tell(self, shape: Sequence[int], alpha: Tensor, weight: Tensor, gate: Tensor | None, mode: BlendMode) -> None:
+        unlimited = Rails(None, None, self.config.cap_above, 1.0, self.config.channel_dim)
+        self._note(weigh(shape, alpha, mode, unlimited, gate), weight, gate, mode)
+
+    def _puts_off(self, weight: Tensor) -> bool:
+        """Whether what a batch did is worked out when somebody asks: on a CPU, without a compiler, of few weights."""
+        is_small = weight.numel() <= _SMALL and weight.device.type == "cpu"
+        return is_small and is_plain(weight) and not self.figures.is_inference()
+
+    def _catch_up(self) -> None:
+        """Work out what was put off."""
+        untold, self._untold = self._untold, None
+        if untold is not None and untold[0] == self.figures._version:  # else compiled code told of a later batch
+            untold[1]()
 
     @torch.no_grad()
     def _learn(self, values: Mapping[str, Tensor]) -> None:
@@ -215,7 +242,11 @@ class Blender(nn.Module):
             mean = torch.where(mean.isfinite(), mean, self.weights[0])
             self.weights.copy_(torch.stack([mean, 1 - mean]))
         if self.has_telemetry:
-            self._note(wanted, share, share, BlendMode.SOFT_GATE)
+            if self._puts_off(share):
+                given = (wanted.detach(), share.detach(), share.detach())
+                self._untold = self.figures._version, partial(self._note, *given, BlendMode.SOFT_GATE)
+            else:
+                self._note(wanted, share, share, BlendMode.SOFT_GATE)
         return out
 
     # ---- the schedule ----------------------------------------------------------------------------------------------
@@ -281,7 +312,24 @@ class Blender(nn.Module):
         Its mode is that which was used: CONVEX where another one did not fit. NaN in alpha is an event of level CRITICAL
         (``BLEND_ALPHA_NAN``).
         """
+        self._catch_up()
         return self._reader.poll(self.figures)
+
+    def _save_to_state_dict(self, *given: Any, **named: Any) -> None:
+        self._catch_up()
+        super()._save_to_state_dict(*given, **named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Blender:
+        """All of it but what is on its way; what was put off is worked out before."""
+        self._catch_up()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._catch_up()
+        return dict(self.__dict__)
 
     def extra_repr(self) -> str:
         """The configuration."""

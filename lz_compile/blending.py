@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -135,7 +136,8 @@ def blend(
     if mode is BlendMode.CONFIDENCE and gate is None:
         assert logits is not None, "a gate that fits has logits"
         gate = confidence_gate(logits, config.gain, config.threshold)
-    return mix(host, seed, weigh(seed, alpha, mode, config, gate), mode, config.channel_dim)
+    rails = Rails(config.low, config.high, config.cap_above, config.cap_share, config.channel_dim)
+    return mix(host, seed, weigh(seed.shape, alpha, mode, rails, gate), mode, config.channel_dim)
 
 
 def fitted(
@@ -156,18 +158,28 @@ def fitted(
     return BlendMode.CONVEX, alpha if _broadcasts(alpha, seed) else alpha.mean()
 
 
+class Rails(NamedTuple):
+    """What holds weights, as in :class:`BlenderConfig`."""
+
+    low: Scalar | None
+    high: Scalar | None
+    cap_above: float
+    cap_share: float
+    channel_dim: int
+
+
 def weigh(
-    seed: torch.Tensor, alpha: torch.Tensor, mode: BlendMode, config: BlenderConfig, gate: torch.Tensor | None = None
+    shape: Sequence[int], alpha: torch.Tensor, mode: BlendMode, rails: Rails, gate: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Alpha within its bounds, under its cap and times the gate, broadcastable to the seed; without gradients."""
-    weight = capped(bounded(alpha.detach(), config.low, config.high), config.cap_above, config.cap_share)
+    """Alpha within its bounds, under its cap and times the gate, broadcastable to a seed of a shape; without gradients."""
+    weight = capped(bounded(alpha.detach(), rails.low, rails.high), rails.cap_above, rails.cap_share)
     if mode is BlendMode.CHANNEL:
-        weight = _over_channels(weight, seed, config.channel_dim)
-    elif weight.dim() == 1 and seed.dim() > 1:
-        weight = weight.reshape(-1, *(1 for _ in range(seed.dim() - 1)))
+        weight = _over_channels(weight, shape, rails.channel_dim)
+    elif weight.dim() == 1 and len(shape) > 1:
+        weight = weight.reshape(-1, *(1 for _ in range(len(shape) - 1)))
     if mode is BlendMode.CONFIDENCE and gate is not None:
         gate = gate.detach()
-        weight = bounded(weight * gate.reshape(-1, *(1 for _ in range(seed.dim() - 1))), config.low, config.high)
+        weight = bounded(weight * gate.reshape(-1, *(1 for _ in range(len(shape) - 1))), rails.low, rails.high)
     return weight
 
 
@@ -317,12 +329,12 @@ def _broadcasts(alpha: torch.Tensor, seed: torch.Tensor) -> bool:
     return alpha.dim() == seed.dim() and all(own in (1, other) for own, other in pairs)
 
 
-def _over_channels(alpha: torch.Tensor, seed: torch.Tensor, channel_dim: int) -> torch.Tensor:
-    """One number for each channel or group, broadcastable to the seed."""
-    channels = seed.shape[channel_dim]
+def _over_channels(alpha: torch.Tensor, shape: Sequence[int], channel_dim: int) -> torch.Tensor:
+    """One number for each channel or group, broadcastable to a seed of a shape."""
+    channels = shape[channel_dim]
     weight = alpha if alpha.shape[0] == channels else alpha.repeat_interleave(channels // alpha.shape[0], 0)
-    place = channel_dim % seed.dim()
-    for _ in range(seed.dim() - 1 - place):
+    place = channel_dim % len(shape)
+    for _ in range(len(shape) - 1 - place):
         weight = weight.unsqueeze(-1)
     return weight
 

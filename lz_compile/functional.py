@@ -171,12 +171,14 @@ def embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None
         ArgumentError: the tensors do not fit together, or (on a CPU, where it is not compiled) there is no such row.
     """
     _check_embedding(input, weight, padding_idx)
-    if is_plain(input) and input.device.type == "cpu" and input.numel():
+    if torch.compiler.is_dynamo_compiling():
+        return F.embedding(input, weight, padding_idx)
+    try:
+        return F.embedding(input, weight, padding_idx)
+    except IndexError as error:
         low, high = map(int, input.aminmax())
-        if low < 0 or high >= weight.shape[0]:
-            given = Arguments("embedding")
-            raise given.wrong("input", f"of rows 0 to {weight.shape[0] - 1} of weight", f"{low} to {high}")
-    return F.embedding(input, weight, padding_idx)
+        rows = f"of rows 0 to {weight.shape[0] - 1} of weight"
+        raise Arguments("embedding").wrong("input", rows, f"{low} to {high}") from error
 
 
 def mlp_fused(

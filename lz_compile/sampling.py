@@ -8,20 +8,20 @@ operator, ``layerzero::sampling``, for which the kernel is chosen where it is tr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from lz_compile.arguments import Arguments
+from lz_compile.arguments import Arguments, is_plain
 from lz_compile.domains.mask import DomainMask
 from lz_compile.domains.soft import DomainScore
-from lz_compile.errors import TokenArgumentError
+from lz_compile.errors import ArgumentError, TokenArgumentError
 from lz_compile.lowering.ops.sampling import OPERANDS, Result, SamplingAttrs, SamplingFacts, mixed_seed
 from lz_compile.lowering.token_bits import pack, unpack, word_count
 from lz_compile.runtime import context as contexts
-from lz_compile.runtime import eager, fingerprint, health, policy
+from lz_compile.runtime import eager, fingerprint, policy
 
 __all__ = ["apply_token_bitmask", "domain_fusion", "sample", "sample_topk", "sample_topp", "sampling_probs"]
 
@@ -32,6 +32,7 @@ _MOST_SEED = 2**63 - 1
 TEMPERATURES = (1e-6, 1e6)
 #: The seeds of rows differ by multiples of this, which 62 bits hold.
 _ROW = 0x2545F491
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_WEIGHT = torch.finfo(torch.float32).max
 
 
@@ -226,14 +227,23 @@ class _Operands:
     """Canonical operands of a sampling over logits ``[..., V]``, checked as they are given; some have ``aliases``."""
 
     def __init__(self, doing: str, logits: torch.Tensor, aliases: Mapping[str, str] | None = None) -> None:
-        self._aliases = aliases or {}
-        self.arguments = Arguments(doing, TokenArgumentError)
-        self.arguments.tensor("logits", logits, "... V")
-        if not logits.shape[-1]:
-            raise self.arguments.wrong("logits", "[..., V] over at least one token", tuple(logits.shape))
+        self._doing, self._aliases, self._own = doing, aliases or {}, logits
+        is_fit = type(logits) is torch.Tensor and logits.dtype in _FLOATS and logits.dim() > 0 and not logits.is_sparse
+        if not is_fit or not logits.shape[-1]:
+            given = self.arguments
+            if not logits.shape[-1]:
+                raise given.wrong("logits", "[..., V] over at least one token", tuple(logits.shape))
         self._rows = logits.shape[:-1]
         self._vocab = logits.shape[-1]
-        self._given: dict[str, torch.Tensor] = {"logits": logits.reshape(-1, self._vocab)}
+        flat = logits if logits.dim() == 2 else logits.reshape(-1, self._vocab)
+        self._given: dict[str, torch.Tensor] = {"logits": flat}
+
+    @property
+    def arguments(self) -> Arguments:
+        """What says which argument does not fit, and that the others are to be where the logits are."""
+        given = Arguments(self._doing, TokenArgumentError)
+        given.tensor("logits", self._own, "... V")
+        return given
 
     @property
     def _logits(self) -> torch.Tensor:
@@ -243,7 +253,9 @@ class _Operands:
         """Temperature and what is kept; what changes nothing is left out."""
         if isinstance(temperature, torch.Tensor):
             self.arguments.tensor("temperature", temperature, kind="real", anywhere=True)
-        if not isinstance(temperature, torch.Tensor) or _may_be_out(temperature, *TEMPERATURES):
+            if _may_be_out(temperature, *TEMPERATURES):
+                self._check_temperature(temperature)
+        else:
             self._check_temperature(temperature)
         self._add("temperature", temperature, torch.float32, unless=1.0, least=0.0, most=TEMPERATURES[1])
         self._add("top_k", top_k, torch.int32, unless=0, least=0, most=2**31 - 1)
@@ -274,6 +286,11 @@ class _Operands:
         most: float,
         above: bool = False,
     ) -> None:
+        if type(value) in (int, float) and value == unless:
+            return
+        if type(value) is float and least < value <= most and name != "top_k":
+            self._given[name] = torch.full((1,), value, dtype=dtype, device=self._logits.device)
+            return
         given, shown = self.arguments, self._aliases.get(name, name)
         if isinstance(value, torch.Tensor):
             given.tensor(shown, value, kind="integer" if name == "top_k" else "real", anywhere=True)
@@ -301,6 +318,13 @@ class _Operands:
 
     def words_of(self, mask: torch.Tensor | DomainMask, name: str = "bitmask") -> torch.Tensor:
         """A mask as words ``[N or 1, W]``."""
+        if (
+            type(mask) is torch.Tensor
+            and mask.dtype == torch.int32
+            and mask.device == self._logits.device
+            and not mask.is_sparse
+        ):
+            return self._by_row(name, "of words, ", mask, word_count(self._vocab))
         given = self.arguments
         if isinstance(mask, DomainMask) and mask.vocab_size != self._vocab:
             found = f"one of {mask.vocab_size} for {mask.domain.name}"
@@ -319,7 +343,8 @@ class _Operands:
         if shape not in {(width,), (1, width), (*self._rows, width)}:
             expected = f"{what}of shape {[width]} or {[*self._rows, width]}"
             raise self.arguments.wrong(name, expected, list(shape))
-        return tensor.to(self._logits.device).reshape(-1, width)
+        moved = tensor.to(self._logits.device)
+        return moved if moved.dim() == 2 else moved.reshape(-1, width)
 
     def drawn(self, seeds: torch.Tensor | int | None, generator: torch.Generator | None) -> torch.Tensor:
         """A token for each row, by a seed for each."""
@@ -338,12 +363,13 @@ class _Operands:
         else:
             found = _selected(**given, result=result, out_dtype=out_dtype)
         if result != "ids":
-            return found.reshape(*self._rows, self._vocab)
-        if not is_compiling and found.device.type == "cpu" and found.numel() and int(found.min()) < 0:
+            return found if len(self._rows) == 1 else found.reshape(*self._rows, self._vocab)
+        can_be_read = not is_compiling and found.device.type == "cpu" and is_plain(found)
+        if can_be_read and found.numel() and int(found.min()) < 0:
             raise self._not_drawn(found)
-        return found.reshape(self._rows)
+        return found if len(self._rows) == 1 else found.reshape(self._rows)
 
-    def _not_drawn(self, tokens: torch.Tensor) -> TokenArgumentError:
+    def _not_drawn(self, tokens: torch.Tensor) -> ArgumentError:
         """Which rows are no distribution, and why the first is none."""
         bad = (tokens < 0).nonzero().flatten().tolist()
         rows = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
@@ -369,6 +395,11 @@ class _Operands:
         return self.arguments.wrong(name, expected, f"{found} in row {rows}", "There is no token to draw")
 
 
+def drawn(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """A token for each row of logits ``[N, V]``, -1 where there is none, by seeds ``[N]``; nothing is checked."""
+    return _selected(logits, None, None, None, None, None, None, seeds, "ids", torch.float32)
+
+
 def row_seeds(
     given: Arguments,
     rows: Sequence[Any],
@@ -389,6 +420,8 @@ def row_seeds(
         return torch.randint(0, _MOST_SEED, (count,), generator=generator, device=own).to(device)
     if isinstance(seeds, torch.Tensor):
         given.tensor("seeds", seeds, kind="real", anywhere=True)
+        if seeds.is_meta and device.type != "meta":
+            raise given.wrong("seeds", f"on {device}", seeds.device)
         if tuple(seeds.shape) != tuple(rows) or seeds.dtype not in (torch.int64, torch.int32):
             expected = f"as a whole number, or as int64 of shape {list(rows)}"
             raise given.wrong("seeds", expected, f"{seeds.dtype} of shape {list(seeds.shape)}")
@@ -401,7 +434,8 @@ def row_seeds(
         base = mixed_seed(seeds)
     else:
         raise given.wrong("seeds", "as a whole number that int64 holds, from -2**63 to 2**63 - 1", seeds)
-    return torch.arange(count, device=device) * _ROW ^ base
+    found: torch.Tensor = torch.arange(count, device=device) * _ROW ^ base
+    return found
 
 
 def _check_opinions(
@@ -451,7 +485,7 @@ def _may_be_out(values: torch.Tensor, least: float, most: float) -> bool:
 
 def _range(values: torch.Tensor, *, unknown: tuple[float, float]) -> tuple[float, float]:
     """The least and the largest; what is given for them where looking would wait for a device, or is traced."""
-    if torch.compiler.is_compiling() or values.device.type != "cpu" or not values.numel():
+    if not is_plain(values) or values.device.type != "cpu" or not values.numel():
         return unknown
     low, high = values.detach().aminmax()
     return float(low), float(high)
@@ -477,25 +511,36 @@ def _selected(
     del source  # for caches: see traced_source
     values = (logits, bitmask, bias, temperature, top_k, top_p, min_p, seeds)
     operands = {name: each for name, each in zip(OPERANDS, values, strict=True) if each is not None}
+    found: torch.Tensor
+    if not is_plain(*values):
+        found = _bind(operands, result, out_dtype, is_traced=True)(**operands)
+        return found
+    names = (result, out_dtype, torch.is_grad_enabled(), *[eager.layout(each) for each in values])
+    found = eager.bound("sampling", names, partial(_bind, operands, result, out_dtype))(**operands)
+    return found
+
+
+def _bind(
+    operands: Mapping[str, torch.Tensor], result: str, out_dtype: torch.dtype, is_traced: bool = False
+) -> Callable[..., Any]:
+    """The sampling over operands like these, by the kernel that is chosen for them."""
+    logits = operands["logits"]
     attrs = SamplingAttrs.of(operands, result, out_dtype)  # type: ignore[arg-type]  # a Result, as schemas spell it
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in operands.values())
     rows, vocab = (contexts.known_size(size) for size in logits.shape)
     facts = SamplingFacts(rows, vocab, logits.dtype, logits.device.type, needs_grad)
     kernel = eager.kernel_for("sampling", attrs, facts, logits.device) if rows else None
+    own = partial(_own, attrs)
     if kernel is None or kernel.call is None:
-        return _own(attrs, operands)
-
-    def complete(**operands: torch.Tensor) -> torch.Tensor:
-        eager.forget()
-        return _own(attrs, operands)
-
-    enabled = policy.current().settings.fallback_enabled
-    run = partial(kernel.call, attrs=attrs)
-    found: torch.Tensor = health.guarded(kernel.kernel_id, run, complete, fallback_enabled=enabled, **operands)
-    return found
+        return own
+    bind = None if is_traced or needs_grad else getattr(kernel.call, "bind", None)
+    call = None if bind is None else bind(attrs, operands)
+    if call is None:
+        call = partial(kernel.call, attrs=attrs)
+    return eager.guarded(kernel, call, own, fallback_enabled=policy.current().settings.fallback_enabled)
 
 
-def _own(attrs: SamplingAttrs, operands: Mapping[str, Any]) -> torch.Tensor:
+def _own(attrs: SamplingAttrs, **operands: Any) -> torch.Tensor:
     from lz_compile.lowering.kernels.torch_sampling import sampling as composed
 
     return composed(**operands, attrs=attrs)

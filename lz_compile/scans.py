@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from lz_compile.arguments import PLAIN, Arguments, remembered
+from lz_compile.arguments import PLAIN, Arguments, is_plain, remembered
 from lz_compile.lowering.ops import scan as scan_op
 from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs, ScanFacts, ScanSizes
 from lz_compile.runtime import context as contexts
-from lz_compile.runtime import eager, fingerprint, health, policy
+from lz_compile.runtime import eager, fingerprint, policy
 
 __all__ = ["kda", "linear_scan"]
 
@@ -145,31 +145,42 @@ class _Columns:
     """
 
     def __init__(self, shape: Sequence[int], dim: int) -> None:
-        self._shape, self._is_last = shape, dim == len(shape) - 1
+        self._shape = tuple(shape)
         before, after = [*range(dim)], [*range(dim + 1, len(shape))]
         columns = after[-1:] if after else before[-1:]
         self._groups = (before if after else before[:-1], after[:-1], [dim], columns)
+        self._order = [position for group in self._groups for position in group]
+        self._is_ordered = self._order == [*range(len(shape))]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """``[B, H, T, 1, V]`` of a tensor of this rank, where groups of dimensions that broadcast do so still."""
         sizes = list(tensor.shape)
         for group in self._groups:
-            if not all(_is_one(sizes[position]) for position in group):
+            if len(group) > 1 and not all([_is_one(sizes[position]) for position in group]):  # noqa: C419  # quicker
                 for position in group:
                     sizes[position] = self._shape[position]
-        order = [position for group in self._groups for position in group]
-        merged = [reduce(operator.mul, [sizes[position] for position in group], 1) for group in self._groups]
-        return tensor.expand(sizes).permute(order).reshape(merged).unsqueeze(3)
+        if tuple(sizes) != tuple(tensor.shape):
+            tensor = tensor.expand(sizes)
+        first, second, time, columns = (_product([sizes[position] for position in group]) for group in self._groups)
+        ordered = tensor if self._is_ordered else tensor.permute(self._order)
+        return ordered.reshape(first, second, time, 1, columns)
 
     def restored(self, reads: torch.Tensor) -> torch.Tensor:
         """The inverse, of ``[B, H, T, 1, V]``."""
-        order = [position for group in self._groups for position in group]
-        whole = reads.reshape([self._shape[position] for position in order])
-        return whole.permute([order.index(position) for position in range(len(order))])
+        whole = reads.reshape([self._shape[position] for position in self._order])
+        if self._is_ordered:
+            return whole
+        return whole.permute([self._order.index(position) for position in range(len(self._order))])
+
+
+def _product(sizes: Sequence[Any]) -> Any:
+    return sizes[0] if len(sizes) == 1 else reduce(operator.mul, sizes, 1)
 
 
 def _of_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """With dimensions of size one in front."""
+    if tensor.dim() == rank:
+        return tensor
     return tensor.reshape((*(1,) * (rank - tensor.dim()), *tensor.shape))
 
 
@@ -286,24 +297,32 @@ def _operator(
 def _selected(
     operands: Sequence[torch.Tensor | None], out_dtype: torch.dtype, state_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor]
+    if not is_plain(*operands):
+        found = _bind(operands, out_dtype, state_dtype, is_traced=True)(*operands)
+        return found
+    names = (out_dtype, state_dtype, torch.is_grad_enabled(), *[eager.layout(each) for each in operands])
+    found = eager.bound("scan", names, partial(_bind, operands, out_dtype, state_dtype))(*operands)
+    return found
+
+
+def _bind(
+    operands: Sequence[torch.Tensor | None], out_dtype: torch.dtype, state_dtype: torch.dtype, is_traced: bool = False
+) -> Callable[..., Any]:
+    """The scan over operands like these, by the kernel that is chosen for them."""
     attrs = _attributes(operands, out_dtype, state_dtype)
     own = partial(_own, attrs=attrs)
     is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
     facts = facts_of_call(dict(zip(OPERANDS, operands, strict=True)))
     if is_transformed or 0 in (facts.batch, facts.heads, facts.length, facts.key_dim, facts.value_dim):
-        return own(*operands)
+        return own
     device = next(each.device for each in operands if each is not None)
     kernel = eager.kernel_for("scan", attrs, facts, device)
     if kernel is None or kernel.call is None:
-        return own(*operands)
-
-    def complete(*operands: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        eager.forget()
-        return own(*operands)
-
-    enabled = policy.current().settings.fallback_enabled
-    run = partial(_called, kernel.call, attrs)
-    return health.guarded(kernel.kernel_id, run, complete, *operands, fallback_enabled=enabled)
+        return own
+    bind = None if is_traced or facts.needs_grad else getattr(kernel.call, "bind", None)
+    call = partial(_called, kernel.call, attrs) if bind is None else bind(attrs)
+    return eager.guarded(kernel, call, own, fallback_enabled=policy.current().settings.fallback_enabled)
 
 
 def _attributes(operands: Sequence[torch.Tensor | None], out_dtype: torch.dtype, state_dtype: torch.dtype) -> ScanAttrs:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from lz_compile.arguments import Arguments, is_plain
+from lz_compile.arguments import Arguments, is_plain, remembered
 from lz_compile.errors import TokenArgumentError
 from lz_compile.lowering.ops.sampling import bits
-from lz_compile.sampling import row_seeds, sample
+from lz_compile.runtime import health
+from lz_compile.sampling import drawn, row_seeds, sample
 
 __all__ = ["Verification", "speculative_verify"]
 
 #: Seeds of acceptance and of the last draw are those of drafts with other bits, so that one tells nothing of the others.
 _ACCEPTANCE = 0x2545F4914F6CDD1D
 _DRAW = 0x1B873593CC9E2D51
+#: The pass of C++, by the name under which it is retired.
+_KERNEL = "lz.cpp_speculation"
 #: The sum of a row of probabilities is one up to so much, which rows in 16 bits need.
 _SUM_TOLERANCE = 0.01
 
@@ -63,15 +67,62 @@ def speculative_verify(
 
     **Source** Leviathan et al., *Fast Inference from Transformers via Speculative Decoding*, 2023, algorithm 1.
     """
+    _check(draft_tokens, draft_probs, target_probs)
     arguments = Arguments("speculative_verify", TokenArgumentError)
-    _check(arguments, draft_tokens, draft_probs, target_probs)
-    count = draft_tokens.shape[1]
     given = row_seeds(arguments, draft_tokens.shape[:1], seeds, generator, target_probs.device)
+    is_looked_at = is_plain(draft_tokens, draft_probs, target_probs) and target_probs.device.type == "cpu"
+    looks = check_probabilities and is_looked_at
+    operands = (draft_tokens, draft_probs, target_probs, given)
+    is_readable = is_looked_at and given.numel() > 0 and not _wants_gradients(draft_probs, target_probs)
+    if is_readable and health.retired(_KERNEL) is None:
+        found = health.guarded(_KERNEL, partial(_at_once, looks), lambda *_: None, *operands)
+        if found is not None:
+            return found
+    if is_looked_at and draft_tokens.numel():
+        _check_tokens(arguments, draft_tokens, target_probs.shape[2])
+    return _in_torch(arguments, looks, draft_tokens, draft_probs, target_probs, given)
+
+
+def _wants_gradients(*given: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
+
+
+def _at_once(
+    looks: bool,
+    draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
+    seeds: torch.Tensor,
+) -> Verification | None:
+    """By one pass of C++ and a draw; None where it does not read such tensors."""
+    from lz_compile.lowering.cpp import speculation as code
+
+    if not code.can_read(draft_tokens, draft_probs, target_probs):
+        return None
+    operands = (draft_tokens, draft_probs, target_probs, seeds)
+    found = code.verify(*operands, salt=_ACCEPTANCE, looks=looks, tolerance=_SUM_TOLERANCE)
+    if found is None:  # who says what is wrong, looks again
+        return None
+    own = drawn(found.left.log_(), seeds ^ _DRAW)
+    found.tokens.scatter_(1, found.accepted.long()[:, None], own[:, None])
+    return Verification(found.tokens, found.accepted)
+
+
+def _in_torch(
+    arguments: Arguments,
+    looks: bool,
+    draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
+    given: torch.Tensor,
+) -> Verification:
+    """By PyTorch's operations."""
+    count = draft_tokens.shape[1]
     drafted = draft_tokens.to(torch.int64)
     target = target_probs.float() if target_probs.itemsize < 4 else target_probs
     p = target[:, :count].gather(-1, drafted[..., None])[..., 0]
     q = torch.ones_like(p) if draft_probs is None else draft_probs.to(p.dtype).gather(-1, drafted[..., None])[..., 0]
-    if check_probabilities and is_plain(p, q) and p.device.type == "cpu":
+    if looks:
         _check_probabilities(arguments, draft_probs, target_probs, q)
     uniform = (bits(given ^ _ACCEPTANCE, count).to(torch.float64) + 0.5) * 2.0**-32  # below 1, which float32 is not
     accepted = (uniform * q < p).to(torch.int32).cumprod(-1).sum(-1)
@@ -102,7 +153,9 @@ def _residual(
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
 
-def _check(arguments: Arguments, draft_tokens: Any, draft_probs: Any, target_probs: Any) -> None:
+@remembered
+def _check(draft_tokens: Any, draft_probs: Any, target_probs: Any) -> None:
+    arguments = Arguments("speculative_verify", TokenArgumentError)
     arguments.tensor("draft_tokens", draft_tokens, "B K", "integer")
     arguments.tensor("target_probs", target_probs, "B L V")
     arguments.tensor("draft_probs", draft_probs, "B K V", optional=True)
@@ -114,10 +167,12 @@ def _check(arguments: Arguments, draft_tokens: Any, draft_probs: Any, target_pro
         )
     if not vocab:
         raise arguments.wrong("target_probs", "[B, K + 1, V] over at least one token", tuple(target_probs.shape))
-    if is_plain(draft_tokens) and draft_tokens.device.type == "cpu" and draft_tokens.numel():
-        low, high = map(int, draft_tokens.aminmax())
-        if low < 0 or high >= vocab:
-            raise arguments.wrong("draft_tokens", f"within 0..{vocab - 1}", f"{low}..{high}")
+
+
+def _check_tokens(arguments: Arguments, draft_tokens: torch.Tensor, vocab: int) -> None:
+    low, high = map(int, draft_tokens.aminmax())
+    if low < 0 or high >= vocab:
+        raise arguments.wrong("draft_tokens", f"within 0..{vocab - 1}", f"{low}..{high}")
 
 
 def _check_probabilities(

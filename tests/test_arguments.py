@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import lz_compile as lz
 from lz_compile.arguments import Arguments, remembered
@@ -220,6 +221,31 @@ def test_what_is_checked_is_traced_without_a_break(call: str) -> None:
     function, given = CALLS[call]
     compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
     torch.testing.assert_close(compiled(**given), function(**given), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "call", ["kda of a step", "linear_scan", "sample", "apply_token_bitmask", "speculative_verify"]
+)
+def test_a_call_that_is_bound_heeds_what_looks_on(call: str) -> None:
+    function, given = CALLS[call]
+    expected = function(**given)
+    with torch.inference_mode():
+        torch.testing.assert_close(function(**given), expected)
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.testing.assert_close(function(**given), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)  # type: ignore[arg-type]  # as it was
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = {name: mode.from_tensor(each) if isinstance(each, Tensor) else each for name, each in given.items()}
+    with mode:
+        found = function(**fake)
+    for ours, theirs in zip(
+        torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True
+    ):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
 
 def test_what_passed_is_not_looked_at_again() -> None:

@@ -315,8 +315,32 @@ def test_a_blender_as_it_comes_compiles_to_the_kernel(mode: lz.BlendMode, record
             got = torch.compile(blender, backend=backend, fullgraph=True)(host, seed, **given)
             torch.testing.assert_close(got, plain(host, seed, **given), rtol=1e-4, atol=1e-5)
         assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+        plain.telemetry()  # works out what was put off
         for name, buffer in plain.named_buffers():
             torch.testing.assert_close(blender.get_buffer(name), buffer, equal_nan=True)
+
+
+def test_figures_are_of_the_last_batch_whoever_ran_it() -> None:
+    host, seed = torch.randn(2, 4, 6)
+    blender = lz.Blender(alpha=0.3)
+    compiled = torch.compile(blender, backend="eager", fullgraph=True)
+    for run, alpha in ((blender, 0.2), (compiled, 0.7), (blender, 0.1)):
+        blender.alpha.fill_(alpha)
+        run(host, seed)
+        told = [alpha] if run is blender else [alpha, alpha]
+        for expected in told:
+            found = blender.telemetry()
+            assert found is not None
+            assert found.alpha_mean == pytest.approx(expected)
+    blender.alpha.fill_(0.6)
+    blender(host, seed)
+    blender.alpha.fill_(0.9)  # what was put off is of the batch, not of now
+    copied = copy.deepcopy(blender).telemetry()
+    assert copied is not None
+    assert copied.alpha_mean == pytest.approx(0.6)
+    blender(host, seed)
+    compiled(host, seed)
+    assert float(blender.state_dict()["figures"][1]) == pytest.approx(0.9)
 
 
 def test_a_blend_after_a_write_that_may_be_to_its_operands_is_matched_as_its_near_miss_says() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import weakref
 
 import pytest
 import torch
 
-from lz_compile.errors import KernelExecutionError, LayerZeroError, NoKernelFoundError
+from lz_compile.errors import ArgumentError, KernelExecutionError, LayerZeroError, NoKernelFoundError
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, health
 from lz_compile.runtime.health import LIBRARY_LIMIT, OUT_OF_MEMORY_LIMIT, CircuitBreaker
@@ -54,6 +55,17 @@ def test_a_kernel_that_works_is_called_with_its_arguments_and_nothing_is_recorde
     assert collected == []
     assert breaker.failures() == []
     assert breaker.version() == 0
+
+
+def test_an_argument_that_does_not_fit_is_the_callers_error_and_retires_nothing(breaker):
+    error = ArgumentError("kda", "initial_state", "of floating-point numbers", torch.int64, "Cast it")
+    with events.collect() as collected, pytest.raises(ArgumentError) as raised:
+        breaker.guarded("lib.kernel", failing(error), reference)
+    assert raised.value is error
+    assert collected == []
+    assert breaker.retirements() == {}
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.argument) == (str(error), "initial_state")
 
 
 def test_a_kernel_that_fails_is_retired_with_events_and_the_call_completes_on_the_fallback(breaker):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lz_compile as lz
+from lz_compile import speculation
 from lz_compile.domains import Domain, DomainMask, DomainScore
 from lz_compile.domains.mask import pack
 from lz_compile.errors import ConstraintError, TokenArgumentError
@@ -400,6 +401,26 @@ def test_whole_sequences_are_distributed_as_the_target_draws_them(count):
         exact = (exact[:, None] * p.repeat(exact.numel() // vocab, 1)).flatten()
     places = vocab ** torch.arange(count, -1, -1)
     assert_drawn_from((torch.stack(sequence, 1) * places).sum(-1), exact)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_one_pass_of_code_verifies_as_pytorch_does(count, greedy, monkeypatch):
+    rows, vocab = 200, 37
+    generator = torch.Generator().manual_seed(count)
+    q, p = (torch.randn(rows, count + more, vocab, generator=generator).mul(2).softmax(-1) for more in (0, 1))
+    p[3, :, :] = 0
+    p[3, :, 5] = 1  # all of the target on one token
+    draws = [torch.multinomial(q[:, place], 1, generator=generator) for place in range(count)]
+    drafted = torch.cat(draws, 1) if count else torch.empty(rows, 0, dtype=torch.int64)
+    given = (drafted, None if greedy else q, p)
+    seeds = torch.arange(rows) * 2**40 - 7
+    assert speculation._at_once(True, *given, seeds) is not None
+    found = lz.speculative_verify(*given, seeds=seeds)
+    monkeypatch.setattr(speculation, "_at_once", lambda *_: None)
+    for ours, theirs in zip(found, lz.speculative_verify(*given, seeds=seeds), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("count", [1, 3])

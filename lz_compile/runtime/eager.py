@@ -149,6 +149,54 @@ def kernel_for(op: str, attributes: Any, facts: Any, device: torch.device) -> Ke
     return found[0]
 
 
+def bound(op: str, names: tuple[Any, ...], build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """What ``build`` gives for a call of an op: a kernel, with all that does not change from call to call bound to it.
+
+    Args:
+        op: the operation.
+        names: everything that ``build`` looks at: shapes, strides, dtypes, devices, attributes, gradients.
+        build: chooses (:func:`kernel_for`) and binds.
+    """
+    key = (
+        policy.version(),
+        registry.version(),
+        health.version(),
+        loaded_tables.version(),
+        op,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        names,
+    )
+    cache = _decisions.cache
+    found: Callable[..., Any] | None = None if cache is None else cache.get(key)
+    if found is not None:
+        return found
+    cache = _decisions.follow(policy.current().settings.cache)
+    if cache is None:
+        return build()
+    run: Callable[..., Any] = cache.get_or_compute((*_versions(op), *key[4:]), build)
+    return run
+
+
+def layout(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What a kernel that is bound may look at beside the elements."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def guarded(
+    kernel: KernelSpec, call: Callable[..., Any], own: Callable[..., Any], *, fallback_enabled: bool
+) -> Callable[..., Any]:
+    """``call``, a kernel that is retired if it fails; the call is then completed by ``own``, PyTorch's."""
+
+    def complete(*operands: Any, **named: Any) -> Any:
+        forget()
+        return own(*operands, **named)
+
+    return partial(health.guarded, kernel.kernel_id, call, complete, fallback_enabled=fallback_enabled)
+
+
 def _chosen(op: str, attributes: Any, facts: Any, device: torch.device, present: Policy) -> tuple[KernelSpec | None]:
     context, own = of_facts(op, attributes, facts, device=device), eager_kernel(op)
     if not present.settings.enabled:

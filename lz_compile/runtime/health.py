@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lz_compile.errors import KernelExecutionError
+from lz_compile.errors import ArgumentError, KernelExecutionError
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, policy
 
@@ -125,6 +125,7 @@ class CircuitBreaker:
         """``call(*args, **kwargs)``; where it raises, what ``fallback`` gives for the same arguments.
 
         Raises:
+            ArgumentError: ``call`` says that its arguments do not fit; that is no failure of the kernel's.
             KernelExecutionError: ``call`` raised and the fallback is disabled. The kernel is retired by a device error only:
                 without a second opinion, another error may be the inputs'.
             Exception: ``fallback`` raised too; ``call``'s error is its context.
@@ -134,6 +135,8 @@ class CircuitBreaker:
             if policy.debugging():
                 wait(args, kwargs, result)
             return result
+        except ArgumentError:  # the caller's, whichever kernel it meets
+            raise
         except Exception as error:  # the one guarded place: recorded, retired, completed on the fallback
             is_broken = is_device_error(error)
             if is_broken or not fallback_enabled:

@@ -24,6 +24,7 @@ from lz_compile.lowering.ops.sampling import OPERANDS, TIES, SamplingAttrs
 #: Beside Inductor's own: no more than the rounding of ``a * b + c`` depends on it.
 FLAGS = ("-ffp-contract=fast",)
 DTYPES = (torch.float32, torch.bfloat16)
+POINTERS = ctypes.c_void_p * (len(OPERANDS) + 1)
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,17 @@ def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.T
     Raises:
         RuntimeError: there is no C++ compiler.
     """
+    function, numbers = prepare(operands, attrs, out)
+    tensors = [0 if each is None else each.data_ptr() for each in (*map(operands.get, OPERANDS), out)]
+    function(POINTERS(*tensors), numbers)
+
+
+def prepare(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.Tensor) -> tuple[Any, Any]:
+    """The compiled function, and its second argument: sizes, threads and strides.
+
+    Raises:
+        RuntimeError: there is no C++ compiler.
+    """
     logits = operands["logits"]
     rows, vocab = logits.shape
     lanes = inductor.vector_bits() // 32
@@ -80,10 +92,9 @@ def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.T
     )
     given = [*(operands.get(name) for name in OPERANDS), out]
     strides = [0 if each is None or each.shape[0] == 1 else each.stride(0) for each in given]
-    tensors = [0 if each is None else each.data_ptr() for each in given]
     ties = [TIES.index(attrs.top_k_ties), TIES.index(attrs.top_p_ties)]
     numbers = [rows, vocab, padded, threads, *ties, *strides]
-    _function(program)((ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int64 * len(numbers))(*numbers))
+    return _function(program), (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,8 @@ def sampling(
 ) -> torch.Tensor:
     """A sampling in the op's canonical layout (see ``lowering/ops/sampling.py``)."""
     z = scores(logits, bitmask, bias, temperature, torch.promote_types(logits.dtype, torch.float32))
+    if attrs.result == "scores" and not attrs.truncates and temperature is None:
+        return z.to(attrs.out_dtype)  # what is not masked is kept
     kept = z > -math.inf
     most = z.amax(-1, keepdim=True)
     keys = _ordered(z.detach()) if top_k is not None or top_p is not None else None
