@@ -703,7 +703,8 @@ def test_torch_logs_tells_decisions(tmp_path):
 
 
 def test_without_torch_logs_nothing_is_said(tmp_path):
-    assert child(tmp_path) == ""
+    lines = child(tmp_path).splitlines()
+    assert [line for line in lines if "No CUDA runtime is found" not in line] == []  # PyTorch's word on a CUDA build
 
 
 def test_the_structured_trace_holds_graphs_and_report(tmp_path):
