@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
+from lz_compile.lowering import inductor
 from lz_compile.options import Options
 from lz_compile.passes.dead import drop_dead
 from lz_compile.passes.edits.edit import RefutedError, all_or_nothing, proven
@@ -25,6 +26,7 @@ from lz_compile.passes.loops.unbatch import unbatch
 from lz_compile.passes.match import Failure, Match, NearMiss
 from lz_compile.passes.patterns import Recogniser, recognisers
 from lz_compile.passes.sampling.stores import with_values
+from lz_compile.reasons import Reason
 from lz_compile.runtime import events
 from lz_compile.runtime.report import GraphReport, LoopReport, MissReport
 
@@ -68,7 +70,7 @@ class Reading:
         found._roll(module, path, options, report)
         found._take_apart(module, options, report)
         found._recognise(module.graph, options, report)
-        report.near_misses.extend(map(MissReport.of, found._unknown()))
+        report.near_misses.extend(_with_break(MissReport.of(miss), module) for miss in found._unknown())
         return found
 
     def _unknown(self) -> Iterator[NearMiss]:
@@ -196,6 +198,16 @@ def _fail_each(what: str, found: Iterable[object], options: Options) -> None:
         if isinstance(each, Failure):
             code = "EDIT_REFUTED" if isinstance(each.error, RefutedError) else "LOOPS_FAILED"
             fail(code, f"{what} at {each.where}", each.error, options)
+
+
+def _with_break(miss: MissReport, module: fx.GraphModule) -> MissReport:
+    """A near miss; where the rest of an attention is in the next graph, with the break before that."""
+    cause = inductor.break_reason(module) if miss.reason.code == "NO_VALUES" else None
+    if cause is None:
+        return miss
+    return replace(
+        miss, reason=Reason(miss.reason.code, f"{miss.reason.message}, which ends at the graph break {cause}")
+    )
 
 
 def _all_of(op: str, recognise: Recogniser, graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:

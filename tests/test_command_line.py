@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -295,25 +294,3 @@ def test_help_imports_no_torch(tmp_path):
     code = "import sys; from lz_compile.command_arguments import parser; import lz_compile.command_line; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"
-
-
-def test_every_benchmark_is_run_by_make():
-    scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
-    target = (ROOT / "Makefile").read_text().partition("\nbench:")[2].partition("\n\n")[0]
-    assert {path.stem for path in scripts} == set(re.findall(r"-m benchmarks\.(\w+)", target))
-
-
-def test_nothing_refers_to_documents_that_users_do_not_have():
-    """Words, modules and tests alike: a file that is named is in the repository, and no other design is quoted."""
-    texts = [
-        path for place in ("lz_compile", "models", "benchmarks", "examples") for path in (ROOT / place).rglob("*.py")
-    ]
-    texts += [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    for path in texts:
-        text = path.read_text()
-        assert not re.search(
-            r"layerzero_spec|[Ss]ource: specification|\bthe spec\b|first release|shared/(seeds|design)", text
-        ), path
-        for name in re.findall(r"[\w/]+\.md\b", text):
-            candidates = [path.parent / name, ROOT / name, ROOT / "docs" / name]
-            assert any(each.exists() for each in candidates), f"{path} names {name}"

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("no_preference")
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """An empty cache directory, no accelerator, and Inductor left alone unless a test asks for it."""
+    """An empty cache directory, no accelerator nor a build for one, and Inductor left alone unless a test asks for it."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
     for module in (diagnosis, readiness):
         monkeypatch.setattr(module, "default_device", lambda: torch.device("cpu"))

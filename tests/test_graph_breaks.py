@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from backends import Rewriting
 from torch import Tensor, nn
 
 import lz_compile as lz
@@ -66,6 +67,16 @@ def test_an_attention_that_a_graph_break_tears_is_a_near_miss_with_the_break(fun
 def test_a_dry_run_says_so_too():
     report = lz.dry_run(between_softmax_and_values, *operands(), print_report=False)
     assert [miss.reason.code for miss in report.near_misses] == ["GRAPH_BREAK"]
+
+
+def test_a_compile_tells_the_break_behind_probabilities_that_meet_no_values():
+    backend = Rewriting()
+    torch.compile(between_softmax_and_values, backend=backend)(*operands())
+    (miss,) = backend.report.near_misses
+    line = between_softmax_and_values.__code__.co_firstlineno + 2
+    assert str(miss.reason).startswith(
+        f"[NO_VALUES] the probabilities meet no values in this graph, which ends at the graph break {__file__}:{line} ("
+    )
 
 
 def test_a_layer_that_runs_several_times_is_told_once():

@@ -16,7 +16,7 @@ import lz_compile as lz
 from lz_compile import SelectionReport, dry_run, explain, validate, which
 from lz_compile.errors import OptionError, UnknownKernelError, UnknownOperationError
 from lz_compile.lowering.ops.attention import reference
-from lz_compile.runtime import context, health, perf_record, policy, registry
+from lz_compile.runtime import constraints, context, health, perf_record, policy, registry
 from lz_compile.runtime.estimate import workload
 from lz_compile.runtime.machine import environment
 from lz_compile.runtime.select import database_at
@@ -170,6 +170,25 @@ def test_explaining_an_operation_tells_what_the_policy_says():
     text = printed(report)
     assert "prefers lz.blocked (lz.prefer())" in text
     assert "avoids torch.sdpa (lz.avoid())" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "dtype", "grad", "is_refused"),
+    [
+        ((2, 11), torch.float64, True, True),
+        ((2, 11), torch.float64, False, False),
+        ((2, 11), torch.float32, True, False),
+        ((2, 13), torch.float64, True, False),
+    ],
+)
+def test_sdpa_is_kept_out_of_graphs_whose_gradients_pytorch_compiles_wrong(
+    monkeypatch, version, dtype, grad, is_refused
+):
+    monkeypatch.setattr(constraints, "TORCH", version)
+    report = explain("attention.full", *operands(dtype=dtype, grad=grad), print_report=False)
+    (candidate,) = [each for each in report.decision.candidates if each.kernel.kernel_id == "torch.sdpa"]
+    assert ("TORCH_TOO_OLD" in [reason.code for reason in candidate.against]) is is_refused
+    lz.attention(*operands(dtype=dtype, grad=grad))  # which is not compiled
 
 
 def test_a_lock_that_cannot_be_followed_is_told():

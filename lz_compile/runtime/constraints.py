@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from lz_compile.errors import FormulaError
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, formulas
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 #: Limits of a launch, the same for every SM version since 7.5 (CUDA C++ programming guide, compute capabilities).
 MAX_BLOCKS: Mapping[str, int] = {"x": 2**31 - 1, "y": 65535, "z": 65535}
 MAX_THREADS = 1024
+#: Major and minor version.
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 #: Layouts that every adapter turns into one another with a transpose, which moves nothing.
 TRANSPOSED = frozenset({"BHSD", "BSHD"})
@@ -29,6 +33,14 @@ def reasons(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:
     if unavailable is not None:
         yield unavailable
     yield from _extra(kernel, context)
+
+
+def faults_of_torch(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:
+    """Why a compiled graph must not hold a kernel in this version of PyTorch, though the kernel itself could run."""
+    is_double = context.dtype_name == "float64" and context.hardware.platform == "cpu" and context.is_training
+    if kernel.kernel_id == "torch.sdpa" and is_double and TORCH < (2, 13):
+        text = "Inductor before PyTorch 2.13 compiles no gradients of SDPA in float64 on a CPU (expected Double, found Float)"
+        yield Reason("TORCH_TOO_OLD", text)
 
 
 def _operation(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:

@@ -97,13 +97,20 @@ class OneLine:
 
 def short(text: str) -> str:
     """A text with paths as short as they are clear: below their package, or below the working directory."""
-    return _PACKAGES.sub("", text).replace(f"{Path.cwd()}{os.sep}", "")
+    text = _PACKAGES.sub("", text)
+    try:
+        here = re.escape(f"{Path.cwd()}{os.sep}")
+    except FileNotFoundError:  # the working directory was removed
+        return text
+    return re.sub(rf"(?<![\w./-]){here}", "", text)
 
 
-def places(found: Sequence[str]) -> str:
-    """Several places, those that are equal once."""
-    counts = Counter(map(short, found))
-    return ", ".join(f"{name} ({count} x)" if count > 1 else name for name, count in counts.items())
+def places(found: Sequence[str], most: int | None = None) -> str:
+    """Several places, those that are equal once; after ``most`` the number of the others."""
+    told = [f"{name} ({count} x)" if count > 1 else name for name, count in Counter(map(short, found)).items()]
+    if most is not None and len(told) > most:
+        told[most:] = [f"and {amount(len(told) - most, 'other place')}"]
+    return ", ".join(told)
 
 
 def amount(count: int, what: str) -> str:

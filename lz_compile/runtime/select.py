@@ -14,7 +14,7 @@ from typing import Any
 from lz_compile.errors import NoKernelFoundError
 from lz_compile.lowering import ops
 from lz_compile.reasons import Reason
-from lz_compile.runtime import decision_tree, health, loaded_tables, memory, perfdb
+from lz_compile.runtime import constraints, decision_tree, health, loaded_tables, memory, perfdb
 from lz_compile.runtime.bucket_limits import limit, within
 from lz_compile.runtime.buckets import Sample, winner
 from lz_compile.runtime.calls import DISPATCH, call_estimates, eager_kernel, needs_compile
@@ -325,8 +325,7 @@ class _Selection:
         if not self.policy.settings.enabled:
             return [Reason("POLICY_DISABLED", f"selection is switched off ({self._origin('enabled')})")]
         reasons = list(spec.check(self.context))
-        if self.problem.is_eager:
-            reasons += needs_compile(spec)
+        reasons += needs_compile(spec) if self.problem.is_eager else constraints.faults_of_torch(spec, self.context)
         retired = health.retired(spec.kernel_id)
         if retired is not None:
             reasons.append(retired)

@@ -82,19 +82,13 @@ def _where(kind: Sequence[MatchReport]) -> str:
 def _near_misses(misses: Sequence[MissReport], most: int | None) -> Iterator[Any]:
     groups = grouped(misses, lambda miss: (miss.op, miss.reason.code, _NUMBER.sub("", miss.reason.message), miss.edit))
     yield Text(f"Near misses: {len(misses)}, by cause", style="bold")
-    yield counted(
-        [
-            (
-                len(group),
-                (
-                    f"{group[0].op}: {short(str(group[0].reason))}",
-                    f"at {places([miss.where for miss in group])}",
-                    f"-> {group[0].edit}",
-                ),
-            )
-            for group in groups[:most]
-        ]
-    )
+    told = []
+    for group in groups[:most]:
+        first, where = group[0], [miss.where for miss in group]
+        reason = short(str(first.reason)) if most is None else _first(str(first.reason))
+        at = places(where, None if most is None else MOST)
+        told.append((len(group), (f"{first.op}: {reason}", f"at {at}", f"-> {first.edit}")))
+    yield counted(told)
     yield from _rest(groups, most, "causes")
 
 
