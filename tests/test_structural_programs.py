@@ -21,6 +21,7 @@ def program(
     roles: str = "made",
     inputs: str = "torch.randn({})",
     dtype: str = "float64",
+    is_graded: bool = True,
     **options,
 ) -> Program:
     """A program of the corpus; all inputs are made by one expression, in one dtype, and of one role."""
@@ -32,7 +33,7 @@ def program(
     ]
     texts = {name: f"{inputs.format(shape)}.to(torch.{dtype})" for name, shape in shapes.items()}
     given = dict.fromkeys(shapes, roles)
-    return Program(0, "\n".join(lines), texts, given, (size,), {"loops": "roll", **options})
+    return Program(0, "\n".join(lines), texts, given, (size,), {"loops": "roll", **options}, is_graded)
 
 
 CORPUS: dict[str, Program] = {
@@ -211,6 +212,57 @@ for t in range(T):
 return x[:, T // 2], h""",
         roles="constant",
     ),
+    "the last of transposed states is overwritten, and read through a view": program(
+        """
+h = z
+for t in range(T):
+    h = torch.tanh(x[:, t].t().contiguous().t() + h @ w)
+h.add_(1)
+return h[:1], h""",
+        is_graded=False,
+    ),
+    "transposed states with gradients": program("""
+h = z
+for t in range(T):
+    h = x[:, t].t().contiguous().t() + h @ w
+return h[:1], h"""),
+    "a piece is added to without gradients": program("""
+h, o, outs = z, torch.zeros_like(x), []
+for t in range(T):
+    h = F.layer_norm(h + y[:, t], (D,))
+    o[:, t] = h + 0.5
+    v = o[:, t]
+    with torch.no_grad():
+        v.add_(h)
+    outs.append(v)
+return outs[-1], h"""),
+    "what a step reads detached": program("""
+h = torch.ones_like(z)
+for t in range(T):
+    h = torch.tanh(x[:, t] + h) + y[:, t] * torch.tanh(y[:, t] @ m.w + m.g).detach()
+return h"""),
+    "what a backward pass may need is overwritten": program(
+        """
+h, outs = z.clone(), []
+for t in range(T):
+    h = 3 * h + y[:, t]
+    outs.append(h)
+y.select(1, T - 1).add_(-0.3)
+h[(outs[0] - x[:, 0]) > 0] = 0.9
+return outs[1], h""",
+        (2, 16, 3),
+        lock={"scan": "lz.associative_matrix_scan"},
+    ),
+    "one of two results has a gradient": program("""
+h, outs = torch.ones_like(z), []
+for t in range(T):
+    h = torch.tanh(h + h @ w.detach())
+    outs.append(h * y[:, t])
+return h, torch.stack(outs, 1)"""),
+    "a vmap beside what is written in place": program("""
+v = torch.vmap(lambda p, q: p * q + torch.tanh(p), in_dims=1)(x[:, 0], x[:, 1])
+m.scale.add_(0.5)
+return v"""),
     "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
 }
 
@@ -220,6 +272,12 @@ def test_what_once_went_wrong_is_right(name: str):
     verdict = check(CORPUS[name])
     assert verdict.is_run, "the program fails eagerly"
     assert verdict.finding is None, verdict.finding.text()
+
+
+def test_steps_that_read_nothing_that_moves_on_are_rolled():
+    verdict = check(program("h = z\nfor t in range(T):\n    h = torch.sigmoid(b) * h + 3 * h\nreturn h"))
+    assert verdict.finding is None, verdict.finding.text()
+    assert verdict.edits["rolled"]
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
