@@ -98,7 +98,7 @@ def _rewrite(module: fx.GraphModule, options: Options, report: GraphReport, dump
         _unmark(report)
 
 
-def _is_changed(report: GraphReport, snapshot: inductor.Snapshot) -> bool:
+def _is_changed(report: GraphReport, snapshot: Snapshot) -> bool:
     return snapshot.differs() or any(match.rewritten for match in report.matches)
 
 

@@ -5,7 +5,6 @@ Memory is linear in the length: the state is kept every ``CHUNK`` steps, and the
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -213,31 +212,15 @@ def _backward_fallback(
 
 
 def _bind(attrs: ScanAttrs) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """One call of C++, without gradients, for operands that lie in memory as those of the first call do."""
-    prepared: list[Any] = []
-
-    def prepare(operands: Sequence[torch.Tensor | None]) -> None:
-        given = _named(operands)
-        results = _results(given, attrs, CHUNK, False)
-        launch = Launch(given, attrs, CHUNK)
-        outputs = (results[0].transpose(1, 2), results[1].unsqueeze(2), None)
-        function, numbers = launch.prepare(outputs, frozenset(), backward=False)
-        prepared.extend((function, numbers, results[0].shape, results[1].shape))
+    """One call of C++, without gradients."""
 
     def run(*operands: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if not prepared:
-            prepare(operands)
-        function, numbers, shape, state_shape = prepared
-        reads = torch.empty(shape, dtype=attrs.out_dtype, device="cpu")
-        last = torch.empty(state_shape, dtype=attrs.state_dtype, device="cpu")
-        pointers = [None if each is None else each.data_ptr() for each in operands]
-        function(_POINTERS(*pointers, reads.data_ptr(), last.data_ptr(), None), numbers)
+        reads, last, _ = launch.forward(operands, attrs, CHUNK, keeps=False)
         return reads.transpose(1, 2), last
 
     return run
 
 
-_POINTERS = ctypes.c_void_p * (len(_NAMES) + 3)
 scan.bind = _bind  # type: ignore[attr-defined]  # what eager calls look for
 
 # ---- the operator ----------------------------------------------------------------------------------------------------
