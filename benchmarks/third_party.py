@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 import lz_compile
+from benchmarks import third_party_scans
 from benchmarks.arguments import parse, parser
 from benchmarks.harness import INDUCTOR, LAYERZERO, compare, compiled, measure, prepare, tensors
 from benchmarks.publish import Publication, table_of, timing_table
@@ -179,6 +180,12 @@ _CROSS = {
     "lg_enc_mlp_dim": 112, "cross_attn_depth": 1, "cross_attn_heads": 4,
 }  # fmt: skip
 
+
+def _recurrent(row: third_party_scans.Row) -> Row:
+    """A row of recurrences, which are built together with their inputs."""
+    return Row(row.name, row.package, lambda: row.build()[0], lambda: row.build()[1], row.expected)
+
+
 ROWS: tuple[Row, ...] = (
     _vit("vit", "vit", "ViT", 2),
     _vit("simple_vit", "simple_vit", "SimpleViT", 2),
@@ -209,6 +216,7 @@ ROWS: tuple[Row, ...] = (
     _litgpt("pythia", "pythia-14m", 4),
     _litgpt("llama", "Llama-3.2-1B", 4, n_query_groups=2, head_size=24),
     _litgpt("gemma2", "Gemma-2-2b", 4, n_query_groups=2, head_size=24),
+    *map(_recurrent, third_party_scans.ROWS),
 )  # fmt: skip
 
 
@@ -286,8 +294,8 @@ def main() -> None:
     table = table_of(
         "counted by hand, and found", ["model", "counted", "found", "told"], left=("counted", "found", "told")
     )
-    for row in publication.rows:
-        table.add_row(row["case"]["model"], *(str(row[key]) for key in ("expected", "matched", "told")))
+    for done in publication.rows:
+        table.add_row(done["case"]["model"], *(str(done[key]) for key in ("expected", "matched", "told")))
     found = verdicts(publication.rows)
     publication.show(*([] if settings.without_timing else [timing_table("third party", publication.rows)]), table)
     print(*found or ["every row is as counted"], sep="\n")

@@ -48,7 +48,8 @@ def main() -> int:
     from structural_shrinking import shrink
 
     seeds = map(int, arguments.seeds.split(",")) if arguments.seeds else itertools.count(arguments.first)
-    start, counts, edits = time.monotonic(), collections.Counter(), collections.Counter()
+    start = time.monotonic()
+    counts, edits = collections.Counter[str](), collections.Counter[str]()
     for number, seed in enumerate(itertools.islice(seeds, arguments.count)):
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if time.monotonic() - start > 60 * arguments.minutes or memory > arguments.gigabytes:

@@ -107,9 +107,12 @@ class Region:
             return number(constant)
         if call.is_inplace and (not self.expand_inplace or self.effects.calls[self.effects.owner(node)] is None):
             return self.leaf(node, dims)  # for the second: it writes into an input of the graph
-        if not self.expand_masks and not self.reaches(node, ANCHORS) and not self._is_constant(node):
+        if not self.reaches(node, ANCHORS) and (self.effects.stops_gradient(node, reader) or not self._is_read(node)):
             return self.leaf(node, dims)
         return self._express_call(call, dims)
+
+    def _is_read(self, node: fx.Node) -> bool:
+        return self.expand_masks or self._is_constant(node)
 
     def _is_constant(self, node: fx.Node) -> bool:
         """Whether a scalar tensor is computed from numbers alone, as ``torch.sqrt(torch.tensor(64.0))`` is."""

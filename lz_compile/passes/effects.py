@@ -174,6 +174,12 @@ class Effects:
         after = max(self.position[start], self.position[node])
         return next((m.node for m in self._between(node, after, self.position[stop])), None)
 
+    def stops_gradient(self, node: fx.Node, reader: fx.Node | None) -> bool:
+        """Whether a value was made without gradients of what has one, and is read where they are recorded."""
+        if reader is None or grad_enabled(self.ambient(node)) or not grad_enabled(self.ambient(reader)):
+            return False
+        return any(tensor is not None and tensor.requires_grad for tensor in map(tensor_of, node.all_input_nodes))
+
     def why_not_moved(self, node: fx.Node, place: fx.Node) -> str:
         """Why ``node`` would give something else if it were computed right before ``place``; empty where it would not.
 
