@@ -38,13 +38,13 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | 
     missed: set[fx.Node] = set()
     for node in reversed(graph.nodes):  # the last operation of a blend is met first
         form = reader.forms.at(node) if node not in covered and node not in missed else None
-        form = None if form is not None and reader.is_of_recurrence(node, form) else form
-        found = None if form is None else attempt(OP, node, reader.blend, node, form)
+        is_step = form is not None and reader.is_of_recurrence(node, form)
+        found = None if form is None or is_step else attempt(OP, node, reader.blend, node, form)
         if isinstance(found, Match):
             covered.update(found.core)
         if found is not None:
             yield found
-        if isinstance(found, NearMiss):  # what it is made of is no blend of its own
+        if is_step or isinstance(found, NearMiss):  # what it is made of is no blend of its own
             missed.update(reader.forms.sums.behind(node))
     for node in reversed(graph.nodes) if ranks is not None else ():
         if node in covered or not reader.is_margin(node):
@@ -82,12 +82,8 @@ class _Reader:
         """
         if self.forms.is_detached(form.host):
             return False
-        call, where = self.effects.calls[anchor], where_of(anchor)
-        assert call is not None, "an anchor is a call"
-        return any(
-            _follows(self.effects, anchor, neighbours, call.name, where)
-            for neighbours in (lambda node: node.all_input_nodes, lambda node: list(node.users))
-        )
+        directions = (lambda node: node.all_input_nodes), (lambda node: list(node.users))
+        return any(self.forms.at(node) for each in directions for node in _alike(self.effects, anchor, each))
 
     def is_margin(self, node: fx.Node) -> bool:
         """Whether a value is computed from two order statistics by its last operation."""
@@ -106,10 +102,9 @@ class _Reader:
         return emitter.match(OP, core, read)
 
 
-def _follows(
-    effects: Effects, anchor: fx.Node, neighbours: Callable[[fx.Node], list[fx.Node]], name: str, where: str
-) -> bool:
-    """Whether another call of that name and source line is reached through pointwise operations."""
+def _alike(effects: Effects, anchor: fx.Node, neighbours: Callable[[fx.Node], list[fx.Node]]) -> Iterator[fx.Node]:
+    """Calls like this one, of the same source line and shape, that are reached through pointwise operations."""
+    name, where = effects.calls[anchor].name, where_of(anchor)  # type: ignore[union-attr]  # an anchor is a call
     seen, queue = {anchor}, neighbours(anchor)
     while queue and len(seen) < _REACH:
         node = queue.pop(0)
@@ -118,10 +113,9 @@ def _follows(
         if node in seen or call is None or not passes:
             continue
         if call.name == name and where_of(node) == where and _shape(node) == _shape(anchor):
-            return True
+            yield node
         seen.add(node)
         queue += neighbours(node)
-    return False
 
 
 def _shape(node: fx.Node) -> tuple[Size, ...] | None:
