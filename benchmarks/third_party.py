@@ -286,8 +286,8 @@ def main() -> None:
     table = table_of(
         "counted by hand, and found", ["model", "counted", "found", "told"], left=("counted", "found", "told")
     )
-    for row in publication.rows:
-        table.add_row(row["case"]["model"], *(str(row[key]) for key in ("expected", "matched", "told")))
+    for result in publication.rows:
+        table.add_row(result["case"]["model"], *(str(result[key]) for key in ("expected", "matched", "told")))
     found = verdicts(publication.rows)
     publication.show(*([] if settings.without_timing else [timing_table("third party", publication.rows)]), table)
     print(*found or ["every row is as counted"], sep="\n")
