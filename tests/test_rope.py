@@ -613,15 +613,17 @@ def test_a_rotation_in_an_autocast_region_of_another_device_is_read_with_what_is
 
 
 def test_tables_that_are_cut_from_the_end_by_the_number_of_tokens_are_proven() -> None:
-    """As xpos cuts its tables and scales, which hold as many positions as there are tokens, or more."""
+    """As xpos cuts its scales, which hold as many positions as there are tokens."""
 
-    def rotated(x: Tensor, angles: Tensor, scale: Tensor) -> Tensor:
-        angles, scale = angles[:, -x.shape[-2] :, :], scale[-x.shape[-2] :]
-        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((-second, first), -1).flatten(-2)
-        return x * angles.cos()[:, None] * scale + turned * angles.sin()[:, None] * scale
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
+        scale = scale[:, -23:, :].reshape(1, 1, 23, 6)
+        turning, still = x[..., :6], x[..., 6:]
+        first, second = turning.reshape(2, 4, 23, 3, 2).unbind(-1)
+        turned = torch.stack((-second, first), -1).reshape(2, 4, 23, 6)
+        return torch.cat((turning * cos * scale + turned * sin * scale, still), -1)
 
-    inputs = (torch.randn(2, 3, 7, 16), torch.randn(1, 7, 8).repeat_interleave(2, -1), torch.rand(7, 1) + 0.5)
+    tables = [torch.rand(shape).repeat_interleave(2, -1) + 0.5 for shape in (*2 * [(1, 1, 23, 3)], (1, 23, 3))]
+    inputs = (torch.randn(2, 4, 23, 12), *tables)
     got, backend = compiled(rotated, *inputs)
     assert only(backend).rewritten, backend.why_not()
     torch.testing.assert_close(got, rotated(*inputs))
