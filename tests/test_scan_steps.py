@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import shipped
 from step_spellings import KNOWN, UNKNOWN, Family, inputs
 from torch import fx
 from torch._higher_order_ops import scan
@@ -38,7 +39,7 @@ class Compiler:
         self.matches.extend(each for each in found if isinstance(each, Match))
         self.misses.extend(each for each in found if isinstance(each, NearMiss))
         if self.proves:
-            self.verdicts = [validate(match, "reference", reference, None) for match in self.matches]
+            self.verdicts = [validate(match, shipped("reference"), reference, None) for match in self.matches]
         for match in reversed(self.matches if self.splices else []):
             splice(module.graph, match, reference, Recipes())
         module.graph.lint()

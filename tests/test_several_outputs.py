@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import shipped
 from torch import fx
 from torch._higher_order_ops.scan import scan
 
@@ -113,7 +114,7 @@ def _second_has_no_gradient(*, input0: Any, attrs: Any) -> tuple[Any, Any]:
 def test_all_outputs_and_their_gradients_are_proven() -> None:
     forget()
     _, match = _found()
-    verdict = validate(match, "both", _both, None)
+    verdict = validate(match, shipped("both"), _both, None)
     assert verdict.ok, verdict.reason
     assert verdict.grad_error is not None
 
@@ -122,7 +123,7 @@ def test_all_outputs_and_their_gradients_are_proven() -> None:
 def test_a_fault_in_any_output_is_found(call: Callable[..., Any], reason: str) -> None:
     forget()
     _, match = _found()
-    verdict = validate(match, call.__name__, call, None)
+    verdict = validate(match, shipped(call.__name__), call, None)
     assert not verdict.ok
     assert reason in verdict.reason
 
@@ -179,7 +180,7 @@ def test_the_body_of_a_loop_is_part_of_what_is_proven() -> None:
     parts = sorted(loop.users, key=lambda node: int(node.args[1]))  # type: ignore[arg-type]
     sources = [node for node in loop.all_input_nodes if node is not body]
     match = _match(module, [loop, *parts], parts, sources)
-    verdict = validate(match, "sums", _summed, None)
+    verdict = validate(match, shipped("sums"), _summed, None)
     assert verdict.ok, verdict.reason
     found = excerpt(match, Effects(module.graph))
     inputs = found.make_inputs({})

@@ -169,7 +169,7 @@ def generators() -> Iterator[torch.Generator]:
     for kind in _ACCELERATORS:
         module = getattr(torch, kind, None)
         if module is not None and module.is_initialized():
-            yield from module.defaultgenerators
+            yield from module.default_generators
     if torch.backends.mps.is_available():
         yield torch.mps._get_default_mps_generator()
 
