@@ -265,11 +265,10 @@ m.scale.add_(0.5)
 return v"""),
     "a state that is selected away takes its NaN along": program(
         """
-x[:, 1] = torch.nan
-x[:, -1] = 1
+v = torch.cat([z[:, None] * torch.nan, x[:, 1:].abs()], 1)
 h = z
 for t in range(T):
-    h = torch.where(x[:, t] > 0, x[:, t] * torch.sqrt(x[:, t]), h + x[:, t])
+    h = torch.where(v[:, t] > 0, v[:, t] * torch.sqrt(v[:, t]), h + v[:, t])
 return h""",
         roles="constant",
         lock={"scan": "lz.associative_matrix_scan"},
