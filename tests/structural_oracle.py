@@ -339,7 +339,7 @@ def _short(value: Any) -> str:
 
 
 def _is_wild(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or not value.numel():
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
         return False
     finite = value[value.isfinite()] if value.is_floating_point() else value
     return bool(finite.abs().max() > _WILD) if finite.numel() else False

@@ -263,6 +263,21 @@ return h, torch.stack(outs, 1)"""),
 v = torch.vmap(lambda p, q: p * q + torch.tanh(p), in_dims=1)(x[:, 0], x[:, 1])
 m.scale.add_(0.5)
 return v"""),
+    "a state that is selected away takes its NaN along": program(
+        """
+v = torch.cat([z[:, None] * torch.nan, x[:, 1:].abs()], 1)
+h = z
+for t in range(T):
+    h = torch.where(v[:, t] > 0, v[:, t] * torch.sqrt(v[:, t]), h + v[:, t])
+return h""",
+        roles="constant",
+        lock={"scan": "lz.associative_matrix_scan"},
+    ),
+    "the last state and the same without gradient": program("""
+h = b.expand(B, -1).t().contiguous().t()
+for t in range(T):
+    h = 0.1 * h + y[:, t]
+return h.detach(), h"""),
     "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
 }
 
