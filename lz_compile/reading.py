@@ -16,6 +16,7 @@ from lz_compile.lowering import inductor
 from lz_compile.options import Options
 from lz_compile.passes.dead import drop_dead
 from lz_compile.passes.edits.edit import RefutedError, all_or_nothing, proven
+from lz_compile.passes.edits.snapshot import Snapshot
 from lz_compile.passes.effects import Ambient, Effects
 from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.loops.distribute import Distributed, distribute, why_unknown
@@ -56,6 +57,8 @@ class Reading:
     effects: Effects | None = None
     matches: list[Match] = field(default_factory=list)
     _misses: list[NearMiss] = field(default_factory=list)
+    #: The graph as it is, as long as it is.
+    _before: Snapshot | None = None
 
     @classmethod
     def of(cls, module: fx.GraphModule, path: str, options: Options, report: GraphReport) -> Reading:
@@ -117,10 +120,12 @@ class Reading:
     ) -> None:
         """Make an edit of the whole graph, proven; ``edit`` says how many places it changed."""
         try:
-            with proven(module, what, report.unproven):
+            with proven(module, what, report.unproven, self._before) as before:
                 is_changed = edit(module.graph) > 0
             self.is_changed |= is_changed
+            self._before = None if is_changed else before
         except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+            self._before = None  # what was put back has other nodes
             fail("EDIT_REFUTED" if isinstance(error, RefutedError) else code, what, error, options)
 
     def _roll(self, module: fx.GraphModule, path: str, options: Options, report: GraphReport) -> None:

@@ -29,7 +29,7 @@ from lz_compile.passes.match import Match
 from lz_compile.passes.proof_run import run, run_kernel
 from lz_compile.passes.resize import Sizes, original, real_sizes, replacement, representative_sizes, shape
 from lz_compile.passes.rewrite import KernelCall
-from lz_compile.passes.view import hint_of, tensor_of, value_of
+from lz_compile.passes.view import hint_of, target_name, tensor_of, value_of
 from lz_compile.runtime import machine
 from lz_compile.runtime.isolation import Outside, isolated
 from lz_compile.runtime.kernel import KernelSpec
@@ -446,7 +446,7 @@ def _key(match: Match, kernel_id: str, real: Sizes | None) -> str:
     names = {node: f"n{index}" for index, node in enumerate(source.graph.nodes)}
     for node, name in names.items():
         arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
-        lines.append(f"{name} {node.op} {_target(node)} {arguments}")
+        lines.append(f"{name} {node.op} {target_name(node.op, node.target)} {arguments}")
         if node.op == "get_attr":
             lines += _body(operator.attrgetter(str(node.target))(source))
     axes = {axis: f"a{i}" for i, axis in enumerate(sizes)}
@@ -469,15 +469,7 @@ def _body(value: Any) -> list[str]:
     lines = []
     for node, name in names.items():
         arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
-        lines.append(f"{name} {node.op} {_target(node)} {arguments}")
+        lines.append(f"{name} {node.op} {target_name(node.op, node.target)} {arguments}")
         if node.op == "get_attr":
             lines += _body(operator.attrgetter(str(node.target))(value))
     return lines
-
-
-def _target(node: fx.Node) -> str:
-    if node.op in ("placeholder", "get_attr"):
-        return ""
-    if isinstance(node.target, str):
-        return node.target
-    return f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', node.target)}"

@@ -261,6 +261,15 @@ def _inplace_position(target: Any) -> int | None:
     return parameters.index("inplace") if "inplace" in parameters else None
 
 
+def target_name(op: str, target: Any) -> str:
+    """What a node calls, the same in every process; nothing for inputs and what is held by a module."""
+    if op in ("placeholder", "get_attr"):
+        return ""
+    if isinstance(target, (str, torch._ops.OpOverload)):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
+
+
 def value_of(node: Any) -> Any:
     """What Dynamo knows of a node's value: a fake tensor, a symbolic number or None; constants are themselves."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else node

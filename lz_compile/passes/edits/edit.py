@@ -21,13 +21,13 @@ class RefutedError(Exception):
 
 
 @contextmanager
-def all_or_nothing(module: fx.GraphModule) -> Iterator[Snapshot]:
+def all_or_nothing(module: fx.GraphModule, before: Snapshot | None = None) -> Iterator[Snapshot]:
     """Whatever raises inside leaves the graph (and those in it) with equal nodes, metadata and submodules as before.
 
     The nodes are new ones then: whoever keeps some has to look again. For edits that need no proof: what changes is
-    nothing but names, or was proven by itself.
+    nothing but names, or was proven by itself. ``before`` is the graph as it is, where that is known already.
     """
-    before = Snapshot(module)
+    before = Snapshot(module) if before is None else before
     try:
         yield before
     except BaseException:
@@ -36,20 +36,23 @@ def all_or_nothing(module: fx.GraphModule) -> Iterator[Snapshot]:
 
 
 @contextmanager
-def proven(module: fx.GraphModule, what: str, unproven: Unproven | None = None) -> Iterator[None]:
+def proven(
+    module: fx.GraphModule, what: str, unproven: Unproven | None = None, before: Snapshot | None = None
+) -> Iterator[Snapshot]:
     """The same, and what was edited inside is run before and after, and put back where that is not the same.
 
     Args:
         module: whose graph is edited.
         what: the edit, in an error.
         unproven: gets the reason why it could not be run; the edit stays.
+        before: the graph as it is, where that is known already.
 
     Raises:
         RefutedError: the graph is as it was.
     """
-    with all_or_nothing(module) as before:
-        yield
-        verdict: Verdict = difference(before, module)
+    with all_or_nothing(module, before) as kept:
+        yield kept
+        verdict: Verdict = difference(kept, module)
         if verdict.differs:
             raise RefutedError(f"{what} is not made: {verdict.differs}")
         if verdict.unproven and unproven is not None:

@@ -6,10 +6,11 @@ order may differ by rounding; where it differs by more, both are run in float64,
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from lz_compile.passes.edits.trial_run import NotRunnableError, Ran, random_inpu
 from lz_compile.passes.effects import ambient_behind, overwritten
 from lz_compile.passes.rewrite import strides_matter
 from lz_compile.passes.view import Call, memory_of, read, value_of
-from lz_compile.runtime.isolation import isolated
+from lz_compile.runtime import machine
+from lz_compile.runtime.isolation import Outside, isolated
+from lz_compile.runtime.store import Store
 
 #: Of all results of a stretch together; what is larger is not run.
 _MOST_BYTES = 1 << 32
@@ -42,14 +45,36 @@ class Verdict:
 
 
 def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
-    """Hold a graph against what it was, on random inputs."""
+    """Hold a graph against what it was, on random inputs; remembered on disk by all that decides about it."""
+    if not before.differs():
+        return Verdict()
     after = Snapshot(module)
+    store, key = Store("edits"), _key(before, after)
+    verdict = store.load(key, Verdict)
+    if verdict is None:
+        verdict = _difference(before, after)
+        store.save(key, asdict(verdict))
+    return verdict
+
+
+def _key(before: Snapshot, after: Snapshot) -> str:
+    values = _tensors([was.meta.get("example_value") for was in before.nodes])
+    lines = [*sorted({machine.proven_on(value.device) for value in values}), repr(Outside.now())]
+    lines += [str(torch.is_grad_enabled()), *before.lines(), "becomes", *after.lines()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _difference(before: Snapshot, after: Snapshot) -> Verdict:
     ahead = behind = len(before.nodes)
     refuted, first = "", sum(was.op == "placeholder" for was in before.nodes)
     while (stretch := edited_stretch(before.nodes, after.nodes, ahead, behind)) is not None:
         try:
             trial = _Trial(stretch, before, after)
-            differs = trial.difference(positive=False) or trial.difference(positive=True)
+            differs = trial.difference(positive=False)
+            if (
+                not differs and trial.is_special
+            ):  # roots and logarithms of negative numbers hide what is computed of them
+                differs = trial.difference(positive=True)
         except NotRunnableError as error:
             return Verdict(refuted, "" if refuted else str(error))
         except _WrittenBehind as error:
@@ -88,6 +113,8 @@ class _Trial:
         if self._ambient.other:
             raise NotRunnableError(f"it lies inside of {self._ambient.other[-1]}")
         self.edge = _edge(stretch)
+        #: Whether anything was NaN or infinite before the edit.
+        self.is_special = False
         _refuse_large(stretch.before)
 
     def difference(self, *, positive: bool) -> str:
@@ -108,6 +135,8 @@ class _Trial:
         if isinstance(original, Exception):
             text = f"it does not run on random inputs ({type(original).__name__}: {original})"
             raise NotRunnableError(text) from original
+        numbers = [*_tensors([original.values, list(original.inputs.values())]), *(original.gradients or ())]
+        self.is_special |= any(each is not None and not bool(each.isfinite().all()) for each in numbers)
         edited = self._run(1, positive, doubled)
         if isinstance(edited, NotRunnableError):
             raise edited

@@ -7,13 +7,16 @@ exchanged.
 from __future__ import annotations
 
 import copy
+import hashlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+
+from lz_compile.passes.view import memory_of, target_name
 
 _HELD = ("_modules", "_parameters", "_buffers")
 
@@ -67,6 +70,12 @@ class _Graph:
         self.nodes = [Was.of(node) for node in module.graph.nodes]
         self.held = {name: dict(getattr(module, name)) for name in _HELD}
 
+    def attribute(self, path: str) -> Any:
+        first, _, rest = path.partition(".")
+        held = next((found[first] for found in self.held.values() if first in found), None)
+        found = getattr(self.module, first) if held is None else held
+        return operator.attrgetter(rest)(found) if rest else found
+
     def holds_others(self) -> bool:
         return not all(_holds_same(held, getattr(self.module, name)) for name, held in self.held.items())
 
@@ -96,6 +105,17 @@ class _Graph:
         self.module.graph = fresh
 
 
+def _kind(value: Any, memories: dict[int | None, int]) -> str:
+    if isinstance(value, (tuple, list)):
+        return str([_kind(each, memories) for each in value])
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    memory = memories.setdefault(memory_of(value), len(memories))
+    is_plain = value.layout is torch.strided and not value.is_nested
+    lies = (value.stride(), value.storage_offset(), memory) if is_plain else value.layout
+    return f"{value.dtype} {value.device} {tuple(value.shape)} {lies} {value.requires_grad}"
+
+
 class Snapshot:
     """A graph module, and every graph module inside of it, as they were when this was made."""
 
@@ -109,10 +129,26 @@ class Snapshot:
 
     def attribute(self, path: str) -> Any:
         """What a ``get_attr`` node of the outermost graph stood for."""
-        first, _, rest = path.partition(".")
-        held = next((found[first] for found in self._graphs[0].held.values() if first in found), None)
-        found = getattr(self._graphs[0].module, first) if held is None else held
-        return operator.attrgetter(rest)(found) if rest else found
+        return self._graphs[0].attribute(path)
+
+    def lines(self) -> Iterator[str]:
+        """Everything that decides about what is computed, whatever nodes are called."""
+        for graph in self._graphs:
+            names = {was.node: f"n{index}" for index, was in enumerate(graph.nodes)}
+            memories: dict[int | None, int] = {}
+            for was in graph.nodes:
+                arguments = fx.map_arg((was.args, was.kwargs), names.__getitem__)
+                kind = _kind(was.meta.get("example_value"), memories)
+                held = self._told(graph.attribute(str(was.target))) if was.op == "get_attr" else ""
+                yield f"{names[was.node]} {was.op} {target_name(was.op, was.target)} {arguments} {kind} {held}"
+
+    def _told(self, held: Any) -> str:
+        """Which of the graphs this is (they are told in this order), or the values of a tensor."""
+        if isinstance(held, torch.Tensor):
+            return hashlib.sha256(repr(held.tolist()).encode()).hexdigest()
+        return next(
+            (str(index) for index, graph in enumerate(self._graphs) if graph.module is held), type(held).__name__
+        )
 
     def differs(self) -> bool:
         """Whether any of the graphs, or of the modules that they hold, has been changed since."""
