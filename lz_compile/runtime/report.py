@@ -217,6 +217,11 @@ class Report:
         return [miss for graph in self.graphs for miss in graph.near_misses]
 
     @property
+    def unproven(self) -> list[Reason]:
+        """Every edit of every graph that could not be run before and after, and why."""
+        return [reason for graph in self.graphs for reason in graph.unproven]
+
+    @property
     def events(self) -> list[Event]:
         """Every event of every graph."""
         return [event for graph in self.graphs for event in graph.events]
