@@ -30,6 +30,9 @@ def tables(report: Report) -> Iterator[Any]:
         yield from _matches(report)
     if report.loops:
         yield Rows("Loops", ("where", "steps", "carried", "each step"), [_loop(loop) for loop in report.loops])
+    if report.unproven:
+        rows = [(reason.code, short(reason.message)) for reason in report.unproven]
+        yield Rows("Edits that could not be run before and after", ("code", "why"), rows)
     if report.events:
         yield Rows("Events", ("code", "message"), [(event.code, short(event.message)) for event in report.events])
     yield _times(report)
@@ -211,9 +214,6 @@ def diagnosis(report: DoctorReport) -> Iterator[Any]:
     failures = [(each.kernel_id, str(each.count), each.last_error) for each in report.failures]
     if failures:
         yield Rows("Kernels that failed in this process", ("kernel", "times", "last error"), failures)
-    if report.unproven:
-        rows = [(reason.code, reason.message) for reason in report.unproven]
-        yield Rows("Edits that could not be run before and after", ("code", "why"), rows)
     if report.events:
         yield Rows("Events", ("code", "message"), [(event.code, event.message) for event in report.events])
 
