@@ -91,8 +91,9 @@ class Reading:
     def _drop(self, module: fx.GraphModule, options: Options) -> None:
         """What nobody reads is no use of what it reads."""
         try:
-            with all_or_nothing(module):
+            with all_or_nothing(module) as before:
                 self.is_changed |= drop_dead(module.graph) > 0
+            self._before = None if self.is_changed else before
         except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
             fail("REWRITE_FAILED", "dropping what nobody reads", error, options)
 
@@ -100,11 +101,14 @@ class Reading:
         """Calls that hide an attention, and arithmetic that is mapped over a dimension."""
         with timed(report, "inline"):
             try:
-                with all_or_nothing(module):  # each call was proven by itself
+                with all_or_nothing(module, self._before) as before:  # each call was proven by itself
                     found = inline(module.graph, strict=options.strict)
-                self.is_changed |= any(isinstance(each, Inlined) for each in found)
+                is_changed = any(isinstance(each, Inlined) for each in found)
+                self.is_changed |= is_changed
+                self._before = None if is_changed else before
                 self._misses += [miss for miss in found if isinstance(miss, NearMiss)]
             except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+                self._before = None
                 fail("INLINE_FAILED", "spelling out calls", error, options)
             for what, edit in _SPELLINGS.items():
                 self._edit("INLINE_FAILED", what, edit, module, options, report)

@@ -6,12 +6,10 @@ exchanged.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -21,8 +19,7 @@ from lz_compile.passes.view import memory_of, target_name
 _HELD = ("_modules", "_parameters", "_buffers")
 
 
-@dataclass(frozen=True)
-class Was:
+class Was(NamedTuple):
     """A node as it was: its arguments are those of then, whatever became of the node."""
 
     node: fx.Node
@@ -35,7 +32,7 @@ class Was:
     @classmethod
     def of(cls, node: fx.Node) -> Was:
         """A node as it is now. Arguments never change in place, metadata does."""
-        return cls(node, node.op, node.target, node.args, node.kwargs, copy.copy(node.meta))
+        return cls(node, node.op, node.target, node.args, node.kwargs, dict(node.meta))
 
     def is_as_before(self) -> bool:
         """Whether the node still makes the same call with the same metadata."""
