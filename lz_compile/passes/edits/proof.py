@@ -7,7 +7,6 @@ order may differ by rounding; where it differs by more, both are run in float64,
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -309,7 +308,8 @@ def _shared_otherwise(stretch: Stretch, original: Ran, edited: Ran) -> Iterator[
     nodes = [*(old for old, _ in stretch.read), *original.inputs]
     sides = [[*ran.values, *(ran.inputs[node] for node in original.inputs)] for ran in (original, edited)]
     written, leaving = _written_behind(stretch), _leaving(stretch)
-    for first, second in itertools.combinations(range(len(nodes)), 2):
+    pairs = (_in_one_storage(side, len(stretch.read)) for side in sides)
+    for first, second in sorted(set().union(*pairs)):
         pair = (nodes[first], nodes[second])
         own = written.intersection((*_memories(pair[0]), *_memories(pair[1])))
         if not (own or leaving.issuperset(pair)):
@@ -322,15 +322,43 @@ def _shared_otherwise(stretch: Stretch, original: Ran, edited: Ran) -> Iterator[
             yield _Difference(f"{nodes[first].name} {verb} with {nodes[second].name}")
 
 
+def _in_one_storage(values: Sequence[Any], results: int) -> set[tuple[int, int]]:
+    """The places of tensors that lie in one storage, each of the first ``results`` with all behind it.
+
+    The others were handed in, and lie where they lay.
+    """
+    storages: dict[int, list[int]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and value.numel():
+            storages.setdefault(value.untyped_storage()._cdata, []).append(place)
+    return {
+        (first, second)
+        for places in storages.values()
+        for index, first in enumerate(places)
+        if first < results
+        for second in places[index + 1 :]
+    }
+
+
 def _have_common_memory(one: Any, other: Any) -> bool:
+    """Whether two tensors have an element in common."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or not one.numel() or not other.numel():
         return False
-    is_same = bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-    if not is_same or one.dtype != other.dtype:
-        return is_same
-    taken = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
-    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    if one.dtype != other.dtype:
+        return True
+    start = min(one.storage_offset(), other.storage_offset())
+    spans = [(each.storage_offset() - start, _span(each)) for each in (one, other)]
+    if spans[0][0] >= sum(spans[1]) or spans[1][0] >= sum(spans[0]):
+        return False
+    taken = torch.zeros(max(map(sum, spans)), dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), spans[0][0]).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), spans[1][0]).any())
+
+
+def _span(value: torch.Tensor) -> int:
+    return 1 + sum((extent - 1) * stride for extent, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def _written_behind(stretch: Stretch) -> set[int]:
