@@ -27,7 +27,7 @@ from lz_compile.runtime import machine
 from lz_compile.runtime.isolation import Outside, isolated
 from lz_compile.runtime.store import Store
 
-#: Of all results of a stretch together; what is larger is not run.
+#: Of all inputs and results of a stretch together; what is larger is not run.
 _MOST_BYTES = 1 << 32
 #: Rounding of that many operations in a row is no difference, of the largest value of a tensor.
 _ROUNDINGS = 256
@@ -114,7 +114,8 @@ class _Trial:
         self.edge = _edge(stretch)
         #: Whether anything was NaN or infinite before the edit.
         self.is_special = False
-        _refuse_large(stretch.before)
+        examples = [was.meta.get("example_value") for was in stretch.before]
+        _refuse_large([*examples, *(node.meta.get("example_value") for node in self.edge)])
 
     def difference(self, *, positive: bool) -> str:
         """What is another one after the edit, empty if nothing is."""
@@ -175,12 +176,10 @@ def _first_write(calls: Sequence[Was], nodes: Sequence[fx.Node]) -> int | None:
     return None
 
 
-def _refuse_large(calls: Sequence[Was]) -> None:
-    values = pytree.tree_leaves([was.meta.get("example_value") for was in calls])
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    total = sum(math.prod(sizes_of(each.shape)) * each.element_size() for each in tensors)
+def _refuse_large(examples: Sequence[Any]) -> None:
+    total = sum(math.prod(sizes_of(each.shape)) * each.element_size() for each in _tensors(examples))
     if total > _MOST_BYTES:
-        raise NotRunnableError(f"a run would make {total >> 20} MiB of results")
+        raise NotRunnableError(f"a run would take {total >> 20} MiB")
 
 
 @dataclass(frozen=True)

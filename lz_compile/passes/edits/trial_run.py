@@ -104,6 +104,8 @@ def _realised(
     dtype = shared[0].dtype
     if any(each.dtype != dtype or type(each) is not type(shared[0]) for each in shared):
         raise NotRunnableError("tensors of several dtypes share memory")
+    start = min(offset for _, _, offset in lies)  # what lies before nobody reads
+    lies = [(size, stride, offset - start) for size, stride, offset in lies]
     extent = max(_extent(*each) for each in lies)
     is_doubled = doubled and dtype.is_floating_point
     whole = _random(extent, torch.float64 if is_doubled else dtype, shared[0].device, generator, positive)
