@@ -10,7 +10,8 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from lz_compile.passes import layout
 from lz_compile.passes.edits.snapshot import Snapshot, Was
 from lz_compile.passes.edits.stretch import Stretch, edited_stretch, operands_of
-from lz_compile.passes.edits.trial_run import NotRunnableError, Ran, random_inputs, run, sizes_of
+from lz_compile.passes.edits.trial_run import SCAN, NotRunnableError, Ran, random_inputs, run, sizes_of
 from lz_compile.passes.effects import ambient_behind, overwritten
 from lz_compile.passes.rewrite import strides_matter
 from lz_compile.passes.view import Call, memory_of, read, value_of
@@ -32,6 +33,7 @@ _MOST_BYTES = 1 << 32
 #: Rounding of that many operations in a row is no difference, of the largest value of a tensor.
 _ROUNDINGS = 256
 _COARSEST = 0.05
+_SMALL = 1 << 22
 _FLOAT64 = 1e-8
 
 
@@ -135,7 +137,7 @@ class _Trial:
         if isinstance(original, Exception):
             text = f"it does not run on random inputs ({type(original).__name__}: {original})"
             raise NotRunnableError(text) from original
-        numbers = [*_tensors([original.values, list(original.inputs.values())]), *(original.gradients or ())]
+        numbers = [*_tensors(original.values), *(original.gradients or ())]
         self.is_special |= any(each is not None and not bool(each.isfinite().all()) for each in numbers)
         edited = self._run(1, positive, doubled)
         if isinstance(edited, NotRunnableError):
@@ -192,10 +194,16 @@ def _differences(stretch: Stretch, original: Ran, edited: Ran, *, exact: bool) -
     if edited.error:
         yield _Difference(f"the calls in their place raise {edited.error}")
         return
-    scale = _scale(_tensors([original.values, list(original.inputs.values())]))
+    written = _written([*stretch.before, *stretch.after])
+    inputs = {
+        node: each
+        for node, each in original.inputs.items()
+        if _is_small(each) or not written.isdisjoint(_memories(node))
+    }
+    scale = cache(lambda: _scale(_tensors([original.values, list(inputs.values())])))
     for (old, new), one, other in zip(stretch.read, original.values, edited.values, strict=True):
         yield from _unlike(old.name, one, other, _strides_seen_of(new), scale, exact)
-    for node, value in original.inputs.items():
+    for node, value in inputs.items():
         yield from _unlike(f"{node.name} afterwards", value, edited.inputs[node], torch.Tensor.stride, scale, exact)
     yield from _shared_otherwise(stretch, original, edited)
     if original.gradients is None:
@@ -203,7 +211,7 @@ def _differences(stretch: Stretch, original: Ran, edited: Ran, *, exact: bool) -
     if edited.gradients is None:
         yield _Difference("its backward pass raises")
         return
-    scale = _scale([each for each in original.gradients if each is not None])
+    largest = cache(lambda: _scale(_tensors(original.gradients)))
     for index, (one, other) in enumerate(zip(original.gradients, edited.gradients, strict=True)):
         name = f"the gradient of input {index}"
         if (one is None) != (other is None):
@@ -211,7 +219,7 @@ def _differences(stretch: Stretch, original: Ran, edited: Ran, *, exact: bool) -
                 f"{name} is {'none' if other is None else 'there'}, and was {'none' if one is None else 'there'}"
             )
         elif one is not None and other is not None:
-            yield from _apart(name, one, other, scale, exact)
+            yield from _apart(name, one, other, largest, exact)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -229,7 +237,7 @@ def _largest(value: torch.Tensor) -> float:
 
 
 def _unlike(
-    name: str, one: Any, other: Any, strides: Callable[[torch.Tensor], Any], scale: float, exact: bool
+    name: str, one: Any, other: Any, strides: Callable[[torch.Tensor], Any], scale: Callable[[], float], exact: bool
 ) -> Iterator[_Difference]:
     pairs = list(zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False))
     if pytree.tree_structure(one) != pytree.tree_structure(other):
@@ -279,17 +287,21 @@ def _strides_seen_of(node: fx.Node) -> Callable[[torch.Tensor], Sequence[int]]:
     return lambda _: ()
 
 
-def _apart(name: str, one: torch.Tensor, other: torch.Tensor, scale: float, exact: bool) -> Iterator[_Difference]:
+def _apart(
+    name: str, one: torch.Tensor, other: torch.Tensor, scale: Callable[[], float], exact: bool
+) -> Iterator[_Difference]:
     if not (one.is_floating_point() or one.is_complex()):
         if not torch.equal(one, other):
             yield _Difference(f"{name} has other values")
         return
     one, other = one.detach(), other.detach()
+    if torch.equal(one, other):
+        return
     same = (one == other) | (one.isnan() & other.isnan())
     off = torch.where(same, 0.0, (one - other).abs().double().nan_to_num(math.inf))
     worst = float(off.max()) if off.numel() else 0.0
     rounding = _FLOAT64 if exact else min(_ROUNDINGS * torch.finfo(one.dtype).eps, _COARSEST)
-    if worst > rounding * (_largest(one) + 1e-6 * scale):
+    if worst > rounding * (_largest(one) + 1e-6 * scale()):
         text = (
             f"{name} is off by {worst:.2g}"
             if math.isfinite(worst)
@@ -306,7 +318,7 @@ def _shared_otherwise(stretch: Stretch, original: Ran, edited: Ran) -> Iterator[
     """
     nodes = [*(old for old, _ in stretch.read), *original.inputs]
     sides = [[*ran.values, *(ran.inputs[node] for node in original.inputs)] for ran in (original, edited)]
-    written, leaving = _written_behind(stretch), _leaving(stretch)
+    written, leaving = _written(stretch.behind), _leaving(stretch)
     pairs = (_in_one_storage(side, len(stretch.read)) for side in sides)
     for first, second in sorted(set().union(*pairs)):
         pair = (nodes[first], nodes[second])
@@ -316,6 +328,8 @@ def _shared_otherwise(stretch: Stretch, original: Ran, edited: Ran) -> Iterator[
         was, now = (_have_common_memory(side[first], side[second]) for side in sides)
         if was != now and own:
             raise _WrittenBehind(_behind_last_touch(stretch, own))
+        if leaving.issuperset(pair):  # what lies in one storage also counts its writes together, for autograd
+            was, now = (_are_in_one_storage(side[first], side[second]) for side in sides)
         if was != now:
             verb = "shares memory" if now else "shares no memory"
             yield _Difference(f"{nodes[first].name} {verb} with {nodes[second].name}")
@@ -339,6 +353,15 @@ def _in_one_storage(values: Sequence[Any], results: int) -> set[tuple[int, int]]
     }
 
 
+def _is_small(value: Any) -> bool:
+    """Whether a tensor is compared even if nothing is known to write to it."""
+    return sum(each.numel() for each in _tensors(value)) <= _SMALL
+
+
+def _are_in_one_storage(one: Any, other: Any) -> bool:
+    return (0, 1) in _in_one_storage((one, other), 1)
+
+
 def _have_common_memory(one: Any, other: Any) -> bool:
     """Whether two tensors have an element in common."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or not one.numel() or not other.numel():
@@ -360,10 +383,19 @@ def _span(value: torch.Tensor) -> int:
     return 1 + sum((extent - 1) * stride for extent, stride in zip(value.shape, value.stride(), strict=True))
 
 
-def _written_behind(stretch: Stretch) -> set[int]:
-    """The memory that calls behind write to."""
-    calls = [call for was in stretch.behind if (call := read(was.node)) is not None]
-    return {memory for call in calls for node in overwritten(call) for memory in _memories(node)}
+def _written(calls: Sequence[Was]) -> set[int]:
+    """The memory that calls write to."""
+    found: set[int] = set()
+    for was in calls:
+        if was.target is SCAN:  # a step writes to nothing that it is handed
+            continue
+        if isinstance(was.target, torch._ops.HigherOrderOperator):  # who knows what it does inside
+            nodes = operands_of(was)
+        else:
+            call = read(cast("fx.Node", was))  # of an erased node, the arguments are gone
+            nodes = [] if call is None else overwritten(call)
+        found.update(memory for node in nodes for memory in _memories(node))
+    return found
 
 
 def _behind_last_touch(stretch: Stretch, memory: set[int]) -> int:

@@ -16,7 +16,8 @@ from lz_compile.passes.edits.snapshot import Was
 from lz_compile.passes.effects import Ambient, ambient_context
 from lz_compile.passes.loops.scan_steps import run_steps
 
-_SCAN = torch.ops.higher_order.scan
+SCAN = torch.ops.higher_order.scan
+_MOST_DRAWN = 999_983  # a prime: rows do not repeat
 
 
 class NotRunnableError(Exception):
@@ -137,16 +138,19 @@ def _extent(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
 def _random(
     count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, positive: bool
 ) -> torch.Tensor:
+    """That many numbers; of very many, the same ones again and again."""
     if device.type == "meta":
         raise NotRunnableError("a tensor has no memory")
+    drawn = min(count, _MOST_DRAWN)
     if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
-        value = torch.randint(0, 2, (count,), generator=generator)
+        value = torch.randint(0, 2, (drawn,), generator=generator)
     elif dtype.is_complex:
-        value = torch.randn(count, generator=generator, dtype=dtype)
+        value = torch.randn(drawn, generator=generator, dtype=dtype)
     else:
-        value = torch.randn(count, generator=generator, dtype=torch.float64)
+        value = torch.randn(drawn, generator=generator, dtype=torch.promote_types(dtype, torch.float32))
         value = value.abs().clamp(0.1, 1.0) if positive else value
-    return value.to(device, dtype)
+    value = value.to(device, dtype)
+    return value if drawn == count else value.repeat(-(-count // drawn))[:count].clone()
 
 
 @dataclass
@@ -200,7 +204,7 @@ def _result(was: Was, values: Mapping[fx.Node, Any], attribute: Callable[[str], 
         return getattr(args[0], str(was.target))(*args[1:], **kwargs)
     if was.op != "call_function":
         raise NotRunnableError(f"{was.node.name} is a {was.op}")
-    if was.target is _SCAN and not kwargs:
+    if was.target is SCAN and not kwargs:
         found = run_steps(*args)
         return _of_operator(found, [*args[1], *args[2], *args[3]]) if as_operators else found
     if was.target is operator.setitem:

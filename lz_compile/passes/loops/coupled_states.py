@@ -15,7 +15,7 @@ from torch import fx
 
 from lz_compile.passes.loops.batched import Around
 from lz_compile.passes.loops.fakes import faking
-from lz_compile.passes.loops.rebuilt_scan import Rewritten, value_of
+from lz_compile.passes.loops.rebuilt_scan import CONTIGUOUS, Rewritten, value_of
 from lz_compile.passes.loops.step_form import StepForm, between, insert
 from lz_compile.passes.loops.step_trace import ScanCall, is_filled, traced
 
@@ -44,7 +44,9 @@ def stack_states(call: ScanCall, form: StepForm, states: tuple[int, ...], around
     units = [_unit(around, place, len(states), value_of(call.init[states[0]])) for place in range(len(states))]
 
     def final(picked: Sequence[fx.Node]) -> list[fx.Node]:
-        found = {state: around.call(aten.select.int, (picked[0], 0, place)) for place, state in enumerate(states)}
+        parts = [around.call(aten.select.int, (picked[0], 0, place)) for place in range(len(states))]
+        copies = [around.call(aten.clone.default, (part,), CONTIGUOUS) for part in parts]  # each in memory of its own
+        found = dict(zip(states, copies, strict=True))
         found.update(zip(others, picked[1:], strict=True))
         return [found[state] for state in range(len(call.init))]
 
