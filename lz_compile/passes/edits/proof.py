@@ -34,6 +34,8 @@ _MOST_BYTES = 1 << 32
 _ROUNDINGS = 256
 _COARSEST = 0.05
 _SMALL = 1 << 22
+#: Verdicts on graphs with so many nodes are kept on disk.
+_REMEMBERED = 4000
 _FLOAT64 = 1e-8
 
 
@@ -50,6 +52,8 @@ def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
     if not before.differs():
         return Verdict()
     after = Snapshot(module)
+    if len(before.nodes) < _REMEMBERED:  # to run it takes no longer than to describe it
+        return _difference(before, after)
     store, key = Store("edits"), _key(before, after)
     verdict = store.load(key, Verdict)
     if verdict is None:
@@ -59,8 +63,8 @@ def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
 
 
 def _key(before: Snapshot, after: Snapshot) -> str:
-    values = _tensors([was.meta.get("example_value") for was in before.nodes])
-    lines = [*sorted({machine.proven_on(value.device) for value in values}), repr(Outside.now())]
+    devices = {value.device for value in _tensors([was.meta.get("example_value") for was in before.nodes])}
+    lines = [*sorted(map(machine.proven_on, devices)), repr(Outside.now())]
     lines += [str(torch.is_grad_enabled()), *before.lines(), "becomes", *after.lines()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -111,8 +115,9 @@ class _Trial:
             (stretch.after, [new for _, new in stretch.read], after.attribute),
         )
         self._ambient = ambient_behind([was.node for was in stretch.ahead])
-        if self._ambient.other:
-            raise NotRunnableError(f"it lies inside of {self._ambient.other[-1]}")
+        inside = next((name for name in self._ambient.other if "_nesting" in name), None)
+        if inside is not None:
+            raise NotRunnableError(f"it lies inside of a transform ({inside})")
         self.edge = _edge(stretch)
         #: Whether anything was NaN or infinite before the edit.
         self.is_special = False

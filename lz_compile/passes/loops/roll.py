@@ -58,6 +58,7 @@ class _Readers:
         self._scan = scan
         self._items: dict[int, fx.Node] = {}
         self._entries: dict[tuple[int, int], fx.Node] = {}
+        self._handed: set[int] = set()
         self._laid: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def replacements(self) -> list[tuple[fx.Node | None, fx.Node, fx.Node]]:
@@ -70,6 +71,11 @@ class _Readers:
             values = [self._values(("value", index)) for index in collector.indices]
             with self._emit.graph.inserting_before(collector.node):  # behind what else it joins
                 value = self._as_it_lay(self._collected(collector, values), collector.node)
+                if not self._handed.isdisjoint(
+                    collector.indices
+                ):  # whoever joins the same again has a tensor of their own
+                    value = self._emit.call("clone", value)
+                self._handed.update(collector.indices)
             if kind_of(value) != kind_of(collector.node):
                 raise RefusedError("SHAPE_CHANGES", f"{collector.node.name} joins something else", "stack tensors")
             found.append((None, collector.node, value))
@@ -91,13 +97,10 @@ class _Readers:
         old, new = ([as_size(stride) for stride in each.stride()] for each in (one, other) if each is not None)
         if one is None or old == new or not strides_matter(operand):
             return value
-        if is_returned(
-            operand
-        ):  # a view of another form would be told as that (AOTAutograd replays views of what is returned)
-            like = {"dtype": one.dtype, "device": one.device}
-            return self._emit.call(
-                "copy_", self._emit.call(torch.empty_strided, one.shape, one.stride(), **like), value
-            )
+        is_static = all(isinstance(size, int) for size in (*one.shape, *one.stride()))
+        if is_static and is_returned(operand):  # AOTAutograd replays views of what is returned
+            blank = self._emit.call(torch.empty_strided, one.shape, one.stride(), dtype=one.dtype, device=one.device)
+            return self._emit.call("copy_", blank, value)
         order, back = stride_order(old)
         return self._emit.call("permute", self._emit.call("contiguous", self._emit.call("permute", value, order)), back)
 
