@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lz_compile.blending import BlenderConfig, BlendMode, blend
     from lz_compile.diagnosis import DoctorReport, doctor
     from lz_compile.errors import (
+        ArgumentError,
         CapabilitiesError,
         ConfigError,
         ConstraintError,
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
         RegistrationError,
         RewriteFailedError,
         SolveError,
+        TokenArgumentError,
         TransformUnsupportedError,
+        TrialError,
         UnknownKernelError,
         UnknownOperationError,
     )
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "ArgumentError",
     "BlendMode",
     "Blender",
     "BlenderConfig",
@@ -86,7 +90,9 @@ __all__ = [
     "SelectionReport",
     "SoftGate",
     "SolveError",
+    "TokenArgumentError",
     "TransformUnsupportedError",
+    "TrialError",
     "TuneReport",
     "UnknownKernelError",
     "UnknownOperationError",
@@ -144,6 +150,7 @@ _HOMES = {
     **dict.fromkeys(("BlendMode", "BlenderConfig", "blend"), "lz_compile.blending"),
     **dict.fromkeys(
         (
+            "ArgumentError",
             "CapabilitiesError",
             "ConfigError",
             "ConstraintError",
@@ -161,7 +168,9 @@ _HOMES = {
             "RegistrationError",
             "RewriteFailedError",
             "SolveError",
+            "TokenArgumentError",
             "TransformUnsupportedError",
+            "TrialError",
             "UnknownKernelError",
             "UnknownOperationError",
         ),

@@ -68,10 +68,10 @@ class Reading:
             RewriteFailedError: something failed and ``options.strict`` is set.
         """
         found = cls()
-        found._drop(module, options)
         found._spell_out(module, options, report)
         found._roll(module, path, options, report)
         found._take_apart(module, options, report)
+        found._drop(module, options)
         found._recognise(module.graph, options, report)
         report.near_misses.extend(_with_break(MissReport.of(miss), module) for miss in found._unknown())
         return found
@@ -89,11 +89,10 @@ class Reading:
                 yield miss
 
     def _drop(self, module: fx.GraphModule, options: Options) -> None:
-        """What nobody reads is no use of what it reads."""
+        """What nobody reads is no use of what it reads. Loops come first, for their steps are equal whoever reads them."""
         try:
-            with all_or_nothing(module) as before:
+            with all_or_nothing(module):
                 self.is_changed |= drop_dead(module.graph) > 0
-            self._before = None if self.is_changed else before
         except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
             fail("REWRITE_FAILED", "dropping what nobody reads", error, options)
 

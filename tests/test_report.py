@@ -269,6 +269,7 @@ class Snapshots(expecttest.TestCase):
      "edit": "scale, mask, bias or tanh-cap the scores; other functions have no kernel"
     }
    ],
+   "unproven": [],
    "events": []
   }
  ]
@@ -418,7 +419,7 @@ def test_json_has_the_same_keys_whatever_happened():
         assert json.loads(json.dumps(report)) == report
         assert set(report) == {"schema_version", "graphs"}
         for graph in report["graphs"]:
-            assert set(graph) == {"graph_id", "loops", "matches", "near_misses", "events", "seconds"}
+            assert set(graph) == {"graph_id", "loops", "matches", "near_misses", "unproven", "events", "seconds"}
             assert graph["matches"]
             for match in graph["matches"]:
                 assert set(match) == MATCH_KEYS

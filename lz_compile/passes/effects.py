@@ -212,9 +212,13 @@ class Effects:
         """Which of ``nodes`` a backward pass must not keep, for it is overwritten after ``last``; empty if none is."""
         if not self._mutations:
             return ""
-        end = max(self.position, key=self.position.__getitem__)
-        found = ((node, self.overwritten_after(node, last, end)) for node in nodes)
-        return next((f"{writer.name} overwrites {node.name}" for node, writer in found if writer is not None), "")
+        start = self.position[last]
+        for node in nodes:
+            for mutation in self._between(node, start, len(self.position)):
+                # That two inputs may be one memory is no reason here: then the backward pass raises.
+                if self.owner(mutation.target) is self.owner(node) or _share_storage(mutation.target, node):
+                    return f"{mutation.node.name} overwrites {node.name}"
+        return ""
 
     def writes(self, writer: fx.Node, node: fx.Node) -> bool:
         """Whether ``writer`` itself overwrites memory of ``node``."""

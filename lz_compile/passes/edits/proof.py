@@ -10,8 +10,8 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from typing import Any, cast
+from functools import cache, partial
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import fx
@@ -126,15 +126,19 @@ class _Trial:
 
     def difference(self, *, positive: bool) -> str:
         """What is another one after the edit, empty if nothing is."""
-        found = list(_differences(self._stretch, *self._both(positive, doubled=False), exact=False))
+        sides = self._both(positive, doubled=False)
+        found = list(_differences(self._stretch, *sides, _of_sums))
         text = next((each.text for each in found if not each.may_be_rounding), "")
         if text or not found:
             return text
+        rounding = _exact
         try:
             sides = self._both(positive, doubled=True)
-        except NotRunnableError:  # dtypes are spelled out in between
-            return found[0].text
-        exact = (each for each in _differences(self._stretch, *sides, exact=True) if each.may_be_rounding)
+        except NotRunnableError:  # dtypes are spelled out in between: as coarse as the coarsest of them
+            kinds = {value.dtype for value in _tensors([was.meta.get("example_value") for was in self._stretch.before])}
+            coarsest = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
+            rounding = partial(_of_sums, least=coarsest)
+        exact = (each for each in _differences(self._stretch, *sides, rounding) if each.may_be_rounding)
         return next((each.text for each in exact), "")
 
     def _both(self, positive: bool, *, doubled: bool) -> tuple[Ran, Ran]:
@@ -189,13 +193,25 @@ def _refuse_large(examples: Sequence[Any]) -> None:
         raise NotRunnableError(f"a run would take {total >> 20} MiB")
 
 
+#: How far results of a dtype may be apart, of the largest of them.
+Rounding: TypeAlias = Callable[[torch.dtype], float]
+
+
+def _exact(_kind: torch.dtype) -> float:
+    return _FLOAT64
+
+
+def _of_sums(kind: torch.dtype, *, least: float = 0.0) -> float:
+    return min(_ROUNDINGS * max(torch.finfo(kind).eps, least), _COARSEST)
+
+
 @dataclass(frozen=True)
 class _Difference:
     text: str
     may_be_rounding: bool = False
 
 
-def _differences(stretch: Stretch, original: Ran, edited: Ran, *, exact: bool) -> Iterator[_Difference]:
+def _differences(stretch: Stretch, original: Ran, edited: Ran, rounding: Rounding) -> Iterator[_Difference]:
     if edited.error:
         yield _Difference(f"the calls in their place raise {edited.error}")
         return
@@ -207,9 +223,9 @@ def _differences(stretch: Stretch, original: Ran, edited: Ran, *, exact: bool) -
     }
     scale = cache(lambda: _scale(_tensors([original.values, list(inputs.values())])))
     for (old, new), one, other in zip(stretch.read, original.values, edited.values, strict=True):
-        yield from _unlike(old.name, one, other, _strides_seen_of(new), scale, exact)
+        yield from _unlike(old.name, one, other, _strides_seen_of(new), scale, rounding)
     for node, value in inputs.items():
-        yield from _unlike(f"{node.name} afterwards", value, edited.inputs[node], torch.Tensor.stride, scale, exact)
+        yield from _unlike(f"{node.name} afterwards", value, edited.inputs[node], torch.Tensor.stride, scale, rounding)
     yield from _shared_otherwise(stretch, original, edited)
     if original.gradients is None:
         return
@@ -224,7 +240,7 @@ def _differences(stretch: Stretch, original: Ran, edited: Ran, *, exact: bool) -
                 f"{name} is {'none' if other is None else 'there'}, and was {'none' if one is None else 'there'}"
             )
         elif one is not None and other is not None:
-            yield from _apart(name, one, other, largest, exact)
+            yield from _apart(name, one, other, largest, rounding)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -242,7 +258,12 @@ def _largest(value: torch.Tensor) -> float:
 
 
 def _unlike(
-    name: str, one: Any, other: Any, strides: Callable[[torch.Tensor], Any], scale: Callable[[], float], exact: bool
+    name: str,
+    one: Any,
+    other: Any,
+    strides: Callable[[torch.Tensor], Any],
+    scale: Callable[[], float],
+    rounding: Rounding,
 ) -> Iterator[_Difference]:
     pairs = list(zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False))
     if pytree.tree_structure(one) != pytree.tree_structure(other):
@@ -256,7 +277,7 @@ def _unlike(
         other_kinds = [f"{name} has {what} {now[what]}, and had {was[what]}" for what in was if was[what] != now[what]]
         yield from map(_Difference, other_kinds[:1])
         if not other_kinds:
-            yield from _apart(name, first, second, scale, exact)
+            yield from _apart(name, first, second, scale, rounding)
 
 
 def _kind(value: torch.Tensor) -> dict[str, Any]:
@@ -293,7 +314,7 @@ def _strides_seen_of(node: fx.Node) -> Callable[[torch.Tensor], Sequence[int]]:
 
 
 def _apart(
-    name: str, one: torch.Tensor, other: torch.Tensor, scale: Callable[[], float], exact: bool
+    name: str, one: torch.Tensor, other: torch.Tensor, scale: Callable[[], float], rounding: Rounding
 ) -> Iterator[_Difference]:
     if not (one.is_floating_point() or one.is_complex()):
         if not torch.equal(one, other):
@@ -305,8 +326,7 @@ def _apart(
     same = (one == other) | (one.isnan() & other.isnan())
     off = torch.where(same, 0.0, (one - other).abs().double().nan_to_num(math.inf))
     worst = float(off.max()) if off.numel() else 0.0
-    rounding = _FLOAT64 if exact else min(_ROUNDINGS * torch.finfo(one.dtype).eps, _COARSEST)
-    if worst > rounding * (_largest(one) + 1e-6 * scale()):
+    if worst > rounding(one.dtype) * (_largest(one) + 1e-6 * scale()):
         text = (
             f"{name} is off by {worst:.2g}"
             if math.isfinite(worst)
