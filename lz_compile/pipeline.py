@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -137,6 +137,9 @@ def _rewrite(found: _Found, options: Options, report: GraphReport) -> None:
     for match, entry in reversed(list(zip(found.matches, found.entries, strict=True))):
         try:
             kept = _why_not_kept(match, found.effects)
+            if found.effects is not None:
+                outputs = (node for node in match.outputs if _overwritten(match, found.effects, [node]))
+                found.known.overwritten.update(outputs)
             if kept:
                 entry.kernel = _left(match)
                 entry.reasons.append(
@@ -151,11 +154,14 @@ def _rewrite(found: _Found, options: Options, report: GraphReport) -> None:
 
 
 def _why_not_kept(match: Match, effects: Effects | None) -> str:
-    """What a match reads or gives that is overwritten later, where gradients are recorded; empty if nothing is."""
-    if effects is None or not grad_enabled(match.ambient):
-        return ""
-    nodes = (*match.inputs, *match.outputs)
-    if not any(tensor is not None and tensor.requires_grad for tensor in map(tensor_of, nodes)):
+    """What a match reads that is overwritten later, where gradients are recorded; empty if nothing is."""
+    return "" if effects is None else _overwritten(match, effects, match.inputs)
+
+
+def _overwritten(match: Match, effects: Effects, nodes: Iterable[fx.Node]) -> str:
+    nodes = (*nodes,)
+    tensors = map(tensor_of, (*nodes, *match.inputs))
+    if not grad_enabled(match.ambient) or not any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return ""
     return effects.why_not_kept(nodes, max(match.outputs, key=effects.position.__getitem__))
 
@@ -181,6 +187,7 @@ class _Known:
     decisions: dict[tuple[int, tuple[str, ...]], Decision] = field(default_factory=dict)
     verdicts: dict[tuple[int, str], Validation] = field(default_factory=dict)
     recipes: Recipes = field(default_factory=Recipes)
+    overwritten: set[fx.Node] = field(default_factory=set)
 
     def problem(self, match: Match) -> Problem:
         """What a kernel is to be chosen for."""
@@ -351,7 +358,7 @@ def _replaced(
     if verdict.ok:
         assert kernel.call is not None, "what has no call is never proven"
         with timed(report, "rewrite"):
-            splice(graph, subject, kernel.call, known.recipes)
+            splice(graph, subject, kernel.call, known.recipes, overwritten=known.overwritten)
         entry.rewritten = True
         if isinstance(subject.emitter, FusedEmitter):
             erase_unread(graph, subject.read)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from lz_compile.passes import contraction, layout
 from lz_compile.passes.algebra import is_pointwise
@@ -85,6 +86,7 @@ def splice(
     recipes: Recipes,
     *,
     original: tuple[fx.Node, ...] | None = None,
+    overwritten: Collection[fx.Node] = (),
 ) -> None:
     """Replace the outputs of ``match`` by the kernel's nodes and erase what became superfluous.
 
@@ -99,6 +101,7 @@ def splice(
         call: the kernel, a function of the op's canonical operands and ``attrs`` (see ``lowering/ops``).
         recipes: what was emitted for equal matches of this graph.
         original: of a match in an excerpt, its outputs in the whole graph, whose readers decide about strides.
+        overwritten: outputs that are overwritten later, and are copies then: a kernel may keep its result for the backward.
 
     Raises:
         RewriteError: the replacement's shape, dtype or device differs, or it reads what is computed later.
@@ -117,6 +120,10 @@ def splice(
             if results is None:
                 results, created = _emit(graph, match, call, place, shows_strides)
                 recipes.keep(match, call, created, results, shows_strides)
+            results = tuple(
+                _copied(graph, result) if node in overwritten else result
+                for node, result in zip(match.outputs, results, strict=True)
+            )
     except BaseException:
         for node, behind in reversed(moved):
             behind.prepend(node)
@@ -130,6 +137,14 @@ def splice(
         step = None if node in superfluous or node.users else read(node)
         if step is not None and layout.rearranges(step) and not step.is_inplace:
             graph.erase_node(node)
+
+
+def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A copy of a new node."""
+    copy, tensor = graph.call_method("clone", (node,)), tensor_of(node)
+    with tensor.fake_mode, enable_python_dispatcher():  # type: ignore[union-attr]  # what a match gives is a tensor
+        copy.meta = {**node.meta, "example_value": tensor.clone()}  # type: ignore[union-attr]
+    return copy
 
 
 def emit(builder: Builder, match: Match, call: KernelCall, attributes: Attributes) -> Any:

@@ -131,13 +131,14 @@ class _Trial:
         text = next((each.text for each in found if not each.may_be_rounding), "")
         if text or not found:
             return text
-        rounding = _exact
         try:
             sides = self._both(positive, doubled=True)
-        except NotRunnableError:  # dtypes are spelled out in between: as coarse as the coarsest of them
-            kinds = {value.dtype for value in _tensors([was.meta.get("example_value") for was in self._stretch.before])}
-            coarsest = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
-            rounding = partial(_of_sums, least=coarsest)
+        except NotRunnableError:  # dtypes are spelled out in between
+            kinds = sides[0].kinds | sides[1].kinds
+        else:
+            kinds = (sides[0].kinds | sides[1].kinds) - {torch.float64}
+        coarsest = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+        rounding = partial(_of_sums, least=coarsest) if coarsest else _exact
         exact = (each for each in _differences(self._stretch, *sides, rounding) if each.may_be_rounding)
         return next((each.text for each in exact), "")
 

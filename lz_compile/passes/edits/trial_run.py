@@ -164,6 +164,8 @@ class Ran:
     inputs: dict[fx.Node, Any]
     gradients: list[torch.Tensor | None] | None
     error: str = ""
+    #: The floating-point dtypes of what was computed.
+    kinds: frozenset[torch.dtype] = frozenset()
 
 
 def run(
@@ -192,7 +194,10 @@ def run(
         for was in calls:
             values[was.node] = _result(was, values, attribute, as_operators)
     found = [values[node] for node in read]
-    return Ran(found, {node: values[node] for node in inputs.values}, _gradients(found, inputs))
+    tensors = pytree.tree_leaves([value for node, value in values.items() if node not in inputs.values])
+    kinds = {each.dtype for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point()}
+    given = {node: values[node] for node in inputs.values}
+    return Ran(found, given, _gradients(found, inputs), kinds=frozenset(kinds))
 
 
 def _result(was: Was, values: Mapping[fx.Node, Any], attribute: Callable[[str], Any], as_operators: bool) -> Any:
