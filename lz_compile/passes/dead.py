@@ -46,7 +46,7 @@ def _is_pure(call: Call) -> bool:
     """Whether nothing but its result tells that a call was made."""
     if call.is_inplace or call.get("out") is not None or call.node.meta.get("unbacked_bindings"):
         return False
-    if not _is_torchs(call.node.target):
+    if not is_torchs(call.node.target):
         return False
     if call.name == "dropout":
         return not call.get("training", True) or specialised(call.get("p", 0.5)) == 0
@@ -54,7 +54,7 @@ def _is_pure(call: Call) -> bool:
     return is_known or is_pointwise(call) or layout.rearranges(call) or is_constant(call)
 
 
-def _is_torchs(target: Any) -> bool:
+def is_torchs(target: Any) -> bool:
     """Whether a name means what it means in torch: a method's does, others may have functions of the same name."""
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace == "aten"

@@ -18,6 +18,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lz_compile.passes import layout
+from lz_compile.passes.dead import is_torchs
 from lz_compile.passes.edits.snapshot import Snapshot, Was
 from lz_compile.passes.edits.stretch import Stretch, edited_stretch, operands_of
 from lz_compile.passes.edits.trial_run import SCAN, NotRunnableError, Ran, random_inputs, run, sizes_of
@@ -52,7 +53,8 @@ def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
     if not before.differs():
         return Verdict()
     after = Snapshot(module)
-    if len(before.nodes) < _REMEMBERED:  # to run it takes no longer than to describe it
+    has_others = any(not is_torchs(was.target) for was in (*before.nodes, *after.nodes))
+    if len(before.nodes) < _REMEMBERED or has_others:  # running takes as long as describing; others' code may change
         return _difference(before, after)
     store, key = Store("edits"), _key(before, after)
     verdict = store.load(key, Verdict)
@@ -148,7 +150,7 @@ class _Trial:
             text = f"it does not run on random inputs ({type(original).__name__}: {original})"
             raise NotRunnableError(text) from original
         numbers = [*_tensors(original.values), *(original.gradients or ())]
-        self.is_special |= any(each is not None and not bool(each.isfinite().all()) for each in numbers)
+        self.is_special |= any(each is not None and not bool(_comparable(each).isfinite().all()) for each in numbers)
         edited = self._run(1, positive, doubled)
         if isinstance(edited, NotRunnableError):
             raise edited
@@ -255,7 +257,13 @@ def _scale(values: Sequence[torch.Tensor]) -> float:
 def _largest(value: torch.Tensor) -> float:
     if not value.numel() or not (value.is_floating_point() or value.is_complex()):
         return 0.0
-    return float(value.detach().abs().double().nan_to_num(0.0, 0.0, 0.0).max())
+    return float(_comparable(value).abs().double().nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def _comparable(value: torch.Tensor) -> torch.Tensor:
+    """The same values in a dtype that has arithmetic."""
+    value = value.detach()
+    return value.float() if value.is_floating_point() and value.element_size() == 1 else value
 
 
 def _unlike(
@@ -321,13 +329,13 @@ def _apart(
         if not torch.equal(one, other):
             yield _Difference(f"{name} has other values")
         return
-    one, other = one.detach(), other.detach()
+    kind, one, other = one.dtype, _comparable(one), _comparable(other)
     if torch.equal(one, other):
         return
     same = (one == other) | (one.isnan() & other.isnan())
     off = torch.where(same, 0.0, (one - other).abs().double().nan_to_num(math.inf))
     worst = float(off.max()) if off.numel() else 0.0
-    if worst > rounding(one.dtype) * (_largest(one) + 1e-6 * scale()):
+    if worst > rounding(kind) * (_largest(one) + 1e-6 * scale()):
         text = (
             f"{name} is off by {worst:.2g}"
             if math.isfinite(worst)

@@ -105,12 +105,16 @@ class _Graph:
 def _kind(value: Any, memories: dict[int | None, int]) -> str:
     if isinstance(value, (tuple, list)):
         return str([_kind(each, memories) for each in value])
+    if isinstance(value, torch.SymInt):
+        return f"{value} {value.node.hint}"
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     memory = memories.setdefault(memory_of(value), len(memories))
     is_plain = value.layout is torch.strided and not value.is_nested
     lies = (value.stride(), value.storage_offset(), memory) if is_plain else value.layout
-    return f"{value.dtype} {value.device} {tuple(value.shape)} {lies} {value.requires_grad}"
+    shape: tuple[Any, ...] = tuple(value.shape)
+    hints = [size.node.hint for size in shape if isinstance(size, torch.SymInt)]
+    return f"{value.dtype} {value.device} {shape} {hints} {lies} {value.requires_grad}"
 
 
 class Snapshot:

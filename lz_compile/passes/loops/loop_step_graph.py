@@ -303,6 +303,9 @@ def _refuse_without_gradient(outputs: Sequence[fx.Node], has_gradient: bool) -> 
     """PyTorch's scan has no gradient where any of what a step gives has none (2.13)."""
     for node in outputs:
         tensor = tensor_of(node)
-        if has_gradient and tensor is not None and not (tensor.is_floating_point() or tensor.is_complex()):
+        if has_gradient and tensor is not None and tensor.is_complex():
+            text = f"each step gives complex numbers ({where_of(node)}), and the loop is differentiated"
+            raise RefusedError("NO_GRADIENT", text, "carry real and imaginary parts as real tensors")
+        if has_gradient and tensor is not None and not tensor.is_floating_point():
             text = f"each step gives {tensor.dtype} ({where_of(node)}), and the loop is differentiated"
             raise RefusedError("NO_GRADIENT", text, "compute what has no gradient in a loop of its own, under no_grad")
