@@ -87,6 +87,8 @@ def _difference(before: Snapshot, after: Snapshot) -> Verdict:
         except _WrittenBehind as error:
             behind = error.behind
             continue
+        except (RuntimeError, TypeError) as error:  # dtypes without arithmetic, out of memory
+            return Verdict(refuted, "" if refuted else f"its results cannot be compared ({error})")
         if not differs or len(stretch.ahead) <= first:
             return Verdict(differs)
         # What was made up may be related: memory holds what others know by name, a call gives what another one gave.
