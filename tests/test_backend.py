@@ -737,9 +737,9 @@ def test_strict_mode_raises_for_a_fault_of_ours(broken, fault):
 def test_one_match_that_fails_does_not_stop_the_others(monkeypatch):
     original, calls = pipeline.splice, []
 
-    def splice(*args: Any) -> Any:
+    def splice(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
-        return _raise() if len(calls) == 1 else original(*args)
+        return _raise() if len(calls) == 1 else original(*args, **kwargs)
 
     monkeypatch.setattr(pipeline, "splice", splice)
     args = operands()
