@@ -10,9 +10,10 @@ import itertools
 import linecache
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -261,13 +262,12 @@ def counting() -> Iterator[Counter[str]]:
         return run
 
     before = {name: getattr(reading, name) for name in STAGES if hasattr(reading, name)}
-    for name, stage in before.items():
-        setattr(reading, name, counted(name, stage))
-    try:
-        yield found
-    finally:
+    spellings = {what: counted(edit.__name__, edit) for what, edit in reading._SPELLINGS.items()}
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(reading, "_SPELLINGS", spellings))
         for name, stage in before.items():
-            setattr(reading, name, stage)
+            stack.enter_context(patch.object(reading, name, counted(name, stage)))
+        yield found
 
 
 def check(program: Program) -> Verdict:
