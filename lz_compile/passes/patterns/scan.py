@@ -174,18 +174,8 @@ def _finished(
         formula=text_of(transition, {atom: step.names[form.atoms[atom]] for atom in used}),
         masked_rows_count=False,
         scales=_scales(transition, given, step.sizes),
-        rows=_poisoned(transition, given, time),
         fixed=frozenset(axes - {time}),
     )
-
-
-def _poisoned(transition: Transition, given: Mapping[Atom, Given], time: Axis) -> dict[fx.Node, tuple[Axis, ...]]:
-    """What is NaN in the first step of a proof, where a condition drops the state: a product would keep the NaN."""
-    if transition.drive is None or not any(term.of("mask") for term in transition.decay.terms):
-        return {}
-    factors = (factor for term in transition.drive.terms for factor in term.of("given"))
-    nodes = dict.fromkeys(given[factor.atom].node for factor in factors if given[factor.atom].over_time)
-    return {node: (time,) for node in nodes if _tensor(node).is_floating_point()}
 
 
 def _refuse_special(transition: Transition, given: Mapping[Atom, Given]) -> None:
