@@ -92,28 +92,44 @@ def _special(*shape: int) -> torch.Tensor:
     return found
 
 
-def _transposed(*shape: int) -> torch.Tensor:
-    return torch.randn(shape).transpose(0, -1).contiguous().transpose(0, -1)
+def _transposed(value: torch.Tensor) -> torch.Tensor:
+    return value.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def _strided(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+def _strided(value: torch.Tensor) -> torch.Tensor:
+    return value.repeat_interleave(2, -1)[..., ::2]
+
+
+def _expanded(value: torch.Tensor) -> torch.Tensor:
+    """The first of a batch for all of it."""
+    return value[:1].expand_as(value)
+
+
+def _laid_out_as(value: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """What is made of a leaf, with the strides of a value."""
+    whole = leaf[tuple(slice(None, None if stride else 1) for stride in value.stride())]
+    made = torch.empty_strided(whole.shape, value.stride(), dtype=value.dtype).copy_(whole)
+    return made if made.shape == value.shape else made.expand_as(value)
 
 
 def _arguments(program: Program, call: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The inputs of a call, and the leaves that they are or are made of."""
     torch.manual_seed(program.seed + 1000 * call)
     names: dict[str, Any] = dict(zip("BTD", program.sizes[call], strict=True))
-    names |= {"torch": torch, "special": _special, "transposed": _transposed, "strided": _strided}
+    names |= {
+        "torch": torch,
+        "special": _special,
+        "transposed": _transposed,
+        "strided": _strided,
+        "expanded": _expanded,
+    }
     leaves: dict[str, torch.Tensor] = {}
     arguments: dict[str, torch.Tensor] = {}
     for name, text in program.inputs.items():
         value = eval(text, {**names, **arguments})
         if ".to(" in text and program.roles[name] != "constant" and program.is_graded:
             leaves[name] = leaf = value.detach().clone().requires_grad_()
-            if program.roles[name] == "made":
-                leaf = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(leaf)
-            value = leaf
+            value = _laid_out_as(value, leaf) if program.roles[name] == "made" else leaf
         arguments[name] = value
     return arguments, leaves
 
@@ -148,7 +164,7 @@ def observe(program: Program, backend: Any) -> list[Observation]:
 def _call(program: Program, function: Callable[..., Any], fixture: Fixture, call: int) -> Observation:
     arguments, leaves = _arguments(program, call)
     leaves |= dict(fixture.named_parameters()) if program.is_graded else {}
-    with torch.set_grad_enabled(program.is_graded):
+    with torch.inference_mode() if program.is_inference else torch.set_grad_enabled(program.is_graded):
         results = list(_flat(function(fixture, *arguments.values())))
     found: Observation = {"structure:": [type(each).__name__ for each in results]}
     memory: dict[int, str] = {each.untyped_storage()._cdata: name for name, each in arguments.items()}

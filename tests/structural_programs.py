@@ -2,8 +2,8 @@
 
 A program is a function ``f(m, x, y, ...)`` over a few tensors, drawn from a grammar by a seed. In a template ``<row>`` is an
 expression of that kind, ``<row!>`` a name that has it, ``<row+>`` a name that is new, ``<2..4>`` a number in a range. Kinds
-are shapes: ``seq`` [B, T, D], ``row`` [B, D], ``vec`` [D], ``weight`` [D, D], ``mat`` [B, D, D], ``list`` of T rows. Nothing
-guarantees that a program runs: one that fails eagerly is left out by the oracle.
+are shapes: ``seq`` [B, T, D], ``row`` [B, D], ``vec`` [D], ``weight`` [D, D], ``mat`` [B, D, D], ``list`` of T rows; ``n`` has
+integers below D, [B, T]. Nothing guarantees that a program runs: one that fails eagerly is left out by the oracle.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Program:
     """A program: ``source`` defines ``f(m, *inputs)``; ``inputs`` are expressions of B, T, D by name.
 
     ``roles`` say of an input whether it is a ``leaf`` with gradient, ``made`` of such a leaf, or a ``constant``; ``sizes`` has
-    the B, T, D of every call; ``options`` are those of the backend.
+    the B, T, D of every call; ``options`` are those of the backend. Without gradients it may run in inference mode.
     """
 
     seed: int
@@ -52,11 +52,13 @@ class Program:
     options: dict[str, Any] = field(default_factory=dict)
     is_graded: bool = True
     is_dynamic: bool | None = None
+    is_inference: bool = False
 
     def text(self) -> str:
         """Everything that is needed to repeat it."""
         lines = [f"# seed {self.seed}, sizes (B, T, D) of the calls {self.sizes}, options {self.options}"]
-        lines.append(f"# gradients {'on' if self.is_graded else 'off'}, dynamic={self.is_dynamic}")
+        mode = "on" if self.is_graded else "inference mode" if self.is_inference else "off"
+        lines.append(f"# gradients {mode}, dynamic={self.is_dynamic}")
         lines += [f"# {name} = {text}  ({self.roles[name]})" for name, text in self.inputs.items()]
         return "\n".join([*lines, self.source])
 
@@ -138,6 +140,7 @@ def _loop(writer: Writer) -> list[str]:
     """A loop over time, with what comes before and after it."""
     rng, tame = writer.rng, "tame " if writer.is_tame else ""
     before = [*_split(writer.one_of(f"{tame}initial")), "outs = []"]
+    before += ["state = {'h': h, 'c': h}"] if rng.random() < 0.3 else []
     before.append("o = " + writer.one_of("buffers"))
     header = writer.one_of("headers")
     outside = {kind: list(names) for kind, names in writer.names.items()}
@@ -145,7 +148,7 @@ def _loop(writer: Writer) -> list[str]:
     writer.names["row"] += ["h", "h"] if not writer.is_tame else []
     writer.names["seq"] += ["o"] if not writer.is_tame else []
     writer.in_loop = True
-    body = _step(writer)
+    body = _step(writer, has_state=any(line.startswith("state = ") for line in before))
     writer.in_loop = False
     writer.names = {**outside, "row": [*outside["row"], "h", "h"], "seq": [*outside["seq"], "o"]}
     loop = [header, *_indented(body)]
@@ -159,7 +162,7 @@ def _loop(writer: Writer) -> list[str]:
     return [*before, *loop, *after]
 
 
-def _step(writer: Writer) -> list[str]:
+def _step(writer: Writer, *, has_state: bool) -> list[str]:
     """The body of a loop; that of a tame one has a fault planted now and then."""
     rng, is_tame = writer.rng, writer.is_tame
     tame = "tame " if is_tame else ""
@@ -168,7 +171,7 @@ def _step(writer: Writer) -> list[str]:
         wild = "definitions" if rng.random() < 0.75 else "mutations"
         body += _split(writer.one_of("tame definitions" if is_tame else wild))
     for _ in range(rng.choice([1, 1, 1, 2])):
-        body += _split(writer.one_of(f"{tame}updates"))
+        body += _split(writer.one_of("state updates" if has_state and rng.random() < 0.7 else f"{tame}updates"))
     for _ in range(rng.choice([1, 1, 2])):
         body += _split(writer.one_of(f"{tame}stores"))
     if rng.random() < (0.06 if is_tame else 0.2):
@@ -213,19 +216,16 @@ def _inputs(rng: random.Random) -> tuple[dict[str, str], dict[str, str]]:
     """Expressions and roles of the inputs."""
     dtype = rng.choice(["torch.float64"] * 8 + ["torch.float32", "torch.bfloat16"])
     shapes = {"x": "B, T, D", "y": "B, T, D", "z": "B, D", "b": "D", "w": "D, D", "k": "B, D, D"}
-    forms = ["torch.randn({s})"] * 10 + [
-        "torch.rand({s})",
-        "torch.randn({s}).round()",
-        "special({s})",
-        "transposed({s})",
-        "strided({s})",
-    ]
-    inputs = {name: f"{rng.choice(forms).format(s=shape)}.to({dtype})" for name, shape in shapes.items()}
-    inputs = {name: text if name not in "wk" else text + " * 0.3" for name, text in inputs.items()}
+    forms = ["torch.randn({s})"] * 14 + ["torch.rand({s})", "torch.randn({s}).round()", "special({s})"]
+    layouts = ["{v}"] * 14 + ["transposed({v})", "strided({v})", "expanded({v})"]
+    values = {name: f"{rng.choice(forms).format(s=shape)}.to({dtype})" for name, shape in shapes.items()}
+    values = {name: text if name not in "wk" else text + " * 0.3" for name, text in values.items()}
+    inputs = {name: rng.choice(layouts).format(v=text) for name, text in values.items()}
     if rng.random() < 0.05:
         inputs["y"], inputs["z"] = rng.choice([("x.flip(1)", "x[:, 0]"), ("x", "y[:, -1]"), ("x.detach()", "x[:, 1]")])
     roles = ["made", "made", "made", "leaf", "constant", "constant"]
-    return inputs, {name: rng.choice(roles) for name in inputs}
+    drawn = {name: rng.choice(roles) for name in inputs}
+    return inputs | {"n": "torch.randint(D, (B, T))"}, drawn | {"n": "constant"}
 
 
 def _sizes(rng: random.Random, is_tame: bool) -> tuple[tuple[int, int, int], ...]:
@@ -273,4 +273,6 @@ def generate(seed: int) -> Program:
     lock = {op: rng.choice(kernels) for op, kernels in LOCKS.items() if rng.random() < 0.6}
     options |= {"lock": lock} if lock else {}
     dynamic = rng.choice([None, None, None, None, False, True])
-    return Program(seed, source, inputs, roles, _sizes(rng, writer.is_tame), options, rng.random() < 0.85, dynamic)
+    sizes, is_graded = _sizes(rng, writer.is_tame), rng.random() < 0.85
+    is_inference = not is_graded and rng.random() < 0.5
+    return Program(seed, source, inputs, roles, sizes, options, is_graded, dynamic, is_inference)

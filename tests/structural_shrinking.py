@@ -46,10 +46,13 @@ def _smaller(program: Program) -> Iterator[Program]:
         if role != "constant":
             yield replace(program, roles={**program.roles, name: "constant"})
         plain = program.inputs[name].replace(".round()", "").replace(".rand(", ".randn(")
-        for word in ("special", "transposed", "strided"):
-            plain = plain.replace(f"{word}(", "torch.randn(")
+        plain = plain.replace("special(", "torch.randn(")
+        for word in ("transposed", "strided", "expanded"):
+            plain = plain.replace(f"{word}(", "(")
         if plain != program.inputs[name]:
             yield replace(program, inputs={**program.inputs, name: plain})
+    if program.is_inference:
+        yield replace(program, is_inference=False)
     if program.is_dynamic is not None:
         yield replace(program, is_dynamic=None)
 
