@@ -5,18 +5,12 @@ Instances are counted by hand: what Inductor's own code is a single pass for, wi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor, nn
-
-#: Imported by norse for file formats that no row needs.
-_ABSENT = ("nir", "nirtorch", "h5py")
 
 
 @dataclass(frozen=True)
@@ -45,17 +39,8 @@ class Stepped(nn.Module):
         return torch.stack(found, 1)
 
 
-def _norse() -> ModuleType:
-    for name in _ABSENT:
-        sys.modules.setdefault(name, MagicMock())
-    from norse.torch.functional import leaky_integrator  # type: ignore[import-not-found]  # a library of this benchmark
-
-    found: ModuleType = leaky_integrator
-    return found
-
-
 def _integrator() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    norse = _norse()
+    from norse.torch.functional import leaky_integrator as norse  # type: ignore[import-not-found]  # a library of this benchmark
 
     def first(x: Tensor) -> Any:
         return norse.LIState(torch.zeros_like(x), torch.zeros_like(x))
@@ -64,7 +49,9 @@ def _integrator() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def _linear_integrator() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    norse, weight = _norse(), torch.randn(16, 32) / 6
+    from norse.torch.functional import leaky_integrator as norse
+
+    weight = torch.randn(16, 32) / 6
 
     def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
         out: tuple[Tensor, Any] = norse.li_step(x, state, weight)
