@@ -69,7 +69,7 @@ class Excerpt:
             with ExitStack() as stack:
                 for manager in ambient_context(managers):
                     stack.enter_context(manager)
-                return module(*inputs)
+                return module.forward(*inputs)  # calling the module prints what the graph raises
 
         return run
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import fx
 
 
 def run_steps(
@@ -21,6 +22,8 @@ def run_steps(
     Shapes:
         ``xs`` have time as their first dimension, of at least one step; the result's stacked tensors too.
     """
+    if isinstance(step, fx.GraphModule):
+        step = step.forward  # calling the module prints what the graph raises
     carried = tuple(init)
     given: list[tuple[torch.Tensor, ...]] = []
     for slices in zip(*(each.unbind(0) for each in xs), strict=True):
