@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from lz_compile.arguments import Arguments, is_plain, remembered
 from lz_compile.lowering.ops import mlp
-from lz_compile.lowering.ops.norm import NormAttrs, NormFacts
+from lz_compile.lowering.ops.norm import NormAttrs, NormFacts, Operands
 from lz_compile.runtime import eager, health, policy
 
 __all__ = ["ACTIVATIONS", "Activation", "alibi", "embedding", "layer_norm", "linear", "mlp_fused", "rms_norm", "rope"]
@@ -402,8 +402,8 @@ def _through(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """A kernel over the op's canonical operands."""
-    weights = {name: each.flatten() for name, each in (("weight", weight), ("bias", bias)) if each is not None}
-    return call(input=input.reshape(-1, hidden), **weights, attrs=attrs).reshape(input.shape)
+    weights = (None if each is None else each.flatten() for each in (weight, bias))
+    return call(Operands(input.reshape(-1, hidden), *weights), attrs).reshape(input.shape)
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lz_compile.lowering.encoded_attributes import encode
-from lz_compile.lowering.fused import SIBLING, Fused
+from lz_compile.lowering.fused import Fused, Siblings
 from lz_compile.lowering.kernels import triton_mlp, triton_norm, triton_rope
 from lz_compile.lowering.ops import mlp as mlp_op
 from lz_compile.lowering.ops import norm as norm_op
@@ -28,7 +28,7 @@ from lz_compile.lowering.ops.rope import RopeAttrs
 from lz_compile.lowering.triton.launch import is_interpreted
 from lz_compile.lowering.triton.mlp import ACTIVATIONS
 from lz_compile.lowering.triton.norm import Norm
-from lz_compile.lowering.triton.residual import residual_norm as residual_operator
+from lz_compile.lowering.triton.residual import _operator as residual_operator
 from lz_compile.lowering.triton.rope import rope_pair as pair_operator
 from lz_compile.runtime import health, registry
 from lz_compile.runtime.registry import kernels
@@ -94,13 +94,15 @@ def by_name(attrs: NormAttrs, weights: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def expected_norm(attrs: NormAttrs, operands: Sequence[Tensor]) -> list[Tensor]:
     form = replace(attrs, out_dtype=torch.float64)
-    return with_gradients(lambda x, *w: norm_op.reference(x, **by_name(attrs, w), attrs=form), exactly(operands))
+    return with_gradients(
+        lambda x, *w: norm_op.reference(norm_op.Operands(x, **by_name(attrs, w)), form), exactly(operands)
+    )
 
 
 def check_norm(attrs: NormAttrs, rows: int, hidden: int, dtype: torch.dtype) -> None:
     attrs = replace(attrs, out_dtype=dtype)
     operands = norm_operands(attrs, rows, hidden, dtype)
-    found = with_gradients(lambda x, *w: triton_norm.norm(x, **by_name(attrs, w), attrs=attrs), operands)
+    found = with_gradients(lambda x, *w: triton_norm.norm(norm_op.Operands(x, **by_name(attrs, w)), attrs), operands)
     assert [tensor.dtype for tensor in found] == [dtype] * len(found)
     assert_near(found, expected_norm(attrs, operands), dtype)
 
@@ -167,7 +169,7 @@ def test_a_norm_takes_rows_of_any_number_length_and_memory_order(case, rows, hid
     operands = [tensor[..., :hidden] for tensor in operands]
     if is_transposed:
         operands[0] = operands[0].T.contiguous().T
-    found = with_gradients(lambda x, *w: triton_norm.norm(x, **by_name(attrs, w), attrs=attrs), operands)
+    found = with_gradients(lambda x, *w: triton_norm.norm(norm_op.Operands(x, **by_name(attrs, w)), attrs), operands)
     assert_near(found, expected_norm(attrs, operands), dtype)
 
 
@@ -175,7 +177,7 @@ def test_weights_may_have_a_dtype_of_their_own_and_the_result_a_wider_one():
     attrs = replace(_NORMS["layer"], out_dtype=torch.float32)
     given, weight, bias = norm_operands(attrs, 9, 50, torch.float32)
     operands = [given.bfloat16(), weight, bias.half()]
-    found = with_gradients(lambda x, w, b: triton_norm.norm(x, w, b, attrs=attrs), operands)
+    found = with_gradients(lambda x, w, b: triton_norm.norm(norm_op.Operands(x, w, b), attrs), operands)
     assert [tensor.dtype for tensor in found] == [torch.float32, torch.bfloat16, torch.float32, torch.float16]
     exact = expected_norm(attrs, operands)
     assert_near([found[0], found[2]], [exact[0], exact[2]], torch.float32)
@@ -185,8 +187,8 @@ def test_weights_may_have_a_dtype_of_their_own_and_the_result_a_wider_one():
 def test_statistics_are_in_float64_where_the_source_has_them_there():
     attrs = replace(_NORMS["layer_without_weights"], compute_dtype=torch.float64)
     given = torch.randn(3, 40) + 1e4
-    exact = norm_op.reference(given.double(), attrs=replace(attrs, out_dtype=torch.float64))
-    torch.testing.assert_close(triton_norm.norm(given, attrs=attrs).double(), exact, atol=1e-6, rtol=1e-6)
+    exact = norm_op.reference(norm_op.Operands(given.double()), replace(attrs, out_dtype=torch.float64))
+    torch.testing.assert_close(triton_norm.norm(norm_op.Operands(given), attrs).double(), exact, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("largest_block", [None, 1])
@@ -194,7 +196,7 @@ def test_a_large_mean_costs_no_more_digits_than_it_must(largest_block):
     given = torch.randn(3, 1000) + 300.0
     attrs = _NORMS["layer_without_weights"]
     found, _ = Norm(given, None, None, attrs, largest_block, 64).forward()
-    exact = norm_op.reference(given.double(), attrs=replace(attrs, out_dtype=torch.float64))
+    exact = norm_op.reference(norm_op.Operands(given.double()), replace(attrs, out_dtype=torch.float64))
     torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=0)
 
 
@@ -202,7 +204,8 @@ def test_a_large_mean_costs_no_more_digits_than_it_must(largest_block):
 def test_no_rows_are_no_error_and_give_weights_gradients_of_zero(case):
     attrs = _NORMS[case]
     result, *gradients = with_gradients(
-        lambda x, *w: triton_norm.norm(x, **by_name(attrs, w), attrs=attrs), norm_operands(attrs, 0, 12, torch.float32)
+        lambda x, *w: triton_norm.norm(norm_op.Operands(x, **by_name(attrs, w)), attrs),
+        norm_operands(attrs, 0, 12, torch.float32),
     )
     assert result.shape == gradients[0].shape == (0, 12)
     assert all(torch.equal(each, torch.zeros(12)) for each in gradients[1:])
@@ -216,7 +219,7 @@ def test_what_is_not_a_number_stays_in_its_row(case, largest_block):
     given[1, 3], given[3, 7] = torch.nan, torch.inf
     norm = Norm(given, *(by_name(attrs, weights).get(name) for name in ("weight", "bias")), attrs, largest_block, 8)
     found, _ = norm.forward()
-    expected = norm_op.reference(given, **by_name(attrs, weights), attrs=attrs)
+    expected = norm_op.reference(norm_op.Operands(given, **by_name(attrs, weights)), attrs)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
     gradient, *_ = norm.backward(torch.ones_like(found))
     assert gradient[[0, 2, 4]].isfinite().all()
@@ -227,7 +230,9 @@ def test_rows_of_zeros_have_finite_gradients(case):
     attrs = _NORMS[case]
     given, *weights = norm_operands(attrs, 3, 20, torch.float32)
     given[1] = 0.0
-    found = with_gradients(lambda x, *w: triton_norm.norm(x, **by_name(attrs, w), attrs=attrs), [given, *weights])
+    found = with_gradients(
+        lambda x, *w: triton_norm.norm(norm_op.Operands(x, **by_name(attrs, w)), attrs), [given, *weights]
+    )
     assert all(tensor.isfinite().all() for tensor in found)
 
 
@@ -246,15 +251,15 @@ def test_the_same_inputs_give_the_same_bits(largest_block):
 def test_gradients_of_a_norm_are_those_of_differences(is_centred, eps_at):
     attrs = NormAttrs(is_centred, 0.1, eps_at, True, True, 0.5, torch.float64, out_dtype=torch.float64)
     operands = [x.requires_grad_() for x in norm_operands(attrs, 2, 3, torch.float64)]
-    assert torch.autograd.gradcheck(lambda x, w, b: triton_norm.norm(x, w, b, attrs=attrs), operands)
+    assert torch.autograd.gradcheck(lambda x, w, b: triton_norm.norm(norm_op.Operands(x, w, b), attrs), operands)
 
 
 def test_a_gradient_may_be_one_number_for_all():
     attrs = _NORMS["rms"]
     leaves = [x.requires_grad_() for x in norm_operands(attrs, 4, 9, torch.float32)]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    found = torch.autograd.grad(triton_norm.norm(*leaves, attrs=attrs).sum(), leaves)
-    expected = norm_op.reference(*exact, attrs=replace(attrs, out_dtype=torch.float64)).sum()
+    found = torch.autograd.grad(triton_norm.norm(norm_op.Operands(*leaves), attrs).sum(), leaves)
+    expected = norm_op.reference(norm_op.Operands(*exact), replace(attrs, out_dtype=torch.float64)).sum()
     assert_near(found, torch.autograd.grad(expected, exact), torch.float32)
 
 
@@ -262,8 +267,8 @@ def test_a_gradient_may_be_one_number_for_all():
 
 
 def residual_norm(x: Tensor, other: Tensor, *weights: Tensor, attrs: NormAttrs) -> tuple[Tensor, Tensor]:
-    fused = {"input": Fused("residual", {"input": x, "residual": other}, None)}
-    return triton_norm.residual_norm(fused=fused, **by_name(attrs, weights), attrs=attrs)
+    total: Any = Fused("residual", {"input": x, "residual": other}, None)
+    return triton_norm.residual_norm(norm_op.Operands(total, **by_name(attrs, weights)), attrs)
 
 
 @pytest.mark.parametrize("hidden", [1, 3, 100, 1000])
@@ -274,7 +279,7 @@ def test_a_residual_is_added_and_normalised_with_gradients_through_both_results(
     operands = [given, torch.randn(7, hidden, dtype=torch.float64), *weights]
 
     def expected(x: Tensor, other: Tensor, *w: Tensor) -> Tensor:
-        return torch.cat([norm_op.reference(x + other, **by_name(attrs, w), attrs=attrs), x + other])
+        return torch.cat([norm_op.reference(norm_op.Operands(x + other, **by_name(attrs, w)), attrs), x + other])
 
     found = with_gradients(lambda *x: torch.cat(residual_norm(*x, attrs=attrs)), operands)
     assert_near(found, with_gradients(expected, operands), torch.float64)
@@ -287,7 +292,7 @@ def test_of_a_residual_and_its_norm_one_result_may_have_no_gradient(which):
     operands = [given, torch.randn(3, 10, dtype=torch.float64)]
 
     def expected(x: Tensor, other: Tensor) -> Tensor:
-        return (norm_op.reference(x + other, weight, attrs=attrs), x + other)[which]
+        return (norm_op.reference(norm_op.Operands(x + other, weight), attrs), x + other)[which]
 
     found = with_gradients(lambda *x: residual_norm(*x, weight, attrs=attrs)[which], operands)
     assert_near(found, with_gradients(expected, operands), torch.float64)
@@ -298,7 +303,7 @@ def test_a_residual_before_a_wider_result_keeps_its_dtype():
     given, weight = norm_operands(attrs, 5, 40, torch.float16)
     result, total = residual_norm(given, given.flip(0), weight, attrs=attrs)
     assert (result.dtype, total.dtype) == (torch.float32, torch.float16)
-    torch.testing.assert_close(result, norm_op.reference(total, weight, attrs=attrs), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(result, norm_op.reference(norm_op.Operands(total, weight), attrs), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("largest_block", [None, 1])
@@ -309,7 +314,9 @@ def test_the_sum_with_a_residual_is_rounded_before_it_is_normalised(largest_bloc
     residual = torch.randn(5, 40, dtype=torch.float16)
     result, total = Norm(given, weight, None, attrs, largest_block, 16).forward(residual)
     assert torch.equal(total, given + residual)
-    torch.testing.assert_close(result, norm_op.reference(given + residual, weight, attrs=attrs), atol=0.0, rtol=2e-3)
+    torch.testing.assert_close(
+        result, norm_op.reference(norm_op.Operands(given + residual, weight), attrs), atol=0.0, rtol=2e-3
+    )
 
 
 @pytest.mark.parametrize("largest_block", [None, 1])
@@ -340,11 +347,13 @@ def rope_operands(dim: int, width: int, dtype: torch.dtype, *, is_token_major: b
 
 def check_rope(operands: Sequence[Tensor], attrs: RopeAttrs, dtype: torch.dtype) -> None:
     given, cos, sin = operands
-    found = with_gradients(lambda x: triton_rope.rope(x, cos, sin, attrs=attrs), [given])
+    found = with_gradients(lambda x: triton_rope.rope(rope_op.Operands(x, cos, sin), attrs), [given])
     assert found[0].stride() == torch.empty_like(given).stride()
     exact = replace(attrs, out_dtype=torch.float64)
     wide = exactly(operands)
-    assert_near(found, with_gradients(lambda x: rope_op.reference(x, *wide[1:], attrs=exact), wide[:1]), dtype)
+    assert_near(
+        found, with_gradients(lambda x: rope_op.reference(rope_op.Operands(x, *wide[1:]), exact), wide[:1]), dtype
+    )
 
 
 @pytest.mark.parametrize("case", _ROPES)
@@ -371,7 +380,7 @@ def test_tables_may_be_wider_and_the_same_for_all_positions():
 def test_no_positions_are_no_error():
     attrs = RopeAttrs(rotary_dim=8)
     given, cos, sin = (tensor[:, :, :0] for tensor in rope_operands(8, 8, torch.float32))
-    assert triton_rope.rope(given, cos, sin, attrs=attrs).shape == (2, 3, 0, 8)
+    assert triton_rope.rope(rope_op.Operands(given, cos, sin), attrs).shape == (2, 3, 0, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
@@ -384,13 +393,13 @@ def test_query_and_key_are_turned_in_one_launch(is_interleaved, case, dtype):
     attrs = RopeAttrs(is_interleaved, rotary, start, out_dtype=dtype)
 
     def ours(q: Tensor, k: Tensor) -> Tensor:
-        fused = {SIBLING: Fused("rope", {"input": k, "cos": cos, "sin": sin}, attrs)}
-        return torch.cat(triton_rope.rope_pair(q, cos, sin, fused=fused, attrs=attrs), 1)
+        other = Fused("rope", rope_op.Operands(k, cos, sin), attrs)
+        return torch.cat(triton_rope.rope_pair(Siblings(rope_op.Operands(q, cos, sin), other), attrs), 1)
 
     exact = replace(attrs, out_dtype=torch.float64)
 
     def expected(q: Tensor, k: Tensor) -> Tensor:
-        return torch.cat([rope_op.reference(x, cos.double(), sin.double(), attrs=exact) for x in (q, k)], 1)
+        return torch.cat([rope_op.reference(rope_op.Operands(x, cos.double(), sin.double()), exact) for x in (q, k)], 1)
 
     found = with_gradients(ours, [query, key])
     assert_near(found, with_gradients(expected, exactly([query, key])), dtype)
@@ -401,8 +410,10 @@ def test_query_and_key_are_turned_in_one_launch(is_interleaved, case, dtype):
 
 def check_mlp(operands: Sequence[Tensor], attrs: MlpAttrs, dtype: torch.dtype) -> None:
     exact = replace(attrs, out_dtype=torch.float64)
-    found = with_gradients(lambda *x: triton_mlp.mlp(*x, attrs=attrs), operands)
-    assert_near(found, with_gradients(lambda *x: mlp_op.reference(*x, attrs=exact), exactly(operands)), dtype)
+    found = with_gradients(lambda *x: triton_mlp.mlp(mlp_op.Operands(*x), attrs), operands)
+    assert_near(
+        found, with_gradients(lambda *x: mlp_op.reference(mlp_op.Operands(*x), exact), exactly(operands)), dtype
+    )
 
 
 @for_every_dtype
@@ -431,16 +442,19 @@ def test_large_and_infinite_values_and_nan_are_those_of_the_definition(activatio
     attrs = MlpAttrs(activation, is_gated=False)
     # In float32, PyTorch's GELU of infinity is NaN where it is computed with AVX-512.
     wide = MlpAttrs(activation, is_gated=False, out_dtype=torch.float64)
-    found, expected = triton_mlp.mlp(gate, attrs=attrs), mlp_op.reference(gate.double(), attrs=wide)
+    found, expected = (
+        triton_mlp.mlp(mlp_op.Operands(gate), attrs),
+        mlp_op.reference(mlp_op.Operands(gate.double()), wide),
+    )
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5, equal_nan=True)
-    gradient = with_gradients(lambda x: triton_mlp.mlp(x, attrs=attrs), [gate[:, :8]])[1]
+    gradient = with_gradients(lambda x: triton_mlp.mlp(mlp_op.Operands(x), attrs), [gate[:, :8]])[1]
     assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_no_rows_are_activated_without_an_error(is_gated):
     operands = [torch.randn(0, 6), torch.randn(0, 6)][: 1 + is_gated]
-    found = with_gradients(lambda *x: triton_mlp.mlp(*x, attrs=MlpAttrs("relu", is_gated)), operands)
+    found = with_gradients(lambda *x: triton_mlp.mlp(mlp_op.Operands(*x), MlpAttrs("relu", is_gated)), operands)
     assert all(tensor.shape == (0, 6) for tensor in found)
 
 
@@ -461,14 +475,14 @@ def operators() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         tensor.requires_grad_()
     gate, up = (torch.randn(3, 10, requires_grad=True) for _ in range(2))
     residual = (norm[0], torch.randn(3, 10, requires_grad=True))
-    plain, none = encode(replace(_NORMS["rms_without_weight"], out_dtype=torch.float32)), torch.empty(0)
+    plain = encode(replace(_NORMS["rms_without_weight"], out_dtype=torch.float32))
     return {
         "norm": (OPS.triton_norm.default, (*norm, form)),
         "rope": (OPS.triton_rope.default, (*rope, encode(RopeAttrs(rotary_dim=8)))),
-        "gated": (OPS.triton_gated_activation.default, (gate, up, encode(MlpAttrs("silu")))),
-        "plain": (OPS.triton_activation.default, (gate, encode(MlpAttrs("gelu", is_gated=False)))),
+        "gated": (OPS.triton_activation.default, (gate, up, None, None, encode(MlpAttrs("silu")))),
+        "plain": (OPS.triton_activation.default, (gate, None, None, None, encode(MlpAttrs("gelu", is_gated=False)))),
         "residual": (residual_operator, (*residual, *norm[1:], form)),
-        "residual_without_weights": (residual_operator, (*residual, none, none, plain)),
+        "residual_without_weights": (residual_operator, (*residual, None, None, plain)),
         "pair": (pair_operator, (*pair, *rope[1:], encode(RopeAttrs(rotary_dim=8)))),
     }
 
@@ -496,13 +510,15 @@ def test_operators_run_with_gradients_inside_compiled_code(backend):
     offset = encode(_NORMS["rms_offset"])
 
     def model(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        first, total = residual_operator(x * 2, residual, weight, x.new_empty(0), offset)
-        return OPS.triton_norm(first + total, weight, total.new_empty(0), form).cos()
+        first, total = residual_operator(x * 2, residual, weight, None, offset)
+        return OPS.triton_norm(first + total, weight, None, form).cos()
 
     def expected(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         total = x * 2 + residual
-        first = norm_op.reference(total, weight, attrs=_NORMS["rms_offset"])
-        return norm_op.reference(first + total, weight, attrs=replace(_NORMS["layer"], has_bias=False)).cos()
+        first = norm_op.reference(norm_op.Operands(total, weight), _NORMS["rms_offset"])
+        return norm_op.reference(
+            norm_op.Operands(first + total, weight), replace(_NORMS["layer"], has_bias=False)
+        ).cos()
 
     operands = [torch.randn(4, 10), torch.randn(4, 10), torch.randn(10)]
     compiled = torch.compile(model, backend=backend, fullgraph=True)

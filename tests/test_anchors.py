@@ -107,9 +107,9 @@ def test_strict_mode_raises_at_the_first_anchor_that_fails(breaks_once: Any) -> 
 def test_a_norm_that_is_wrong_for_large_rows_is_quarantined() -> None:
     """Scores of attention grow with the square of their operands and may err so; a normalised row does not grow."""
 
-    def wrong(input: Tensor, *, attrs: Any) -> Tensor:
-        out = norm_op.reference(input, attrs=attrs)
-        return out * 1.0005 if input.abs().max() > 10 else out
+    def wrong(x: norm_op.Operands, attrs: Any) -> Tensor:
+        out = norm_op.reference(x, attrs)
+        return out * 1.0005 if x.input.abs().max() > 10 else out
 
     given = registry.kernels("norm")["torch.norm"]
     registry.register(replace(given, kernel_id="test.wrong_norm", implementation=wrong, prior=()))

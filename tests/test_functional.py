@@ -221,9 +221,9 @@ def other() -> Iterator[list[Tensor]]:
     """A kernel beside PyTorch's that is preferred; it notes its inputs."""
     seen: list[Tensor] = []
 
-    def call(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, attrs: Any) -> Tensor:
-        seen.append(input)
-        return norm_op.reference(input, weight, bias, attrs=attrs)
+    def call(x: norm_op.Operands, attrs: Any) -> Tensor:
+        seen.append(x.input)
+        return norm_op.reference(x, attrs)
 
     given = registry.kernels("norm")["torch.norm"]
     registry.register(replace(given, kernel_id="test.norm", implementation=call, prior=(), is_opaque=True))
@@ -255,9 +255,9 @@ def test_weights_that_no_kernel_takes_are_left_to_pytorch(other: list[Tensor]) -
 def test_a_wider_weight_widens_what_a_kernel_computes_in(other: list[Tensor], monkeypatch: Any) -> None:
     given: list[Any] = []
 
-    def reference(*operands: Tensor | None, attrs: Any) -> Tensor:
+    def reference(x: norm_op.Operands, attrs: Any) -> Tensor:
         given.append(attrs.compute_dtype)
-        return exact(*operands, attrs=attrs)
+        return exact(x, attrs)
 
     exact = norm_op.reference
     monkeypatch.setattr(norm_op, "reference", reference)

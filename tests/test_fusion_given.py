@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from backends import Rewriting
 from torch import Tensor
 
-from lz_compile.lowering.fused import SIBLING, Fused
+from lz_compile.lowering.fused import SIBLING, Fused, Siblings
 from lz_compile.lowering.ops import norm as norm_op
 from lz_compile.lowering.ops import rope as rope_op
 from lz_compile.passes import fusion as planner
@@ -27,14 +27,14 @@ def seen() -> Iterator[list[dict[str, Fused]]]:
     """Kernels for the CPU that compute along; what they were called with."""
     found: list[dict[str, Fused]] = []
 
-    def residual_norm(*, fused: dict[str, Fused], attrs: Any, **weights: Any) -> Any:
-        found.append(fused)
-        total = fused["input"].reference()
-        return norm_op.reference(total, **weights, attrs=attrs), total
+    def residual_norm(x: norm_op.Operands, attrs: Any) -> Any:
+        found.append({"input": x.input})
+        total = x.input.reference()
+        return norm_op.reference(replace(x, input=total), attrs), total
 
-    def pair(*, fused: dict[str, Fused], attrs: Any, **operands: Any) -> Any:
-        found.append(fused)
-        return rope_op.reference(**operands, attrs=attrs), fused[SIBLING].reference()
+    def pair(x: Siblings, attrs: Any) -> Any:
+        found.append({SIBLING: x.other})
+        return rope_op.reference(x.own, attrs), x.other.reference()
 
     for op, kernel_id, call, along in (("norm", RESIDUAL, residual_norm, "residual"), ("rope", PAIR, pair, SIBLING)):
         given = registry.kernels(op)[f"torch.{op}"]
@@ -402,9 +402,9 @@ def test_a_fault_in_planning_costs_the_fusion_alone(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_kernel_that_gives_a_wrong_sum_is_quarantined() -> None:
-    def wrong(*, fused: dict[str, Fused], attrs: Any, **weights: Any) -> Any:
-        total = fused["input"].reference()
-        return norm_op.reference(total, **weights, attrs=attrs), total * 1.01
+    def wrong(x: norm_op.Operands, attrs: Any) -> Any:
+        total = x.input.reference()
+        return norm_op.reference(replace(x, input=total), attrs), total * 1.01
 
     given = registry.kernels("norm")["torch.norm"]
     registry.register(replace(given, kernel_id="test.wrong", implementation=wrong, fuses_ops=("residual",), prior=()))

@@ -299,9 +299,9 @@ def test_the_kernel_agrees_with_the_reference(variant: str, dtype: torch.dtype) 
         replace(sample.attrs, limit=0.5, up_offset=1.0, activation="quick_gelu"),
         replace(sample.attrs, out_dtype=torch.float64),
     ):
-        exact = op.reference(**{name: each.double() for name, each in operands.items()}, attrs=replace(attrs, out_dtype=torch.float64))  # fmt: skip
+        exact = op.reference(op.Operands(**{name: each.double() for name, each in operands.items()}), replace(attrs, out_dtype=torch.float64))  # fmt: skip
         slack = TOLERANCES[dtype]
-        result = torch_mlp.mlp(**operands, attrs=attrs)
+        result = torch_mlp.mlp(op.Operands(**operands), attrs)
         assert result.dtype == attrs.out_dtype
         torch.testing.assert_close(result.double(), exact, rtol=slack, atol=slack)
     slack = TOLERANCES[dtype]

@@ -583,8 +583,8 @@ def test_the_kernel_computes_the_reference(attrs: NormAttrs, dtype: torch.dtype)
     for out_dtype in {dtype, torch.promote_types(dtype, torch.float32)}:
         attrs = replace(attrs, out_dtype=out_dtype)
         given = operands(attrs, dtype)
-        want = op.reference(**{name: each.double() for name, each in given.items()}, attrs=attrs)
-        for got in (torch_norm.norm(**given, attrs=attrs), op.reference(**given, attrs=attrs)):
+        want = op.reference(op.Operands(**{name: each.double() for name, each in given.items()}), attrs)
+        for got in (torch_norm.norm(op.Operands(**given), attrs), op.reference(op.Operands(**given), attrs)):
             assert got.dtype == out_dtype
             tolerance = TOLERANCES[dtype] / 4
             torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
@@ -600,7 +600,7 @@ def test_epsilon_stands_where_the_attributes_say(eps: float) -> None:
         ("outside", x / (root + eps)),
         ("floor", x / root.clamp(min=eps)),
     ):
-        torch.testing.assert_close(op.reference(x, attrs=replace(attrs, eps_at=place)), want)
+        torch.testing.assert_close(op.reference(op.Operands(x), replace(attrs, eps_at=place)), want)
 
 
 def test_features_say_what_a_kernel_must_support() -> None:
@@ -639,8 +639,8 @@ def test_a_kernel_with_another_epsilon_is_quarantined(
     def layer(x: Tensor) -> Tensor:
         return (x * torch.rsqrt(x.to(wide).pow(2).mean(-1, keepdim=True) + eps)).to(dtype)
 
-    def other(attrs: NormAttrs, **given: Tensor) -> Tensor:
-        return op.reference(attrs=replace(attrs, eps=attrs.eps * wrong), **given)
+    def other(x: op.Operands, attrs: NormAttrs) -> Tensor:
+        return op.reference(x, replace(attrs, eps=attrs.eps * wrong))
 
     wide = torch.promote_types(dtype, torch.float32)
     monkeypatch.setattr(torch_norm, "norm", other)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lz_compile.lowering.kernels import torch_norm
-from lz_compile.lowering.ops.norm import NormAttrs, NormFacts, features, reference
+from lz_compile.lowering.ops.norm import NormAttrs, NormFacts, Operands, features, reference
 from lz_compile.runtime import events, health
 from lz_compile.runtime.context import of_facts
 from lz_compile.runtime.registry import kernels
@@ -129,10 +129,12 @@ def test_an_adapter_gives_what_the_reference_gives(kernel, dtype, case):
     attrs = attributes(case, dtype)
     given = operands(attrs, dtype)
     with installed(library(kernel)):
-        actual = adapter(kernel)(**given, attrs=attrs)
+        actual = adapter(kernel)(Operands(**given), attrs)
     assert actual.dtype == attrs.out_dtype
     assert not health.retirements()
-    exact = reference(**{name: x.double() for name, x in given.items()}, attrs=replace(attrs, out_dtype=torch.float64))
+    exact = reference(
+        Operands(**{name: x.double() for name, x in given.items()}), replace(attrs, out_dtype=torch.float64)
+    )
     torch.testing.assert_close(actual.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -143,19 +145,19 @@ def test_an_adapter_calls_its_library_whatever_the_memory_order(kernel):
     attrs = attributes(case, dtype)
     given = {name: x.T.contiguous().T if x.dim() == 2 else x for name, x in operands(attrs, dtype).items()}
     with installed(library(kernel)) as used:
-        actual = adapter(kernel)(**given, attrs=attrs)
+        actual = adapter(kernel)(Operands(**given), attrs)
     assert used.calls
     assert actual.is_contiguous()
-    torch.testing.assert_close(actual, reference(**given, attrs=attrs), atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(actual, reference(Operands(**given), attrs), atol=4e-3, rtol=4e-3)
 
 
 def called(kernel: str, attrs: NormAttrs, dtype: torch.dtype, **others: Any) -> list[str]:
     """The calls of the library; the result is right in any case."""
     given = {**operands(attrs, dtype), **others}
     with installed(library(kernel)) as used:
-        actual = adapter(kernel)(**given, attrs=attrs)
+        actual = adapter(kernel)(Operands(**given), attrs)
     assert not health.retirements()
-    expected = reference(**given, attrs=attrs)
+    expected = reference(Operands(**given), attrs)
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     return used.calls
 
@@ -196,7 +198,7 @@ def test_a_source_that_computes_in_float64_is_left_to_pytorch(kernel):
 def test_no_rows_call_no_library(kernel):
     attrs = attributes("layer" if "layer" in kernel else "rms_rounded_before_the_weight", torch.float16)
     with installed(library(kernel)) as used:
-        assert adapter(kernel)(**operands(attrs, torch.float16, rows=0), attrs=attrs).shape == (0, 24)
+        assert adapter(kernel)(Operands(**operands(attrs, torch.float16, rows=0)), attrs).shape == (0, 24)
     assert not used.calls
     assert not health.retirements()
 
@@ -206,10 +208,10 @@ def test_rows_that_liger_refuses_are_not_given_to_it(kernel):
     attrs = attributes("layer" if "layer" in kernel else "rms", torch.float32)
     given = operands(attrs, torch.float32, rows=1, hidden=65537)
     with installed(library(kernel)) as used:
-        actual = adapter(kernel)(**given, attrs=attrs)
+        actual = adapter(kernel)(Operands(**given), attrs)
     assert not used.calls
     assert not health.retirements()
-    torch.testing.assert_close(actual, reference(**given, attrs=attrs))
+    torch.testing.assert_close(actual, reference(Operands(**given), attrs))
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ def test_gradients_are_those_of_the_reference(kernel, case):
 
 def gradients(function: Callable[..., Tensor], given: dict[str, Tensor], attrs: NormAttrs) -> Sequence[Tensor]:
     leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
-    return torch.autograd.grad(function(**leaves, attrs=attrs).cos().sum(), list(leaves.values()))
+    return torch.autograd.grad(function(Operands(**leaves), attrs).cos().sum(), list(leaves.values()))
 
 
 def test_flashinfer_has_no_gradients():
@@ -251,8 +253,8 @@ def test_a_library_that_fails_is_completed_by_pytorch_and_retired(kernel):
     with installed(library(kernel)) as used, events.collect() as happened:
         used.fails = True
         for _ in range(2):
-            actual = adapter(kernel)(**given, attrs=attrs)
-            torch.testing.assert_close(actual, reference(**given, attrs=attrs))
+            actual = adapter(kernel)(Operands(**given), attrs)
+            torch.testing.assert_close(actual, reference(Operands(**given), attrs))
     assert len(used.calls) == 1, "what is retired is not tried again"
     assert "no kernel image is available" in str(health.retired(kernel))
     assert "KERNEL_FAILED" in {event.code for event in happened}
@@ -276,7 +278,7 @@ def test_an_operator_is_what_pytorch_asks_of_one(kernel):
 
     attrs = attributes("layer" if "layer" in kernel else "rms_rounded_before_the_weight", torch.float16)
     given = operands(attrs, torch.float16)
-    tensors = (given["input"], given["weight"], given.get("bias", torch.zeros(0)))
+    tensors = (given["input"], given["weight"], given.get("bias"))
     operator = getattr(torch.ops.layerzero, kernel.replace(".", "_")).default
     with installed(library(kernel)):
         results = torch.library.opcheck(operator, (*tensors, encode(attrs)))

@@ -406,12 +406,13 @@ def test_spellings_that_round_differently_have_other_attributes(
 
 @pytest.mark.parametrize("wrong", ["sign", "layout", "cos"])
 def test_a_kernel_that_turns_otherwise_is_quarantined(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(input: Tensor, cos: Tensor, sin: Tensor, *, attrs: RopeAttrs) -> Tensor:
+    def other(x: op.Operands, attrs: RopeAttrs) -> Tensor:
+        input, cos, sin = x.flat()
         if wrong == "sign":
-            return op.reference(input, cos, -sin, attrs=attrs)
+            return op.reference(op.Operands(input, cos, -sin), attrs)
         if wrong == "layout":
-            return op.reference(input, cos, sin, attrs=replace(attrs, is_interleaved=not attrs.is_interleaved))
-        return op.reference(input, cos[:, :, :1].expand_as(cos), sin, attrs=attrs)
+            return op.reference(op.Operands(input, cos, sin), replace(attrs, is_interleaved=not attrs.is_interleaved))
+        return op.reference(op.Operands(input, cos[:, :, :1].expand_as(cos), sin), attrs)
 
     monkeypatch.setattr(torch_rope, "rope", other)
     validate.forget()
@@ -494,8 +495,8 @@ def test_the_kernel_computes_the_reference(attrs: RopeAttrs, dtype: torch.dtype)
     for out_dtype in {dtype, torch.promote_types(dtype, torch.float32)}:
         attrs = replace(attrs, out_dtype=out_dtype)
         exact = replace(attrs, out_dtype=torch.float64)
-        want = op.reference(**{name: each.double() for name, each in given.items()}, attrs=exact)
-        for got in (torch_rope.rope(**given, attrs=attrs), op.reference(**given, attrs=attrs)):
+        want = op.reference(op.Operands(**{name: each.double() for name, each in given.items()}), exact)
+        for got in (torch_rope.rope(op.Operands(**given), attrs), op.reference(op.Operands(**given), attrs)):
             assert got.dtype == out_dtype
             tolerance = TOLERANCES[dtype] / 4
             torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
@@ -507,7 +508,7 @@ def test_the_reference_is_a_product_of_complex_numbers(is_interleaved: bool) -> 
     numbers = torch.complex(*op.pairs(x, is_interleaved)) * torch.polar(torch.ones_like(angles), angles)
     attrs = RopeAttrs(is_interleaved, 16, has_half_tables=True, out_dtype=torch.float64)
     want = op.joined(numbers.real, numbers.imag, is_interleaved)
-    torch.testing.assert_close(op.reference(x, angles.cos(), angles.sin(), attrs=attrs), want)
+    torch.testing.assert_close(op.reference(op.Operands(x, angles.cos(), angles.sin()), attrs), want)
 
 
 def test_features_say_what_a_kernel_must_support() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lz_compile.lowering.fused import SIBLING, Fused
+from lz_compile.lowering.fused import Fused, Siblings
 from lz_compile.lowering.kernels import triton_blend, triton_mlp, triton_norm, triton_rope
 from lz_compile.lowering.ops import blend, mlp, norm, rope
 from lz_compile.runtime import events, health
@@ -191,27 +191,28 @@ def _without_a_driver(kernel: str) -> tuple[Any, Any]:
         attrs = norm.NormAttrs(True, 1e-5, has_weight=True, has_bias=True)
         given, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
         if kernel == "lz.triton_norm":
-            return triton_norm.norm(given, weight, bias, attrs=attrs), norm.reference(given, weight, bias, attrs=attrs)
+            return triton_norm.norm(norm.Operands(given, weight, bias), attrs), norm.reference(
+                norm.Operands(given, weight, bias), attrs
+            )
         residual = Fused("residual", {"input": given, "residual": torch.randn(3, 8)}, None)
         total = residual.reference()
-        expected = norm.reference(total, weight, bias, attrs=attrs), total
-        return triton_norm.residual_norm(weight, bias, fused={"input": residual}, attrs=attrs), expected
+        expected = norm.reference(norm.Operands(total, weight, bias), attrs), total
+        return triton_norm.residual_norm(norm.Operands(residual, weight, bias), attrs), expected
     if KERNELS[kernel] == "rope":
         form = rope.RopeAttrs(True, 6, 1)
         query, *tables = torch.randn(2, 5, 3, 8).transpose(1, 2), torch.randn(1, 1, 5, 6), torch.randn(1, 1, 5, 6)
-        turned = rope.reference(query, *tables, attrs=form)
+        turned = rope.reference(rope.Operands(query, *tables), form)
         if kernel == "lz.triton_rope":
-            return triton_rope.rope(query, *tables, attrs=form), turned
-        key = {"input": torch.randn(2, 1, 5, 8), "cos": tables[0], "sin": tables[1]}
-        other = Fused("rope", key, form)
-        found = triton_rope.rope_pair(query, *tables, fused={SIBLING: other}, attrs=form)
+            return triton_rope.rope(rope.Operands(query, *tables), form), turned
+        other = Fused("rope", rope.Operands(torch.randn(2, 1, 5, 8), *tables), form)
+        found = triton_rope.rope_pair(Siblings(rope.Operands(query, *tables), other), form)
         return found, (turned, other.reference())
     if KERNELS[kernel] == "blend":
         operands = {"host": torch.randn(3, 2, 5), "seed": torch.randn(3, 2, 5), "alpha": torch.rand(1, 2, 1)}
         attrs = blend.BlendAttrs()
         return triton_blend.blend(**operands, attrs=attrs), blend.reference(**operands, attrs=attrs)
     gate, up = torch.randn(3, 8), torch.randn(3, 8)
-    return triton_mlp.mlp(gate, up, attrs=mlp.MlpAttrs()), mlp.reference(gate, up, attrs=mlp.MlpAttrs())
+    return triton_mlp.mlp(mlp.Operands(gate, up), mlp.MlpAttrs()), mlp.reference(mlp.Operands(gate, up), mlp.MlpAttrs())
 
 
 @pytest.mark.usefixtures("_restored")
@@ -229,9 +230,9 @@ def test_a_kernel_that_cannot_be_launched_is_completed_by_pytorch_and_retired(ke
 def test_an_activation_with_a_bias_or_a_limit_is_our_own_bug():
     gate = torch.randn(3, 8)
     with pytest.raises(AssertionError, match="is given a bias"):
-        triton_mlp.mlp(gate, gate, torch.randn(8), attrs=mlp.MlpAttrs(has_gate_bias=True))
+        triton_mlp.mlp(mlp.Operands(gate, gate, torch.randn(8)), mlp.MlpAttrs(has_gate_bias=True))
     with pytest.raises(AssertionError, match="is asked for a limit"):
-        triton_mlp.mlp(gate, gate, attrs=mlp.MlpAttrs(limit=7.0))
+        triton_mlp.mlp(mlp.Operands(gate, gate), mlp.MlpAttrs(limit=7.0))
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ def test_a_norm_and_its_gradients_are_the_references_on_a_gpu(is_centred, hidden
     given = [torch.randn(300, hidden, device="cuda", dtype=dtype), torch.randn(hidden, device="cuda", dtype=dtype)]
     gradient = torch.randn(300, hidden, device="cuda", dtype=dtype)
     leaves, wide = ([x.to(kind).requires_grad_() for x in given] for kind in (dtype, torch.float64))
-    out, expected = triton_norm.norm(*leaves, attrs=attrs), norm.reference(*wide, attrs=exact)
+    out, expected = triton_norm.norm(norm.Operands(*leaves), attrs), norm.reference(norm.Operands(*wide), exact)
     assert not health.retirements()
     found = [out, *torch.autograd.grad(out, leaves, gradient)]
     wanted = [expected, *torch.autograd.grad(expected, wide, gradient.double())]

@@ -11,7 +11,6 @@ A kernel that gives more than its own result returns a tuple: its own first, the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +27,13 @@ GIVEN = frozenset({RESIDUAL, SIBLING})
 class Fused:
     """A value that is still to be computed, by ``op`` over ``operands`` in that op's canonical layout.
 
-    A kernel whose descriptor names the op under ``fuses_ops`` gets these as ``fused``, by the name of its own operand, which
-    it is not given; a sibling by the name :data:`SIBLING`. The op's canonical result, reshaped, is the operand in the
-    kernel's canonical layout. A residual has the operands ``input`` and ``residual``, both in that layout already.
+    A kernel whose descriptor names the op under ``fuses_ops`` gets these in the place of its own operand; a sibling beside
+    its own operands (:class:`Siblings`). The op's canonical result, reshaped, is the operand in the kernel's canonical
+    layout. A residual has the operands ``input`` and ``residual``, both in that layout already.
     """
 
     op: str
-    operands: Mapping[str, Any]
+    operands: Any
     attrs: Any
 
     def reference(self) -> torch.Tensor:
@@ -42,5 +41,13 @@ class Fused:
         if self.op == RESIDUAL:
             total: torch.Tensor = self.operands["input"] + self.operands["residual"]
             return total
-        value: torch.Tensor = ops.module(self.op).reference(**self.operands, attrs=self.attrs)
+        value: torch.Tensor = ops.module(self.op).reference(self.operands, self.attrs)
         return value
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """What a kernel is given that computes two matches of an op: its own operands, and the other match."""
+
+    own: Any
+    other: Fused

@@ -186,7 +186,8 @@ def _kept(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     operands = [next(tensors) if constant is None else constant[0] for constant in ctx.constants]
     found = ctx.operator(gradient, *operands)
     gradients = (found,) if isinstance(found, torch.Tensor) else tuple(found)
-    return *gradients, *(None for _ in operands[len(gradients) :])
+    there = (None if operand is None else each for each, operand in zip(gradients, operands, strict=False))
+    return *there, *(None for _ in operands[len(gradients) :])
 
 
 def record(name: str, apply: Callable[..., Any]) -> None:
@@ -222,7 +223,10 @@ def _gradients_like(name: str) -> Callable[..., Any]:
 
     def fake(gradient: torch.Tensor, *operands: Any) -> Any:
         count = len(getattr(getattr(torch.ops, _NAMESPACE), name).default._schema.returns)
-        found = tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in operands[:count])
+        found = tuple(
+            gradient.new_empty(0) if each is None else torch.empty_like(each, memory_format=torch.contiguous_format)
+            for each in operands[:count]
+        )
         return found[0] if count == 1 else found
 
     return fake

@@ -261,7 +261,7 @@ def _fits(first: Match, match: Match, name: str) -> bool:
         result = Fused(first.op, operands_of(first, earlier), first.attributes).reference()
         for numbered in _numbered(result):
             given = ones | {first.output: results_of(first, earlier, numbered)[0]}
-            operand = operands_of(match, Builder(given.__getitem__, sizes=sizes))[name]
+            operand = getattr(operands_of(match, Builder(given.__getitem__, sizes=sizes)), name)
             if operand.numel() != numbered.numel():
                 return False
             if not bool((operand.reshape(numbered.shape) == numbered.to(operand.dtype)).all()):
@@ -299,7 +299,7 @@ def _difference(first: Match, match: Match) -> str | None:
     with isolated():
         given = {node: _any(node, dims, sizes) for node, dims in {**first.inputs, **match.inputs}.items()}
     found = [operands_of(each, Builder(given.__getitem__, sizes=sizes)) for each in (first, match)]
-    if not all(torch.equal(found[0][name], found[1][name]) for name in module.SIBLINGS_SHARE):
+    if not all(torch.equal(*(getattr(each, name) for each in found)) for name in module.SIBLINGS_SHARE):
         return f"reads other parts of {' and '.join(module.SIBLINGS_SHARE)}"
     return None
 

@@ -15,7 +15,7 @@ from typing import Any
 import sympy
 import torch
 
-from lz_compile.lowering.ops.mlp import MlpAttrs, compute
+from lz_compile.lowering.ops.mlp import MlpAttrs, Operands, compute
 from lz_compile.passes.activations import AT_LEAST, AT_MOST, agree, evaluate, name_of_values, points
 
 #: Activations that are MLPs by themselves, without a second factor; others are gates, or routers.
@@ -105,8 +105,6 @@ def _samples(rows: Sequence[sympy.Symbol], weights: Sequence[sympy.Symbol]) -> M
 def _values(form: Form, samples: Mapping[sympy.Symbol, torch.Tensor]) -> torch.Tensor:
     """What the op gives for the form."""
     attrs = MlpAttrs(form.activation, form.up is not None, limit=form.limit, up_offset=form.up_offset)
-    gate, up, gate_bias, up_bias = (
-        None if each is None else samples[each] for each in (form.gate, form.up, form.gate_bias, form.up_bias)
-    )
-    assert gate is not None, "every form has a gate"
-    return compute(gate, up, gate_bias, up_bias, attrs, torch.float64)
+    given = {name: getattr(form, name) for name in Operands.names()}
+    x = Operands(**{name: samples[each] for name, each in given.items() if each is not None})
+    return compute(x, attrs, torch.float64)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from lz_compile.lowering.fused import GIVEN, SIBLING, Fused
+from lz_compile.lowering.fused import GIVEN, SIBLING, Fused, Siblings
+from lz_compile.lowering.operands import Operands
 from lz_compile.passes.axes import Axis
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.match import Attributes, Match
@@ -23,7 +24,7 @@ def with_values(builder: Builder, values: Callable[[fx.Node], Any]) -> Builder:
     return changed
 
 
-def operands_of(match: Match, builder: Builder) -> dict[str, Any]:
+def operands_of(match: Match, builder: Builder) -> Any:
     """A match's operands, which may be a twin's, whose emitter speaks of the prototype's nodes."""
     return match.emitter.operands(_own(match, builder))
 
@@ -56,8 +57,8 @@ class FusedEmitter:
     others: Mapping[str, Match]
     also: tuple[fx.Node, ...] = ()
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
-        """The operands that are given, and as ``fused`` what is still to be computed."""
+    def operands(self, builder: Builder) -> Operands | Siblings:
+        """The operands that are given, and in the place of the others what is still to be computed."""
         fused = {
             name: Fused(first.op, operands_of(first, builder), first.attributes) for name, first in self.others.items()
         }
@@ -73,7 +74,8 @@ class FusedEmitter:
                 return results_of(self.others[name], builder, fused[name].reference())[0]
 
         found = operands_of(self.match, with_values(builder, value))
-        return {**{name: each for name, each in found.items() if name not in self.others}, "fused": fused}
+        own = replace(found, **{name: each for name, each in fused.items() if name != SIBLING})
+        return Siblings(own, fused[SIBLING]) if SIBLING in fused else own
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's results in the layouts and dtypes of the last match's and of those that are wanted."""

@@ -34,7 +34,7 @@ class Attributes(Protocol):
 class Emitter(Protocol):
     """How a match is put into a kernel's form: canonical operands in, the original's layout out."""
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Any:
         """The op's operands in its canonical layout."""
 
     def result(self, builder: Builder, value: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from lz_compile.lowering.ops.mlp import MlpAttrs, MlpFacts
+from lz_compile.lowering.ops.mlp import MlpAttrs, MlpFacts, Operands
 from lz_compile.passes import layout
 from lz_compile.passes.algebra import Leaf, constant_value, is_cast
 from lz_compile.passes.axes import Axis, Dims, as_size, axes_of, product
@@ -69,18 +69,19 @@ class MlpEmitter(NothingImplied):
         attrs = MlpAttrs("sigmoid", is_packed=True, is_up_first=True, compute_dtype=wide, out_dtype=dtype)
         return cls({"gate": leaf}, axes_of(dims[:at]), axes_of(dims[at:]), output, dims, attrs, halves)
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Operands:
         """What is there of gate, up and their biases, in the canonical layout."""
         if self.halves is not None:
             leaf = self.leaves["gate"]
             both = builder.arrange(builder.value(leaf.node), leaf.dims, (self.rows, (self.halves,), self.hidden))
-            return {"gate": both.select(1, 1), "up": both.select(1, 0)}
+            return Operands(both.select(1, 1), both.select(1, 0))
         whole, row = (self.rows, self.hidden), (self.hidden,)
         groups: Mapping[str, Groups] = {"gate": whole, "up": whole, "gate_bias": row, "up_bias": row}
-        return {
+        found = {
             name: builder.arrange(builder.value(leaf.node), leaf.dims, groups[name], expand=True)
             for name, leaf in self.leaves.items()
         }
+        return Operands(**found)
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's ``[N, F]`` in the layout of the node that it replaces."""

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.norm import NormAttrs, NormFacts
+from lz_compile.lowering.ops.norm import NormAttrs, NormFacts, Operands
 from lz_compile.passes import layout
 from lz_compile.passes.algebra import Leaf, Region, is_cast
 from lz_compile.passes.axes import Axis, Dims, axes_of, product
@@ -83,7 +83,7 @@ class NormEmitter(NothingImplied):
                 found.setdefault(leaf.node, leaf.dims)
         return found
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Operands:
         """Input, and weight and bias where there are any, in the canonical layout."""
         given = builder.value(self.source.node)
         found = {"input": builder.arrange(given, self.source.dims, (self.rows, self.hidden), expand=True)}
@@ -91,7 +91,7 @@ class NormEmitter(NothingImplied):
             found["weight"] = self._evaluate(builder, self.weight, (self.hidden,))
         if self.attrs.has_bias:
             found["bias"] = self._evaluate(builder, self.bias, (self.hidden,))
-        return found
+        return Operands(**found)
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's ``[N, D]`` in the layout and dtype of the node that it replaces."""

@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.rope import RopeAttrs, RopeFacts, joined
+from lz_compile.lowering.ops.rope import Operands, RopeAttrs, RopeFacts, joined
 from lz_compile.passes.algebra import Leaf
 from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, product
 from lz_compile.passes.builder import Builder, Groups
@@ -84,15 +84,11 @@ class RopeEmitter(NothingImplied):
     def _axis(self, place: Still) -> Axis:
         return self._plain.setdefault(place, Axis(place.size))
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Operands:
         """Input and tables in the canonical layout."""
         rotation = self.rotation
         given = builder.arrange(builder.value(rotation.source), rotation.dims, self.groups)
-        return {
-            "input": given,
-            "cos": self._table(builder, rotation.cos),
-            "sin": self._table(builder, rotation.sin),
-        }
+        return Operands(given, self._table(builder, rotation.cos), self._table(builder, rotation.sin))
 
     def _table(self, builder: Builder, table: Table) -> Any:
         rows: Groups = (self.batch, (), self.positions)

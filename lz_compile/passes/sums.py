@@ -62,7 +62,7 @@ class SumEmitter(NothingImplied):
         read, dims = next(iter(self.outputs.items()))
         summand = builder.arrange(builder.value(leaf.node), leaf.dims, dims)
         alone = with_values(builder, lambda node: summand if node is read else builder.value(node))
-        return operands_of(self.reader, alone)[self.name]
+        return getattr(operands_of(self.reader, alone), self.name)
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The sum in the layouts of all outputs; in the canonical one its elements lie as in what is read."""

@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.row_norm import decoded, fake, fallback, given, gradients_by, norm_by
-
-if TYPE_CHECKING:
-    from lz_compile.lowering.ops.norm import NormAttrs
+from lz_compile.lowering.ops.norm import NormAttrs, Operands
+from lz_compile.lowering.row_norm import library_norm
 
 #: The longest row (``MAX_FUSED_SIZE``); Liger refuses longer ones.
 LARGEST = 65536
 
 
-def _takes(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, attrs: NormAttrs) -> bool:
-    return attrs.compute_dtype.itemsize <= 4
+def _takes(x: Operands, attrs: NormAttrs) -> bool:
+    return attrs.compute_dtype.itemsize <= 4 and x.input.shape[-1] <= LARGEST
 
 
-def _rms_norm(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, attrs: str) -> torch.Tensor:
-    if input.numel() == 0 or input.shape[-1] > LARGEST:
-        return fallback(input, weight, bias, attrs)
+def _rms_norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    form = decoded(attrs)
-    scale, _ = given(weight, bias, form)
-    out: torch.Tensor = LigerRMSNormFunction.apply(input, scale, form.eps, form.weight_offset, "gemma", False)
-    return out.to(form.out_dtype).contiguous()
+    out: torch.Tensor = LigerRMSNormFunction.apply(x.input, x.weight, attrs.eps, attrs.weight_offset, "gemma", False)
+    return out
 
 
-def _layer_norm(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, attrs: str) -> torch.Tensor:
-    if input.numel() == 0 or input.shape[-1] > LARGEST:
-        return fallback(input, weight, bias, attrs)
+def _layer_norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-    form = decoded(attrs)
-    out: torch.Tensor = LigerLayerNormFunction.apply(input, weight, bias, form.eps)
-    return out.to(form.out_dtype).contiguous()
+    out: torch.Tensor = LigerLayerNormFunction.apply(x.input, x.weight, x.bias, attrs.eps)
+    return out
 
 
-_rms_operator = opaque(
-    "liger_rms_norm",
-    _rms_norm,
-    fake,
-    fallback=fallback,
-    backward=gradients_by(_rms_norm),
-    kernel_id="liger.rms_norm",
-)
-_layer_operator = opaque(
-    "liger_layer_norm",
-    _layer_norm,
-    fake,
-    fallback=fallback,
-    backward=gradients_by(_layer_norm),
-    kernel_id="liger.layer_norm",
-)
-
-norm = norm_by(_rms_operator, _takes)
-layer_norm = norm_by(_layer_operator, _takes)
+norm = library_norm("liger_rms_norm", _rms_norm, _takes, kernel_id="liger.rms_norm")
+layer_norm = library_norm("liger_layer_norm", _layer_norm, _takes, kernel_id="liger.layer_norm")

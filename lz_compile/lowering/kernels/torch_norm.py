@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
-from lz_compile.lowering.ops.norm import NormAttrs
+from lz_compile.lowering.ops.norm import NormAttrs, Operands
 
 
-def norm(
-    input: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    attrs: NormAttrs,
-) -> torch.Tensor:
+def norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
     """Normalisation in the op's canonical layout (see ``lowering/ops/norm.py``)."""
-    given = [each for each in (weight, bias) if each is not None]
-    common = input.dtype
-    for each in given:
-        common = torch.promote_types(common, each.dtype)
+    common = functools.reduce(torch.promote_types, (each.dtype for each in x.given().values()))
     if attrs.out_dtype.itemsize > common.itemsize:
         common = torch.promote_types(common, attrs.out_dtype)
-    input = input if input.dtype == common else input.to(common)
-    weight, bias = (each if each is None or each.dtype == common else each.to(common) for each in (weight, bias))
+    input, weight, bias = x.map(lambda each: each if each.dtype == common else each.to(common)).flat()
     if weight is not None and attrs.weight_offset:
         weight = weight + attrs.weight_offset
     shape = (input.shape[-1],)
+    out: torch.Tensor
     if attrs.is_centred:
         out = F.layer_norm(input, shape, weight, bias, attrs.eps)
     else:

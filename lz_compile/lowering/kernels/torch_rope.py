@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from lz_compile.lowering.ops.rope import RopeAttrs, joined, pairs
+from lz_compile.lowering.ops.rope import Operands, RopeAttrs, joined, pairs
 
 
-def rope(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, attrs: RopeAttrs) -> torch.Tensor:
+def rope(x: Operands, attrs: RopeAttrs) -> torch.Tensor:
     """Rotary position embedding in the op's canonical layout (see ``lowering/ops/rope.py``)."""
-    wide = torch.promote_types(attrs.compute_dtype, torch.float32)
-    for each in (input, cos, sin):
-        wide = torch.promote_types(wide, each.dtype)
+    input, wide = x.input, x.wide(attrs)
     start, stop, width = attrs.rotary_start, attrs.rotary_start + attrs.rotary_dim, input.shape[-1]
     is_whole = attrs.rotary_dim == width
     turned = input if is_whole else input[..., start:stop]
-    turned, cos, sin = (each if each.dtype == wide else each.to(wide) for each in (turned, cos, sin))
+    turned, cos, sin = (each if each.dtype == wide else each.to(wide) for each in (turned, x.cos, x.sin))
     first, second = pairs(turned, attrs.is_interleaved)
     (cos_a, cos_b), (sin_a, sin_b) = (
         (each, each) if attrs.has_half_tables else pairs(each, attrs.is_interleaved) for each in (cos, sin)

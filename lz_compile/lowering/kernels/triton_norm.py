@@ -2,63 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from lz_compile.lowering.encoded_attributes import encode
-from lz_compile.lowering.fused import Fused
-from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.ops.norm import NormAttrs
-from lz_compile.lowering.row_norm import decoded, fake, fallback, given, norm_by
+from lz_compile.lowering.kernel_operator import kernel_operator
+from lz_compile.lowering.ops import norm as op
+from lz_compile.lowering.ops.norm import NormAttrs, Operands
 
 
-def _norm(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, attrs: str) -> torch.Tensor:
+def _norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
     from lz_compile.lowering.triton.norm import Norm
 
-    form = decoded(attrs)
-    return Norm(input, *given(weight, bias, form), form).forward()[0]
+    return Norm(x.input, x.weight, x.bias, attrs).forward()[0]
 
 
-def _gradients(
-    gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, attrs: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of input, weight and bias."""
+def _gradients(gradient: torch.Tensor, x: Operands, attrs: NormAttrs) -> dict[str, torch.Tensor | None]:
     from lz_compile.lowering.triton.norm import Norm
 
-    form = decoded(attrs)
-    found, *weights = Norm(input, *given(weight, bias, form), form).backward(gradient)
-    pairs = zip(weights, (weight, bias), strict=True)
-    of_weight, of_bias = (torch.empty_like(operand) if of_it is None else of_it for of_it, operand in pairs)
-    return found, of_weight, of_bias
+    return dict(zip(x.names(), Norm(x.input, x.weight, x.bias, attrs).backward(gradient), strict=True))
 
 
-_operator = opaque(
-    "triton_norm",
-    _norm,
-    fake,
-    fallback=fallback,
-    backward=_gradients,
-    kernel_id="lz.triton_norm",
-    is_cuda_graph_safe=True,
+norm = kernel_operator(
+    "triton_norm", op, _norm, backward=_gradients, kernel_id="lz.triton_norm", is_cuda_graph_safe=True
 )
 
-norm = norm_by(_operator)
 
-
-def residual_norm(
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    fused: Mapping[str, Fused],
-    attrs: NormAttrs,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def residual_norm(x: Operands, attrs: NormAttrs) -> tuple[torch.Tensor, torch.Tensor]:
     """The normalised sum of two tensors, and the sum, in the op's canonical layout (see ``lowering/fused.py``)."""
     from lz_compile.lowering.triton.residual import residual_norm
 
-    given = fused["input"].operands
-    operands = (given["input"].new_empty(0) if each is None else each for each in (weight, bias))
-    result: tuple[torch.Tensor, torch.Tensor] = residual_norm(
-        given["input"], given["residual"], *operands, encode(attrs)
-    )
-    return result
+    return residual_norm(x, attrs)

@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from lz_compile.lowering import operands as base
+from lz_compile.lowering.operands import operands
+
 if TYPE_CHECKING:
     from lz_compile.passes.axes import Size
 
@@ -90,6 +93,12 @@ class MlpAttrs:
         return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
+#: What operators encode as text.
+Attributes = MlpAttrs
+#: The operands that kernels give gradients of.
+DIFFERENTIABLE = ("gate", "up")
+
+
 @dataclass(frozen=True)
 class MlpFacts:
     """Sizes, dtype (of the gate) and device of one activation, for kernel selection."""
@@ -101,42 +110,39 @@ class MlpFacts:
     needs_grad: bool = False
 
 
-def reference(
-    gate: torch.Tensor,
-    up: torch.Tensor | None = None,
-    gate_bias: torch.Tensor | None = None,
-    up_bias: torch.Tensor | None = None,
-    *,
-    attrs: MlpAttrs,
-) -> torch.Tensor:
-    """The definition of the op, in float32 or the wider dtype of its gate (float64 is the ground truth of every test).
+@operands
+class Operands(base.Operands):
+    """Gate, what it is multiplied by, and their biases; shapes as in the module's legend."""
 
-    Shapes:
-        as in the module's legend.
-    """
-    wide = torch.promote_types(torch.promote_types(gate.dtype, attrs.compute_dtype), torch.float32)
-    return compute(gate, up, gate_bias, up_bias, attrs, wide).to(attrs.out_dtype)
+    gate: torch.Tensor
+    up: torch.Tensor | None = None
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
 
 
-def compute(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    gate_bias: torch.Tensor | None,
-    up_bias: torch.Tensor | None,
-    attrs: MlpAttrs,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def fake(x: Operands, attrs: MlpAttrs) -> torch.Tensor:
+    """An empty result, contiguous as kernels give it."""
+    return x.gate.new_empty(x.gate.shape, dtype=attrs.out_dtype)
+
+
+def reference(x: Operands, attrs: MlpAttrs) -> torch.Tensor:
+    """The definition of the op, in float32 or the wider dtype of its gate (float64 is the ground truth of every test)."""
+    wide = torch.promote_types(torch.promote_types(x.gate.dtype, attrs.compute_dtype), torch.float32)
+    return compute(x, attrs, wide).to(attrs.out_dtype)
+
+
+def compute(x: Operands, attrs: MlpAttrs, dtype: torch.dtype) -> torch.Tensor:
     """The op with every step in ``dtype``."""
-    given = (gate, up, gate_bias, up_bias)
-    gate, up, gate_bias, up_bias = (x if x is None or x.dtype == dtype else x.to(dtype) for x in given)  # type: ignore[assignment]
+    gate, up, gate_bias, up_bias = x.map(lambda each: each if each.dtype == dtype else each.to(dtype)).flat()
     gate = gate if gate_bias is None else gate + gate_bias
     gate = gate if attrs.limit is None else gate.clamp(max=attrs.limit)
-    result = ACTIVATIONS[attrs.activation](gate)
+    result: torch.Tensor = ACTIVATIONS[attrs.activation](gate)
     if up is None:
         return result
     up = up if up_bias is None else up + up_bias
     up = up if attrs.limit is None else up.clamp(min=-attrs.limit, max=attrs.limit)
-    return result * (up + attrs.up_offset if attrs.up_offset else up)
+    result = result * (up + attrs.up_offset if attrs.up_offset else up)
+    return result
 
 
 def features(attrs: MlpAttrs, facts: MlpFacts) -> dict[str, str]:
@@ -166,8 +172,7 @@ class Sample:
         """The problem with a kernel over the canonical operands."""
 
         def run(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-            operands = {"gate": gate} if up is None else {"gate": gate, "up": up}
-            return call(**operands, attrs=self.attrs)
+            return call(Operands(gate, up), self.attrs)
 
         return run
 

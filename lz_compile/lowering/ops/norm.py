@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
+from lz_compile.lowering import operands as base
+from lz_compile.lowering.operands import operands
+
 if TYPE_CHECKING:
     from lz_compile.passes.axes import Size
 
@@ -70,6 +73,12 @@ class NormAttrs:
         return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
+#: What operators encode as text.
+Attributes = NormAttrs
+#: The operands that kernels give gradients of.
+DIFFERENTIABLE = ("input", "weight", "bias")
+
+
 @dataclass(frozen=True)
 class NormFacts:
     """Sizes, dtype (of the input) and device of one normalisation, for kernel selection."""
@@ -81,20 +90,24 @@ class NormFacts:
     needs_grad: bool = False
 
 
-def reference(
-    input: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    attrs: NormAttrs,
-) -> torch.Tensor:
-    """The definition of the op, in float32 or the wider dtype of its input (float64 is the ground truth of every test).
+@operands
+class Operands(base.Operands):
+    """Rows, and what a normalised row is multiplied by and added to; shapes as in the module's legend."""
 
-    Shapes:
-        as in the module's legend.
-    """
-    wide = torch.promote_types(torch.promote_types(input.dtype, attrs.compute_dtype), torch.float32)
-    row = input.to(wide)
+    input: torch.Tensor
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+def fake(x: Operands, attrs: NormAttrs) -> torch.Tensor:
+    """An empty result, contiguous as kernels give it."""
+    return x.input.new_empty(x.input.shape, dtype=attrs.out_dtype)
+
+
+def reference(x: Operands, attrs: NormAttrs) -> torch.Tensor:
+    """The definition of the op, in float32 or the wider dtype of its input (float64 is the ground truth of every test)."""
+    wide = torch.promote_types(torch.promote_types(x.input.dtype, attrs.compute_dtype), torch.float32)
+    row = x.input.to(wide)
     if attrs.is_centred:
         row = row - row.mean(-1, keepdim=True)
     variance = row.square().mean(-1, keepdim=True)
@@ -104,10 +117,10 @@ def reference(
         row = row / (variance.sqrt() + attrs.eps)
     else:
         row = row / variance.sqrt().clamp(min=attrs.eps)
-    if weight is not None:
-        row = row * (weight.to(wide) + attrs.weight_offset)
-    if bias is not None:
-        row = row + bias.to(wide)
+    if x.weight is not None:
+        row = row * (x.weight.to(wide) + attrs.weight_offset)
+    if x.bias is not None:
+        row = row + x.bias.to(wide)
     return row.to(attrs.out_dtype)
 
 
@@ -138,7 +151,7 @@ class Sample:
         """The problem with a kernel over the canonical operands."""
 
         def run(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return call(input=given, weight=weight, attrs=self.attrs)
+            return call(Operands(given, weight), self.attrs)
 
         return run
 

@@ -20,11 +20,15 @@ Nothing asks of the tables that they are a cosine and a sine.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from lz_compile.lowering import operands as base
+from lz_compile.lowering.operands import operands
 
 if TYPE_CHECKING:
     from lz_compile.passes.axes import Size
@@ -71,6 +75,12 @@ class RopeAttrs:
         return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
+#: What operators encode as text.
+Attributes = RopeAttrs
+#: The operands that kernels give gradients of.
+DIFFERENTIABLE = ("input",)
+
+
 @dataclass(frozen=True)
 class RopeFacts:
     """Sizes, dtypes (of the input and of the tables) and device of one rotary embedding, for kernel selection."""
@@ -87,18 +97,31 @@ class RopeFacts:
     tables_need_grad: bool = False
 
 
-def reference(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, attrs: RopeAttrs) -> torch.Tensor:
-    """The definition of the op, in float32 or the widest dtype of its operands (float64 is the ground truth of every test).
+@operands
+class Operands(base.Operands):
+    """What is turned, and the tables; shapes as in the module's legend."""
 
-    Shapes:
-        as in the module's legend.
-    """
-    wide = torch.promote_types(attrs.compute_dtype, torch.float32)
-    for each in (input, cos, sin):
-        wide = torch.promote_types(wide, each.dtype)
+    input: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def wide(self, attrs: RopeAttrs) -> torch.dtype:
+        """What is multiplied in: float32, or the widest dtype of all."""
+        dtypes = (attrs.compute_dtype, *(each.dtype for each in self.flat()))
+        return functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+
+def fake(x: Operands, attrs: RopeAttrs) -> torch.Tensor:
+    """An empty result, in the input's memory order as kernels give it."""
+    return torch.empty_like(x.input, dtype=attrs.out_dtype)
+
+
+def reference(x: Operands, attrs: RopeAttrs) -> torch.Tensor:
+    """The definition of the op, in float32 or the widest dtype of its operands (float64 is every test's ground truth)."""
+    wide = x.wide(attrs)
     width, start = attrs.rotary_dim, attrs.rotary_start
-    before, turned, after = input.split((start, width, input.shape[-1] - start - width), -1)
-    cos, sin = (each.to(wide) for each in (cos, sin))
+    before, turned, after = x.input.split((start, width, x.input.shape[-1] - start - width), -1)
+    cos, sin = (each.to(wide) for each in (x.cos, x.sin))
     if attrs.has_half_tables:
         cos, sin = (joined(each, each, attrs.is_interleaved) for each in (cos, sin))
     first, second = pairs(turned.to(wide), attrs.is_interleaved)
@@ -148,7 +171,7 @@ class Sample:
         """The problem with a kernel over the canonical operands."""
 
         def run(given: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-            return call(input=given, cos=cos, sin=sin, attrs=self.attrs)
+            return call(Operands(given, cos, sin), self.attrs)
 
         return run
 

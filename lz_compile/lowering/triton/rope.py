@@ -14,7 +14,7 @@ import triton.language as tl
 from lz_compile.errors import GradientUnsupportedError
 from lz_compile.lowering.encoded_attributes import decode
 from lz_compile.lowering.opaque import guarded
-from lz_compile.lowering.ops.rope import RopeAttrs, reference
+from lz_compile.lowering.ops.rope import Operands, RopeAttrs, reference
 from lz_compile.lowering.triton.launch import WIDE, on
 
 #: Features of a tile.
@@ -182,7 +182,7 @@ def _pair_fallback(
     form: RopeAttrs = decode(RopeAttrs, attrs)
     results = _like(query, key, form.out_dtype)
     for result, each in zip(results, (query, key), strict=True):
-        result.copy_(reference(each, cos, sin, attrs=form))
+        result.copy_(reference(Operands(each, cos, sin), form))
     return results
 
 
