@@ -8,8 +8,6 @@ whatever backend, it is one operator, ``layerzero::routing``, for which the kern
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +15,13 @@ from torch.autograd import forward_ad
 
 from lz_compile.arguments import PLAIN
 from lz_compile.errors import ArgumentError, TransformUnsupportedError
-from lz_compile.lowering.ops.routing import Arm, RoutingAttrs, RoutingFacts, reference
+from lz_compile.lowering.kernel_operator import signed
+from lz_compile.lowering.ops import routing as op
+from lz_compile.lowering.ops.routing import Arm, Operands, RoutingAttrs, RoutingFacts, reference
 from lz_compile.routing_operands import Adapter, Rollouts
 from lz_compile.routing_record import RoutingRecord
 from lz_compile.runtime import context as contexts
-from lz_compile.runtime import eager, fingerprint, health, policy
+from lz_compile.runtime import eager, fingerprint, policy
 
 __all__ = ["RoutingRecord", "routed_adapter"]
 
@@ -103,14 +103,16 @@ def routed_adapter(
         compute_dtype=torch.promote_types(x.dtype, torch.float32),
         out_dtype=adapter.result_dtype(),
     )
-    given = (
+    given = Operands(
         tokens.of_rows(x), Vh, U, delta_S, A_q, B_q, v, weight, bias, None if base is None else tokens.of_rows(base),
         None, tokens.ids, None if tokens.ids is None else tokens.number, leaf,
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling():
-        out: torch.Tensor = torch.ops.layerzero.routing.default(*given, *_fields(attrs), fingerprint.traced_source())
-    elif any(type(each) not in PLAIN for each in given if isinstance(each, torch.Tensor)):
-        out = _own(*given, attrs=attrs)
+        out: torch.Tensor = torch.ops.layerzero.routing.default(
+            *given.flat(), *_fields(attrs), fingerprint.traced_source()
+        )
+    elif any(type(each) not in PLAIN for each in given.tensors):
+        out = _own(given, attrs)
     else:
         out = _selected(given, attrs)
     return out.view((*x.shape[:-1], U.shape[0]))
@@ -124,111 +126,79 @@ def _fields(attrs: RoutingAttrs) -> tuple[str, float, torch.dtype]:
     return attrs.arm, attrs.threshold, attrs.out_dtype
 
 
-def _operator(
-    x: torch.Tensor,
-    vh: torch.Tensor,
-    u: torch.Tensor,
-    delta: torch.Tensor,
-    a_q: torch.Tensor,
-    b_q: torch.Tensor,
-    v: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    base: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    rollout: torch.Tensor | None,
-    num_rollouts: int | None,
-    record: torch.Tensor | None,
-    arm: str,
-    threshold: float,
-    out_dtype: torch.dtype,
-    source: str,
-) -> torch.Tensor:
+def _operator(*given: Any) -> torch.Tensor:
     """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced.
 
     All but ``source`` is as in the op's canonical layout.
     """
-    del source  # for caches: see traced_source
+    *operands, arm, threshold, out_dtype, _source = given  # the last is for caches: see traced_source
+    x = Operands(*operands)
     attrs = RoutingAttrs(
-        arm=arm,  # type: ignore[arg-type]  # checked where it was called
-        gate="none" if gate is None else "rollout" if gate.dim() == 2 else "token",
-        has_rollout_ids=rollout is not None,
-        has_weight=weight is not None,
+        arm=arm,
+        gate=x.gate_kind(),
+        has_rollout_ids=x.rollout is not None,
+        has_weight=x.weight is not None,
         threshold=threshold,
-        compute_dtype=torch.promote_types(x.dtype, torch.float32),
+        compute_dtype=torch.promote_types(x.x.dtype, torch.float32),
         out_dtype=out_dtype,
     )
-    given = (x, vh, u, delta, a_q, b_q, v, weight, bias, base, gate, rollout, num_rollouts, record)
-    return _selected(given, attrs)
+    return _selected(x, attrs)
 
 
-def _selected(operands: tuple[Any, ...], attrs: RoutingAttrs) -> torch.Tensor:
-    own = partial(_own, attrs=attrs)
+def _selected(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
-        return _transformed(operands, attrs)
-    if not eager.has_choice("routing", operands[0].device.type):
-        return own(*operands)
-    facts = _facts(operands)
+        return _transformed(x, attrs)
+    if not eager.has_choice("routing", x.x.device.type):
+        return _own(x, attrs)
+    facts = _facts(x)
     if 0 in (facts.num_rollouts, facts.rollout_length, facts.in_features, facts.out_features):
-        return own(*operands)
-    kernel = eager.kernel_for("routing", attrs, facts, operands[0].device)
+        return _own(x, attrs)
+    kernel = eager.kernel_for("routing", attrs, facts, x.x.device)
     if kernel is None or kernel.call is None:
-        return own(*operands)
-
-    def complete(*operands: Any) -> torch.Tensor:
-        eager.forget()
-        return own(*operands)
-
+        return _own(x, attrs)
     enabled = policy.current().settings.fallback_enabled
-    run = partial(_called, kernel.call, attrs)
-    return health.guarded(kernel.kernel_id, run, complete, *operands, fallback_enabled=enabled)
-
-
-def _transformed(operands: tuple[Any, ...], attrs: RoutingAttrs) -> torch.Tensor:
-    """Inside a transform, which no backward of ours survives: what autograd can see into."""
-    if attrs.arm == "grad" or operands[-1] is not None:
-        what = "the arm 'grad'" if attrs.arm == "grad" else "a record"
-        raise TransformUnsupportedError("lz.routed_adapter", what, "the arm 'none' or 'act' without a record")
-    return reference(*operands, attrs=attrs)
-
-
-def _own(*operands: Any, attrs: RoutingAttrs) -> torch.Tensor:
-    from lz_compile.lowering.kernels import torch_routing
-
-    return torch_routing.routing(*operands, attrs=attrs)
-
-
-def _called(call: Callable[..., Any], attrs: RoutingAttrs, *operands: Any) -> torch.Tensor:
-    found: torch.Tensor = call(*operands, attrs=attrs)
+    found: torch.Tensor = eager.guarded(kernel, kernel.call, _own, fallback_enabled=enabled)(x, attrs)
     return found
 
 
-def _facts(operands: tuple[Any, ...]) -> RoutingFacts:
+def _transformed(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
+    """Inside a transform, which no backward of ours survives: what autograd can see into."""
+    if attrs.arm == "grad" or x.record is not None:
+        what = "the arm 'grad'" if attrs.arm == "grad" else "a record"
+        raise TransformUnsupportedError("lz.routed_adapter", what, "the arm 'none' or 'act' without a record")
+    return reference(x, attrs)
+
+
+def _own(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
+    from lz_compile.lowering.kernels import torch_routing
+
+    return torch_routing.routing(x, attrs)
+
+
+def _facts(x: Operands) -> RoutingFacts:
     """With a number for every size."""
-    x, vh, u, _, a_q, *_ = operands
-    count = operands[12]
-    tokens = contexts.known_size(x.shape[0]) * contexts.known_size(x.shape[1])
-    rollouts = contexts.known_size(x.shape[0]) if count is None else contexts.known_size(count)
-    tensors = [each for each in operands if isinstance(each, torch.Tensor)]
+    tokens = contexts.known_size(x.x.shape[0]) * contexts.known_size(x.x.shape[1])
+    rollouts = contexts.known_size(x.count)
     is_recorded = torch.is_grad_enabled()
     return RoutingFacts(
         num_rollouts=rollouts,
         rollout_length=-(-tokens // max(rollouts, 1)),
-        in_features=contexts.known_size(x.shape[2]),
-        out_features=contexts.known_size(u.shape[0]),
-        rank=contexts.known_size(vh.shape[0]),
-        quarantine_rank=contexts.known_size(a_q.shape[0]),
-        dtype=x.dtype,
-        device=x.device.type,
-        needs_grad=is_recorded and any(each.requires_grad for each in tensors),
-        basis_needs_grad=is_recorded and (vh.requires_grad or u.requires_grad),
-        has_record=operands[13] is not None,
+        in_features=contexts.known_size(x.x.shape[2]),
+        out_features=contexts.known_size(x.u.shape[0]),
+        rank=contexts.known_size(x.vh.shape[0]),
+        quarantine_rank=contexts.known_size(x.a_q.shape[0]),
+        dtype=x.x.dtype,
+        device=x.x.device.type,
+        needs_grad=is_recorded and any(each.requires_grad for each in x.tensors),
+        basis_needs_grad=is_recorded and (x.vh.requires_grad or x.u.requires_grad),
+        has_record=x.record is not None,
     )
 
 
+_OTHERS = {"arm": str, "threshold": float, "out_dtype": torch.dtype, "source": str}
 _LIBRARY = torch.library.Library("layerzero", "FRAGMENT")
 _LIBRARY.define(
-    "routing" + torch.library.infer_schema(_operator, mutates_args=()),
+    "routing" + torch.library.infer_schema(signed(_operator, op, {}, _OTHERS, torch.Tensor), mutates_args=()),
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )
 _LIBRARY.impl("routing", _operator, "CompositeImplicitAutograd")

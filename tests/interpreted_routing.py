@@ -16,7 +16,7 @@ from routing_problems import Problem, expected, misses, with_gradients
 from lz_compile.lowering import routing_steps
 from lz_compile.lowering.encoded_attributes import encode
 from lz_compile.lowering.kernels import triton_routing
-from lz_compile.lowering.ops.routing import COLUMNS, reference
+from lz_compile.lowering.ops.routing import COLUMNS, Operands, reference
 from lz_compile.lowering.triton import routing as kernels
 from lz_compile.lowering.triton.launch import is_interpreted
 from lz_compile.runtime import health
@@ -78,7 +78,7 @@ def test_a_record_says_what_was_done():
     problem = Problem("grad", **{**LARGE, "rollouts": 9})
     operands, attrs = problem.operands(torch.float32), problem.attrs(torch.float32)
     record = torch.zeros(problem.rollouts, len(COLUMNS) + problem.rank, requires_grad=True)
-    out = triton_routing.routing(**operands, record=record, attrs=attrs)
+    out = triton_routing.routing(Operands(**operands, record=record), attrs)
     out.backward(torch.linspace(-1, 1, out.numel()).sin().view(out.shape))
     flags, g = record.grad[:, 1] > 0, record.grad[:, len(COLUMNS) :]
     assert 0 < int(flags.sum()) < problem.rollouts

@@ -88,7 +88,7 @@ def exactly(operands: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_gradients(call: Callable[..., Tensor], operands: Mapping[str, Any], attrs: RoutingAttrs) -> dict[str, Tensor]:
     """The result, and the gradients of a sum that weighs its elements differently, by name."""
-    out = call(**operands, attrs=attrs)
+    out = call(op.Operands(**operands), attrs)
     leaves = {name: each for name, each in operands.items() if isinstance(each, Tensor) and each.requires_grad}
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape).to(out.device)
     found = torch.autograd.grad(out, list(leaves.values()), weights.to(out.dtype))

@@ -130,7 +130,7 @@ def test_a_gate_of_ones_gets_delta_times_what_its_rollout_sends() -> None:
     for gate, kind in ((torch.ones(G, R), "rollout"), (torch.ones(G, S, R), "token")):
         c = gate.double().requires_grad_()
         attrs = op.RoutingAttrs(gate=kind, compute_dtype=torch.float64, out_dtype=torch.float64)  # type: ignore[arg-type]
-        out = torch_routing.routing(**given, gate=c, attrs=attrs)
+        out = torch_routing.routing(op.Operands(**given, gate=c), attrs)
         (of_gate,) = torch.autograd.grad(out, c, weights(out))
         assert of_gate.shape == c.shape
         torch.testing.assert_close(of_gate if kind == "rollout" else of_gate.sum(1), wanted)

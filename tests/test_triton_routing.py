@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lz_compile.lowering.kernels import triton_routing
+from lz_compile.lowering.ops.routing import Operands
 from lz_compile.runtime import events, health
 from lz_compile.runtime.registry import kernels
 from tests.routing_problems import Problem, expected, misses, with_gradients
@@ -100,7 +101,7 @@ def test_a_prior_that_nobody_measured_decides_nothing_and_says_so():
 def test_a_gate_for_each_token_is_not_for_this_kernel():
     problem = Problem("none", "token")
     with pytest.raises(AssertionError, match=r"lz.triton_routing is given a gate for each token"):
-        triton_routing.routing(**problem.operands(torch.float32), attrs=problem.attrs(torch.float32))
+        triton_routing.routing(Operands(**problem.operands(torch.float32)), problem.attrs(torch.float32))
 
 
 @pytest.fixture

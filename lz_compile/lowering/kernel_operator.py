@@ -8,6 +8,7 @@ A kernel, its backward and its fake are functions of the op's operands and attri
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -81,7 +82,7 @@ def _flat(op: ModuleType, function: Kernel) -> Callable[..., Any]:
     def run(*given: Any) -> Any:
         return function(op.Operands(*given[:-1]), decode(op.Attributes, given[-1]))
 
-    return _signed(run, op, {}, torch.Tensor)
+    return signed(run, op, {}, {"attrs": str}, torch.Tensor)
 
 
 def _flat_backward(op: ModuleType, backward: Backward) -> Callable[..., Any]:
@@ -95,16 +96,16 @@ def _flat_backward(op: ModuleType, backward: Backward) -> Callable[..., Any]:
 
     count = len(op.DIFFERENTIABLE)
     kind = torch.Tensor if count == 1 else tuple[(torch.Tensor,) * count]  # type: ignore[misc]  # as many as there are
-    return _signed(run, op, {"gradient": torch.Tensor}, kind)
+    return signed(run, op, {"gradient": torch.Tensor}, {"attrs": str}, kind)
 
 
-def _signed(run: Callable[..., Any], op: ModuleType, first: dict[str, Any], result: Any) -> Callable[..., Any]:
-    """A function with the signature from which PyTorch reads a schema."""
-    optional = op.Operands.optional()
-    kinds = {name: torch.Tensor | None if name in optional else torch.Tensor for name in op.Operands.names()}
+def signed(
+    run: Callable[..., Any], op: ModuleType, first: dict[str, Any], last: dict[str, Any], result: Any
+) -> Callable[..., Any]:
+    """A function with the signature from which PyTorch reads a schema: an op's operands between some other parameters."""
+    hints = typing.get_type_hints(op.Operands)
+    kinds = {**first, **{name: hints[name] for name in op.Operands.names}, **last}
     how = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [
-        inspect.Parameter(name, how, annotation=kind) for name, kind in {**first, **kinds, "attrs": str}.items()
-    ]
+    parameters = [inspect.Parameter(name, how, annotation=kind) for name, kind in kinds.items()]
     run.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
     return run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,39 +20,35 @@ Kind = TypeVar("Kind", bound="type[Operands]")
 class Operands:
     """The operands of an op: fields with a default are optional, None where they are not given."""
 
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """All operands, in the op's order."""
-        return tuple(each.name for each in dataclasses.fields(cls))  # type: ignore[arg-type]  # subclasses are dataclasses
-
-    @classmethod
-    def optional(cls) -> frozenset[str]:
-        """Those that need not be given."""
-        fields = dataclasses.fields(cls)  # type: ignore[arg-type]  # subclasses are dataclasses
-        return frozenset(each.name for each in fields if each.default is not dataclasses.MISSING)
+    #: All operands, in the op's order. (Dynamo does not look into classes by ``dataclasses.fields``.)
+    names: ClassVar[tuple[str, ...]] = ()
+    #: Those that need not be given.
+    optional: ClassVar[frozenset[str]] = frozenset()
 
     def flat(self) -> tuple[Any, ...]:
         """Every operand in order, None for those that are not given."""
-        return tuple(getattr(self, name) for name in self.names())
+        return tuple(getattr(self, name) for name in self.names)
 
     def given(self) -> dict[str, Any]:
         """The operands that there are, by name."""
-        return {name: each for name, each in zip(self.names(), self.flat(), strict=True) if each is not None}
+        return {name: each for name, each in zip(self.names, self.flat(), strict=True) if each is not None}
 
     def map(self, function: Callable[[Any], Any]) -> Self:
         """The same with a function of every operand that there is in its place."""
         return type(self)(**{name: function(each) for name, each in self.given().items()})
 
     @property
-    def device(self) -> torch.device:
-        """Where the first operand lies."""
-        found: torch.device = next(iter(self.given().values())).device
-        return found
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The operands that are tensors, without those that are not given."""
+        return tuple(each for each in self.flat() if isinstance(each, torch.Tensor))
 
 
 @dataclass_transform(frozen_default=True)
 def operands(cls: Kind) -> Kind:
     """Make a frozen dataclass of a class of operands, and a tree of PyTorch's."""
     made = dataclasses.dataclass(frozen=True)(cls)
+    fields = dataclasses.fields(made)  # type: ignore[arg-type]  # it is one now
+    made.names = tuple(each.name for each in fields)
+    made.optional = frozenset(each.name for each in fields if each.default is not dataclasses.MISSING)
     pytree.register_dataclass(made)
     return made  # type: ignore[return-value]  # dataclasses give back the class that they are given

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -15,52 +16,37 @@ import torch
 
 from lz_compile.errors import DoubleBackwardError
 from lz_compile.lowering.encoded_attributes import decode, encode
-from lz_compile.lowering.ops.routing import RoutingAttrs, places
+from lz_compile.lowering.kernel_operator import signed
+from lz_compile.lowering.ops import routing as op
+from lz_compile.lowering.ops.routing import Operands, RoutingAttrs, places
 from lz_compile.lowering.routing_gradients import Call, Gradients, Tokens, factors
 from lz_compile.lowering.routing_steps import Steps
 
 Tensor: TypeAlias = torch.Tensor
 
+#: The operands of products, which autocast casts.
+_MULTIPLIED = ("x", "vh", "u", "a_q", "b_q", "weight", "bias")
 _LIBRARY = torch.library.Library("layerzero", "FRAGMENT")
 
 
-def operator(name: str, steps: Steps) -> Callable[..., Tensor]:
+def operator(name: str, steps: Steps) -> Callable[[Operands, RoutingAttrs], Tensor]:
     """The op's kernel out of ``steps``: over tensors it runs, over proxies it is a call of ``layerzero::<name>``."""
 
-    def run(
-        x: Tensor,
-        vh: Tensor,
-        u: Tensor,
-        delta: Tensor,
-        a_q: Tensor,
-        b_q: Tensor,
-        v: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        base: Tensor | None,
-        gate: Tensor | None,
-        rollout: Tensor | None,
-        num_rollouts: int | None,
-        record: Tensor | None,
-        attrs: str,
-    ) -> Tensor:
-        form: RoutingAttrs = decode(RoutingAttrs, attrs)
-        given = _cast(x, vh, u, a_q, b_q, weight, bias)
-        x, vh, u, a_q, b_q, weight, bias = given  # type: ignore[assignment]  # None stays None
-        with _without_autocast(x):
-            found: Tensor = _Routed.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                steps, form, num_rollouts, x, vh, u, delta, a_q, b_q, v, weight, bias, base, gate, rollout, record
-            )
+    def run(*given: Any) -> Tensor:
+        form: RoutingAttrs = decode(RoutingAttrs, given[-1])
+        x = _cast(Operands(*given[:-1]))
+        with _without_autocast(x.x):
+            found: Tensor = _Routed.apply(steps, form, *x.flat())  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return found
 
-    schema = torch.library.infer_schema(run, mutates_args=())
+    schema = torch.library.infer_schema(signed(run, op, {}, {"attrs": str}, Tensor), mutates_args=())
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     _LIBRARY.define(name + schema, tags=tags)
     _LIBRARY.impl(name, run, "CompositeImplicitAutograd")
     defined = getattr(torch.ops.layerzero, name).default
 
-    def call(*operands: Any, attrs: RoutingAttrs) -> Tensor:
-        found: Tensor = defined(*operands, _text(attrs))
+    def call(x: Operands, attrs: RoutingAttrs) -> Tensor:
+        found: Tensor = defined(*x.flat(), _text(attrs))
         return found
 
     return call
@@ -71,13 +57,13 @@ def _text(attrs: RoutingAttrs) -> str:
     return encode(attrs)
 
 
-def _cast(x: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+def _cast(x: Operands) -> Operands:
     """The operands of products as autocast gives them to products."""
-    given = [x, *others]
-    if not is_autocast(x):
-        return given
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return [each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in given]
+    if not is_autocast(x.x):
+        return x
+    dtype = torch.get_autocast_dtype(x.x.device.type)
+    given = {name: each for name, each in x.given().items() if name in _MULTIPLIED and each.dtype != torch.float64}
+    return replace(x, **{name: each.to(dtype) for name, each in given.items()})
 
 
 def is_autocast(x: Tensor) -> bool:
@@ -93,43 +79,29 @@ class _Routed(torch.autograd.Function):
     """A routed adapter, for autograd. Nothing of a step is kept but what is saved for its backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        steps: Steps,
-        attrs: RoutingAttrs,
-        num_rollouts: int | None,
-        x: Tensor,
-        vh: Tensor,
-        u: Tensor,
-        delta: Tensor,
-        a_q: Tensor,
-        b_q: Tensor,
-        v: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        base: Tensor | None,
-        gate: Tensor | None,
-        rollout: Tensor | None,
-        record: Tensor | None,
-    ) -> Tensor:
-        tokens = Tokens.of(x, num_rollouts)
-        place = None if rollout is None else places(x, rollout, num_rollouts).flatten()
+    def forward(ctx: Any, steps: Steps, attrs: RoutingAttrs, *given: Any) -> Tensor:
+        o = Operands(*given)
+        x, u = o.x, o.u
+        tokens = Tokens.of(x, o.num_rollouts)
+        place = None if o.rollout is None else places(x, o.rollout, o.num_rollouts).flatten()
         rows = x.reshape(-1, x.shape[2])
-        columns = steps.project(rows, vh, a_q)
-        start = None if weight is None else torch.nn.functional.linear(rows, weight, bias)
-        addends = [None if weight is not None else bias, None if base is None else base.reshape(-1, u.shape[0])]
+        columns = steps.project(rows, o.vh, o.a_q)
+        start = None if o.weight is None else torch.nn.functional.linear(rows, o.weight, o.bias)
+        addends = [None if o.weight is not None else o.bias, None if o.base is None else o.base.reshape(-1, u.shape[0])]
         if start is None and addends[1] is not None and addends[1].dtype == x.dtype:
             start, addends[1] = addends[1], None
-        out = steps.expand(columns, *factors(delta, gate, place, x.dtype), None, u.T, b_q.T, start)
+        out = steps.expand(columns, *factors(o.delta, o.gate, place, x.dtype), None, u.T, o.b_q.T, start)
         for addend in addends:
             out = out if addend is None else out + addend
-        ctx.call = Call(steps, attrs, tokens, None if record is None else (record.shape[1], record.dtype))
-        ctx.save_for_backward(x, vh, u, delta, a_q, b_q, v, weight, gate, place, columns)
+        ctx.call = Call(steps, attrs, tokens, None if o.record is None else (o.record.shape[1], o.record.dtype))
+        ctx.save_for_backward(x, o.vh, u, o.delta, o.a_q, o.b_q, o.v, o.weight, o.gate, place, columns)
         return out.to(attrs.out_dtype).view(*x.shape[:2], u.shape[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise DoubleBackwardError("lz.routed_adapter")
-        found = Gradients(ctx.call, ctx.saved_tensors, gradient).of(ctx.needs_input_grad[3:])
-        return None, None, None, *found
+        number = Operands.names.index("num_rollouts")
+        needed = list(ctx.needs_input_grad[2:])
+        found = list(Gradients(ctx.call, ctx.saved_tensors, gradient).of((*needed[:number], *needed[number + 1 :])))
+        return None, None, *found[:number], None, *found[number:]

@@ -105,6 +105,6 @@ def _samples(rows: Sequence[sympy.Symbol], weights: Sequence[sympy.Symbol]) -> M
 def _values(form: Form, samples: Mapping[sympy.Symbol, torch.Tensor]) -> torch.Tensor:
     """What the op gives for the form."""
     attrs = MlpAttrs(form.activation, form.up is not None, limit=form.limit, up_offset=form.up_offset)
-    given = {name: getattr(form, name) for name in Operands.names()}
+    given = {name: getattr(form, name) for name in Operands.names}
     x = Operands(**{name: samples[each] for name, each in given.items() if each is not None})
     return compute(x, attrs, torch.float64)

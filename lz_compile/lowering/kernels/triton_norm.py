@@ -18,7 +18,7 @@ def _norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
 def _gradients(gradient: torch.Tensor, x: Operands, attrs: NormAttrs) -> dict[str, torch.Tensor | None]:
     from lz_compile.lowering.triton.norm import Norm
 
-    return dict(zip(x.names(), Norm(x.input, x.weight, x.bias, attrs).backward(gradient), strict=True))
+    return dict(zip(x.names, Norm(x.input, x.weight, x.bias, attrs).backward(gradient), strict=True))
 
 
 norm = kernel_operator(

@@ -39,6 +39,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
+from lz_compile.lowering import operands as base_operands
+from lz_compile.lowering.operands import operands
+
 if TYPE_CHECKING:
     from lz_compile.passes.axes import Size
 
@@ -104,6 +107,10 @@ class RoutingAttrs:
         return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
+#: What operators encode as text.
+Attributes = RoutingAttrs
+
+
 @dataclass(frozen=True)
 class RoutingFacts:
     """Sizes, dtype (of ``x``) and device of one routed adapter, for kernel selection.
@@ -124,51 +131,59 @@ class RoutingFacts:
     has_record: bool = False
 
 
-def reference(
-    x: torch.Tensor,
-    vh: torch.Tensor,
-    u: torch.Tensor,
-    delta: torch.Tensor,
-    a_q: torch.Tensor,
-    b_q: torch.Tensor,
-    v: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    base: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None,
-    rollout: torch.Tensor | None = None,
-    num_rollouts: int | None = None,
-    record: torch.Tensor | None = None,
-    *,
-    attrs: RoutingAttrs,
-) -> torch.Tensor:
+@operands
+class Operands(base_operands.Operands):
+    """Tokens, the layer, its two adapters, and what is known of rollouts; shapes as in the module's legend."""
+
+    x: torch.Tensor
+    vh: torch.Tensor
+    u: torch.Tensor
+    delta: torch.Tensor
+    a_q: torch.Tensor
+    b_q: torch.Tensor
+    v: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    base: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+    rollout: torch.Tensor | None = None
+    num_rollouts: int | None = None
+    record: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """How many rollouts there are."""
+        return self.x.shape[0] if self.num_rollouts is None else self.num_rollouts
+
+    def gate_kind(self) -> Gate:
+        """What there is a gate for."""
+        return "none" if self.gate is None else "rollout" if self.gate.dim() == 2 else "token"
+
+
+def reference(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
     """The definition of the op, in float32 or the wider dtype of ``x`` (float64 is the ground truth of every test).
 
     Every rollout has a copy of ``delta``, so that the gradient of a copy is ``g_b``; what flows back through the copying
     is filtered. With the other arms all of it is for autograd to see.
-
-    Shapes:
-        as in the module's legend.
     """
-    wide = torch.promote_types(torch.promote_types(x.dtype, attrs.compute_dtype), torch.float32)
-    x_GSD, vh, u, delta, a_q, b_q = (each.to(wide) for each in (x, vh, u, delta, a_q, b_q))
-    place = places(x_GSD, rollout, num_rollouts)
-    count = x_GSD.shape[0] if num_rollouts is None else num_rollouts
+    wide = torch.promote_types(torch.promote_types(x.x.dtype, attrs.compute_dtype), torch.float32)
+    x_GSD, vh, u, delta, a_q, b_q = (each.to(wide) for each in (x.x, x.vh, x.u, x.delta, x.a_q, x.b_q))
+    place = places(x_GSD, x.rollout, x.num_rollouts)
     a_GSR = x_GSD @ vh.T
-    direction = None if v is None else v.detach().to(wide)
-    copies = delta.expand(count + 1, -1)
+    direction = None if x.v is None else x.v.detach().to(wide)
+    copies = delta.expand(x.count + 1, -1)
     if attrs.arm == "grad":
-        copies = _Copies.apply(delta, direction, count, attrs.threshold)  # type: ignore[no-untyped-call]
-    gated_GSR = a_GSR if gate is None else a_GSR * spread(gate.to(wide), place)
+        copies = _Copies.apply(delta, direction, x.count, attrs.threshold)  # type: ignore[no-untyped-call]
+    gated_GSR = a_GSR if x.gate is None else a_GSR * spread(x.gate.to(wide), place)
     kept = (gated_GSR * spread(copies, place)) @ u.T
     if attrs.arm == "act":
         assert direction is not None, "the act arm has a direction"
         is_flagged = (cosine(a_GSR.detach(), direction) > attrs.threshold).unsqueeze(-1)
         kept = torch.where(is_flagged, kept.detach(), kept)
     total = kept + (x_GSD @ a_q.T) @ b_q.T
-    if weight is not None:
-        total = total + x_GSD @ weight.to(wide).T
-    for summand in (bias, base):
+    if x.weight is not None:
+        total = total + x_GSD @ x.weight.to(wide).T
+    for summand in (x.bias, x.base):
         total = total if summand is None else total + summand.to(wide)
     return total.to(attrs.out_dtype)
 
@@ -244,7 +259,8 @@ class Sample:
         """The problem with a kernel over the canonical operands."""
 
         def run(*given: torch.Tensor) -> torch.Tensor:
-            return call(*given[: 6 if self.attrs.arm == "none" else 7], attrs=self.attrs)
+            named = zip(Operands.names, given[: 6 if self.attrs.arm == "none" else 7], strict=False)
+            return call(Operands(**dict(named)), self.attrs)  # type: ignore[arg-type]  # the first seven are tensors
 
         return run
 

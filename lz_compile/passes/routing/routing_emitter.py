@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.routing import RoutingAttrs, RoutingFacts
+from lz_compile.lowering.ops.routing import Operands, RoutingAttrs, RoutingFacts
 from lz_compile.passes.algebra import Leaf
 from lz_compile.passes.axes import Axis, Dims, Size, atoms, axes_of, product
 from lz_compile.passes.builder import Builder, Groups
@@ -116,9 +116,9 @@ class RoutingEmitter(NothingImplied):
         matrix_dtype = max(kinds, key=lambda kind: kind.itemsize)
         return cls(parts, places, output, output_dims, matrix_dtype, attrs, ties, unread)
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Operands:
         """Everything that there is, in the canonical layout."""
-        return {name: self._operand(builder, name, parts) for name, parts in self.parts.items()}
+        return Operands(**{name: self._operand(builder, name, parts) for name, parts in self.parts.items()})
 
     def _operand(self, builder: Builder, name: str, parts: tuple[Operand, ...]) -> Any:
         total: Any = None
