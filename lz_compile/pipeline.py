@@ -19,7 +19,7 @@ from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.fusion import Fusion, fusions
 from lz_compile.passes.joint import FusedEmitter
 from lz_compile.passes.loops.loop_scan import SCAN
-from lz_compile.passes.loops.scan_outputs import drop_steps, give_results, give_symbols
+from lz_compile.passes.loops.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
 from lz_compile.passes.match import Match
 from lz_compile.passes.rewrite import Recipes, erase_unread, splice
 from lz_compile.passes.share import share_equal
@@ -84,7 +84,7 @@ def _tidy(found: _Found, options: Options) -> bool:
         with all_or_nothing(found.module):  # nothing of it changes a value that anybody reads
             share_equal(found.module.graph)
             erase_unread(found.module.graph, (node for match in found.matches for node in match.implied))
-            has_results = give_results(found.module) + give_symbols(found.module) > 0
+            has_results = give_results(found.module) + order_gradients(found.module) + give_symbols(found.module) > 0
             drop_steps(found.module)
             return has_results
     except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event

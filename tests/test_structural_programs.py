@@ -282,10 +282,6 @@ return h.detach(), h"""),
 }
 
 
-#: What PyTorch (2.13) does not compile once it is rolled: then the original graph is.
-FALLS_BACK = {"transposed states with gradients": "COMPILE_FAILED"}
-
-
 #: Which of several equally likely tokens an unstable sort puts first is nobody's rule; eager code keeps others than we do. And
 #: kernels multiply a state by zero where a condition drops it, so that a NaN in it stays.
 OPEN = frozenset(
@@ -303,10 +299,6 @@ OPEN = frozenset(
 def test_what_once_went_wrong_is_right(name: str):
     verdict = check(CORPUS[name])
     assert verdict.is_run, "the program fails eagerly"
-    if name in FALLS_BACK:
-        assert verdict.finding is None or [*verdict.finding.kinds] == ["event"], verdict.finding.text()
-        assert verdict.finding is None or all(FALLS_BACK[name] in event for event in verdict.finding.events)
-        return
     assert verdict.finding is None, verdict.finding.text()
 
 
