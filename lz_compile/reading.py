@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -17,7 +17,7 @@ from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options
 from lz_compile.passes.dead import drop_dead
-from lz_compile.passes.edits.edit import RefutedError, all_or_nothing, proven
+from lz_compile.passes.edits.edit import RefutedError, Stage, all_or_nothing, edit_places
 from lz_compile.passes.edits.snapshot import Snapshot
 from lz_compile.passes.effects import Ambient, Effects, ambient_behind, grad_enabled
 from lz_compile.passes.inline import Inlined, inline
@@ -149,23 +149,16 @@ class Reading:
                 self._edit("INLINE_FAILED", what, edit, module, options, report)
 
     def _edit(
-        self,
-        code: str,
-        what: str,
-        edit: Callable[[fx.Graph], int],
-        module: fx.GraphModule,
-        options: Options,
-        report: GraphReport,
+        self, code: str, what: str, stage: Stage, module: fx.GraphModule, options: Options, report: GraphReport
     ) -> None:
-        """Make an edit of the whole graph, proven; ``edit`` says how many places it changed."""
-        try:
-            with proven(module, what, report.unproven, self._before) as before:
-                is_changed = edit(module.graph) > 0
-            self.is_changed |= is_changed
-            self._before = None if is_changed else before
-        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
-            self._before = None  # what was put back has other nodes
-            fail("EDIT_REFUTED" if isinstance(error, RefutedError) else code, what, error, options)
+        """Make the edits of a stage all over a graph, proven."""
+        before = Snapshot(module) if self._before is None else self._before
+        count, faults = edit_places(module, what, stage, report.unproven, before)
+        self.is_changed |= count > 0
+        self._before = None if count or faults else before  # what was put back has other nodes
+        for places, error in faults:
+            at = f"{what} at {places}" if places else what
+            fail("EDIT_REFUTED" if isinstance(error, RefutedError) else code, at, error, options)
 
     def _roll(
         self,
@@ -238,7 +231,7 @@ class Reading:
 
 
 #: Other spellings of the same, in this order.
-_SPELLINGS: Mapping[str, Callable[[fx.Graph], int]] = {
+_SPELLINGS: Mapping[str, Stage] = {
     "giving values to what is written in place": with_values,
     "spelling out torch.vmap": unbatch,
     "taking recurrences that are computed in place for values": prefix_stores,
