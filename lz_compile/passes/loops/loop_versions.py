@@ -61,7 +61,7 @@ class Versions:
         return self.seen.get((reader, value), value) if isinstance(value, fx.Node) else value
 
     def seen_of(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-        """Readers of memory that ``nodes`` made or overwrite, the nodes that they name and the calls that made what they see."""
+        """Readers of memory that ``nodes`` made or overwrite, what they name and the calls that made what they see."""
         memories = {self._memory_id(self.writes.get(node, node)) for node in nodes}
         for _, reader, operand in sorted(each for memory in memories for each in self._seen_in.get(memory, ())):
             yield reader, operand, self.seen[reader, operand]
