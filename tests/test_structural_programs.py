@@ -123,6 +123,18 @@ for t in range(T):
 return h""",
         (2, 64, 3),
     ),
+    "a state that is given twice": program(
+        """
+h, outs = x.new_zeros(B, D), []
+for t in range(T):
+    h = h * b + y[:, t][0].expand(B, D)
+    outs.append(h)
+    outs.append(h.clone())
+    x[:, t] = h
+return torch.stack(outs, 1), h""",
+        is_graded=False,
+        lock={"scan": "lz.rolled_scan"},
+    ),
     "results stacked without gradients": program("""
 h, outs = z, []
 for t in range(T):
