@@ -43,7 +43,7 @@ def forward_stores(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
         return count
     effects = Effects(graph)
     for buffer in loaded:
-        if all(_is_a_store(node, target, buffer) for node, target in _writes_to(buffer, effects)):
+        if all(_is_a_store(node, target, buffer) for node, target in effects.writes_to(buffer)):
             found = _loads(buffer, effects)
             left = [load for load, store in found.written if not _replaced(load, store, effects, may_edit)]
             count += len(found.written) - len(left)
@@ -52,12 +52,6 @@ def forward_stores(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
                 count += len(found.original)
             count += _drop_overwritten(buffer, may_edit)
     return count
-
-
-def _writes_to(buffer: fx.Node, effects: Effects) -> list[tuple[fx.Node, fx.Node]]:
-    """The calls that overwrite memory of a tensor, and through which view."""
-    owner = effects.owner(buffer)
-    return [(node, target) for node, target in effects.writes_made if effects.owner(target) is owner]
 
 
 def _is_a_store(node: fx.Node, target: fx.Node, buffer: fx.Node) -> bool:
