@@ -163,9 +163,14 @@ class ScanEmitter(NothingImplied):
             offsets.append(offsets[-1] + extent(math.prod(read.extras)))
         for node, place in self.reads:
             read = self.transition.reads[place]
-            rows = looked if len(self.transition.reads) == 1 else looked[:, :, :, offsets[place] : offsets[place + 1]]
+            rows = looked if self._looks_once() else looked[:, :, :, offsets[place] : offsets[place + 1]]
             found.append(self._read(builder, node, read, rows))
         return tuple(found) if len(found) > 1 else found[0]
+
+    def _looks_once(self) -> bool:
+        """Whether all reads are the same row: there is one, or all are the state itself."""
+        move = self.transition
+        return len(move.reads) == 1 or (not move.keys and all(read.query is None for read in move.reads))
 
     def _final(self, node: fx.Node, state: Any, extent: Callable[[int], Any]) -> Any:
         order = [index for group in self._groups() for index in group]
