@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.scan import DecayKind, ScanAttrs, ScanFacts, ScanStructure, is_one
+from lz_compile.lowering.ops.scan import DROPPED, DecayKind, ScanAttrs, ScanFacts, ScanStructure, is_one
 from lz_compile.passes.axes import Axis, Size
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.loops.index_sum import IndexSum, mapped
@@ -67,6 +67,9 @@ class ScanEmitter(NothingImplied):
         found: dict[str, Any] = {}
         if move.decay.terms != _ONE:
             found["decay"] = values.of(move.decay, (batch, heads, (TIME,), keys, columns))
+        if move.drops is not None:
+            dropped = values.of(move.drops, (batch, heads, (TIME,), keys, columns))
+            found["decay"] = torch.where(dropped != 0, DROPPED, found["decay"])
         if move.updates:
             found["left"] = self._stacked([u.left for u in move.updates], values, keys)
             found["right"] = self._stacked([_masked(u.right, u.left, keys) for u in move.updates], values, columns)

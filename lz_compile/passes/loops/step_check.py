@@ -54,6 +54,18 @@ def check(form: StepForm, transition: Transition) -> None:
             raise RefusedError("STEP_MISREAD", text, "this is a fault of the recogniser: please report it")
 
 
+def carried_state(form: StepForm, transition: Transition, filled: float, held: Mapping[Atom, bool]) -> torch.Tensor:
+    """The state after one step as it is written, from one that is filled with a number, where conditions hold or do not."""
+    step, generator = form.step, torch.Generator().manual_seed(0)
+    node = step.carried[transition.state]
+    state = step.states[transition.state]
+    given = {form.atoms[atom]: _random(form.atoms[atom], generator, is_mask=True).fill_(on) for atom, on in held.items()}
+    given[state] = _random(state, generator, is_mask=False).fill_(filled)
+    with isolated():
+        found: torch.Tensor = _run([node], given, generator)[node]
+    return found
+
+
 def _step(transition: Transition, known: Mapping[Atom, torch.Tensor], state: torch.Tensor) -> list[torch.Tensor]:
     """The state after a step, and what is read, by the formula alone."""
     rank = len(transition.space)

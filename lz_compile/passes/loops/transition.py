@@ -55,7 +55,10 @@ class Read:
 
 @dataclass(frozen=True)
 class Transition:
-    """A state's step; operands have the indices of the state, ``space`` their sizes. ``shape`` is that of the state."""
+    """A state's step; operands have the indices of the state, ``space`` their sizes. ``shape`` is that of the state.
+
+    ``drops`` is one where a condition drops the state, else zero (None: none does).
+    """
 
     state: int
     space: tuple[int, ...]
@@ -67,6 +70,7 @@ class Transition:
     reads: tuple[Read, ...] = ()
     mode: Reads = "after"
     shape: tuple[int, ...] = ()
+    drops: IndexSum | None = None
 
     @property
     def batch(self) -> tuple[int, ...]:
