@@ -184,6 +184,9 @@ class ScanEmitter(NothingImplied):
         length = self._length(builder)
         value = rows.reshape([length if index == TIME else extent(sizes[index]) for index in order])
         value = value.permute([order.index(index) for index in (TIME, *read.places)])
+        if read.drops is not None:
+            own = replace(values, sizes=sizes, like=rows)
+            value = torch.where(own.of(read.drops, ((TIME,), *((place,) for place in read.places))) != 0, 0.0, value)
         if read.rest.terms:
             own = replace(values, sizes=dict(enumerate(read.rest.sizes)), like=rows)
             value = value + own.of(read.rest, ((TIME,), *((i,) for i in range(len(read.rest.sizes)))))

@@ -54,13 +54,11 @@ def check(form: StepForm, transition: Transition) -> None:
             raise RefusedError("STEP_MISREAD", text, "this is a fault of the recogniser: please report it")
 
 
-def carried_state(form: StepForm, transition: Transition, filled: float, held: Mapping[Atom, bool]) -> torch.Tensor:
-    """The state after one step as it is written, from one that is filled with a number, where conditions hold or do not."""
-    step, generator = form.step, torch.Generator().manual_seed(0)
-    node = step.carried[transition.state]
-    state = step.states[transition.state]
+def poisoned(form: StepForm, node: fx.Node, held: Mapping[Atom, bool], states: Iterable[fx.Node]) -> torch.Tensor:
+    """A value of the step as it is written, from states of NaN, where conditions hold or do not."""
+    generator = torch.Generator().manual_seed(0)
     given = {form.atoms[atom]: _random(form.atoms[atom], generator, is_mask=True).fill_(on) for atom, on in held.items()}
-    given[state] = _random(state, generator, is_mask=False).fill_(filled)
+    given |= {each: _random(each, generator, is_mask=False).fill_(torch.nan) for each in states}
     with isolated():
         found: torch.Tensor = _run([node], given, generator)[node]
     return found

@@ -43,7 +43,7 @@ class Read:
     """``sum of query * S``, plus ``rest``.
 
     The query has the state's indices and then ``extras`` of its own. ``places`` are, for every index of the result, that
-    among the query's; ``query`` None is the state itself.
+    among the query's; ``query`` None is the state itself. ``drops`` is one where a condition drops the state, else zero.
     """
 
     node: fx.Node
@@ -51,6 +51,7 @@ class Read:
     extras: tuple[int, ...]
     places: tuple[int, ...]
     rest: IndexSum
+    drops: IndexSum | None = None
 
 
 @dataclass(frozen=True)
