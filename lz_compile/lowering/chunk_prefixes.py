@@ -25,13 +25,13 @@ def _of_two(second: Any, first: Any) -> Any:
     return torch.where((second == DROPPED) | (first == DROPPED), DROPPED, second * first)
 
 
-def _dropped_or_scaled(factor: Any, state: Any) -> Any:
-    return torch.where(factor == DROPPED, 0.0, factor * state)
+def _to_kept(factor: Any, state: Any) -> Any:
+    return factor * torch.where(factor == DROPPED, 0.0, state)
 
 
 diagonal: Times = (operator.mul, operator.mul)
 #: Diagonal ones that may drop the state.
-dropping: Times = (_of_two, _dropped_or_scaled)
+dropping: Times = (_of_two, _to_kept)
 matrices: Times = (product, product)
 
 

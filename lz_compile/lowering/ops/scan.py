@@ -21,9 +21,9 @@ have strides of any kind. A decay ``[..., K, 1]`` is one for each key channel (K
 (gated delta rule, Mamba-2, RetNet), ``[..., K, V]`` the full diagonal (Mamba-1). Decays are factors, never logarithms: zero,
 negative ones and those above one are exact.
 
-Zero times NaN is NaN. Under ``attrs.drops`` a step may also begin without what was there, as a condition selects it: where the
-decay is :data:`DROPPED`, the state before the step counts as zero, for the decay and for what is erased. Reads ``before`` the
-step still see it.
+Zero times NaN is NaN. Under ``attrs.drops`` a step may also begin without what was there, as a condition selects it: where
+the decay is :data:`DROPPED`, the state before the step counts as zero, for the decay and for what is erased. Reads
+``before`` the step still see it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ TIMELESS_FEATURES: frozenset[str] = frozenset({"drops", "reads_before", "state",
 #: How many steps may be written out one after the other in a compiled graph; more are ``many_steps``.
 FEW_STEPS = 4
 
-#: Under ``attrs.drops``, the decay of a step that drops the state. Every floating dtype holds this number, no model decays by it,
-#: and zero would not do: a decay that comes out as zero keeps NaN, as it does in the source.
+#: Under ``attrs.drops``, the decay of a step that drops the state. Every floating dtype holds this number, and no model
+#: decays by it. Zero would not do: a decay that comes out as zero keeps NaN, as it does in the source.
 DROPPED = -57344.0
 
 #: The dimensions of every operand.
@@ -76,7 +76,8 @@ class ScanAttrs:
     """The attributes of one scan.
 
     ``erases`` says that there is an operand ``erase``. ``compute_dtype`` is the widest dtype in which the source keeps its
-    state or computes a step; a kernel may round less than that, never more. ``drops`` says that decays may be :data:`DROPPED`.
+    state or computes a step; a kernel may round less than that, never more. ``drops`` says that decays may be
+    :data:`DROPPED`.
     """
 
     reads: Reads = "after"

@@ -61,7 +61,8 @@ def _advanced(
     S, decay, left, right, erase, drive, decay_place, left_place, right_place, erase_place, drive_place, k, v,
     decay_k, decay_v, left_r, left_k, right_r, right_v, erase_r, erase_k, drive_k, drive_v, rows, columns,
     HAS_DECAY: tl.constexpr, DROPS: tl.constexpr, DECAY_K: tl.constexpr, DECAY_V: tl.constexpr,
-    RANK: tl.constexpr, ERASES: tl.constexpr, HAS_DRIVE: tl.constexpr, DRIVE_K: tl.constexpr, DRIVE_V: tl.constexpr, WIDE: tl.constexpr,
+    RANK: tl.constexpr, ERASES: tl.constexpr, HAS_DRIVE: tl.constexpr, DRIVE_K: tl.constexpr, DRIVE_V: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """The state behind a step."""
     found = S
@@ -172,7 +173,8 @@ def _walked(
     decay_t, decay_k, decay_v, left_t, left_r, left_k, right_t, right_r, right_v, erase_t, erase_r, erase_k,
     drive_t, drive_k, drive_v, rows, columns,
     EVERY: tl.constexpr, HAS_DECAY: tl.constexpr, DROPS: tl.constexpr, DECAY_K: tl.constexpr, DECAY_V: tl.constexpr,
-    RANK: tl.constexpr, ERASES: tl.constexpr, HAS_DRIVE: tl.constexpr, DRIVE_K: tl.constexpr, DRIVE_V: tl.constexpr, WIDE: tl.constexpr,
+    RANK: tl.constexpr, ERASES: tl.constexpr, HAS_DRIVE: tl.constexpr, DRIVE_K: tl.constexpr, DRIVE_V: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """The state after ``steps`` steps from ``start``; every so many-th before a step is stored."""
     is_element = (k < rows) & (v < columns)

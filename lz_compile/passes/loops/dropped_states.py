@@ -1,7 +1,7 @@
 """Conditions that drop a state: selected away, a state takes its NaN along, where a product with zero would keep it.
 
-As sums of products, ``where(done, 0, h)`` and ``h * (1 - done)`` are the same. So a step whose factor vanishes under conditions is
-run as it is written, with a state of NaN, once for each way in which the conditions may hold.
+As sums of products, ``where(done, 0, h)`` and ``h * (1 - done)`` are the same. So a step whose factor vanishes under
+conditions is run as it is written, with a state of NaN, once for each way in which the conditions may hold.
 """
 
 from __future__ import annotations
