@@ -109,6 +109,7 @@ class Launch:
             constant=frozenset(name for name in self.operands if self._is_constant(name)),
             gradients=gradients,
             reads_before=self.attrs.reads == "before",
+            drops=self.attrs.drops,
             dtypes=tuple((name, each.dtype) for name, each in sorted(self.operands.items())),
             compute_dtype=self.compute_dtype,
             out_dtype=self.attrs.out_dtype,
