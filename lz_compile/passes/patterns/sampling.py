@@ -30,6 +30,7 @@ from lz_compile.passes.sampling.rounding import MAXIMA, check_dtypes, check_roun
 from lz_compile.passes.sampling.sampling_emitter import SamplingEmitter
 from lz_compile.passes.sampling.sorted_draws import sorted_draw
 from lz_compile.passes.sampling.stores import ORDERING
+from lz_compile.passes.sampling.verbatim import check_repeatable
 from lz_compile.passes.sampling.warps import warps_of
 from lz_compile.passes.view import Call, tensor_of, where_of
 
@@ -304,8 +305,10 @@ class _Reader:
         dims = entry.dims
         output = Scores(chain.exit, dims, entry.vocab)
         core = self._core(found, chain.exit)
-        emitter = SamplingEmitter.of(warps, chain.limits, found, output)
-        return emitter.match(OP, core)
+        match = SamplingEmitter.of(warps, chain.limits, found, output).match(OP, core)
+        if chain.limits.is_any:
+            check_repeatable(found, wants_grad=match.facts.needs_grad)
+        return match
 
     def _is_inside(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         """Whether all readers of a value are among those that become superfluous; if so, so does it."""

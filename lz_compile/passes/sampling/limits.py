@@ -185,13 +185,15 @@ def _with_ties(found: Excerpt, form: Form, vocab: int, fits: Limits) -> Limits:
         return fits
     probes = [Probe.of(found, form, vocab, 1.0, steps=steps) for steps in (6, 12, 25, 3)]
     tied = [probe for probe in probes if probe is not None]
-    for choice in itertools.product(_TIES, repeat=len(names)):
+    picks_any = _picks_any(found)
+    # What a sort without an order of equals seems to do with so few tokens, it need not do with more.
+    for choice in itertools.product(_TIES[:1] if picks_any else _TIES, repeat=len(names)):
         chosen: dict[str, Any] = {f"{name}_ties": ties for name, ties in zip(names, choice, strict=True)}
         tried = replace(fits, **chosen)
         if tied and all(probe.fits(tried) for probe in tied):
             return tried
     some = replace(fits, top_k_ties="first", top_p_ties="first", is_any=True)
-    free: tuple[dict[str, Any], ...] = ({}, {"top_k_ties": "all"}, {"top_p_ties": "all"}) if _picks_any(found) else ()
+    free: tuple[dict[str, Any], ...] = ({}, {"top_k_ties": "all"}, {"top_p_ties": "all"}) if picks_any else ()
     for whole in free:
         tried = replace(some, **whole)
         if tied and all(probe.fits_but_for_ties(tried) for probe in tied):

@@ -18,6 +18,7 @@ from lz_compile.passes.effects import grad_enabled
 from lz_compile.passes.match import Match, NothingImplied
 from lz_compile.passes.sampling.excerpt import Excerpt, Scores
 from lz_compile.passes.sampling.kept import Limit, Limits
+from lz_compile.passes.sampling.verbatim import filled
 from lz_compile.passes.sampling.warps import Part, Warps
 from lz_compile.passes.view import hint_of, is_symbolic, tensor_of, where_of
 
@@ -46,11 +47,13 @@ class SamplingEmitter(NothingImplied):
             "temperature": warps.temperature != 1 or bool(warps.divisors),
             **dict.fromkeys(limits.named, True),
         }
+        ties = {"top_k_ties": limits.top_k_ties, "top_p_ties": limits.top_p_ties}
+        if limits.is_any:
+            ties = {name: "all" if each == "all" else "open" for name, each in ties.items()}
         attrs = SamplingAttrs(
             result=limits.result,
             **{f"has_{name}": is_there for name, is_there in present.items()},
-            top_k_ties=limits.top_k_ties,
-            top_p_ties=limits.top_p_ties,
+            **ties,
             out_dtype=out.dtype,
         )
         return cls(warps, limits, found, output, attrs)
@@ -143,7 +146,11 @@ class SamplingEmitter(NothingImplied):
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's ``[N, V]`` in the layout of the node that it replaces."""
-        return builder.restore(value, self._groups, self.output.dims)
+        restored = builder.restore(value, self._groups, self.output.dims)
+        if not self.attrs.leaves_ties_open:
+            return restored
+        dim = next(at for at, each in enumerate(self.output.dims) if self.output.vocab in each)
+        return filled(self.found, builder, restored, dim)
 
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> SamplingAttrs:
         """The attributes for a proof at other sizes: the same."""
