@@ -100,7 +100,17 @@ class SamplingAttrs:
     @property
     def leaves_ties_open(self) -> bool:
         """Whether rows are NaN of which it matters which of equally likely tokens are kept."""
-        return (self.has_top_k and self.top_k_ties == "open") or (self.has_top_p and self.top_p_ties == "open")
+        return self.opens_top_k or self.opens_top_p
+
+    @property
+    def opens_top_k(self) -> bool:
+        """Whether it is top-k that does."""
+        return self.has_top_k and self.top_k_ties == "open"
+
+    @property
+    def opens_top_p(self) -> bool:
+        """Whether it is top-p that does."""
+        return self.has_top_p and self.top_p_ties == "open"
 
     def deterministic(self) -> SamplingAttrs:
         """The same: what is random follows from seeds that are given."""
@@ -284,7 +294,8 @@ def features(attrs: SamplingAttrs, facts: SamplingFacts) -> dict[str, str]:
         "top_p": attrs.has_top_p and "top-p",
         "min_p": attrs.has_min_p and "min-p",
         "ties": attrs.breaks_ties and "some of equal scores",
-        "open_ties": attrs.leaves_ties_open and "rows told that a limit cuts between equal scores",
+        "open_top_k": attrs.opens_top_k and "rows told that top-k cuts between equal scores",
+        "open_top_p": attrs.opens_top_p and "rows told that top-p cuts between equal scores",
         "random": attrs.is_random and "a draw",
         "training": facts.needs_grad and "gradients",
     }
