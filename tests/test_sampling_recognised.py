@@ -312,11 +312,6 @@ def in_half(x):
     return x.masked_fill(probs < 0.1 * probs.amax(-1, keepdim=True), -INF)
 
 
-def any_of_equal(x):
-    values, places = x.bfloat16().topk(9)
-    return torch.full_like(x, -INF, dtype=torch.bfloat16).scatter(-1, places, values)
-
-
 def read_inside(x):
     least = x.topk(9).values[..., -1:]
     return x.masked_fill(x < least, -INF), least
@@ -328,7 +323,6 @@ REFUSED = {
     not_normalised: "NOT_NORMALISED",
     finite: "FILL_FINITE",
     in_half: "SUMS_IN_HALF",
-    any_of_equal: "TIES_UNSPECIFIED",
     read_inside: "INTERIOR_USED",
 }
 

@@ -286,12 +286,9 @@ return h.detach(), h"""),
 FALLS_BACK = {"transposed states with gradients": "COMPILE_FAILED"}
 
 
-#: Which of several equally likely tokens an unstable sort puts first is nobody's rule; eager code keeps others than we do. And
-#: kernels multiply a state by zero where a condition drops it, so that a NaN in it stays.
+#: Kernels multiply a state by zero where a condition drops it, so that a NaN in it stays.
 OPEN = frozenset(
     {
-        "top-p with equal scores",
-        "top-p from below with equal scores",
         "a state that is selected away takes its NaN along",
     }
 )

@@ -40,7 +40,7 @@ def spelled(graph: fx.Graph) -> str:
 def function(source: str) -> Callable[..., torch.Tensor]:
     """The function of a text that :func:`spelled` made."""
     names = dict(_NAMES)
-    exec(source, names)  # noqa: S102 from a graph of this process, or from the user's own cache of compiled code
+    exec(source, names)  # from a graph of this process, or from the user's own cache of compiled code
     found: Callable[..., torch.Tensor] = names["forward"]
     return found
 

@@ -26,7 +26,7 @@ from lz_compile.passes.sampling.drawn import draws, weighs
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, exits
 from lz_compile.passes.sampling.kept import Form, Limits
 from lz_compile.passes.sampling.limits import LEAST_MISSED, limits_of
-from lz_compile.passes.sampling.rounding import MAXIMA, check_dtypes, check_rounding, check_ties, is_choice
+from lz_compile.passes.sampling.rounding import MAXIMA, check_dtypes, check_rounding, is_choice
 from lz_compile.passes.sampling.sampling_emitter import SamplingEmitter
 from lz_compile.passes.sampling.sorted_draws import sorted_draw
 from lz_compile.passes.sampling.stores import ORDERING
@@ -292,10 +292,8 @@ class _Reader:
         if chain.form == "probs":
             entry = self._softmax_input(entry) or entry
         inside = {chain.exit, *chain.core}
-        is_exact = not chain.limits.is_any
-        warps = warps_of(self.effects, entry, lambda node: self._is_inside(node, inside), may_round=is_exact)
+        warps = warps_of(self.effects, entry, lambda node: self._is_inside(node, inside))
         logits = warps.logits
-        check_ties(logits, chain.limits)
         affected = Affected(self.effects, logits.node)
         stops = frozenset(part.node for part in warps.parts)
         found = excerpt(self.effects, logits, affected, chain.exit, stops)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.sampling import SamplingAttrs, SamplingFacts
+from lz_compile.lowering.ops.sampling import SamplingAttrs, SamplingFacts, Ties
 from lz_compile.lowering.token_bits import pack
 from lz_compile.passes.axes import Axis, Dims, Size, axes_of, product
 from lz_compile.passes.builder import Builder
@@ -47,13 +47,15 @@ class SamplingEmitter(NothingImplied):
             "temperature": warps.temperature != 1 or bool(warps.divisors),
             **dict.fromkeys(limits.named, True),
         }
-        ties = {"top_k_ties": limits.top_k_ties, "top_p_ties": limits.top_p_ties}
-        if limits.is_any:
-            ties = {name: "all" if each == "all" else "open" for name, each in ties.items()}
+
+        def ties(own: Ties) -> Ties:
+            return "open" if limits.is_any and own != "all" else own
+
         attrs = SamplingAttrs(
             result=limits.result,
             **{f"has_{name}": is_there for name, is_there in present.items()},
-            **ties,
+            top_k_ties=ties(limits.top_k_ties),
+            top_p_ties=ties(limits.top_p_ties),
             out_dtype=out.dtype,
         )
         return cls(warps, limits, found, output, attrs)
