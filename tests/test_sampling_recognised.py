@@ -207,6 +207,13 @@ def test_a_mask_of_bits():
     assert match.attributes["has_bitmask"]
 
 
+@pytest.mark.parametrize("share", [0.366, 0.3685, 0.37])
+def test_a_limit_is_not_taken_for_another_number_that_is_near(share):
+    """The exponential of -1, which says what the last dimension is, is 0.3679."""
+    check(lambda x: x.masked_fill(TOP_P["least"](x, share), -INF), scores(3, 70), formula=f"top_p(logits, {share})")
+    check(lambda x: x.masked_fill(MIN_P["scores"](x, share), -INF), scores(3, 70), formula=f"min_p(logits, {share})")
+
+
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
