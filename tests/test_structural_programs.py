@@ -294,13 +294,7 @@ return h.detach(), h"""),
 }
 
 
-#: Which of several equally likely tokens an unstable sort puts first is nobody's rule; eager code keeps others than we do.
-OPEN = frozenset({"top-p with equal scores", "top-p from below with equal scores"})
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.xfail(strict=False)] if name in OPEN else []) for name in CORPUS]
-)
+@pytest.mark.parametrize("name", CORPUS)
 def test_what_once_went_wrong_is_right(name: str):
     verdict = check(CORPUS[name])
     assert verdict.is_run, "the program fails eagerly"
