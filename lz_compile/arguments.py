@@ -195,7 +195,15 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             check(*arguments)
             return
         try:
-            signature = (torch._C._is_any_autocast_enabled(), *[_signature(each) for each in arguments])
+            signature = (
+                torch._C._is_any_autocast_enabled(),
+                *[
+                    (each.shape, each.dtype, each.device, each.layout)
+                    if isinstance(each, torch.Tensor)
+                    else (type(each), each)
+                    for each in arguments
+                ],
+            )
             if signature in passed:
                 return
         except TypeError:  # symbolic sizes, lists: nothing to be found again by
@@ -207,14 +215,6 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
         passed.add(signature)
 
     return run
-
-
-def _signature(value: Any) -> Any:
-    return (
-        (value.shape, value.dtype, value.device, value.layout)
-        if isinstance(value, torch.Tensor)
-        else (type(value), value)
-    )
 
 
 def is_plain(*tensors: Any) -> bool:

@@ -18,6 +18,9 @@ from lz_compile.arguments import is_plain
 from lz_compile.lowering.ops.blend import BlendAttrs, BlendFacts
 from lz_compile.runtime import eager, policy
 
+#: What is handed over has no gate of its own.
+_NEVER = frozenset({"gate", "sorted"})
+
 
 def one_call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, *, is_residual: bool) -> torch.Tensor | None:
     """The blend by the kernel that is chosen for it; None where that is PyTorch's own.
@@ -25,7 +28,7 @@ def one_call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, *, is
     Shapes:
         host and seed alike; weight broadcasts to them; the result is like the seed.
     """
-    if torch.compiler.is_dynamo_compiling() or not eager.has_choice("blend", seed.device.type):
+    if torch.compiler.is_dynamo_compiling() or not eager.has_choice("blend", seed.device.type, _NEVER):
         return None
     if not is_plain(host, seed, weight):
         return None

@@ -116,18 +116,23 @@ def plan(
     return _planned(names, _Call(query, key, value, mask, causal, scale, dropout_p, layout))
 
 
-def has_choice(op: str, platform: str) -> bool:
-    """Whether an eager call of an op could run anything but PyTorch's own on a kind of device."""
+def has_choice(op: str, platform: str, never: frozenset[str] = frozenset()) -> bool:
+    """Whether an eager call of an op could run anything but PyTorch's own on a kind of device.
+
+    ``never`` are features that no call has: kernels for these only do not count.
+    """
     registry.kernels(op)  # looking may be what changes the version
-    return (platform != "cpu" and policy.debugging()) or _has_choice(op, platform, registry.version())
+    return (platform != "cpu" and policy.debugging()) or _has_choice(op, platform, never, registry.version())
 
 
 @lru_cache(maxsize=64)
-def _has_choice(op: str, platform: str, _version: int) -> bool:
+def _has_choice(op: str, platform: str, never: frozenset[str], _version: int) -> bool:
     own = eager_kernel(op)
     specs = (spec for name, spec in registry.kernels(op).items() if name != own and not any(needs_compile(spec)))
     platforms = {"cuda", "rocm"} if platform == "cuda" else {platform}
-    return any(spec.platforms & {*platforms, "*"} for spec in specs)
+    return any(
+        spec.platforms & {*platforms, "*"} and never.isdisjoint(spec.requires_features.get("*", ())) for spec in specs
+    )
 
 
 def kernel_for(op: str, attributes: Any, facts: Any, device: torch.device) -> KernelSpec | None:
