@@ -55,7 +55,9 @@ def _bind(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, is_resid
     )
     needs_grad = torch.is_grad_enabled() and seed.requires_grad
     facts = BlendFacts(*shape, 1, seed.dtype, seed.device.type, needs_grad)
-    kernel = eager.kernel_for("blend", attrs, facts, seed.device)
+    operands = {"host": host.reshape(shape), "seed": seed.reshape(shape)}
+    operands["alpha"] = weight.reshape((-1, 1, 1) if is_by_row else (1, -1, 1))
+    kernel = eager.kernel_for("blend", attrs, facts, seed.device, operands)
     if kernel is None or kernel.call is None:
         return _left
     enabled = policy.current().settings.fallback_enabled

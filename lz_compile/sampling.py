@@ -566,7 +566,8 @@ def _bind(
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in operands.values())
     rows, vocab = (contexts.known_size(size) for size in logits.shape)
     facts = SamplingFacts(rows, vocab, logits.dtype, logits.device.type, needs_grad)
-    kernel = eager.kernel_for("sampling", attrs, facts, logits.device) if rows else None
+    given = None if is_traced else operands
+    kernel = eager.kernel_for("sampling", attrs, facts, logits.device, given) if rows else None
     own = partial(_own, attrs)
     if kernel is None or kernel.call is None:
         return own

@@ -72,7 +72,7 @@ def _bind(
     """The scan over operands like these, by the kernel that is chosen for them."""
     attrs = attributes(operands, out_dtype, state_dtype)
     own = partial(_own, attrs=attrs)
-    kernel, needs_grad = _chosen(operands, attrs)
+    kernel, needs_grad = _chosen(operands, attrs, is_traced=is_traced)
     if kernel is None or kernel.call is None:
         return own
     bind = None if is_traced or needs_grad else getattr(kernel.call, "bind", None)
@@ -80,14 +80,17 @@ def _bind(
     return eager.guarded(kernel, call, own, fallback_enabled=policy.current().settings.fallback_enabled)
 
 
-def _chosen(operands: Sequence[torch.Tensor | None], attrs: ScanAttrs) -> tuple[KernelSpec | None, bool]:
+def _chosen(
+    operands: Sequence[torch.Tensor | None], attrs: ScanAttrs, *, is_traced: bool = False
+) -> tuple[KernelSpec | None, bool]:
     """The kernel for operands, None for PyTorch's operations; and whether gradients are wanted."""
     is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-    facts = facts_of_call(dict(zip(OPERANDS, operands, strict=True)))
+    named = dict(zip(OPERANDS, operands, strict=True))
+    facts = facts_of_call(named)
     if is_transformed or 0 in (facts.batch, facts.heads, facts.length, facts.key_dim, facts.value_dim):
         return None, facts.needs_grad
     device = next(each.device for each in operands if each is not None)
-    return eager.kernel_for("scan", attrs, facts, device), facts.needs_grad
+    return eager.kernel_for("scan", attrs, facts, device, None if is_traced else named), facts.needs_grad
 
 
 def by_address(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
@@ -135,8 +135,12 @@ def _has_choice(op: str, platform: str, never: frozenset[str], _version: int) ->
     )
 
 
-def kernel_for(op: str, attributes: Any, facts: Any, device: torch.device) -> KernelSpec | None:
+def kernel_for(
+    op: str, attributes: Any, facts: Any, device: torch.device, operands: Mapping[str, Any] | None = None
+) -> KernelSpec | None:
     """The kernel of another op for an eager call, None for PyTorch's own.
+
+    With ``operands``, those of the call by name, a kernel that is not shipped with this package is proven on them first.
 
     With ``LAYERZERO_DEBUG``, PyTorch's own is a kernel like any other on an accelerator: what waits for that is its guard.
 
@@ -144,10 +148,11 @@ def kernel_for(op: str, attributes: Any, facts: Any, device: torch.device) -> Ke
         NoKernelFoundError: no kernel can run, and falling back is switched off.
         ConfigError: the configuration is wrong.
     """
-    names = (*_versions(op), op, attributes, facts, device, torch.are_deterministic_algorithms_enabled())
+    is_proven = operands is not None
+    names = (*_versions(op), op, attributes, facts, device, torch.are_deterministic_algorithms_enabled(), is_proven)
     present = policy.current()
     cache = _decisions.follow(present.settings.cache)
-    choose = partial(_chosen, op, attributes, facts, device, present)
+    choose = partial(_chosen, op, attributes, facts, device, operands, present)
     found: tuple[KernelSpec | None] = choose() if cache is None else cache.get_or_compute(names, choose)
     if found[0] is None and present.settings.debug and device.type != "cpu":
         return registry.kernels(op).get(eager_kernel(op))
@@ -202,12 +207,15 @@ def guarded(
     return partial(health.guarded, kernel.kernel_id, call, complete, fallback_enabled=fallback_enabled)
 
 
-def _chosen(op: str, attributes: Any, facts: Any, device: torch.device, present: Policy) -> tuple[KernelSpec | None]:
+def _chosen(
+    op: str, attributes: Any, facts: Any, device: torch.device, operands: Mapping[str, Any] | None, present: Policy
+) -> tuple[KernelSpec | None]:
     context, own = of_facts(op, attributes, facts, device=device), eager_kernel(op)
     if not present.settings.enabled:
         return (None,)
     try:
-        kernel = _loaded(select(Problem(context, own, is_eager=True), present), context.operation)
+        decision = select(Problem(context, own, is_eager=True), present)
+        kernel = _loaded(decision, context.operation, attributes, operands)
     except NoKernelFoundError as error:
         if not present.settings.fallback_enabled:
             raise
@@ -272,6 +280,8 @@ class _Call:
             context = replace(context, memory_headroom_bytes=memory.headroom_bytes(query.device))
         self.context, self.layout, self.device = context, layout, query.device
         self.mask_name = "mask" if context.attn_mask_type == "bool" else "bias"
+        tensors = [each if layout == "BHSD" else each.transpose(1, 2) for each in (query, key, value)]
+        self.operands = dict(zip(("query", "key", "value", self.mask_name), (*tensors, mask), strict=True))
         self.attrs = AttentionAttrs(
             scale=scale,
             is_causal=causal,
@@ -297,7 +307,7 @@ class _Call:
             return None
         try:
             decision = select(Problem(self.context, SDPA, is_eager=True), present)
-            return _loaded(decision, self.context.operation)
+            return _loaded(decision, self.context.operation, self.attrs, self.operands)
         except NoKernelFoundError as error:
             if not settings.fallback_enabled:
                 raise
@@ -328,13 +338,17 @@ class _Call:
         return partial(F.scaled_dot_product_attention, **changed)
 
 
-def _loaded(decision: Decision, operation: str) -> KernelSpec:
-    """The kernel of a decision, or the best of the others where its library does not import."""
+def _loaded(decision: Decision, operation: str, attributes: Any, operands: Mapping[str, Any] | None) -> KernelSpec:
+    """The kernel of a decision, or the best of the others where its library does not import, or it is proven wrong."""
     if decision.refused_lock is not None:
         events.record(decision.refused_lock.code, f"{operation}: {decision.refused_lock.message}")
     failures = {}
     for kernel in decision.ranking:
         missing = kernel.load()
+        if missing is None and operands is not None and not kernel.is_shipped:
+            from lz_compile.passes import eager_proof  # which chooses kernels in turn
+
+            missing = eager_proof.why_not(kernel, operation.partition(".")[0], attributes, operands)
         if missing is None:
             return kernel
         failures[kernel.kernel_id] = [missing]
