@@ -17,13 +17,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lz_compile.errors import TrialError
+from lz_compile.errors import KernelExecutionError, TrialError
 from lz_compile.lowering import ops
 from lz_compile.lowering.ops import scan
 from lz_compile.passes.proof_run import ProofRun, is_same, run_kernel
 from lz_compile.passes.validate import TOLERANCE, Validation, compare, recalled
 from lz_compile.reasons import Reason
-from lz_compile.runtime import events, machine
+from lz_compile.runtime import events, health, machine, policy
 from lz_compile.runtime.isolation import Outside, isolated
 from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.store import Store
@@ -42,7 +42,11 @@ _DIMS: Mapping[str, tuple[Mapping[str, str], str]] = {
 
 
 def why_not(kernel: KernelSpec, op: str, attrs: Any, operands: Operands) -> Reason | None:
-    """Why a kernel may not run an eager call with these operands; None where it may, as any may that is shipped."""
+    """Why a kernel may not run an eager call with these operands; None where it may, as any may that is shipped.
+
+    Raises:
+        KernelExecutionError: it failed, and falling back is switched off.
+    """
     if kernel.is_shipped:
         return None
     tensors = [each for each in operands.values() if isinstance(each, torch.Tensor)]
@@ -54,11 +58,27 @@ def why_not(kernel: KernelSpec, op: str, attrs: Any, operands: Operands) -> Reas
     problem = _Problem(kernel, op, plain, dict(operands), torch.is_grad_enabled())
     try:
         verdict = recalled(problem.key, Store("validation") if kernel.is_reproducible else None, problem.verdict)
+    except _UndefinedError as error:
+        return _refused("UNPROVEN", op, kernel, f"what it should give cannot be computed ({error})")
     except TrialError as error:
-        return _refused("KERNEL_FAILED", op, kernel, error.what)
+        return _failed(op, kernel, error, error.what)
     except Exception as error:  # noqa: BLE001  a kernel that cannot be tried apart may raise anything; the next one is tried
-        return _refused("KERNEL_FAILED", op, kernel, f"raised {type(error).__name__}: {error}")
+        return _failed(op, kernel, error, f"raised {type(error).__name__}: {error}")
     return None if verdict.ok else _refused("VALIDATION_FAILED", op, kernel, verdict.reason)
+
+
+class _UndefinedError(Exception):
+    """The op's definition failed: the kernel is not to blame."""
+
+
+def _failed(op: str, kernel: KernelSpec, error: Exception, text: str) -> Reason:
+    """The kernel is retired, unless memory was full."""
+    if not policy.current().settings.fallback_enabled:
+        raise KernelExecutionError(kernel.kernel_id, error) from error
+    reason = _refused("KERNEL_FAILED", op, kernel, text)
+    if not health.is_out_of_memory(RuntimeError(text)):
+        health.retire(kernel.kernel_id, error)
+    return reason
 
 
 def _refused(code: str, op: str, kernel: KernelSpec, text: str) -> Reason:
@@ -155,9 +175,12 @@ class _Problem:
         ours = run_kernel(
             self.kernel, self._devices, partial(self._run, partial(call, attrs=self.attrs), operands, outside)
         )
-        given = self._run(partial(_definition, self.op, self.attrs), operands, outside)
         wide = {key: _wide(each) for key, each in operands.items()}
-        truth = self._run(partial(_definition, self.op, _in_float64(self.attrs)), wide)
+        try:
+            given = self._run(partial(_definition, self.op, self.attrs), operands, outside)
+            truth = self._run(partial(_definition, self.op, _in_float64(self.attrs)), wide)
+        except Exception as error:
+            raise _UndefinedError(f"{type(error).__name__}: {error}") from error
         found = replace(total, cases=total.cases + 1)
         if ours.written:
             return replace(found, ok=False, reason=f"it writes into {', '.join(ours.written)}, with {name}")
