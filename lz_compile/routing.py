@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from lz_compile.arguments import PLAIN
+from lz_compile.arguments import PLAIN, is_plain
 from lz_compile.errors import ArgumentError, TransformUnsupportedError
 from lz_compile.lowering.ops.routing import Arm, RoutingAttrs, RoutingFacts, reference
 from lz_compile.routing_operands import Adapter, Rollouts
@@ -162,6 +163,10 @@ def _operator(
     return _selected(given, attrs)
 
 
+#: Of the op's operands.
+_NAMES = tuple(name for name in signature(reference).parameters if name != "attrs")
+
+
 def _selected(operands: tuple[Any, ...], attrs: RoutingAttrs) -> torch.Tensor:
     own = partial(_own, attrs=attrs)
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -171,7 +176,10 @@ def _selected(operands: tuple[Any, ...], attrs: RoutingAttrs) -> torch.Tensor:
     facts = _facts(operands)
     if 0 in (facts.num_rollouts, facts.rollout_length, facts.in_features, facts.out_features):
         return own(*operands)
-    kernel = eager.kernel_for("routing", attrs, facts, operands[0].device)
+    # A record is written, and so no operand of a proof.
+    proven = {name: each for name, each in zip(_NAMES, operands, strict=True) if name != "record"}
+    is_real = is_plain(*[each for each in operands if isinstance(each, torch.Tensor)])
+    kernel = eager.kernel_for("routing", attrs, facts, operands[0].device, proven if is_real else None)
     if kernel is None or kernel.call is None:
         return own(*operands)
 
