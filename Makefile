@@ -43,6 +43,7 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.selection
 	$(PY) -m benchmarks.eager_selection
 	$(PY) -m benchmarks.eager_calls
+	$(PY) -m benchmarks.eager_calls --compiling
 	$(PY) -m benchmarks.third_party
 	$(PY) -m benchmarks.decision_cache
 	$(PY) -m benchmarks.scan

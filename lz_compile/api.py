@@ -14,6 +14,7 @@ from lz_compile.arguments import PLAIN
 from lz_compile.errors import UnknownOperationError
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import eager
+from lz_compile.runtime.attention_arguments import check
 from lz_compile.runtime.hardware import default_device
 
 Layout = Literal["BHSD", "BSHD"]
@@ -63,7 +64,7 @@ def attention(
             query, key, value, mask = _cast(query, key, value, mask)
         run = eager.plan(query, key, value, mask, causal, scale, dropout_p, layout)
     except (AttributeError, TypeError, IndexError, RuntimeError):  # what is no tensor, or no key: said by its name
-        eager.check(query, key, value, mask, causal, scale, dropout_p, layout)
+        check(query, key, value, mask, causal, scale, dropout_p, layout)
         raise
     return run(query, key, value, mask)
 
@@ -111,7 +112,7 @@ def _written_out(
 ) -> torch.Tensor:
     """The call of PyTorch's function that is traced, or that tensors of another kind understand."""
     is_cast = isinstance(query, torch.Tensor) and torch.is_autocast_enabled(query.device.type)
-    eager.check(query, key, value, mask, causal, scale, dropout_p, layout, is_cast)
+    check(query, key, value, mask, causal, scale, dropout_p, layout, is_cast)
     if layout == "BSHD":
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if causal and mask is not None:

@@ -195,7 +195,15 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             check(*arguments)
             return
         try:
-            signature = (torch._C._is_any_autocast_enabled(), *[_signature(each) for each in arguments])
+            signature = (
+                torch._C._is_any_autocast_enabled(),
+                *[
+                    (each.shape, each.dtype, each.device, each.layout)
+                    if isinstance(each, torch.Tensor)
+                    else (type(each), each)
+                    for each in arguments
+                ],
+            )
             if signature in passed:
                 return
         except TypeError:  # symbolic sizes, lists: nothing to be found again by
@@ -209,21 +217,20 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _signature(value: Any) -> Any:
-    return (
-        (value.shape, value.dtype, value.device, value.layout)
-        if isinstance(value, torch.Tensor)
-        else (type(value), value)
-    )
-
-
 def is_plain(*tensors: Any) -> bool:
-    """Whether kernels of ours may read tensors: no compiler, mode or transform looks on, and none is of a kind of its own."""
-    return (
-        all([type(each) in PLAIN for each in tensors if each is not None])  # noqa: C419  # a generator costs more
-        and not torch.compiler.is_dynamo_compiling()
-        and not is_watched()
-    )
+    """Whether kernels of ours may read the memory of tensors.
+
+    No compiler, mode or transform looks on, none is of a kind of its own, and none is the negative of what lies there.
+    """
+    for each in tensors:
+        if each is not None and type(each) not in PLAIN:
+            return False
+    if torch.compiler.is_dynamo_compiling() or is_watched():
+        return False
+    for each in tensors:  # noqa: SIM110  # a generator costs more
+        if each is not None and (each.layout is not torch.strided or each.is_neg()):
+            return False
+    return True
 
 
 def is_watched() -> bool:

@@ -18,6 +18,9 @@ from lz_compile.arguments import is_plain
 from lz_compile.lowering.ops.blend import BlendAttrs, BlendFacts
 from lz_compile.runtime import eager, policy
 
+#: What is handed over has no gate of its own.
+_NEVER = frozenset({"gate", "sorted"})
+
 
 def one_call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, *, is_residual: bool) -> torch.Tensor | None:
     """The blend by the kernel that is chosen for it; None where that is PyTorch's own.
@@ -25,7 +28,7 @@ def one_call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, *, is
     Shapes:
         host and seed alike; weight broadcasts to them; the result is like the seed.
     """
-    if torch.compiler.is_dynamo_compiling() or not eager.has_choice("blend", seed.device.type):
+    if torch.compiler.is_dynamo_compiling() or not eager.has_choice("blend", seed.device.type, _NEVER):
         return None
     if not is_plain(host, seed, weight):
         return None
@@ -52,7 +55,9 @@ def _bind(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, is_resid
     )
     needs_grad = torch.is_grad_enabled() and seed.requires_grad
     facts = BlendFacts(*shape, 1, seed.dtype, seed.device.type, needs_grad)
-    kernel = eager.kernel_for("blend", attrs, facts, seed.device)
+    operands = {"host": host.reshape(shape), "seed": seed.reshape(shape)}
+    operands["alpha"] = weight.reshape((-1, 1, 1) if is_by_row else (1, -1, 1))
+    kernel = eager.kernel_for("blend", attrs, facts, seed.device, operands)
     if kernel is None or kernel.call is None:
         return _left
     enabled = policy.current().settings.fallback_enabled

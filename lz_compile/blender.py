@@ -119,7 +119,6 @@ class Blender(nn.Module):
             number = bounds.get(name, getattr(config, name))
             self.register_buffer(name, torch.as_tensor(number, dtype=start.dtype, device=start.device).clone())
         self._reader = Reader()
-        self._untold: tuple[int, Callable[[], None]] | None = None
 
     # ---- blending --------------------------------------------------------------------------------------------------
 
@@ -165,11 +164,11 @@ class Blender(nn.Module):
         rails = Rails(self.low, self.high, config.cap_above, config.cap_share, dim)
         weight = weigh(seed.shape, alpha, mode, rails, gate)
         out = mix(host, seed, weight, mode, dim)
-        self._learn(learned)
+        if learned:
+            self._learn(learned)
         if self.has_telemetry:
             if self._puts_off(weight) and alpha.numel() <= _SMALL:
-                given = alpha.detach().clone()
-                self._untold = self.figures._version, partial(self._tell, seed.shape, given, weight, gate, mode)
+                self._put_off(partial(self._tell, seed.shape, alpha.detach().clone(), weight, gate, mode))
             else:
                 self._tell(seed.shape, alpha, weight, gate, mode)
         return out
@@ -183,9 +182,12 @@ class Blender(nn.Module):
         is_small = weight.numel() <= _SMALL and weight.device.type == "cpu"
         return is_small and is_plain(weight) and not self.figures.is_inference()
 
+    def _put_off(self, tell: Callable[[], None]) -> None:
+        self._reader.untold = self.figures._version, tell
+
     def _catch_up(self) -> None:
         """Work out what was put off."""
-        untold, self._untold = self._untold, None
+        untold, self._reader.untold = self._reader.untold, None
         if untold is not None and untold[0] == self.figures._version:  # else compiled code told of a later batch
             untold[1]()
 
@@ -244,7 +246,7 @@ class Blender(nn.Module):
         if self.has_telemetry:
             if self._puts_off(share):
                 given = (wanted.detach(), share.detach(), share.detach())
-                self._untold = self.figures._version, partial(self._note, *given, BlendMode.SOFT_GATE)
+                self._put_off(partial(self._note, *given, BlendMode.SOFT_GATE))
             else:
                 self._note(wanted, share, share, BlendMode.SOFT_GATE)
         return out

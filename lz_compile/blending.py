@@ -200,7 +200,7 @@ def mix(
         blended = weight * seed + (1 - weight) * host
     if mode is BlendMode.LOGIT:
         blended = torch.softmax(blended, channel_dim)
-    return blended.to(seed.dtype)
+    return blended if blended.dtype == seed.dtype else blended.to(seed.dtype)
 
 
 def confidence_gate(logits: torch.Tensor, gain: Scalar = 6.0, threshold: Scalar = 0.2) -> torch.Tensor:

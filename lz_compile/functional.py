@@ -7,19 +7,16 @@ code that it stands for; ours recognises norms, rotations and gated MLPs there a
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
-from lz_compile.arguments import Arguments, is_plain, remembered
+from lz_compile.arguments import Arguments, remembered
 from lz_compile.lowering.ops import mlp
-from lz_compile.lowering.ops.norm import NormAttrs, NormFacts, Operands
-from lz_compile.runtime import eager, health, policy
+from lz_compile.norm_calls import norm
 
 __all__ = ["ACTIVATIONS", "Activation", "alibi", "embedding", "layer_norm", "linear", "mlp_fused", "rms_norm", "rope"]
 
@@ -54,7 +51,7 @@ def rms_norm(input: torch.Tensor, weight: torch.Tensor | None = None, eps: float
         ArgumentError: the input is no row of floating-point numbers, or the weight is not one for each element.
     """
     _check_rms_norm(input, weight, eps)
-    return _norm(input, (input.shape[-1],), weight, None, eps, is_centred=False)
+    return norm(input, (input.shape[-1],), weight, None, eps, is_centred=False)
 
 
 def layer_norm(
@@ -81,7 +78,7 @@ def layer_norm(
     """
     shape = _whole(normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,))
     _check_layer_norm(input, shape, weight, bias, eps)
-    return _norm(input, shape, weight, bias, eps, is_centred=True)
+    return norm(input, shape, weight, bias, eps, is_centred=True)
 
 
 def rope(
@@ -330,92 +327,3 @@ def _check_mlp(
         for name, each in others.items():
             if each is not None:
                 given.equal_dtypes(name, each, "input", input)
-
-
-# ---- norms -----------------------------------------------------------------------------------------------------------
-
-
-def _norm(
-    input: torch.Tensor,
-    shape: tuple[int, ...],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    *,
-    is_centred: bool,
-) -> torch.Tensor:
-    own = partial(_own_norm, shape=shape, eps=eps, is_centred=is_centred)
-    given = [each for each in (input, weight, bias) if each is not None]
-    is_floating = all(each.is_floating_point() for each in given)
-    has_choice = (
-        is_floating and is_plain(*given) and 0 not in input.shape and eager.has_choice("norm", input.device.type)
-    )
-    if not has_choice:
-        return own(input, weight, bias)
-    hidden = math.prod(shape)
-    wide = reduce(torch.promote_types, (each.dtype for each in given), torch.float32)
-    attrs = NormAttrs(
-        is_centred=is_centred,
-        eps=eps,
-        has_weight=weight is not None,
-        has_bias=bias is not None,
-        compute_dtype=wide,
-        rounded_to=wide,
-        out_dtype=input.dtype,
-    )
-    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in given)
-    facts = NormFacts(input.numel() // hidden, hidden, input.dtype, input.device.type, needs_grad)
-    kernel = eager.kernel_for("norm", attrs, facts, input.device)
-    if kernel is None or kernel.call is None:
-        return own(input, weight, bias)
-    run = partial(_through, kernel.call, attrs, hidden)
-    return _guarded(kernel.kernel_id, run, own, input, weight, bias)
-
-
-def _own_norm(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    *,
-    shape: tuple[int, ...],
-    eps: float,
-    is_centred: bool,
-) -> torch.Tensor:
-    """PyTorch's function; weights in another dtype are multiplied before the result is rounded."""
-    wide = input.dtype
-    for each in (weight, bias):
-        wide = wide if each is None else torch.promote_types(wide, each.dtype)
-    given = (each if each is None or each.dtype == wide else each.to(wide) for each in (input, weight, bias))
-    rows, factor, summand = given
-    assert rows is not None, "the input is given"
-    if is_centred:
-        return F.layer_norm(rows, shape, factor, summand, eps).to(input.dtype)
-    return F.rms_norm(rows, shape, factor, eps).to(input.dtype)
-
-
-def _through(
-    call: Callable[..., torch.Tensor],
-    attrs: NormAttrs,
-    hidden: int,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """A kernel over the op's canonical operands."""
-    weights = (None if each is None else each.flatten() for each in (weight, bias))
-    return call(Operands(input.reshape(-1, hidden), *weights), attrs).reshape(input.shape)
-
-
-# ---- all of them -----------------------------------------------------------------------------------------------------
-
-
-def _guarded(kernel_id: str, run: Callable[..., Any], own: Callable[..., Any], *operands: Any) -> torch.Tensor:
-    """A kernel that is retired if it fails; the call is then completed by PyTorch's own."""
-
-    def complete(*operands: Any) -> Any:
-        eager.forget()
-        return own(*operands)
-
-    enabled = policy.current().settings.fallback_enabled
-    result: torch.Tensor = health.guarded(kernel_id, run, complete, *operands, fallback_enabled=enabled)
-    return result

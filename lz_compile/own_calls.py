@@ -12,7 +12,7 @@ from lz_compile.passes.patterns.scan_call import ScanCallEmitter
 from lz_compile.passes.view import tensor_of
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import eager
-from lz_compile.scans import facts_of_call
+from lz_compile.scan_calls import facts_of_call
 
 _CALLS = (ScanCallEmitter, SamplingCallEmitter)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -14,17 +14,19 @@ from lz_compile.lowering import inductor
 from lz_compile.options import Options
 from lz_compile.own_calls import selects_itself, with_own_kernel
 from lz_compile.passes.edits.edit import all_or_nothing
+from lz_compile.passes.edits.snapshot import Snapshot
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.fusion import Fusion, fusions
 from lz_compile.passes.joint import FusedEmitter
-from lz_compile.passes.loops.scan_outputs import drop_steps, give_results, give_symbols
+from lz_compile.passes.loops.loop_scan import SCAN
+from lz_compile.passes.loops.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
 from lz_compile.passes.match import Match
 from lz_compile.passes.rewrite import Recipes, erase_unread, splice
 from lz_compile.passes.share import share_equal
 from lz_compile.passes.symbolic_sizes import symbolic_sizes
 from lz_compile.passes.validate import Validation, validate
 from lz_compile.passes.view import tensor_of
-from lz_compile.reading import Reading, fail, graphs, timed
+from lz_compile.reading import Reading, Scans, fail, graphs, timed
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, loaded_tables, policy
 from lz_compile.runtime.context import of_match
@@ -49,16 +51,31 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
         RewriteFailedError: something failed and ``options.strict`` is set.
         DispatchTableError: the table of ``options`` is refused and ``options.strict`` is set.
     """
-    for found in _read(module, options, report):
-        if options.tunes(found.known.policy) and found.matches and found.effects is not None:
-            with timed(report, "tune"):
-                _tune(found.matches, found.effects, found.known, options)
-        _rewrite(found, options, report)
-        with timed(report, "rewrite"):
-            has_results = _tidy(found, options)
-        if found.is_changed or has_results or any(entry.rewritten for entry in found.entries):
-            found.module.graph.lint()
-            found.module.recompile()
+    tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
+    for path, child, is_checkpointed in graphs(module):
+        if not is_checkpointed:
+            _rewrite(_read(child, path, tables, options, report, "any"), options, report)
+            continue
+        before, trial = Snapshot(child), GraphReport(report.graph_id)
+        _rewrite(_read(child, path, tables, options, trial, "replaced"), options, trial)
+        if any(loop.rolled for loop in trial.loops) and child.graph.find_nodes(op="call_function", target=SCAN):
+            before.restore()  # no kernel took the place of a loop that was rolled for one
+            trial = GraphReport(report.graph_id, seconds=trial.seconds)
+            _rewrite(_read(child, path, tables, options, trial, "none"), options, trial)
+        report.add(trial)
+
+
+def _rewrite(found: _Found, options: Options, report: GraphReport) -> None:
+    """Measure, choose and splice in one graph that was read."""
+    if options.tunes(found.known.policy) and found.matches and found.effects is not None:
+        with timed(report, "tune"):
+            _tune(found.matches, found.effects, found.known, options)
+    _replace(found, options, report)
+    with timed(report, "rewrite"):
+        has_results = _tidy(found, options)
+    if found.is_changed or has_results or any(entry.rewritten for entry in found.entries):
+        found.module.graph.lint()
+        found.module.recompile()
 
 
 def _tidy(found: _Found, options: Options) -> bool:
@@ -67,7 +84,7 @@ def _tidy(found: _Found, options: Options) -> bool:
         with all_or_nothing(found.module):  # nothing of it changes a value that anybody reads
             share_equal(found.module.graph)
             erase_unread(found.module.graph, (node for match in found.matches for node in match.implied))
-            has_results = give_results(found.module) + give_symbols(found.module) > 0
+            has_results = give_results(found.module) + order_gradients(found.module) + give_symbols(found.module) > 0
             drop_steps(found.module)
             return has_results
     except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
@@ -82,7 +99,9 @@ def choose(module: fx.GraphModule, options: Options, report: GraphReport) -> Non
         RewriteFailedError: something failed and ``options.strict`` is set.
         DispatchTableError: the table of ``options`` is refused and ``options.strict`` is set.
     """
-    for found in _read(module, options, report):
+    tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
+    for path, child, is_checkpointed in graphs(module):
+        found = _read(child, path, tables, options, report, "replaced" if is_checkpointed else "any")
         for match, entry in zip(found.matches, found.entries, strict=True):
             decision = _decide(match, entry, found.known, report)
             entry.kernel = next(kernel.kernel_id for kernel in decision.ranking if _is_loaded(kernel, entry))
@@ -103,18 +122,18 @@ class _Found:
     known: _Known
 
 
-def _read(module: fx.GraphModule, options: Options, report: GraphReport) -> Iterator[_Found]:
-    tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
-    for path, child in graphs(module):
-        reading = Reading.of(child, path, options, report)
-        effects, matches = reading.effects, reading.matches
-        if options.assume_finite:
-            matches = _assuming_finite(matches)
-        matches = [with_own_kernel(match) for match in matches]
-        entries = [MatchReport.of(match, path) for match in matches]
-        report.matches.extend(entries)
-        known = _Known(policy.current().with_locks(options.lock), tables, _fusions(matches, effects, options))
-        yield _Found(child, reading.is_changed, effects, matches, entries, known)
+def _read(
+    module: fx.GraphModule, path: str, tables: Sequence[Loaded], options: Options, report: GraphReport, scans: Scans
+) -> _Found:
+    reading = Reading.of(module, path, options, report, scans)
+    effects, matches = reading.effects, reading.matches
+    if options.assume_finite:
+        matches = _assuming_finite(matches)
+    matches = [with_own_kernel(match) for match in matches]
+    entries = [MatchReport.of(match, path) for match in matches]
+    report.matches.extend(entries)
+    known = _Known(policy.current().with_locks(options.lock), tables, _fusions(matches, effects, options))
+    return _Found(module, reading.is_changed, effects, matches, entries, known)
 
 
 def _fusions(matches: list[Match], effects: Effects | None, options: Options) -> Mapping[fx.Node, Fusion]:
@@ -132,7 +151,7 @@ def _fusions(matches: list[Match], effects: Effects | None, options: Options) ->
         return {}
 
 
-def _rewrite(found: _Found, options: Options, report: GraphReport) -> None:
+def _replace(found: _Found, options: Options, report: GraphReport) -> None:
     # Last to first: a match may read what an earlier one computes, and names the node that is still there.
     for match, entry in reversed(list(zip(found.matches, found.entries, strict=True))):
         try:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
+import torch
 from torch import fx
 
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options
 from lz_compile.passes.dead import drop_dead
-from lz_compile.passes.edits.edit import RefutedError, all_or_nothing, proven
+from lz_compile.passes.edits.edit import RefutedError, Stage, all_or_nothing, edit_places
 from lz_compile.passes.edits.snapshot import Snapshot
-from lz_compile.passes.effects import Ambient, Effects
+from lz_compile.passes.effects import Ambient, Effects, ambient_behind, grad_enabled
 from lz_compile.passes.inline import Inlined, inline
 from lz_compile.passes.loops.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.loops.forward_stores import forward_stores
 from lz_compile.passes.loops.prefix_stores import prefix_stores
-from lz_compile.passes.loops.reroll import RolledLoop, reroll
+from lz_compile.passes.loops.reroll import RolledLoop, never, reroll
 from lz_compile.passes.loops.unbatch import unbatch
 from lz_compile.passes.match import Failure, Match, NearMiss
 from lz_compile.passes.patterns import Recogniser, recognisers
@@ -31,22 +33,42 @@ from lz_compile.reasons import Reason
 from lz_compile.runtime import events
 from lz_compile.runtime.report import GraphReport, LoopReport, MissReport
 
+#: Which loops of a graph may become scans: as the policy says, those for kernels that take the place of the scan, none.
+Scans: TypeAlias = Literal["any", "replaced", "none"]
+
+_IN_CHECKPOINT = Reason(
+    "IN_CHECKPOINT",
+    "PyTorch compiles no scan inside of torch.utils.checkpoint with gradients, and no kernel takes the place of this loop",
+)
 #: Of Python calls, while a graph is read.
 _RECURSION = 50_000
 
 
-def graphs(module: fx.GraphModule, path: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
-    """The module and the graph modules that it uses then, at any depth, each once."""
-    yield path, module
+def graphs(
+    module: fx.GraphModule, path: str = "", *, is_checkpointed: bool = False
+) -> Iterator[tuple[str, fx.GraphModule, bool]]:
+    """The module and the graph modules that it uses then, at any depth, each once.
+
+    With each goes whether it runs inside of ``torch.utils.checkpoint`` with gradients.
+    """
+    yield path, module, is_checkpointed
     seen: set[str] = set()
-    for node in module.graph.nodes:
+    nodes = list(module.graph.nodes)
+    for place, node in enumerate(nodes):
         name = str(node.target)
         if node.op not in ("get_attr", "call_module") or name in seen:
             continue
         seen.add(name)
         child = operator.attrgetter(name)(module)
         if isinstance(child, fx.GraphModule):
-            yield from graphs(child, f"{path}.{name}" if path else name)
+            is_inside = is_checkpointed or _checkpoints(node, nodes[:place])
+            yield from graphs(child, f"{path}.{name}" if path else name, is_checkpointed=is_inside)
+
+
+def _checkpoints(callee: fx.Node, ahead: Sequence[fx.Node]) -> bool:
+    """Whether a graph is run by a checkpoint that records gradients."""
+    is_run = any(user.target is torch.ops.higher_order.tag_activation_checkpoint for user in callee.users)
+    return is_run and grad_enabled(ambient_behind(ahead))
 
 
 @dataclass
@@ -61,15 +83,29 @@ class Reading:
     _before: Snapshot | None = None
 
     @classmethod
-    def of(cls, module: fx.GraphModule, path: str, options: Options, report: GraphReport) -> Reading:
+    def of(
+        cls,
+        module: fx.GraphModule,
+        path: str,
+        options: Options,
+        report: GraphReport,
+        scans: Scans = "any",
+    ) -> Reading:
         """Read a graph, which may change for that; whatever fails is an event, and leaves it as it was.
+
+        Args:
+            module: whose graph is read.
+            path: of the module.
+            options: of the compile.
+            report: gets what was found and what failed.
+            scans: which loops may be rolled.
 
         Raises:
             RewriteFailedError: something failed and ``options.strict`` is set.
         """
         found = cls()
         found._spell_out(module, options, report)
-        found._roll(module, path, options, report)
+        found._roll(module, path, options, report, scans)
         found._take_apart(module, options, report)
         found._drop(module, options)
         found._recognise(module.graph, options, report)
@@ -113,25 +149,25 @@ class Reading:
                 self._edit("INLINE_FAILED", what, edit, module, options, report)
 
     def _edit(
+        self, code: str, what: str, stage: Stage, module: fx.GraphModule, options: Options, report: GraphReport
+    ) -> None:
+        """Make the edits of a stage all over a graph, proven."""
+        before = Snapshot(module) if self._before is None else self._before
+        count, faults = edit_places(module, what, stage, report.unproven, before)
+        self.is_changed |= count > 0
+        self._before = None if count or faults else before  # what was put back has other nodes
+        for places, error in faults:
+            at = f"{what} at {places}" if places else what
+            fail("EDIT_REFUTED" if isinstance(error, RefutedError) else code, at, error, options)
+
+    def _roll(
         self,
-        code: str,
-        what: str,
-        edit: Callable[[fx.Graph], int],
         module: fx.GraphModule,
+        path: str,
         options: Options,
         report: GraphReport,
+        scans: Scans,
     ) -> None:
-        """Make an edit of the whole graph, proven; ``edit`` says how many places it changed."""
-        try:
-            with proven(module, what, report.unproven, self._before) as before:
-                is_changed = edit(module.graph) > 0
-            self.is_changed |= is_changed
-            self._before = None if is_changed else before
-        except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
-            self._before = None  # what was put back has other nodes
-            fail("EDIT_REFUTED" if isinstance(error, RefutedError) else code, what, error, options)
-
-    def _roll(self, module: fx.GraphModule, path: str, options: Options, report: GraphReport) -> None:
         """Roll the loops that Dynamo unrolled. Steps are graphs of their own, and looked at next."""
         kept: list[NearMiss] = []
 
@@ -148,7 +184,9 @@ class Reading:
             what = "taking what is read back of a tensor for what was stored"
             self._edit("LOOPS_FAILED", what, forward_stores, module, options, report)
             try:
-                found = reroll(module, options.loops, is_known, report.unproven)
+                policy, confined = (options.loops, None) if scans == "any" else ("keep", _IN_CHECKPOINT)
+                special = never if scans == "none" else is_known
+                found = reroll(module, policy, special, report.unproven, confined)
             except Exception as error:  # noqa: BLE001 as above
                 fail("LOOPS_FAILED", "reading the loops of a graph", error, options)
                 return
@@ -193,7 +231,7 @@ class Reading:
 
 
 #: Other spellings of the same, in this order.
-_SPELLINGS: Mapping[str, Callable[[fx.Graph], int]] = {
+_SPELLINGS: Mapping[str, Stage] = {
     "giving values to what is written in place": with_values,
     "spelling out torch.vmap": unbatch,
     "taking recurrences that are computed in place for values": prefix_stores,

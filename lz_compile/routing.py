@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from lz_compile.arguments import PLAIN
+from lz_compile.arguments import PLAIN, is_plain
 from lz_compile.errors import ArgumentError, TransformUnsupportedError
 from lz_compile.lowering.kernel_operator import signed
 from lz_compile.lowering.ops import routing as op
@@ -153,7 +153,9 @@ def _selected(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
     facts = _facts(x)
     if 0 in (facts.num_rollouts, facts.rollout_length, facts.in_features, facts.out_features):
         return _own(x, attrs)
-    kernel = eager.kernel_for("routing", attrs, facts, x.x.device)
+    # A record is written, and so no operand of a proof.
+    proven = {name: each for name, each in x.given().items() if name != "record"}
+    kernel = eager.kernel_for("routing", attrs, facts, x.x.device, proven if is_plain(*x.tensors) else None)
     if kernel is None or kernel.call is None:
         return _own(x, attrs)
     enabled = policy.current().settings.fallback_enabled

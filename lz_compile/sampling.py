@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ TEMPERATURES = (1e-6, 1e6)
 #: The seeds of rows differ by multiples of this, which 62 bits hold.
 _ROW = 0x2545F491
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: So many numbers are read off as quickly as they are reduced.
+_FEW = 64
 _MOST_WEIGHT = torch.finfo(torch.float32).max
 
 
@@ -237,6 +239,7 @@ class _Operands:
         self._vocab = logits.shape[-1]
         flat = logits if logits.dim() == 2 else logits.reshape(-1, self._vocab)
         self._given: dict[str, torch.Tensor] = {"logits": flat}
+        self._is_plain = is_plain(logits)
 
     @property
     def arguments(self) -> Arguments:
@@ -289,7 +292,7 @@ class _Operands:
         if type(value) in (int, float) and value == unless:
             return
         if type(value) is float and least < value <= most and name != "top_k":
-            self._given[name] = torch.full((1,), value, dtype=dtype, device=self._logits.device)
+            self._given[name] = self._as_tensor(value, dtype)
             return
         given, shown = self.arguments, self._aliases.get(name, name)
         if isinstance(value, torch.Tensor):
@@ -306,7 +309,14 @@ class _Operands:
             return
         given.number(shown, value, least, most, above=above, whole=name == "top_k")
         if value != unless:
-            self._given[name] = torch.full((1,), value, dtype=dtype, device=self._logits.device)
+            self._given[name] = self._as_tensor(value, dtype)
+
+    def _as_tensor(self, value: float, dtype: torch.dtype) -> torch.Tensor:
+        """One number for all rows."""
+        device = self._logits.device
+        if self._is_plain and device.type == "cpu" and type(value) in (int, float):
+            return _number_on_cpu(value, dtype)
+        return torch.full((1,), value, dtype=dtype, device=device)
 
     def add_constraints(self, bitmask: torch.Tensor | None, bias: torch.Tensor | None) -> None:
         """A mask of bits, and what is added to logits."""
@@ -340,15 +350,28 @@ class _Operands:
     def _by_row(self, name: str, what: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
         """``[N, width]``, or ``[1, width]`` for all rows."""
         shape = tuple(tensor.shape)
-        if shape not in {(width,), (1, width), (*self._rows, width)}:
+        if shape not in ((width,), (1, width), (*self._rows, width)):
             expected = f"{what}of shape {[width]} or {[*self._rows, width]}"
             raise self.arguments.wrong(name, expected, list(shape))
-        moved = tensor.to(self._logits.device)
+        device = self._logits.device
+        moved = tensor if tensor.device == device else tensor.to(device)
         return moved if moved.dim() == 2 else moved.reshape(-1, width)
 
     def drawn(self, seeds: torch.Tensor | int | None, generator: torch.Generator | None) -> torch.Tensor:
         """A token for each row, by a seed for each."""
-        self._given["seeds"] = row_seeds(self.arguments, self._rows, seeds, generator, self._logits.device)
+        device = self._logits.device
+        if (
+            generator is None
+            and type(seeds) is torch.Tensor
+            and seeds.dtype == torch.int64
+            and seeds.dim() == 1
+            and seeds.shape == self._rows
+            and seeds.device == device
+            and seeds.layout is torch.strided
+        ):
+            self._given["seeds"] = seeds
+        else:
+            self._given["seeds"] = row_seeds(self.arguments, self._rows, seeds, generator, device)
         return self.run("ids")
 
     def run(self, result: Result, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -365,7 +388,7 @@ class _Operands:
         if result != "ids":
             return found if len(self._rows) == 1 else found.reshape(*self._rows, self._vocab)
         can_be_read = not is_compiling and found.device.type == "cpu" and is_plain(found)
-        if can_be_read and found.numel() and int(found.min()) < 0:
+        if can_be_read and found.numel() and _least(found) < 0:
             raise self._not_drawn(found)
         return found if len(self._rows) == 1 else found.reshape(self._rows)
 
@@ -395,9 +418,21 @@ class _Operands:
         return self.arguments.wrong(name, expected, f"{found} in row {rows}", "There is no token to draw")
 
 
-def drawn(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-    """A token for each row of logits ``[N, V]``, -1 where there is none, by seeds ``[N]``; nothing is checked."""
-    return _selected(logits, None, None, None, None, None, None, seeds, "ids", torch.float32)
+@lru_cache(maxsize=256)
+def _number_on_cpu(value: float, dtype: torch.dtype) -> torch.Tensor:
+    """One number, which every call that is given it reads."""
+    with torch.inference_mode(False):
+        return torch.full((1,), value, dtype=dtype, device="cpu")
+
+
+def _least(tokens: torch.Tensor) -> int:
+    """The least of some numbers; of few, without a kernel."""
+    return min(tokens.tolist()) if tokens.numel() <= _FEW else int(tokens.min())
+
+
+def draw_of(logits: torch.Tensor, seeds: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """What draws a token for each row of ``logits [N, V]`` like these, -1 where there is none, by ``seeds [N]``."""
+    return _bind({"logits": logits, "seeds": seeds}, "ids", torch.float32)
 
 
 def row_seeds(
@@ -434,6 +469,8 @@ def row_seeds(
         base = mixed_seed(seeds)
     else:
         raise given.wrong("seeds", "as a whole number that int64 holds, from -2**63 to 2**63 - 1", seeds)
+    if isinstance(base, int) and count <= _FEW:
+        return torch.tensor([row * _ROW ^ base for row in range(count)], dtype=torch.int64, device=device)
     found: torch.Tensor = torch.arange(count, device=device) * _ROW ^ base
     return found
 
@@ -529,7 +566,8 @@ def _bind(
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in operands.values())
     rows, vocab = (contexts.known_size(size) for size in logits.shape)
     facts = SamplingFacts(rows, vocab, logits.dtype, logits.device.type, needs_grad)
-    kernel = eager.kernel_for("sampling", attrs, facts, logits.device) if rows else None
+    given = None if is_traced else operands
+    kernel = eager.kernel_for("sampling", attrs, facts, logits.device, given) if rows else None
     own = partial(_own, attrs)
     if kernel is None or kernel.call is None:
         return own

@@ -7,18 +7,15 @@ whatever backend, it is one operator, ``layerzero::scan``, for which the kernel 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from lz_compile.arguments import PLAIN, Arguments, is_plain, remembered
-from lz_compile.lowering.ops import scan as scan_op
-from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs, ScanFacts, ScanSizes
-from lz_compile.runtime import context as contexts
-from lz_compile.runtime import eager, fingerprint, policy
+from lz_compile.arguments import Arguments, is_plain, remembered
+from lz_compile.runtime import eager
+from lz_compile.scan_calls import by_address, is_view, scan
 
 __all__ = ["kda", "linear_scan"]
 
@@ -67,7 +64,32 @@ def kda(
     Raises:
         ArgumentError: an argument is no such tensor or number, or does not fit the others.
     """
-    _check_kda(q, k, v, alpha, beta, initial_state, initial_output, drop_mask, active, scale, head_first)
+    given = (q, k, v, alpha, beta, initial_state, initial_output, drop_mask, active)
+    if _is_signed(given, scale, head_first):
+        options = (type(scale), scale, type(head_first), head_first)
+        names = ("kda", *options, torch.is_grad_enabled(), *[eager.layout(each) for each in given])
+        found: tuple[torch.Tensor, torch.Tensor]
+        found = eager.bound("scan", names, partial(_bind_kda, given, scale, head_first))(*given)
+        return found
+    _check_kda(*given, scale, head_first)
+    return _kda(*given, scale=scale, head_first=head_first)
+
+
+def _kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    initial_output: torch.Tensor | None,
+    drop_mask: torch.Tensor | None,
+    active: torch.Tensor | None,
+    *,
+    scale: float | None,
+    head_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence over arguments that were checked."""
     if head_first:
         q, k, v, alpha, beta = (each.transpose(1, 2) for each in (q, k, v, alpha, beta))
         active = None if active is None else active.transpose(1, 2)
@@ -81,20 +103,60 @@ def kda(
         beta = torch.where(skipped, 0.0, beta)
         rows = skipped.unsqueeze(-1)
         alpha, k, v = torch.where(rows, 1.0, alpha), torch.where(rows, 0.0, k), torch.where(rows, 0.0, v)
+    reads, last = scan(*_delta(q, k, v, alpha, beta, initial_state, scale))
+    out = reads.squeeze(3).transpose(1, 2)
+    if drop_mask is not None:
+        out = _filled_forward(out, drop_mask.bool(), initial_output)
+    return (out.transpose(1, 2) if head_first else out), last
+
+
+def _delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor | None,
+    scale: float | None,
+) -> tuple[dict[str, torch.Tensor | None], torch.dtype, torch.dtype]:
+    """The op's operands of a delta rule, and the dtypes of its outputs and of its state."""
     operands = {
-        "state": initial_state,
+        "state": state,
         "decay": alpha.transpose(1, 2).unsqueeze(-1),
         "left": _by_head(k * beta.unsqueeze(-1)),
         "right": _by_head(v),
         "erase": _by_head(k * alpha),
         "query": _by_head(q if scale is None else q * scale),
     }
-    state_dtype = torch.promote_types(v.dtype, torch.float32) if initial_state is None else initial_state.dtype
-    reads, last = _scan(operands, v.dtype, state_dtype)
-    out = reads.squeeze(3).transpose(1, 2)
-    if drop_mask is not None:
-        out = _filled_forward(out, drop_mask.bool(), initial_output)
-    return (out.transpose(1, 2) if head_first else out), last
+    return operands, v.dtype, torch.promote_types(v.dtype, torch.float32) if state is None else state.dtype
+
+
+def _bind_kda(given: tuple[Any, ...], scale: float | None, head_first: bool) -> Callable[..., Any]:
+    """The call for arguments like these, which are checked here."""
+    _check_kda(*given, scale, head_first)
+    own = partial(_kda, scale=scale, head_first=head_first)
+    q, k, v, alpha, beta, state, *others = given
+    if head_first or any(each is not None for each in others):
+        return own
+    is_by_head = alpha.dim() == 3
+    operands, *dtypes = _delta(q, k, v, alpha.unsqueeze(-1) if is_by_head else alpha, beta, state, scale)
+
+    def called(
+        run: Callable[..., Any],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        alpha: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor | None,
+        *_: None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        left, erase = k * beta.unsqueeze(-1), k * (alpha.unsqueeze(-1) if is_by_head else alpha)
+        found: tuple[torch.Tensor, torch.Tensor]
+        found = run(state, alpha, left, v, erase, None, q if scale is None else q * scale)
+        return found
+
+    return by_address(operands, dtypes, (v.shape, None), called, own)
 
 
 def linear_scan(
@@ -119,12 +181,33 @@ def linear_scan(
     Raises:
         ArgumentError: an argument is no such tensor or number, does not fit the others, or there is no such dimension.
     """
-    _check_linear_scan(decay, drive, initial, dim)
+    given: tuple[Any, ...] = (decay, drive, initial)
+    if isinstance(decay, torch.Tensor) and _is_signed(given, dim):
+        names = ("linear_scan", type(dim), dim, torch.is_grad_enabled(), *[eager.layout(each) for each in given])
+        found: tuple[torch.Tensor, torch.Tensor]
+        found = eager.bound("scan", names, partial(_bind_linear_scan, given, dim))(*given)
+        return found
+    _check_linear_scan(*given, dim)
+    return _linear_scan(*given, dim=dim)
+
+
+def _linear_scan(
+    decay: torch.Tensor | float, drive: torch.Tensor | None, initial: torch.Tensor | None, *, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scan of arguments that were checked."""
+    operands, columns, dtype = _columns_of(decay, drive, initial, dim)
+    reads, last = scan(operands, dtype, dtype)
+    return columns.restored(reads), last.reshape(columns.rest)
+
+
+def _columns_of(
+    decay: torch.Tensor | float, drive: torch.Tensor | None, initial: torch.Tensor | None, dim: int
+) -> tuple[dict[str, torch.Tensor | None], _Columns, torch.dtype]:
+    """The op's operands, how they are laid out, and the dtype of results."""
     whole = decay if drive is None else drive
     assert isinstance(whole, torch.Tensor), "it was checked"
     factor = decay if isinstance(decay, torch.Tensor) else whole.new_full((), float(decay))
     shape, dim = tuple(whole.shape), dim % whole.dim()
-    rest = (*shape[:dim], *shape[dim + 1 :])
     given = [each for each in (factor, drive, initial) if each is not None]
     wide = reduce(torch.promote_types, (each.dtype for each in given))
     columns = _Columns(shape, dim)
@@ -133,24 +216,46 @@ def linear_scan(
         "drive": None if drive is None else columns.of(drive),
     }
     if initial is not None:
-        operands["state"] = columns.of(_of_rank(initial, len(rest)).unsqueeze(dim))[:, :, 0]
-    reads, last = _scan(operands, wide, wide)
-    return columns.restored(reads), last.reshape(rest)
+        operands["state"] = columns.of(_of_rank(initial, len(columns.rest)).unsqueeze(dim))[:, :, 0]
+    return operands, columns, wide
+
+
+def _bind_linear_scan(given: tuple[Any, ...], dim: int) -> Callable[..., Any]:
+    """The call for arguments like these, which are checked here."""
+    _check_linear_scan(*given, dim)
+    own = partial(_linear_scan, dim=dim)
+    decay, drive, initial = given
+    operands, columns, dtype = _columns_of(decay, drive, initial, dim)
+    pairs = ((operands.get(name), each) for name, each in zip(("decay", "drive", "state"), given, strict=True))
+    if not all(is_view(*pair) for pair in pairs):
+        return own
+    reads = columns.shape if columns.is_flat else None
+
+    def called(
+        run: Callable[..., Any], decay: torch.Tensor, drive: torch.Tensor | None, initial: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor] = run(initial, decay, None, None, None, drive, None)
+        return found if reads is not None else (columns.restored(found[0].transpose(1, 2)), found[1])
+
+    return by_address(operands, (dtype, dtype), (reads, columns.rest), called, own)
 
 
 class _Columns:
     """A shape as batch, head, step and columns, in the op's canonical layout: time may be anywhere.
 
-    The dimension after time (or before it, where there is none after) is that of columns.
+    The dimension after time (or before it, where there is none after) is that of columns. ``rest`` is the shape without time.
     """
 
     def __init__(self, shape: Sequence[int], dim: int) -> None:
-        self._shape = tuple(shape)
+        self.shape = tuple(shape)
+        self.rest = (*shape[:dim], *shape[dim + 1 :])
         before, after = [*range(dim)], [*range(dim + 1, len(shape))]
         columns = after[-1:] if after else before[-1:]
         self._groups = (before if after else before[:-1], after[:-1], [dim], columns)
         self._order = [position for group in self._groups for position in group]
         self._is_ordered = self._order == [*range(len(shape))]
+        #: Whether ``[B, T, H, V]`` in memory, as kernels leave it, is the shape.
+        self.is_flat = self._is_ordered and all(shape[position] == 1 for position in self._groups[1])
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """``[B, H, T, 1, V]`` of a tensor of this rank, where groups of dimensions that broadcast do so still."""
@@ -158,7 +263,7 @@ class _Columns:
         for group in self._groups:
             if len(group) > 1 and not all([_is_one(sizes[position]) for position in group]):  # noqa: C419  # quicker
                 for position in group:
-                    sizes[position] = self._shape[position]
+                    sizes[position] = self.shape[position]
         if tuple(sizes) != tuple(tensor.shape):
             tensor = tensor.expand(sizes)
         first, second, time, columns = (_product([sizes[position] for position in group]) for group in self._groups)
@@ -167,7 +272,7 @@ class _Columns:
 
     def restored(self, reads: torch.Tensor) -> torch.Tensor:
         """The inverse, of ``[B, H, T, 1, V]``."""
-        whole = reads.reshape([self._shape[position] for position in self._order])
+        whole = reads.reshape([self.shape[position] for position in self._order])
         if self._is_ordered:
             return whole
         return whole.permute([self._order.index(position) for position in range(len(self._order))])
@@ -257,108 +362,9 @@ def _filled_forward(out: torch.Tensor, dropped: torch.Tensor, first: torch.Tenso
     return torch.cat((before, out), 1)[rows, latest]
 
 
-# ---- choosing and running --------------------------------------------------------------------------------------------
+def _is_signed(given: Sequence[Any], *options: Any) -> bool:
+    """Whether a call may be bound: plain tensors, and numbers by which it is found again."""
+    return is_plain(*given) and all([type(each) in _OPTIONS for each in options])  # noqa: C419  # a generator costs more
 
 
-def _scan(
-    operands: Mapping[str, torch.Tensor | None], out_dtype: torch.dtype, state_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scan over canonical operands, reads after the step."""
-    given = [operands.get(name) for name in OPERANDS]
-    if torch.compiler.is_dynamo_compiling():
-        found = torch.ops.layerzero.scan.default(*given, out_dtype, state_dtype, fingerprint.traced_source())
-        return found[0], found[1]
-    if any(type(each) not in PLAIN for each in given if each is not None):
-        return _own(*given, attrs=_attributes(given, out_dtype, state_dtype))
-    return _selected(given, out_dtype, state_dtype)
-
-
-def _operator(
-    state: torch.Tensor | None,
-    decay: torch.Tensor | None,
-    left: torch.Tensor | None,
-    right: torch.Tensor | None,
-    erase: torch.Tensor | None,
-    drive: torch.Tensor | None,
-    query: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    state_dtype: torch.dtype,
-    source: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced."""
-    del source  # for caches: see traced_source
-    operands = (state, decay, left, right, erase, drive, query)
-    given = Arguments("linear_scan or kda")
-    for name, each in zip(OPERANDS, operands, strict=True):
-        given.tensor(name, each, kind="inexact", optional=True)
-    return _selected(operands, out_dtype, state_dtype)
-
-
-def _selected(
-    operands: Sequence[torch.Tensor | None], out_dtype: torch.dtype, state_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    found: tuple[torch.Tensor, torch.Tensor]
-    if not is_plain(*operands):
-        found = _bind(operands, out_dtype, state_dtype, is_traced=True)(*operands)
-        return found
-    names = (out_dtype, state_dtype, torch.is_grad_enabled(), *[eager.layout(each) for each in operands])
-    found = eager.bound("scan", names, partial(_bind, operands, out_dtype, state_dtype))(*operands)
-    return found
-
-
-def _bind(
-    operands: Sequence[torch.Tensor | None], out_dtype: torch.dtype, state_dtype: torch.dtype, is_traced: bool = False
-) -> Callable[..., Any]:
-    """The scan over operands like these, by the kernel that is chosen for them."""
-    attrs = _attributes(operands, out_dtype, state_dtype)
-    own = partial(_own, attrs=attrs)
-    is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-    facts = facts_of_call(dict(zip(OPERANDS, operands, strict=True)))
-    if is_transformed or 0 in (facts.batch, facts.heads, facts.length, facts.key_dim, facts.value_dim):
-        return own
-    device = next(each.device for each in operands if each is not None)
-    kernel = eager.kernel_for("scan", attrs, facts, device)
-    if kernel is None or kernel.call is None:
-        return own
-    bind = None if is_traced or facts.needs_grad else getattr(kernel.call, "bind", None)
-    call = partial(_called, kernel.call, attrs) if bind is None else bind(attrs)
-    return eager.guarded(kernel, call, own, fallback_enabled=policy.current().settings.fallback_enabled)
-
-
-def _attributes(operands: Sequence[torch.Tensor | None], out_dtype: torch.dtype, state_dtype: torch.dtype) -> ScanAttrs:
-    named = dict(zip(OPERANDS, operands, strict=True))
-    wide = torch.promote_types(scan_op.common_dtype(named), torch.float32)
-    return ScanAttrs("after", named["erase"] is not None, wide, out_dtype, state_dtype)
-
-
-def _own(*operands: torch.Tensor | None, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:
-    return scan_op.reference(*operands, attrs=attrs)
-
-
-def _called(
-    call: Callable[..., Any], attrs: ScanAttrs, *operands: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A kernel, which is not given what there is not."""
-    given = {name: each for name, each in zip(OPERANDS, operands, strict=True) if each is not None}
-    reads, last = call(**given, attrs=attrs)
-    return reads, last
-
-
-def facts_of_call(operands: Mapping[str, torch.Tensor | None]) -> ScanFacts:
-    """What a call selects its kernel by: a number for every size, also while it is traced."""
-    found = scan_op.facts_of(operands)
-    return ScanFacts(
-        *ScanSizes._make(map(contexts.known_size, scan_op.sizes_of(operands))),
-        structure=found.structure,
-        dtype=found.dtype,
-        device=found.device,
-        needs_grad=found.needs_grad,
-    )
-
-
-_LIBRARY = torch.library.Library("layerzero", "FRAGMENT")
-_LIBRARY.define(
-    "scan" + torch.library.infer_schema(_operator, mutates_args=()),
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
-)
-_LIBRARY.impl("scan", _operator, "CompositeImplicitAutograd")
+_OPTIONS = (type(None), bool, int, float)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,8 +11,8 @@ import torch
 from lz_compile.arguments import Arguments, is_plain, remembered
 from lz_compile.errors import TokenArgumentError
 from lz_compile.lowering.ops.sampling import bits
-from lz_compile.runtime import health
-from lz_compile.sampling import drawn, row_seeds, sample
+from lz_compile.runtime import eager, health
+from lz_compile.sampling import draw_of, row_seeds, sample
 
 __all__ = ["Verification", "speculative_verify"]
 
@@ -67,55 +68,63 @@ def speculative_verify(
 
     **Source** Leviathan et al., *Fast Inference from Transformers via Speculative Decoding*, 2023, algorithm 1.
     """
-    _check(draft_tokens, draft_probs, target_probs)
+    given = (draft_tokens, draft_probs, target_probs)
     arguments = Arguments("speculative_verify", TokenArgumentError)
-    given = row_seeds(arguments, draft_tokens.shape[:1], seeds, generator, target_probs.device)
-    is_looked_at = is_plain(draft_tokens, draft_probs, target_probs) and target_probs.device.type == "cpu"
-    looks = check_probabilities and is_looked_at
-    operands = (draft_tokens, draft_probs, target_probs, given)
-    is_readable = is_looked_at and given.numel() > 0 and not _wants_gradients(draft_probs, target_probs)
-    if is_readable and health.retired(_KERNEL) is None:
-        found = health.guarded(_KERNEL, partial(_at_once, looks), lambda *_: None, *operands)
-        if found is not None:
-            return found
-    if is_looked_at and draft_tokens.numel():
-        _check_tokens(arguments, draft_tokens, target_probs.shape[2])
-    return _in_torch(arguments, looks, draft_tokens, draft_probs, target_probs, given)
+    if is_plain(*given):
+        looks = bool(check_probabilities)
+        names = ("speculative_verify", looks, torch.is_grad_enabled(), *[eager.layout(each) for each in given])
+        run = eager.bound("sampling", names, partial(_bind, given, looks))
+    else:
+        _check(*given)
+        run = partial(_in_torch, False)
+    own = row_seeds(arguments, draft_tokens.shape[:1], seeds, generator, target_probs.device)
+    return Verification(*run(*given, own))
 
 
-def _wants_gradients(*given: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
-
-
-def _at_once(
-    looks: bool,
-    draft_tokens: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    target_probs: torch.Tensor,
-    seeds: torch.Tensor,
-) -> Verification | None:
-    """By one pass of C++ and a draw; None where it does not read such tensors."""
+def _bind(given: tuple[Any, ...], check_probabilities: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The call for tensors like these, which are checked here."""
+    _check(*given)
+    draft_tokens, draft_probs, target_probs = given
+    if target_probs.device.type != "cpu":
+        return partial(_in_torch, False)
+    own = partial(_looked_at, check_probabilities)
+    wants_gradients = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
+    if not draft_tokens.shape[0] or wants_gradients or health.retired(_KERNEL) is not None:
+        return own
     from lz_compile.lowering.cpp import speculation as code
 
     if not code.can_read(draft_tokens, draft_probs, target_probs):
-        return None
-    operands = (draft_tokens, draft_probs, target_probs, seeds)
-    found = code.verify(*operands, salt=_ACCEPTANCE, looks=looks, tolerance=_SUM_TOLERANCE)
-    if found is None:  # who says what is wrong, looks again
-        return None
-    own = drawn(found.left.log_(), seeds ^ _DRAW)
-    found.tokens.scatter_(1, found.accepted.long()[:, None], own[:, None])
-    return Verification(found.tokens, found.accepted)
+        return own
+    rows, _, vocab = target_probs.shape
+    left, seeds = target_probs.new_empty(rows, vocab), draft_tokens.new_empty(rows)
+    salts, tolerance = (_ACCEPTANCE, _DRAW), _SUM_TOLERANCE
+    draw = draw_of(left, seeds)
+    run = code.prepare(target_probs, draw, salts=salts, looks=check_probabilities, tolerance=tolerance)
+    return partial(_at_once, run, own)
+
+
+def _at_once(run: Callable[..., Any], own: Callable[..., Any], *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """By one pass of C++ and a draw; what it does not take, or finds wrong, PyTorch's operations look at."""
+    found: tuple[torch.Tensor, torch.Tensor] | None = health.guarded(_KERNEL, run, lambda *_: None, *given)
+    return own(*given) if found is None else found
+
+
+def _looked_at(
+    check_probabilities: bool, draft_tokens: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By PyTorch's operations, on a CPU, where tokens are looked at."""
+    if draft_tokens.numel():
+        _check_tokens(draft_tokens, others[1].shape[2])
+    return _in_torch(check_probabilities, draft_tokens, *others)
 
 
 def _in_torch(
-    arguments: Arguments,
     looks: bool,
     draft_tokens: torch.Tensor,
     draft_probs: torch.Tensor | None,
     target_probs: torch.Tensor,
     given: torch.Tensor,
-) -> Verification:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """By PyTorch's operations."""
     count = draft_tokens.shape[1]
     drafted = draft_tokens.to(torch.int64)
@@ -123,7 +132,7 @@ def _in_torch(
     p = target[:, :count].gather(-1, drafted[..., None])[..., 0]
     q = torch.ones_like(p) if draft_probs is None else draft_probs.to(p.dtype).gather(-1, drafted[..., None])[..., 0]
     if looks:
-        _check_probabilities(arguments, draft_probs, target_probs, q)
+        _check_probabilities(draft_probs, target_probs, q)
     uniform = (bits(given ^ _ACCEPTANCE, count).to(torch.float64) + 0.5) * 2.0**-32  # below 1, which float32 is not
     accepted = (uniform * q < p).to(torch.int32).cumprod(-1).sum(-1)
     own = sample(_residual(target, drafted, draft_probs, accepted).log(), seeds=given ^ _DRAW)
@@ -131,7 +140,7 @@ def _in_torch(
     padded = torch.nn.functional.pad(drafted.to(torch.int32), (0, 1), value=-1)
     tokens = torch.where(places < accepted[:, None], padded, -1)
     tokens = torch.where(places == accepted[:, None], own[:, None], tokens)
-    return Verification(tokens, accepted.to(torch.int32))
+    return tokens, accepted.to(torch.int32)
 
 
 def _residual(
@@ -169,16 +178,16 @@ def _check(draft_tokens: Any, draft_probs: Any, target_probs: Any) -> None:
         raise arguments.wrong("target_probs", "[B, K + 1, V] over at least one token", tuple(target_probs.shape))
 
 
-def _check_tokens(arguments: Arguments, draft_tokens: torch.Tensor, vocab: int) -> None:
+def _check_tokens(draft_tokens: torch.Tensor, vocab: int) -> None:
+    arguments = Arguments("speculative_verify", TokenArgumentError)
     low, high = map(int, draft_tokens.aminmax())
     if low < 0 or high >= vocab:
         raise arguments.wrong("draft_tokens", f"within 0..{vocab - 1}", f"{low}..{high}")
 
 
-def _check_probabilities(
-    arguments: Arguments, draft_probs: torch.Tensor | None, target_probs: torch.Tensor, of_drafts: torch.Tensor
-) -> None:
+def _check_probabilities(draft_probs: torch.Tensor | None, target_probs: torch.Tensor, of_drafts: torch.Tensor) -> None:
     """Every row is a distribution, and every draft one that could be drawn."""
+    arguments = Arguments("speculative_verify", TokenArgumentError)
     for name, rows in (("target_probs", target_probs), ("draft_probs", draft_probs)):
         if rows is None or not rows.numel():
             continue

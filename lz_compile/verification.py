@@ -1,14 +1,15 @@
 """``layerzero.verify``: the graph as it was runs beside the compiled one, on the real inputs, and its results count.
 
-What is compared are the values of a call: outputs, and inputs that the graph overwrites. Gradients are proven while compiling
-only: to compare them here, a backward would have to run that nobody asked for. A graph that draws random numbers is not
-compared, since compiled code draws others.
+What is compared are the values of a call: outputs, and inputs that the graph overwrites; and in training the gradients of
+those with respect to all inputs, parameters included. For these both run once more on copies, so that the backward pass is
+none of the user's. A graph that draws random numbers is not compared, since compiled code draws others.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +18,16 @@ from torch.utils import _pytree as pytree
 
 from lz_compile.errors import RewriteFailedError
 from lz_compile.options import Options
+from lz_compile.passes.edits.trial_run import weights_of
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.validate import SLACK, TOLERANCE
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events
-from lz_compile.runtime.isolation import generators, isolated
+from lz_compile.runtime.isolation import Outside, generators, isolated
 from lz_compile.runtime.report import GraphReport
+
+#: Gradients of weights are sums over all that the weights were used for: they may differ by so much more.
+_GRADIENT_SLACK = 4.0
 
 
 def keep(module: fx.GraphModule) -> Original | None:
@@ -71,6 +76,7 @@ class Original:
         """What a call gives, and whether it is what the graph gave as it was."""
         expected = self._reference(inputs)
         before = None if expected is None else self._copies(inputs)
+        differences = [] if expected is None else self._gradients(compiled, inputs)
         result = compiled(*inputs)
         if expected is None or before is None:
             return result, True
@@ -79,7 +85,9 @@ class Original:
             **{f"output {index}": pair for index, pair in enumerate(_pairs(outputs, result))},
             **{f"input {index} afterwards": (after[index], inputs[index]) for index in self._overwritten(inputs)},
         }
-        differences = [f"{name} {text}" for name, (ours, theirs) in told.items() if (text := _difference(ours, theirs))]
+        differences += [
+            f"{name} {text}" for name, (ours, theirs) in told.items() if (text := _difference(ours, theirs))
+        ]
         if not differences:
             return result, True
         text = f"the compiled graph does not give what the graph gave before it was rewritten: {'; '.join(differences)}"
@@ -110,6 +118,50 @@ class Original:
             return None
         return outputs, copies
 
+    def _gradients(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> list[str]:
+        """How gradients differ, where there are any; what cannot be compared is an event."""
+        if not torch.is_grad_enabled() or not any(_is_tensor(value) and value.requires_grad for value in inputs):
+            return []
+        try:
+            expected = self._differentiated(self._module.forward, inputs)
+        except Exception as error:  # noqa: BLE001 a check that is impossible must not break the call
+            events.record("NOT_VERIFIED", "gradients are not verified: as it was, the graph gives none here", error)
+            return []
+        try:
+            found = self._differentiated(compiled, inputs, expected)
+        except Exception as error:  # noqa: BLE001 it will be raised where the user asks for gradients; here it is a difference
+            return [f"its backward pass raises {type(error).__name__}: {error}"]
+        lost = [f"result {index} has no gradient" for index in expected.ends.keys() - found.ends.keys()]
+        kinds = {*expected.ends.values(), *(dtype for _, dtype in Outside.now().autocast)}
+        told: dict[int, str] = {}
+        for index, ours in expected.gradients.items():
+            coarsest = max({ours.dtype, *kinds}, key=lambda kind: TOLERANCE.get(kind, TOLERANCE[torch.bfloat16]))
+            told[index] = _difference(ours, found.gradients[index], coarsest, _GRADIENT_SLACK)
+        return [*lost, *(f"the gradient of input {index} {text}" for index, text in told.items() if text)]
+
+    def _differentiated(
+        self, function: Callable[..., Any], inputs: Sequence[Any], like: _Differentiated | None = None
+    ) -> _Differentiated:
+        """Run a function forward and back on copies; ``like`` says which results to begin with (all, if there is none)."""
+        overwritten = self._overwritten(inputs)
+        given, leaves = self._copies(inputs), dict[int, torch.Tensor]()
+        for index, value in enumerate(inputs):
+            if _is_tensor(value) and value.requires_grad:
+                leaves[index] = given[index].requires_grad_()
+                if index in overwritten and not value.is_leaf:
+                    given[index] = _apart_from(given, index)
+        with isolated() as outside:
+            with outside.entered():
+                outputs = function(*given)
+            results = pytree.tree_leaves([outputs, [given[index] for index in overwritten]])
+            ends = {index: each for index, each in enumerate(results) if _is_tensor(each) and each.requires_grad}
+            ends = {index: each for index, each in ends.items() if like is None or index in like.ends}
+            begin = [weights_of(each) for each in ends.values()]
+            found = torch.autograd.grad([*ends.values()], [*leaves.values()], begin, allow_unused=True) if ends else ()
+        zeros = {index: torch.zeros_like(leaf, requires_grad=False) for index, leaf in leaves.items()}
+        gradients = zeros | {index: each for index, each in zip(leaves, found, strict=False) if each is not None}
+        return _Differentiated({index: each.dtype for index, each in ends.items()}, gradients)
+
     def _overwritten(self, inputs: Sequence[Any]) -> list[int]:
         """The inputs in memory that the graph overwrites."""
         memory = {_address(inputs[index]) for index in self._written if isinstance(index, int)}
@@ -125,6 +177,28 @@ class Original:
             place = (value.storage_offset(), value.size(), value.stride())
             copies[index] = torch.empty(0, dtype=value.dtype, device=value.device).set_(storage, *place)
         return copies
+
+
+@dataclass(frozen=True)
+class _Differentiated:
+    """The dtypes of results that have gradients, and the gradient of each input, by position."""
+
+    ends: Mapping[int, torch.dtype]
+    gradients: Mapping[int, torch.Tensor]
+
+
+def _apart_from(given: Sequence[Any], index: int) -> torch.Tensor:
+    """A copy that is no leaf, for a graph that overwrites it, and lies in memory as it did.
+
+    Raises:
+        ValueError: there is no such copy.
+    """
+    value: torch.Tensor = given[index]
+    copy = value.clone()
+    shared = [each for each in given if _is_tensor(each) and _address(each) == _address(value)]
+    if len(shared) > 1 or copy.stride() != value.stride():
+        raise ValueError(f"input {index}, which is overwritten, shares memory, or lies in a part of it")
+    return copy
 
 
 def _refute(report: GraphReport) -> None:
@@ -165,8 +239,8 @@ def _pairs(expected: Any, actual: Any) -> list[tuple[Any, Any]]:
     return list(zip(ours, theirs, strict=True)) if len(ours) == len(theirs) else [(expected, actual)]
 
 
-def _difference(expected: Any, actual: Any) -> str:
-    """How a result differs by more than its dtype explains, empty where it does not."""
+def _difference(expected: Any, actual: Any, kind: torch.dtype | None = None, slack: float = 1.0) -> str:
+    """How a result differs by more than a dtype (its own, if ``kind`` is None) explains, empty where it does not."""
     if not _is_tensor(expected) or not _is_tensor(actual):
         return "" if expected == actual else f"is {actual!r}, expected {expected!r}"
     kinds = [f"{each.dtype} {tuple(each.shape)} on {each.device}" for each in (actual, expected)]
@@ -179,7 +253,7 @@ def _difference(expected: Any, actual: Any) -> str:
     ours, theirs = expected.detach().to(wide), actual.detach().to(wide)
     finite = ours[ours.isfinite()].abs()
     scale = 1 + (float(finite.max()) if finite.numel() else 0.0)
-    limit = SLACK * scale * TOLERANCE.get(expected.dtype, TOLERANCE[torch.bfloat16])
+    limit = slack * SLACK * scale * TOLERANCE.get(kind or expected.dtype, TOLERANCE[torch.bfloat16])
     error = (ours - theirs).abs()
     is_near = (error <= limit) | (ours == theirs) | (ours.isnan() & theirs.isnan())
     if bool(is_near.all()):

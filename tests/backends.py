@@ -29,12 +29,17 @@ class Rewriting:
         self.graphs: list[fx.GraphModule] = []
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        def run(graph: fx.GraphModule, _inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
-            self.report.graphs.append(report)
+        def run(graph: fx.GraphModule, inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
+            if report not in self.report.graphs:  # the original graph is compiled where the rewritten one is not
+                self.report.graphs.append(report)
             self.graphs.append(graph)
-            return graph.forward
+            return self.compiled(graph, inputs)
 
         return process(module, inputs, split(self._options)[0], run)
+
+    def compiled(self, graph: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What runs a rewritten graph."""
+        return graph.forward
 
     def why_not(self) -> str:
         """Everything that speaks against a rewrite, for a failing assertion."""
@@ -42,6 +47,14 @@ class Rewriting:
         misses = [f"{miss.reason} ({miss.where})" for miss in self.report.near_misses]
         events = [f"{event.code}: {event.message}" for event in self.report.events]
         return "\n".join(["not rewritten:", *reasons, *misses, *events])
+
+
+class Traced(Rewriting):
+    """The same, and graphs go through AOTAutograd: what it cannot compile is the event ``COMPILE_FAILED``."""
+
+    def compiled(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graphs that it makes of a graph, run eagerly."""
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)  # type: ignore[no-any-return]
 
 
 def shipped(kernel_id: str) -> KernelSpec:

@@ -97,6 +97,7 @@ def test_rows_unlike_others_are_the_references():
     [
         ties.test_as_many_equal_scores_are_kept_as_a_limit_needs,
         ties.test_limits_that_meet_at_one_score_are_applied_one_after_the_other,
+        ties.test_a_row_is_nan_where_an_open_limit_drops_one_of_several_equals,
         ties.test_temperature_zero_keeps_all_of_the_largest_and_takes_the_first,
         ties.test_without_a_draw_the_first_is_taken_of_what_is_kept,
         partial(ties.test_limits_that_are_off_keep_everything_and_no_limit_keeps_nothing, ties="last"),

@@ -43,7 +43,8 @@ def small(problem: Problem, length: int = 4) -> Problem:
 _STEPPED = (
     "kda_shared_keys", "two_erasing_updates", "two_erasing_updates_one_decay", "erasing_with_a_row_as_summand",
     "retention", "one_column", "no_input", "average_before", "channels", "mamba_1", "every_element",
-    "erasing_under_column_decays", "erasing_under_element_decays", "one_step",
+    "erasing_under_column_decays", "erasing_under_element_decays", "one_step", "dropping", "dropping_what_was_read",
+    "dropping_what_is_erased",
 )  # fmt: skip
 _IN_CHUNKS = (
     "kda_shared_keys", "delta_rule", "two_erasing_updates_one_decay", "erasing_with_a_summand", "retention",

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lz_compile.lowering.ops.scan import ScanAttrs, facts_of, features, reference
+from lz_compile.lowering.ops.scan import DROPPED, ScanAttrs, facts_of, features, reference
 from lz_compile.runtime.kernel import KernelSpec
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
@@ -17,7 +17,10 @@ Scan = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Problem:
-    """A scan of given sizes. ``decay`` and ``drive`` say what these have one number for; ``shares`` broadcasts over the batch."""
+    """A scan of given sizes. ``decay`` and ``drive`` say what these have one number for; ``shares`` broadcasts over the batch.
+
+    ``drops``: some decays drop the state, those of a whole step do, and NaN is written before that.
+    """
 
     decay: str | None = "key"
     erases: bool = False
@@ -27,6 +30,7 @@ class Problem:
     queries: int | None = 1
     has_state: bool = True
     shares: bool = False
+    drops: bool = False
     batch: int = 2
     heads: int = 2
     length: int = 21
@@ -55,6 +59,9 @@ class Problem:
             found["drive"] = torch.randn(*steps, *self._part(self.drive))
         if self.queries is not None:
             found["query"] = torch.randn(*steps, self.queries, self.rows)
+        if self.drops:
+            found["decay"].masked_fill_(torch.rand(found["decay"].shape) < 0.1, DROPPED)[:, :, 3] = DROPPED
+            found["right" if self.rank else "drive"][:, :, 1, ..., 0] = torch.nan
         return {name: each.to(dtype) for name, each in found.items()}
 
     def _part(self, kind: str) -> tuple[int, int]:
@@ -63,7 +70,7 @@ class Problem:
     def attrs(self, dtype: torch.dtype = torch.float64) -> ScanAttrs:
         """With results in ``dtype``."""
         wide = torch.promote_types(dtype, torch.float32)
-        return ScanAttrs("before" if self.reads == "before" else "after", self.erases, wide, dtype, dtype)
+        return ScanAttrs("before" if self.reads == "before" else "after", self.erases, wide, dtype, dtype, self.drops)
 
 
 PROBLEMS: Mapping[str, Problem] = {
@@ -91,6 +98,9 @@ PROBLEMS: Mapping[str, Problem] = {
     "every_element": Problem(decay="full", rank=2, drive="key", queries=2),
     "erasing_under_column_decays": Problem(decay="value", erases=True),
     "erasing_under_element_decays": Problem(decay="full", erases=True, drive="full", reads="before"),
+    "dropping": Problem(decay="value", rank=0, drive="value", queries=None, rows=1, drops=True),
+    "dropping_what_was_read": Problem(decay="full", drive="full", reads="before", drops=True),
+    "dropping_what_is_erased": Problem(erases=True, rank=2, drops=True),
     "one_step": Problem(erases=True, length=1),
     "one_step_before": Problem(length=1, reads="before"),
 }
@@ -123,11 +133,13 @@ def exactly(operands: Mapping[str, Tensor], attrs: ScanAttrs) -> dict[str, Tenso
 
 
 def assert_near(found: Mapping[str, Tensor], exact: Mapping[str, Tensor], tolerance: float) -> None:
-    """The error over the largest value of each tensor (at least 1) is small; shapes are equal."""
+    """The error over the largest value of each tensor (at least 1) is small; shapes are equal, and so is where NaN is."""
     assert found.keys() == exact.keys()
     for name, one in found.items():
         other = exact[name]
         assert one.shape == other.shape, name
         if other.numel():
-            error = (one.double() - other).abs().max() / other.abs().max().clamp(min=1.0)
-            assert error <= tolerance, f"{name}: {error:.2e}"  # NaN is not
+            assert torch.equal(one.isnan(), other.isnan()), name
+            known = other.nan_to_num()
+            error = (one.double().nan_to_num() - known).abs().max() / known.abs().max().clamp(min=1.0)
+            assert error <= tolerance, f"{name}: {error:.2e}"

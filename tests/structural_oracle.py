@@ -250,7 +250,7 @@ class Structural:
 
 def _eager(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
     """Run a graph as it is, scans as plain loops."""
-    for _, child in reading.graphs(module):
+    for _, child, _ in reading.graphs(module):
         for node in child.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
             node.target = run_steps
         child.recompile()

@@ -24,6 +24,7 @@ from lz_compile.errors import (
     ConfigError,
     KernelExecutionError,
     NoKernelFoundError,
+    TrialError,
     UnknownOperationError,
 )
 from lz_compile.lowering import ops
@@ -373,24 +374,27 @@ def test_a_library_that_does_not_import_gives_way_to_the_next_kernel():
 
 
 def test_a_kernel_that_fails_is_completed_by_pytorch_retired_and_forgotten(fused):
-    fused.error = ValueError("broken")
     given = operands()
+    lz.attention(*given)  # it is proven
+    fused.error = ValueError("broken")
     with events.collect() as happened:
         for _ in range(3):
             torch.testing.assert_close(lz.attention(*given), expected(*given), rtol=1e-4, atol=1e-5)
     assert [event.code for event in happened] == ["KERNEL_FAILED", "KERNEL_RETIRED"]
-    assert len(fused.calls) == 1
+    assert len(fused.calls) == 2
     fused.error = None
     health.restore(ID)
     lz.attention(*given)
-    assert len(fused.calls) == 2
+    assert len(fused.calls) == 3
 
 
 def test_without_fallback_the_failure_is_the_callers(fused):
+    given = operands()
+    lz.attention(*given)  # it is proven
     policy.configure(fallback_enabled=False)
     fused.error = ValueError("broken")
     with pytest.raises(KernelExecutionError, match=f"running {ID}: expected a result, received ValueError: broken"):
-        lz.attention(*operands())
+        lz.attention(*given)
 
 
 def test_without_fallback_a_failing_function_of_somebody_elses_is_the_callers_too():
@@ -403,7 +407,7 @@ def test_without_fallback_a_failing_function_of_somebody_elses_is_the_callers_to
         policy.configure(fallback_enabled=False)
         with pytest.raises(KernelExecutionError, match=f"running {ID}.*ValueError: broken") as caught:
             lz.attention(*given)
-        assert isinstance(caught.value.__cause__, ValueError)
+        assert isinstance(caught.value.__cause__, TrialError)
         policy.configure(fallback_enabled=True)
         torch.testing.assert_close(lz.attention(*given), expected(*given), rtol=1e-4, atol=1e-5)
     assert health.retired(ID) is not None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import cProfile
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ import lz_compile as lz
 from lz_compile.arguments import Arguments, remembered
 from lz_compile.errors import ArgumentError
 from lz_compile.lowering.token_bits import pack
-from lz_compile.runtime import events, health
+from lz_compile.runtime import eager, events, health, policy
 
 B, T, H, K, V, N, W = 2, 3, 4, 5, 6, 7, 70
 
@@ -264,3 +268,84 @@ def test_what_passed_is_not_looked_at_again() -> None:
     check(torch.zeros(2, 3), 2.0)
     check(torch.zeros(2, 4), 2.0)
     assert seen == [1.0, *[1.0] * 6, 2.0, 2.0]
+
+
+#: Calls that decoding makes at every token, and the operations and Python calls that each may take: by half more than it does.
+DECODING = {
+    "kda of a step": (6, 100),
+    "linear_scan": (6, 100),
+    "sample": (8, 270),
+    "apply_token_bitmask": (5, 110),
+    "speculative_verify": (8, 140),
+}
+
+
+@pytest.mark.parametrize("call", DECODING)
+def test_a_call_at_every_token_does_little_but_its_work(call: str) -> None:
+    function, given = CALLS[call]
+    operations, calls = DECODING[call]
+    for _ in range(2):
+        function(**given)
+    profile = cProfile.Profile()
+    profile.enable()
+    function(**given)
+    profile.disable()
+    assert sum(each.callcount for each in profile.getstats()) <= calls
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        function(**given)
+    assert len([each for each in seen.events() if each.name.startswith("aten::")]) <= operations
+
+
+@pytest.mark.parametrize("call", DECODING)
+def test_what_is_said_to_the_library_holds_from_the_next_call_on(
+    call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A call that is bound is bound anew after every documented way to change settings."""
+    function, given = CALLS[call]
+    file = tmp_path / "settings.yaml"
+    file.write_text("enabled: false\n")
+
+    def by_variable() -> None:
+        monkeypatch.setenv("LAYERZERO_DISABLED", "1")
+        policy.refresh()
+
+    changes = [partial(lz.configure, enabled=False), by_variable, partial(lz.load_config, file)]
+    for change in changes:
+        function(**given)
+        with mock.patch.object(eager, "kernel_for", wraps=eager.kernel_for) as chosen:
+            function(**given)
+            assert not chosen.called
+            change()
+            function(**given)
+            assert chosen.called
+            with lz.disabled():
+                function(**given)
+        monkeypatch.delenv("LAYERZERO_DISABLED", raising=False)
+        policy.reset()
+
+
+@pytest.mark.parametrize("call", ["kda of a step", "kda", "linear_scan", "sample", "apply_token_bitmask", "blend"])
+def test_what_lies_in_memory_with_another_sign_is_read_as_what_it_is(call: str) -> None:
+    function, given = CALLS[call]
+    floating = {name: each for name, each in given.items() if isinstance(each, Tensor) and each.is_floating_point()}
+    expected = function(**given)
+    for name, each in floating.items():
+        turned = torch._neg_view(-each)
+        assert turned.is_neg()
+        torch.testing.assert_close(function(**{**given, name: turned}), expected, msg=name)
+
+
+@pytest.mark.parametrize("call", DECODING)
+def test_a_call_that_is_bound_refuses_what_it_refused_before(call: str) -> None:
+    """After a good call with the same shapes, and the second time, with the same words."""
+    function, given = CALLS[call]
+    name = next(name for name, each in given.items() if isinstance(each, Tensor) and each.is_floating_point())
+    good: Tensor = given[name]
+    for wrong in ("text", good.to(torch.int32), good.to(torch.float8_e5m2), good.to_sparse(), good[None, None, None]):
+        texts = []
+        for _ in range(2):
+            function(**given)
+            with pytest.raises(ArgumentError) as caught:
+                function(**{**given, name: wrong})
+            texts.append(str(caught.value))
+        assert texts[0] == texts[1]

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from lz_compile.options import Options
 from lz_compile.passes.dead import drop_dead
 from lz_compile.passes.edits import edit
-from lz_compile.passes.edits.edit import RefutedError, all_or_nothing, proven
+from lz_compile.passes.edits.edit import MayEdit, RefutedError, all_or_nothing, edit_places, proven
 from lz_compile.passes.edits.proof import Verdict, difference
 from lz_compile.passes.edits.snapshot import Snapshot
 from lz_compile.passes.edits.special_values import may_be_special
@@ -24,7 +24,7 @@ from lz_compile.passes.loops.distribute import distribute
 from lz_compile.passes.loops.forward_stores import forward_stores
 from lz_compile.passes.loops.prefix_stores import prefix_stores
 from lz_compile.passes.loops.reroll import reroll
-from lz_compile.passes.loops.scan_outputs import drop_steps, give_results, give_symbols
+from lz_compile.passes.loops.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
 from lz_compile.passes.loops.unbatch import unbatch
 from lz_compile.passes.match import Failure, Match
 from lz_compile.passes.patterns import recognisers
@@ -118,6 +118,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 def tidied(module: fx.GraphModule) -> None:
     share_equal(module.graph)
     give_results(module)
+    order_gradients(module)
     give_symbols(module)
     drop_steps(module)
 
@@ -429,7 +430,7 @@ def test_what_cannot_be_run_carries_the_reason() -> None:
 def test_a_refuted_edit_is_an_event_and_the_graph_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     from lz_compile import reading
 
-    def wrong(graph: fx.Graph) -> int:
+    def wrong(graph: fx.Graph, _may_edit: Any) -> int:
         scaled(2.0)(graph.owning_module)
         return 1
 
@@ -452,6 +453,43 @@ def test_a_refuted_edit_is_an_event_and_the_graph_computes_what_it_did(monkeypat
     torch.testing.assert_close(torch.compile(sines, backend=backend)(x, a), sines(x, a))
     assert [event.code for event in reports[0].events] == ["EDIT_REFUTED"]
     assert "doubling is not made: sin is off by" in reports[0].events[0].message
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(2.0, RefutedError), (None, PlantedError)])
+def test_a_place_at_fault_is_left_out_and_named_and_the_others_are_edited(fault: float | None, kind: type) -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        for number in range(9):
+            x = torch.sin(x) + number
+        return x * a
+
+    bad = "sin_5"
+
+    def stage(graph: fx.Graph, may_edit: MayEdit) -> int:
+        places = [node for node in graph.nodes if node.target is torch.sin]
+        allowed = [place for place in places if may_edit(place)]
+        for place in allowed:
+            factor = fault if place.name == bad else 1.0
+            if factor is None:
+                raise PlantedError
+            with graph.inserting_before(place):
+                value = made(graph.call_method("sin", place.args), place)
+                value = made(graph.call_function(operator.mul, (value, factor)), place)
+            place.replace_all_uses_with(value)
+        for place in allowed:
+            graph.erase_node(place)
+        return len(allowed)
+
+    def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        assert bad in {node.name for node in module.graph.nodes}
+        count, faults = edit_places(module, "renaming", stage, [], Snapshot(module))
+        assert (count, [place for place, _ in faults]) == (8, [bad])
+        assert isinstance(faults[0][1], kind)
+        module.recompile()
+        return module.forward
+
+    torch._dynamo.reset()
+    x, a = inputs()
+    torch.testing.assert_close(torch.compile(program, backend=backend, fullgraph=True)(x, a), program(x, a))
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,21 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from backends import Rewriting
 from torch import Tensor
 
+import lz_compile as lz
 from lz_compile import register_kernel, tune, unregister_kernel, validate
-from lz_compile.lowering import inductor
-from lz_compile.lowering.ops.attention import reference
+from lz_compile.lowering import inductor, ops
+from lz_compile.lowering.ops.attention import AttentionAttrs, reference
 from lz_compile.passes.validate import forget
-from lz_compile.runtime import child, health, memory
+from lz_compile.runtime import child, eager, events, health, memory, registry
 
 ID = "test.foreign"
 
@@ -301,3 +304,130 @@ def test_measuring_leaves_out_what_ends_or_holds_up_its_process(
     assert ID not in measured.latency_us
     assert "inductor" in measured.latency_us
     assert health.retired(ID) is not None
+
+
+# ---- calls that nobody compiles ----------------------------------------------------------------------------------------
+
+
+def of_one_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel as eager calls run it."""
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        found: Tensor = function(query, key, value, attrs=AttentionAttrs(scale=scale))
+        return found
+
+    return kernel
+
+
+def called(inputs: list[Tensor], **named: Any) -> tuple[Tensor, list[events.Event]]:
+    """An eager call under a lock, and what happened."""
+    with lz.lock("attention", ID), events.collect() as happened:
+        return lz.attention(*inputs, causal=False, scale=0.3, **named), happened
+
+
+def refusals(happened: list[events.Event]) -> list[str]:
+    return [each.message for each in happened if each.message.startswith(f"{ID} runs no eager attention")]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_eager_call_is_not_given_what_is_wrong(name: str, register: Callable[..., None]) -> None:
+    register(of_one_call(WRONG[name][0]), is_traceable=False)
+    inputs = operands()
+    before = [each.clone() for each in inputs]
+    result, happened = called(inputs)
+    assert len(refusals(happened)) == 1, happened
+    torch.testing.assert_close(inputs, before, rtol=0, atol=0)
+    torch.testing.assert_close(result, attention(*inputs))
+    assert (health.retired(ID) is not None) == (name in FATAL or "raises" in name)
+
+
+def test_an_eager_call_is_proven_once_up_to_the_next_power_of_two(register: Callable[..., None]) -> None:
+    calls: list[int] = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        calls.append(query.shape[2])
+        return one_call(query, key, value, scale)
+
+    register(kernel, is_traceable=False)
+    with mock.patch.object(child, "attempt", wraps=child.attempt) as attempt:
+        for length, times in ((70, 2), (70, 2), (90, 2), (200, 4)):
+            inputs = operands(length)
+            result, happened = called(inputs)
+            assert not happened
+            torch.testing.assert_close(result, attention(*inputs))
+            assert attempt.call_count == times  # the call's own sizes, and the largest for which it holds
+    assert calls == [70, 70, 90, 200]  # in this process
+
+
+def test_a_kernel_that_is_wrong_for_longer_calls_only_is_not_taken_for_shorter_ones(
+    register: Callable[..., None],
+) -> None:
+    register(of_one_call(wrong_for_many_keys), is_traceable=False)
+    inputs = operands(80)  # 88 keys, for which it is right; the verdict would hold for 128
+    result, happened = called(inputs)
+    assert "lengths of 128, 128 is off by" in refusals(happened)[0]
+    torch.testing.assert_close(result, attention(*inputs))
+
+
+def test_a_verdict_on_an_eager_call_is_remembered(register: Callable[..., None]) -> None:
+    register(of_one_call(zeroing_the_query), is_traceable=False)
+    inputs = operands()
+    called(inputs)
+    eager.forget()
+    with mock.patch.object(child, "attempt") as attempt:
+        torch.testing.assert_close(called(inputs)[0], attention(*inputs))
+        assert not attempt.called
+
+
+def sampled(x: Tensor) -> Tensor:
+    return lz.sampling_probs(x, temperature=0.7)
+
+
+def scanned(x: Tensor) -> Tensor:
+    return lz.linear_scan(x.sigmoid(), x)[0]
+
+
+#: Calls of one tensor ``[N, T, V]``, by op, with the op's own kernel.
+EAGER: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "norm": (lz.rms_norm, "torch.norm"),
+    "sampling": (sampled, "torch.sampling"),
+    "scan": (scanned, "lz.rolled_scan"),
+    "blend": (lambda x: lz.blend(x, x.cos(), torch.tensor(0.3)), "torch.blend"),
+}
+
+
+@pytest.mark.parametrize("op", EAGER)
+@pytest.mark.parametrize("fault", ["none", "wrong", "writes", "exits"])
+def test_every_eager_call_proves_what_is_not_shipped(op: str, fault: str) -> None:
+    function, own = EAGER[op]
+    specs = registry.kernels(op)
+    reference, parent = ops.module(op).reference, os.getpid()
+    ran: list[bool] = []
+
+    def call(*operands: Any, attrs: Any, **named: Any) -> Any:
+        ran.append(True)
+        if fault == "exits" and os.getpid() != parent:
+            os._exit(0)
+        found = reference(*operands, **named, attrs=attrs)
+        if fault == "writes":
+            next(each for each in (*operands, *named.values()) if each is not None).mul_(1.5)
+        first = found[0] if isinstance(found, tuple) else found
+        first.mul_(1.1 if fault == "wrong" else 1)
+        return found
+
+    registry.register(replace(specs[own], kernel_id="test.other", implementation=call, prior=(), is_opaque=True))
+    x = torch.randn(3, 5, 7)
+    before = x.clone()
+    try:
+        with lz.lock(op, own):
+            expected = function(x)
+        with lz.lock(op, "test.other"), events.collect() as happened:
+            torch.testing.assert_close(function(x), expected)
+        assert bool(ran) == (fault == "none"), happened  # others ran in a process of their own
+        refused = [each for each in happened if each.message.startswith(f"test.other runs no eager {op} like this")]
+        assert len(refused) == (fault != "none"), happened
+        assert torch.equal(x, before)
+    finally:
+        registry.unregister_kernel("test.other")
+        health.restore("test.other")
+        forget()

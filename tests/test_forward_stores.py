@@ -189,3 +189,21 @@ def test_what_would_be_another_value_is_read_from_memory(program: Program) -> No
     got = torch.compile(program, backend=backend, fullgraph=True)(x, a)
     torch.testing.assert_close(got, program(x, a))
     assert counts == [0]
+
+
+def test_a_write_through_an_input_that_overlaps_is_a_write_to_what_is_filled() -> None:
+    def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        for t in range(1, 12):
+            x[:, t] = x[:, t - 1] * 0.5 + y[:, t]
+            y.add_(x[:, t - 1 : t])
+        return x, y
+
+    def overlapping() -> tuple[Tensor, Tensor]:
+        whole = torch.arange(72.0).sin().view(3, 24)
+        return whole[:, :12], whole[:, 6:18]
+
+    torch._dynamo.reset()
+    backend = Rewriting(loops="roll")
+    got = torch.compile(program, backend=backend, fullgraph=True)(*overlapping())
+    torch.testing.assert_close(got, program(*overlapping()))
+    assert not backend.report.events, backend.why_not()  # nothing that its proof had to refute

@@ -262,10 +262,14 @@ def test_a_wider_weight_widens_what_a_kernel_computes_in(other: list[Tensor], mo
     exact = norm_op.reference
     monkeypatch.setattr(norm_op, "reference", reference)
     x = draw(ROWS, HIDDEN)
+    computed = []
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
         weight = draw(HIDDEN, dtype=dtype)
+        lz.rms_norm(x, weight)  # the kernel is held against the definition
+        given.clear()
         torch.testing.assert_close(lz.rms_norm(x, weight), rms(x.double(), weight, 1e-6).float())
-    assert given == [torch.float32, torch.float64, torch.float32]
+        computed += given
+    assert computed == [torch.float32, torch.float64, torch.float32]
 
 
 def test_under_a_transform_pytorchs_own_function_runs(other: list[Tensor]) -> None:

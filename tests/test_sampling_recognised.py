@@ -207,6 +207,13 @@ def test_a_mask_of_bits():
     assert match.attributes["has_bitmask"]
 
 
+@pytest.mark.parametrize("share", [0.366, 0.3685, 0.37])
+def test_a_limit_is_not_taken_for_another_number_that_is_near(share):
+    """The exponential of -1, which says what the last dimension is, is 0.3679."""
+    check(lambda x: x.masked_fill(TOP_P["least"](x, share), -INF), scores(3, 70), formula=f"top_p(logits, {share})")
+    check(lambda x: x.masked_fill(MIN_P["scores"](x, share), -INF), scores(3, 70), formula=f"min_p(logits, {share})")
+
+
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
@@ -312,11 +319,6 @@ def in_half(x):
     return x.masked_fill(probs < 0.1 * probs.amax(-1, keepdim=True), -INF)
 
 
-def any_of_equal(x):
-    values, places = x.bfloat16().topk(9)
-    return torch.full_like(x, -INF, dtype=torch.bfloat16).scatter(-1, places, values)
-
-
 def read_inside(x):
     least = x.topk(9).values[..., -1:]
     return x.masked_fill(x < least, -INF), least
@@ -328,7 +330,6 @@ REFUSED = {
     not_normalised: "NOT_NORMALISED",
     finite: "FILL_FINITE",
     in_half: "SUMS_IN_HALF",
-    any_of_equal: "TIES_UNSPECIFIED",
     read_inside: "INTERIOR_USED",
 }
 

@@ -15,7 +15,7 @@ from scan_problems import errors, problem, run
 from torch import Tensor
 
 import lz_compile as lz
-from lz_compile import scans
+from lz_compile import scan_calls
 from lz_compile.backend import layerzero
 from lz_compile.errors import ArgumentError
 from lz_compile.lowering.kernels import chunked_scan, torch_scan
@@ -242,7 +242,7 @@ def test_what_a_dropped_token_holds_reaches_nothing(names: tuple[str, ...], kern
     for each in (inputs, spoilt):
         leaves = {name: value.detach().requires_grad_() for name, value in each.items()}
         if kernel == "lz.chunked_scan":  # code for a compiler: over the operands that the call makes
-            with mock.patch.object(scans, "_selected", _in_chunks):
+            with mock.patch.object(scan_calls, "_selected", _in_chunks):
                 found = lz.kda(**leaves, drop_mask=dropped)
         else:
             with lz.lock("scan", kernel):
@@ -255,7 +255,7 @@ def test_what_a_dropped_token_holds_reaches_nothing(names: tuple[str, ...], kern
 
 
 def _in_chunks(operands: Any, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return chunked_scan.scan(*operands, attrs=scans._attributes(operands, out_dtype, state_dtype), chunk=4)
+    return chunked_scan.scan(*operands, attrs=scan_calls.attributes(operands, out_dtype, state_dtype), chunk=4)
 
 
 def test_a_head_that_is_not_active_keeps_its_state_whatever_the_token_holds() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from backends import Rewriting
+from backends import Rewriting, Traced
 from torch import Tensor, fx
 from torch._higher_order_ops.scan import scan
 
@@ -62,3 +62,38 @@ def test_steps_that_nobody_runs_are_dropped() -> None:
     assert [match.kernel for match in backend.report.matches] == ["lz.rolled_scan"], backend.why_not()
     (module,) = backend.graphs
     assert not [child for child in module.children() if isinstance(child, fx.GraphModule)]
+
+
+def transposed_start(x: Tensor, state: Tensor) -> Tensor:
+    state = state.t().contiguous().t()
+    for t in range(x.shape[1]):
+        state = x[:, t].t().contiguous().t() + state @ x[0, :3].sin()
+    return state
+
+
+def transposed_step(x: Tensor, state: Tensor) -> Tensor:
+    weight = x[0, :3]
+    for t in range(x.shape[1]):
+        state = torch.tanh(weight @ state.t()).t() + x[:, t]
+    return state.sin()
+
+
+def transposed_reader(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    for t in range(x.shape[1]):
+        state = x[:, t] + torch.sin(state) * state.mean(0)
+    return state.t().contiguous(), state
+
+
+def test_gradients_reach_a_scan_that_stays_however_they_lie() -> None:
+    """PyTorch's own backward of a scan wants them contiguous."""
+    for function in (transposed_start, transposed_step, transposed_reader):
+        torch._dynamo.reset()
+        backend = Traced(loops="roll")
+        given = [torch.randn(2, 16, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)]
+        found = [torch.compile(function, backend=backend)(*given), function(*given)]
+        both = [each if isinstance(each, tuple) else (each,) for each in found]
+        assert [loop.rolled for loop in backend.report.loops] == [True], backend.why_not()
+        assert not backend.report.events, backend.why_not()
+        assert [each.stride() for each in both[0]] == [each.stride() for each in both[1]]
+        gradients = [torch.autograd.grad(sum(each.square().sum() for each in one), given) for one in both]
+        torch.testing.assert_close(*gradients)

@@ -123,6 +123,18 @@ for t in range(T):
 return h""",
         (2, 64, 3),
     ),
+    "a state that is given twice": program(
+        """
+h, outs = x.new_zeros(B, D), []
+for t in range(T):
+    h = h * b + y[:, t][0].expand(B, D)
+    outs.append(h)
+    outs.append(h.clone())
+    x[:, t] = h
+return torch.stack(outs, 1), h""",
+        is_graded=False,
+        lock={"scan": "lz.rolled_scan"},
+    ),
     "results stacked without gradients": program("""
 h, outs = z, []
 for t in range(T):
@@ -282,31 +294,10 @@ return h.detach(), h"""),
 }
 
 
-#: What PyTorch (2.13) does not compile once it is rolled: then the original graph is.
-FALLS_BACK = {"transposed states with gradients": "COMPILE_FAILED"}
-
-
-#: Which of several equally likely tokens an unstable sort puts first is nobody's rule; eager code keeps others than we do. And
-#: kernels multiply a state by zero where a condition drops it, so that a NaN in it stays.
-OPEN = frozenset(
-    {
-        "top-p with equal scores",
-        "top-p from below with equal scores",
-        "a state that is selected away takes its NaN along",
-    }
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.xfail(strict=False)] if name in OPEN else []) for name in CORPUS]
-)
+@pytest.mark.parametrize("name", CORPUS)
 def test_what_once_went_wrong_is_right(name: str):
     verdict = check(CORPUS[name])
     assert verdict.is_run, "the program fails eagerly"
-    if name in FALLS_BACK:
-        assert verdict.finding is None or [*verdict.finding.kinds] == ["event"], verdict.finding.text()
-        assert verdict.finding is None or all(FALLS_BACK[name] in event for event in verdict.finding.events)
-        return
     assert verdict.finding is None, verdict.finding.text()
 
 

@@ -47,13 +47,15 @@ def test_kernels_are_the_references_in_the_interpreter(selection):
 # ---- for GPUs --------------------------------------------------------------------------------------------------------
 
 _STEP = {
-    "HAS_STATE": True, "HAS_DECAY": True, "DECAY_K": True, "DECAY_V": False, "RANK": 1, "ERASES": True,
-    "HAS_DRIVE": False, "DRIVE_K": False, "DRIVE_V": False, "READS": 1, "READS_BEFORE": False, "ROWS": 64, "BLOCK": 16,
+    "HAS_STATE": True, "HAS_DECAY": True, "DROPS": False, "DECAY_K": True, "DECAY_V": False, "RANK": 1,
+    "ERASES": True, "HAS_DRIVE": False, "DRIVE_K": False, "DRIVE_V": False, "READS": 1, "READS_BEFORE": False, "ROWS": 64, "BLOCK": 16,
 }  # fmt: skip
 _FULL = {
-    **_STEP, "DECAY_V": True, "RANK": 2, "HAS_DRIVE": True, "DRIVE_K": True, "READS": 2, "READS_BEFORE": True,
+    **_STEP, "DROPS": True, "DECAY_V": True, "RANK": 2, "HAS_DRIVE": True, "DRIVE_K": True, "READS": 2, "READS_BEFORE": True,
 }  # fmt: skip
-_CHANNELS = {**_STEP, "DECAY_K": False, "RANK": 0, "HAS_DRIVE": True, "DRIVE_V": True, "ROWS": 1, "BLOCK": 128}
+_CHANNELS = {
+    **_STEP, "DROPS": True, "DECAY_K": False, "RANK": 0, "HAS_DRIVE": True, "DRIVE_V": True, "ROWS": 1, "BLOCK": 128,
+}  # fmt: skip
 _PASS = {
     "HAS_TOTAL": True, "TOTAL_K": True, "HAS_READING": True, "HAS_WRITTEN": True, "IS_BACK": False,
     "PRECISION": "tf32", "TOKENS": 64, "ROWS": 64, "BLOCK": 32,

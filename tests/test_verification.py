@@ -89,6 +89,60 @@ def test_gradients_are_those_of_the_graph_as_it_was(wrong: Any) -> None:
         torch.testing.assert_close(found, torch.autograd.grad(attention(*inputs).square().sum(), inputs))
 
 
+def with_backward(spoilt: Callable[[Tensor], Tensor]) -> None:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+        return reference(query, key, spoilt(value), attrs=attrs)
+
+    register_kernel(
+        operation="attention",
+        kernel_id=ID,
+        platform="cpu",
+        supported_dtypes=["float32"],
+        supports=["training", "nan_rows"],
+        is_traceable=True,
+    )(kernel)
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [lambda value: value * 2 - value.detach(), lambda value: value.detach()],
+    ids=["doubled", "lost"],
+)
+def test_a_kernel_of_which_only_the_backward_is_wrong_is_found(wrong: Any, spoilt: Any) -> None:
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query.sin(), key, value).cos()
+
+    with_backward(spoilt)
+    run, backend = verifying(function)
+    for _ in range(2):
+        inputs = operands(grad=True)
+        found = torch.autograd.grad(run(*inputs).square().sum(), inputs)
+        torch.testing.assert_close(found, torch.autograd.grad(function(*inputs).square().sum(), inputs))
+    assert codes(backend) == ["VERIFY_FAILED"]
+    assert "the gradient of input 2 is off by" in backend.report.events[0].message
+    assert "output" not in backend.report.events[0].message
+
+
+def test_a_right_backward_is_no_difference_and_none_of_the_users(wrong: Any) -> None:
+    with_backward(lambda value: value)
+
+    def function(query: Tensor, key: Tensor, value: Tensor, counter: Tensor) -> tuple[Tensor, Tensor]:
+        counter.add_(1)
+        query.mul_(2)
+        return attention(query, key, value), value.sum(0)
+
+    run, backend = verifying(function)
+    leaves, seen = operands(grad=True), []
+    leaves[1].register_hook(lambda _: seen.append(1))
+    given = [leaves[0].clone(), leaves[1], leaves[2].detach(), torch.zeros(())]
+    result, _ = run(*given)
+    assert (codes(backend), backend.report.matches[0].rewritten, seen) == ([], True, [])
+    assert [each.grad for each in leaves] == [None] * 3
+    found = torch.autograd.grad(result.square().sum(), leaves[:2])
+    expected = torch.autograd.grad(attention(leaves[0] * 2, *leaves[1:]).square().sum(), leaves[:2])
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(("verify", "expected"), [("off", 0), ("first-call", 1), ("always", 3)])
 def test_a_right_kernel_stays_and_the_graph_runs_beside_it_as_often_as_asked(
     wrong: Any, monkeypatch: pytest.MonkeyPatch, verify: str, expected: int

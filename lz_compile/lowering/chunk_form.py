@@ -6,8 +6,8 @@ the state before the chunk, and ``E`` what the erasing rows see of the keys of e
     (I + E) D = right - erase S        reads = query S + Q D        S' = total S + left^T D
 
 where ``erase``, ``query`` and ``left`` carry the decays to the chunk's limits (``chunk_products.py``). The system is solved
-by substitution: powers of ``E`` cancel one another and lose every digit where keys are alike. A step that is not finite
-makes the reads of its whole chunk NaN, earlier ones too.
+by substitution: powers of ``E`` cancel one another and lose every digit where keys are alike. A step that is not finite is
+seen by no earlier one (``triangles.py``).
 
 **Source**: Yang et al., Parallelizing linear transformers with the delta rule over sequence length (2024), eq. 7 to 10; Kimi
 Team, Kimi Linear (2025), section 3, for decays by channel. Both factor decays through logarithms, which this does not.
@@ -18,12 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from lz_compile.lowering import chunk_prefixes
 from lz_compile.lowering.chunk_operands import ChunkOperands
 from lz_compile.lowering.chunk_products import Rows, seen
 from lz_compile.lowering.ops.scan import Reads
 from lz_compile.lowering.scan_products import product, solved
+from lz_compile.lowering.triangles import lower_product
 
 #: Tokens of a chunk, where there are as many.
 CHUNK = 64
@@ -37,7 +39,7 @@ class ChunkForm:
 
     Shapes:
         total ``[., ., n, K | 1]`` (None: one), writes and erases ``[., ., n, C * R, K]``, updates ``[., ., n, C * R, V]``,
-        queries ``[., ., n, C * Q, K]``, pairs ``[., ., n, C * Q, C * R]``.
+        queries ``[., ., n, C * Q, K]``, pairs ``[., ., n, C * Q, C * R]``, in which tokens see themselves if ``reads_own``.
     """
 
     total: torch.Tensor | None
@@ -47,11 +49,13 @@ class ChunkForm:
     queries: torch.Tensor
     pairs: torch.Tensor
     reads_per_step: int
+    reads_own: bool
 
     def reads(self, states: torch.Tensor) -> torch.Tensor:
         """What is read, ``[., ., n * C, Q, V]``, from the states before the chunks ``[B, H, n, K, V]``."""
         written = self.updates if self.erases is None else self.updates - product(self.erases, states)
-        found = product(self.queries, states) + product(self.pairs, written)
+        tokens = self.pairs.shape[3] // self.reads_per_step
+        found = product(self.queries, states) + lower_product(self.pairs, written, tokens, self.reads_own)
         reads: torch.Tensor = found.unflatten(3, (-1, self.reads_per_step)).flatten(2, 3)
         return reads
 
@@ -69,7 +73,8 @@ class ChunkForm:
 
 
 def chunk_form(operands: ChunkOperands, reads: Reads, chunk: int) -> ChunkForm:
-    """Operands without a dense summand, whose length is a multiple of ``chunk``, a power of two above one."""
+    """Operands without a dense summand, in chunks of ``chunk`` tokens, a power of two above one; the last is filled up."""
+    length, operands = operands.length, operands.padded(max(1, -(-operands.length // chunk)) * chunk)
     left, right = operands.left, operands.right
     if left is None or right is None:
         one = operands.query.new_zeros((1, 1, 1, 1, 1))
@@ -87,9 +92,17 @@ def chunk_form(operands: ChunkOperands, reads: Reads, chunk: int) -> ChunkForm:
     found = seen(None if decay is None else _cut(decay, chunk), tuple(rows), columns)
     updates, erases = _cut(right, chunk).flatten(3, 4), None
     if erase is not None:
-        updates, erases = (solved(found.pairs[1], each) for each in (updates, found.rows[1]))
+        pairs, reading = (_of_steps(each[1], length, chunk) for each in (found.pairs, found.rows))
+        updates, erases = (solved(pairs, each) for each in (updates, reading))
     return ChunkForm(
-        found.total, found.columns, erases, updates, found.rows[0], found.pairs[0], int(operands.query.shape[3])
+        found.total,
+        found.columns,
+        erases,
+        updates,
+        found.rows[0],
+        found.pairs[0],
+        int(operands.query.shape[3]),
+        reads == "after",
     )
 
 
@@ -100,6 +113,16 @@ def _read_rows(query: torch.Tensor, left: torch.Tensor, decay: torch.Tensor | No
     own = product(query, left.transpose(3, 4))
     before = query if decay is None else query * decay.unsqueeze(3)
     return Rows(_cut(before, chunk), _cut(own, chunk))
+
+
+def _of_steps(rows: torch.Tensor, length: int, chunk: int) -> torch.Tensor:
+    """Erasing rows ``[., ., n, C * R, .]``, zero behind the last step, however that ends."""
+    count = rows.shape[2] * chunk
+    if count == length:
+        return rows
+    is_step = F.pad(rows.new_ones((length,)), (0, count - length)).unflatten(0, (-1, chunk)) != 0
+    is_kept = is_step.unsqueeze(2).expand(-1, -1, rows.shape[3] // chunk).flatten(1, 2)
+    return torch.where(is_kept.unsqueeze(2), rows, 0.0)
 
 
 def _cut(tensor: torch.Tensor, chunk: int) -> torch.Tensor:

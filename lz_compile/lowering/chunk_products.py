@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from lz_compile.lowering.scan_products import product
+from lz_compile.lowering.triangles import lower_pairs
 
 
 @dataclass(frozen=True)
@@ -58,34 +59,32 @@ def seen(decay: torch.Tensor | None, rows: tuple[Rows, ...], columns: torch.Tens
         return _merged(decay, rows, columns)
     one = torch.ones_like(decay).unsqueeze(-1)
     factors = _merged(decay, (Rows(one),), one)
-    length = columns.shape[-3]
     between = factors.pairs[0].unsqueeze(-1).unsqueeze(-3)  # [..., C, 1, C, 1]
     since_start, to_end = (each.unsqueeze(-2) for each in (factors.rows[0], factors.columns))
-    pairs = tuple(_with_own(_gram(each.vectors, columns) * between, each.own, length) for each in rows)
+    pairs = tuple(_with_own(_earlier(each.vectors, columns) * between, each.own) for each in rows)
     scaled = tuple((each.vectors * since_start).flatten(-3, -2) for each in rows)
     return Seen(pairs, scaled, (columns * to_end).flatten(-3, -2), factors.total)
 
 
 def _undecayed(rows: tuple[Rows, ...], columns: torch.Tensor) -> Seen:
-    length = columns.shape[-3]
-    earlier = columns.new_ones((length, length), dtype=torch.bool).tril(-1).unsqueeze(-1).unsqueeze(1)
-    pairs = tuple(_with_own(_gram(each.vectors, columns).masked_fill(~earlier, 0.0), each.own, length) for each in rows)
+    pairs = tuple(_with_own(_earlier(each.vectors, columns), each.own) for each in rows)
     return Seen(pairs, tuple(each.vectors.flatten(-3, -2) for each in rows), columns.flatten(-3, -2), None)
 
 
-def _gram(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """All products, ``[..., C, I, C, J]``."""
-    products = product(rows.flatten(-3, -2), columns.flatten(-3, -2).transpose(-1, -2))
-    cut: torch.Tensor = products.unflatten(-1, (columns.shape[-3], columns.shape[-2]))
-    found: torch.Tensor = cut.unflatten(-3, (rows.shape[-3], rows.shape[-2]))
+def _earlier(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """All products with earlier tokens, ``[..., C, I, C, J]``; zero with others."""
+    length = columns.shape[-3]
+    products = lower_pairs(rows.flatten(-3, -2), columns.flatten(-3, -2), length)
+    cut: torch.Tensor = products.unflatten(-1, (length, columns.shape[-2]))
+    found: torch.Tensor = cut.unflatten(-3, (length, rows.shape[-2]))
     return found
 
 
-def _with_own(pairs: torch.Tensor, own: torch.Tensor | None, length: int) -> torch.Tensor:
+def _with_own(pairs: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
     """Pairs ``[..., C, I, C, J]`` as a matrix, with what tokens see of themselves on its diagonal."""
     if own is not None:
-        same = pairs.new_ones((length,)).diag().unsqueeze(-1).unsqueeze(1)
-        pairs = pairs + own.unsqueeze(-2) * same
+        same = pairs.new_ones((pairs.shape[-2],), dtype=torch.bool).diag().unsqueeze(-1).unsqueeze(1)
+        pairs = torch.where(same, own.unsqueeze(-2), pairs)
     return pairs.flatten(-2, -1).flatten(-3, -2)
 
 

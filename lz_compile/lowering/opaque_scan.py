@@ -85,13 +85,13 @@ def fallback(
 
 
 def in_torch(operands: dict[str, torch.Tensor | None], attrs: ScanAttrs) -> Results:
-    """The scan in chunks, or step by step where columns have decays of their own."""
+    """The scan in chunks, or step by step where columns have decays of their own, or states are dropped."""
     from lz_compile.lowering.kernels import chunked_scan
     from lz_compile.lowering.ops.scan import reference
 
     decay = operands["decay"]
     by_column = decay is not None and decay.shape[4] != 1
-    return (reference if by_column else chunked_scan.scan)(**operands, attrs=attrs)
+    return (reference if by_column or attrs.drops else chunked_scan.scan)(**operands, attrs=attrs)
 
 
 def decoded(attrs: str) -> ScanAttrs:

@@ -7,7 +7,8 @@ knows the classes as trees, so that whatever maps over tensors maps over them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -41,6 +42,14 @@ class Operands:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The operands that are tensors, without those that are not given."""
         return tuple(each for each in self.flat() if isinstance(each, torch.Tensor))
+
+
+def called(op: ModuleType, function: Callable[..., Any], given: Mapping[str, Any], attrs: Any) -> Any:
+    """A kernel of an op, or its reference, over operands by name."""
+    kind = getattr(op, "Operands", None)
+    if isinstance(kind, type) and issubclass(kind, Operands):
+        return function(kind(**given), attrs)
+    return function(**given, attrs=attrs)
 
 
 @dataclass_transform(frozen_default=True)

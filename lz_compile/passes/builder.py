@@ -108,7 +108,7 @@ class Builder:
         shape_sources: Mapping[fx.Node, Dims] | None = None,
     ) -> None:
         self.value = values
-        self._sizes = sizes
+        self.sizes = sizes
         self._shape_sources = shape_sources or {}
         self._extents: dict[Axis, Any] = {}
 
@@ -116,8 +116,8 @@ class Builder:
 
     def extent(self, axis: Axis) -> Any:
         """The size of an axis: an ``int``, or a proxy where it is symbolic."""
-        if self._sizes is not None:
-            return self._sizes[axis]
+        if self.sizes is not None:
+            return self.sizes[axis]
         if isinstance(axis.size, int):
             return axis.size
         if axis not in self._extents:

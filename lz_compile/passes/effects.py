@@ -226,6 +226,15 @@ class Effects:
             m.node is writer and self._overlap(self._path(node), self._path(m.target)) for m in self._mutations
         )
 
+    def writes_to(self, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """Calls that overwrite memory of ``node`` (any part of what it was made in), with the node through which they do.
+
+        That two inputs of different memory may be one in a later call is not asked: see ``ARCHITECTURE.md``.
+        """
+        names = {self.owner(node), memory_of(node)} - {None}
+        found = {m.position: m for name in names for m in self._by_name.get(name, ())}
+        return [(found[position].node, found[position].target) for position in sorted(found)]
+
     def is_overwritten(self, node: fx.Node) -> bool:
         """Whether anything in the graph overwrites memory of ``node`` after it was made."""
         return bool(self._mutations) and bool(self._between(node, self.position[node], len(self.position)))

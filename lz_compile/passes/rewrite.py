@@ -168,7 +168,8 @@ def _emit(
     except BaseException:
         _unmade(graph, builder.created)
         raise
-    unused = [node for node in reversed(builder.created) if node not in results and _erase_if_unused(graph, node)]
+    needed = {*results, *(node for node in builder.created if node.is_impure(impure_random=False))}
+    unused = [node for node in reversed(builder.created) if node not in needed and _erase_if_unused(graph, node)]
     return results, [node for node in builder.created if node not in unused]
 
 

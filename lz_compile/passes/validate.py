@@ -13,7 +13,7 @@ import hashlib
 import math
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -26,7 +26,8 @@ from lz_compile.lowering import ops
 from lz_compile.passes.axes import Axis, Dims, axes_of
 from lz_compile.passes.effects import grad_enabled
 from lz_compile.passes.match import Match
-from lz_compile.passes.proof_run import run, run_kernel
+from lz_compile.passes.proof_run import run as run_side
+from lz_compile.passes.proof_run import run_kernel
 from lz_compile.passes.resize import Sizes, original, real_sizes, replacement, representative_sizes, shape
 from lz_compile.passes.rewrite import KernelCall
 from lz_compile.passes.view import hint_of, target_name, tensor_of, value_of
@@ -123,9 +124,13 @@ def validate(match: Match, kernel: KernelSpec, call: KernelCall, store: Store | 
         TrialError: the kernel failed, or nothing can be found out about it.
         Exception: what the kernel raises.
     """
-    start = time.perf_counter()
     real = None if kernel.is_shipped else real_sizes(match)
-    key = _key(match, kernel.identity, real)
+    return recalled(_key(match, kernel.identity, real), store, lambda: _run(match, kernel, call, real))
+
+
+def recalled(key: str, store: Store | None, run: Callable[[], Validation]) -> Validation:
+    """The verdict that is known under a key, in memory or on disk; else that of ``run``, which is known from then on."""
+    start = time.perf_counter()
     known = _memory.get(key)
     if known is not None:
         return replace(known, origin="memory", seconds=time.perf_counter() - start)
@@ -133,7 +138,7 @@ def validate(match: Match, kernel: KernelSpec, call: KernelCall, store: Store | 
     if verdict is not None:
         _memory[key] = verdict
         return replace(verdict, origin="disk", seconds=time.perf_counter() - start)
-    verdict = _run(match, kernel, call, real)
+    verdict = run()
     _memory[key] = verdict
     if store is not None:
         store.save(key, verdict.to_dict())
@@ -215,11 +220,11 @@ def _run_case(
     match: Match, kernel: KernelSpec, call: KernelCall, case: Case, sizes: Sizes, outside: Outside
 ) -> Validation:
     inputs = _inputs(match, sizes, case)
-    replaced = partial(run, replacement(match, call, sizes), match, inputs, sizes)
+    replaced = partial(run_side, replacement(match, call, sizes), match, inputs, sizes)
     ours = run_kernel(kernel, _devices(match), partial(replaced, gradients=case.gradients, outside=outside))
-    given = run(original(match, sizes).forward, match, inputs, sizes, gradients=case.gradients, outside=outside)
+    given = run_side(original(match, sizes).forward, match, inputs, sizes, gradients=case.gradients, outside=outside)
     exact = original(match, sizes, torch.float64).forward  # calling the module prints what the graph raises
-    truth = run(exact, match, _as_float64(inputs), sizes, gradients=case.gradients)
+    truth = run_side(exact, match, _as_float64(inputs), sizes, gradients=case.gradients)
     if ours.written:
         return Validation(ok=False, reason=f"it writes into {', '.join(ours.written)}, with {case.name}")
     if ours.is_view and not given.is_view:
@@ -242,7 +247,7 @@ def _compared(
         output = outputs[index] if index < len(outputs) else None
         slack = TOLERANCE.get(base.dtype if output is None else output.dtype, 0.0) * grown
         # A lowest number that is added to float16 scores may overflow by rounding; one that is filled in does not.
-        outcome = _compare(expected, base, actual, slack, not case.masked_rows, not match.fills, case.is_poisoned)
+        outcome = compare(expected, base, actual, slack, not case.masked_rows, not match.fills, case.is_poisoned)
         if output is not None:
             errors = max(verdict.error, outcome[0]), max(verdict.source_error, outcome[1])
             verdict = replace(verdict, error=errors[0], source_error=errors[1])
@@ -260,7 +265,7 @@ def _some_axes(match: Match) -> frozenset[Axis]:
     return frozenset(axes[::2])
 
 
-def _compare(
+def compare(
     truth: torch.Tensor,
     given: torch.Tensor,
     ours: torch.Tensor,

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -96,13 +97,17 @@ def percentile(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Reader:
-    """Copies of a buffer on its way to the host, and moments that were noted. A copy of a reader has seen nothing yet."""
+    """Copies of a buffer on its way to the host, and moments that were noted. A copy of a reader has seen nothing yet.
+
+    ``untold`` is what fills the buffer when somebody asks, and the buffer's version of then.
+    """
 
     _host: torch.Tensor | None = None
     _arrival: Any = None
     _last: tuple[float, ...] | None = None
     _moments: deque[tuple[Any, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     kernel_ms: float | None = None
+    untold: tuple[int, Callable[[], None]] | None = None
 
     def __reduce__(self) -> tuple[type[Reader], tuple[()]]:
         return Reader, ()

@@ -61,6 +61,7 @@ def call_estimates(
     found = estimates(context, specs, sizes, records, source_kernel=own)
     if any(each.origin == "measured" for each in found.values()):
         return found
+    found = _over_operations(context, found, own)
     others = estimates(context, specs, sizes, spelled_out)
     base = others.get(own)
     if base is None or base.origin != "measured":
@@ -70,4 +71,15 @@ def call_estimates(
         if each.origin == "measured"
         else found[kernel_id]
         for kernel_id, each in others.items()
+    }
+
+
+def _over_operations(context: SelectionContext, found: dict[str, Estimate], own: str) -> dict[str, Estimate]:
+    """Priors, which are over what Inductor makes of PyTorch's operations, over these operations one by one."""
+    factor = getattr(ops.module(context.op), "UNFUSED", {}).get(context.device_type, 1.0)
+    return {
+        kernel_id: replace(each, relative_latency=each.relative_latency / factor)
+        if each.origin == "prior" and kernel_id != own
+        else each
+        for kernel_id, each in found.items()
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
@@ -18,10 +18,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from lz_compile.arguments import Arguments
 from lz_compile.errors import KernelExecutionError, NoKernelFoundError
 from lz_compile.lowering.ops.attention import AttentionAttrs
 from lz_compile.runtime import events, health, loaded_tables, memory, policy, registry
+from lz_compile.runtime.attention_arguments import check
 from lz_compile.runtime.calls import SDPA, eager_kernel, needs_compile
 from lz_compile.runtime.context import SelectionContext, from_tensors, of_facts
 from lz_compile.runtime.decision_cache import DecisionCache, SelectionCacheConfig
@@ -116,22 +116,31 @@ def plan(
     return _planned(names, _Call(query, key, value, mask, causal, scale, dropout_p, layout))
 
 
-def has_choice(op: str, platform: str) -> bool:
-    """Whether an eager call of an op could run anything but PyTorch's own on a kind of device."""
+def has_choice(op: str, platform: str, never: frozenset[str] = frozenset()) -> bool:
+    """Whether an eager call of an op could run anything but PyTorch's own on a kind of device.
+
+    ``never`` are features that no call has: kernels for these only do not count.
+    """
     registry.kernels(op)  # looking may be what changes the version
-    return (platform != "cpu" and policy.debugging()) or _has_choice(op, platform, registry.version())
+    return (platform != "cpu" and policy.debugging()) or _has_choice(op, platform, never, registry.version())
 
 
 @lru_cache(maxsize=64)
-def _has_choice(op: str, platform: str, _version: int) -> bool:
+def _has_choice(op: str, platform: str, never: frozenset[str], _version: int) -> bool:
     own = eager_kernel(op)
     specs = (spec for name, spec in registry.kernels(op).items() if name != own and not any(needs_compile(spec)))
     platforms = {"cuda", "rocm"} if platform == "cuda" else {platform}
-    return any(spec.platforms & {*platforms, "*"} for spec in specs)
+    return any(
+        spec.platforms & {*platforms, "*"} and never.isdisjoint(spec.requires_features.get("*", ())) for spec in specs
+    )
 
 
-def kernel_for(op: str, attributes: Any, facts: Any, device: torch.device) -> KernelSpec | None:
+def kernel_for(
+    op: str, attributes: Any, facts: Any, device: torch.device, operands: Mapping[str, Any] | None = None
+) -> KernelSpec | None:
     """The kernel of another op for an eager call, None for PyTorch's own.
+
+    With ``operands``, those of the call by name, a kernel that is not shipped with this package is proven on them first.
 
     With ``LAYERZERO_DEBUG``, PyTorch's own is a kernel like any other on an accelerator: what waits for that is its guard.
 
@@ -139,10 +148,11 @@ def kernel_for(op: str, attributes: Any, facts: Any, device: torch.device) -> Ke
         NoKernelFoundError: no kernel can run, and falling back is switched off.
         ConfigError: the configuration is wrong.
     """
-    names = (*_versions(op), op, attributes, facts, device, torch.are_deterministic_algorithms_enabled())
+    is_proven = operands is not None
+    names = (*_versions(op), op, attributes, facts, device, torch.are_deterministic_algorithms_enabled(), is_proven)
     present = policy.current()
     cache = _decisions.follow(present.settings.cache)
-    choose = partial(_chosen, op, attributes, facts, device, present)
+    choose = partial(_chosen, op, attributes, facts, device, operands, present)
     found: tuple[KernelSpec | None] = choose() if cache is None else cache.get_or_compute(names, choose)
     if found[0] is None and present.settings.debug and device.type != "cpu":
         return registry.kernels(op).get(eager_kernel(op))
@@ -197,12 +207,15 @@ def guarded(
     return partial(health.guarded, kernel.kernel_id, call, complete, fallback_enabled=fallback_enabled)
 
 
-def _chosen(op: str, attributes: Any, facts: Any, device: torch.device, present: Policy) -> tuple[KernelSpec | None]:
+def _chosen(
+    op: str, attributes: Any, facts: Any, device: torch.device, operands: Mapping[str, Any] | None, present: Policy
+) -> tuple[KernelSpec | None]:
     context, own = of_facts(op, attributes, facts, device=device), eager_kernel(op)
     if not present.settings.enabled:
         return (None,)
     try:
-        kernel = _loaded(select(Problem(context, own, is_eager=True), present), context.operation)
+        decision = select(Problem(context, own, is_eager=True), present)
+        kernel = _loaded(decision, context.operation, attributes, operands)
     except NoKernelFoundError as error:
         if not present.settings.fallback_enabled:
             raise
@@ -267,6 +280,8 @@ class _Call:
             context = replace(context, memory_headroom_bytes=memory.headroom_bytes(query.device))
         self.context, self.layout, self.device = context, layout, query.device
         self.mask_name = "mask" if context.attn_mask_type == "bool" else "bias"
+        tensors = [each if layout == "BHSD" else each.transpose(1, 2) for each in (query, key, value)]
+        self.operands = dict(zip(("query", "key", "value", self.mask_name), (*tensors, mask), strict=True))
         self.attrs = AttentionAttrs(
             scale=scale,
             is_causal=causal,
@@ -292,7 +307,7 @@ class _Call:
             return None
         try:
             decision = select(Problem(self.context, SDPA, is_eager=True), present)
-            return _loaded(decision, self.context.operation)
+            return _loaded(decision, self.context.operation, self.attrs, self.operands)
         except NoKernelFoundError as error:
             if not settings.fallback_enabled:
                 raise
@@ -323,71 +338,21 @@ class _Call:
         return partial(F.scaled_dot_product_attention, **changed)
 
 
-def _loaded(decision: Decision, operation: str) -> KernelSpec:
-    """The kernel of a decision, or the best of the others where its library does not import."""
+def _loaded(decision: Decision, operation: str, attributes: Any, operands: Mapping[str, Any] | None) -> KernelSpec:
+    """The kernel of a decision, or the best of the others where its library does not import, or it is proven wrong."""
     if decision.refused_lock is not None:
         events.record(decision.refused_lock.code, f"{operation}: {decision.refused_lock.message}")
     failures = {}
     for kernel in decision.ranking:
         missing = kernel.load()
+        if missing is None and operands is not None and not kernel.is_shipped:
+            from lz_compile.passes import eager_proof  # which chooses kernels in turn
+
+            missing = eager_proof.why_not(kernel, operation.partition(".")[0], attributes, operands)
         if missing is None:
             return kernel
         failures[kernel.kernel_id] = [missing]
     raise NoKernelFoundError(operation, failures)
-
-
-def check(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    causal: Any,
-    scale: Any,
-    dropout_p: Any,
-    layout: Any,
-    is_cast: bool = False,
-) -> None:
-    """Refuse what is no attention, before a kernel reads memory that is not there; ``is_cast``: dtypes will be alike.
-
-    Raises:
-        ArgumentError: an argument does not fit.
-    """
-    given = Arguments("attention")
-    given.one_of("layout", layout, ("BHSD", "BSHD"))
-    is_turned = layout == "BSHD"
-    given.tensor("query", query, "B Sq Hq D" if is_turned else "B Hq Sq D")
-    given.tensor("key", key, "B Sk Hk D" if is_turned else "B Hk Sk D")
-    given.tensor("value", value, "B Sk Hk E" if is_turned else "B Hk Sk E")
-    if not is_cast:
-        given.equal_dtypes("key", key, "query", query)
-        given.equal_dtypes("value", value, "query", query)
-    heads, lengths = (2, 1) if is_turned else (1, 2)
-    count, shared = query.shape[heads], key.shape[heads]
-    if shared == 0 or count % shared:
-        advice = "Check the layout: BHSD is [batch, heads, length, features]"
-        raise given.wrong("query", f"heads in a multiple of the key heads, {shared}", count, advice)
-    given.flag("causal", causal)
-    given.number("scale", scale, optional=True)
-    given.number("dropout_p", dropout_p, 0.0, 1.0)
-    if mask is not None:
-        _check_mask(given, mask, query, (query.shape[0], count, query.shape[lengths], key.shape[lengths]), is_cast)
-
-
-def _check_mask(given: Arguments, mask: Any, query: torch.Tensor, scores: tuple[Any, ...], is_cast: bool) -> None:
-    """Refuse a mask that would be added although it was meant to keep or drop."""
-    given.tensor("mask", mask, kind="real")
-    if mask.dtype == torch.bool:
-        pass
-    elif not mask.is_floating_point() or mask.dtype.itemsize == 1:
-        expected = "of booleans (True keeps), or of floating-point numbers that are added to the scores"
-        raise given.wrong("mask", expected, mask.dtype, "Give mask.bool(), if ones keep")
-    elif not is_cast and mask.dtype not in (query.dtype, torch.float32):
-        raise given.wrong("mask", f"in the dtype of query, {query.dtype}", mask.dtype, "Cast it")
-    if mask.dim() < 2:
-        raise given.wrong(
-            "mask", "[..., Sq, Sk], of two dimensions at least", tuple(mask.shape), "Add dimensions of size one"
-        )
-    given.broadcasts("mask", mask, scores, "[B, Hq, Sq, Sk] = ")
 
 
 def _canonical(

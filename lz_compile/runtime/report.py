@@ -182,6 +182,15 @@ class GraphReport:
     loops: list[LoopReport] = field(default_factory=list)
     unproven: list[Reason] = field(default_factory=list)
 
+    def add(self, part: GraphReport) -> None:
+        """What is told of a part of the graph belongs to it."""
+        self.matches += part.matches
+        self.near_misses += part.near_misses
+        self.loops += part.loops
+        self.unproven += part.unproven
+        for stage, seconds in part.seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         return {

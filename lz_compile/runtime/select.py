@@ -361,7 +361,7 @@ class _Selection:
 def records_of(problem: Problem, context: SelectionContext, path: str | None) -> list[PerfRecord]:
     """The measurements that share a problem's fixed part, in this environment."""
     database = database_at(path)
-    if not database.exists:
+    if not database.exists or context.device_type == "meta":  # nothing was ever measured there
         return []
     fixed = fixed_part(context, problem.source_kernel)
     return database.curve(context.operation, context.dtype_name, environment(context.device_type), fixed)

@@ -124,14 +124,15 @@ INLINE void reverse(const Problem& p, const Gradients& g, const Rows rows, const
     if constexpr (kGradDrive) of_drive.add_row(i, y);
   };
   auto of_state = [&](int64_t i, Block& y) {
-    if constexpr (kGradDecay) of_decay.add_row(i, product(y, before[i]));
+    if constexpr (kGradDecay) of_decay.add_row(i, product(y, kept(before[i], decay, i)));
     if constexpr (kDecay != kNone) scale(y, decay[i]);
     if constexpr (kErase) {
       for (int64_t r = 0; r < R; ++r) {
-        if constexpr (kGradErase) put<kFirst>(sums_of.erase[r][i], -dot(before[i], of_right[r]));
+        if constexpr (kGradErase) put<kFirst>(sums_of.erase[r][i], -dot(kept(before[i], decay, i), of_right[r]));
         subtract_product(y, rows.erase[r][i], of_right[r]);
       }
     }
+    y = kept(y, decay, i);
     if constexpr (kBefore) look_back(i, before[i], y);
   };
   for (int64_t i = 0; i < p.K; ++i) {

@@ -76,7 +76,11 @@ static void run_block(const Problem& p, const Results& out, int64_t b, int64_t h
     if (out.checkpoints.data) store(out.checkpoints.at(b, h, start / chunk) + j, 1, count, x);
     for (int64_t left = least(chunk, steps - start); left > 0; --left, to += step) {
       if constexpr (kBefore) show();
-      if constexpr (kDecay != kNone) scale(x, decay.template next<kWhole>(count));
+      if constexpr (kDecay != kNone) {
+        const auto factor = decay.template next<kWhole>(count);
+        if constexpr (kDrops) clear(x, factor, kDropped);
+        scale(x, factor);
+      }
       if constexpr (kDrive != kNone) add(x, drive.template next<kWhole>(count));
       if constexpr (!kBefore) show();
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
@@ -109,6 +109,7 @@ class Launch:
             constant=frozenset(name for name in self.operands if self._is_constant(name)),
             gradients=gradients,
             reads_before=self.attrs.reads == "before",
+            drops=self.attrs.drops,
             dtypes=tuple((name, each.dtype) for name, each in sorted(self.operands.items())),
             compute_dtype=self.compute_dtype,
             out_dtype=self.attrs.out_dtype,
@@ -200,6 +201,46 @@ def forward(operands: Sequence[torch.Tensor | None], attrs: ScanAttrs, chunk: in
     results = inductor.empty_cpu(*reads), inductor.empty_cpu(*last), inductor.empty_cpu(*checkpoints)
     _call(function, (*operands, *results) if keeps else (*operands, *results[:2], None), numbers)
     return results
+
+
+def by_address(
+    operands: Sequence[torch.Tensor | None],
+    attrs: ScanAttrs,
+    chunk: int,
+    reads: Sequence[int] | None = None,
+    last: Sequence[int] | None = None,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The scan over operands that lie in memory as these do, without gradients; all else is worked out once.
+
+    Of what it is called with only the first address is read: the tensors that the operands are views of will do. Results are
+    contiguous, reads ``[B, T, H, Q, V]`` and the last state ``[B, H, K, V]``, or in other shapes of as many elements.
+    """
+    key = _layouts(operands), attrs, chunk, False, torch.get_num_threads()
+    prepared: list[Any] = []
+
+    def run(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if not prepared:  # here, where a missing compiler is seen to
+            function, numbers, memory = _forward(*key)
+            given = zip(memory, (reads, last), strict=False)
+            prepared.extend((function, numbers, *[_contiguous(*each) for each in given]))
+        function, numbers, of_reads, of_last = prepared
+        results = inductor.empty_cpu(*of_reads), inductor.empty_cpu(*of_last)
+        pointers = [None if each is None else each.data_ptr() for each in tensors]
+        function(_Pointers(*pointers, results[0].data_ptr(), results[1].data_ptr(), None), numbers)
+        return results
+
+    return run
+
+
+#: Of a forward: those of its operands and results.
+_Pointers = ctypes.c_void_p * (len(OPERANDS) + 3)
+
+
+def _contiguous(layout: Layout, shape: Sequence[int] | None) -> Layout:
+    """The same memory in another shape, if there is one."""
+    if shape is None:
+        return layout
+    return tuple(shape), torch.empty(shape, device="meta").stride(), layout[2]
 
 
 def _call(function: Any, tensors: Sequence[torch.Tensor | None], numbers: Any) -> None:

@@ -155,27 +155,30 @@ static float reaching(const float* z, int64_t count, Weight wanted, const Weigh&
   return unordered(prefix);
 }
 
-enum class Ties : int64_t { all, first, last };
+enum class Ties : int64_t { all, first, last, open };
 
 // Of scores that equal `least` those become nothing that are not needed to weigh `wanted`: the last, or the first of them.
+// Whether there were such.
 template <typename Weight, typename Weigh>
-static void drop_ties(float* z, int64_t count, float least, Weight wanted, const Weigh& weigh, bool keeps_last) {
+static bool drop_ties(float* z, int64_t count, float least, Weight wanted, const Weigh& weigh, bool keeps_last) {
   Weight above = 0;
   for (int64_t i = 0; i < count; i += kLanes) {
     if (!any(load(z + i) > least)) continue;
     for (int64_t j = i; j < i + kLanes; ++j) above += z[j] > least ? weigh(j) : Weight(0);
   }
   int64_t equal = 0;
+  bool has_dropped = false;
   for (int64_t start = 0; start < count; start += kLanes) {
     const int64_t i = keeps_last ? count - kLanes - start : start;
     if (!any(load(z + i) == least)) continue;
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       const int64_t j = i + (keeps_last ? kLanes - 1 - lane : lane);
       if (z[j] != least) continue;
-      if (above + Weight(equal) * weigh(j) >= wanted) z[j] = kNothing;
+      if (above + Weight(equal) * weigh(j) >= wanted) z[j] = kNothing, has_dropped = true;
       ++equal;
     }
   }
+  return has_dropped;
 }
 
 static constexpr auto kOne = [](int64_t) { return int64_t(1); };
@@ -301,14 +304,15 @@ struct Limits {
 };
 
 // The smallest score that is kept, of scores `z` whose largest is `most`; what equals it and is not kept is nothing in `z`
-// from then on. `weights` and `places` are memory.
+// from then on. NaN where ties are open, and what equals it is dropped. `weights` and `places` are memory.
 static float least_kept(
     float* z, float* weights, uint32_t* places, int64_t padded, float most, const Limits& limits) {
-  float least = kNothing;
+  float least = kNothing, dropped = kNothing;
   if (limits.top_k > 0 && limits.top_k < padded) {
     least = kth_largest(z, padded, limits.top_k, weights, places);
-    if (limits.top_k_ties != Ties::all)
-      drop_ties(z, padded, least, limits.top_k, kOne, limits.top_k_ties == Ties::last);
+    if (limits.top_k_ties != Ties::all &&
+        drop_ties(z, padded, least, limits.top_k, kOne, limits.top_k_ties == Ties::last))
+      dropped = least;
   }
   if (limits.top_p < 1) {
     double total = 0;
@@ -323,14 +327,17 @@ static float least_kept(
     const auto weigh = [weights](int64_t i) { return double(weights[i]); };
     const double share = limits.top_p * total, wanted = share > 0 ? share : std::numeric_limits<double>::min();
     const float found = reaching<double>(z, padded, wanted, weigh, places);
-    if (limits.top_p_ties != Ties::all)
-      drop_ties(z, padded, found, wanted, weigh, limits.top_p_ties == Ties::last);
+    if (limits.top_p_ties != Ties::all &&
+        drop_ties(z, padded, found, wanted, weigh, limits.top_p_ties == Ties::last))
+      dropped = found;
     least = found > least ? found : least;
   }
   if (limits.min_p > 0) {
     const float found = most + std::log(limits.min_p);
     least = found > least ? found : least;
   }
+  const bool is_open = limits.top_k_ties == Ties::open || limits.top_p_ties == Ties::open;
+  if (is_open && dropped > kNothing && dropped == least) return std::numeric_limits<float>::quiet_NaN();
   return least == kNothing ? -3.4028234e38f : least;
 }
 
@@ -407,7 +414,7 @@ extern "C" void sampling(void** tensors, const int64_t* numbers) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t n = 0; n < rows; ++n) {
     const float t = temperature ? temperature[n * strides[3]] : 1.0f;
-    const bool is_greedy = t == 0 || (!seeds && top_k_ties != Ties::last && top_p_ties != Ties::last);
+    const bool is_greedy = t == 0 || (!seeds && top_k_ties <= Ties::first && top_p_ties <= Ties::first);
     const Row row{logits + n * strides[0], mask + n * strides[1], bias + n * strides[2], t == 0 ? 1.0f : 1 / t, vocab};
 #if IS_IDS
     const Keys keys(seeds ? seeds[n * strides[7]] : 0);
@@ -431,8 +438,8 @@ extern "C" void sampling(void** tensors, const int64_t* numbers) {
     out[n] = is_bad ? -1 : sample_kept(z, padded, least, seeds ? &keys : nullptr);
 #else
     Out* to = out + n * strides[8];
-    if (is_bad) {
-      for (int64_t i = 0; i < vocab; ++i) to[i] = Out(kIsScores ? z[i] : std::numeric_limits<float>::quiet_NaN());
+    if (is_bad || !(least > kNothing)) {
+      for (int64_t i = 0; i < vocab; ++i) to[i] = Out(kIsScores && is_bad ? z[i] : std::numeric_limits<float>::quiet_NaN());
     } else {
       write_row(to, z, vocab, padded, most, least);
     }

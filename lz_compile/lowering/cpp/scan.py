@@ -12,7 +12,7 @@ from lz_compile.lowering.cpp.backward import BACKWARD
 from lz_compile.lowering.cpp.forward import FORWARD
 from lz_compile.lowering.cpp.step import STEP
 from lz_compile.lowering.cpp.vectors import ELEMENTS, vectors
-from lz_compile.lowering.ops.scan import OPERANDS, DecayKind
+from lz_compile.lowering.ops.scan import DROPPED, OPERANDS, DecayKind
 
 #: A block of columns has at most so many registers: three or four blocks are in use at once.
 MAX_VECTORS = 4
@@ -33,6 +33,7 @@ class Program:
         constant: those that are the same at every step.
         gradients: those whose gradients are computed (of the code of a backward).
         reads_before: a step reads the state that it found.
+        drops: a decay may drop the state.
         dtypes: of every operand that there is, by name.
         compute_dtype: of the state while it is computed.
         out_dtype: of what is read.
@@ -49,6 +50,7 @@ class Program:
     constant: frozenset[str]
     gradients: frozenset[str]
     reads_before: bool
+    drops: bool
     dtypes: tuple[tuple[str, torch.dtype], ...]
     compute_dtype: torch.dtype
     out_dtype: torch.dtype
@@ -73,6 +75,7 @@ class Program:
             "kErase": "erase" in self.has,
             "kQuery": "query" in self.has,
             "kBefore": self.reads_before,
+            "kDrops": self.drops,
             "kElements": "query" not in self.has and not self.rank,
             **{f"kConstant{name.title()}": name in self.constant for name in OPERANDS},
             **{f"kGrad{name.title()}": name in self.gradients for name in OPERANDS},
@@ -83,6 +86,7 @@ class Program:
                 "enum Kind { kNone, kScalar, kKey, kValue, kFull };",
                 f"constexpr Kind kDecay = k{self.decay.title()};",
                 f"constexpr Kind kDrive = k{self.drive.title()};",
+                f"constexpr Acc kDropped = {DROPPED};",
                 f"constexpr int64_t R = {self.rank}, R1 = {max(self.rank, 1)}, Q = {self.reads}, Q1 = {max(self.reads, 1)};",
                 *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
             ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -62,15 +63,18 @@ extern "C" void speculation(const void* const* tensors, const int64_t* numbers) 
   auto* accepted = (int32_t*)tensors[5];
   auto* left = (float*)tensors[6];
   auto* is_any_bad = (int32_t*)tensors[7];
+  auto* draw_seeds = (int64_t*)tensors[8];
   const int64_t rows = numbers[0], count = numbers[1], size = numbers[2], threads = numbers[3], salt = numbers[4];
   const bool looks = numbers[5];
   const double tolerance = 1e-6 * double(numbers[6]);
+  const int64_t draw_salt = numbers[7];
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t n = 0; n < rows; ++n) {
     const float* p = target + n * (count + 1) * size;
     const float* q = drafted ? drafted + n * count * size : nullptr;
     const int64_t* own = drafts + n * count;
     const Keys keys(seeds[n] ^ salt);
+    draw_seeds[n] = seeds[n] ^ draw_salt;
     bool is_bad = false, goes_on = true;
     int64_t kept = 0;
     for (int64_t k = 0; k < count; ++k) is_bad |= own[k] < 0 || own[k] >= size;
@@ -98,15 +102,12 @@ extern "C" void speculation(const void* const* tensors, const int64_t* numbers) 
     write_left(p + kept * size, q ? q + last * size : nullptr, count ? own[last] : 0, kept < count, size, left + n * size);
   }
 }
+
+// Puts what was drawn behind the drafts that are kept.
+extern "C" void place(int32_t* tokens, const int32_t* accepted, const int32_t* drawn, int64_t rows, int64_t places) {
+  for (int64_t n = 0; n < rows; ++n) tokens[n * places + accepted[n]] = drawn[n];
+}
 """
-
-
-class Verified(NamedTuple):
-    """Tokens ``[B, K + 1]`` but for the last, how many are kept ``[B]``, and weights of the last ``[B, V]``."""
-
-    tokens: torch.Tensor
-    accepted: torch.Tensor
-    left: torch.Tensor
 
 
 def can_read(drafts: torch.Tensor, drafted: torch.Tensor | None, target: torch.Tensor) -> bool:
@@ -116,43 +117,63 @@ def can_read(drafts: torch.Tensor, drafted: torch.Tensor | None, target: torch.T
     return is_alike and drafts.is_contiguous() and all(each.is_contiguous() for each in floats)
 
 
-def verify(
-    drafts: torch.Tensor,
-    drafted: torch.Tensor | None,
+def prepare(
     target: torch.Tensor,
-    seeds: torch.Tensor,
+    draw: Callable[..., torch.Tensor],
     *,
-    salt: int,
+    salts: tuple[int, int],
     looks: bool,
     tolerance: float,
-) -> Verified | None:
-    """Accept drafts ``[B, K]`` of distributions ``[B, K, V]`` by those of the target ``[B, K + 1, V]``.
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None]:
+    """What verifies drafts ``[B, K]`` of distributions ``[B, K, V]`` by those of a target like ``[B, K + 1, V]``, and seeds.
 
-    None where a draft is no token, or with ``looks`` a row is no distribution or a draft none that could be drawn.
+    It gives the tokens ``[B, K + 1]`` and how many drafts are kept ``[B]``; None where a draft is no token, or with ``looks``
+    a row is no distribution or a draft none that could be drawn.
+
+    Args:
+        target: all that is called with is like it.
+        draw: gives the next token by ``logits [B, V]`` and ``seeds [B]``.
+        salts: of seeds: those that drafts are accepted by, and those of the draw.
+        looks: whether rows are looked at.
+        tolerance: of their sums.
 
     Raises:
-        RuntimeError: there is no C++ compiler.
+        RuntimeError: there is no C++ compiler (when it is called).
     """
     rows, places, size = target.shape
-    tokens = torch.empty((rows, places), dtype=torch.int32, device="cpu")
-    accepted = torch.empty(rows, dtype=torch.int32, device="cpu")
-    is_any_bad = ctypes.c_int32(0)
-    left = torch.empty((rows, size), dtype=torch.float32, device="cpu")
-    addresses = (drafts.data_ptr(), 0 if drafted is None else drafted.data_ptr(), target.data_ptr(), seeds.data_ptr())
     threads = max(1, min(torch.get_num_threads(), rows))
-    numbers = (rows, places - 1, size, threads, salt, looks, round(tolerance * 1e6))
-    _function(inductor.vector_bits() // 32)(
-        (ctypes.c_void_p * 8)(
-            *addresses, tokens.data_ptr(), accepted.data_ptr(), left.data_ptr(), ctypes.addressof(is_any_bad)
-        ),
-        (ctypes.c_int64 * 7)(*numbers),
-    )
-    return None if is_any_bad.value else Verified(tokens, accepted, left)
+    numbers = _Numbers(rows, places - 1, size, threads, salts[0], looks, round(tolerance * 1e6), salts[1])
+    empty, lanes = inductor.empty_cpu, inductor.vector_bits() // 32
+
+    def run(
+        drafts: torch.Tensor, drafted: torch.Tensor | None, target: torch.Tensor, seeds: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        library = _library(lanes)
+        tokens, accepted = empty((rows, places), (places, 1), torch.int32), empty((rows,), (1,), torch.int32)
+        left, draw_seeds = empty((rows, size), (size, 1), torch.float32), empty((rows,), (1,), torch.int64)
+        given = drafts.data_ptr(), 0 if drafted is None else drafted.data_ptr(), target.data_ptr(), seeds.data_ptr()
+        made, is_any_bad = (tokens.data_ptr(), accepted.data_ptr()), ctypes.c_int32(0)
+        others = left.data_ptr(), ctypes.addressof(is_any_bad), draw_seeds.data_ptr()
+        library.speculation(_Pointers(*given, *made, *others), numbers)
+        if is_any_bad.value:
+            return None
+        last = draw(logits=left.log_(), seeds=draw_seeds)
+        library.place(*made, last.data_ptr(), rows, places)
+        return tokens, accepted
+
+    return run
+
+
+_Pointers = ctypes.c_void_p * 9
+_Numbers = ctypes.c_int64 * 8
 
 
 @lru_cache(maxsize=4)
-def _function(lanes: int) -> Any:
+def _library(lanes: int) -> Any:
     source = f"#include <cstdint>\nconstexpr int kLanes = {lanes};\n{FLOATS}{VECTORS}{_CODE}"
-    function = inductor.load_cpp(source, ("-ffp-contract=off",)).speculation
-    function.restype = None
-    return function
+    library = inductor.load_cpp(source, ("-ffp-contract=off",))
+    library.speculation.restype = None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.place.argtypes = [pointer, pointer, pointer, number, number]
+    library.place.restype = None
+    return library

@@ -114,32 +114,38 @@ INLINE void look(const Rows& rows, int64_t i, const Block& x, Block* found) {
   }
 }
 
+// One row of a state, or of its gradient, without what the decay drops.
+template <class D> INLINE Block kept(Block x, const D& decay, int64_t i) {
+  if constexpr (kDrops) clear(x, decay[i], kDropped);
+  return x;
+}
+
 // Takes the columns of a state one step on; `written` is what is put under each key, `reads` what the queries find.
 template <bool kReads>
 INLINE void advance(const Problem& p, const Rows rows, const Place& at, const Block* from, Block* to, Block* written,
                     Block* reads) {
   Block put[R1], found[Q1];
+  const Term<kDecay, DecayT> decay(p.decay, rows.decay, at);
   for (int64_t r = 0; r < R; ++r) {
     put[r] = load(p.right.at(at.b, at.h, at.t) + r * p.right.s[3] + at.column * p.right.s[4], p.right.s[4], at.count);
     if constexpr (kErase) {
       Block even = zero(), odd = zero();
       int64_t i = 0;
       for (; i + 1 < p.rows(); i += 2) {
-        add_product(even, rows.erase[r][i], from[i]);
-        add_product(odd, rows.erase[r][i + 1], from[i + 1]);
+        add_product(even, rows.erase[r][i], kept(from[i], decay, i));
+        add_product(odd, rows.erase[r][i + 1], kept(from[i + 1], decay, i + 1));
       }
-      if (i < p.rows()) add_product(even, rows.erase[r][i], from[i]);
+      if (i < p.rows()) add_product(even, rows.erase[r][i], kept(from[i], decay, i));
       add(even, odd);
       subtract(put[r], even);
     }
   }
   for (int64_t q = 0; q < Q; ++q) found[q] = zero();
-  const Term<kDecay, DecayT> decay(p.decay, rows.decay, at);
   const Term<kDrive, DriveT> drive(p.drive, rows.drive, at);
   for (int64_t i = 0; i < p.rows(); ++i) {
     Block x = from[i];
     if constexpr (kReads && kBefore) look(rows, i, x, found);
-    if constexpr (kDecay != kNone) scale(x, decay[i]);
+    if constexpr (kDecay != kNone) x = kept(x, decay, i), scale(x, decay[i]);
     for (int64_t r = 0; r < R; ++r) add_product(x, rows.left[r][i], put[r]);
     if constexpr (kDrive != kNone) add(x, drive[i]);
     to[i] = x;

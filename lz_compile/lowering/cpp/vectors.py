@@ -103,6 +103,11 @@ INLINE void add(Block& to, Acc x) { for (int64_t n = 0; n < kVectors; ++n) to.v[
 INLINE void subtract(Block& to, const Block& x) { for (int64_t n = 0; n < kVectors; ++n) to.v[n] -= x.v[n]; }
 INLINE void scale(Block& to, const Block& x) { for (int64_t n = 0; n < kVectors; ++n) to.v[n] *= x.v[n]; }
 INLINE void scale(Block& to, Acc x) { for (int64_t n = 0; n < kVectors; ++n) to.v[n] *= x; }
+// Zero where the other is this number.
+INLINE void clear(Block& x, const Block& other, Acc number) {
+  for (int64_t n = 0; n < kVectors; ++n) x.v[n] = other.v[n] == number ? Vec{} : x.v[n];
+}
+INLINE void clear(Block& x, Acc other, Acc number) { if (other == number) x = zero(); }
 INLINE void add_product(Block& to, Acc a, const Block& x) {
   for (int64_t n = 0; n < kVectors; ++n) to.v[n] += a * x.v[n];
 }

@@ -13,7 +13,7 @@ import torch
 
 from lz_compile.lowering import chunk_prefixes
 from lz_compile.lowering.chunk_operands import ChunkOperands, results
-from lz_compile.lowering.ops.scan import Reads, ScanAttrs
+from lz_compile.lowering.ops.scan import ScanAttrs
 from lz_compile.lowering.scan_products import product
 
 #: The most tiles, and the fewest steps of one.
@@ -58,7 +58,7 @@ def scan(
     last, found = operands.state, []
     for start in range(0, operands.length, tile):
         steps = operands.steps(start, min(start + tile, operands.length))
-        reads, last = _tile(steps, last, attrs.reads, has_query=has_query)
+        reads, last = _tile(steps, last, attrs, has_query=has_query)
         found.append(reads)
     if not found:
         found.append(product(operands.query, operands.state.unsqueeze(2)[:, :, :0]))
@@ -66,22 +66,22 @@ def scan(
 
 
 def _tile(
-    operands: ChunkOperands, state: torch.Tensor, reads: Reads, *, has_query: bool
+    operands: ChunkOperands, state: torch.Tensor, attrs: ScanAttrs, *, has_query: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the steps of a tile read, and the state that they leave."""
-    factors, times = _factors(operands)
+    factors, times = _factors(operands, attrs)
     before, last = chunk_prefixes.states_before(factors, _summands(operands), state, times)
-    states = before if reads == "before" else torch.cat((before[:, :, 1:], last.unsqueeze(2)), 2)
+    states = before if attrs.reads == "before" else torch.cat((before[:, :, 1:], last.unsqueeze(2)), 2)
     return product(operands.query, states) if has_query else states, last
 
 
-def _factors(operands: ChunkOperands) -> tuple[torch.Tensor, chunk_prefixes.Times]:
+def _factors(operands: ChunkOperands, attrs: ScanAttrs) -> tuple[torch.Tensor, chunk_prefixes.Times]:
     """``A`` of every step, and how two are combined."""
     decay = operands.decay
     if decay is None:
         decay = operands.query.new_ones((1, 1, 1, 1, 1)).expand(1, 1, operands.length, 1, 1)
     if operands.erase is None or operands.left is None:
-        return decay, chunk_prefixes.diagonal
+        return decay, chunk_prefixes.dropping if attrs.drops else chunk_prefixes.diagonal
     one = decay.new_ones((operands.rows,)).diag()
     return one * decay - product(operands.left.transpose(3, 4), operands.erase), chunk_prefixes.matrices
 

@@ -61,7 +61,7 @@ def in_chunks(given: Operands, attrs: ScanAttrs, chunk: int, passing: Passing) -
     driven = None if operands.drive is None else without_drive(operands, attrs.reads)
     rest = operands if driven is None else driven.rest
     chunk = min(chunk, _power_of_two(operands.length))
-    form = chunk_form(rest.padded(max(1, -(-operands.length // chunk)) * chunk), attrs.reads, chunk)
+    form = chunk_form(rest, attrs.reads, chunk)
     states, last = passing(form, operands.state)
     reads = form.reads(states)[:, :, : operands.length]
     if driven is not None:

@@ -211,14 +211,14 @@ def _backward_fallback(
 # ---- calls that nobody compiles --------------------------------------------------------------------------------------
 
 
-def _bind(attrs: ScanAttrs) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """One call of C++, without gradients."""
-
-    def run(*operands: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        reads, last, _ = launch.forward(operands, attrs, CHUNK, keeps=False)
-        return reads.transpose(1, 2), last
-
-    return run
+def _bind(
+    attrs: ScanAttrs,
+    operands: Sequence[torch.Tensor | None],
+    reads: Sequence[int] | None = None,
+    last: Sequence[int] | None = None,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """One call of C++ for operands like these, without gradients (see :func:`lz_compile.lowering.cpp.launch.by_address`)."""
+    return launch.by_address(operands, attrs, CHUNK, reads, last)
 
 
 scan.bind = _bind  # type: ignore[attr-defined]  # what eager calls look for

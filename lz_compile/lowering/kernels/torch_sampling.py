@@ -62,7 +62,7 @@ def _within(keys: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, tie
     above = torch.where(keys > last, weights, 0).sum(-1, keepdim=True)
     is_tie = (keys == last) & (weights > 0)
     count = is_tie.cumsum(-1, dtype=torch.int32)
-    before = count - 1 if ties == "first" else count[:, -1:] - count
+    before = count[:, -1:] - count if ties == "last" else count - 1
     return (keys > last) | (is_tie & (above + before * weights < wanted))
 
 

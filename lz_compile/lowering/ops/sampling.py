@@ -16,7 +16,9 @@ Scores are ``z = (logits + bias) / temperature``, and minus infinity where the m
 largest of a row; of those the fewest, the largest first, whose probabilities sum up to ``top_p``; of those the ones at
 least ``min_p`` times as probable as the likeliest. This is the order of ``transformers``. A score of minus infinity is
 never kept, and never counted. Of tokens that are as likely as the last that ``top_k`` or ``top_p`` keeps, ``Ties`` says
-which are kept; at temperature 0 all that are the largest are, whatever the limits.
+which are kept; at temperature 0 all that are the largest are, whatever the limits. Where that is open, for the source leaves
+it to a sort, a row of which a token is dropped that is as likely as the last that is kept is NaN, and its token -1: whoever
+asked computes it by other means (``lowering/open_ties.py``).
 
 A draw is a race of exponential clocks (Gumbel-max): the token is that for which ``z - log(clock(seed, token))`` is
 largest. A clock is a function of the seed and the token alone: equal in every kernel, on every device, wherever in a
@@ -42,15 +44,18 @@ if TYPE_CHECKING:
 #: What is given back: a token for each row, the scores with minus infinity for what is not kept, or their softmax.
 Result: TypeAlias = Literal["ids", "scores", "probs"]
 #: Of equal scores, the last of which a limit keeps: all are kept, or as many as it needs, those with the lowest ids ("first",
-#: which a stable descending sort keeps) or with the highest ("last", which a stable ascending one keeps).
-Ties: TypeAlias = Literal["all", "first", "last"]
-TIES: tuple[Ties, ...] = ("all", "first", "last")
+#: which a stable descending sort keeps) or with the highest ("last", which a stable ascending one keeps). "open": it is not
+#: said, and rows of which it matters are NaN.
+Ties: TypeAlias = Literal["all", "first", "last", "open"]
+TIES: tuple[Ties, ...] = ("all", "first", "last", "open")
 
 OPERANDS = ("logits", "bitmask", "bias", "temperature", "top_k", "top_p", "min_p", "seeds")
 VARIANTS = ("ids", "scores", "probs")
 LAYOUT = "NV"
 #: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.sampling"
+#: What that takes where nothing fuses it, over Inductor's code for the same, at least (``benchmarks/eager_calls.py``).
+UNFUSED = {"cpu": 2.0}
 EXACT_DIMS: tuple[str, ...] = ()
 BUCKETED_DIMS = (("num_rows",), ("vocab_size",))
 TIMELESS_FEATURES: frozenset[str] = frozenset({"bias", "temperature"})
@@ -93,6 +98,21 @@ class SamplingAttrs:
     def breaks_ties(self) -> bool:
         """Whether some tokens may be left out that are as likely as one that is kept."""
         return (self.has_top_k and self.top_k_ties != "all") or (self.has_top_p and self.top_p_ties != "all")
+
+    @property
+    def leaves_ties_open(self) -> bool:
+        """Whether rows are NaN of which it matters which of equally likely tokens are kept."""
+        return self.opens_top_k or self.opens_top_p
+
+    @property
+    def opens_top_k(self) -> bool:
+        """Whether it is top-k that does."""
+        return self.has_top_k and self.top_k_ties == "open"
+
+    @property
+    def opens_top_p(self) -> bool:
+        """Whether it is top-p that does."""
+        return self.has_top_p and self.top_p_ties == "open"
 
     def deterministic(self) -> SamplingAttrs:
         """The same: what is random follows from seeds that are given."""
@@ -198,6 +218,11 @@ def finished(
 ) -> torch.Tensor:
     """The result, from scores and the tokens that are kept, both ``[N, V]``."""
     is_finite = (z < math.inf).all(-1) & (z > -math.inf).any(-1)
+    if attrs.leaves_ties_open:
+        least = torch.where(kept, z, math.inf).amin(-1, keepdim=True)
+        is_open = is_finite & (~kept & (z == least)).any(-1)
+        z = torch.where(is_open[:, None], math.nan, z)
+        is_finite = is_finite & ~is_open
     if attrs.result == "ids":
         y = z if seeds is None else z - noise(seeds, temperature, z)
         token = torch.where(kept, y, -math.inf).argmax(-1)
@@ -271,6 +296,8 @@ def features(attrs: SamplingAttrs, facts: SamplingFacts) -> dict[str, str]:
         "top_p": attrs.has_top_p and "top-p",
         "min_p": attrs.has_min_p and "min-p",
         "ties": attrs.breaks_ties and "some of equal scores",
+        "open_top_k": attrs.opens_top_k and "rows told that top-k cuts between equal scores",
+        "open_top_p": attrs.opens_top_p and "rows told that top-p cuts between equal scores",
         "random": attrs.is_random and "a draw",
         "training": facts.needs_grad and "gradients",
     }

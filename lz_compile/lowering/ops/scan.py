@@ -20,6 +20,10 @@ In every dimension an operand may have the size 1, which broadcasts; sizes are t
 have strides of any kind. A decay ``[..., K, 1]`` is one for each key channel (KDA, GLA), ``[..., 1, 1]`` one for each head
 (gated delta rule, Mamba-2, RetNet), ``[..., K, V]`` the full diagonal (Mamba-1). Decays are factors, never logarithms: zero,
 negative ones and those above one are exact.
+
+Zero times NaN is NaN. Under ``attrs.drops`` a step may also begin without what was there, as a condition selects it: where
+the decay is :data:`DROPPED`, the state before the step counts as zero, for the decay and for what is erased. Reads
+``before`` the step still see it.
 """
 
 from __future__ import annotations
@@ -46,10 +50,14 @@ LAYOUT = "BHTKV"
 EAGER_KERNEL = "torch.scan_sequential"
 EXACT_DIMS = ("key_dim", "value_dim", "rank", "reads")
 BUCKETED_DIMS = (("length",), ("batch_size", "num_heads"))
-TIMELESS_FEATURES: frozenset[str] = frozenset({"reads_before", "state", "many_steps"})
+TIMELESS_FEATURES: frozenset[str] = frozenset({"drops", "reads_before", "state", "many_steps"})
 
 #: How many steps may be written out one after the other in a compiled graph; more are ``many_steps``.
 FEW_STEPS = 4
+
+#: Under ``attrs.drops``, the decay of a step that drops the state. Every floating dtype holds this number, and no model
+#: decays by it. Zero would not do: a decay that comes out as zero keeps NaN, as it does in the source.
+DROPPED = -57344.0
 
 #: The dimensions of every operand.
 OPERANDS: Mapping[str, str] = {
@@ -68,7 +76,8 @@ class ScanAttrs:
     """The attributes of one scan.
 
     ``erases`` says that there is an operand ``erase``. ``compute_dtype`` is the widest dtype in which the source keeps its
-    state or computes a step; a kernel may round less than that, never more.
+    state or computes a step; a kernel may round less than that, never more. ``drops`` says that decays may be
+    :data:`DROPPED`.
     """
 
     reads: Reads = "after"
@@ -76,6 +85,7 @@ class ScanAttrs:
     compute_dtype: torch.dtype = torch.float32
     out_dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
+    drops: bool = False
 
     @property
     def variant(self) -> str:
@@ -268,7 +278,7 @@ def reference(
     reads = []
     for time in range(sizes.length):
         step = {name: each[time] for name, each in steps.items()}
-        following = advance(current, step)
+        following = advance(kept(current, step["decay"]) if attrs.drops else current, step)
         reads.append(read(current if attrs.reads == "before" else following, step.get("query")))
         current = following
     out = torch.stack(reads, 2) if reads else like.new_zeros((*shape[:2], 0, sizes.reads, sizes.value_dim))
@@ -290,6 +300,11 @@ def advance(state: torch.Tensor, step: Mapping[str, torch.Tensor]) -> torch.Tens
             written = written - product(step["erase"], state)
         found = found + _outer(step["left"], written)
     return found + step["drive"] if "drive" in step else found
+
+
+def kept(state: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """The state, zero where the decay drops it."""
+    return torch.where(decay == DROPPED, 0.0, state)
 
 
 def _outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -316,6 +331,7 @@ def features(attrs: ScanAttrs, facts: ScanFacts) -> dict[str, str]:
         "rank": structure.has_updates and facts.rank != 1 and f"{facts.rank} rank-one updates in a step",
         "erase": structure.has_erase and "updates that read what they write over",
         "drive": structure.has_drive and "a dense summand",
+        "drops": attrs.drops and "states that a condition drops, NaN included",
         "query": structure.has_query and "reads by a query",
         "trajectory": not structure.has_query and "every state as a result",
         "queries": structure.has_query and facts.reads != 1 and f"{facts.reads} reads in a step",

@@ -216,6 +216,22 @@ def _raised(least, low, high, key):
 
 
 @triton.jit
+def _is_cut(
+    logits, mask, bias, vocab, inverse, least, low, high,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whether a score is dropped that equals the smallest one that is kept."""
+    lane = tl.arange(0, BLOCK)
+    found = tl.full((), 0, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        token = start + lane
+        z = _scores(logits, mask, bias, token, vocab, inverse, HAS_MASK, HAS_BIAS)
+        is_dropped = (_ordered(z) == least) & ((token < low) | (token > high)) & (z > float("-inf"))
+        found = tl.maximum(found, tl.max(is_dropped.to(tl.int32), 0))
+    return found != 0
+
+
+@triton.jit
 def _drawn(
     logits, mask, bias, vocab, inverse, least, low, high, seed, is_greedy,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TIES: tl.constexpr, IS_RANDOM: tl.constexpr, BLOCK: tl.constexpr,
@@ -242,7 +258,8 @@ def _sample(
     vocab, logit_stride, mask_stride, bias_stride, temperature_stride, k_stride, p_stride, min_stride, out_stride,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_TOP_K: tl.constexpr,
     HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_K_TIES: tl.constexpr, HAS_P_TIES: tl.constexpr,
-    IS_K_LAST: tl.constexpr, IS_P_LAST: tl.constexpr, IS_RANDOM: tl.constexpr, RESULT: tl.constexpr, BLOCK: tl.constexpr,
+    IS_K_LAST: tl.constexpr, IS_P_LAST: tl.constexpr, IS_OPEN: tl.constexpr, IS_RANDOM: tl.constexpr, RESULT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row."""
     HAS_TIES: tl.constexpr = HAS_K_TIES or HAS_P_TIES
@@ -261,13 +278,18 @@ def _sample(
     least = tl.where(is_greedy, _ordered(most), least)
     low = tl.where(is_greedy, 0, low)
     high = tl.where(is_greedy, 2147483647, high)
+    is_open = is_bad & False
+    if IS_OPEN:
+        is_open = _is_cut(logits, mask, bias, vocab, inverse, least, low, high, HAS_MASK, HAS_BIAS, BLOCK) & (
+            is_bad == 0
+        )
     if RESULT == "ids":
         seed = tl.load(seeds + row) if IS_RANDOM else 0
         place = _drawn(
             logits, mask, bias, vocab, inverse, least, low, high, seed, is_greedy, HAS_MASK, HAS_BIAS, HAS_TIES, IS_RANDOM,
             BLOCK,
         )  # fmt: skip
-        tl.store(out + row, tl.where(is_bad, -1, place))
+        tl.store(out + row, tl.where(is_bad | is_open, -1, place))
     else:
         total = tl.full((), 1.0, tl.float64)
         if RESULT == "probs":
@@ -280,9 +302,11 @@ def _sample(
             z = _scores(logits, mask, bias, token, vocab, inverse, HAS_MASK, HAS_BIAS)
             if RESULT == "probs":
                 weight = _weight(z, token, least, low, high, most, HAS_TIES, False)
-                y = tl.where(is_bad, float("nan"), weight / total.to(tl.float32))
+                y = weight / total.to(tl.float32)
+                y = tl.where(is_bad, float("nan"), y)
             else:
                 y = tl.where(is_bad | _is_kept(z, token, least, low, high, HAS_TIES), z, float("-inf"))
+            y = tl.where(is_open, float("nan"), y)
             tl.store(out + row * out_stride + token, y.to(out.dtype.element_ty), mask=token < vocab)
 
 
@@ -303,5 +327,5 @@ def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.T
             HAS_TOP_K=attrs.has_top_k, HAS_TOP_P=attrs.has_top_p, HAS_MIN_P=attrs.has_min_p,
             HAS_K_TIES=attrs.has_top_k and attrs.top_k_ties != "all", IS_K_LAST=attrs.top_k_ties == "last",
             HAS_P_TIES=attrs.has_top_p and attrs.top_p_ties != "all", IS_P_LAST=attrs.top_p_ties == "last",
-            IS_RANDOM=attrs.is_random, RESULT=attrs.result, BLOCK=block, num_warps=8,
+            IS_OPEN=attrs.leaves_ties_open, IS_RANDOM=attrs.is_random, RESULT=attrs.result, BLOCK=block, num_warps=8,
         )  # fmt: skip

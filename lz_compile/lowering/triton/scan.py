@@ -150,6 +150,7 @@ class Scan:
                 parts[f"{name.upper()}_{dim}"] = operand is not None and operand.shape[index] > 1
         return {
             **parts,
+            "DROPS": self.attrs.drops,
             "HAS_STATE": given.get("state") is not None,
             "RANK": self.sizes.rank,
             "ERASES": given.get("erase") is not None,

@@ -15,6 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lz_compile.lowering.ops import scan
+
+DROPPED = tl.constexpr(scan.DROPPED)
+
 
 @triton.jit
 def _column(given, place, k, stride, keep, WIDE: tl.constexpr):
@@ -56,13 +60,17 @@ def _store_part(found, target, place, k, v, rows, columns, HAS_K: tl.constexpr, 
 def _advanced(
     S, decay, left, right, erase, drive, decay_place, left_place, right_place, erase_place, drive_place, k, v,
     decay_k, decay_v, left_r, left_k, right_r, right_v, erase_r, erase_k, drive_k, drive_v, rows, columns,
-    HAS_DECAY: tl.constexpr, DECAY_K: tl.constexpr, DECAY_V: tl.constexpr, RANK: tl.constexpr, ERASES: tl.constexpr,
-    HAS_DRIVE: tl.constexpr, DRIVE_K: tl.constexpr, DRIVE_V: tl.constexpr, WIDE: tl.constexpr,
+    HAS_DECAY: tl.constexpr, DROPS: tl.constexpr, DECAY_K: tl.constexpr, DECAY_V: tl.constexpr,
+    RANK: tl.constexpr, ERASES: tl.constexpr, HAS_DRIVE: tl.constexpr, DRIVE_K: tl.constexpr, DRIVE_V: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """The state behind a step."""
     found = S
     if HAS_DECAY:
-        found = S * _part(decay, decay_place, k, v, decay_k, decay_v, rows, columns, DECAY_K, DECAY_V, WIDE)
+        factor = _part(decay, decay_place, k, v, decay_k, decay_v, rows, columns, DECAY_K, DECAY_V, WIDE)
+        if DROPS:
+            S = tl.where(factor == DROPPED, 0.0, S)
+        found = S * factor
     for r in tl.static_range(RANK):
         written = tl.load(right + right_place + r * right_r + v * right_v, mask=v < columns, other=0.0).to(WIDE)
         if ERASES:
@@ -93,7 +101,7 @@ def forward(
     left_b, left_h, left_t, left_r, left_k, right_b, right_h, right_t, right_r, right_v,
     erase_b, erase_h, erase_t, erase_r, erase_k, drive_b, drive_h, drive_t, drive_k, drive_v,
     query_b, query_h, query_t, query_q, query_k,
-    HAS_STATE: tl.constexpr, HAS_DECAY: tl.constexpr, DECAY_K: tl.constexpr, DECAY_V: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_DECAY: tl.constexpr, DROPS: tl.constexpr, DECAY_K: tl.constexpr, DECAY_V: tl.constexpr,
     RANK: tl.constexpr, ERASES: tl.constexpr, HAS_DRIVE: tl.constexpr, DRIVE_K: tl.constexpr, DRIVE_V: tl.constexpr,
     READS: tl.constexpr, READS_BEFORE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +126,7 @@ def forward(
             b * left_b + h * left_h + t * left_t, b * right_b + h * right_h + t * right_t,
             b * erase_b + h * erase_h + t * erase_t, b * drive_b + h * drive_h + t * drive_t, k, v,
             decay_k, decay_v, left_r, left_k, right_r, right_v, erase_r, erase_k, drive_k, drive_v, rows, columns,
-            HAS_DECAY, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
+            HAS_DECAY, DROPS, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
         )  # fmt: skip
         if not READS_BEFORE:
             _read(S, query, reads, query_place, place, k, v, query_q, query_k, rows, columns, READS, WIDE)
@@ -164,8 +172,9 @@ def _walked(
     S, target, start, steps, decay, left, right, erase, drive, k, v,
     decay_t, decay_k, decay_v, left_t, left_r, left_k, right_t, right_r, right_v, erase_t, erase_r, erase_k,
     drive_t, drive_k, drive_v, rows, columns,
-    EVERY: tl.constexpr, HAS_DECAY: tl.constexpr, DECAY_K: tl.constexpr, DECAY_V: tl.constexpr, RANK: tl.constexpr,
-    ERASES: tl.constexpr, HAS_DRIVE: tl.constexpr, DRIVE_K: tl.constexpr, DRIVE_V: tl.constexpr, WIDE: tl.constexpr,
+    EVERY: tl.constexpr, HAS_DECAY: tl.constexpr, DROPS: tl.constexpr, DECAY_K: tl.constexpr, DECAY_V: tl.constexpr,
+    RANK: tl.constexpr, ERASES: tl.constexpr, HAS_DRIVE: tl.constexpr, DRIVE_K: tl.constexpr, DRIVE_V: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """The state after ``steps`` steps from ``start``; every so many-th before a step is stored."""
     is_element = (k < rows) & (v < columns)
@@ -176,7 +185,7 @@ def _walked(
         S = _advanced(
             S, decay, left, right, erase, drive, t * decay_t, t * left_t, t * right_t, t * erase_t, t * drive_t, k, v,
             decay_k, decay_v, left_r, left_k, right_r, right_v, erase_r, erase_k, drive_k, drive_v, rows, columns,
-            HAS_DECAY, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
+            HAS_DECAY, DROPS, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
         )  # fmt: skip
     return S
 
@@ -189,7 +198,7 @@ def backward(  # noqa: PLR0915 one walk, in which the state and its gradient sta
     left_b, left_h, left_t, left_r, left_k, right_b, right_h, right_t, right_r, right_v,
     erase_b, erase_h, erase_t, erase_r, erase_k, drive_b, drive_h, drive_t, drive_k, drive_v,
     query_b, query_h, query_t, query_q, query_k,
-    HAS_STATE: tl.constexpr, HAS_DECAY: tl.constexpr, DECAY_K: tl.constexpr, DECAY_V: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_DECAY: tl.constexpr, DROPS: tl.constexpr, DECAY_K: tl.constexpr, DECAY_V: tl.constexpr,
     RANK: tl.constexpr, ERASES: tl.constexpr, HAS_DRIVE: tl.constexpr, DRIVE_K: tl.constexpr, DRIVE_V: tl.constexpr,
     READS: tl.constexpr, READS_BEFORE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
@@ -224,7 +233,7 @@ def backward(  # noqa: PLR0915 one walk, in which the state and its gradient sta
         S, kept, start, length, decay, left, right, erase, drive, k, v,
         decay_t, decay_k, decay_v, left_t, left_r, left_k, right_t, right_r, right_v, erase_t, erase_r, erase_k,
         drive_t, drive_k, drive_v, rows, columns,
-        SPAN, HAS_DECAY, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
+        SPAN, HAS_DECAY, DROPS, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
     )  # fmt: skip
     g = tl.load(of_last + head * size + inside, mask=is_element, other=0.0).to(WIDE)
     for each in range(spans):
@@ -237,7 +246,7 @@ def backward(  # noqa: PLR0915 one walk, in which the state and its gradient sta
             decay, left, right, erase, drive, k, v,
             decay_t, decay_k, decay_v, left_t, left_r, left_k, right_t, right_r, right_v, erase_t, erase_r, erase_k,
             drive_t, drive_k, drive_v, rows, columns,
-            1, HAS_DECAY, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
+            1, HAS_DECAY, DROPS, DECAY_K, DECAY_V, RANK, ERASES, HAS_DRIVE, DRIVE_K, DRIVE_V, WIDE,
         )  # fmt: skip
         tl.debug_barrier()
         for back in range(steps):
@@ -251,15 +260,21 @@ def backward(  # noqa: PLR0915 one walk, in which the state and its gradient sta
                     k, v, query_q, query_k, rows, columns, READS, WIDE,
                 )  # fmt: skip
             before = g
+            kept_S = S
             if HAS_DECAY:
-                before = g * _part(decay, t * decay_t, k, v, decay_k, decay_v, rows, columns, DECAY_K, DECAY_V, WIDE)
+                factor = _part(decay, t * decay_t, k, v, decay_k, decay_v, rows, columns, DECAY_K, DECAY_V, WIDE)
+                if DROPS:
+                    kept_S = tl.where(factor == DROPPED, 0.0, S)
+                before = g * factor
                 place = (own if DECAY_V else shared) * (rows if DECAY_K else 1) * (columns if DECAY_V else 1)
-                _store_part(g * S, of_decay, place, k, v, rows, columns, DECAY_K, DECAY_V)
+                _store_part(g * kept_S, of_decay, place, k, v, rows, columns, DECAY_K, DECAY_V)
             before = _of_updates(
-                g, S, before, left, right, erase, of_left, of_right, of_erase, t * left_t, t * right_t, t * erase_t,
+                g, kept_S, before, left, right, erase, of_left, of_right, of_erase, t * left_t, t * right_t, t * erase_t,
                 shared * RANK * rows, own * RANK * columns, k, v,
                 left_r, left_k, right_r, right_v, erase_r, erase_k, rows, columns, RANK, ERASES, WIDE,
             )  # fmt: skip
+            if DROPS:
+                before = tl.where(factor == DROPPED, 0.0, before)
             if HAS_DRIVE:
                 place = (own if DRIVE_V else shared) * (rows if DRIVE_K else 1) * (columns if DRIVE_V else 1)
                 _store_part(g, of_drive, place, k, v, rows, columns, DRIVE_K, DRIVE_V)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -14,6 +14,18 @@ from lz_compile.reasons import Reason
 
 #: Edits that were made and could not be proven, with the reason.
 Unproven: TypeAlias = list[Reason]
+
+#: Asked by a stage with the node where it is about to edit a graph.
+MayEdit: TypeAlias = Callable[[fx.Node], bool]
+#: Edits all places of a graph where it may; how many it did.
+Stage: TypeAlias = Callable[[fx.Graph, MayEdit], int]
+#: Trials of one stage from which on places are not told apart any more.
+_MOST_TRIALS = 24
+
+
+def anywhere(_place: fx.Node) -> bool:
+    """All places."""
+    return True
 
 
 class RefutedError(Exception):
@@ -57,3 +69,54 @@ def proven(
             raise RefutedError(f"{what} is not made: {verdict.differs}")
         if verdict.unproven and unproven is not None:
             unproven.append(Reason("EDIT_UNPROVEN", f"{what}: {verdict.unproven}"))
+
+
+class _Places:
+    """Where a stage may edit a graph (None: all over), and where it did; by name, for nodes that are put back are new."""
+
+    def __init__(self, allowed: Collection[str] | None) -> None:
+        self._allowed = allowed
+        self.taken: dict[str, None] = {}
+
+    def __call__(self, place: fx.Node) -> bool:
+        is_allowed = self._allowed is None or place.name in self._allowed
+        if is_allowed:
+            self.taken[place.name] = None
+        return is_allowed
+
+
+def edit_places(
+    module: fx.GraphModule, what: str, stage: Stage, unproven: Unproven, before: Snapshot
+) -> tuple[int, list[tuple[str, Exception]]]:
+    """Make all edits of a stage that can be proven: what fails is made again in halves, so that a bad place costs no other.
+
+    Args:
+        module: whose graph is edited.
+        what: the edit, in an error.
+        stage: makes the edits.
+        unproven: gets the reasons why edits could not be run; those stay.
+        before: the graph as it is.
+
+    Returns:
+        how many edits were made, and for places where none is what failed there.
+    """
+    count, faults = 0, list[tuple[str, Exception]]()
+    pending: list[list[str] | None] = [None]
+    start: Snapshot | None = before
+    trials = 0
+    while pending:
+        places = _Places(pending.pop())
+        trials += 1
+        try:
+            with proven(module, what, unproven, start):
+                made = stage(module.graph, places)
+            count += made
+        except Exception as error:  # noqa: BLE001 one place must not cost the others; the caller makes an event of it
+            taken = list(places.taken)
+            middle = len(taken) // 2
+            if middle and trials < _MOST_TRIALS:
+                pending += [taken[middle:], taken[:middle]]
+            else:
+                faults.append((", ".join(taken), error))
+        start = None
+    return count, faults

@@ -249,14 +249,15 @@ def _gradients(found: Sequence[Any], inputs: Inputs) -> list[torch.Tensor | None
     ends = [each for each in ends if each.requires_grad]
     if not ends:
         return [None] * len(inputs.leaves)
-    weights = [_weights(end) for end in ends]
+    weights = [weights_of(end) for end in ends]
     try:
         return list(torch.autograd.grad(ends, inputs.leaves, weights, allow_unused=True))
     except RuntimeError:  # as where a tensor is overwritten that its backward needs: it raises in eager code as well
         return None
 
 
-def _weights(end: torch.Tensor) -> torch.Tensor:
+def weights_of(end: torch.Tensor) -> torch.Tensor:
+    """What a gradient of all elements of a tensor begins with: numbers between 0.5 and 1.5, none like its neighbours."""
     count = max(end.numel(), 1)
     spread = torch.arange(count, dtype=torch.float64, device=end.device).mul_(0.754877666).remainder_(1.0).add_(0.5)
     return spread[: end.numel()].view(end.shape).to(end.dtype)

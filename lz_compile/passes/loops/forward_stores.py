@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.axes import as_size
+from lz_compile.passes.edits.edit import MayEdit, anywhere
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.layout import is_returned
 from lz_compile.passes.loops.fakes import faking
@@ -30,9 +31,9 @@ _MOST_READERS = 64
 _STRIDED = frozenset({"view", "view_as", "as_strided", "stride", "data_ptr", "is_contiguous", "storage_offset"})
 
 
-def forward_stores(graph: fx.Graph) -> int:
-    """Let readers of such pieces take what was written, in place; how many did."""
-    count = store_pieces(graph)
+def forward_stores(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
+    """Let readers of such pieces take what was written, in place, where they may be edited; how many did."""
+    count = store_pieces(graph, may_edit)
     stores: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target is operator.setitem and isinstance(node.args[0], fx.Node):
@@ -42,21 +43,15 @@ def forward_stores(graph: fx.Graph) -> int:
         return count
     effects = Effects(graph)
     for buffer in loaded:
-        if all(_is_a_store(node, target, buffer) for node, target in _writes_to(buffer, effects)):
+        if all(_is_a_store(node, target, buffer) for node, target in effects.writes_to(buffer)):
             found = _loads(buffer, effects)
-            left = [load for load, store in found.written if not _replaced(load, store, effects)]
+            left = [load for load, store in found.written if not _replaced(load, store, effects, may_edit)]
             count += len(found.written) - len(left)
-            if not (left or found.unclear) and len(found.original) >= LEAST_STEPS:
+            if not (left or found.unclear) and len(found.original) >= LEAST_STEPS and may_edit(buffer):
                 _read_before(buffer, found, stores[buffer][0])
                 count += len(found.original)
-            count += _drop_overwritten(buffer)
+            count += _drop_overwritten(buffer, may_edit)
     return count
-
-
-def _writes_to(buffer: fx.Node, effects: Effects) -> list[tuple[fx.Node, fx.Node]]:
-    """The calls that overwrite memory of a tensor, and through which view."""
-    owner = effects.owner(buffer)
-    return [(node, target) for node, target in effects.writes_made if effects.owner(target) is owner]
 
 
 def _is_a_store(node: fx.Node, target: fx.Node, buffer: fx.Node) -> bool:
@@ -183,7 +178,7 @@ def _read_before(buffer: fx.Node, found: _Loads, first: fx.Node) -> None:
         load.meta["example_value"] = _copied(copy.meta["example_value"], operator.itemgetter(load.args[1]))
 
 
-def _drop_overwritten(buffer: fx.Node) -> int:
+def _drop_overwritten(buffer: fx.Node, may_edit: MayEdit) -> int:
     """Erase stores of pieces that are stored again before anybody reads them; how many there were."""
     stores: dict[Piece, list[fx.Node]] = {}
     loads: list[tuple[fx.Node, Piece]] = []
@@ -204,7 +199,8 @@ def _drop_overwritten(buffer: fx.Node) -> int:
         ordered = sorted(found)
         for store, following in itertools.pairwise(ordered):
             # A view that was taken before is read who knows when; a copy was not of what is stored here.
-            if not any(each < following and (each > store or memory_of(each) == memory) for each in readers):
+            is_read = any(each < following and (each > store or memory_of(each) == memory) for each in readers)
+            if not is_read and may_edit(store):
                 buffer.graph.erase_node(store)
                 count += 1
     return count
@@ -226,7 +222,7 @@ def _copied(tensor: torch.Tensor, function: Callable[[Any], Any]) -> Any:
         return function(tensor)
 
 
-def _replaced(load: fx.Node, store: fx.Node, effects: Effects) -> bool:
+def _replaced(load: fx.Node, store: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     """Whether a reader's value is now the one that was written: not where it has another form, changes, or is handed out."""
     value = store.args[2]
     old, new = tensor_of(load), tensor_of(value)
@@ -241,7 +237,7 @@ def _replaced(load: fx.Node, store: fx.Node, effects: Effects) -> bool:
         return False
     if any((call := effects.calls[user]) is not None and call.name in _STRIDED for user in load.users):
         return False
-    if effects.why_not_forwarded(value, store, load) or is_returned(load):
+    if effects.why_not_forwarded(value, store, load) or is_returned(load) or not may_edit(load):
         return False
     load.replace_all_uses_with(value)
     load.graph.erase_node(load)

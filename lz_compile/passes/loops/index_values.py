@@ -17,7 +17,8 @@ import torch
 from lz_compile.passes.loops.index_sum import IndexSum, mapped
 from lz_compile.passes.loops.index_terms import IDENTITY, Atom, Factor, Term
 
-_MAX_MASKS = 4
+#: A sum with more masks than this is computed as it is written.
+MAX_MASKS = 4
 #: In the order of a result, the place of time.
 TIME = -1_000_000
 
@@ -111,7 +112,7 @@ class Values:
     def _mask(self, whole: IndexSum) -> Factor | None:
         """One of the masks to choose by."""
         masks = {each for term in whole.terms for each in term.of("mask") if min(each.indices, default=0) >= 0}
-        return min(masks) if 0 < len(masks) <= _MAX_MASKS else None
+        return min(masks) if 0 < len(masks) <= MAX_MASKS else None
 
     def _product(self, term: Term, number: float, order: Sequence[int]) -> Any:
         if not term.factors:

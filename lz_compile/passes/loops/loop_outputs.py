@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import fx
 
@@ -178,13 +178,14 @@ def uses_of(steps: Steps, written: frozenset[int]) -> list[Use]:
     """
     inside = set(steps.nodes)
     found: list[Use] = []
+    last: LastInside = {}
     for node in steps.nodes:
         for reader in node.users:
             if reader not in inside:
-                found.append(_use(steps, reader, node))
-    for (reader, operand), version in steps.versions.seen.items():
-        if reader not in inside and operand not in inside and _last_inside(steps, version) is not None:
-            found.append(_use(steps, reader, operand))
+                found.append(_use(steps, reader, node, last))
+    for reader, operand, version in steps.versions.seen_of(steps.nodes):
+        if reader not in inside and operand not in inside and _last_inside(steps, version, last) is not None:
+            found.append(_use(steps, reader, operand, last))
     for use in found:
         if steps.versions.writes.get(use.reader) is use.operand and use.step != steps.count - 1:
             text = f"{use.reader.name} at {where_of(use.reader)} overwrites what a step computed"
@@ -194,24 +195,32 @@ def uses_of(steps: Steps, written: frozenset[int]) -> list[Use]:
     return [use for use in found if use.index not in written]
 
 
-def _use(steps: Steps, reader: fx.Node, operand: fx.Node) -> Use:
+#: For versions of tensors that were asked for: the last call of a loop among those that they come from.
+LastInside: TypeAlias = dict[fx.Node, "fx.Node | None"]
+
+
+def _use(steps: Steps, reader: fx.Node, operand: fx.Node, last: LastInside) -> Use:
     seen = steps.versions.resolve(reader, operand)
-    version = _last_inside(steps, seen)
+    version = _last_inside(steps, seen, last)
     place = None if version is None else steps.place(version)
     if place is None:
         raise RefusedError("OVERWRITTEN_LATER", f"{reader.name} reads what is overwritten behind the loop", "copy it")
     return Use(reader, operand, *place, is_later=version is not seen)
 
 
-def _last_inside(steps: Steps, version: fx.Node) -> fx.Node | None:
+def _last_inside(steps: Steps, version: fx.Node, known: LastInside) -> fx.Node | None:
     """The last call of the loop in a chain of calls that overwrite a tensor; None where there is none."""
     versions = steps.versions
     seen: fx.Node | None = version
-    while seen is not None and steps.place(seen) is None:
+    passed: list[fx.Node] = []
+    while seen is not None and seen not in known and steps.place(seen) is None:
+        passed.append(seen)
         target = versions.writes.get(seen)
         before = None if target is None else versions.resolve(seen, target)
         seen = None if before is seen else before
-    return seen
+    found = seen if seen is None else known.get(seen, seen)
+    known.update(dict.fromkeys(passed, found))
+    return found
 
 
 def collector_of(steps: Steps, node: fx.Node, uses: Sequence[Use]) -> Collector | None:

@@ -6,7 +6,7 @@ that overwrites its state is a loop that hands on a new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,8 @@ class Versions:
         self.unclear: dict[fx.Node, str] = {}
         #: For readers that see another value than the node that they name: the call that made it.
         self.seen: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        #: The same by memory, in order.
+        self._seen_in: dict[int | None, list[tuple[int, fx.Node, fx.Node]]] = {}
         self._memories: dict[int, _Memory] = {}
         self._made_after: dict[fx.Node, fx.Node | None] = {}
         self._memory_ids: dict[fx.Node, int | None] = {}
@@ -57,6 +59,12 @@ class Versions:
     def resolve(self, reader: fx.Node, value: Any) -> Any:
         """The call whose result ``reader`` sees where it names ``value``."""
         return self.seen.get((reader, value), value) if isinstance(value, fx.Node) else value
+
+    def seen_of(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+        """Readers of memory that ``nodes`` made or overwrite, what they name and the calls that made what they see."""
+        memories = {self._memory_id(self.writes.get(node, node)) for node in nodes}
+        for _, reader, operand in sorted(each for memory in memories for each in self._seen_in.get(memory, ())):
+            yield reader, operand, self.seen[reader, operand]
 
     def tensor(self, version: fx.Node) -> fx.Node:
         """The node that holds a version's tensor: an assignment's result is the tensor that it assigns to."""
@@ -119,6 +127,7 @@ class Versions:
         if memory.is_opaque or operand not in memory.whole:
             self.unclear[reader] = f"{operand.name} was overwritten through another view of its memory"
         else:
+            self._seen_in.setdefault(self._memory_id(operand), []).append((len(self.seen), reader, operand))
             self.seen[reader, operand] = memory.last
 
     def _blur(self, node: fx.Node) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from lz_compile.passes.edits.edit import MayEdit
 from lz_compile.passes.effects import Ambient, Effects, ambient_context
 from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.loop_search import LEAST_STEPS
@@ -76,7 +77,7 @@ def overlap(one: Piece, two: Piece) -> bool:
     return all(a is None or b is None or (a[0] < b[1] and b[0] < a[1]) for a, b in pairs)
 
 
-def store_pieces(graph: fx.Graph) -> int:
+def store_pieces(graph: fx.Graph, may_edit: MayEdit) -> int:
     """Spell such calls as stores, in place, where a tensor has as many of them as a loop has steps; how many there were."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
@@ -90,7 +91,7 @@ def store_pieces(graph: fx.Graph) -> int:
         node.replace_all_uses_with(node.all_input_nodes[0])  # what overwrites a tensor gives that tensor
     effects = Effects(graph)
     return sum(
-        _stored(node, effects) for node in reversed(candidates)
+        _stored(node, effects, may_edit) for node in reversed(candidates)
     )  # of several calls on one view the last is first
 
 
@@ -114,7 +115,7 @@ def _target(node: fx.Node, chained: Collection[fx.Node] = ()) -> Any:
     return _OPERATORS.get(node.target) if node.op == "call_function" else None
 
 
-def _stored(node: fx.Node, effects: Effects) -> bool:
+def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     """Rewrite one call, unless somebody looks at the piece through another view afterwards."""
     view, target = node.args[0], _target(node)
     if target is None or not isinstance(view, fx.Node):
@@ -123,7 +124,7 @@ def _stored(node: fx.Node, effects: Effects) -> bool:
     index = view.args[1]
     if piece_of(index, tensor_of(buffer)) is None or _is_seen_later(view, node, effects):
         return False
-    if _is_written_later(view, node, effects) or _changes_later(view, node, effects):
+    if _is_written_later(view, node, effects) or _changes_later(view, node, effects) or not may_edit(node):
         return False
     graph, ambient = node.graph, effects.ambient(node)
     with graph.inserting_before(node):

@@ -19,6 +19,7 @@ from torch import fx
 
 from lz_compile.lowering.ops.scan import OPERANDS
 from lz_compile.passes.algebra import is_pointwise
+from lz_compile.passes.edits.edit import MayEdit, anywhere
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.loops.loop_step_graph import Emitter
 from lz_compile.passes.loops.prefix_scan import AGREES, SMALL, recurrence
@@ -47,10 +48,10 @@ _WRITES = frozenset({"setitem", "copy", "copy_"})
 _LEAST_WRITES = 4
 
 
-def prefix_stores(graph: fx.Graph) -> int:
-    """Put a call of the op where memory is overwritten by a recurrence; how many there are."""
+def prefix_stores(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
+    """Put a call of the op where memory (of a node that may be edited) is overwritten by a recurrence; how many there are."""
     found = 0
-    while (sweep := next(_sweeps(graph), None)) is not None:
+    while (sweep := next((each for each in _sweeps(graph) if may_edit(each.root)), None)) is not None:
         _replace(graph, sweep)
         found += 1
     return found

@@ -71,7 +71,11 @@ def never(_scan: fx.Node, _ambient: Ambient) -> bool:
 
 
 def reroll(
-    module: fx.GraphModule, policy: str = "auto", is_special: IsSpecial = never, unproven: Unproven | None = None
+    module: fx.GraphModule,
+    policy: str = "auto",
+    is_special: IsSpecial = never,
+    unproven: Unproven | None = None,
+    confined: Reason | None = None,
 ) -> list[RolledLoop | NearMiss | Failure]:
     """Roll the loops of a graph, in place, each of them proven; recompiling is the caller's.
 
@@ -80,6 +84,7 @@ def reroll(
         policy: ``"auto"`` rolls what is special or long, ``"roll"`` every loop, ``"keep"`` what is special.
         is_special: asked with a scan in a graph of its own, with placeholders for all that the loop reads.
         unproven: gets the loops that were rolled and could not be proven, with the reason.
+        confined: why only what is special may be rolled, where that is not for the policy.
 
     Returns:
         the loops, in order of size, what looks like one and is none, with the reason, and faults of ours; what they
@@ -98,7 +103,7 @@ def reroll(
             if graph is not module.graph or not replaced.isdisjoint(loop.readers):
                 is_outdated = True  # a later loop, or its results, read this one, or an edit was taken back: look again
                 continue
-            result = _rolled(module, loop, policy, is_special, unproven)
+            result = _rolled(module, loop, policy, is_special, unproven, confined)
             if isinstance(result, Failure):
                 failed[loop.name] = result
                 continue
@@ -117,9 +122,14 @@ def _loops_of(graph: fx.Graph) -> tuple[list[Loop], list[NearMiss]]:
 
 
 def _rolled(
-    module: fx.GraphModule, loop: Loop, policy: str, is_special: IsSpecial, unproven: Unproven | None
+    module: fx.GraphModule,
+    loop: Loop,
+    policy: str,
+    is_special: IsSpecial,
+    unproven: Unproven | None,
+    confined: Reason | None,
 ) -> RolledLoop | NearMiss | Failure:
-    kept = None if policy == "roll" else _too_short(loop, policy)
+    kept = confined or (None if policy == "roll" else _too_short(loop, policy))
     scan = None
     try:
         if kept is not None and _may_be_special(loop, policy) and is_special(trial_scan(loop), loop.ambient):

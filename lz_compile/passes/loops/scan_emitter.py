@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.scan import DecayKind, ScanAttrs, ScanFacts, ScanStructure, is_one
+from lz_compile.lowering.ops.scan import DROPPED, DecayKind, ScanAttrs, ScanFacts, ScanStructure, is_one
 from lz_compile.passes.axes import Axis, Size
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.loops.index_sum import IndexSum, mapped
@@ -67,6 +67,9 @@ class ScanEmitter(NothingImplied):
         found: dict[str, Any] = {}
         if move.decay.terms != _ONE:
             found["decay"] = values.of(move.decay, (batch, heads, (TIME,), keys, columns))
+        if move.drops is not None:
+            dropped = values.of(move.drops, (batch, heads, (TIME,), keys, columns))
+            found["decay"] = torch.where(dropped != 0, DROPPED, found["decay"])
         if move.updates:
             found["left"] = self._stacked([u.left for u in move.updates], values, keys)
             found["right"] = self._stacked([_masked(u.right, u.left, keys) for u in move.updates], values, columns)
@@ -163,9 +166,14 @@ class ScanEmitter(NothingImplied):
             offsets.append(offsets[-1] + extent(math.prod(read.extras)))
         for node, place in self.reads:
             read = self.transition.reads[place]
-            rows = looked if len(self.transition.reads) == 1 else looked[:, :, :, offsets[place] : offsets[place + 1]]
+            rows = looked if self._looks_once() else looked[:, :, :, offsets[place] : offsets[place + 1]]
             found.append(self._read(builder, node, read, rows))
         return tuple(found) if len(found) > 1 else found[0]
+
+    def _looks_once(self) -> bool:
+        """Whether all reads are the same row: there is one, or all are the state itself."""
+        move = self.transition
+        return len(move.reads) == 1 or (not move.keys and all(read.query is None for read in move.reads))
 
     def _final(self, node: fx.Node, state: Any, extent: Callable[[int], Any]) -> Any:
         order = [index for group in self._groups() for index in group]
@@ -181,6 +189,9 @@ class ScanEmitter(NothingImplied):
         length = self._length(builder)
         value = rows.reshape([length if index == TIME else extent(sizes[index]) for index in order])
         value = value.permute([order.index(index) for index in (TIME, *read.places)])
+        if read.drops is not None:
+            own = replace(values, sizes=sizes, like=rows)
+            value = torch.where(own.of(read.drops, ((TIME,), *((place,) for place in read.places))) != 0, 0.0, value)
         if read.rest.terms:
             own = replace(values, sizes=dict(enumerate(read.rest.sizes)), like=rows)
             value = value + own.of(read.rest, ((TIME,), *((i,) for i in range(len(read.rest.sizes)))))

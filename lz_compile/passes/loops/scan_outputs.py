@@ -59,6 +59,50 @@ def give_results(module: fx.GraphModule) -> int:
     return count
 
 
+def order_gradients(module: fx.GraphModule) -> int:
+    """Let gradients reach the states of such scans contiguous, in place; how many scans there were.
+
+    The operator's backward (2.13) carries them, and refuses what lies otherwise after a step, or at first, as where the last
+    state is transposed. The gradient of a reshape is a reshape: what it hands on is contiguous, whatever comes.
+    """
+    count = 0
+    bodies: set[str] = set()
+    for node in module.graph.find_nodes(op="call_function", target=_SCAN):
+        callee, init = node.args[:2]
+        states = list(map(tensor_of, init))
+        carried = [index for index, each in enumerate(states) if each is not None and each.dim() > 1]
+        is_graded = any(isinstance(each, torch.Tensor) and each.requires_grad for each in value_of(node))
+        if not carried or not is_graded or any(each is None or not each.is_contiguous() for each in states):
+            continue
+        items = [user for user in node.users if user.target is operator.getitem and user.args[1] in carried]
+        for item in items:
+            _reshape_for(item, item.next)
+        if str(callee.target) not in bodies:
+            bodies.add(str(callee.target))
+            body = operator.attrgetter(str(callee.target))(module)
+            given = body.graph.find_nodes(op="placeholder")
+            for index in carried:
+                _reshape_for(given[index], given[-1].next)
+            body.recompile()
+        count += 1
+    return count
+
+
+def _reshape_for(state: fx.Node, place: fx.Node) -> None:
+    """Let those that compute with a contiguous tensor read it by way of a reshape that changes nothing."""
+    readers = [user for user in state.users if user.op != "output"]
+    if not readers:
+        return
+    with state.graph.inserting_before(place):
+        flat = state.graph.call_method("flatten", (state,))
+        whole = state.graph.call_method("view_as", (flat, state))
+    value = value_of(state)
+    flat.meta["example_value"] = value.flatten()
+    whole.meta["example_value"] = flat.meta["example_value"].view_as(value)
+    for reader in readers:
+        reader.replace_input_with(state, whole)
+
+
 def give_symbols(module: fx.GraphModule) -> int:
     """Let the steps of scans with symbolic sizes take each symbol as a number, in place; how many scans there were.
 

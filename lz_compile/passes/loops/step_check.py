@@ -54,6 +54,18 @@ def check(form: StepForm, transition: Transition) -> None:
             raise RefusedError("STEP_MISREAD", text, "this is a fault of the recogniser: please report it")
 
 
+def poisoned(form: StepForm, node: fx.Node, held: Mapping[Atom, bool], states: Iterable[fx.Node]) -> torch.Tensor:
+    """A value of the step as it is written, from states of NaN, where conditions hold or do not."""
+    generator = torch.Generator().manual_seed(0)
+    given = {
+        form.atoms[atom]: _random(form.atoms[atom], generator, is_mask=True).fill_(on) for atom, on in held.items()
+    }
+    given |= {each: _random(each, generator, is_mask=False).fill_(torch.nan) for each in states}
+    with isolated():
+        found: torch.Tensor = _run([node], given, generator)[node]
+    return found
+
+
 def _step(transition: Transition, known: Mapping[Atom, torch.Tensor], state: torch.Tensor) -> list[torch.Tensor]:
     """The state after a step, and what is read, by the formula alone."""
     rank = len(transition.space)

@@ -43,7 +43,7 @@ class Read:
     """``sum of query * S``, plus ``rest``.
 
     The query has the state's indices and then ``extras`` of its own. ``places`` are, for every index of the result, that
-    among the query's; ``query`` None is the state itself.
+    among the query's; ``query`` None is the state itself. ``drops`` is one where a condition drops the state, else zero.
     """
 
     node: fx.Node
@@ -51,11 +51,15 @@ class Read:
     extras: tuple[int, ...]
     places: tuple[int, ...]
     rest: IndexSum
+    drops: IndexSum | None = None
 
 
 @dataclass(frozen=True)
 class Transition:
-    """A state's step; operands have the indices of the state, ``space`` their sizes. ``shape`` is that of the state."""
+    """A state's step; operands have the indices of the state, ``space`` their sizes. ``shape`` is that of the state.
+
+    ``drops`` is one where a condition drops the state, else zero (None: none does).
+    """
 
     state: int
     space: tuple[int, ...]
@@ -67,6 +71,7 @@ class Transition:
     reads: tuple[Read, ...] = ()
     mode: Reads = "after"
     shape: tuple[int, ...] = ()
+    drops: IndexSum | None = None
 
     @property
     def batch(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from lz_compile.passes.algebra import is_pointwise
+from lz_compile.passes.edits.edit import MayEdit, anywhere
 from lz_compile.passes.effects import Effects, ambient_context
 from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.view import Call, read, tensor_of, value_of
@@ -26,12 +27,12 @@ _BEGINS, _ENDS, _ENTERS, _LEAVES = (
 _SCAFFOLD = frozenset({_BEGINS, _ENDS, "lazy_load_decompositions"})
 
 
-def unbatch(graph: fx.Graph) -> int:
-    """Spell such regions out, in place; how many there were."""
+def unbatch(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
+    """Spell such regions out, in place, where they begin at a node that may be edited; how many there were."""
     if not any(_name(node) == _BEGINS for node in graph.nodes):
         return 0
     effects = Effects(graph)
-    found = [region for region in _regions(graph) if _is_elementwise(region)]
+    found = [region for region in _regions(graph) if _is_elementwise(region) and may_edit(region[0])]
     for region in found:
         ambient = effects.ambient(region[0])
         for node in region:

@@ -26,10 +26,11 @@ from lz_compile.passes.sampling.drawn import draws, weighs
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, exits
 from lz_compile.passes.sampling.kept import Form, Limits
 from lz_compile.passes.sampling.limits import LEAST_MISSED, limits_of
-from lz_compile.passes.sampling.rounding import MAXIMA, check_dtypes, check_rounding, check_ties, is_choice
+from lz_compile.passes.sampling.rounding import MAXIMA, check_dtypes, check_rounding, is_choice
 from lz_compile.passes.sampling.sampling_emitter import SamplingEmitter
 from lz_compile.passes.sampling.sorted_draws import sorted_draw
 from lz_compile.passes.sampling.stores import ORDERING
+from lz_compile.passes.sampling.verbatim import check_repeatable
 from lz_compile.passes.sampling.warps import warps_of
 from lz_compile.passes.view import Call, tensor_of, where_of
 
@@ -291,10 +292,8 @@ class _Reader:
         if chain.form == "probs":
             entry = self._softmax_input(entry) or entry
         inside = {chain.exit, *chain.core}
-        is_exact = not chain.limits.is_any
-        warps = warps_of(self.effects, entry, lambda node: self._is_inside(node, inside), may_round=is_exact)
+        warps = warps_of(self.effects, entry, lambda node: self._is_inside(node, inside))
         logits = warps.logits
-        check_ties(logits, chain.limits)
         affected = Affected(self.effects, logits.node)
         stops = frozenset(part.node for part in warps.parts)
         found = excerpt(self.effects, logits, affected, chain.exit, stops)
@@ -304,8 +303,10 @@ class _Reader:
         dims = entry.dims
         output = Scores(chain.exit, dims, entry.vocab)
         core = self._core(found, chain.exit)
-        emitter = SamplingEmitter.of(warps, chain.limits, found, output)
-        return emitter.match(OP, core)
+        match = SamplingEmitter.of(warps, chain.limits, found, output).match(OP, core)
+        if chain.limits.is_any:
+            check_repeatable(found, wants_grad=match.facts.needs_grad)
+        return match
 
     def _is_inside(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         """Whether all readers of a value are among those that become superfluous; if so, so does it."""

@@ -18,6 +18,7 @@ from lz_compile.passes.axes import Axis, Dims, as_size
 from lz_compile.passes.edits.special_values import may_be_special
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.loops.chunked_forms import chunked_forms
+from lz_compile.passes.loops.dropped_states import with_drops
 from lz_compile.passes.loops.index_sum import IndexSum
 from lz_compile.passes.loops.index_terms import Atom
 from lz_compile.passes.loops.loop_plan import Part, Plan
@@ -42,7 +43,7 @@ OP = "scan"
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
     """Every scan in ``graph`` whose step has a structure that the op knows; of the others, why it has none."""
     readings = Readings(follows_masks=False)
-    checked: set[int] = set()
+    checked: dict[int, Transition] = {}
     for node in graph.nodes:
         if node.target is not SCAN or not node.users:
             continue
@@ -57,15 +58,15 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | 
     yield from chunked_forms(graph, effects, known)
 
 
-def _found(call: ScanCall, effects: Effects, readings: Readings, checked: set[int]) -> Match | NearMiss:
+def _found(call: ScanCall, effects: Effects, readings: Readings, checked: dict[int, Transition]) -> Match | NearMiss:
     try:
         return _match(call, effects, readings, checked)
     except RefusedError as refusal:
         return NearMiss(OP, call.node, refusal.reason, refusal.edit, where_of(call.node))
 
 
-def _match(call: ScanCall, effects: Effects, readings: Readings, checked: set[int]) -> Match:
-    """The match of one scan; ``checked`` are the transitions that were compared with their steps already.
+def _match(call: ScanCall, effects: Effects, readings: Readings, checked: dict[int, Transition]) -> Match:
+    """The match of one scan; ``checked`` are the transitions that were compared with their steps already, by identity.
 
     Raises:
         RefusedError: its step has no structure that the op knows.
@@ -76,8 +77,8 @@ def _match(call: ScanCall, effects: Effects, readings: Readings, checked: set[in
     transition = _only(plan)
     if id(transition) not in checked:
         check(plan.form, transition)
-        checked.add(id(transition))
-    return _finished(call, effects, plan.form, transition, results)
+        checked[id(transition)] = with_drops(plan.form, transition)
+    return _finished(call, effects, plan.form, checked[id(transition)], results)
 
 
 def _only(plan: Plan) -> Transition:
@@ -174,8 +175,19 @@ def _finished(
         formula=text_of(transition, {atom: step.names[form.atoms[atom]] for atom in used}),
         masked_rows_count=False,
         scales=_scales(transition, given, step.sizes),
+        rows=_poisoned(transition, given, time),
         fixed=frozenset(axes - {time}),
     )
+
+
+def _poisoned(transition: Transition, given: Mapping[Atom, Given], time: Axis) -> dict[fx.Node, tuple[Axis, ...]]:
+    """What is NaN in the first step of a proof, where a condition drops the state: a product would keep the NaN."""
+    if transition.drops is None:
+        return {}
+    written = (transition.drive, *(update.right for update in transition.updates))
+    factors = (factor for each in written if each is not None for term in each.terms for factor in term.of("given"))
+    nodes = dict.fromkeys(given[factor.atom].node for factor in factors if given[factor.atom].over_time)
+    return {node: (time,) for node in nodes if _tensor(node).is_floating_point()}
 
 
 def _refuse_special(transition: Transition, given: Mapping[Atom, Given]) -> None:
@@ -234,6 +246,7 @@ def _attributes(form: StepForm, transition: Transition) -> ScanAttrs:
         compute_dtype=compute,
         out_dtype=kinds.pop() if is_last else compute,
         state_dtype=state,
+        drops=transition.drops is not None,
     )
 
 

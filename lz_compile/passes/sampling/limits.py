@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,8 @@ _TIES: tuple[Ties, ...] = ("all", "first", "last")
 _MOST = 400
 #: Of fewer tokens it is chance what fits; fewer than these are experts or classes, of which no filter is missed.
 _LEAST_VOCAB, LEAST_MISSED = 16, 64
+#: So many more probes tell limits apart that all of the others fit.
+_MOST_MORE = 40
 #: How far scores are spread, and by how much all of them are moved.
 _PROBES = (
     (0.2, 0.0),
@@ -71,11 +73,31 @@ def limits_of(found: Excerpt, form: Form) -> Limits | None:
         rest = [probe for probe in probes if probe is not None]
         rest += _at_corners(found, form, vocab)
         likely = (each for each in _candidates(found, outcome, vocab) if order.may_fit(each))
-        fits = next((each for each in likely if all(probe.fits(each) for probe in rest)), None)
+        fits = _only([*_alike(each for each in likely if all(probe.fits(each) for probe in rest))], found, form, vocab)
         if fits is not None and all(probe.fits(fits) for probe in _of_more_rows(found, form, vocab)):
             return _with_ties(found, form, vocab, fits)
         _check_unlike(order, vocab)
         return None
+
+
+def _alike(fitting: Iterable[Limits]) -> Iterator[Limits]:
+    """The first, and those after it of the same kinds of limits."""
+    first: Limits | None = None
+    for each in fitting:
+        first = first or each
+        if each.named.keys() != first.named.keys():
+            return
+        yield each
+
+
+def _only(fitting: list[Limits], found: Excerpt, form: Form, vocab: int) -> Limits | None:
+    """The one that fits more rows as well, of limits that are nearly equal: 0.37 and exp(-1), of a dimension."""
+    for _ in range(_MOST_MORE):
+        probe = Probe.of(found, form, vocab, 1.0) if len(fitting) > 1 else None
+        if probe is None:
+            break
+        fitting = [each for each in fitting if probe.fits(each)] or fitting
+    return next(iter(fitting), None)
 
 
 def _is_wide(found: Excerpt, leaf: fx.Node) -> bool:
@@ -185,13 +207,15 @@ def _with_ties(found: Excerpt, form: Form, vocab: int, fits: Limits) -> Limits:
         return fits
     probes = [Probe.of(found, form, vocab, 1.0, steps=steps) for steps in (6, 12, 25, 3)]
     tied = [probe for probe in probes if probe is not None]
-    for choice in itertools.product(_TIES, repeat=len(names)):
+    picks_any = _picks_any(found)
+    # What a sort without an order of equals seems to do with so few tokens, it need not do with more.
+    for choice in itertools.product(_TIES[:1] if picks_any else _TIES, repeat=len(names)):
         chosen: dict[str, Any] = {f"{name}_ties": ties for name, ties in zip(names, choice, strict=True)}
         tried = replace(fits, **chosen)
         if tied and all(probe.fits(tried) for probe in tied):
             return tried
     some = replace(fits, top_k_ties="first", top_p_ties="first", is_any=True)
-    free: tuple[dict[str, Any], ...] = ({}, {"top_k_ties": "all"}, {"top_p_ties": "all"}) if _picks_any(found) else ()
+    free: tuple[dict[str, Any], ...] = ({}, {"top_k_ties": "all"}, {"top_p_ties": "all"}) if picks_any else ()
     for whole in free:
         tried = replace(some, **whole)
         if tied and all(probe.fits_but_for_ties(tried) for probe in tied):

@@ -9,7 +9,7 @@ from lz_compile.passes import layout
 from lz_compile.passes.algebra import is_cast, is_constant
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import RefusedError
-from lz_compile.passes.sampling.excerpt import Excerpt, Scores
+from lz_compile.passes.sampling.excerpt import Excerpt
 from lz_compile.passes.sampling.kept import Limits
 from lz_compile.passes.sampling.stores import ORDERING
 from lz_compile.passes.view import Call, tensor_of
@@ -74,18 +74,3 @@ def _is_exact(call: Call | None, kind: torch.dtype) -> bool:
         return False
     is_same = layout.rearranges(call) or is_cast(call) or is_constant(call)
     return is_same or call.name in ORDERING | MAXIMA | _SELECTIONS
-
-
-def check_ties(logits: Scores, limits: Limits) -> None:
-    """Refuse an order that says nothing of equal scores where many are.
-
-    Raises:
-        RefusedError: it does not.
-    """
-    tensor = tensor_of(logits.node)
-    if limits.is_any and tensor is not None and tensor.dtype.itemsize < 4:
-        raise RefusedError(
-            "TIES_UNSPECIFIED",
-            f"many scores are equal in {tensor.dtype}, and which of them are kept is not said",
-            "compare with the k-th largest score, or sort with stable=True",
-        )

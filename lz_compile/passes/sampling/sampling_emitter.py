@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.sampling import SamplingAttrs, SamplingFacts
+from lz_compile.lowering.ops.sampling import SamplingAttrs, SamplingFacts, Ties
 from lz_compile.lowering.token_bits import pack
 from lz_compile.passes.axes import Axis, Dims, Size, axes_of, product
 from lz_compile.passes.builder import Builder
@@ -18,6 +18,7 @@ from lz_compile.passes.effects import grad_enabled
 from lz_compile.passes.match import Match, NothingImplied
 from lz_compile.passes.sampling.excerpt import Excerpt, Scores
 from lz_compile.passes.sampling.kept import Limit, Limits
+from lz_compile.passes.sampling.verbatim import filled
 from lz_compile.passes.sampling.warps import Part, Warps
 from lz_compile.passes.view import hint_of, is_symbolic, tensor_of, where_of
 
@@ -46,11 +47,15 @@ class SamplingEmitter(NothingImplied):
             "temperature": warps.temperature != 1 or bool(warps.divisors),
             **dict.fromkeys(limits.named, True),
         }
+
+        def ties(own: Ties) -> Ties:
+            return "open" if limits.is_any and own != "all" else own
+
         attrs = SamplingAttrs(
             result=limits.result,
             **{f"has_{name}": is_there for name, is_there in present.items()},
-            top_k_ties=limits.top_k_ties,
-            top_p_ties=limits.top_p_ties,
+            top_k_ties=ties(limits.top_k_ties),
+            top_p_ties=ties(limits.top_p_ties),
             out_dtype=out.dtype,
         )
         return cls(warps, limits, found, output, attrs)
@@ -143,7 +148,11 @@ class SamplingEmitter(NothingImplied):
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's ``[N, V]`` in the layout of the node that it replaces."""
-        return builder.restore(value, self._groups, self.output.dims)
+        restored = builder.restore(value, self._groups, self.output.dims)
+        if not self.attrs.leaves_ties_open:
+            return restored
+        dim = next(at for at, each in enumerate(self.output.dims) if self.output.vocab in each)
+        return filled(self.found, builder, restored, dim)
 
     def attributes_at(self, _sizes: Mapping[Axis, int]) -> SamplingAttrs:
         """The attributes for a proof at other sizes: the same."""

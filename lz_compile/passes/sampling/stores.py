@@ -6,17 +6,21 @@ afterwards, if nobody sees the memory by another name.
 
 from __future__ import annotations
 
+import heapq
 import math
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from lz_compile.passes import layout
-from lz_compile.passes.axes import shape_of
-from lz_compile.passes.effects import Effects, grad_enabled
-from lz_compile.passes.view import Call, hint_of, memory_of, read, tensor_of
+from lz_compile.passes.axes import Size, as_size, shape_of
+from lz_compile.passes.edits.edit import MayEdit, anywhere
+from lz_compile.passes.effects import Ambient, Effects, grad_enabled
+from lz_compile.passes.loops.loop_step_graph import Emitter
+from lz_compile.passes.view import Call, hint_of, memory_of, read, tensor_of, value_of
 
 #: Calls that order the scores of a row, or select among them.
 ORDERING = frozenset({"topk", "sort", "argsort", "msort", "kthvalue"})
@@ -26,7 +30,7 @@ _ELEMENTWISE = frozenset({"masked_fill", "add", "sub", "mul", "div", "clamp", "e
 _UNKNOWN = -1
 
 
-def with_values(graph: fx.Graph) -> int:
+def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     """Let what is written in place be a value of its own, where nobody else looks at the memory; how many were.
 
     Graphs in which nothing is ordered are left as they are.
@@ -34,24 +38,58 @@ def with_values(graph: fx.Graph) -> int:
     if not any(node.op.startswith("call") and is_ordering(node) for node in graph.nodes):
         return 0
     effects = Effects(graph)
-    memory = _Memory(effects) if effects.has_mutations else None
-    count = 0
-    for node, _ in effects.writes_made:
-        call = read(node)
-        target = node.args[0] if node.args else None
-        if memory is None or call is None or not isinstance(target, fx.Node) or not memory.is_unseen(node, target):
-            continue
-        if not _may_differ(call, target, grad_enabled(effects.ambient(node))):
-            continue
-        with graph.inserting_before(node):
-            value = _value(graph, call, target)
-        value.meta = {**node.meta, "example_value": _copied(target)}
-        memory.add(value, target, node)
-        target.replace_all_uses_with(value, delete_user_cb=memory.readers(target, node).__contains__)
-        node.replace_all_uses_with(value)
+    if not effects.has_mutations:
+        return 0
+    memory, written = _Memory(effects), {node for node, _ in effects.writes_made}
+    replaced: list[fx.Node] = []
+    for node in list(graph.nodes):
+        memory.redirect(node)
+        target = node.args[0] if node in written and node.args else None
+        value = None
+        if isinstance(target, fx.Node) and memory.is_unseen(node, target):
+            value = _out_of_place(node, target, memory, effects.ambient(node), may_edit)
+        if value is None or not isinstance(target, fx.Node):
+            memory.pass_by(node)
+        else:
+            memory.replace(node, target, value)
+            replaced.append(node)
+    for node in reversed(replaced):
         graph.erase_node(node)
-        count += 1
-    return count
+    return len(replaced)
+
+
+def _out_of_place(
+    node: fx.Node, target: fx.Node, memory: _Memory, ambient: Ambient, may_edit: MayEdit
+) -> fx.Node | None:
+    """A value that is what a call leaves in ``target``, and lies in memory as that does; None where it has no such form."""
+    call, old = read(node), tensor_of(target)
+    if call is None or old is None or not _may_differ(call, old, grad_enabled(ambient)):
+        return None
+    is_free = not _is_dense(old) and not any(map(layout.is_returned, memory.names_of(target, node)))
+    emit = Emitter(node.graph, old.fake_mode, ambient, node)  # type: ignore[attr-defined]
+    for name, arguments in _spellings(call):
+        with node.graph.inserting_before(node):
+            value = emit.call(name, *arguments, **call.node.kwargs)
+        new = value_of(value)
+        if new.dtype == old.dtype and (is_free or _strides(new) == _strides(old)) and may_edit(node):
+            value.meta = {**node.meta, **value.meta}
+            return value
+        node.graph.erase_node(value)
+    return None
+
+
+def _spellings(call: Call) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The same out of place; what is filled keeps its strides in the second form."""
+    is_store = call.node.target is operator.setitem
+    name = "masked_fill" if is_store else str(call.node.target).removesuffix("_")
+    yield name, call.node.args
+    if name == "masked_fill" and len(call.node.args) == 3 and not isinstance(call.node.args[2], fx.Node):
+        target, mask, value = call.node.args
+        yield torch.where, (mask, value, target)
+
+
+def _strides(tensor: torch.Tensor) -> list[Size]:
+    return [as_size(stride) for stride in tensor.stride()]
 
 
 def is_ordering(node: fx.Node) -> bool:
@@ -59,21 +97,18 @@ def is_ordering(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", node.target) in ORDERING
 
 
-def _may_differ(call: Call, target: fx.Node, is_graded: bool) -> bool:
+def _may_differ(call: Call, tensor: torch.Tensor, is_graded: bool) -> bool:
     """Whether it is a write that has a form without one: of the whole tensor, in its dtype, with its gradient."""
-    tensor = tensor_of(target)
-    if tensor is None or call.node.meta.get("example_value", tensor) is None:
+    if call.node.meta.get("example_value", tensor) is None:
         return False
     if tensor.requires_grad and not is_graded:  # the tensor keeps its gradient, which a new one would not have
-        return False
-    if not _is_dense(tensor) and layout.is_returned(target):  # a new one would have other strides
         return False
     if call.node.target is operator.setitem:
         mask, value = call.node.args[1:]
         chosen = tensor_of(mask)
         is_whole = chosen is not None and chosen.dtype == torch.bool and shape_of(chosen) == shape_of(tensor)
         return is_whole and _holds(tensor.dtype, value)
-    if call.node.op != "call_method" or not call.is_inplace or call.node.args[0] is not target:
+    if call.node.op != "call_method" or not call.is_inplace:
         return False
     if call.name == "scatter":
         return True
@@ -109,55 +144,93 @@ def _known(size: Any) -> float:
     return size if isinstance(size, int) else hint_of(size)
 
 
-def _copied(target: fx.Node) -> torch.Tensor:
-    """What Dynamo would say of a new tensor with the values of ``target``."""
-    tensor: torch.Tensor = target.meta["example_value"]
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+class _Tensor:
+    """A tensor that was overwritten, as what it is now: ``names`` are what is read for it in the graph as it was."""
 
-
-def _value(graph: fx.Graph, call: Call, target: fx.Node) -> fx.Node:
-    if call.node.target is operator.setitem:
-        return graph.call_method("masked_fill", (target, *call.node.args[1:]))
-    arguments: tuple[Any, ...] = (target, *call.node.args[1:])
-    return graph.call_method(str(call.node.target).removesuffix("_"), arguments, call.node.kwargs)
+    def __init__(self, names: list[fx.Node], last: int) -> None:
+        self.names = names
+        #: Where the last of them is read.
+        self.last = last
+        self.value = names[0]
 
 
 class _Memory:
-    """Who shares memory with whom: by what made a tensor, and by what Dynamo says of it (``out=``, ``.data``)."""
+    """Who shares memory with whom, by what made a tensor and by what Dynamo says of it (``out=``, ``.data``).
+
+    The calls of a graph are passed one by one.
+    """
 
     def __init__(self, effects: Effects) -> None:
         self._position = dict(effects.position)
         self._names = {node: _names(effects, node) for node in effects.calls}
-        self._sharing: dict[Any, list[fx.Node]] = {}
-        for node, names in self._names.items():
-            for name in names:
-                self._sharing.setdefault(name, []).append(node)
+        self._last: dict[fx.Node, int] = {}
+        for node, place in self._position.items():
+            self._last.update(dict.fromkeys(node.all_input_nodes, place))
+        self._held = {
+            name for node, names in self._names.items() if node.op in ("placeholder", "get_attr") for name in names
+        }
+        #: Of each memory the nodes that were passed, those that are read the longest first.
+        self._readers: dict[Any, list[tuple[int, int, fx.Node]]] = {}
+        self._tensors: dict[fx.Node, _Tensor] = {}
 
-    def add(self, value: fx.Node, target: fx.Node, writer: fx.Node) -> None:
-        """A value instead of what was written into ``target``; later views of that are views of it."""
+    def redirect(self, node: fx.Node) -> None:
+        """Let a call read what became of its operands."""
+        if any(operand in self._tensors for operand in node.all_input_nodes):
+
+            def now(operand: fx.Node) -> fx.Node:
+                return self._tensors[operand].value if operand in self._tensors else operand
+
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), now)
+
+    def pass_by(self, node: fx.Node) -> None:
+        """A call stays as it is."""
+        for name in self._names[node]:
+            heapq.heappush(self._readers.setdefault(name, []), (-self._last.get(node, -1), self._position[node], node))
+
+    def replace(self, writer: fx.Node, target: fx.Node, value: fx.Node) -> None:
+        """A value takes the place of what was written into ``target``; later views of that are views of it."""
+        found = self._tensors.get(target) or _Tensor([target], self._last[target])
+        found.names.append(writer)
+        found.last = max(found.last, self._last.get(writer, -1))
+        found.value = value
+        for name in (target, writer, value):
+            self._tensors[name] = found
+        self._names[value], self._last[value] = self._names[target], found.last
         self._position[value] = self._position[writer]
-        self._names[value] = self._names[target]
-        for name in self._names[value]:
-            self._sharing[name].append(value)
+        self.pass_by(value)
 
-    def readers(self, node: fx.Node, writer: fx.Node) -> set[fx.Node]:
-        """Who reads a tensor after a write."""
-        at = self._position[writer]
-        return {user for user in node.users if self._position[user] > at}
+    def names_of(self, target: fx.Node, writer: fx.Node) -> list[fx.Node]:
+        """The nodes that are read in the graph as it was where what was written is read."""
+        found = self._tensors.get(target)
+        return [writer, *([target] if found is None else found.names)]
 
     def is_unseen(self, writer: fx.Node, target: fx.Node) -> bool:
         """Whether nobody reads the memory after a write but by the name of what was written."""
-        at = self._position[writer]
-        if _UNKNOWN in self._names[target]:
+        names = self._names[target]
+        if _UNKNOWN in names or not self._held.isdisjoint(names):  # others hold it
             return False
-        for name in self._names[target]:
-            for node in self._sharing[name]:
-                if node.op in ("placeholder", "get_attr"):  # others hold it
-                    return False
-                is_other = node is not target and self._position[node] < at
-                if is_other and any(self._position[user] > at for user in node.users):
-                    return False
-        return True
+        at = self._position[writer]
+        return not any(self._last_other(name, target) > at for name in names)
+
+    def _last_other(self, name: Any, target: fx.Node) -> int:
+        """Where memory is read last by way of any node that was passed but ``target``."""
+        readers, own, last = self._readers.get(name, []), [], -1
+        while readers:
+            node = readers[0][2]
+            if node is target:
+                own.append(heapq.heappop(readers))
+            elif self._is_gone(node):
+                heapq.heappop(readers)
+            else:
+                last = -readers[0][0]
+                break
+        for each in own:
+            heapq.heappush(readers, each)
+        return last
+
+    def _is_gone(self, node: fx.Node) -> bool:
+        """Whether another value is read in the place of a node from here on."""
+        return node in self._tensors and self._tensors[node].value is not node
 
 
 def _names(effects: Effects, node: fx.Node) -> set[Any]:

@@ -46,16 +46,15 @@ class Warps:
         return [*self.masks, *self.divisors, *self.bias]
 
 
-def warps_of(effects: Effects, entry: Scores, is_free: Callable[[fx.Node], bool], *, may_round: bool = True) -> Warps:
+def warps_of(effects: Effects, entry: Scores, is_free: Callable[[fx.Node], bool]) -> Warps:
     """What was done to the scores at ``entry``.
 
     Args:
         effects: of the graph.
         entry: the scores that are filtered.
         is_free: whether nobody but what follows reads a value, so that it need not be computed.
-        may_round: whether logits may be in half precision, in which many are equal.
     """
-    reader = _Reader(effects, Warps(entry), may_round)
+    reader = _Reader(effects, Warps(entry))
     while is_free(reader.found.logits.node) and reader.step():
         pass
     return reader.found
@@ -65,7 +64,6 @@ def warps_of(effects: Effects, entry: Scores, is_free: Callable[[fx.Node], bool]
 class _Reader:
     effects: Effects
     found: Warps
-    may_round: bool
 
     def step(self) -> bool:
         """Read one call; whether it is one of these."""
@@ -133,8 +131,6 @@ class _Reader:
     def _is_exact(self, source: fx.Node, kind: torch.dtype) -> bool:
         """Whether a cast loses nothing."""
         tensor = tensor_of(source)
-        if tensor is not None and tensor.dtype.itemsize < 4 and not self.may_round:
-            return False
         if tensor is None or not tensor.is_floating_point() or not kind.is_floating_point:
             return False
         return torch.promote_types(tensor.dtype, kind) == kind

@@ -1,0 +1,89 @@
+"""A filter as its source spelled it, to be run where kernels leave open which of several equal scores are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.lowering import open_ties
+from lz_compile.passes.axes import Axis
+from lz_compile.passes.builder import Builder
+from lz_compile.passes.match import RefusedError
+from lz_compile.passes.resize import original
+from lz_compile.passes.sampling.excerpt import Excerpt
+from lz_compile.passes.view import is_symbolic, tensor_of, value_of
+
+
+def verbatim(found: Excerpt, sizes: Mapping[Axis, int] | None = None) -> tuple[str, list[fx.Node]]:
+    """The text of what computes the exit, at other ``sizes`` if there are any, and the nodes that it is a function of.
+
+    Numbers among these are given as tensors.
+
+    Raises:
+        ValueError: it calls what has no name that every process knows.
+    """
+    graph, given = _copied(found) if sizes is None else (original(found, sizes).graph, [*found.inputs])
+    placeholders = graph.find_nodes(op="placeholder")
+    for node, placeholder in zip(given, placeholders, strict=True):
+        if tensor_of(node) is None:
+            users = [*placeholder.users]
+            with graph.inserting_after(placeholders[-1]):
+                number = graph.call_method("item", (placeholder,))
+            placeholder.replace_all_uses_with(number, delete_user_cb=users.__contains__)
+    return open_ties.spelled(graph), given
+
+
+def _copied(found: Excerpt) -> tuple[fx.Graph, list[fx.Node]]:
+    own, between = {*found.core, *found.read}, set[fx.Node]()
+    stack, given = [*found.core], dict.fromkeys(found.inputs)
+    while stack:
+        node = stack.pop()
+        if node in between or node in given:
+            continue
+        is_value = tensor_of(node) is not None or is_symbolic(node)
+        if node not in own and (is_value or not node.op.startswith("call")):
+            given[node] = None
+            continue
+        between.add(node)
+        stack.extend(node.all_input_nodes)
+    graph = fx.Graph()
+    values = {node: graph.placeholder(node.name) for node in given}
+    for node in found.exit.graph.nodes:
+        if node in between:
+            values[node] = graph.node_copy(node, values.__getitem__)
+    graph.output(values[found.exit])
+    return graph, [*given]
+
+
+def check_repeatable(found: Excerpt, *, wants_grad: bool) -> None:
+    """Refuse what cannot be run again as it is spelled.
+
+    Raises:
+        RefusedError: it cannot.
+    """
+    why = "gradients flow through what is kept" if wants_grad else None
+    try:
+        verbatim(found)
+    except ValueError as error:
+        why = str(error)
+    if why is not None:
+        raise RefusedError(
+            "TIES_UNSPECIFIED",
+            f"which of several equal scores are kept is up to a sort, which is not asked again: {why}",
+            "compare with the k-th largest score, or sort with stable=True",
+        )
+
+
+def filled(found: Excerpt, builder: Builder, value: Any, dim: int) -> Any:
+    """``value``, a kernel's result in the layout of the exit, with the rows that it leaves open, tokens along ``dim``."""
+    text, nodes = verbatim(found, builder.sizes)
+    given = [builder.value(node) for node in nodes]
+    for at, node in enumerate(nodes):
+        if tensor_of(node) is None:
+            kind = torch.float64 if isinstance(value_of(node), torch.SymFloat) else torch.int64
+            given[at] = value.new_full((), given[at], dtype=kind)
+    open_ties.fill(value, given, dim, text)
+    return value

@@ -1,0 +1,145 @@
+"""What a condition drops of a state stays dropped, NaN included; what is multiplied by zero does not. As eager code has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import Rewriting
+from torch import Tensor
+
+STEPS = 16
+B, H, K, V = 2, 2, 4, 3
+
+#: A step of ``h`` by a factor, an input and a condition; under it the state is dropped, or multiplied by zero.
+DROPPING: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "where on the state": lambda h, a, x, d: torch.where(d, 0.0, h) * a + x,
+    "where on the product": lambda h, a, x, d: torch.where(d, torch.zeros_like(h), h * a) + x,
+    "where on everything": lambda h, a, x, d: torch.where(d, x, h * a + x),
+    "masked_fill": lambda h, a, x, d: h.masked_fill(d, 0.0) * a + x,
+    "a number as factor": lambda h, a, x, d: torch.where(~d, h, 0.0) * 0.9 + x,
+    "two conditions": lambda h, a, x, d: torch.where(d, 0.0, h).masked_fill(x > 1, 0.0) * a + x,
+}
+MULTIPLYING: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "where on the factor": lambda h, a, x, d: h * torch.where(d, 0.0, a) + x,
+    "a mask as factor": lambda h, a, x, d: h * (~d).to(h.dtype) * a + x,
+    "one condition drops, one multiplies": lambda h, a, x, d: torch.where(d, 0.0, h) * (x < 1).to(h.dtype) * a + x,
+}
+
+
+def averages(step: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run(x: Tensor, a: Tensor, h: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        found = []
+        for t in range(x.shape[1]):
+            h = step(h, a[:, t], x[:, t], d[:, t])
+            found.append(h)
+        return torch.stack(found, 1), h
+
+    return run
+
+
+def given(place: int) -> tuple[Tensor, ...]:
+    """Random operands with NaN in one step, infinity in another, a factor that is zero, and what drops at every other step."""
+    torch.manual_seed(place)
+    x, a = torch.randn(B, STEPS, V).double(), torch.rand(B, STEPS, 1).double()
+    x[0, place, 1], x[1, STEPS - 1 - place, 0] = torch.nan, torch.inf
+    a[:, (place + 1) % STEPS] = 0
+    dropped = torch.rand(B, STEPS, 1) < 0.3
+    dropped[:, (place + 3) % STEPS] = True
+    return x, a, torch.randn(B, V).double(), dropped
+
+
+def observed(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Results, and the gradients of a sum that weighs them differently."""
+    leaves = [each.clone().requires_grad_(each.is_floating_point()) for each in inputs]
+    results = function(*leaves)
+    weights = (torch.linspace(-1, 1, each.numel(), dtype=each.dtype).view(each.shape) for each in results)
+    total = sum((each * weight).sum() for each, weight in zip(results, weights, strict=True))
+    wanted = [each for each in leaves if each.requires_grad]
+    return [*results, *torch.autograd.grad(total, wanted, materialize_grads=True)]
+
+
+def assert_as_eager(function: Callable[..., Sequence[Tensor]], kernel: str, inputs: Sequence[Sequence[Tensor]]) -> None:
+    torch._dynamo.reset()
+    backend = Rewriting(loops="roll", lock={"scan": kernel})
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for each in inputs:
+        for place, (found, wanted) in enumerate(zip(observed(compiled, each), observed(function, each), strict=True)):
+            # Eager code multiplies the gradient of what a condition drops by zero, kernels leave it out.
+            is_left_out = wanted.isnan() if place > 1 else torch.zeros_like(wanted, dtype=torch.bool)
+            torch.testing.assert_close(found.masked_fill(is_left_out, torch.nan), wanted, equal_nan=True)
+    assert [match.kernel for match in backend.report.matches if match.rewritten] == [kernel], backend.why_not()
+
+
+@pytest.mark.parametrize("kernel", ["lz.rolled_scan", "lz.associative_scan"])
+@pytest.mark.parametrize("spelling", [*DROPPING, *MULTIPLYING])
+def test_nan_stays_exactly_where_it_does_eagerly(spelling: str, kernel: str):
+    function = averages({**DROPPING, **MULTIPLYING}[spelling])
+    assert_as_eager(function, kernel, [given(place) for place in (0, 5, STEPS - 1)])
+
+
+@pytest.mark.parametrize("spelling", ["where on the factor", "a mask as factor"])
+def test_chunks_multiply_where_the_source_does(spelling: str):
+    inputs = [given(place) for place in (0, STEPS - 1)]
+    for x, *_ in inputs:  # where infinity meets a factor of zero, chunks keep it
+        x.masked_fill_(x.isinf(), 1.0)
+    assert_as_eager(averages(MULTIPLYING[spelling]), "lz.chunked_scan", inputs)
+
+
+@pytest.mark.parametrize("spelling", ["where on the state", "masked_fill"])
+def test_chunks_take_no_state_that_is_dropped(spelling: str):
+    torch._dynamo.reset()
+    backend = Rewriting(loops="roll", lock={"scan": "lz.chunked_scan"})
+    torch.compile(averages(DROPPING[spelling]), backend=backend, fullgraph=True)(*given(5))
+    assert "lz.chunked_scan does not take states that a condition drops, NaN included" in backend.why_not()
+
+
+# ---- states of keys and values ---------------------------------------------------------------------------------------
+
+
+def matrices(
+    dropped: Callable[[Tensor, Tensor], Tensor], *, erases: bool, reads: bool = False
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Gated linear attention, or the gated delta rule; a condition drops the state, or (``reads``) what is read of it."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, a: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        state, found = torch.zeros(B, H, K, V, dtype=q.dtype), []
+        for t in range(STEPS):
+            ends = d[:, t, None, None, None]
+            state = (state if reads else dropped(state, ends)) * a[:, t].unsqueeze(-1)
+            written = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state) if erases else v[:, t]
+            state = state + k[:, t].unsqueeze(-1) * written.unsqueeze(-2)
+            found.append(torch.einsum("bhk,bhkv->bhv", q[:, t], dropped(state, ends) if reads else state))
+        return torch.stack(found, 1), state
+
+    return run
+
+
+def matrix_operands() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, B, STEPS, H, K).double()
+    v, a = torch.randn(B, STEPS, H, V).double(), torch.rand(B, STEPS, H, K).double()
+    v[0, 3, 0, 1], v[1, 9, 1, 2] = torch.nan, torch.inf
+    k = F.normalize(k, dim=-1)
+    k[1, 5, 1, 2] = torch.nan
+    dropped = torch.rand(B, STEPS) < 0.2
+    dropped[:, 7] = dropped[:, 12] = True
+    return q, k, v, a, dropped
+
+
+@pytest.mark.parametrize("erases", [False, True], ids=["linear attention", "delta rule"])
+@pytest.mark.parametrize("reads", [False, True], ids=["of the state", "of what is read"])
+def test_matrices_of_fast_weights_are_dropped_with_their_nan(reads: bool, erases: bool):
+    def dropped(state: Tensor, ends: Tensor) -> Tensor:
+        return state.masked_fill(ends, 0.0)
+
+    assert_as_eager(matrices(dropped, erases=erases, reads=reads), "lz.rolled_scan", [matrix_operands()])
+
+
+def test_a_matrix_that_is_multiplied_by_a_mask_keeps_its_nan():
+    def multiplied(state: Tensor, ends: Tensor) -> Tensor:
+        return state * (~ends).to(state.dtype)
+
+    assert_as_eager(matrices(multiplied, erases=True), "lz.rolled_scan", [matrix_operands()])
