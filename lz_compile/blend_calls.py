@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lz_compile.arguments import is_plain
-from lz_compile.lowering.ops.blend import BlendAttrs, BlendFacts
+from lz_compile.lowering.ops.blend import BlendAttrs, BlendFacts, Operands
 from lz_compile.runtime import eager, policy
 
 #: What is handed over has no gate of its own.
@@ -62,7 +62,7 @@ def _bind(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, is_resid
         return _left
     enabled = policy.current().settings.fallback_enabled
     own = partial(_own, is_residual=is_residual)
-    run = eager.guarded(kernel, partial(kernel.call, attrs=attrs), own, fallback_enabled=enabled)
+    run = eager.guarded(kernel, partial(_through, kernel.call, attrs), own, fallback_enabled=enabled)
 
     def call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         alpha = weight.reshape((-1, 1, 1) if is_by_row else (1, -1, 1))
@@ -70,6 +70,11 @@ def _bind(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, is_resid
         return result.reshape(seed.shape)
 
     return call
+
+
+def _through(kernel: Callable[..., Any], attrs: BlendAttrs, *tensors: torch.Tensor) -> Any:
+    """A kernel over the op's canonical operands."""
+    return kernel(Operands(*tensors), attrs)
 
 
 def _left(*_tensors: torch.Tensor) -> None:

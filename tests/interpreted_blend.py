@@ -37,12 +37,12 @@ def check(attrs: BlendAttrs, dtype: torch.dtype, sizes: tuple[int, int, int], al
     tensors = {name: value.to(dtype) if isinstance(value, Tensor) else value for name, value in given.items()}
     alpha = alpha.to(dtype) if isinstance(alpha, Tensor) else alpha
     seed.requires_grad_()
-    out = triton_blend.blend(host, seed, alpha, attrs=attrs, **tensors)
+    out = triton_blend.blend(op.Operands(host, seed, alpha, **tensors), attrs)
     exact = {name: value.double() if isinstance(value, Tensor) else value for name, value in tensors.items()}
     wide = seed.detach().double().requires_grad_()
     form = replace(attrs, out_dtype=torch.float64, compute_dtype=torch.float64)
     exact_alpha = alpha.double() if isinstance(alpha, Tensor) else alpha
-    wanted = op.reference(host.double(), wide, exact_alpha, attrs=form, **exact)
+    wanted = op.reference(op.Operands(host.double(), wide, exact_alpha, **exact), form)
     slack = TOLERANCE[dtype]
     torch.testing.assert_close(out.double(), wanted, rtol=4 * slack, atol=4 * slack)
     gradient = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
@@ -82,7 +82,7 @@ def test_a_margin_is_that_of_the_two_largest(classes, dtype):
     attrs = BlendAttrs("margin", has_gate=True, compute_dtype=dtype, out_dtype=dtype)
     top = logits.double().topk(2).values
     torch.testing.assert_close(
-        triton_blend.blend(logits=logits, attrs=attrs).double(),
+        triton_blend.blend(op.Operands(logits=logits), attrs).double(),
         top[:, 0] - top[:, 1],
         rtol=0,
         atol=8 * TOLERANCE[dtype],
@@ -97,7 +97,7 @@ def test_ties_have_no_margin_and_what_is_not_a_number_stays_in_its_row():
     logits[3, [7, 2900]] = torch.inf
     logits[4, 7] = torch.inf
     attrs = BlendAttrs("margin", has_gate=True)
-    found = triton_blend.blend(logits=logits, attrs=attrs)
+    found = triton_blend.blend(op.Operands(logits=logits), attrs)
     top = logits.topk(2).values
     torch.testing.assert_close(found, top[:, 0] - top[:, 1], equal_nan=True)
 
@@ -106,15 +106,15 @@ def test_operands_may_be_strided_and_rows_may_be_none():
     host, seed = torch.randn(7, 3, 5).transpose(0, 2), torch.randn(7, 3, 5).transpose(0, 2)
     alpha, attrs = torch.rand(1, 3, 1), BlendAttrs()
     torch.testing.assert_close(
-        triton_blend.blend(host, seed, alpha, attrs=attrs), op.reference(host, seed, alpha, attrs=attrs)
+        triton_blend.blend(op.Operands(host, seed, alpha), attrs), op.reference(op.Operands(host, seed, alpha), attrs)
     )
     logits = torch.randn(9, 5).T
     margin = BlendAttrs("margin", has_gate=True)
     torch.testing.assert_close(
-        triton_blend.blend(logits=logits, attrs=margin), op.reference(logits=logits, attrs=margin)
+        triton_blend.blend(op.Operands(logits=logits), margin), op.reference(op.Operands(logits=logits), margin)
     )
     empty = torch.randn(0, 3, 5)
-    assert triton_blend.blend(empty, empty, alpha, attrs=attrs).shape == (0, 3, 5)
+    assert triton_blend.blend(op.Operands(empty, empty, alpha), attrs).shape == (0, 3, 5)
 
 
 def test_the_operators_keep_their_promises():

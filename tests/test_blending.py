@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import lz_compile as lz
 from lz_compile.blending import capped, confidence_gate, drift_gate
-from lz_compile.lowering.ops.blend import BlendAttrs, reference, top2_margin
+from lz_compile.lowering.ops.blend import BlendAttrs, Operands, reference, top2_margin
 from lz_compile.runtime import events, health, policy, registry
 from tests.backends import Rewriting
 from tests.blend_modes import ALPHA, M, alpha_of, extras_of
@@ -173,9 +173,9 @@ def other() -> Iterator[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """A kernel beside PyTorch's that is preferred; it notes the shapes of seed and alpha."""
     seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
-    def call(host: Tensor, seed: Tensor, alpha: Tensor, *, attrs: BlendAttrs) -> Tensor:
-        seen.append((tuple(seed.shape), tuple(alpha.shape)))
-        return reference_of_tests["call"](host, seed, alpha, attrs=attrs)
+    def call(x: Operands, attrs: BlendAttrs) -> Tensor:
+        seen.append((tuple(x.seed.shape), tuple(x.alpha.shape)))
+        return reference_of_tests["call"](x, attrs)
 
     own = registry.kernels("blend")["torch.blend"]
     registry.register(replace(own, kernel_id="test.blend", implementation=call, prior=(), is_opaque=True))

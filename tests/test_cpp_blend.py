@@ -51,13 +51,13 @@ def test_a_gated_blend_and_its_gradient_are_the_references(
     attrs = BlendAttrs("confidence", is_residual, has_gate=True, is_sorted=True, compute_dtype=dtype, out_dtype=dtype)
     grafted.requires_grad_()
     given = {"gain": 4.0, "offset": torch.tensor(0.8), "low": bounds[0], "high": bounds[1]}
-    found = cpp_blend.blend(host=host, seed=grafted, alpha=weight, logits=logits, attrs=attrs, **given)
+    found = cpp_blend.blend(op.Operands(host=host, seed=grafted, alpha=weight, logits=logits, **given), attrs)
     exact = grafted.detach().double().requires_grad_()
     wide = BlendAttrs(
         "confidence", is_residual, has_gate=True, is_sorted=True, compute_dtype=torch.float64, out_dtype=torch.float64
     )
     exact_weight = weight if alpha == "number" else weight.double()
-    expected = op.reference(host.double(), exact, exact_weight, logits=logits.double(), attrs=wide, **given)
+    expected = op.reference(op.Operands(host.double(), exact, exact_weight, logits=logits.double(), **given), wide)
     slack = TOLERANCE[dtype]
     torch.testing.assert_close(found.double(), expected, rtol=slack, atol=slack)
     (of_seed,) = torch.autograd.grad(found, grafted, gradient)
@@ -74,7 +74,7 @@ def test_infinities_and_nan_in_host_and_seed_give_what_the_sum_gives(weight):
         host[row, [0, 17], 0], seed[row, [0, 17], 0] = one, other  # in a register and behind the last
     logits[:, 0] = 1e9  # the gate is exactly one
     attrs = BlendAttrs("confidence", has_gate=True, is_sorted=True)
-    found = cpp_blend.blend(host=host, seed=seed, alpha=weight, logits=logits, gain=6.0, offset=1.2, attrs=attrs)
+    found = cpp_blend.blend(op.Operands(host=host, seed=seed, alpha=weight, logits=logits, gain=6.0, offset=1.2), attrs)
     torch.testing.assert_close(found, weight * seed + (1 - weight) * host, equal_nan=True)
 
 
@@ -86,7 +86,7 @@ def test_margins_are_a_sorts_with_infinities_and_nan(classes):
     logits[3, -1] = math.inf
     logits[4, :2] = 5.0
     attrs = BlendAttrs("margin", is_sorted=True)
-    found = cpp_blend.blend(logits=logits, attrs=attrs)
+    found = cpp_blend.blend(op.Operands(logits=logits), attrs)
     two = (
         torch.cat((logits, torch.full((6, 1), -math.inf)), 1).topk(2).values if classes == 1 else logits.topk(2).values
     )
@@ -97,9 +97,9 @@ def test_margins_are_a_sorts_with_infinities_and_nan(classes):
 def test_other_dtypes_are_left_to_pytorch(dtype):
     host, seed, logits = torch.randn(3, 4, 1).to(dtype), torch.randn(3, 4, 1).to(dtype), torch.randn(3, 5).to(dtype)
     attrs = BlendAttrs("confidence", has_gate=True, is_sorted=True, compute_dtype=dtype, out_dtype=dtype)
-    found = cpp_blend.blend(host=host, seed=seed, alpha=0.5, logits=logits, attrs=attrs)
+    found = cpp_blend.blend(op.Operands(host=host, seed=seed, alpha=0.5, logits=logits), attrs)
     wide = BlendAttrs("confidence", has_gate=True, is_sorted=True, compute_dtype=torch.float64, out_dtype=torch.float64)
-    expected = op.reference(host.double(), seed.double(), 0.5, logits=logits.double(), attrs=wide)
+    expected = op.reference(op.Operands(host.double(), seed.double(), 0.5, logits=logits.double()), wide)
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
 
 

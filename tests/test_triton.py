@@ -210,7 +210,7 @@ def _without_a_driver(kernel: str) -> tuple[Any, Any]:
     if KERNELS[kernel] == "blend":
         operands = {"host": torch.randn(3, 2, 5), "seed": torch.randn(3, 2, 5), "alpha": torch.rand(1, 2, 1)}
         attrs = blend.BlendAttrs()
-        return triton_blend.blend(**operands, attrs=attrs), blend.reference(**operands, attrs=attrs)
+        return triton_blend.blend(blend.Operands(**operands), attrs), blend.reference(blend.Operands(**operands), attrs)
     gate, up = torch.randn(3, 8), torch.randn(3, 8)
     return triton_mlp.mlp(mlp.Operands(gate, up), mlp.MlpAttrs()), mlp.reference(mlp.Operands(gate, up), mlp.MlpAttrs())
 

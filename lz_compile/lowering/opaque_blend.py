@@ -10,7 +10,7 @@ import torch
 
 from lz_compile.lowering.encoded_attributes import decode, encode
 from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.ops.blend import BlendAttrs, Scalar, reference
+from lz_compile.lowering.ops.blend import BlendAttrs, Operands, Scalar, reference
 
 
 class BlendCode(Protocol):
@@ -44,7 +44,7 @@ class BlendCode(Protocol):
 
 def blender(
     name: str, kernel_id: str, load: Callable[[], BlendCode], *, is_cuda_graph_safe: bool = False
-) -> Callable[..., torch.Tensor]:
+) -> Callable[[Operands, BlendAttrs], torch.Tensor]:
     """The kernel function of the op (see ``lowering/ops/blend.py``), without softmax and the host's own weight.
 
     Args:
@@ -74,7 +74,7 @@ def blender(
         alpha, logits, numbers, attrs = others
         form = decode(BlendAttrs, attrs)
         given = logits if form.has_gate else None
-        return reference(host, seed, alpha, None, given, *numbers.unbind(), attrs=form).contiguous()
+        return reference(Operands(host, seed, alpha, None, given, *numbers.unbind()), form).contiguous()
 
     def gradient(
         gradient: torch.Tensor,
@@ -96,7 +96,7 @@ def blender(
         return logits.new_empty(logits.shape[:1], dtype=decode(BlendAttrs, attrs).out_dtype)
 
     def fallback_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:
-        return reference(logits=logits, attrs=decode(BlendAttrs, attrs)).contiguous()
+        return reference(Operands(logits=logits), decode(BlendAttrs, attrs)).contiguous()
 
     safe = is_cuda_graph_safe
     operator = opaque(
@@ -111,32 +111,19 @@ def blender(
         is_cuda_graph_safe=safe,
     )
 
-    def blend(
-        host: torch.Tensor | None = None,
-        seed: torch.Tensor | None = None,
-        alpha: Scalar = 1.0,
-        host_weight: torch.Tensor | None = None,
-        logits: torch.Tensor | None = None,
-        gain: Scalar = 1.0,
-        offset: Scalar = 0.0,
-        low: Scalar | None = None,
-        high: Scalar | None = None,
-        *,
-        attrs: BlendAttrs,
-    ) -> torch.Tensor:
-        assert host_weight is None, f"{kernel_id} is given a weight for the host"
+    def blend(x: Operands, attrs: BlendAttrs) -> torch.Tensor:
+        assert x.host_weight is None, f"{kernel_id} is given a weight for the host"
         assert (attrs.normalised, attrs.is_distinct) == ("none", False), f"{kernel_id} is asked for a softmax"
         if attrs.mode == "margin":
-            assert logits is not None, "a margin is that of logits"
-            margins: torch.Tensor = margin(logits, encode(attrs))
+            assert x.logits is not None, "a margin is that of logits"
+            margins: torch.Tensor = margin(x.logits, encode(attrs))
             return margins
-        assert host is not None, "a blend has a host"
-        assert seed is not None, "a blend has a seed"
-        weight = seed.new_full((), alpha) if isinstance(alpha, (int, float)) else alpha
+        host, seed = x.pair
+        weight = seed.new_full((), x.alpha) if isinstance(x.alpha, (int, float)) else x.alpha
         wide = torch.promote_types(attrs.compute_dtype, torch.float32)
-        bounds = (-math.inf if low is None else low, math.inf if high is None else high)
-        numbers = torch.stack([_number(each, seed, wide) for each in (gain, offset, *bounds)])
-        given = seed.new_empty(0, 0) if logits is None else logits.detach()
+        bounds = (-math.inf if x.low is None else x.low, math.inf if x.high is None else x.high)
+        numbers = torch.stack([_number(each, seed, wide) for each in (x.gain, x.offset, *bounds)])
+        given = seed.new_empty(0, 0) if x.logits is None else x.logits.detach()
         result: torch.Tensor = operator(seed, host, weight.detach(), given, numbers, encode(attrs))
         return result
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import torch
 
 from lz_compile.lowering.kernels import torch_blend
 from lz_compile.lowering.opaque_blend import BlendCode, blender
-from lz_compile.lowering.ops.blend import BlendAttrs
+from lz_compile.lowering.ops.blend import BlendAttrs, Operands
 
 _READ = (torch.float32, torch.bfloat16)
 
 
-def blend(*, attrs: BlendAttrs, **operands: Any) -> torch.Tensor:
+def blend(x: Operands, attrs: BlendAttrs) -> torch.Tensor:
     """A blend in the op's canonical layout (see ``lowering/ops/blend.py``); PyTorch's for other dtypes."""
-    tensors = [operands[name] for name in ("seed", "logits") if operands.get(name) is not None]
+    tensors = [each for each in (x.seed, x.logits) if each is not None]
     is_wide = torch.float64 in (attrs.compute_dtype, attrs.out_dtype)
     if is_wide or any(each.dtype not in _READ for each in tensors):
-        return torch_blend.blend(attrs=attrs, **operands)
-    return _blend(attrs=attrs, **operands)
-
-
-blend.__signature__ = inspect.signature(torch_blend.blend)  # type: ignore[attr-defined]  # what kernels must take
+        return torch_blend.blend(x, attrs)
+    return _blend(x, attrs)
 
 
 def _code() -> BlendCode:

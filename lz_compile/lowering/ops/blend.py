@@ -23,6 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
+from lz_compile.lowering import operands as base
+from lz_compile.lowering.operands import operands
+
 if TYPE_CHECKING:
     from lz_compile.passes.axes import Size
 
@@ -100,66 +103,57 @@ class BlendFacts:
     alpha_needs_grad: bool = False
 
 
-def reference(
-    host: torch.Tensor | None = None,
-    seed: torch.Tensor | None = None,
-    alpha: Scalar = 1.0,
-    host_weight: torch.Tensor | None = None,
-    logits: torch.Tensor | None = None,
-    gain: Scalar = 1.0,
-    offset: Scalar = 0.0,
-    low: Scalar | None = None,
-    high: Scalar | None = None,
-    *,
-    attrs: BlendAttrs,
-) -> torch.Tensor:
-    """The definition of the op, in float32 or the wider dtype of its seed (float64 is the ground truth of every test).
+@operands
+class Operands(base.Operands):
+    """Host and seed, how they are weighed, and the gate; shapes as in the module's legend."""
 
-    Shapes:
-        as in the module's legend.
-    """
-    given = seed if seed is not None else logits
+    host: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
+    alpha: Scalar = 1.0
+    host_weight: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    gain: Scalar = 1.0
+    offset: Scalar = 0.0
+    low: Scalar | None = None
+    high: Scalar | None = None
+
+    @property
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Host and seed of what is no margin."""
+        assert self.host is not None, "a blend has a host"
+        assert self.seed is not None, "a blend has a seed"
+        return self.host, self.seed
+
+
+def reference(x: Operands, attrs: BlendAttrs) -> torch.Tensor:
+    """The definition of the op, in float32 or the wider dtype of its seed (float64 is the ground truth of every test)."""
+    given = x.seed if x.seed is not None else x.logits
     assert given is not None, "a blend has a seed, a margin has logits"
     wide = torch.promote_types(torch.promote_types(given.dtype, attrs.compute_dtype), torch.float32)
-    form = replace(attrs, compute_dtype=wide)
-    return compute(host, seed, alpha, host_weight, logits, gain, offset, low, high, attrs=form, margin=sorted_margin)
+    return compute(x, replace(attrs, compute_dtype=wide), sorted_margin)
 
 
-def compute(
-    host: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    alpha: Scalar,
-    host_weight: torch.Tensor | None,
-    logits: torch.Tensor | None,
-    gain: Scalar,
-    offset: Scalar,
-    low: Scalar | None,
-    high: Scalar | None,
-    *,
-    attrs: BlendAttrs,
-    margin: Callable[[torch.Tensor, bool], torch.Tensor],
-) -> torch.Tensor:
+def compute(x: Operands, attrs: BlendAttrs, margin: Callable[[torch.Tensor, bool], torch.Tensor]) -> torch.Tensor:
     """The op with every step in ``attrs.compute_dtype`` and the margins that ``margin`` gives."""
 
     def cast(value: Any) -> Any:
         is_tensor = hasattr(value, "dtype")
         return value.to(attrs.compute_dtype) if is_tensor and value.dtype != attrs.compute_dtype else value
 
-    difference = None if logits is None else margin(cast(logits), attrs.is_distinct)
+    x = x.map(cast)
+    difference = None if x.logits is None else margin(x.logits, attrs.is_distinct)
     if attrs.mode == "margin":
         assert difference is not None, "a margin is that of logits"
         return _rounded(difference, attrs)
-    weight = cast(alpha)
+    weight: Any = x.alpha
     if difference is not None:
-        weight = weight * gate(difference, cast(gain), cast(offset))[:, None, None]
-        weight = bounded(weight, cast(low), cast(high))
-    host, seed = cast(host), cast(seed)
-    assert host is not None, "a blend has a host"
-    assert seed is not None, "a blend has a seed"
+        weight = weight * gate(difference, x.gain, x.offset)[:, None, None]
+        weight = bounded(weight, x.low, x.high)
+    host, seed = x.pair
     if attrs.is_residual:
         blended = host + weight * seed
     else:
-        blended = weight * seed + (1 - weight if host_weight is None else cast(host_weight)) * host
+        blended = weight * seed + (1 - weight if x.host_weight is None else x.host_weight) * host
     if attrs.normalised == "softmax":
         blended = torch.softmax(blended, 1)
     elif attrs.normalised == "log_softmax":
@@ -251,7 +245,7 @@ class Sample:
         """The problem with a kernel over the canonical operands."""
 
         def run(*given: torch.Tensor) -> torch.Tensor:
-            return call(**_operands(self.attrs, given), attrs=self.attrs)
+            return call(Operands(**_operands(self.attrs, given)), self.attrs)
 
         return run
 

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.blend import BlendAttrs, BlendFacts
+from lz_compile.lowering.ops.blend import BlendAttrs, BlendFacts, Operands
 from lz_compile.passes.algebra import Leaf, Region
 from lz_compile.passes.axes import Axis, Dims, as_size, atoms, axes_of, product
 from lz_compile.passes.blends.blend_gate import Gate, Logits
@@ -83,11 +83,11 @@ class BlendEmitter(NothingImplied):
     edges: Mapping[fx.Node, Dims]
     again: frozenset[fx.Node]
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Operands:
         """Host, seed, alpha, and what is there of a host's weight, logits and a gate's numbers."""
         whole, dtype, weights = self.groups.all, self.attrs.compute_dtype, self.weights
         builder = self._replaying(builder)
-        found = {
+        found: dict[str, Any] = {
             "host": builder.arrange(builder.value(self.host.node), self.host.dims, whole),
             "seed": builder.arrange(builder.value(self.seed.node), self.seed.dims, whole, expand=True),
         }
@@ -96,7 +96,7 @@ class BlendEmitter(NothingImplied):
             found["alpha"] = builder.evaluate(weights.seed, weights.region, whole, dtype)
             if weights.host is not None:
                 found["host_weight"] = builder.evaluate(weights.host, weights.region, whole, dtype)
-            return found
+            return Operands(**found)
         found["alpha"] = builder.evaluate(gate.alpha, gate.region, whole, dtype)
         logits = gate.logits
         rows = (self.groups.rows, logits.classes)
@@ -106,7 +106,7 @@ class BlendEmitter(NothingImplied):
             expression = getattr(gate, name)
             if expression is not None:
                 found[name] = builder.evaluate(expression, gate.region, (), dtype)
-        return found
+        return Operands(**found)
 
     def _replaying(self, builder: Builder) -> Builder:
         """The builder with the values that are computed again."""
@@ -167,10 +167,10 @@ class MarginEmitter:
         """All axes but the classes."""
         return axes_of(self.output_dims)
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Operands:
         """The logits."""
         value = builder.value(self.logits.node)
-        return {"logits": builder.arrange(value, self.logits.dims, (self.rows, self.logits.classes))}
+        return Operands(logits=builder.arrange(value, self.logits.dims, (self.rows, self.logits.classes)))
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's ``[N]`` in the layout of the node that it replaces."""
