@@ -219,7 +219,9 @@ def by_address(
     prepared: list[tuple[Any, ...]] = []
 
     def run(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if not prepared:  # here, where a missing compiler is seen to; several threads may come by, and all find the same
+        if (
+            not prepared
+        ):  # here, where a missing compiler is seen to; several threads may come by, and all find the same
             function, numbers, memory = _forward(*key)
             given = zip(memory, (reads, last), strict=False)
             prepared.append((function, numbers, *[_contiguous(*each) for each in given]))

@@ -33,7 +33,9 @@ def _bind(attrs: SamplingAttrs, like: Mapping[str, torch.Tensor]) -> Callable[..
     prepared: list[tuple[Any, ...]] = []
 
     def run(**operands: torch.Tensor) -> torch.Tensor:
-        if not prepared:  # here, where a missing compiler is seen to; several threads may come by, and all find the same
+        if (
+            not prepared
+        ):  # here, where a missing compiler is seen to; several threads may come by, and all find the same
             prepared.append(_prepared(operands, attrs))
         function, numbers, shape, dtype = prepared[0]
         out = torch.empty(shape, dtype=dtype, device="cpu")
