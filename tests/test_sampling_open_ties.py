@@ -153,6 +153,14 @@ def test_what_is_kept_of_equal_scores_is_what_eager_code_keeps(function, kernel)
         assert_same(run(x), function(x))
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("function", [put_back, by_transformers, ranks])
+def test_rows_that_are_no_distribution_are_filtered_as_eager_code_filters_them(function, kernel):
+    x = tied(5, VOCAB, seed=3, steps=0.5)
+    x[1, 7], x[2, 5], x[3, :] = INF, math.nan, -INF
+    torch.testing.assert_close(compiled(function, kernel)(x), function(x), equal_nan=True, rtol=0, atol=0)
+
+
 @st.composite
 def chains(draw):
     """Filters in any spelling, one or several, each with how it drops and what its limit is."""

@@ -220,7 +220,7 @@ def finished(
     is_finite = (z < math.inf).all(-1) & (z > -math.inf).any(-1)
     if attrs.leaves_ties_open:
         least = torch.where(kept, z, math.inf).amin(-1, keepdim=True)
-        is_open = is_finite & (~kept & (z == least)).any(-1)
+        is_open = ~is_finite | (~kept & (z == least)).any(-1)  # of what is no distribution nobody knows what is kept
         z = torch.where(is_open[:, None], math.nan, z)
         is_finite = is_finite & ~is_open
     if attrs.result == "ids":
