@@ -422,7 +422,7 @@ def test_a_first_call_with_nothing_but_zeros_proves_nothing(op: str, name: str) 
                 found = calls[name](given)
                 with lz.lock(op, own):
                     torch.testing.assert_close(found, calls[name](given))
-        assert {event.code for event in happened} & {"VALIDATION_FAILED", "KERNEL_FAILED"}, happened
+        assert {event.code for event in happened} == {"VALIDATION_FAILED"}, happened
     finally:
         registry.unregister_kernel("test.other")
         health.restore("test.other")
