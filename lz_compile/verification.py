@@ -88,7 +88,9 @@ class Original:
             **{f"input {index} afterwards": (after[index], inputs[index]) for index in overwritten},
         }
         written = [index for index, value in enumerate(inputs) if _version(value) != versions[index]]
-        differences += [f"input {index} is written to" for index in written if index not in overwritten]
+        differences += [
+            f"input {index} is written to, and what it held is lost" for index in written if index not in overwritten
+        ]
         differences += [
             f"{name} {text}" for name, (ours, theirs) in told.items() if (text := _difference(ours, theirs))
         ]

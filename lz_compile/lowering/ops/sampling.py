@@ -54,7 +54,7 @@ VARIANTS = ("ids", "scores", "probs")
 LAYOUT = "NV"
 #: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.sampling"
-#: What that takes where nothing fuses it, over Inductor's code for the same, at least (``benchmarks/eager_calls.py``).
+#: About what that takes where nothing fuses it, over Inductor's code for the same: priors are over the latter.
 UNFUSED = {"cpu": 2.0}
 EXACT_DIMS: tuple[str, ...] = ()
 BUCKETED_DIMS = (("num_rows",), ("vocab_size",))
