@@ -307,13 +307,16 @@ for t in range(T):
     h = torch.sigmoid(rows[t]) * h + z
 y[:, -1].copy_(z)
 return h"""),
-    "what is joined and read by nobody": program("""
-h, outs = z, []
+    "what is joined and read by nobody": program(
+        """
+h, outs = torch.ones_like(z), []
 for t in range(T):
     h = F.silu(h + y[:, t])
     outs.append((h[:, None] @ k)[:, 0])
 joined = torch.stack(outs, 1)
-return h"""),
+return h""",
+        roles="leaf",
+    ),
     "a last state without gradients is written to with them": program(
         """
 h = torch.zeros_like(z)
