@@ -4,8 +4,9 @@ The functions are called on tensors so small that the call is all that counts: a
 heads of 16, three drafts. Beside each, what PyTorch's own operations for the same take. The least of many blocks, in turns,
 of the thread's time: others on the machine are not measured.
 
-The last row is what compiled code pays for a call of ``lz.rolled_scan``, whatever the number of its steps (some 15 us). With
-``--compiling``, how long a compile by Inductor takes for each call of a graph instead (some 40 ms): loops of two lengths are
+The last row is what compiled code pays for a call of ``lz.rolled_scan``, whatever the number of its steps (some 20 us). With
+``--compiling``, how long a compile by Inductor takes for each call of a graph instead (8 ms where
+it was measured): loops of two lengths are
 compiled, each in a process of its own, without caches. ``layerzero.loops="auto"`` weighs both (``docs/recurrences.md``).
 
     python -m benchmarks.eager_calls [--calls 500] [--blocks 25] [--rounds 5] [--compiling] [--quick]

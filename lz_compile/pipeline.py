@@ -157,8 +157,8 @@ def _replace(found: _Found, options: Options, report: GraphReport) -> None:
         try:
             kept = _why_not_kept(match, found.effects)
             if found.effects is not None:
-                outputs = (node for node in match.outputs if _overwritten(match, found.effects, [node]))
-                found.known.overwritten.update(outputs)
+                effects = found.effects
+                found.known.overwritten.update(node for node in match.outputs if _is_written(match, effects, node))
             if kept:
                 entry.kernel = _left(match)
                 entry.reasons.append(
@@ -175,6 +175,16 @@ def _replace(found: _Found, options: Options, report: GraphReport) -> None:
 def _why_not_kept(match: Match, effects: Effects | None) -> str:
     """What a match reads that is overwritten later, where gradients are recorded; empty if nothing is."""
     return "" if effects is None else _overwritten(match, effects, match.inputs)
+
+
+def _is_written(match: Match, effects: Effects, node: fx.Node) -> bool:
+    """Whether a result must be a copy, for it is written to later, and its kernel's backward may need it or gives a view.
+
+    PyTorch refuses to write with gradients to a view that was made without them.
+    """
+    if not grad_enabled(match.ambient):
+        return any(grad_enabled(effects.ambient(writer)) for writer, _ in effects.writes_to(node))
+    return bool(_overwritten(match, effects, [node]))
 
 
 def _overwritten(match: Match, effects: Effects, nodes: Iterable[fx.Node]) -> str:

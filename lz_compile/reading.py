@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -16,7 +16,7 @@ from torch import fx
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options
-from lz_compile.passes.dead import drop_dead
+from lz_compile.passes.dead import drop_dead, drop_dead_joins
 from lz_compile.passes.edits.edit import RefutedError, Stage, all_or_nothing, edit_places
 from lz_compile.passes.edits.snapshot import Snapshot
 from lz_compile.passes.effects import Ambient, Effects, ambient_behind, grad_enabled
@@ -105,9 +105,10 @@ class Reading:
         """
         found = cls()
         found._spell_out(module, options, report)
+        found._drop(module, options, drop_dead_joins)
         found._roll(module, path, options, report, scans)
         found._take_apart(module, options, report)
-        found._drop(module, options)
+        found._drop(module, options, drop_dead)
         found._recognise(module.graph, options, report)
         report.near_misses.extend(_with_break(MissReport.of(miss), module) for miss in found._unknown())
         return found
@@ -124,11 +125,13 @@ class Reading:
             if miss.node not in known and not is_part and 2 * most <= len(miss.pieces):
                 yield miss
 
-    def _drop(self, module: fx.GraphModule, options: Options) -> None:
+    def _drop(self, module: fx.GraphModule, options: Options, drop: Callable[[fx.Graph], int]) -> None:
         """What nobody reads is no use of what it reads. Loops come first, for their steps are equal whoever reads them."""
         try:
             with all_or_nothing(module):
-                self.is_changed |= drop_dead(module.graph) > 0
+                is_changed = drop(module.graph) > 0
+            self.is_changed |= is_changed
+            self._before = None if is_changed else self._before
         except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
             fail("REWRITE_FAILED", "dropping what nobody reads", error, options)
 

@@ -70,7 +70,7 @@ def speculative_verify(
     """
     given = (draft_tokens, draft_probs, target_probs)
     arguments = Arguments("speculative_verify", TokenArgumentError)
-    if is_plain(*given):
+    if is_plain(*given, seeds if isinstance(seeds, torch.Tensor) else None):
         looks = bool(check_probabilities)
         names = ("speculative_verify", looks, torch.is_grad_enabled(), *[eager.layout(each) for each in given])
         run = eager.bound("sampling", names, partial(_bind, given, looks))
@@ -78,7 +78,7 @@ def speculative_verify(
         _check(*given)
         run = partial(_in_torch, False)
     own = row_seeds(arguments, draft_tokens.shape[:1], seeds, generator, target_probs.device)
-    return Verification(*run(*given, own))
+    return Verification(*run(*given, own.contiguous()))
 
 
 def _bind(given: tuple[Any, ...], check_probabilities: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

@@ -76,15 +76,21 @@ class Original:
         """What a call gives, and whether it is what the graph gave as it was."""
         expected = self._reference(inputs)
         before = None if expected is None else self._copies(inputs)
+        versions = [_version(value) for value in inputs]
         differences = [] if expected is None else self._gradients(compiled, inputs)
         result = compiled(*inputs)
         if expected is None or before is None:
             return result, True
         outputs, after = expected
+        overwritten = self._overwritten(inputs)
         told = {
             **{f"output {index}": pair for index, pair in enumerate(_pairs(outputs, result))},
-            **{f"input {index} afterwards": (after[index], inputs[index]) for index in self._overwritten(inputs)},
+            **{f"input {index} afterwards": (after[index], inputs[index]) for index in overwritten},
         }
+        written = [index for index, value in enumerate(inputs) if _version(value) != versions[index]]
+        differences += [
+            f"input {index} is written to, and what it held is lost" for index in written if index not in overwritten
+        ]
         differences += [
             f"{name} {text}" for name, (ours, theirs) in told.items() if (text := _difference(ours, theirs))
         ]
@@ -93,7 +99,7 @@ class Original:
         text = f"the compiled graph does not give what the graph gave before it was rewritten: {'; '.join(differences)}"
         events.record("VERIFY_FAILED", f"{text}. That one runs from now on, without being compiled")
         with torch.no_grad():
-            for index in self._overwritten(inputs):
+            for index in overwritten:
                 inputs[index].copy_(before[index])
         return self._module.forward(*inputs), False
 
@@ -131,7 +137,8 @@ class Original:
             found = self._differentiated(compiled, inputs, expected)
         except Exception as error:  # noqa: BLE001 it will be raised where the user asks for gradients; here it is a difference
             return [f"its backward pass raises {type(error).__name__}: {error}"]
-        lost = [f"result {index} has no gradient" for index in expected.ends.keys() - found.ends.keys()]
+        lost = [f"result {index} has no gradient" for index in expected.graded - found.graded]
+        lost += [f"result {index} has a gradient, and had none" for index in found.graded - expected.graded]
         kinds = {*expected.ends.values(), *(dtype for _, dtype in Outside.now().autocast)}
         told: dict[int, str] = {}
         for index, ours in expected.gradients.items():
@@ -155,12 +162,13 @@ class Original:
                 outputs = function(*given)
             results = pytree.tree_leaves([outputs, [given[index] for index in overwritten]])
             ends = {index: each for index, each in enumerate(results) if _is_tensor(each) and each.requires_grad}
+            graded = frozenset(ends)
             ends = {index: each for index, each in ends.items() if like is None or index in like.ends}
             begin = [weights_of(each) for each in ends.values()]
             found = torch.autograd.grad([*ends.values()], [*leaves.values()], begin, allow_unused=True) if ends else ()
         zeros = {index: torch.zeros_like(leaf, requires_grad=False) for index, leaf in leaves.items()}
         gradients = zeros | {index: each for index, each in zip(leaves, found, strict=False) if each is not None}
-        return _Differentiated({index: each.dtype for index, each in ends.items()}, gradients)
+        return _Differentiated({index: each.dtype for index, each in ends.items()}, gradients, graded)
 
     def _overwritten(self, inputs: Sequence[Any]) -> list[int]:
         """The inputs in memory that the graph overwrites."""
@@ -175,16 +183,18 @@ class Original:
             value = copies[index]
             storage = storages.setdefault(_address(value), value.untyped_storage().clone())
             place = (value.storage_offset(), value.size(), value.stride())
-            copies[index] = torch.empty(0, dtype=value.dtype, device=value.device).set_(storage, *place)
+            with torch.inference_mode(False):  # they are overwritten outside of it
+                copies[index] = torch.empty(0, dtype=value.dtype, device=value.device).set_(storage, *place)
         return copies
 
 
 @dataclass(frozen=True)
 class _Differentiated:
-    """The dtypes of results that have gradients, and the gradient of each input, by position."""
+    """The dtypes of results that are differentiated, and the gradient of each input, by position; all that could be."""
 
     ends: Mapping[int, torch.dtype]
     gradients: Mapping[int, torch.Tensor]
+    graded: frozenset[int]
 
 
 def _apart_from(given: Sequence[Any], index: int) -> torch.Tensor:
@@ -263,6 +273,11 @@ def _difference(expected: Any, actual: Any, kind: torch.dtype | None = None, sla
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was written to, as far as PyTorch counts that."""
+    return value._version if _is_tensor(value) and not value.is_inference() else 0
 
 
 def _address(tensor: torch.Tensor) -> int:

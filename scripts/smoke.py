@@ -134,7 +134,7 @@ def _same(
     """Rewritten to a kernel (or to another one, if that may be refused), with the results and gradients of eager."""
     torch._dynamo.reset()
     lz.clear_reports()
-    options: dict[str, Any] = {"layerzero.lock": {op: kernel}}
+    options: dict[str, Any] = {"layerzero.lock": {op: kernel}, "layerzero.loops": "roll"}
     compiled = torch.compile(model, backend="layerzero", options=options)
     wants = [each for each in inputs if each.requires_grad]
     results = []

@@ -627,3 +627,18 @@ def test_warming_up_selects_and_runs(fused):
     assert [attrs.is_causal for attrs in fused.calls[2:]] == [True, False]
     with pytest.raises(UnknownOperationError, match="warming up: no operation 'attentoin' \\(did you mean 'attention'"):
         api.warmup("attentoin", shapes=[])
+
+
+@pytest.mark.parametrize("is_bool", [True, False])
+@pytest.mark.parametrize("shape", [(5, 1), (1, 7), (5, 7), (3, 5, 7), (1, 1, 7), (2, 1, 5, 7), (2, 3, 5, 7)])
+def test_a_mask_of_any_shape_that_broadcasts_runs_on_every_kernel(shape: tuple[int, ...], is_bool: bool) -> None:
+    query, key, value = (torch.randn(2, 3, size, 8) for size in (5, 7, 7))
+    keep = torch.rand(shape) < 0.7
+    keep[..., 0] = True
+    mask = keep if is_bool else torch.where(keep, torch.randn(shape), -torch.inf)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    with events.collect() as happened:
+        for kernel in ("torch.sdpa", "lz.tiled"):
+            with lz.lock("attention", kernel):
+                torch.testing.assert_close(lz.attention(query, key, value, mask=mask, causal=False), expected)
+    assert not happened

@@ -5,6 +5,8 @@ from __future__ import annotations
 import cProfile
 import inspect
 import math
+import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,8 @@ from torch._subclasses import FakeTensorMode
 import lz_compile as lz
 from lz_compile.arguments import Arguments, remembered
 from lz_compile.errors import ArgumentError
+from lz_compile.lowering.cpp import launch as cpp_scan
+from lz_compile.lowering.cpp import sampling as cpp_sampling
 from lz_compile.lowering.token_bits import pack
 from lz_compile.runtime import eager, events, health, policy
 
@@ -333,6 +337,57 @@ def test_what_lies_in_memory_with_another_sign_is_read_as_what_it_is(call: str) 
         turned = torch._neg_view(-each)
         assert turned.is_neg()
         torch.testing.assert_close(function(**{**given, name: turned}), expected, msg=name)
+
+
+@pytest.mark.parametrize("lies", ["expanded", "column", "negative"])
+def test_seeds_are_read_as_they_lie_in_memory(lies: str) -> None:
+    function, given = CALLS["speculative_verify"]
+    rows = given["draft_tokens"].shape[0]
+    seeds = torch.randint(1, 2**62, (rows, 2))
+    if lies == "expanded":
+        own = seeds[:1, 0].expand(rows)
+    else:
+        own = seeds[:, 0] if lies == "column" else torch._neg_view(-seeds[:, 0].contiguous())
+    plain = torch.tensor(own.tolist())
+    for found, expected in zip(function(**{**given, "seeds": own}), function(**{**given, "seeds": plain}), strict=True):
+        assert torch.equal(found, expected)
+
+
+#: What a first call does before it can run.
+PREPARING = ((cpp_scan, "_forward"), (cpp_sampling, "prepare"))
+
+
+def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1)
+        return function(*args, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize("call", ["sample", "linear_scan", "kda of a step"])
+def test_threads_may_make_the_first_call_together(call: str) -> None:
+    function, given = CALLS[call]
+    expected = function(**given)
+    eager.forget()
+    found, together = list[Any](), threading.Barrier(4)
+
+    def run() -> None:
+        together.wait()
+        found.append(function(**given))
+
+    preparing = [mock.patch.object(each, name, slowly(getattr(each, name))) for each, name in PREPARING]
+    with events.collect() as happened, preparing[0], preparing[1]:
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert not happened
+    for each in found:
+        torch.testing.assert_close(each, expected)
+    assert len(found) == 4
+    assert not health.retirements()
 
 
 @pytest.mark.parametrize("call", DECODING)

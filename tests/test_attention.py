@@ -764,3 +764,20 @@ def test_a_number_beside_a_sink_counts() -> None:
 
     inputs = (*(torch.randn(2, 3, size, 8) for size in (11, 19, 19)), torch.randn(1))
     torch.testing.assert_close(rewritten(attention, *inputs), attention(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(3, 7, 6), (2, 4, 8, 16)])
+@pytest.mark.parametrize("operands", ["xxx", "xyx", "xyy", "xxy"])
+def test_one_tensor_may_be_several_operands_of_a_call(
+    operands: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        given = {"x": x, "y": x + 1}
+        return F.scaled_dot_product_attention(*(given[name] for name in operands))
+
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"attention": "lz.blocked"})
+    x = torch.randn(shape, dtype=dtype)
+    torch.testing.assert_close(torch.compile(attention, backend=backend, fullgraph=True)(x), attention(x))
+    assert [match.kernel for match in backend.report.matches if match.rewritten] == ["lz.blocked"], backend.why_not()

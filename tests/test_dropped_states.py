@@ -75,6 +75,23 @@ def assert_as_eager(function: Callable[..., Sequence[Tensor]], kernel: str, inpu
 
 @pytest.mark.parametrize("kernel", ["lz.rolled_scan", "lz.associative_scan"])
 @pytest.mark.parametrize("spelling", [*DROPPING, *MULTIPLYING])
+def test_what_a_dropped_state_is_multiplied_by_keeps_its_nan(spelling: str, kernel: str):
+    """Zero times NaN, where the state is dropped before it is multiplied; gradients of earlier states are NaN as well then."""
+    function = averages({**DROPPING, **MULTIPLYING}[spelling])
+    backend = Rewriting(loops="roll", lock={"scan": kernel})
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for place in (0, 7):
+        x, a, h, d = given(place)
+        a[0, place + 1], a[1, place + 4] = torch.nan, -torch.inf
+        d[:, [place + 1, place + 4]] = True
+        for found, wanted in zip(compiled(x, a, h, d), function(x, a, h, d), strict=True):
+            torch.testing.assert_close(found, wanted, equal_nan=True)
+    assert [match.kernel for match in backend.report.matches if match.rewritten] == [kernel], backend.why_not()
+
+
+@pytest.mark.parametrize("kernel", ["lz.rolled_scan", "lz.associative_scan"])
+@pytest.mark.parametrize("spelling", [*DROPPING, *MULTIPLYING])
 def test_nan_stays_exactly_where_it_does_eagerly(spelling: str, kernel: str):
     function = averages({**DROPPING, **MULTIPLYING}[spelling])
     assert_as_eager(function, kernel, [given(place) for place in (0, 5, STEPS - 1)])

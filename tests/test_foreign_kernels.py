@@ -388,6 +388,47 @@ def scanned(x: Tensor) -> Tensor:
     return lz.linear_scan(x.sigmoid(), x)[0]
 
 
+def forgetting(op: str, name: str) -> Callable[..., Any]:
+    """The op's definition without one of its operands."""
+    definition = ops.module(op).reference
+
+    def call(*operands: Any, **named: Any) -> Any:
+        return definition(*operands, **{**named, name: torch.zeros_like(named[name])})
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [("scan", "state"), ("scan", "drive"), ("attention", "mask"), ("sampling", "bias")]
+)
+def test_a_first_call_with_nothing_but_zeros_proves_nothing(op: str, name: str) -> None:
+    """A warm-up: a kernel that does not look at an operand is right there."""
+    own = {"scan": "lz.rolled_scan", "attention": "lz.tiled", "sampling": "torch.sampling"}[op]
+    implementation = forgetting(op, name)
+    registry.register(
+        replace(
+            registry.kernels(op)[own], kernel_id="test.other", implementation=implementation, prior=(), is_opaque=True
+        )
+    )
+    x, zeros = torch.rand(2, 6, 5), torch.zeros(2, 6, 5)
+    calls: dict[str, Callable[[Tensor], Any]] = {
+        "state": lambda given: lz.linear_scan(x, x, initial=given[:, 0])[1],
+        "drive": lambda given: lz.linear_scan(x, given)[1],
+        "mask": lambda given: lz.attention(x[:, None], x[:, None], x[:, None], mask=given[0, :, :1] >= 0, causal=False),
+        "bias": lambda given: lz.sampling_probs(x[:, 0], bias=given[:, 0]),
+    }
+    try:
+        with lz.lock(op, "test.other"), events.collect() as happened:
+            for given in (zeros, x):
+                found = calls[name](given)
+                with lz.lock(op, own):
+                    torch.testing.assert_close(found, calls[name](given))
+        assert {event.code for event in happened} == {"VALIDATION_FAILED"}, happened
+    finally:
+        registry.unregister_kernel("test.other")
+        health.restore("test.other")
+
+
 #: Calls of one tensor ``[N, T, V]``, by op, with the op's own kernel.
 EAGER: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "norm": (lz.rms_norm, "torch.norm"),

@@ -153,6 +153,29 @@ def test_what_is_kept_of_equal_scores_is_what_eager_code_keeps(function, kernel)
         assert_same(run(x), function(x))
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("function", [put_back, by_transformers, ranks])
+def test_rows_that_are_no_distribution_are_filtered_as_eager_code_filters_them(function, kernel):
+    x = tied(5, VOCAB, seed=3, steps=0.5)
+    x[1, 7], x[2, 5], x[3, :] = INF, math.nan, -INF
+    torch.testing.assert_close(compiled(function, kernel)(x), function(x), equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_mask_before_a_filter_may_have_a_vocabulary_of_any_size(kernel):
+    def function(x, mask):
+        x = x.masked_fill(mask, -INF)
+        return x.masked_fill(x < x.topk(9)[0][..., -1:], -INF)
+
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"sampling": kernel})
+    run = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    for vocab in (300, 257):
+        x, mask = torch.randn(4, vocab), torch.rand(4, vocab) < 0.3
+        assert_same(run(x, mask), function(x, mask))
+    assert any(match.rewritten for match in backend.report.matches), backend.why_not()
+
+
 @st.composite
 def chains(draw):
     """Filters in any spelling, one or several, each with how it drops and what its limit is."""

@@ -290,6 +290,61 @@ h = b.expand(B, -1).t().contiguous().t()
 for t in range(T):
     h = 0.1 * h + y[:, t]
 return h.detach(), h"""),
+    "a state of one row begins as a copy of a slice": program(
+        """
+h, outs = x[:, -1].clone(), []
+for t in range(T):
+    h = torch.maximum(h, y[:, t].flip(-1))
+    outs.append(h)
+return h, torch.stack(outs, 1)""",
+        (1, 8, 4),
+        roles="constant",
+    ),
+    "views whose base is written to after the loop": program("""
+rows = [s.squeeze(1) for s in y.split(1, 1)]
+h = z
+for t in range(T):
+    h = torch.sigmoid(rows[t]) * h + z
+y[:, -1].copy_(z)
+return h"""),
+    "what is joined and read by nobody": program(
+        """
+h, outs = torch.ones_like(z), []
+for t in range(T):
+    h = F.silu(h + y[:, t])
+    outs.append((h[:, None] @ k)[:, 0])
+joined = torch.stack(outs, 1)
+return h""",
+        roles="leaf",
+    ),
+    "a last state without gradients is written to with them": program(
+        """
+h = torch.zeros_like(z)
+with torch.no_grad():
+    for t in range(T):
+        h = torch.lerp(h, y[:, t] - z, 0.1)
+h.copy_(x[:, 1])
+return h""",
+        (2, 16, 1),
+        lock={"scan": "lz.associative_matrix_scan"},
+    ),
+    "zero times a weight": program(
+        """
+h = 0.0 * m.scale
+for t in range(T):
+    h = h * b + F.rms_norm(y[:, t], (D,))
+return h""",
+        lock={"norm": "torch.norm"},
+    ),
+    "two equal attentions, one of which is overwritten": program(
+        """
+p = torch.softmax(x @ x.transpose(1, 2) * 0.3, -1) @ x
+q = torch.softmax(x @ x.transpose(1, 2) * 0.3, -1) @ x
+p.add_(1)
+return p, q""",
+        is_graded=False,
+        lock={"attention": "lz.blocked"},
+    ),
     "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
 }
 

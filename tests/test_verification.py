@@ -16,6 +16,7 @@ from lz_compile.errors import OptionError, RewriteFailedError
 from lz_compile.lowering.ops.attention import reference
 from lz_compile.options import split
 from lz_compile.passes.validate import Validation, forget
+from lz_compile.runtime.report import GraphReport
 from lz_compile.verification import Original
 
 ID = "test.unproven"
@@ -121,6 +122,56 @@ def test_a_kernel_of_which_only_the_backward_is_wrong_is_found(wrong: Any, spoil
     assert codes(backend) == ["VERIFY_FAILED"]
     assert "the gradient of input 2 is off by" in backend.report.events[0].message
     assert "output" not in backend.report.events[0].message
+
+
+def verdict_of(function: Callable[..., Any], faulty: Callable[..., Any], *inputs: Tensor) -> list[str]:
+    """The events of one call of what is said to be a function's compiled graph."""
+    torch._dynamo.reset()
+    found: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, given: Any) -> Callable[..., Any]:
+        report = GraphReport(0)
+        run = Original(module).verifying(faulty, report, split({"layerzero.verify": "first-call"})[0])
+
+        def call(*operands: Tensor) -> Any:
+            try:
+                return run(*operands)
+            finally:
+                found.extend(f"{event.code} {event.message}" for event in report.events)
+
+        return call
+
+    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    return found
+
+
+def frozen(x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        target = x * 2
+    return target, x + 1
+
+
+def test_a_result_that_gained_a_gradient_is_a_difference() -> None:
+    x = torch.randn(3, requires_grad=True)
+    (event,) = verdict_of(frozen, lambda x: (x * 2, x + 1), x)
+    assert "result 0 has a gradient, and had none" in event
+    assert not verdict_of(frozen, lambda x: ((x * 2).detach(), x + 1), x)
+
+
+def test_an_input_that_only_the_compiled_graph_writes_to_is_a_difference() -> None:
+    (event,) = verdict_of(lambda x: x * 2, lambda x: (x.mul_(2).clone(),), torch.randn(3))
+    assert "input 0 is written to" in event
+
+
+def test_in_inference_mode_what_is_overwritten_is_compared_too() -> None:
+    def function(x: Tensor) -> Tensor:
+        x.add_(1)
+        return x * 2
+
+    with torch.inference_mode():
+        assert not verdict_of(function, lambda x: (x.add_(1) * 2,), torch.randn(3))
+        (event,) = verdict_of(function, lambda x: (x.add_(2) * 2 - 2,), torch.randn(3))
+    assert "input 0 afterwards is off by" in event
 
 
 def test_a_right_backward_is_no_difference_and_none_of_the_users(wrong: Any) -> None:

@@ -22,7 +22,8 @@ def pack(allowed: torch.Tensor) -> torch.Tensor:
     """Booleans ``[..., V]`` as int32 words ``[..., ceil(V / 32)]``."""
     size = allowed.shape[-1]
     missing = word_count(size) * WORD - size
-    padded = torch.nn.functional.pad(allowed, (0, missing)) if missing else allowed
+    is_whole = isinstance(missing, int) and missing == 0  # of a size that is not known yet nothing is asked
+    padded = allowed if is_whole else torch.nn.functional.pad(allowed, (0, missing))
     grouped = padded.reshape(*allowed.shape[:-1], word_count(size), WORD)
     # The sum is below 2**32; as int32 its upper half is negative, bit for bit the same.
     return (grouped * (1 << arange(allowed, WORD))).sum(-1).to(torch.int32)

@@ -373,9 +373,11 @@ def _rsub(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     )
 
 
-def _mul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+def _mul(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     first, second = region.operand(call, "input", dims), region.operand(call, "other", dims)
     region.multiplies_masks |= any(bool(factor.free_symbols) and is_indicator(factor) for factor in (first, second))
+    if 0 in (first, second) and first.free_symbols | second.free_symbols:
+        return None  # zero times NaN is not zero
     return first * second
 
 

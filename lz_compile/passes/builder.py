@@ -117,6 +117,10 @@ class Builder:
     def extent(self, axis: Axis) -> Any:
         """The size of an axis: an ``int``, or a proxy where it is symbolic."""
         if self.sizes is not None:
+            if (
+                axis not in self.sizes
+            ):  # of a tensor that is several operands, axes are noted once: equals are resized alike
+                axis = next((other for other in self.sizes if other.size == axis.size), axis)
             return self.sizes[axis]
         if isinstance(axis.size, int):
             return axis.size

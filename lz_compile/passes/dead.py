@@ -6,6 +6,7 @@ computes none of it, so that it must not stand in the way of a rewrite either.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ _PURE = frozenset(
     "cat stack chunk split split_with_sizes unbind tensor_split gather take_along_dim index_select select narrow diagonal "
     "tril triu arange eye detach cpu cuda size dim numel".split()
 )
+#: A join of fewer values may be part of one step.
+_MANY = 4
 
 
 def drop_dead(graph: fx.Graph) -> int:
@@ -31,15 +34,37 @@ def drop_dead(graph: fx.Graph) -> int:
 
     Calls that write, draw random numbers, or may do anything else besides giving a result stay.
     """
+    return _erase(graph, _dead(graph))
+
+
+def drop_dead_joins(graph: fx.Graph) -> int:
+    """The same of what is joined out of many values, such as those of all steps of a loop, and of what is computed of that.
+
+    The values stay: steps of a loop are equal only as long as they compute the same, whoever reads it.
+    """
+    dead, behind = _dead(graph), dict[fx.Node, None]()
+    for node in reversed(dead):
+        is_join = str(getattr(read(node), "name", "")) in ("cat", "stack") and len(node.all_input_nodes) >= _MANY
+        if is_join or any(each in behind for each in node.all_input_nodes):
+            behind[node] = None
+    return _erase(graph, list(reversed(behind)))
+
+
+def _dead(graph: fx.Graph) -> list[fx.Node]:
+    """Calls whose results nobody reads, the last first."""
     dead: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
         if all(user in dead for user in node.users):
             call = read(node)
             if call is not None and _is_pure(call):
                 dead[node] = None
-    for node in dead:
+    return list(dead)
+
+
+def _erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> int:
+    for node in nodes:
         graph.erase_node(node)
-    return len(dead)
+    return len(nodes)
 
 
 def _is_pure(call: Call) -> bool:

@@ -157,6 +157,9 @@ class _Problem:
         }
         if any(each.shape != given[name].shape for name, each in longer.items() if isinstance(each, torch.Tensor)):
             yield "lengths of " + ", ".join(map(str, self._bounds.values())), longer
+        varied = {name: _varied(name, each) for name, each in given.items() if _is_constant(each)}
+        if varied:  # zeros and full masks, as in warm-ups, show nothing of what is done with them
+            yield "others in place of constant operands", {**given, **varied}
 
     def _longer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The same over again up to the bounds, so that it means what it did; numbers are varied a little."""
@@ -217,6 +220,37 @@ class _Problem:
         memory = {each.untyped_storage().data_ptr() for each in tensors.values()}
         is_view = any(each.numel() and each.untyped_storage().data_ptr() in memory for each in outputs)
         return ProofRun(values, written, is_view)
+
+
+#: Operands that are no numbers of any size: what they are at least, and by how much more at most.
+_RANGES = {
+    "decay": (0.0, 1.0),
+    "alpha": (0.0, 1.0),
+    "temperature": (0.5, 1.0),
+    "top_p": (0.1, 0.8),
+    "min_p": (0.01, 0.1),
+}
+
+
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 1 and bool((value == value.flatten()[0]).all())
+
+
+def _varied(name: str, like: torch.Tensor) -> torch.Tensor:
+    """Random elements that such an operand may have; the first key or token of a row is never masked."""
+    made = torch.empty_like(like)
+    if like.is_floating_point():
+        least, width = _RANGES.get(name, (0.0, 0.0))
+        return made.uniform_(least, least + width) if width else made.normal_()
+    if like.dtype == torch.bool:
+        made.bernoulli_(0.5)[..., 0] = True
+    elif name == "bitmask":
+        made.random_(-(2**31), 2**31)[..., 0] |= 1
+    elif name == "top_k":
+        made.random_(1, 5)
+    else:  # numbers of rollouts, seeds
+        made.copy_(like)
+    return made
 
 
 def _definition(op: str, operands: Mapping[str, Any], attrs: Any) -> Any:

@@ -302,7 +302,7 @@ class Effects:
 
     def _overlap(self, first: list[fx.Node], second: list[fx.Node]) -> bool:
         if first[0] is not second[0]:
-            return _may_share(first[0], second[0]) or _share_storage(first[-1], second[-1])
+            return may_share(first[0], second[0]) or _share_storage(first[-1], second[-1])
         for depth, (one, other) in enumerate(zip(first, second, strict=False)):
             if one is not other:
                 names = {call.name for call in map(self.calls.get, first[:depth]) if call is not None}
@@ -322,7 +322,7 @@ def _reshapes(call: Call | None) -> bool:
     return call is not None and call.is_inplace and call.name in _RESHAPERS
 
 
-def _may_share(one: fx.Node, other: fx.Node) -> bool:
+def may_share(one: fx.Node, other: fx.Node) -> bool:
     """Two inputs of a graph may be views of each other, which nothing in the graph tells; parameters are not."""
     inputs = [tensor_of(node) for node in (one, other) if node.op == "placeholder"]
     return len(inputs) == 2 and not any(isinstance(each, torch.nn.Parameter) for each in inputs)

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from lz_compile.passes.builder import EMITTED
-from lz_compile.passes.view import read, tensor_of
+from lz_compile.passes.effects import may_share, overwritten
+from lz_compile.passes.view import memory_of, read, tensor_of
 
 #: Calls that take no more of their first argument than its device.
 _MADE_BESIDE = frozenset({"new_ones", "new_zeros", "new_full"})
@@ -22,16 +23,38 @@ _RANDOM = frozenset(
 
 
 def share_equal(graph: fx.Graph) -> None:
-    """Merge emitted nodes that compute the same and that only emitted nodes read."""
+    """Merge emitted nodes that compute the same, and of whose memory nobody can tell: only emitted nodes read it.
+
+    What anybody else reads stays a tensor of its own, under whatever name (it may be written to, here or by who calls the
+    graph), and what is computed of memory that is overwritten is another thing the next time.
+    """
     seen: dict[Any, fx.Node] = {}
+    seen_by_others, overwritten_ones = _read_by_others(graph), _overwritten(graph)
     for node in list(graph.nodes):
         key = _key(node)
         if key is None:
             continue
         first = seen.setdefault(key, node)
-        if first is not node and all(EMITTED in user.meta for user in (*node.users, *first.users)):
+        own = {memory_of(node), memory_of(first)}
+        used = own | {memory_of(each) for each in node.all_input_nodes}
+        if first is not node and own.isdisjoint(seen_by_others) and used.isdisjoint(overwritten_ones):
             node.replace_all_uses_with(first)
             graph.erase_node(node)
+
+
+def _read_by_others(graph: fx.Graph) -> set[int | None]:
+    """The memory of which somebody reads anything whom no kernel emitted; what has no memory to be told counts."""
+    readers = (node for node in graph.nodes if EMITTED not in node.meta)
+    return {None} | {memory_of(each) for node in readers for each in node.all_input_nodes if EMITTED in each.meta}
+
+
+def _overwritten(graph: fx.Graph) -> set[int | None]:
+    """The memory that is written to; of an input, that of all inputs that may be the same."""
+    calls = (call for call in map(read, graph.nodes) if call is not None)
+    targets = {memory_of(target) for call in calls for target in overwritten(call)}
+    inputs = [node for node in graph.find_nodes(op="placeholder") if tensor_of(node) is not None]
+    written = [node for node in inputs if memory_of(node) in targets]
+    return targets | {memory_of(node) for node in inputs if any(may_share(node, each) for each in written)}
 
 
 def _key(node: fx.Node) -> Any:

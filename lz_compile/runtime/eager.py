@@ -280,8 +280,15 @@ class _Call:
             context = replace(context, memory_headroom_bytes=memory.headroom_bytes(query.device))
         self.context, self.layout, self.device = context, layout, query.device
         self.mask_name = "mask" if context.attn_mask_type == "bool" else "bias"
+        tensors: list[torch.Tensor | None]
         tensors = [each if layout == "BHSD" else each.transpose(1, 2) for each in (query, key, value)]
-        self.operands = dict(zip(("query", "key", "value", self.mask_name), (*tensors, mask), strict=True))
+        self.operands = dict(
+            zip(
+                ("query", "key", "value", self.mask_name),
+                (*tensors, None if mask is None else _whole(mask)),
+                strict=True,
+            )
+        )
         self.attrs = AttentionAttrs(
             scale=scale,
             is_causal=causal,
@@ -367,7 +374,12 @@ def _canonical(
     """A kernel over the op's canonical operands."""
     if mask is None:
         return kernel(query, key, value, attrs=attrs)
-    return kernel(query, key, value, attrs=attrs, **{mask_name: mask})
+    return kernel(query, key, value, attrs=attrs, **{mask_name: _whole(mask)})
+
+
+def _whole(mask: torch.Tensor) -> torch.Tensor:
+    """A mask with all four dimensions, as kernels take it."""
+    return mask[(None,) * (4 - mask.dim())]
 
 
 def _transposed(

@@ -216,14 +216,16 @@ def by_address(
     contiguous, reads ``[B, T, H, Q, V]`` and the last state ``[B, H, K, V]``, or in other shapes of as many elements.
     """
     key = _layouts(operands), attrs, chunk, False, torch.get_num_threads()
-    prepared: list[Any] = []
+    prepared: list[tuple[Any, ...]] = []
 
     def run(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if not prepared:  # here, where a missing compiler is seen to
+        if (
+            not prepared
+        ):  # here, where a missing compiler is seen to; several threads may come by, and all find the same
             function, numbers, memory = _forward(*key)
             given = zip(memory, (reads, last), strict=False)
-            prepared.extend((function, numbers, *[_contiguous(*each) for each in given]))
-        function, numbers, of_reads, of_last = prepared
+            prepared.append((function, numbers, *[_contiguous(*each) for each in given]))
+        function, numbers, of_reads, of_last = prepared[0]
         results = inductor.empty_cpu(*of_reads), inductor.empty_cpu(*of_last)
         pointers = [None if each is None else each.data_ptr() for each in tensors]
         function(_Pointers(*pointers, results[0].data_ptr(), results[1].data_ptr(), None), numbers)

@@ -439,7 +439,8 @@ extern "C" void sampling(void** tensors, const int64_t* numbers) {
 #else
     Out* to = out + n * strides[8];
     if (is_bad || !(least > kNothing)) {
-      for (int64_t i = 0; i < vocab; ++i) to[i] = Out(kIsScores && is_bad ? z[i] : std::numeric_limits<float>::quiet_NaN());
+      const bool is_given = kIsScores && is_bad && top_k_ties != Ties::open && top_p_ties != Ties::open;
+      for (int64_t i = 0; i < vocab; ++i) to[i] = Out(is_given ? z[i] : std::numeric_limits<float>::quiet_NaN());
     } else {
       write_row(to, z, vocab, padded, most, least);
     }

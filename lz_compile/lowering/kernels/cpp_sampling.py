@@ -30,12 +30,14 @@ def _bind(attrs: SamplingAttrs, like: Mapping[str, torch.Tensor]) -> Callable[..
     is_flat = all(each.dim() == 1 or each.shape[-1] == 1 or each.stride(-1) == 1 for each in like.values())
     if not is_flat or not like["logits"].numel() or any(dtype not in code.DTYPES for dtype in dtypes):
         return None
-    prepared: list[Any] = []
+    prepared: list[tuple[Any, ...]] = []
 
     def run(**operands: torch.Tensor) -> torch.Tensor:
-        if not prepared:  # here, where a missing compiler is seen to
-            prepared.extend(_prepared(operands, attrs))
-        function, numbers, shape, dtype = prepared
+        if (
+            not prepared
+        ):  # here, where a missing compiler is seen to; several threads may come by, and all find the same
+            prepared.append(_prepared(operands, attrs))
+        function, numbers, shape, dtype = prepared[0]
         out = torch.empty(shape, dtype=dtype, device="cpu")
         addresses = [0 if each is None else each.data_ptr() for each in map(operands.get, OPERANDS)]
         function(code.POINTERS(*addresses, out.data_ptr()), numbers)

@@ -54,7 +54,7 @@ VARIANTS = ("ids", "scores", "probs")
 LAYOUT = "NV"
 #: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.sampling"
-#: What that takes where nothing fuses it, over Inductor's code for the same, at least (``benchmarks/eager_calls.py``).
+#: About what that takes where nothing fuses it, over Inductor's code for the same: priors are over the latter.
 UNFUSED = {"cpu": 2.0}
 EXACT_DIMS: tuple[str, ...] = ()
 BUCKETED_DIMS = (("num_rows",), ("vocab_size",))
@@ -220,7 +220,7 @@ def finished(
     is_finite = (z < math.inf).all(-1) & (z > -math.inf).any(-1)
     if attrs.leaves_ties_open:
         least = torch.where(kept, z, math.inf).amin(-1, keepdim=True)
-        is_open = is_finite & (~kept & (z == least)).any(-1)
+        is_open = ~is_finite | (~kept & (z == least)).any(-1)  # of what is no distribution nobody knows what is kept
         z = torch.where(is_open[:, None], math.nan, z)
         is_finite = is_finite & ~is_open
     if attrs.result == "ids":

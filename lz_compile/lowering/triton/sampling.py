@@ -280,9 +280,7 @@ def _sample(
     high = tl.where(is_greedy, 2147483647, high)
     is_open = is_bad & False
     if IS_OPEN:
-        is_open = _is_cut(logits, mask, bias, vocab, inverse, least, low, high, HAS_MASK, HAS_BIAS, BLOCK) & (
-            is_bad == 0
-        )
+        is_open = is_bad | _is_cut(logits, mask, bias, vocab, inverse, least, low, high, HAS_MASK, HAS_BIAS, BLOCK)
     if RESULT == "ids":
         seed = tl.load(seeds + row) if IS_RANDOM else 0
         place = _drawn(

@@ -174,7 +174,8 @@ class _Loop:
     def _delay(self, part: Part) -> None:
         for state in part.states:
             source = self._over_time(self.step.carried[state])
-            self.final[state] = self.around.call(aten.select.int, (source, 0, -1))
+            last = self.around.call(aten.select.int, (source, 0, -1))
+            self.final[state] = self.around.call(aten.clone.default, (last,), CONTIGUOUS)  # a tensor of its own
             if self.step.states[state] in part.wanted:
                 first = self.around.call(aten.unsqueeze.default, (self.call.init[state], 0))
                 earlier = self.around.call(aten.slice.Tensor, (source, 0, 0, -1))

@@ -22,11 +22,15 @@ from lz_compile.passes.loops.transition import Read, Transition
 
 
 def with_drops(form: StepForm, transition: Transition) -> Transition:
-    """The transition and its reads, with one as ``drops`` where the step as it is written drops a state of NaN, else zero."""
+    """The transition and its reads, with one as ``drops`` where the step as it is written drops a state of NaN, else zero.
+
+    ``leaks`` likewise where it does not drop the NaN of what the state would have been multiplied by.
+    """
     old, new = form.step.states[transition.state], form.step.carried[transition.state]
     seen = (old,) if transition.mode == "before" else (old, new)
     reads = (replace(read, drops=_dropped_read(form, read, seen)) for read in transition.reads)
-    return replace(transition, drops=_dropped(form, transition.decay, new, (old,)), reads=tuple(reads))
+    drops, leaks = _dropped(form, transition.decay, new, (old,)), _leaking(form, transition.decay, new)
+    return replace(transition, drops=drops, leaks=leaks, reads=tuple(reads))
 
 
 def _dropped_read(form: StepForm, read: Read, states: Sequence[fx.Node]) -> IndexSum | None:
@@ -43,6 +47,22 @@ def _dropped(form: StepForm, factor: IndexSum, node: fx.Node, states: Sequence[f
         if not bool(poisoned(form, node, held, states).isnan().any()):
             dropped = dropped.plus(_indicator(factor, held))
     return dropped if dropped.terms else None
+
+
+def _leaking(form: StepForm, decay: IndexSum, new: fx.Node) -> IndexSum | None:
+    """Where a decay vanishes under conditions, and the next state is NaN all the same if the decay's other factors are."""
+    atoms = dict.fromkeys(each.atom for term in decay.terms for each in term.of("given"))
+    factors = [form.atoms[atom] for atom in atoms if form.atoms[atom].meta["val"].is_floating_point()]
+    leaking = IndexSum(decay.dims, {})
+    for held in _vanishing(decay) if factors else ():
+        if bool(poisoned(form, new, held, factors).isnan().any()):
+            leaking = leaking.plus(_indicator(decay, held))
+    return leaking if leaking.terms else None
+
+
+def factors_of(decay: IndexSum) -> IndexSum:
+    """What a decay is made of beside conditions: not finite where one of its factors is not."""
+    return IndexSum(decay.dims, dict.fromkeys((term.without(term.of("mask")) for term in decay.terms), 1.0))
 
 
 def _vanishing(factor: IndexSum) -> Iterator[Mapping[Atom, bool]]:

@@ -11,7 +11,7 @@ from lz_compile.passes.effects import grad_enabled
 from lz_compile.passes.loops.loop_body import Around, Carried, Ref, Streamed
 from lz_compile.passes.loops.loop_facts import Loop
 from lz_compile.passes.loops.loop_search import is_number
-from lz_compile.passes.loops.loop_step_graph import Emitter, StepGraph
+from lz_compile.passes.loops.loop_step_graph import Emitter, StepGraph, in_order
 from lz_compile.passes.loops.loop_streams import Place, numbers, stacked
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.view import memory_of, tensor_of, value_of
@@ -95,7 +95,7 @@ def _alone(emit: Emitter, node: fx.Node, taken: set[int | None]) -> fx.Node:
     if memory in taken:
         return emit.call("clone", node, memory_format=torch.contiguous_format)
     taken.add(memory)
-    return node if tensor.is_contiguous() else emit.call("contiguous", node)
+    return in_order(emit, node)
 
 
 def _example(loop: Loop, emit: Emitter, scan: fx.Node) -> tuple[torch.Tensor, ...]:

@@ -51,7 +51,18 @@ class Emitter:
             for manager in ambient_context(self._ambient):
                 stack.enter_context(manager)
             stack.enter_context(faking(self._fake_mode))
-            return function(*args, **kwargs)
+            return function(*pytree.tree_map(readable, args), **pytree.tree_map(readable, kwargs))
+
+
+def readable(value: Any) -> Any:
+    """A tensor, or one in other memory for a view that PyTorch does not read again, for its base was written to since."""
+    if isinstance(value, torch.Tensor) and value._is_view():
+        try:
+            value.grad_fn  # noqa: B018  what is asked of a view before it is read
+        except RuntimeError:
+            empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+            return empty.requires_grad_(value.requires_grad)
+    return value
 
 
 def _function(target: Any) -> Callable[..., Any]:
@@ -282,6 +293,20 @@ def _shaped(emit: Emitter, result: Result, values: dict[Ref, fx.Node]) -> fx.Nod
     return node  # type: ignore[no-any-return]
 
 
+def in_order(emit: Emitter, node: fx.Node) -> fx.Node:
+    """A tensor with the strides of a new one: the operator compares even those of dimensions of size one."""
+    tensor = tensor_of(node)
+    assert tensor is not None, "what is carried is a tensor"
+    if not tensor.is_contiguous():
+        return emit.call("contiguous", node)
+    step: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if isinstance(size, int) and isinstance(step, int) and size == 1 and stride != step:
+            return emit.call("clone", node, memory_format=torch.contiguous_format)
+        step = step * size
+    return node
+
+
 def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, others: Iterable[fx.Node]) -> list[fx.Node]:
     """The outputs, none of which shares memory with another or with others; what is carried is contiguous."""
     taken = {memory_of(node) for node in others}
@@ -292,8 +317,8 @@ def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, others: Iterable
         node = output
         if memory_of(node) in taken:
             node = emit.call("clone", node, memory_format=torch.contiguous_format)
-        elif number < carried and not tensor.is_contiguous():
-            node = emit.call("contiguous", node)
+        elif number < carried:
+            node = in_order(emit, node)
         taken.add(memory_of(node))
         found.append(node)
     return found

@@ -14,6 +14,7 @@ from torch import fx
 from lz_compile.lowering.ops.scan import DROPPED, DecayKind, ScanAttrs, ScanFacts, ScanStructure, is_one
 from lz_compile.passes.axes import Axis, Size
 from lz_compile.passes.builder import Builder
+from lz_compile.passes.loops.dropped_states import factors_of
 from lz_compile.passes.loops.index_sum import IndexSum, mapped
 from lz_compile.passes.loops.index_terms import Atom, Factor, Term
 from lz_compile.passes.loops.index_values import TIME, Source, Values
@@ -70,6 +71,11 @@ class ScanEmitter(NothingImplied):
         if move.drops is not None:
             dropped = values.of(move.drops, (batch, heads, (TIME,), keys, columns))
             found["decay"] = torch.where(dropped != 0, DROPPED, found["decay"])
+        if move.leaks is not None:
+            leaking, whole = (
+                values.of(each, (batch, heads, (TIME,), keys, columns)) for each in (move.leaks, factors_of(move.decay))
+            )
+            found["decay"] = torch.where((leaking != 0) & ~whole.isfinite(), torch.nan, found["decay"])
         if move.updates:
             found["left"] = self._stacked([u.left for u in move.updates], values, keys)
             found["right"] = self._stacked([_masked(u.right, u.left, keys) for u in move.updates], values, columns)

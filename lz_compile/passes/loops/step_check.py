@@ -54,13 +54,13 @@ def check(form: StepForm, transition: Transition) -> None:
             raise RefusedError("STEP_MISREAD", text, "this is a fault of the recogniser: please report it")
 
 
-def poisoned(form: StepForm, node: fx.Node, held: Mapping[Atom, bool], states: Iterable[fx.Node]) -> torch.Tensor:
-    """A value of the step as it is written, from states of NaN, where conditions hold or do not."""
+def poisoned(form: StepForm, node: fx.Node, held: Mapping[Atom, bool], nodes: Iterable[fx.Node]) -> torch.Tensor:
+    """A value of the step as it is written, from states or operands of NaN, where conditions hold or do not."""
     generator = torch.Generator().manual_seed(0)
     given = {
         form.atoms[atom]: _random(form.atoms[atom], generator, is_mask=True).fill_(on) for atom, on in held.items()
     }
-    given |= {each: _random(each, generator, is_mask=False).fill_(torch.nan) for each in states}
+    given |= {each: _random(each, generator, is_mask=False).fill_(torch.nan) for each in nodes}
     with isolated():
         found: torch.Tensor = _run([node], given, generator)[node]
     return found

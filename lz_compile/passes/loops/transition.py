@@ -58,7 +58,8 @@ class Read:
 class Transition:
     """A state's step; operands have the indices of the state, ``space`` their sizes. ``shape`` is that of the state.
 
-    ``drops`` is one where a condition drops the state, else zero (None: none does).
+    ``drops`` is one where a condition drops the state, else zero (None: none does); ``leaks`` where one makes the decay zero
+    that is still multiplied by its other factors, NaN and infinities included.
     """
 
     state: int
@@ -72,6 +73,7 @@ class Transition:
     mode: Reads = "after"
     shape: tuple[int, ...] = ()
     drops: IndexSum | None = None
+    leaks: IndexSum | None = None
 
     @property
     def batch(self) -> tuple[int, ...]:

@@ -49,6 +49,7 @@ def match_sdpa_call(effects: Effects, call: Call, masks: Masks) -> Match | None:
         bias_can_mask=not masks_finite.is_bounded(region, bias),
         enable_gqa=bool(roles.group),
         nan_is_open=True,
+        score_dtype=torch.promote_types(tensors[0].dtype, torch.float32),  # type: ignore[union-attr]  # all are tensors
     )
     query, key, value = (
         Operand(node, dim, sympy.S.One, tensor.dtype)
