@@ -345,6 +345,14 @@ return p, q""",
         is_graded=False,
         lock={"attention": "lz.blocked"},
     ),
+    "two equal attentions, the first of them without gradients": program(
+        """
+s = torch.tanh(y)
+with torch.no_grad():
+    p = torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s
+return p, torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s""",
+        lock={"attention": "lz.blocked"},
+    ),
     "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
 }
 

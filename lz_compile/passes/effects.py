@@ -99,7 +99,7 @@ class Effects:
                 self._by_name.setdefault(name, []).append(mutation)
         #: Calls that change the shape of a tensor in place.
         self.reshapes = [m for m in self._mutations if _reshapes(self.calls[m.node])]
-        self._ambient = _ambient_of(graph.nodes)
+        self._ambient = ambient_of(graph.nodes)
         self._reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
 
     @property
@@ -361,11 +361,11 @@ def _writes_inside(node: fx.Node) -> bool:
 
 def ambient_behind(nodes: Iterable[fx.Node]) -> Ambient:
     """The modes that follow on the first nodes of a graph."""
-    *_, last = (Ambient(), *_ambient_of(nodes).values())
+    *_, last = (Ambient(), *ambient_of(nodes).values())
     return last
 
 
-def _ambient_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Ambient]:
+def ambient_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Ambient]:
     """The modes that each node leaves behind, of the first nodes of a graph."""
     ambient: dict[fx.Node, Ambient] = {}
     autocast: list[tuple[Any, ...]] = []
