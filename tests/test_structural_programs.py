@@ -6,6 +6,8 @@ import ast
 from collections import Counter
 
 import pytest
+import torch
+from structural_comparison import Open, difference
 from structural_oracle import Finding, Verdict, check
 from structural_programs import Program, generate
 from structural_shrinking import shrink
@@ -353,6 +355,18 @@ with torch.no_grad():
 return p, torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s""",
         lock={"attention": "lz.blocked"},
     ),
+    "a first state that requires a gradient from here on": program("""
+h = torch.zeros_like(z)
+with torch.no_grad():
+    h.requires_grad_()
+c = h
+for t in range(T):
+    c = torch.sigmoid(x[:, t]) * c + torch.tanh(y[:, t] + h @ w)
+    h = torch.tanh(c)
+return h"""),
+    "a norm beside what cancels out": program(
+        "return torch.lerp(x, F.rms_norm(y, (D,)) * b, 1)", lock={"norm": "torch.norm"}
+    ),
     "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
 }
 
@@ -401,3 +415,42 @@ def test_a_failing_program_is_made_smaller_while_it_fails():
     found = shrink(Finding(failing, {"value:": ""}, [], Counter()), check=check_for_sqrt)
     assert "sqrt" in found.program.source
     assert len(found.program.source) < len(failing.source) / 2
+
+
+def test_bfloat16_is_held_against_float64():
+    exact = torch.linspace(1, 2, 100, dtype=torch.float64)
+    eager = (exact + 0.05).bfloat16()
+    for error, is_right in ((0.1, True), (-0.1, True), (1.0, False)):  # eager errs by as much on the other side
+        text = difference((exact + error).bfloat16(), eager, exact, 0.01, Open())
+        assert (not text) == is_right, text
+
+
+NAN_BEHIND_A_MASK = """
+s = x @ x.transpose(1, 2) + {}
+return s.softmax(-1) @ y"""
+
+
+@pytest.mark.parametrize("mask", ["torch.full((T, T), -torch.inf, dtype=x.dtype).triu(1)", "x.new_zeros(T, T)"])
+def test_numbers_for_the_nan_of_a_key_are_right_only_behind_an_added_mask(mask: str):
+    options = {"roles": "constant", "inputs": "special({})", "lock": {"attention": "lz.blocked"}}
+    verdict = check(program(NAN_BEHIND_A_MASK.format(mask), **options))
+    assert verdict.is_run
+    assert verdict.edits["kernel attention"]
+    assert verdict.finding is None, verdict.finding.text()
+    numbers, nan = torch.ones(3), torch.full((3,), torch.nan)
+    assert difference(numbers, nan, None, 1e-6, Open())
+    assert not difference(numbers, nan, None, 1e-6, Open(nan=True))
+    assert difference(nan, numbers, None, 1e-6, Open(nan=True))
+
+
+def test_what_is_overwritten_between_graphs_is_pytorchs_to_refuse():
+    text = """
+p = F.scaled_dot_product_attention(y, torch.softmax(y.roll(1, 1), 1), x.detach())
+torch._dynamo.graph_break()
+y[:, 0] = 1
+return p, y"""
+    verdict = check(program(text, lock={"attention": "lz.blocked"}))
+    assert verdict.is_run
+    assert verdict.edits["kernel attention"]
+    assert verdict.is_torchs
+    assert verdict.finding is None

@@ -25,8 +25,10 @@ _VIEWS = frozenset(
 )
 _OVERLAPPING = frozenset({"expand", "expand_as", "unfold", "as_strided", "broadcast_to", "broadcast_tensors"})
 _SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit"})
-#: In-place calls whose result is not a pointwise function of what was there.
-_WRITERS = frozenset({"setitem", "copy", "index_put", "index_copy", "index_add", "scatter", "index_fill"})
+#: In-place calls whose result is not a pointwise function of what was there, or of which Dynamo notes no result.
+_WRITERS = frozenset(
+    {"setitem", "copy", "index_put", "index_copy", "index_add", "scatter", "index_fill", "requires_grad"}
+)
 #: In-place calls that change the shape or strides of a tensor. Dynamo knows only what it is after the last of them.
 _RESHAPERS = frozenset({"transpose", "t", "squeeze", "unsqueeze", "as_strided", "resize", "resize_as", "set"})
 
