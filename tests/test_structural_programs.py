@@ -364,6 +364,17 @@ for t in range(T):
     c = torch.sigmoid(x[:, t]) * c + torch.tanh(y[:, t] + h @ w)
     h = torch.tanh(c)
 return h"""),
+    "a state that is zero, and what moves on is only added to it": program(
+        """
+h, outs = z.t().contiguous().t(), []
+o = torch.zeros_like(x)
+for t in range(T):
+    h = h - h
+    o[:, t].add_(h)
+    outs.append(h)
+return o, h, torch.stack(outs, 1)""",
+        lock={"scan": "lz.rolled_scan"},
+    ),
     "a norm beside what cancels out": program(
         "return torch.lerp(x, F.rms_norm(y, (D,)) * b, 1)", lock={"norm": "torch.norm"}
     ),
