@@ -355,15 +355,6 @@ with torch.no_grad():
 return p, torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s""",
         lock={"attention": "lz.blocked"},
     ),
-    "a first state that requires a gradient from here on": program("""
-h = torch.zeros_like(z)
-with torch.no_grad():
-    h.requires_grad_()
-c = h
-for t in range(T):
-    c = torch.sigmoid(x[:, t]) * c + torch.tanh(y[:, t] + h @ w)
-    h = torch.tanh(c)
-return h"""),
     "a state that is zero, and what moves on is only added to it": program(
         """
 h, outs = z.t().contiguous().t(), []
