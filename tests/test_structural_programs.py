@@ -369,6 +369,57 @@ return o, h, torch.stack(outs, 1)""",
     "a norm beside what cancels out": program(
         "return torch.lerp(x, F.rms_norm(y, (D,)) * b, 1)", lock={"norm": "torch.norm"}
     ),
+    "memory with a gradient, all of which is stored over before it is read": program(
+        """
+o, h = y.flip(1) * m.w[0], x[:, 0]
+for t in range(T):
+    o[:, t] = h * m.g
+    h = h * x[:, t] + o[:, t].tanh()
+return h""",
+        roles="constant",
+        loops="keep",
+    ),
+    "memory that has a gradient since the first step": program("""
+h, o = torch.ones_like(z).detach(), x.detach()
+for t in range(T):
+    h = 0.5 * h + o[:, t]
+    o[:, t] = z + z
+return h, o"""),
+    "zeros that have a gradient since the first step": program("""
+h, o = torch.ones_like(z).detach(), torch.zeros_like(x)
+for t in range(T):
+    h = 0.5 * h + o[:, t]
+    o[:, t] = z + z
+return h"""),
+    "memory with a gradient that is stored over twice before it is read": program(
+        """
+o, h = y.flip(1) * m.w[0], x[:, 0]
+for t in range(T):
+    o[:, t] = y[:, t]
+    o[:, t] = y[:, t] * m.g
+    h = h * x[:, t] + o[:, t]
+return h""",
+        roles="constant",
+    ),
+    "a piece is scaled in place inside of a mode": program(
+        """
+h, o = z, x.new_empty(B, T, D).fill_(0.5)
+for t in range(0, T, 2):
+    with torch.inference_mode(False):
+        h = torch.tanh(o[:, t] + h @ w)
+        o[:, t].copy_(o[:, t - 1] * 0.5 + h)
+        o[:, t].mul_(h)
+return h""",
+        loops="keep",
+    ),
+    "a state without gradient beside a root of negative numbers": program(
+        """
+h = torch.ones_like(z)
+for t in range(T):
+    h = torch.tanh(0.5 * h.detach() @ w + torch.where(z > 0, y[:, t] * torch.sqrt(x[:, t]), y[:, t]))
+return h, h * b""",
+        lock={"scan": "inductor"},
+    ),
     "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
 }
 
@@ -378,6 +429,19 @@ def test_what_once_went_wrong_is_right(name: str):
     verdict = check(CORPUS[name])
     assert verdict.is_run, "the program fails eagerly"
     assert verdict.finding is None, verdict.finding.text()
+
+
+def test_what_autograd_keeps_of_a_piece_that_is_overwritten_is_kept():
+    body = """
+h, o = z, x.new_empty(B, T, D).fill_(0.5)
+for t in range(T):
+    h = torch.tanh(h @ w)
+    o[:, t].mul_(h)
+return h, o"""
+    verdict = check(program(body, loops="keep"))
+    assert verdict.finding is None, verdict.finding.text()
+    assert verdict.edits["forward_stores"]
+    assert not any(name.startswith("refuted") for name in verdict.edits)
 
 
 def test_steps_that_read_nothing_that_moves_on_are_rolled():
