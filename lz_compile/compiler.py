@@ -15,6 +15,7 @@ from lz_compile import pipeline
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.lowering import inductor
 from lz_compile.options import Options, split
+from lz_compile.passes.attachment import note_as_handed_in
 from lz_compile.passes.edits.snapshot import Snapshot
 from lz_compile.runtime import events, policy
 from lz_compile.runtime.dump import Dump
@@ -51,6 +52,7 @@ def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run
     dump = Dump(options.dump, report.graph_id)
     with events.collect() as happened:
         try:
+            note_as_handed_in(module.graph, inputs)
             snapshot = Snapshot(module)
             original = None if options.verify == "off" else keep(module)
             _rewrite(module, options, report, dump, snapshot)

@@ -28,6 +28,7 @@ from lz_compile.passes.loops.reroll import RolledLoop, never, reroll
 from lz_compile.passes.loops.unbatch import unbatch
 from lz_compile.passes.match import Failure, Match, NearMiss
 from lz_compile.passes.patterns import Recogniser, recognisers
+from lz_compile.passes.resize import input_left_out
 from lz_compile.passes.sampling.stores import with_values
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events
@@ -81,6 +82,8 @@ class Reading:
     _misses: list[NearMiss] = field(default_factory=list)
     #: The graph as it is, as long as it is.
     _before: Snapshot | None = None
+    #: By kind of match, the input that it leaves out.
+    _left_out: dict[int, fx.Node | None] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -228,9 +231,22 @@ class Reading:
                     elif isinstance(found, NearMiss):
                         self._misses.append(found)
                     else:
-                        self.matches.append(found)
+                        self._take(found)
         self.effects = effects
         self.matches.sort(key=lambda match: effects.position[match.output])
+
+    def _take(self, match: Match) -> None:
+        """Note a match, unless nothing can be proven of it: what is left out has a gradient, and may be NaN."""
+        kind = id(match.kind)
+        if kind not in self._left_out:
+            self._left_out[kind] = input_left_out(match.kind)
+        left_out = self._left_out[kind]
+        if left_out is None:
+            self.matches.append(match)
+            return
+        node = match.renamed.get(left_out, left_out)
+        reason = Reason("CANCELS_OUT", f"{node.name} cancels out of the result, but NaN in it and its gradient do not")
+        self._misses.append(NearMiss(match.op, match.output, reason, f"leave {node.name} out of it", match.where))
 
 
 #: Other spellings of the same, in this order.

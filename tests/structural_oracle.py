@@ -2,21 +2,27 @@
 
 What is compared of every call: results (values, dtypes, shapes, strides, whether they require gradients, whose memory they
 are), inputs and buffers afterwards, and the gradient of every leaf. What AOTAutograd alone does otherwise is PyTorch's.
+
+Numbers of bfloat16 may err from those of the same program in float64 by a few times what eager's do. Two limits that are
+documented are none of our faults: numbers where eager has NaN from a key that an additive mask hides (``docs/masks.md``), and
+PyTorch's own error for memory that a backward pass needs and that is overwritten between two graphs (``ARCHITECTURE.md``).
 """
 
 from __future__ import annotations
 
 import itertools
 import linecache
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from structural_comparison import Open, difference, tolerance_of
 from structural_programs import Program
 from torch import nn
 
@@ -30,8 +36,9 @@ from lz_compile.runtime.report import GraphReport
 #: By name of what is compared: a tensor, or anything with ``==``.
 Observation = dict[str, Any]
 
-#: Relative to the norm of what is expected, by the least exact dtype that a program names.
-TOLERANCES = {"bfloat16": 0.3, "float32": 2e-3, "float": 2e-3, "float64": 1e-6}
+#: What PyTorch raises where a backward pass needs what was overwritten.
+_OVERWRITTEN = "modified by an inplace operation"
+_NOTHING = Open()
 #: Stages that change a graph, as :mod:`lz_compile.reading` knows them.
 STAGES = ("inline", "with_values", "unbatch", "forward_stores", "distribute")
 #: Events that are faults of ours; an edit that its proof refuted is none.
@@ -153,6 +160,7 @@ def observe(program: Program, backend: Any) -> list[Observation]:
     torch.manual_seed(program.seed)
     dtype = next((each for each in (torch.float32, torch.bfloat16) if str(each) in program.inputs["w"]), torch.float64)
     fixture = Fixture(program.sizes[0][2], dtype).train(program.seed % 2 == 0)
+    fixture = fixture.double() if program.inputs["w"].endswith(".double()") else fixture
     found: list[Observation] = []
     for call in range(len(program.sizes)):
         found.append(_call(program, function, fixture, call))
@@ -235,6 +243,11 @@ class Structural:
             f"{each.code}: {each.message}" for report in self.reports for each in report.events if each.code in FAULTS
         ]
 
+    def hides_nan(self) -> bool:
+        """Whether an attention was rewritten whose masks are added: a kernel need not look at what they hide."""
+        matches = [match for report in self.reports for match in report.matches if match.op == "attention"]
+        return any(match.rewritten and match.mask and "selects_masked" not in match.attributes for match in matches)
+
     def edits(self) -> Counter[str]:
         """What was rewritten, by name."""
         found: Counter[str] = Counter()
@@ -286,16 +299,42 @@ def counting() -> Iterator[Counter[str]]:
         yield found
 
 
+@dataclass(frozen=True)
+class _Expected:
+    """What eager gives, and of what is computed in bfloat16 the same in float64, if it runs in that."""
+
+    eager: list[Observation]
+    exact: list[Observation] | None = None
+
+    @classmethod
+    def of(cls, program: Program) -> _Expected:
+        eager = observe(program, None)
+        if "bfloat16" not in f"{program.source} {program.inputs}":
+            return cls(eager)
+        try:
+            return cls(eager, observe(_in_float64(program), None))
+        except Exception:  # noqa: BLE001 a dtype is spelled out somewhere
+            return cls(eager)
+
+
+def _in_float64(program: Program) -> Program:
+    """The same on the same numbers."""
+    source = re.sub(r"(autocast\(.cpu.), dtype=torch.bfloat16\)", r"\1, enabled=False)", program.source)
+    source = re.sub("torch.(bfloat16|float32)", "torch.float64", source)
+    inputs = {name: f"({text}).double()" if ".to(" in text else text for name, text in program.inputs.items()}
+    return replace(program, source=source, inputs=inputs)
+
+
 def check(program: Program) -> Verdict:
     """Compare a program, compiled, with itself.
 
     Most programs are compared without AOTAutograd, which takes most of the time; what differs then must differ with it.
     """
     try:
-        expected = observe(program, None)
+        expected = _Expected.of(program)
     except Exception:  # noqa: BLE001 most random programs are programs, and the others are left out
         return Verdict(False)
-    if any(_is_wild(value) for each in expected for value in each.values()):
+    if any(_is_wild(value) for each in expected.eager for value in each.values()):
         return Verdict(False)
     verdict = Verdict(True)
     for run in (_aot,) if program.seed % 10 == 0 else (_eager, _aot):
@@ -305,15 +344,17 @@ def check(program: Program) -> Verdict:
     return verdict
 
 
-def _compare(program: Program, run: Callable[..., Any], expected: list[Observation]) -> Verdict:
+def _compare(program: Program, run: Callable[..., Any], expected: _Expected) -> Verdict:
     backend = Structural(program, run)
     with counting() as stages:
         found = _observed(program, backend)
     edits, events = backend.edits() + +stages, backend.events()
     # States that depend on each other become the product with a matrix, zeros of which make NaN of infinities.
-    differs = _against(program, found, expected, has_sums=bool(edits["distribute"]))
+    may_differ = Open(sums=bool(edits["distribute"]), nan=backend.hides_nan())
+    differs = _against(program, found, expected, may_differ)
+    is_torchs = _OVERWRITTEN in differs.get("raised:", "") and len(backend.reports) > 1
+    differs = {} if is_torchs else differs
     differs |= {f"event:{event.split(':')[0]}": event for event in events}
-    is_torchs = False
     if differs:
         without = _against(program, _observed(program, run), expected)
         is_torchs = bool(without)
@@ -331,46 +372,21 @@ def _observed(program: Program, backend: Any) -> list[Observation] | dict[str, s
 def _against(
     program: Program,
     found: list[Observation] | dict[str, str],
-    expected: list[Observation],
-    *,
-    has_sums: bool = False,
+    expected: _Expected,
+    may_differ: Open = _NOTHING,
 ) -> dict[str, str]:
     if isinstance(found, dict):
         return found
-    tolerance = next(t for name, t in TOLERANCES.items() if name in f"{program.source} {program.inputs} float64")
+    tolerance = tolerance_of(f"{program.source} {program.inputs}")
     differs: dict[str, str] = {}
-    for call, (one, other) in enumerate(zip(found, expected, strict=True)):
+    exact = expected.exact or [{} for _ in expected.eager]
+    for call, (one, other, truth) in enumerate(zip(found, expected.eager, exact, strict=True)):
         for name in one.keys() | other.keys():
-            text = _difference(
-                one.get(name), other.get(name), tolerance, is_sum=has_sums or name.startswith("gradient:")
-            )
+            is_open = replace(may_differ, sums=may_differ.sums or name.startswith("gradient:"))
+            text = difference(one.get(name), other.get(name), truth.get(name), tolerance, is_open)
             if text:
                 differs.setdefault(name, f"call {call}: {text}")
     return dict(sorted(differs.items()))
-
-
-def _difference(found: Any, expected: Any, tolerance: float, *, is_sum: bool) -> str:
-    """How two values differ, empty if they do not. What infinities add up to depends on the order of a sum."""
-    if not (isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)):
-        is_same = type(found) is type(expected) and found == expected
-        return "" if is_same else f"{_short(found)}, eager has {_short(expected)}"
-    if found.shape != expected.shape:
-        return f"shape {tuple(found.shape)}, eager has {tuple(expected.shape)}"
-    one, other = found.double(), expected.double()
-    is_same = torch.equal(one.isfinite(), other.isfinite())
-    if not is_sum:
-        is_same &= torch.equal(one.isnan(), other.isnan()) and torch.equal(one[one.isinf()], other[other.isinf()])
-    if not is_same:
-        return f"{_short(one)}, eager has {_short(other)}"
-    one, other = (each[other.isfinite()] for each in (one, other))
-    error, norm = (one - other).norm().item(), other.norm().item()
-    if error <= tolerance * max(norm, 1.0):
-        return ""
-    return f"error {error:.3g} of norm {norm:.3g}"
-
-
-def _short(value: Any) -> str:
-    return str(value.tolist())[:200] if isinstance(value, torch.Tensor) else str(value)
 
 
 def _is_wild(value: Any) -> bool:

@@ -504,3 +504,16 @@ def test_effects_of_an_empty_graph_are_empty() -> None:
     graph = fx.Graph()
     graph.output(())
     assert Effects(graph).position.keys() == {next(iter(graph.nodes))}
+
+
+def test_a_call_that_makes_a_leaf_gives_no_value():
+    graph = fx.Graph()
+    x, leaf = graph.placeholder("x"), torch.randn(3, 3)
+    made = graph.call_function(torch.tanh, (x,))
+    graph.call_method("requires_grad_", (made,))  # Dynamo notes no result of it
+    reader = graph.call_function(torch.matmul, (made, x))
+    for node in (x, made, reader):
+        node.meta["example_value"] = leaf.clone()
+    effects = Effects(graph)
+    assert effects.current(made, reader) is made
+    assert effects.is_opaque(made, reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -82,6 +83,42 @@ def test_two_equal_results_are_two_tensors(op: str, kernel: str, write: str):
     torch.testing.assert_close(found, expected)
     found[0].fill_(3.0)  # by who calls the graph
     torch.testing.assert_close(found[1], expected[1])
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "no gradients": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("op", "kernel"), [(name, kernel) for name, (_, _, kernels) in OPS.items() for kernel in kernels]
+)
+def test_equal_results_under_other_modes_are_not_one(op: str, kernel: str, is_first: bool, mode: str):
+    function, lock, _ = OPS[op]
+
+    def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+        s = torch.tanh(x)  # of which a view has a gradient under every mode
+        if is_first:
+            with MODES[mode]():
+                a = function(s)
+            return a, function(s)
+        a = function(s)
+        with MODES[mode]():
+            return a, function(s)
+
+    torch._dynamo.reset()
+    backend = Rewriting(lock={lock: kernel}, loops="roll", assume_finite=True)
+    x = torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True)
+    found, expected = torch.compile(twice, backend=backend, fullgraph=True)(x), twice(x)
+    assert any(match.rewritten for match in backend.report.matches) or op == "top_k", backend.why_not()
+    for one, other in zip(found, expected, strict=True):
+        assert (one.dtype, one.requires_grad) == (other.dtype, other.requires_grad)
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+    gradients = [torch.autograd.grad(sum(y.sum() for y in each if y.requires_grad), x) for each in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("kernel", ["torch.sampling", "lz.cpp_sampling"])

@@ -6,6 +6,8 @@ import ast
 from collections import Counter
 
 import pytest
+import torch
+from structural_comparison import Open, difference
 from structural_oracle import Finding, Verdict, check
 from structural_programs import Program, generate
 from structural_shrinking import shrink
@@ -345,6 +347,79 @@ return p, q""",
         is_graded=False,
         lock={"attention": "lz.blocked"},
     ),
+    "two equal attentions, the first of them without gradients": program(
+        """
+s = torch.tanh(y)
+with torch.no_grad():
+    p = torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s
+return p, torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s""",
+        lock={"attention": "lz.blocked"},
+    ),
+    "a state that is zero, and what moves on is only added to it": program(
+        """
+h, outs = z.t().contiguous().t(), []
+o = torch.zeros_like(x)
+for t in range(T):
+    h = h - h
+    o[:, t].add_(h)
+    outs.append(h)
+return o, h, torch.stack(outs, 1)""",
+        lock={"scan": "lz.rolled_scan"},
+    ),
+    "a norm beside what cancels out": program(
+        "return torch.lerp(x, F.rms_norm(y, (D,)) * b, 1)", lock={"norm": "torch.norm"}
+    ),
+    "memory with a gradient, all of which is stored over before it is read": program(
+        """
+o, h = y.flip(1) * m.w[0], x[:, 0]
+for t in range(T):
+    o[:, t] = h * m.g
+    h = h * x[:, t] + o[:, t].tanh()
+return h""",
+        roles="constant",
+        loops="keep",
+    ),
+    "memory that has a gradient since the first step": program("""
+h, o = torch.ones_like(z).detach(), x.detach()
+for t in range(T):
+    h = 0.5 * h + o[:, t]
+    o[:, t] = z + z
+return h, o"""),
+    "zeros that have a gradient since the first step": program("""
+h, o = torch.ones_like(z).detach(), torch.zeros_like(x)
+for t in range(T):
+    h = 0.5 * h + o[:, t]
+    o[:, t] = z + z
+return h"""),
+    "memory with a gradient that is stored over twice before it is read": program(
+        """
+o, h = y.flip(1) * m.w[0], x[:, 0]
+for t in range(T):
+    o[:, t] = y[:, t]
+    o[:, t] = y[:, t] * m.g
+    h = h * x[:, t] + o[:, t]
+return h""",
+        roles="constant",
+    ),
+    "a piece is scaled in place inside of a mode": program(
+        """
+h, o = z, x.new_empty(B, T, D).fill_(0.5)
+for t in range(0, T, 2):
+    with torch.inference_mode(False):
+        h = torch.tanh(o[:, t] + h @ w)
+        o[:, t].copy_(o[:, t - 1] * 0.5 + h)
+        o[:, t].mul_(h)
+return h""",
+        loops="keep",
+    ),
+    "a state without gradient beside a root of negative numbers": program(
+        """
+h = torch.ones_like(z)
+for t in range(T):
+    h = torch.tanh(0.5 * h.detach() @ w + torch.where(z > 0, y[:, t] * torch.sqrt(x[:, t]), y[:, t]))
+return h, h * b""",
+        lock={"scan": "inductor"},
+    ),
     "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
 }
 
@@ -354,6 +429,19 @@ def test_what_once_went_wrong_is_right(name: str):
     verdict = check(CORPUS[name])
     assert verdict.is_run, "the program fails eagerly"
     assert verdict.finding is None, verdict.finding.text()
+
+
+def test_what_autograd_keeps_of_a_piece_that_is_overwritten_is_kept():
+    body = """
+h, o = z, x.new_empty(B, T, D).fill_(0.5)
+for t in range(T):
+    h = torch.tanh(h @ w)
+    o[:, t].mul_(h)
+return h, o"""
+    verdict = check(program(body, loops="keep"))
+    assert verdict.finding is None, verdict.finding.text()
+    assert verdict.edits["forward_stores"]
+    assert not any(name.startswith("refuted") for name in verdict.edits)
 
 
 def test_steps_that_read_nothing_that_moves_on_are_rolled():
@@ -393,3 +481,42 @@ def test_a_failing_program_is_made_smaller_while_it_fails():
     found = shrink(Finding(failing, {"value:": ""}, [], Counter()), check=check_for_sqrt)
     assert "sqrt" in found.program.source
     assert len(found.program.source) < len(failing.source) / 2
+
+
+def test_bfloat16_is_held_against_float64():
+    exact = torch.linspace(1, 2, 100, dtype=torch.float64)
+    eager = (exact + 0.05).bfloat16()
+    for error, is_right in ((0.1, True), (-0.1, True), (1.0, False)):  # eager errs by as much on the other side
+        text = difference((exact + error).bfloat16(), eager, exact, 0.01, Open())
+        assert (not text) == is_right, text
+
+
+NAN_BEHIND_A_MASK = """
+s = x @ x.transpose(1, 2) + {}
+return s.softmax(-1) @ y"""
+
+
+@pytest.mark.parametrize("mask", ["torch.full((T, T), -torch.inf, dtype=x.dtype).triu(1)", "x.new_zeros(T, T)"])
+def test_numbers_for_the_nan_of_a_key_are_right_only_behind_an_added_mask(mask: str):
+    options = {"roles": "constant", "inputs": "special({})", "lock": {"attention": "lz.blocked"}}
+    verdict = check(program(NAN_BEHIND_A_MASK.format(mask), **options))
+    assert verdict.is_run
+    assert verdict.edits["kernel attention"]
+    assert verdict.finding is None, verdict.finding.text()
+    numbers, nan = torch.ones(3), torch.full((3,), torch.nan)
+    assert difference(numbers, nan, None, 1e-6, Open())
+    assert not difference(numbers, nan, None, 1e-6, Open(nan=True))
+    assert difference(nan, numbers, None, 1e-6, Open(nan=True))
+
+
+def test_what_is_overwritten_between_graphs_is_pytorchs_to_refuse():
+    text = """
+p = F.scaled_dot_product_attention(y, torch.softmax(y.roll(1, 1), 1), x.detach())
+torch._dynamo.graph_break()
+y[:, 0] = 1
+return p, y"""
+    verdict = check(program(text, lock={"attention": "lz.blocked"}))
+    assert verdict.is_run
+    assert verdict.edits["kernel attention"]
+    assert verdict.is_torchs
+    assert verdict.finding is None

@@ -80,6 +80,8 @@ class Region:
     narrowed: set[sympy.Symbol] = field(default_factory=set)
     stops: Container[fx.Node] = frozenset()
     functions: Mapping[str, Rule] = field(default_factory=dict)
+    #: What the operands of the call that is being read are made of.
+    _symbols_read: set[sympy.Symbol] = field(default_factory=set)
     _symbols: dict[fx.Node, list[sympy.Symbol]] = field(default_factory=dict)
 
     def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
@@ -166,11 +168,22 @@ class Region:
         rule = self.functions.get(call.name) or _POINTWISE.get(call.name)
         if rule is None:
             return self.leaf(call.node, dims)
-        expression = rule(self, call, dims)
+        expression = self._ruled(rule, call, dims)
         if expression is None:
             return self.leaf(call.node, dims)
         self.interior.setdefault(call.node, dims)
         return self._held(call, expression)
+
+    def _ruled(self, rule: Rule, call: Call, dims: Dims) -> sympy.Expr | None:
+        """What a rule gives; None where a tensor cancels out of it, for NaN in it would not, nor does its gradient."""
+        outer, self._symbols_read = self._symbols_read, set()
+        try:
+            expression = rule(self, call, dims)
+            lost = set() if expression is None else self._symbols_read - expression.free_symbols
+        finally:
+            self._symbols_read = outer
+        is_tensor = (symbol in self.leaves and tensor_of(self.leaves[symbol].node) is not None for symbol in lost)
+        return None if any(is_tensor) else expression
 
     def _transparent(self, call: Call, dims: Dims) -> sympy.Expr | None:
         """The input's expression where the call rearranges or casts only."""
@@ -211,7 +224,9 @@ class Region:
         tensor = tensor_of(value)
         if tensor is None:
             return self.scalar(value)
-        return self.express(value, broadcast_from(dims, shape_of(tensor)), call.node)
+        expression = self.express(value, broadcast_from(dims, shape_of(tensor)), call.node)
+        self._symbols_read |= expression.free_symbols
+        return expression
 
     def scalar(self, value: Any) -> sympy.Expr:
         """A number; a symbolic one (``SymInt``, ``SymFloat``) is a leaf without axes."""
@@ -373,11 +388,9 @@ def _rsub(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     )
 
 
-def _mul(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+def _mul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     first, second = region.operand(call, "input", dims), region.operand(call, "other", dims)
     region.multiplies_masks |= any(bool(factor.free_symbols) and is_indicator(factor) for factor in (first, second))
-    if 0 in (first, second) and first.free_symbols | second.free_symbols:
-        return None  # zero times NaN is not zero
     return first * second
 
 

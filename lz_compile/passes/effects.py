@@ -25,8 +25,10 @@ _VIEWS = frozenset(
 )
 _OVERLAPPING = frozenset({"expand", "expand_as", "unfold", "as_strided", "broadcast_to", "broadcast_tensors"})
 _SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit"})
-#: In-place calls whose result is not a pointwise function of what was there.
-_WRITERS = frozenset({"setitem", "copy", "index_put", "index_copy", "index_add", "scatter", "index_fill"})
+#: In-place calls whose result is not a pointwise function of what was there, or of which Dynamo notes no result.
+_WRITERS = frozenset(
+    {"setitem", "copy", "index_put", "index_copy", "index_add", "scatter", "index_fill", "requires_grad"}
+)
 #: In-place calls that change the shape or strides of a tensor. Dynamo knows only what it is after the last of them.
 _RESHAPERS = frozenset({"transpose", "t", "squeeze", "unsqueeze", "as_strided", "resize", "resize_as", "set"})
 
@@ -99,7 +101,7 @@ class Effects:
                 self._by_name.setdefault(name, []).append(mutation)
         #: Calls that change the shape of a tensor in place.
         self.reshapes = [m for m in self._mutations if _reshapes(self.calls[m.node])]
-        self._ambient = _ambient_of(graph.nodes)
+        self._ambient = ambient_of(graph.nodes)
         self._reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
 
     @property
@@ -361,11 +363,11 @@ def _writes_inside(node: fx.Node) -> bool:
 
 def ambient_behind(nodes: Iterable[fx.Node]) -> Ambient:
     """The modes that follow on the first nodes of a graph."""
-    *_, last = (Ambient(), *_ambient_of(nodes).values())
+    *_, last = (Ambient(), *ambient_of(nodes).values())
     return last
 
 
-def _ambient_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Ambient]:
+def ambient_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Ambient]:
     """The modes that each node leaves behind, of the first nodes of a graph."""
     ambient: dict[fx.Node, Ambient] = {}
     autocast: list[tuple[Any, ...]] = []

@@ -209,6 +209,11 @@ def replacement(match: Match, call: KernelCall, sizes: Sizes) -> Callable[..., A
     return run
 
 
+def input_left_out(match: Subgraph) -> fx.Node | None:
+    """An input of the graph that the outputs are computed of, and the match is not: what it says cancels out."""
+    return next((node for node in _between(match) if node.op == "placeholder"), None)
+
+
 def _between(match: Subgraph) -> list[fx.Node]:
     """Every node that the output needs, back to the inputs, and the in-place writes among them, in graph order."""
     calls = {node: read(node) for node in match.core}

@@ -1,4 +1,4 @@
-"""Equal nodes that kernels emitted for several layers become one, as a mask that all of them need.
+"""Equal nodes that kernels emitted for several layers, under equal modes, become one, as a mask that all of them need.
 
 Inductor does not do that for what it calls (a mask for SDPA would be made again for each layer), and a mask in the source
 is made once.
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.builder import EMITTED
-from lz_compile.passes.effects import may_share, overwritten
+from lz_compile.passes.effects import Ambient, ambient_of, grad_enabled, may_share, overwritten
 from lz_compile.passes.view import memory_of, read, tensor_of
 
 #: Calls that take no more of their first argument than its device.
@@ -30,8 +30,9 @@ def share_equal(graph: fx.Graph) -> None:
     """
     seen: dict[Any, fx.Node] = {}
     seen_by_others, overwritten_ones = _read_by_others(graph), _overwritten(graph)
+    ambient = ambient_of(graph.nodes)
     for node in list(graph.nodes):
-        key = _key(node)
+        key = _key(node, ambient[node])
         if key is None:
             continue
         first = seen.setdefault(key, node)
@@ -57,8 +58,12 @@ def _overwritten(graph: fx.Graph) -> set[int | None]:
     return targets | {memory_of(node) for node in inputs if any(may_share(node, each) for each in written)}
 
 
-def _key(node: fx.Node) -> Any:
-    """What a node computes, None where it may not be merged; tensors that lend their device only do not count."""
+def _key(node: fx.Node, ambient: Ambient) -> Any:
+    """What a node computes, and under which modes; None where it may not be merged.
+
+    Modes do not show in the result: a view that is taken without gradients says that it has one. Tensors that lend their
+    device only do not count.
+    """
     call = read(node)
     if EMITTED not in node.meta or call is None or call.is_inplace or call.name in _RANDOM:
         return None
@@ -68,11 +73,12 @@ def _key(node: fx.Node) -> Any:
     if call.name in _MADE_BESIDE and "dtype" in node.kwargs:
         lender = tensor_of(node.args[0])
         arguments = (lender.device if lender is not None else None, *node.args[1:], node.kwargs)
-    return call.name, node.op, str(node.target), repr(_plain(arguments)), _kind(node)
+    modes = ambient.autocast, grad_enabled(ambient), ambient.other
+    return call.name, node.op, str(node.target), repr(_plain(arguments)), _kind(node), modes
 
 
 def _kind(node: fx.Node) -> Any:
-    """What else makes a difference: modes show in the dtype and in whether there is a gradient."""
+    """What else makes a difference."""
     tensor = tensor_of(node)
     return None if tensor is None else (tensor.dtype, tensor.device, tensor.requires_grad)
 

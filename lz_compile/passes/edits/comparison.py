@@ -65,7 +65,7 @@ def differences(stretch: Stretch, original: Ran, edited: Ran, rounding: Rounding
     yield from map(Difference, shared_otherwise(stretch, original, edited))
     if original.gradients is None:
         return
-    if edited.gradients is None:
+    if edited.gradients is None or edited.raising:
         yield Difference("its backward pass raises")
         return
     largest = cache(lambda: _scale(tensors_in(original.gradients)))

@@ -18,7 +18,7 @@ from torch import fx
 
 from lz_compile.passes.dead import is_torchs
 from lz_compile.passes.edits.comparison import comparable, differences, exact, of_sums
-from lz_compile.passes.edits.shared_memory import WrittenBehind, memories_of, tensors_in
+from lz_compile.passes.edits.shared_memory import WrittenBehind, memories_of, tensors_in, written
 from lz_compile.passes.edits.snapshot import Snapshot, Was
 from lz_compile.passes.edits.stretch import Stretch, edited_stretch, operands_of
 from lz_compile.passes.edits.trial_run import NotRunnableError, Ran, random_inputs, run, sizes_of
@@ -68,7 +68,12 @@ def _key(before: Snapshot, after: Snapshot) -> str:
 def _difference(before: Snapshot, after: Snapshot) -> Verdict:
     ahead = behind = len(before.nodes)
     refuted, first = "", sum(was.op == "placeholder" for was in before.nodes)
+    touched, is_whole = written(before.nodes), True
     while (stretch := edited_stretch(before.nodes, after.nodes, ahead, behind)) is not None:
+        made = _made_ahead(stretch, touched) if is_whole else None
+        if made is not None:
+            ahead = made
+            continue
         try:
             trial = _Trial(stretch, before, after)
             differs = trial.difference(positive=False)
@@ -77,6 +82,9 @@ def _difference(before: Snapshot, after: Snapshot) -> Verdict:
             ):  # roots and logarithms of negative numbers hide what is computed of them
                 differs = trial.difference(positive=True)
         except NotRunnableError as error:
+            if is_whole and not refuted and ahead < len(before.nodes):
+                ahead, is_whole = len(before.nodes), False
+                continue
             return Verdict(refuted, "" if refuted else str(error))
         except WrittenBehind as error:
             behind = error.behind
@@ -87,8 +95,8 @@ def _difference(before: Snapshot, after: Snapshot) -> Verdict:
             return Verdict(differs)
         # What was made up may be related: memory holds what others know by name, a call gives what another one gave.
         refuted, start = differs, len(stretch.ahead)
-        written = _first_write(stretch.ahead, trial.edge)
-        ahead = max(start - max(len(stretch.before), 1), first) if written is None else min(written, start - 1)
+        write = _first_write(stretch.ahead, trial.edge)
+        ahead = max(start - max(len(stretch.before), 1), first) if write is None else min(write, start - 1)
     return Verdict()
 
 
@@ -106,10 +114,11 @@ class _Trial:
         if inside is not None:
             raise NotRunnableError(f"it lies inside of a transform ({inside})")
         self.edge = _edge(stretch)
+        self._seen = _seen_behind(stretch, self.edge)
         #: Whether anything was NaN or infinite before the edit.
         self.is_special = False
         examples = [was.meta.get("example_value") for was in stretch.before]
-        _refuse_large([*examples, *(node.meta.get("example_value") for node in self.edge)])
+        _refuse_large([*examples, *map(_noted, self.edge)])
 
     def difference(self, *, positive: bool) -> str:
         """What is another one after the edit, empty if nothing is."""
@@ -136,14 +145,14 @@ class _Trial:
             raise NotRunnableError(text) from original
         numbers = [*tensors_in(original.values), *(original.gradients or ())]
         self.is_special |= any(each is not None and not bool(comparable(each).isfinite().all()) for each in numbers)
-        edited = self._run(1, positive, doubled)
+        edited = self._run(1, positive, doubled, original.raising)
         if isinstance(edited, NotRunnableError):
             raise edited
         if isinstance(edited, Exception):
             edited = Ran([], {}, None, error=f"{type(edited).__name__}: {edited}")
         return original, edited
 
-    def _run(self, side: int, positive: bool, doubled: bool) -> Ran | Exception:
+    def _run(self, side: int, positive: bool, doubled: bool, without: frozenset[int] = frozenset()) -> Ran | Exception:
         calls, read, attribute = self._sides[side]
         records = torch.is_grad_enabled()
         inputs = random_inputs(self.edge, 0, positive=positive, doubled=doubled, with_grad=records)
@@ -151,7 +160,16 @@ class _Trial:
         given = [was for was in self._stretch.ahead if was.op == "get_attr" and was.node in named]
         try:
             with isolated() as outside, outside.entered(), torch.set_grad_enabled(records):
-                return run([*given, *calls], read, inputs, self._ambient, attribute, as_operators=side == 1)
+                return run(
+                    [*given, *calls],
+                    read,
+                    inputs,
+                    self._ambient,
+                    attribute,
+                    seen=self._seen,
+                    without=without,
+                    as_operators=side == 1,
+                )
         except Exception as error:  # noqa: BLE001 what a run raises is its result; the caller tells
             return error
 
@@ -163,6 +181,34 @@ def _edge(stretch: Stretch) -> list[fx.Node]:
     found = dict.fromkeys(node for was in calls for node in operands_of(was) if node not in inside)
     found.update(dict.fromkeys(node for pair in stretch.read for node in pair if node not in inside))
     return [node for node in found if node.op != "get_attr"]
+
+
+def _made_ahead(stretch: Stretch, touched: set[int]) -> int | None:
+    """Where memory was made that is written to and requires a gradient by then: its making tells whether it did before."""
+    attached = [node for node in _edge(stretch) if any(each.requires_grad for each in tensors_in(_noted(node)))]
+    memory = {each for node in attached for each in memories_of(node)} & touched
+    return next(
+        (
+            place
+            for place, was in enumerate(stretch.ahead)
+            if was.op not in ("placeholder", "get_attr") and not memory.isdisjoint(memories_of(was.node))
+        ),
+        None,
+    )
+
+
+def _noted(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _seen_behind(stretch: Stretch, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Which of ``nodes`` are read behind by a name that was made ahead, or are the caller's and written to."""
+    ahead = {was.node for was in stretch.ahead}
+    behind = {operand for was in stretch.behind for operand in operands_of(was)} & ahead
+    memory = {each for node in behind for each in memories_of(node)}
+    given = {each for was in stretch.ahead if was.op == "placeholder" for each in memories_of(was.node)}
+    memory |= given & written([*stretch.before, *stretch.after])
+    return [node for node in nodes if node in behind or not memory.isdisjoint(memories_of(node))]
 
 
 def _first_write(calls: Sequence[Was], nodes: Sequence[fx.Node]) -> int | None:

@@ -14,6 +14,8 @@ from lz_compile.passes.edits.snapshot import Was, same
 _PAIRS = {
     "_enter_autocast": 1,
     "_exit_autocast": -1,
+    "_enter_inference_mode": 1,
+    "_exit_inference_mode": -1,
     "_vmap_increment_nesting": 1,
     "_vmap_decrement_nesting": -1,
     "_grad_increment_nesting": 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,7 +157,8 @@ def _random(
 class Ran:
     """What a run gave: values, the inputs after it, and gradients of the leaves (None: none reaches it).
 
-    ``gradients`` is None where the backward pass raises, ``error`` what the calls raised, if they did.
+    ``gradients`` is None where the backward pass raises, from whatever it begins; ``raising`` has the places of values
+    from which it does where others have gradients, and ``error`` what the calls raised, if they did.
     """
 
     values: list[Any]
@@ -166,6 +167,7 @@ class Ran:
     error: str = ""
     #: The floating-point dtypes of what was computed.
     kinds: frozenset[torch.dtype] = frozenset()
+    raising: frozenset[int] = frozenset()
 
 
 def run(
@@ -175,6 +177,8 @@ def run(
     ambient: Ambient,
     attribute: Callable[[str], Any],
     *,
+    seen: Collection[fx.Node] = (),
+    without: Collection[int] = (),
     as_operators: bool = False,
 ) -> Ran:
     """Run calls one after the other under the modes that they begin in.
@@ -185,6 +189,8 @@ def run(
         inputs: what they read of others.
         ambient: the modes that the first one runs under.
         attribute: what a ``get_attr`` node stands for.
+        seen: those of ``inputs`` that somebody reads behind: gradients come from there, too.
+        without: the places of values, ``seen`` behind ``read``, from which no gradients are taken.
         as_operators: loops have gradients as the operator ``scan`` does, whatever their steps do with them.
     """
     values = dict(inputs.values)
@@ -197,7 +203,12 @@ def run(
     tensors = pytree.tree_leaves([value for node, value in values.items() if node not in inputs.values])
     kinds = {each.dtype for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point()}
     given = {node: values[node] for node in inputs.values}
-    return Ran(found, given, _gradients(found, inputs), kinds=frozenset(kinds))
+    ends = [None if at in without else each for at, each in enumerate([*found, *(values[node] for node in seen)])]
+    gradients, raising = _gradients(ends, inputs), frozenset[int]()
+    if gradients is None:  # as where a tensor is overwritten that its backward needs: it raises in eager code as well
+        raising = frozenset(at for at, each in enumerate(ends) if _gradients([each], inputs) is None)
+        gradients = _gradients([each for at, each in enumerate(ends) if at not in raising], inputs)
+    return Ran(found, given, gradients, kinds=frozenset(kinds), raising=raising)
 
 
 def _result(was: Was, values: Mapping[fx.Node, Any], attribute: Callable[[str], Any], as_operators: bool) -> Any:
@@ -210,12 +221,23 @@ def _result(was: Was, values: Mapping[fx.Node, Any], attribute: Callable[[str], 
     if was.op != "call_function":
         raise NotRunnableError(f"{was.node.name} is a {was.op}")
     if was.target is SCAN and not kwargs:
-        found = run_steps(*args)
+        step = _StepOfOperator(args[0]) if as_operators else args[0]
+        found = run_steps(step, *args[1:])
         return _of_operator(found, [*args[1], *args[2], *args[3]]) if as_operators else found
     if was.target is operator.setitem:
         operator.setitem(*args)
         return None
     return was.target(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _StepOfOperator:
+    """One step, through which a gradient always goes: where it has none zeros do, which NaN does not leave at that."""
+
+    step: fx.GraphModule
+
+    def __call__(self, *operands: Any) -> tuple[torch.Tensor, ...]:
+        return _of_operator(tuple(self.step.forward(*operands)), operands)
 
 
 def _of_operator(results: tuple[torch.Tensor, ...], operands: Sequence[Any]) -> tuple[torch.Tensor, ...]:
@@ -240,19 +262,17 @@ class _Operator(torch.autograd.Function):
 
 
 def _gradients(found: Sequence[Any], inputs: Inputs) -> list[torch.Tensor | None] | None:
-    """Of everything that is read behind, and of what was handed in, as it is now; None where there are none to be had."""
+    """Of everything that is read behind, as it is now; None where the backward pass raises."""
     if not inputs.leaves:
         return []
-    ends = [
-        each for each in pytree.tree_leaves([found, list(inputs.values.values())]) if isinstance(each, torch.Tensor)
-    ]
+    ends = [each for each in pytree.tree_leaves(found) if isinstance(each, torch.Tensor)]
     ends = [each for each in ends if each.requires_grad]
     if not ends:
         return [None] * len(inputs.leaves)
     weights = [weights_of(end) for end in ends]
     try:
-        return list(torch.autograd.grad(ends, inputs.leaves, weights, allow_unused=True))
-    except RuntimeError:  # as where a tensor is overwritten that its backward needs: it raises in eager code as well
+        return list(torch.autograd.grad(ends, inputs.leaves, weights, allow_unused=True, retain_graph=True))
+    except RuntimeError:
         return None
 
 

@@ -8,17 +8,19 @@ as in ``x[:, t] += f(x[:, t - 1])``, they are read of a copy of what was there b
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
+from lz_compile.passes.attachment import is_made_attached
 from lz_compile.passes.axes import as_size
 from lz_compile.passes.edits.edit import MayEdit, anywhere
-from lz_compile.passes.effects import Effects
+from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.layout import is_returned
 from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.loop_search import LEAST_STEPS
@@ -27,12 +29,22 @@ from lz_compile.passes.view import memory_of, tensor_of
 
 #: A tensor with more readers of pieces keeps what is stored twice.
 _MOST_READERS = 64
+#: Calls whose gradient needs the first operand.
+_KEEPING = frozenset({"mul", "div", "lerp", "clamp"})
 #: Readers to which it matters how a tensor lies in memory.
 _STRIDED = frozenset({"view", "view_as", "as_strided", "stride", "data_ptr", "is_contiguous", "storage_offset"})
 
 
 def forward_stores(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     """Let readers of such pieces take what was written, in place, where they may be edited; how many did."""
+    given = set(graph.nodes)
+    count = _forward_stores(graph, may_edit)
+    if count:
+        _keep_for_gradients(graph, given)
+    return count
+
+
+def _forward_stores(graph: fx.Graph, may_edit: MayEdit) -> int:
     count = store_pieces(graph, may_edit)
     stores: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -45,6 +57,8 @@ def forward_stores(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     for buffer in loaded:
         if all(_is_a_store(node, target, buffer) for node, target in effects.writes_to(buffer)):
             found = _loads(buffer, effects)
+            if _cuts_gradients(buffer, found, stores[buffer], effects):
+                continue
             left = [load for load, store in found.written if not _replaced(load, store, effects, may_edit)]
             count += len(found.written) - len(left)
             if not (left or found.unclear) and len(found.original) >= LEAST_STEPS and may_edit(buffer):
@@ -97,6 +111,23 @@ def _loads(buffer: fx.Node, effects: Effects) -> _Loads:
         elif position < last:
             found.unclear.append(user)
     return found
+
+
+def _cuts_gradients(buffer: fx.Node, found: _Loads, stores: Sequence[fx.Node], effects: Effects) -> bool:
+    """Whether what is read would lose, all over, a gradient that it has of the tensor only: one of zeros, but there."""
+    if is_made_attached(buffer, effects):
+        readers = {load for load, _ in found.written} | set(stores)
+        return bool(found.written) and not found.original and readers.issuperset(buffer.users)
+    first = min((effects.position[each] for each in stores if _is_attached(each, effects)), default=math.inf)
+    late = [load for load in found.original if effects.position[load] > first]
+    return any(not _is_attached(user, effects, load) for load in late for user in load.users)
+
+
+def _is_attached(reader: fx.Node, effects: Effects, but: fx.Node | None = None) -> bool:
+    """Whether a call reads something with a gradient, where they are recorded, besides the tensor that it writes to."""
+    own = {but} | ({reader.args[0]} if reader.target is operator.setitem else set())
+    operands = (tensor_of(each) for each in reader.all_input_nodes if each not in own)
+    return grad_enabled(effects.ambient(reader)) and any(each is not None and each.requires_grad for each in operands)
 
 
 class _Intervals:
@@ -176,6 +207,24 @@ def _read_before(buffer: fx.Node, found: _Loads, first: fx.Node) -> None:
     for load in found.original:
         load.replace_input_with(buffer, copy)
         load.meta["example_value"] = _copied(copy.meta["example_value"], operator.itemgetter(load.args[1]))
+
+
+def _keep_for_gradients(graph: fx.Graph, given: Collection[fx.Node]) -> None:
+    """Let new calls whose operand is overwritten behind read a copy, as autograd does where a call itself overwrites it."""
+    effects = Effects(graph)
+    last = next(reversed(graph.nodes))
+    for node in [each for each in graph.nodes if each not in given]:
+        call, view = effects.calls[node], next(iter(node.args), None)
+        if call is None or call.name not in _KEEPING or not isinstance(view, fx.Node):
+            continue
+        if not _is_attached(node, effects) or effects.overwritten_after(view, node, last) is None:
+            continue
+        with graph.inserting_before(node):
+            copy = graph.call_method("clone", (view,))
+        tensor = tensor_of(view)
+        assert tensor is not None, "what is overwritten is a tensor"
+        copy.meta.update(node.meta, example_value=_copied(tensor, torch.Tensor.clone))
+        node.replace_input_with(view, copy)
 
 
 def _drop_overwritten(buffer: fx.Node, may_edit: MayEdit) -> int:

@@ -81,14 +81,18 @@ class Transition:
         return tuple(i for i in range(len(self.space)) if i not in self.keys + self.values)
 
     def sums(self) -> Iterator[IndexSum]:
-        """Every operand."""
+        """Everything that is multiplied or added."""
+        yield from self.operands()
+        yield from (read.rest for read in self.reads)
+
+    def operands(self) -> Iterator[IndexSum]:
+        """What the op is given, which is all that it knows of sizes: not what is added to its results."""
         yield self.decay
         for update in self.updates:
             yield from (part for part in (update.left, update.right, update.erase) if part is not None)
         if self.drive is not None:
             yield self.drive
-        for read in self.reads:
-            yield from (part for part in (read.query, read.rest) if part is not None)
+        yield from (read.query for read in self.reads if read.query is not None)
 
 
 def transition_of(form: StepForm, component: int, wanted: Sequence[fx.Node]) -> Transition:

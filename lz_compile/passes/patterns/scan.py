@@ -120,7 +120,8 @@ def _finished(
     given = {
         atom: Given(outer[node], node in step.slices, tuple(node.meta["val"].shape)) for atom, node in atoms.items()
     }
-    if not any(each.over_time for each in given.values()):
+    driving = {atom for whole in transition.operands() for atom in whole.atoms if atom in given}
+    if not any(given[atom].over_time for atom in driving):
         raise RefusedError("NOTHING_OVER_TIME", "every step does the same", "a power of one matrix is no scan")
     places = {read.node: index for index, read in enumerate(transition.reads)}
     reads = [
@@ -252,7 +253,7 @@ def _attributes(form: StepForm, transition: Transition) -> ScanAttrs:
 
 def _is_spanned(transition: Transition) -> bool:
     """Whether the operands have every index of the state, so that its size is known without it."""
-    sums: list[IndexSum] = [whole for whole in transition.sums() if whole.terms]
+    sums: list[IndexSum] = [whole for whole in transition.operands() if whole.terms]
     return {i for whole in sums for term in whole.terms for i in term.indices} >= set(range(len(transition.space)))
 
 
