@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import itertools
 import re
 import statistics
@@ -17,6 +18,7 @@ from benchmarks import chart
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+OPS = {path.stem for path in (ROOT / "lz_compile" / "lowering" / "ops").glob("*.py")} - {"__init__"}
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -84,9 +86,19 @@ def test_what_the_readme_says_was_measured_is_in_the_result_files():
 
 
 def test_every_op_has_a_row_in_the_readme():
-    ops = {path.stem for path in (ROOT / "lz_compile" / "lowering" / "ops").glob("*.py")} - {"__init__"}
     table = README.partition("## What is recognised")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| (\w+) \|", table, re.MULTILINE)) - {"op"} == ops
+    assert set(re.findall(r"^\| (\w+) \|", table, re.MULTILINE)) - {"op"} == OPS
+
+
+def test_the_operands_of_every_op_are_those_that_are_documented():
+    table = (ROOT / "docs" / "extending.md").read_text().partition("| op | operands")[2].partition("\n\n")[0]
+    told = {op: (needed, optional) for op, needed, optional in re.findall(r"\| `(\w+)` \| ([^|[]*)(\[[^|]*)?\|", table)}
+    assert set(told) == OPS
+    for op, (needed, optional) in told.items():
+        kind = getattr(importlib.import_module(f"lz_compile.lowering.ops.{op}"), "Operands", None)
+        if hasattr(kind, "names"):
+            assert set(re.findall(r"\w+", needed)) == set(kind.names) - kind.optional, op
+            assert set(re.findall(r"\w+", optional)) == kind.optional, op
 
 
 def test_every_benchmark_and_every_result_file_is_explained():
