@@ -10,7 +10,7 @@ STAMP   := $(VENV)/.installed
 MINILM_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fmt bench clean
+.PHONY: help demo test lint fmt bench chart clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.routing_memory
 	$(PY) -m benchmarks.sampling
 	$(PY) -m benchmarks.decoding_steps
+	$(PY) -m benchmarks.chart
+
+chart: $(STAMP) ## draw the README's chart from the result files
+	$(PY) -m benchmarks.chart
 
 clean: ## remove everything that make, pip and the tools created
 	rm -rf $(VENV) .venv-ci build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
