@@ -28,10 +28,8 @@ def check(form: StepForm, transition: Transition) -> None:
         RefusedError: they differ, or a size is not known.
     """
     state = form.step.states[transition.state]
-    unknown = next((node for node in form.step.states if _has_unknown_size(node)), None)
-    if unknown is not None:
-        text = f"{unknown.name} has a size that stays a symbol while the step is read"
-        raise RefusedError("SIZE_UNKNOWN", text, "mark that dimension as static (torch._dynamo.mark_static)")
+    for node in form.step.states:
+        _check_sizes(node)
     if state.meta["val"].numel() > _LARGEST:
         return
     outputs = [form.step.carried[transition.state], *(read.node for read in transition.reads)]
@@ -99,11 +97,14 @@ def _step(transition: Transition, known: Mapping[Atom, torch.Tensor], state: tor
     return found
 
 
-def _has_unknown_size(node: fx.Node) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
+def _check_sizes(node: fx.Node) -> None:
+    if any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape):
+        text = f"{node.name} has a size that stays a symbol while the step is read"
+        raise RefusedError("SIZE_UNKNOWN", text, "mark that dimension as static (torch._dynamo.mark_static)")
 
 
 def _random(node: fx.Node, generator: torch.Generator, *, is_mask: bool) -> torch.Tensor:
+    _check_sizes(node)
     example = node.meta["val"]
     value = torch.randn(tuple(example.shape), generator=generator, dtype=torch.float64)
     if not is_mask:
