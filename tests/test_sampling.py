@@ -63,11 +63,11 @@ def wide(operands):
     seed=st.integers(0, 2**20),
 )
 def test_kernels_draw_what_the_definition_draws(kernel, names, vocab, dtype, seed):
-    names = [name for name in op.OPERANDS if name in names]
+    names = [name for name in op.Operands.names if name in names]
     operands = problem(16, vocab, names, dtype=dtype, seed=seed)
     attrs = op.SamplingAttrs.of(operands, "ids", torch.float32)
-    expected = op.reference(**wide(operands), attrs=attrs)
-    found = KERNELS[kernel](**operands, attrs=attrs)
+    expected = op.reference(op.Operands(**wide(operands)), attrs)
+    found = KERNELS[kernel](op.Operands(**operands), attrs)
     assert found.dtype == torch.int32
     assert found.tolist() == expected.tolist()
 
@@ -82,11 +82,11 @@ def test_kernels_draw_what_the_definition_draws(kernel, names, vocab, dtype, see
     seed=st.integers(0, 2**20),
 )
 def test_kernels_give_the_scores_and_probabilities_of_the_definition(kernel, result, names, vocab, dtype, seed):
-    names = [name for name in op.OPERANDS if name in names]
+    names = [name for name in op.Operands.names if name in names]
     operands = problem(8, vocab, names, dtype=dtype, seed=seed)
     attrs = op.SamplingAttrs.of(operands, result, dtype)
-    expected = op.reference(**wide(operands), attrs=op.SamplingAttrs.of(operands, result, torch.float64))
-    found = KERNELS[kernel](**operands, attrs=attrs)
+    expected = op.reference(op.Operands(**wide(operands)), op.SamplingAttrs.of(operands, result, torch.float64))
+    found = KERNELS[kernel](op.Operands(**operands), attrs)
     assert found.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 8e-3
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * 0.1)

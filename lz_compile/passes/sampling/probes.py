@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.sampling import SamplingAttrs, reference
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, reference
 from lz_compile.passes.axes import Size, axes_of
 from lz_compile.passes.resize import shape
 from lz_compile.passes.sampling.excerpt import Excerpt, random_leaves, sizes_for
@@ -134,7 +134,7 @@ class Probe:
             top_k_ties=limits.top_k_ties,
             top_p_ties=limits.top_p_ties,
         )
-        return reference(**operands, attrs=attrs) > -math.inf
+        return reference(Operands(**operands), attrs) > -math.inf
 
     def by_row(self, limit: Limit, value: Any, rows: int) -> torch.Tensor:
         """A limit for each row ``[N]``."""
