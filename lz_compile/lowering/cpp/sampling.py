@@ -68,7 +68,7 @@ def run(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
     out = fake(x, attrs)
     written = out if out.dtype in (*DTYPES, torch.int32) else out.float()
     x = x.map(_readable)
-    function, numbers = _prepared(x, attrs, written)
+    function, numbers = prepare(x, attrs, written)
     function(_addresses(x, written), numbers)
     return written.to(out.dtype)
 
@@ -88,10 +88,9 @@ def bound(x: Operands, attrs: SamplingAttrs) -> Callable[[Operands], torch.Tenso
 
     def run(x: Operands) -> torch.Tensor:
         out = torch.empty(shape, dtype=dtype, device="cpu")
-        if (
-            not prepared
-        ):  # here, where a missing compiler is seen to; several threads may come by, and all find the same
-            prepared.append(_prepared(x, attrs, out))
+        # Here, where a missing compiler is seen to. Several threads may come by, and all find the same.
+        if not prepared:
+            prepared.append(prepare(x, attrs, out))
         function, numbers = prepared[0]
         function(_addresses(x, out), numbers)
         return out
@@ -103,7 +102,7 @@ def _addresses(x: Operands, out: torch.Tensor) -> Any:
     return _Pointers(*[0 if each is None else each.data_ptr() for each in vars(x).values()], out.data_ptr())
 
 
-def _prepared(x: Operands, attrs: SamplingAttrs, out: torch.Tensor) -> tuple[Any, Any]:
+def prepare(x: Operands, attrs: SamplingAttrs, out: torch.Tensor) -> tuple[Any, Any]:
     """The compiled function, and its second argument: sizes, threads and strides."""
     rows, vocab = x.logits.shape
     lanes = inductor.vector_bits() // 32
