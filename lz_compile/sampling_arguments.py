@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,38 @@ _ROW = 0x2545F491
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: So many numbers are read off as quickly as they are reduced.
 _FEW = 64
+
+
+class _Range(NamedTuple):
+    """Which numbers may be given for an operand of one dimension, and the one that changes nothing."""
+
+    dtype: torch.dtype
+    off: float
+    least: float
+    most: float
+    above: bool = False
+
+    def check(self, given: Arguments, name: str, value: Any) -> None:
+        """Refuse what is no such number."""
+        whole = not self.dtype.is_floating_point
+        given.number(name, value, self.least, self.most, above=self.above, whole=whole)
+
+    def check_tensor(self, given: Arguments, name: str, value: torch.Tensor) -> None:
+        """Refuse what holds another one, NaN included."""
+        low, high = range_of(value, unknown=(self.off, self.off))
+        if self.least <= low and high <= self.most and not (self.above and low == self.least):
+            return
+        for number in (low, high):
+            self.check(given, name, number if self.dtype.is_floating_point else int(number))
+        raise given.wrong(name, "without NaN", f"{low:g} to {high:g}")
+
+
+_RANGES = {
+    "temperature": _Range(torch.float32, 1.0, 0.0, TEMPERATURES[1]),
+    "top_k": _Range(torch.int32, 0, 0, 2**31 - 1),
+    "top_p": _Range(torch.float32, 1.0, 0.0, 1.0, above=True),
+    "min_p": _Range(torch.float32, 0.0, 0.0, 1.0),
+}
 
 
 class SamplingArguments:
@@ -63,10 +95,10 @@ class SamplingArguments:
                 self._check_temperature(temperature)
         else:
             self._check_temperature(temperature)
-        self._add("temperature", temperature, torch.float32, unless=1.0, least=0.0, most=TEMPERATURES[1])
-        self._add("top_k", top_k, torch.int32, unless=0, least=0, most=2**31 - 1)
-        self._add("top_p", top_p, torch.float32, unless=1.0, least=0.0, most=1.0, above=True)
-        self._add("min_p", min_p, torch.float32, unless=0.0, least=0.0, most=1.0)
+        self._add("temperature", temperature)
+        self._add("top_k", top_k)
+        self._add("top_p", top_p)
+        self._add("min_p", min_p)
 
     def _check_temperature(self, temperature: PerRow) -> None:
         """Refuse what makes finite scores infinite; zero is another thing."""
@@ -81,38 +113,25 @@ class SamplingArguments:
             return  # of another type: the next check says so
         raise self.arguments.wrong("temperature", f"as 0, or from {least:g} to {most:g}", found)
 
-    def _add(
-        self,
-        name: str,
-        value: PerRow,
-        dtype: torch.dtype,
-        *,
-        unless: float,
-        least: float,
-        most: float,
-        above: bool = False,
-    ) -> None:
-        if type(value) in (int, float) and value == unless:
+    def _add(self, name: str, value: PerRow) -> None:
+        allowed = _RANGES[name]
+        if type(value) in (int, float) and value == allowed.off:
             return
-        if type(value) is float and least < value <= most and name != "top_k":
-            self._given[name] = self._as_tensor(value, dtype)
+        # The usual numbers, which need no second look.
+        if type(value) is float and allowed.least < value <= allowed.most and name != "top_k":
+            self._given[name] = self._as_tensor(value, allowed.dtype)
             return
         given, shown = self.arguments, self._aliases.get(name, name)
         if isinstance(value, torch.Tensor):
             given.tensor(shown, value, kind="integer" if name == "top_k" else "real", anywhere=True)
             if value.dim() and tuple(value.shape) != tuple(self._rows):
                 raise given.wrong(shown, f"as a number or of shape {list(self._rows)}", list(value.shape))
-            low, high = range_of(value, unknown=(unless, unless))
-            if not (least <= low and high <= most) or (above and low == least):  # also where they are NaN
-                for number in (low, high):
-                    found = int(number) if name == "top_k" else number
-                    given.number(shown, found, least, most, above=above, whole=name == "top_k")
-                raise given.wrong(shown, "without NaN", f"{low:g} to {high:g}")
-            self._given[name] = value.to(self._logits.device, dtype).reshape(-1)
+            allowed.check_tensor(given, shown, value)
+            self._given[name] = value.to(self._logits.device, allowed.dtype).reshape(-1)
             return
-        given.number(shown, value, least, most, above=above, whole=name == "top_k")
-        if value != unless:
-            self._given[name] = self._as_tensor(value, dtype)
+        allowed.check(given, shown, value)
+        if value != allowed.off:
+            self._given[name] = self._as_tensor(value, allowed.dtype)
 
     def _as_tensor(self, value: float, dtype: torch.dtype) -> torch.Tensor:
         """One number for all rows."""
