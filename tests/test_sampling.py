@@ -178,6 +178,18 @@ def test_a_row_draws_the_same_wherever_it_stands(kernel):
     assert alone == whole.tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_calls_read_operands_wherever_they_lie_in_memory(kernel, dtype):
+    given = problem(6, 70, ("bitmask", "bias", "temperature", "top_p", "seeds"), dtype=dtype)
+    given["bias"] = given["bias"][0]
+    apart = {name: torch.stack((each, each), -1)[..., 0] for name, each in given.items()}
+    columns = {name: each.T.contiguous().T if each.dim() == 2 else each for name, each in given.items()}
+    with lz.lock("sampling", kernel):
+        expected = lz.sample(**given)
+        assert lz.sample(**apart).tolist() == lz.sample(**columns).tolist() == expected.tolist()
+
+
 def test_seeds_are_drawn_where_none_are_given():
     logits = torch.randn(64, 100)
     torch.manual_seed(3)
