@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lz_compile import sampling_calls
 from lz_compile.arguments import Arguments, is_plain, remembered
 from lz_compile.errors import TokenArgumentError
-from lz_compile.lowering.ops.sampling import bits
+from lz_compile.lowering.ops.sampling import Operands, bits
 from lz_compile.runtime import eager, health
-from lz_compile.sampling import draw_of, row_seeds, sample
+from lz_compile.sampling import sample
+from lz_compile.sampling_arguments import row_seeds
 
 __all__ = ["Verification", "speculative_verify"]
 
@@ -96,9 +98,9 @@ def _bind(given: tuple[Any, ...], check_probabilities: bool) -> Callable[..., tu
     if not code.can_read(draft_tokens, draft_probs, target_probs):
         return own
     rows, _, vocab = target_probs.shape
-    left, seeds = target_probs.new_empty(rows, vocab), draft_tokens.new_empty(rows)
+    left = Operands(target_probs.new_empty(rows, vocab), seeds=draft_tokens.new_empty(rows))
     salts, tolerance = (_ACCEPTANCE, _DRAW), _SUM_TOLERANCE
-    draw = draw_of(left, seeds)
+    draw = sampling_calls.bind(left, "ids", torch.float32)
     run = code.prepare(target_probs, draw, salts=salts, looks=check_probabilities, tolerance=tolerance)
     return partial(_at_once, run, own)
 

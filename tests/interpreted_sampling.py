@@ -43,8 +43,8 @@ def _nothing_fell_back():
 def test_draws_are_the_references(names, vocab, dtype):
     operands = problem(3, vocab, names, dtype=dtype, seed=vocab)
     attrs = op.SamplingAttrs.of(operands, "ids", torch.float32)
-    expected = op.reference(**wide(operands), attrs=attrs)
-    assert triton_sampling.sampling(**operands, attrs=attrs).tolist() == expected.tolist()
+    expected = op.reference(op.Operands(**wide(operands)), attrs)
+    assert triton_sampling.sampling(op.Operands(**operands), attrs).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("result", ["scores", "probs"])
@@ -52,8 +52,8 @@ def test_draws_are_the_references(names, vocab, dtype):
 def test_scores_and_probabilities_are_the_references(names, result):
     operands = problem(3, 700, names)
     attrs = op.SamplingAttrs.of(operands, result, torch.float32)
-    expected = op.reference(**wide(operands), attrs=op.SamplingAttrs.of(operands, result, torch.float64))
-    found = triton_sampling.sampling(**operands, attrs=attrs)
+    expected = op.reference(op.Operands(**wide(operands)), op.SamplingAttrs.of(operands, result, torch.float64))
+    found = triton_sampling.sampling(op.Operands(**operands), attrs)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -61,9 +61,9 @@ def test_scores_and_probabilities_are_the_references(names, result):
 def test_rows_without_a_distribution_are_told_from_others(value):
     logits = torch.stack((torch.arange(5.0), torch.full((5,), value)))
     attrs = op.SamplingAttrs.of({"logits": logits}, "ids", torch.float32)
-    assert triton_sampling.sampling(logits=logits, attrs=attrs).tolist() == [4, -1]
+    assert triton_sampling.sampling(op.Operands(logits=logits), attrs).tolist() == [4, -1]
     attrs = op.SamplingAttrs.of({"logits": logits}, "probs", torch.float32)
-    assert triton_sampling.sampling(logits=logits, attrs=attrs).isnan().all(-1).tolist() == [False, True]
+    assert triton_sampling.sampling(op.Operands(logits=logits), attrs).isnan().all(-1).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("top_p_ties", op.TIES)
@@ -89,7 +89,7 @@ def test_rows_unlike_others_are_the_references():
     operands, attrs = ties.problem(5, 40, (*LIMITS, "seeds"), ("first", "last"))
     operands["temperature"][2:4] = torch.tensor([math.nan, -0.7])
     ties.assert_is_the_definitions(triton_sampling.sampling, operands, attrs)
-    assert triton_sampling.sampling(**operands, attrs=replace(attrs, result="ids")).tolist()[2] == -1
+    assert triton_sampling.sampling(op.Operands(**operands), replace(attrs, result="ids")).tolist()[2] == -1
 
 
 @pytest.mark.parametrize(

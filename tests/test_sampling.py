@@ -63,11 +63,11 @@ def wide(operands):
     seed=st.integers(0, 2**20),
 )
 def test_kernels_draw_what_the_definition_draws(kernel, names, vocab, dtype, seed):
-    names = [name for name in op.OPERANDS if name in names]
+    names = [name for name in op.Operands.names if name in names]
     operands = problem(16, vocab, names, dtype=dtype, seed=seed)
     attrs = op.SamplingAttrs.of(operands, "ids", torch.float32)
-    expected = op.reference(**wide(operands), attrs=attrs)
-    found = KERNELS[kernel](**operands, attrs=attrs)
+    expected = op.reference(op.Operands(**wide(operands)), attrs)
+    found = KERNELS[kernel](op.Operands(**operands), attrs)
     assert found.dtype == torch.int32
     assert found.tolist() == expected.tolist()
 
@@ -82,11 +82,11 @@ def test_kernels_draw_what_the_definition_draws(kernel, names, vocab, dtype, see
     seed=st.integers(0, 2**20),
 )
 def test_kernels_give_the_scores_and_probabilities_of_the_definition(kernel, result, names, vocab, dtype, seed):
-    names = [name for name in op.OPERANDS if name in names]
+    names = [name for name in op.Operands.names if name in names]
     operands = problem(8, vocab, names, dtype=dtype, seed=seed)
     attrs = op.SamplingAttrs.of(operands, result, dtype)
-    expected = op.reference(**wide(operands), attrs=op.SamplingAttrs.of(operands, result, torch.float64))
-    found = KERNELS[kernel](**operands, attrs=attrs)
+    expected = op.reference(op.Operands(**wide(operands)), op.SamplingAttrs.of(operands, result, torch.float64))
+    found = KERNELS[kernel](op.Operands(**operands), attrs)
     assert found.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 8e-3
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * 0.1)
@@ -176,6 +176,18 @@ def test_a_row_draws_the_same_wherever_it_stands(kernel):
         alone = [int(lz.sample(logits[i], seeds=seeds[i], top_p=0.9)) for i in range(9)]
     assert moved.tolist() == whole[order].tolist()
     assert alone == whole.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_calls_read_operands_wherever_they_lie_in_memory(kernel, dtype):
+    given = problem(6, 70, ("bitmask", "bias", "temperature", "top_p", "seeds"), dtype=dtype)
+    given["bias"] = given["bias"][0]
+    apart = {name: torch.stack((each, each), -1)[..., 0] for name, each in given.items()}
+    columns = {name: each.T.contiguous().T if each.dim() == 2 else each for name, each in given.items()}
+    with lz.lock("sampling", kernel):
+        expected = lz.sample(**given)
+        assert lz.sample(**apart).tolist() == lz.sample(**columns).tolist() == expected.tolist()
 
 
 def test_seeds_are_drawn_where_none_are_given():

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lz_compile.domains.mask import pack
 from lz_compile.lowering.encoded_attributes import encode
 from lz_compile.lowering.kernels import cpp_sampling, torch_sampling
-from lz_compile.lowering.ops.sampling import OPERANDS, SamplingAttrs, SamplingFacts, features, reference
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts, features, reference
 from lz_compile.runtime import events, health
 from lz_compile.runtime.context import of_facts
 from lz_compile.runtime.registry import kernels
@@ -95,12 +95,12 @@ def operands(case: str, dtype: torch.dtype = torch.float32, rows: int = 7, vocab
         "min_p": torch.full((rows,), 0.1),
     }
     found["bitmask"][:, 0] |= 1
-    return {name: found[name] for name in OPERANDS if name in ("logits", *case.split(","))}
+    return {name: found[name] for name in Operands.names if name in ("logits", *case.split(","))}
 
 
 def exact(given: dict[str, Tensor], attrs: SamplingAttrs) -> Tensor:
     wide = {name: each.double() if each.is_floating_point() else each for name, each in given.items()}
-    return reference(**wide, attrs=replace(attrs, out_dtype=torch.float64))
+    return reference(Operands(**wide), replace(attrs, out_dtype=torch.float64))
 
 
 def assert_near(actual: Tensor, given: dict[str, Tensor], attrs: SamplingAttrs) -> None:
@@ -136,7 +136,7 @@ def test_an_adapter_gives_what_the_reference_gives(kernel, case, dtype):
     given = operands(case, dtype)
     attrs = attributes(kernel, given)
     with installed(library(kernel)) as used:
-        actual = adapter(kernel)(**given, attrs=attrs)
+        actual = adapter(kernel)(Operands(**given), attrs)
     assert used.calls
     assert not health.retirements()
     assert actual.dtype == dtype
@@ -149,7 +149,7 @@ def test_vocabularies_may_have_any_size(kernel, case, vocab):
     given = operands(case, vocab=vocab)
     attrs = attributes(kernel, given)
     with installed(library(kernel)):
-        actual = adapter(kernel)(**given, attrs=attrs)
+        actual = adapter(kernel)(Operands(**given), attrs)
     assert not health.retirements()
     assert_near(actual, given, attrs)
 
@@ -161,7 +161,7 @@ def test_the_result_has_the_dtype_that_is_asked_for_and_operands_are_left_alone(
     for dtype in (torch.float32, torch.float64, torch.float16):
         attrs = attributes(kernel, given, dtype)
         with installed(library(kernel)):
-            actual = adapter(kernel)(**given, attrs=attrs)
+            actual = adapter(kernel)(Operands(**given), attrs)
         assert actual.dtype == dtype
         torch.testing.assert_close(actual.double(), exact(given, attrs), atol=1e-3, rtol=1e-3)
     assert all(torch.equal(each, before[name]) for name, each in given.items())
@@ -174,7 +174,7 @@ def test_one_limit_and_one_mask_may_serve_all_rows(kernel):
     given = {name: each if name == "logits" else each[:1] for name, each in operands(case).items()}
     attrs = attributes(kernel, given)
     with installed(library(kernel)) as used:
-        actual = adapter(kernel)(**given, attrs=attrs)
+        actual = adapter(kernel)(Operands(**given), attrs)
     assert used.calls
     assert not health.retirements()
     assert_near(actual, given, attrs)
@@ -190,7 +190,7 @@ def test_an_adapter_calls_its_library_whatever_the_place_in_memory(kernel, case)
     beside = {name: torch.cat((each.new_zeros(1), each.flatten()))[1:].view_as(each) for name, each in given.items()}
     for moved in (columns, gaps, {**given, **wide}, beside):
         with installed(library(kernel)) as used:
-            actual = adapter(kernel)(**moved, attrs=attrs)
+            actual = adapter(kernel)(Operands(**moved), attrs)
         assert used.calls
         assert not health.retirements()
         assert actual.is_contiguous()
@@ -203,7 +203,7 @@ def test_equally_likely_tokens_are_kept_together(kernel):
     given = {"logits": torch.tensor([[1.0, 0.0, 1.0, -0.0, 1.0, -2.0], [0.0, 0.0, -0.0, -1.0, -1.0, -1.0]]), **limit}
     attrs = attributes(kernel, given)
     with installed(library(kernel)):
-        actual = adapter(kernel)(**given, attrs=attrs)
+        actual = adapter(kernel)(Operands(**given), attrs)
     kept = [[True, False, True, False, True, False], [True, True, True, False, False, False]]
     assert (actual > (-math.inf if attrs.result == "scores" else 0)).tolist() == kept
 
@@ -215,7 +215,7 @@ def test_at_temperature_zero_the_likeliest_are_kept_whatever_the_limits(kernel):
     given["temperature"][:] = 0
     attrs = attributes(kernel, given)
     with installed(library(kernel)):
-        actual = adapter(kernel)(**given, attrs=attrs)
+        actual = adapter(kernel)(Operands(**given), attrs)
     expected = torch.full((3, 300), -math.inf)
     expected[:, 5:8] = 50.0
     torch.testing.assert_close(actual, expected if attrs.result == "scores" else expected.softmax(-1))
@@ -227,7 +227,7 @@ def test_a_limit_that_keeps_all_changes_nothing(kernel):
     for vocab in (300, 2100):
         given = {"logits": torch.randn(4, vocab), **limit}
         with installed(library(kernel)):
-            actual = adapter(kernel)(**given, attrs=attributes(kernel, given))
+            actual = adapter(kernel)(Operands(**given), attributes(kernel, given))
         torch.testing.assert_close(actual, given["logits"].softmax(-1))
         assert (actual > 0).all()
 
@@ -236,7 +236,7 @@ def test_a_top_p_of_nothing_keeps_the_likeliest():
     given = {"logits": torch.randn(3, 300), "top_p": torch.tensor([0.0, -1.0, 0.5])}
     attrs = attributes("flashinfer.top_p_probs", given)
     with installed(FlashInferSampling()) as used:
-        actual = adapter("flashinfer.top_p_probs")(**given, attrs=attrs)
+        actual = adapter("flashinfer.top_p_probs")(Operands(**given), attrs)
     assert used.calls
     assert not health.retirements()
     assert_near(actual, given, attrs)
@@ -248,7 +248,7 @@ def test_top_p_is_of_what_top_k_leaves():
     given["logits"] = given["logits"].clamp(min=-9.0)
     given["top_p"] = torch.tensor([0.5])  # 4 of 10 are not enough, 4 of 7 are
     with installed(FlashInferSampling()):
-        actual = adapter("flashinfer.top_p_probs")(**given, attrs=attributes("flashinfer.top_p_probs", given))
+        actual = adapter("flashinfer.top_p_probs")(Operands(**given), attributes("flashinfer.top_p_probs", given))
     assert actual.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
 
 
@@ -264,7 +264,7 @@ def test_rows_without_a_distribution_spoil_no_others(kernel, case):
         given["bitmask"][4] = 0
     attrs = attributes(kernel, given)
     with installed(library(kernel)):
-        actual = adapter(kernel)(**given, attrs=attrs)
+        actual = adapter(kernel)(Operands(**given), attrs)
     assert not health.retirements()
     torch.testing.assert_close(actual.double(), exact(given, attrs), atol=1e-6, rtol=1e-5, equal_nan=True)
     if attrs.result == "probs":
@@ -282,7 +282,7 @@ def test_what_is_masked_may_be_anything(kernel):
     given["bitmask"][:, 1] &= ~((1 << 8) | (1 << 9))
     attrs = attributes(kernel, given)
     with installed(library(kernel)):
-        actual = adapter(kernel)(**given, attrs=attrs)
+        actual = adapter(kernel)(Operands(**given), attrs)
     assert not actual.isnan().any()
     assert_near(actual, given, attrs)
 
@@ -337,7 +337,7 @@ def test_a_library_that_fails_is_completed_by_pytorch_and_retired(kernel):
     with installed(library(kernel)) as used, events.collect() as happened:
         used.fails = True
         for _ in range(2):
-            assert_near(adapter(kernel)(**given, attrs=attrs), given, attrs)
+            assert_near(adapter(kernel)(Operands(**given), attrs), given, attrs)
     assert len(used.calls) == 1, "what is retired is not tried again"
     assert "no kernel image is available" in str(health.retired(kernel))
     assert "KERNEL_FAILED" in {event.code for event in happened}
@@ -347,7 +347,7 @@ def test_a_library_that_fails_is_completed_by_pytorch_and_retired(kernel):
 def test_no_rows_call_no_library(kernel):
     given = {name: each[:0] for name, each in operands(CLAIMED[kernel][-1]).items()}
     with installed(library(kernel)) as used:
-        assert adapter(kernel)(**given, attrs=attributes(kernel, given)).shape == (0, 300)
+        assert adapter(kernel)(Operands(**given), attributes(kernel, given)).shape == (0, 300)
     assert not used.calls
 
 
@@ -357,7 +357,7 @@ def test_an_adapter_is_one_node_of_a_traced_graph(kernel):
     attrs = attributes(kernel, given)
     call = adapter(kernel)
     with installed(library(kernel)) as used, torch.no_grad():
-        traced = make_fx(lambda given: call(**given, attrs=attrs), tracing_mode="symbolic")(given)
+        traced = make_fx(lambda given: call(Operands(**given), attrs), tracing_mode="symbolic")(given)
         assert not used.calls
         (node,) = (node for node in traced.graph.nodes if node.op == "call_function")
         assert str(node.target) == f"layerzero.{_operator(kernel)}_kernel.default"
@@ -369,7 +369,7 @@ def test_an_adapter_is_one_node_of_a_traced_graph(kernel):
 @for_every_adapter
 def test_an_operator_is_what_pytorch_asks_of_one(kernel):
     given = operands(CLAIMED[kernel][-1])
-    values: list[Any] = [given.get(name) for name in OPERANDS]
+    values: list[Any] = [given.get(name) for name in Operands.names]
     operator = getattr(torch.ops.layerzero, _operator(kernel)).default
     with installed(library(kernel)):
         results = torch.library.opcheck(operator, (*values, encode(attributes(kernel, given))))
@@ -427,7 +427,7 @@ def test_xgrammar_itself_masks_as_the_reference_and_our_own_kernel(dtype, vocab)
     for bitmask in (given["bitmask"], wide, given["bitmask"][:1], given["bitmask"][5:6], wide.T.contiguous().T):
         masked = {"logits": given["logits"], "bitmask": bitmask}
         attrs = attributes("xgrammar.bitmask", masked)
-        actual = adapter("xgrammar.bitmask")(**masked, attrs=attrs)
+        actual = adapter("xgrammar.bitmask")(Operands(**masked), attrs)
         assert not health.retirements()
         for other in (reference, cpp_sampling.sampling):
-            torch.testing.assert_close(actual, other(**masked, attrs=attrs), atol=0, rtol=0, equal_nan=True)
+            torch.testing.assert_close(actual, other(Operands(**masked), attrs), atol=0, rtol=0, equal_nan=True)

@@ -62,7 +62,9 @@ def problem(rows, vocab, names, ties, *, dtype=torch.float32, seed=0):
     if "top_p" in names:
         left = {name: each for name, each in operands.items() if name not in ("top_p", "min_p", "seeds")}
         top_k_ties = "first" if ties[0] == "open" else ties[0]
-        p = op.reference(**wide(left), attrs=replace(attrs, has_min_p=False, is_random=False, top_k_ties=top_k_ties))
+        p = op.reference(
+            op.Operands(**wide(left)), replace(attrs, has_min_p=False, is_random=False, top_k_ties=top_k_ties)
+        )
         ordered = p.sort(-1, descending=True).values
         place = (torch.rand(rows, generator=generator) * (ordered > 1e-4).sum(-1)).long()[:, None]
         operands["top_p"] = (ordered.cumsum(-1) - ordered / 2).gather(-1, place)[:, 0].float()
@@ -74,8 +76,8 @@ def problem(rows, vocab, names, ties, *, dtype=torch.float32, seed=0):
 def assert_is_the_definitions(kernel, operands, attrs, results=op.VARIANTS):
     """What is kept, what is drawn, and how likely it was."""
     for result in results:
-        expected = op.reference(**wide(operands), attrs=replace(attrs, result=result))
-        found = kernel(**operands, attrs=replace(attrs, result=result, out_dtype=torch.float32))
+        expected = op.reference(op.Operands(**wide(operands)), replace(attrs, result=result))
+        found = kernel(op.Operands(**operands), replace(attrs, result=result, out_dtype=torch.float32))
         if result == "ids":
             assert found.tolist() == expected.tolist()
         elif result == "scores":
@@ -154,7 +156,7 @@ def kept_by_mass(likely, p):
 def test_the_definition_keeps_what_a_source_that_sorts_keeps(ties, vocab, seed):
     names = ("top_k", "top_p", "min_p")
     operands, attrs = problem(6, vocab, names, ties, dtype=torch.float64, seed=seed)
-    found = op.reference(**wide(operands), attrs=replace(attrs, result="scores"))
+    found = op.reference(op.Operands(**wide(operands)), replace(attrs, result="scores"))
     limits = wide({name: operands[name] for name in names}).values()
     assert torch.equal(found > -math.inf, spelled(operands["logits"], *limits, ties))
 
@@ -165,7 +167,7 @@ def kept_by(kernel, logits, **given):
     dtypes = {"top_k": torch.int32, "top_p": torch.float32, "temperature": torch.float32}
     operands = {name: torch.tensor([value], dtype=dtypes[name]) for name, value in given.items()}
     attrs = replace(op.SamplingAttrs.of({"logits": logits, **operands}, "scores", torch.float32), **ties)
-    scores = kernel(logits=torch.atleast_2d(logits), **operands, attrs=attrs)
+    scores = kernel(op.Operands(logits=torch.atleast_2d(logits), **operands), attrs)
     kept = [row.nonzero().flatten().tolist() for row in scores > -math.inf]
     return kept if logits.dim() > 1 else kept[0]
 
@@ -236,8 +238,8 @@ def test_temperature_zero_keeps_all_of_the_largest_and_takes_the_first(kernel):
     for random in ({}, {"seeds": torch.ones(1, dtype=torch.int64)}):
         given = {**operands, **random}
         attrs = replace(op.SamplingAttrs.of(given, "ids", torch.float32), top_k_ties="last", top_p_ties="last")
-        assert EVERY[kernel](**given, attrs=attrs).tolist() == [1]
-        found = EVERY[kernel](**given, attrs=replace(attrs, result="probs"))
+        assert EVERY[kernel](op.Operands(**given), attrs).tolist() == [1]
+        found = EVERY[kernel](op.Operands(**given), replace(attrs, result="probs"))
         assert found.tolist() == [[0.0, 0.5, 0.0, 0.5]]
 
 
@@ -247,10 +249,10 @@ def test_without_a_draw_the_first_is_taken_of_what_is_kept(kernel):
     for ties, expected in {"all": 1, "first": 1, "last": 3}.items():
         given = {"logits": logits, "top_k": torch.full((1,), 2, dtype=torch.int32)}
         attrs = replace(op.SamplingAttrs.of(given, "ids", torch.float32), top_k_ties=ties)
-        assert EVERY[kernel](**given, attrs=attrs).tolist() == [expected]
+        assert EVERY[kernel](op.Operands(**given), attrs).tolist() == [expected]
         given = {"logits": logits, "top_p": torch.full((1,), 0.4)}
         attrs = replace(op.SamplingAttrs.of(given, "ids", torch.float32), top_p_ties=ties)
-        assert EVERY[kernel](**given, attrs=attrs).tolist() == [expected]
+        assert EVERY[kernel](op.Operands(**given), attrs).tolist() == [expected]
 
 
 @pytest.mark.parametrize("kernel", EVERY)
@@ -261,7 +263,7 @@ def test_a_row_is_nan_where_an_open_limit_drops_one_of_several_equals(kernel):
         operands = {"logits": logits, **given}
         attrs = op.SamplingAttrs.of(operands, "scores", torch.float32)
         attrs = replace(attrs, top_k_ties="open", top_p_ties="open" if "top_p" in given else "all")
-        found = {each: EVERY[kernel](**operands, attrs=replace(attrs, result=each)) for each in op.VARIANTS}
+        found = {each: EVERY[kernel](op.Operands(**operands), replace(attrs, result=each)) for each in op.VARIANTS}
         is_open = found["ids"] == -1
         for each in ("scores", "probs"):
             assert torch.equal(found[each].isnan(), is_open[:, None].expand(4, 4))
@@ -280,9 +282,9 @@ def test_a_compiled_kernel_keeps_the_same():
 
     @torch.compile(fullgraph=True)
     def run(operands):
-        return torch_sampling.sampling(**operands, attrs=replace(attrs, result="scores"))
+        return torch_sampling.sampling(op.Operands(**operands), replace(attrs, result="scores"))
 
-    expected = op.reference(**wide(operands), attrs=replace(attrs, result="scores"))
+    expected = op.reference(op.Operands(**wide(operands)), replace(attrs, result="scores"))
     assert torch.equal(run(operands) > -math.inf, expected > -math.inf)
 
 
@@ -295,9 +297,9 @@ def test_a_temperature_that_is_no_number_makes_no_distribution_of_its_row(kernel
     names = ("bitmask", "temperature", *limits, "seeds")
     operands, attrs = problem(5, 40, names, ("first", "last"))
     operands["temperature"][3] = math.nan
-    probabilities = EVERY[kernel](**operands, attrs=replace(attrs, out_dtype=torch.float32))
+    probabilities = EVERY[kernel](op.Operands(**operands), replace(attrs, out_dtype=torch.float32))
     assert probabilities.isnan().all(-1).tolist() == [False] * 3 + [True, False]
-    tokens = EVERY[kernel](**operands, attrs=replace(attrs, result="ids"))
+    tokens = EVERY[kernel](op.Operands(**operands), replace(attrs, result="ids"))
     assert (tokens < 0).tolist() == [False] * 3 + [True, False]
 
 
@@ -310,7 +312,7 @@ def test_a_negative_temperature_turns_the_order_round(kernel, is_masked):
     operands["temperature"] = -operands["temperature"].clamp(min=0.5)
     operands["logits"][4] = (torch.randn(40) * 3).round()
     assert_is_the_definitions(KERNELS[kernel], operands, attrs)
-    assert (KERNELS[kernel](**operands, attrs=replace(attrs, result="ids")) < 0).any()
+    assert (KERNELS[kernel](op.Operands(**operands), replace(attrs, result="ids")) < 0).any()
 
 
 @pytest.mark.parametrize("ties", op.TIES)
@@ -335,7 +337,7 @@ def test_float64_is_sampled_in_float64():
         assert kept_by(torch_sampling.sampling, logits[0], top_k=top_k, top_k_ties="first") == expected
     given = {"logits": logits, "temperature": torch.full((1,), 0.5), "top_p": torch.full((1,), 0.9999)}
     attrs = replace(op.SamplingAttrs.of(given, "probs", torch.float64), top_p_ties="first")
-    found = torch_sampling.sampling(**given, attrs=attrs)
+    found = torch_sampling.sampling(op.Operands(**given), attrs)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, (logits * 2).softmax(-1), rtol=1e-14, atol=0)
     spec = registry.kernels("sampling")["lz.cpp_sampling"]

@@ -8,7 +8,7 @@ a digit: nothing is sorted.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,14 +17,15 @@ import torch
 
 from lz_compile.lowering import inductor
 from lz_compile.lowering.cpp.floats import FLOATS
-from lz_compile.lowering.cpp.sampling_source import ROWS, SELECTION, VECTORS
+from lz_compile.lowering.cpp.sampling_source import ROWS, SELECTION
+from lz_compile.lowering.cpp.sampling_vectors import VECTORS
 from lz_compile.lowering.cpp.vectors import ELEMENTS
-from lz_compile.lowering.ops.sampling import OPERANDS, TIES, SamplingAttrs
+from lz_compile.lowering.ops.sampling import TIES, Operands, SamplingAttrs, fake
 
 #: Beside Inductor's own: no more than the rounding of ``a * b + c`` depends on it.
 FLAGS = ("-ffp-contract=fast",)
 DTYPES = (torch.float32, torch.bfloat16)
-POINTERS = ctypes.c_void_p * (len(OPERANDS) + 1)
+_Pointers = ctypes.c_void_p * (len(Operands.names) + 1)
 
 
 @dataclass(frozen=True)
@@ -58,48 +59,75 @@ constexpr int kLanes = {self.lanes};
 {FLOATS}{VECTORS}{SELECTION}{ROWS}"""
 
 
-def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.Tensor) -> None:
-    """Fill ``out``, as ``lowering/ops/sampling.py`` says of operands and result; rows must be contiguous in memory.
+def run(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
+    """The op over operands of any dtype that lie anywhere in memory.
 
     Raises:
         RuntimeError: there is no C++ compiler.
     """
-    function, numbers = prepare(operands, attrs, out)
-    tensors = [0 if each is None else each.data_ptr() for each in (*map(operands.get, OPERANDS), out)]
-    function(POINTERS(*tensors), numbers)
+    out = fake(x, attrs)
+    written = out if out.dtype in (*DTYPES, torch.int32) else out.float()
+    x = x.map(_readable)
+    function, numbers = prepare(x, attrs, written)
+    function(_addresses(x, written), numbers)
+    return written.to(out.dtype)
 
 
-def prepare(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.Tensor) -> tuple[Any, Any]:
-    """The compiled function, and its second argument: sizes, threads and strides.
+def bound(x: Operands, attrs: SamplingAttrs) -> Callable[[Operands], torch.Tensor] | None:
+    """One call of C++ for operands that lie in memory like these; None where the code does not read or write such.
 
     Raises:
-        RuntimeError: there is no C++ compiler.
+        RuntimeError: there is no C++ compiler (when it is called).
     """
-    logits = operands["logits"]
-    rows, vocab = logits.shape
+    empty = fake(x, attrs)
+    is_known = all(_readable(each) is each for each in x.tensors) and empty.dtype in (*DTYPES, torch.int32)
+    if not is_known or not x.logits.numel():
+        return None
+    shape, dtype = empty.shape, empty.dtype
+    prepared: list[tuple[Any, Any]] = []
+
+    def run(x: Operands) -> torch.Tensor:
+        out = torch.empty(shape, dtype=dtype, device="cpu")
+        # Here, where a missing compiler is seen to. Several threads may come by, and all find the same.
+        if not prepared:
+            prepared.append(prepare(x, attrs, out))
+        function, numbers = prepared[0]
+        function(_addresses(x, out), numbers)
+        return out
+
+    return run
+
+
+def _addresses(x: Operands, out: torch.Tensor) -> Any:
+    return _Pointers(*[0 if each is None else each.data_ptr() for each in vars(x).values()], out.data_ptr())
+
+
+def prepare(x: Operands, attrs: SamplingAttrs, out: torch.Tensor) -> tuple[Any, Any]:
+    """The compiled function, and its second argument: sizes, threads and strides."""
+    rows, vocab = x.logits.shape
     lanes = inductor.vector_bits() // 32
     padded = -(-vocab // lanes) * lanes
     threads = max(1, min(torch.get_num_threads(), rows))
-    bias = operands.get("bias")
     program = Program(
-        "bitmask" in operands,
-        bias is not None,
+        x.bitmask is not None,
+        x.bias is not None,
         attrs.result,
-        logits.dtype,
-        torch.float32 if bias is None else bias.dtype,
+        x.logits.dtype,
+        torch.float32 if x.bias is None else x.bias.dtype,
         torch.float32 if attrs.result == "ids" else out.dtype,
         lanes,
     )
-    given = [*(operands.get(name) for name in OPERANDS), out]
-    strides = [0 if each is None or each.shape[0] == 1 else each.stride(0) for each in given]
+    strides = [0 if each is None or each.shape[0] == 1 else each.stride(0) for each in (*x.flat(), out)]
     ties = [TIES.index(attrs.top_k_ties), TIES.index(attrs.top_p_ties)]
     numbers = [rows, vocab, padded, threads, *ties, *strides]
     return _function(program), (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of numbers that the code reads."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.float64) else tensor
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same in a dtype that the code reads, with rows that are contiguous in memory; these may lie anywhere."""
+    is_flat = tensor.dim() == 1 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+    rows = tensor if is_flat else tensor.contiguous()
+    return rows.float() if rows.dtype in (torch.float16, torch.float64) else rows
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,8 @@ import torch
 
 from lz_compile.lowering import inductor
 from lz_compile.lowering.cpp.floats import FLOATS
-from lz_compile.lowering.cpp.sampling_source import VECTORS
+from lz_compile.lowering.cpp.sampling_vectors import VECTORS
+from lz_compile.lowering.ops.sampling import Operands
 
 _CODE = """
 constexpr int kParts = 16;
@@ -119,7 +120,7 @@ def can_read(drafts: torch.Tensor, drafted: torch.Tensor | None, target: torch.T
 
 def prepare(
     target: torch.Tensor,
-    draw: Callable[..., torch.Tensor],
+    draw: Callable[[Operands], torch.Tensor],
     *,
     salts: tuple[int, int],
     looks: bool,
@@ -132,7 +133,7 @@ def prepare(
 
     Args:
         target: all that is called with is like it.
-        draw: gives the next token by ``logits [B, V]`` and ``seeds [B]``.
+        draw: gives the next tokens ``[B]`` of a sampling by logits and seeds.
         salts: of seeds: those that drafts are accepted by, and those of the draw.
         looks: whether rows are looked at.
         tolerance: of their sums.
@@ -157,7 +158,7 @@ def prepare(
         library.speculation(_Pointers(*given, *made, *others), numbers)
         if is_any_bad.value:
             return None
-        last = draw(logits=left.log_(), seeds=draw_seeds)
+        last = draw(Operands(left.log_(), seeds=draw_seeds))
         library.place(*made, last.data_ptr(), rows, places)
         return tokens, accepted
 

@@ -2,59 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from lz_compile.lowering.opaque_sampling import sampler
-from lz_compile.lowering.ops.sampling import OPERANDS, SamplingAttrs
+from lz_compile.lowering.kernel_operator import kernel_operator
+from lz_compile.lowering.ops import sampling as op
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs
 
 
-def _fill(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.Tensor) -> None:
+def _sampling(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
     from lz_compile.lowering.cpp import sampling as code
 
-    readable = {name: code.readable(each) for name, each in operands.items()}
-    written = out if out.dtype in (*code.DTYPES, torch.int32) else out.float()
-    code.run(readable, attrs, written)
-    if written is not out:
-        out.copy_(written)
+    return code.run(x, attrs)
 
 
-def _bind(attrs: SamplingAttrs, like: Mapping[str, torch.Tensor]) -> Callable[..., torch.Tensor] | None:
-    """One call of C++ for operands that lie in memory ``like`` these; None where the code does not read such."""
+def _bind(x: Operands, attrs: SamplingAttrs) -> Callable[[Operands], torch.Tensor] | None:
     from lz_compile.lowering.cpp import sampling as code
 
-    dtypes = [like["logits"].dtype, *(each.dtype for name, each in like.items() if name == "bias")]
-    dtypes += [] if attrs.result == "ids" else [attrs.out_dtype]
-    is_flat = all(each.dim() == 1 or each.shape[-1] == 1 or each.stride(-1) == 1 for each in like.values())
-    if not is_flat or not like["logits"].numel() or any(dtype not in code.DTYPES for dtype in dtypes):
-        return None
-    prepared: list[tuple[Any, ...]] = []
-
-    def run(**operands: torch.Tensor) -> torch.Tensor:
-        if (
-            not prepared
-        ):  # here, where a missing compiler is seen to; several threads may come by, and all find the same
-            prepared.append(_prepared(operands, attrs))
-        function, numbers, shape, dtype = prepared[0]
-        out = torch.empty(shape, dtype=dtype, device="cpu")
-        addresses = [0 if each is None else each.data_ptr() for each in map(operands.get, OPERANDS)]
-        function(code.POINTERS(*addresses, out.data_ptr()), numbers)
-        return out
-
-    return run
+    return code.bound(x, attrs)
 
 
-def _prepared(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs) -> tuple[Any, ...]:
-    from lz_compile.lowering.cpp import sampling as code
-
-    logits = operands["logits"]
-    is_ids = attrs.result == "ids"
-    shape, dtype = (logits.shape[:1], torch.int32) if is_ids else (logits.shape, attrs.out_dtype)
-    out = torch.empty(shape, dtype=dtype, device="cpu")
-    return *code.prepare(operands, attrs, out), shape, dtype
-
-
-sampling = sampler("cpp_sampling", "lz.cpp_sampling", _fill)
+sampling = kernel_operator("cpp_sampling", op, _sampling, kernel_id="lz.cpp_sampling")
 sampling.bind = _bind  # type: ignore[attr-defined]  # what eager calls look for

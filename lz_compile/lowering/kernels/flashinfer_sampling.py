@@ -5,56 +5,54 @@ PyTorch masks, adds, divides and takes the softmax. Tokens are not given: FlashI
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from lz_compile.lowering.opaque_sampling import sampler
-from lz_compile.lowering.ops.sampling import SamplingAttrs, scores
+from lz_compile.lowering.kernel_operator import kernel_operator
+from lz_compile.lowering.ops import sampling as op
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, scores
 
 #: Its kernels read as many bytes at once.
 _ALIGNMENT = 16
 
 
-def _fill(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.Tensor) -> None:
+def _kept(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
     from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 
-    z = _scores(operands, attrs)
+    if not x.logits.numel():
+        return op.fake(x, attrs)
+    z = _scores(x, attrs)
     is_finite = z.amax(-1).isfinite()  # the largest is NaN where anything is
-    if attrs.has_top_k or attrs.has_temperature:
-        z = top_k_mask_logits(z, _counts(operands, z.shape[-1], is_finite))
+    if x.top_k is not None or x.temperature is not None:
+        z = top_k_mask_logits(z, _counts(x, z.shape[-1], is_finite))
     if attrs.result == "scores":
-        out.copy_(z)
-        return
+        return z.to(attrs.out_dtype)
     probabilities = torch.softmax(z, -1)
-    if attrs.has_top_p:
-        top_p = torch.where(is_finite, operands["top_p"], 1.0)
+    if x.top_p is not None:
+        top_p = torch.where(is_finite, x.top_p, 1.0)
         left = top_p_renorm_probs(
             probabilities, top_p.clamp(min=torch.finfo(torch.float32).tiny), is_deterministic=True
         )
         probabilities = torch.where((top_p >= 1)[:, None], probabilities, left)  # it rounds away what is least likely
-    out.copy_(probabilities)
+    return probabilities.to(attrs.out_dtype)
 
 
-def _scores(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs) -> torch.Tensor:
+def _scores(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
     """Scores ``[N, V]`` as FlashInfer takes them: in float32, or in the dtype of logits that are only masked and selected."""
-    logits = operands["logits"]
-    is_exact = attrs.result == "scores" and not (attrs.has_bias or attrs.has_temperature)
-    dtype = logits.dtype if is_exact else torch.float32
-    z = scores(logits, operands.get("bitmask"), operands.get("bias"), operands.get("temperature"), dtype).contiguous()
+    is_exact = attrs.result == "scores" and x.bias is None and x.temperature is None
+    z = scores(x, x.logits.dtype if is_exact else torch.float32).contiguous()
     return z.clone() if z.data_ptr() % _ALIGNMENT else z
 
 
-def _counts(operands: Mapping[str, torch.Tensor], vocab: int, is_finite: torch.Tensor) -> torch.Tensor:
+def _counts(x: Operands, vocab: int, is_finite: torch.Tensor) -> torch.Tensor:
     """How many scores of each row are kept, int32 ``[N]``: at temperature zero one, and all of a row without distribution."""
     counts = torch.full_like(is_finite, vocab, dtype=torch.int32)
-    if "top_k" in operands:
-        counts = torch.where(operands["top_k"] > 0, operands["top_k"], counts)
-    if "temperature" in operands:
-        counts = torch.where(operands["temperature"] == 0, 1, counts)
+    if x.top_k is not None:
+        counts = torch.where(x.top_k > 0, x.top_k, counts)
+    if x.temperature is not None:
+        counts = torch.where(x.temperature == 0, 1, counts)
     return torch.where(is_finite, counts, vocab)
 
 
-top_k_scores = sampler("flashinfer_top_k_scores", "flashinfer.top_k_scores", _fill)
-top_k_probs = sampler("flashinfer_top_k_probs", "flashinfer.top_k_probs", _fill)
-top_p_probs = sampler("flashinfer_top_p_probs", "flashinfer.top_p_probs", _fill)
+top_k_scores = kernel_operator("flashinfer_top_k_scores", op, _kept, kernel_id="flashinfer.top_k_scores")
+top_k_probs = kernel_operator("flashinfer_top_k_probs", op, _kept, kernel_id="flashinfer.top_k_probs")
+top_p_probs = kernel_operator("flashinfer_top_p_probs", op, _kept, kernel_id="flashinfer.top_p_probs")

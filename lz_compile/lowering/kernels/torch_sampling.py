@@ -6,45 +6,32 @@ import math
 
 import torch
 
-from lz_compile.lowering.ops.sampling import SamplingAttrs, Ties, finished, scores
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, Ties, finished, scores
 
 #: What is wanted at least, so that no limit keeps nothing.
 _LEAST = torch.finfo(torch.float64).tiny
 
 
-def sampling(
-    logits: torch.Tensor,
-    bitmask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    temperature: torch.Tensor | None = None,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    *,
-    attrs: SamplingAttrs,
-) -> torch.Tensor:
+def sampling(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
     """A sampling in the op's canonical layout (see ``lowering/ops/sampling.py``)."""
-    z = scores(logits, bitmask, bias, temperature, torch.promote_types(logits.dtype, torch.float32))
-    if attrs.result == "scores" and not attrs.truncates and temperature is None:
+    z = scores(x, torch.promote_types(x.logits.dtype, torch.float32))
+    if attrs.result == "scores" and all(each is None for each in (x.temperature, x.top_k, x.top_p, x.min_p)):
         return z.to(attrs.out_dtype)  # what is not masked is kept
     kept = z > -math.inf
     most = z.amax(-1, keepdim=True)
-    keys = _ordered(z.detach()) if top_k is not None or top_p is not None else None
-    if top_k is not None:
-        assert keys is not None, "limits have keys"
-        wanted = torch.where(top_k > 0, top_k, z.shape[-1])[:, None]
+    keys = z if x.top_k is None and x.top_p is None else _ordered(z.detach())
+    if x.top_k is not None:
+        wanted = torch.where(x.top_k > 0, x.top_k, z.shape[-1])[:, None]
         kept = kept & _within(keys, kept.to(torch.int32), wanted, attrs.top_k_ties)
-    if top_p is not None:
-        assert keys is not None, "limits have keys"
+    if x.top_p is not None:
         weights = torch.where(kept, (z.detach() - most.detach()).exp(), 0.0).double()
-        wanted = (top_p[:, None].double() * weights.sum(-1, keepdim=True)).clamp(min=_LEAST)
-        kept = kept & ((top_p >= 1)[:, None] | _within(keys, weights, wanted, attrs.top_p_ties))
-    if min_p is not None:
-        kept = kept & (z >= most + min_p.to(z.dtype).log()[:, None])
-    if temperature is not None:
-        kept = torch.where((temperature == 0)[:, None], z == most, kept)
-    return finished(z, kept, seeds, temperature, attrs)
+        wanted = (x.top_p[:, None].double() * weights.sum(-1, keepdim=True)).clamp(min=_LEAST)
+        kept = kept & ((x.top_p >= 1)[:, None] | _within(keys, weights, wanted, attrs.top_p_ties))
+    if x.min_p is not None:
+        kept = kept & (z >= most + x.min_p.to(z.dtype).log()[:, None])
+    if x.temperature is not None:
+        kept = torch.where((x.temperature == 0)[:, None], z == most, kept)
+    return finished(z, kept, x, attrs)
 
 
 def _ordered(z: torch.Tensor) -> torch.Tensor:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from lz_compile.lowering.opaque_sampling import sampler
-from lz_compile.lowering.ops.sampling import SamplingAttrs
+from lz_compile.lowering.kernel_operator import kernel_operator
+from lz_compile.lowering.ops import sampling as op
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs
 
 
-def _fill(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.Tensor) -> None:
+def _sampling(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
     from lz_compile.lowering.triton.sampling import run
 
-    run(operands, attrs, out)
+    return run(x, attrs)
 
 
-sampling = sampler("triton_sampling", "lz.triton_sampling", _fill, is_cuda_graph_safe=True)
+sampling = kernel_operator("triton_sampling", op, _sampling, kernel_id="lz.triton_sampling", is_cuda_graph_safe=True)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from lz_compile.lowering.opaque_sampling import sampler
-from lz_compile.lowering.ops.sampling import SamplingAttrs
+from lz_compile.lowering.kernel_operator import kernel_operator
+from lz_compile.lowering.ops import sampling as op
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs
 from lz_compile.lowering.token_bits import WORD
 
 
-def _fill(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.Tensor) -> None:
+def _masked(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
     from xgrammar import apply_token_bitmask_inplace
 
-    logits = operands["logits"]
-    masked = out if out.dtype == logits.dtype else logits.new_empty(logits.shape)
-    masked.copy_(logits)
-    words = _words(operands["bitmask"], *logits.shape)
-    with torch.cuda.device_of(masked):
-        apply_token_bitmask_inplace(masked, words, vocab_size=logits.shape[-1])
-    if masked is not out:
-        out.copy_(masked)
+    assert x.bitmask is not None, "this kernel is for masks"
+    masked = x.logits.clone(memory_format=torch.contiguous_format)
+    if masked.numel():
+        words = _words(x.bitmask, *masked.shape)
+        with torch.cuda.device_of(masked):
+            apply_token_bitmask_inplace(masked, words, vocab_size=masked.shape[-1])
+    return masked.to(attrs.out_dtype)
 
 
 def _words(bitmask: torch.Tensor, rows: int, vocab: int) -> torch.Tensor:
@@ -36,4 +34,4 @@ def _words(bitmask: torch.Tensor, rows: int, vocab: int) -> torch.Tensor:
     return words
 
 
-sampling = sampler("xgrammar_bitmask", "xgrammar.bitmask", _fill)
+sampling = kernel_operator("xgrammar_bitmask", op, _masked, kernel_id="xgrammar.bitmask")

@@ -29,13 +29,15 @@ token is -1, its probabilities are NaN, and of its scores all are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
+from lz_compile.lowering import operands as base
 from lz_compile.lowering.arange import arange
+from lz_compile.lowering.operands import operands
 from lz_compile.lowering.token_bits import unpack, word_count
 
 if TYPE_CHECKING:
@@ -49,7 +51,6 @@ Result: TypeAlias = Literal["ids", "scores", "probs"]
 Ties: TypeAlias = Literal["all", "first", "last", "open"]
 TIES: tuple[Ties, ...] = ("all", "first", "last", "open")
 
-OPERANDS = ("logits", "bitmask", "bias", "temperature", "top_k", "top_p", "min_p", "seeds")
 VARIANTS = ("ids", "scores", "probs")
 LAYOUT = "NV"
 #: What an eager call runs where nothing is better.
@@ -78,21 +79,15 @@ class SamplingAttrs:
     out_dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, operands: Mapping[str, Any], result: Result, out_dtype: torch.dtype) -> SamplingAttrs:
-        """Of a sampling with these operands, None where there is none."""
-        present = {name for name, each in operands.items() if each is not None}
-        limits: dict[str, Any] = {f"has_{name}": name in present for name in OPERANDS[1:-1]}
-        return cls(result=result, is_random="seeds" in present, out_dtype=out_dtype, **limits)
+    def of(cls, given: Collection[str], result: Result, out_dtype: torch.dtype) -> SamplingAttrs:
+        """Of a sampling with the operands of these names."""
+        limits: dict[str, Any] = {f"has_{name}": name in given for name in _LIMITS}
+        return cls(result=result, is_random="seeds" in given, out_dtype=out_dtype, **limits)
 
     @property
     def variant(self) -> str:
         """What is given back."""
         return self.result
-
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens may be left out."""
-        return self.has_top_k or self.has_top_p or self.has_min_p
 
     @property
     def breaks_ties(self) -> bool:
@@ -128,6 +123,12 @@ class SamplingAttrs:
         return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
+#: What operators encode as text.
+Attributes = SamplingAttrs
+#: The operands that kernels give gradients of: none; PyTorch's own operations have theirs.
+DIFFERENTIABLE: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class SamplingFacts:
     """Sizes, dtype (of the logits) and device of one sampling, for kernel selection."""
@@ -139,41 +140,51 @@ class SamplingFacts:
     needs_grad: bool = False
 
 
+@operands
+class Operands(base.Operands):
+    """Rows of logits, and what tokens are drawn by; shapes as in the module's legend."""
+
+    logits: torch.Tensor
+    bitmask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    temperature: torch.Tensor | None = None
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    seeds: torch.Tensor | None = None
+
+
+#: The operands that attributes say of whether they are given; seeds are called random there.
+_LIMITS = Operands.names[1:-1]
+
+
 # ---- definition ------------------------------------------------------------------------------------------------------
 
 
-def reference(
-    logits: torch.Tensor,
-    bitmask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    temperature: torch.Tensor | None = None,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    *,
-    attrs: SamplingAttrs,
-) -> torch.Tensor:
-    """The definition of the op, by sorting, in float32 or the wider dtype of its logits.
+def fake(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
+    """An empty result, contiguous as kernels give it."""
+    if attrs.result == "ids":
+        return x.logits.new_empty(x.logits.shape[:1], dtype=torch.int32)
+    return x.logits.new_empty(x.logits.shape, dtype=attrs.out_dtype)
 
-    Shapes:
-        as in the module's legend.
-    """
-    z = scores(logits, bitmask, bias, temperature, torch.promote_types(logits.dtype, torch.float32))
+
+def reference(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
+    """The definition of the op, by sorting, in float32 or the wider dtype of its logits."""
+    z = scores(x, torch.promote_types(x.logits.dtype, torch.float32))
     kept = z > -math.inf
-    if top_k is not None:
-        wanted = torch.where(top_k > 0, top_k, z.shape[-1])[:, None]
+    if x.top_k is not None:
+        wanted = torch.where(x.top_k > 0, x.top_k, z.shape[-1])[:, None]
         kept = kept & _reaching(z, kept.long(), wanted, attrs.top_k_ties)
-    if top_p is not None:
+    if x.top_p is not None:
         left = torch.where(kept, z, -math.inf)
-        reaching = _reaching(left, torch.softmax(left, -1), top_p.to(z.dtype)[:, None], attrs.top_p_ties)
-        kept = kept & ((top_p >= 1)[:, None] | reaching)
-    if min_p is not None:
-        kept = kept & (z >= z.amax(-1, keepdim=True) + min_p.to(z.dtype).log()[:, None])
-    if temperature is not None:
+        reaching = _reaching(left, torch.softmax(left, -1), x.top_p.to(z.dtype)[:, None], attrs.top_p_ties)
+        kept = kept & ((x.top_p >= 1)[:, None] | reaching)
+    if x.min_p is not None:
+        kept = kept & (z >= z.amax(-1, keepdim=True) + x.min_p.to(z.dtype).log()[:, None])
+    if x.temperature is not None:
         is_likeliest = (z > -math.inf) & (z == z.amax(-1, keepdim=True))
-        kept = torch.where((temperature == 0)[:, None], is_likeliest, kept)
-    return finished(z, kept, seeds, temperature, attrs)
+        kept = torch.where((x.temperature == 0)[:, None], is_likeliest, kept)
+    return finished(z, kept, x, attrs)
 
 
 def _reaching(z: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, ties: Ties) -> torch.Tensor:
@@ -193,29 +204,17 @@ def _reaching(z: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, ties
     return torch.zeros_like(is_reaching).scatter(-1, tokens, is_reaching)
 
 
-def scores(
-    logits: torch.Tensor,
-    bitmask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def scores(x: Operands, dtype: torch.dtype) -> torch.Tensor:
     """``(logits + bias) / temperature`` in ``dtype``, and minus infinity where the mask forbids; ``[N, V]``."""
-    z = logits.to(dtype)
-    if bias is not None:
-        z = z + bias.to(dtype)
-    if temperature is not None:
-        z = z / torch.where(temperature == 0, 1.0, temperature).to(dtype)[:, None]
-    return z if bitmask is None else torch.where(unpack(bitmask, z.shape[-1]), z, -math.inf)
+    z = x.logits.to(dtype)
+    if x.bias is not None:
+        z = z + x.bias.to(dtype)
+    if x.temperature is not None:
+        z = z / torch.where(x.temperature == 0, 1.0, x.temperature).to(dtype)[:, None]
+    return z if x.bitmask is None else torch.where(unpack(x.bitmask, z.shape[-1]), z, -math.inf)
 
 
-def finished(
-    z: torch.Tensor,
-    kept: torch.Tensor,
-    seeds: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-    attrs: SamplingAttrs,
-) -> torch.Tensor:
+def finished(z: torch.Tensor, kept: torch.Tensor, x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
     """The result, from scores and the tokens that are kept, both ``[N, V]``."""
     is_finite = (z < math.inf).all(-1) & (z > -math.inf).any(-1)
     if attrs.leaves_ties_open:
@@ -224,7 +223,7 @@ def finished(
         z = torch.where(is_open[:, None], math.nan, z)
         is_finite = is_finite & ~is_open
     if attrs.result == "ids":
-        y = z if seeds is None else z - noise(seeds, temperature, z)
+        y = z if x.seeds is None else z - noise(x.seeds, x.temperature, z)
         token = torch.where(kept, y, -math.inf).argmax(-1)
         return torch.where(is_finite, token, -1).to(torch.int32)
     left = torch.where(kept | ~is_finite[:, None], z, -math.inf)
@@ -317,17 +316,13 @@ class Sample:
         """The problem with a kernel over the canonical operands."""
 
         def run(*given: torch.Tensor) -> torch.Tensor:
-            return call(**dict(zip(self.names, given, strict=True)), attrs=self.attrs)
+            return call(Operands(**dict(zip(self.names, given, strict=True))), self.attrs)
 
         return run
 
     def as_written(self) -> Callable[..., torch.Tensor]:
         """The problem as a decoding loop spells it, with the same draw."""
-
-        def run(*given: torch.Tensor) -> torch.Tensor:
-            return reference(**dict(zip(self.names, given, strict=True)), attrs=self.attrs)
-
-        return run
+        return self.with_kernel(reference)
 
 
 def sample(
@@ -340,13 +335,13 @@ def sample(
 ) -> Sample:
     """A problem of given sizes (by the names that descriptors use): a mask of half of all tokens, temperature and a draw."""
     rows, vocab = sizes["num_rows"], sizes["vocab_size"]
-    operands = {
+    given: dict[str, torch.Tensor] = {
         "logits": (torch.randn(rows, vocab, device=device) * 3).to(dtype).requires_grad_(is_training),
         "bitmask": torch.randint(-(2**31), 2**31, (rows, word_count(vocab)), device=device, dtype=torch.int32),
         "temperature": torch.full((rows,), 0.8, device=device),
     }
     if variant == "ids":
-        operands["seeds"] = torch.arange(rows, device=device)
-    attrs = SamplingAttrs.of(operands, variant, dtype)  # type: ignore[arg-type]  # one of VARIANTS, which are the results
+        given["seeds"] = torch.arange(rows, device=device)
+    attrs = SamplingAttrs.of(given, variant, dtype)  # type: ignore[arg-type]  # one of VARIANTS, which are the results
     facts = SamplingFacts(rows, vocab, dtype, device.type, is_training)
-    return Sample(tuple(operands.values()), tuple(operands), attrs, facts)
+    return Sample(tuple(given.values()), tuple(given), attrs, facts)

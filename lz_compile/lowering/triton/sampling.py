@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
 
-from lz_compile.lowering.ops.sampling import OPERANDS, SamplingAttrs
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, fake
 from lz_compile.lowering.triton.launch import on
 
 #: Tokens that are looked at at a time.
@@ -308,22 +306,23 @@ def _sample(
             tl.store(out + row * out_stride + token, y.to(out.dtype.element_ty), mask=token < vocab)
 
 
-def run(operands: Mapping[str, torch.Tensor], attrs: SamplingAttrs, out: torch.Tensor) -> None:
-    """Fill ``out``, as ``lowering/ops/sampling.py`` says of operands and result; rows must be contiguous in memory."""
-    logits = operands["logits"]
-    rows, vocab = logits.shape
-    given = [operands.get(name, logits) for name in OPERANDS]
-    strides = [
-        0 if name not in operands or operands[name].shape[0] == 1 else operands[name].stride(0)
-        for name in OPERANDS[:-1]
-    ]
+def run(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
+    """The op (see ``lowering/ops/sampling.py``)."""
+    out = fake(x, attrs)
+    if not out.numel():
+        return out
+    x = x.map(lambda each: each if each.dim() == 1 or each.stride(-1) == 1 else each.contiguous())
+    rows, vocab = x.logits.shape
+    given = [x.logits if each is None else each for each in x.flat()]  # of those that are not given nothing is read
+    strides = [0 if each is None or each.shape[0] == 1 else each.stride(0) for each in x.flat()[:-1]]
     block = min(BLOCK, triton.next_power_of_2(vocab))
-    with on(logits.device):
+    with on(x.logits.device):
         _sample[(rows,)](
             *given, out, vocab, *strides, out.stride(0),
-            HAS_MASK=attrs.has_bitmask, HAS_BIAS=attrs.has_bias, HAS_TEMPERATURE=attrs.has_temperature,
-            HAS_TOP_K=attrs.has_top_k, HAS_TOP_P=attrs.has_top_p, HAS_MIN_P=attrs.has_min_p,
-            HAS_K_TIES=attrs.has_top_k and attrs.top_k_ties != "all", IS_K_LAST=attrs.top_k_ties == "last",
-            HAS_P_TIES=attrs.has_top_p and attrs.top_p_ties != "all", IS_P_LAST=attrs.top_p_ties == "last",
-            IS_OPEN=attrs.leaves_ties_open, IS_RANDOM=attrs.is_random, RESULT=attrs.result, BLOCK=block, num_warps=8,
+            HAS_MASK=x.bitmask is not None, HAS_BIAS=x.bias is not None, HAS_TEMPERATURE=x.temperature is not None,
+            HAS_TOP_K=x.top_k is not None, HAS_TOP_P=x.top_p is not None, HAS_MIN_P=x.min_p is not None,
+            HAS_K_TIES=x.top_k is not None and attrs.top_k_ties != "all", IS_K_LAST=attrs.top_k_ties == "last",
+            HAS_P_TIES=x.top_p is not None and attrs.top_p_ties != "all", IS_P_LAST=attrs.top_p_ties == "last",
+            IS_OPEN=attrs.leaves_ties_open, IS_RANDOM=x.seeds is not None, RESULT=attrs.result, BLOCK=block, num_warps=8,
         )  # fmt: skip
+    return out

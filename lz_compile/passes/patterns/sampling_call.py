@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.sampling import OPERANDS, SamplingAttrs, SamplingFacts
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts
 from lz_compile.lowering.token_bits import WORD, word_count
 from lz_compile.passes.axes import Axis, Dims, as_size
 from lz_compile.passes.builder import Builder
@@ -45,9 +45,9 @@ class SamplingCallEmitter(NothingImplied):
     given: Mapping[str, fx.Node]
     attrs: SamplingAttrs
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Operands:
         """As they are."""
-        return {name: builder.value(node) for name, node in self.given.items()}
+        return Operands(**{name: builder.value(node) for name, node in self.given.items()})
 
     def result(self, builder: Builder, value: Any) -> Any:
         """As it is."""
@@ -67,8 +67,12 @@ def _match(node: fx.Node, effects: Effects) -> Match:
     ambient = effects.ambient(node)
     if any("_increment_nesting" in name for name in ambient.other):
         raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
-    arguments: dict[str, Any] = dict(zip((*OPERANDS, "result", "out_dtype"), node.args, strict=False)) | node.kwargs
-    given: dict[str, fx.Node] = {name: each for name in OPERANDS if isinstance(each := arguments.get(name), fx.Node)}
+    arguments: dict[str, Any] = (
+        dict(zip((*Operands.names, "result", "out_dtype"), node.args, strict=False)) | node.kwargs
+    )
+    given: dict[str, fx.Node] = {
+        name: each for name in Operands.names if isinstance(each := arguments.get(name), fx.Node)
+    }
     tensors = {name: tensor for name, each in given.items() if (tensor := tensor_of(each)) is not None}
     attrs = SamplingAttrs.of(given, arguments["result"], arguments["out_dtype"])
     logits = tensors["logits"]

@@ -19,7 +19,7 @@ from lz_compile.passes.axes import axes_of
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.sampling.excerpt import Excerpt, sizes_for
 from lz_compile.passes.sampling.kept import VOCAB, Form, Limit, Limits
-from lz_compile.passes.sampling.probes import Order, Probe
+from lz_compile.passes.sampling.probes import Order, Probe, Trial
 from lz_compile.passes.view import tensor_of
 from lz_compile.runtime.isolation import isolated
 
@@ -60,8 +60,9 @@ def limits_of(found: Excerpt, form: Form) -> Limits | None:
     vocab = _vocab(found)
     if vocab is None:
         return None
+    trial = Trial(found, form, vocab)
     with isolated():
-        first = Probe.of(found, form, vocab, 1.0)
+        first = trial.probe()
         outcome = None if first is None else first.outcome()
         if first is None or outcome is None:
             return None
@@ -69,13 +70,13 @@ def limits_of(found: Excerpt, form: Form) -> Limits | None:
         order = Order.of(first, outcome)
         if not order.is_kept_first:
             return None
-        probes = [first, *(Probe.of(found, form, vocab, scale, shift=shift) for scale, shift in _PROBES)]
+        probes = [first, *(trial.probe(scale, shift=shift) for scale, shift in _PROBES)]
         rest = [probe for probe in probes if probe is not None]
-        rest += _at_corners(found, form, vocab)
+        rest += _at_corners(trial)
         likely = (each for each in _candidates(found, outcome, vocab) if order.may_fit(each))
-        fits = _only([*_alike(each for each in likely if all(probe.fits(each) for probe in rest))], found, form, vocab)
-        if fits is not None and all(probe.fits(fits) for probe in _of_more_rows(found, form, vocab)):
-            return _with_ties(found, form, vocab, fits)
+        fits = _only([*_alike(each for each in likely if all(probe.fits(each) for probe in rest))], trial)
+        if fits is not None and all(probe.fits(fits) for probe in _of_more_rows(trial)):
+            return _with_ties(trial, fits)
         _check_unlike(order, vocab)
         return None
 
@@ -90,10 +91,10 @@ def _alike(fitting: Iterable[Limits]) -> Iterator[Limits]:
         yield each
 
 
-def _only(fitting: list[Limits], found: Excerpt, form: Form, vocab: int) -> Limits | None:
+def _only(fitting: list[Limits], trial: Trial) -> Limits | None:
     """The one that fits more rows as well, of limits that are nearly equal: 0.37 and exp(-1), of a dimension."""
     for _ in range(_MOST_MORE):
-        probe = Probe.of(found, form, vocab, 1.0) if len(fitting) > 1 else None
+        probe = trial.probe() if len(fitting) > 1 else None
         if probe is None:
             break
         fitting = [each for each in fitting if probe.fits(each)] or fitting
@@ -114,25 +115,26 @@ def _vocab(found: Excerpt) -> int | None:
     return least if least >= _LEAST_VOCAB else None
 
 
-def _at_corners(found: Excerpt, form: Form, vocab: int) -> list[Probe]:
+def _at_corners(trial: Trial) -> list[Probe]:
     """Scores around the numbers of the source, where these have a meaning."""
-    if form != "scores":
+    if trial.form != "scores":
         return []
     low, high = _CORNERS
-    numbers = sorted({abs(x) for x in found.numbers if low < abs(x) < high}, reverse=True)[:_MOST_CORNERS]
-    probes = (Probe.of(found, form, vocab, 1.0, shift=sign * x) for x in numbers for sign in (1, -1))
+    numbers = sorted({abs(x) for x in trial.found.numbers if low < abs(x) < high}, reverse=True)[:_MOST_CORNERS]
+    probes = (trial.probe(shift=sign * x) for x in numbers for sign in (1, -1))
     return [probe for probe in probes if probe is not None and not probe.result.isnan().any()]
 
 
-def _of_more_rows(found: Excerpt, form: Form, vocab: int) -> Iterator[Probe]:
+def _of_more_rows(trial: Trial) -> Iterator[Probe]:
     """So many rows, of each axis, that whatever number of the source counts rows has its meaning.
 
     Raises:
         RefusedError: they are too many.
     """
+    found = trial.found
     counts = [int(x) for x in found.row_numbers if 2 <= abs(x) < 2**20]
     least = 2 * max(map(abs, counts), default=0) + 1
-    sizes = sizes_for(found.entry, vocab)
+    sizes = sizes_for(found.entry, trial.vocab)
     for axis in found.entry.rows:
         extent = least if not isinstance(axis.size, int) else min(least, axis.size)
         if extent <= sizes[axis]:
@@ -143,7 +145,7 @@ def _of_more_rows(found: Excerpt, form: Form, vocab: int) -> Iterator[Probe]:
                 f"{extent // 2} may be the number of a row: it is not seen whether all rows are filtered alike",
                 "split rows that are treated differently before, and join them afterwards",
             )
-        probe = Probe.of(found, form, vocab, 1.0, rows={axis.size: extent})
+        probe = trial.probe(rows={axis.size: extent})
         if probe is None:
             raise RefusedError(
                 "ROWS_UNKNOWN",
@@ -196,7 +198,7 @@ def _shares(found: Excerpt) -> Iterator[Limit]:
             yield from (Limit(0, leaf), Limit(1, leaf, -1))
 
 
-def _with_ties(found: Excerpt, form: Form, vocab: int, fits: Limits) -> Limits:
+def _with_ties(trial: Trial, fits: Limits) -> Limits:
     """The limits with what becomes of equal scores.
 
     Raises:
@@ -205,9 +207,9 @@ def _with_ties(found: Excerpt, form: Form, vocab: int, fits: Limits) -> Limits:
     names = [name for name in ("top_k", "top_p") if name in fits.named]
     if not names:
         return fits
-    probes = [Probe.of(found, form, vocab, 1.0, steps=steps) for steps in (6, 12, 25, 3)]
+    probes = [trial.probe(steps=steps) for steps in (6, 12, 25, 3)]
     tied = [probe for probe in probes if probe is not None]
-    picks_any = _picks_any(found)
+    picks_any = _picks_any(trial.found)
     # What a sort without an order of equals seems to do with so few tokens, it need not do with more.
     for choice in itertools.product(_TIES[:1] if picks_any else _TIES, repeat=len(names)):
         chosen: dict[str, Any] = {f"{name}_ties": ties for name, ties in zip(names, choice, strict=True)}

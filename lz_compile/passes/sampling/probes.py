@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.sampling import SamplingAttrs, reference
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, reference
 from lz_compile.passes.axes import Size, axes_of
 from lz_compile.passes.resize import shape
 from lz_compile.passes.sampling.excerpt import Excerpt, random_leaves, sizes_for
@@ -21,32 +21,20 @@ _FILL = -1e4
 _NEAR = 1e-9
 
 
-@dataclass
-class Probe:
-    """One run of an excerpt: log-probabilities or scores ``z``, the values of its leaves, what it gave."""
+@dataclass(frozen=True)
+class Trial:
+    """An excerpt whose entry has a form, to be run with so many tokens."""
 
     found: Excerpt
     form: Form
-    z: torch.Tensor
-    given: torch.Tensor
-    values: Mapping[fx.Node, Any]
-    result: torch.Tensor
-    sizes: Mapping[Any, int]
+    vocab: int
 
-    @classmethod
-    def of(
-        cls,
-        found: Excerpt,
-        form: Form,
-        vocab: int,
-        scale: float,
-        *,
-        shift: float = 0.0,
-        steps: int = 0,
-        rows: Mapping[Size, int] | None = None,
+    def probe(
+        self, scale: float = 1.0, *, shift: float = 0.0, steps: int = 0, rows: Mapping[Size, int] | None = None
     ) -> Probe | None:
         """Run it; None where it raises, as what is no filter may at other sizes. ``steps``: so many different scores."""
-        sizes = sizes_for(found.entry, vocab)
+        found, form = self.found, self.form
+        sizes = sizes_for(found.entry, self.vocab)
         sizes |= {axis: rows[axis.size] for axis in found.entry.rows if rows is not None and axis.size in rows}
         extents = shape(found.entry.dims, sizes)
         place = _place(found)
@@ -55,7 +43,7 @@ class Probe:
             if steps
             else torch.randn(extents, dtype=torch.float64) * scale
         )
-        values = random_leaves(found, sizes, vocab)
+        values = random_leaves(found, sizes, self.vocab)
         if form == "scores":
             z = z + shift
             if scale == 3.0:  # as if something had been masked before
@@ -71,7 +59,20 @@ class Probe:
             return None
         if result.shape != given.shape:
             return None
-        return cls(found, form, z, given, values, result, sizes)
+        return Probe(found, form, z, given, values, result, sizes)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One run of an excerpt: log-probabilities or scores ``z``, the values of its leaves, what it gave."""
+
+    found: Excerpt
+    form: Form
+    z: torch.Tensor
+    given: torch.Tensor
+    values: Mapping[fx.Node, Any]
+    result: torch.Tensor
+    sizes: Mapping[Any, int]
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """``[N, V]``."""
@@ -134,7 +135,7 @@ class Probe:
             top_k_ties=limits.top_k_ties,
             top_p_ties=limits.top_p_ties,
         )
-        return reference(**operands, attrs=attrs) > -math.inf
+        return reference(Operands(**operands), attrs) > -math.inf
 
     def by_row(self, limit: Limit, value: Any, rows: int) -> torch.Tensor:
         """A limit for each row ``[N]``."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.sampling import SamplingAttrs, SamplingFacts, Ties
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts, Ties
 from lz_compile.lowering.token_bits import pack
 from lz_compile.passes.axes import Axis, Dims, Size, axes_of, product
 from lz_compile.passes.builder import Builder
@@ -41,22 +41,20 @@ class SamplingEmitter(NothingImplied):
         out = tensor_of(output.node)
         assert out is not None, "scores are a tensor"
         assert limits.result != "parts", "probabilities are divided by their sum"
-        present = {
+        warped = {
             "bitmask": bool(warps.masks),
             "bias": bool(warps.bias),
             "temperature": warps.temperature != 1 or bool(warps.divisors),
-            **dict.fromkeys(limits.named, True),
         }
+        given = {*limits.named, *(name for name, is_there in warped.items() if is_there)}
 
         def ties(own: Ties) -> Ties:
             return "open" if limits.is_any and own != "all" else own
 
-        attrs = SamplingAttrs(
-            result=limits.result,
-            **{f"has_{name}": is_there for name, is_there in present.items()},
+        attrs = replace(
+            SamplingAttrs.of(given, limits.result, out.dtype),
             top_k_ties=ties(limits.top_k_ties),
             top_p_ties=ties(limits.top_p_ties),
-            out_dtype=out.dtype,
         )
         return cls(warps, limits, found, output, attrs)
 
@@ -64,7 +62,7 @@ class SamplingEmitter(NothingImplied):
     def _groups(self) -> Groups:
         return self.output.rows, (self.output.vocab,)
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Operands:
         """Logits, and what there is besides."""
         warps = self.warps
         logits = builder.arrange(builder.value(warps.logits.node), warps.logits.dims, self._groups)
@@ -78,7 +76,7 @@ class SamplingEmitter(NothingImplied):
             found["temperature"] = self._temperature(builder, logits, kind)
         for name, limit in self.limits.named.items():
             found[name] = self._limit(builder, limit, logits, torch.int32 if name == "top_k" else kind)
-        return found
+        return Operands(**found)
 
     def _allowed(self, builder: Builder) -> Any:
         """One intersection of all masks."""

@@ -7,7 +7,6 @@ temperature``, minus infinity where a mask forbids.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -46,17 +45,16 @@ class Warps:
         return [*self.masks, *self.divisors, *self.bias]
 
 
-def warps_of(effects: Effects, entry: Scores, is_free: Callable[[fx.Node], bool]) -> Warps:
-    """What was done to the scores at ``entry``.
+def warps_of(effects: Effects, entry: Scores, inside: set[fx.Node]) -> Warps:
+    """What was done to the scores at ``entry``, as far as only what is ``inside`` reads them: that need not be computed.
 
-    Args:
-        effects: of the graph.
-        entry: the scores that are filtered.
-        is_free: whether nobody but what follows reads a value, so that it need not be computed.
+    What is found joins it.
     """
     reader = _Reader(effects, Warps(entry))
-    while is_free(reader.found.logits.node) and reader.step():
-        pass
+    while inside.issuperset((scores := reader.found.logits.node).users):
+        inside.add(scores)
+        if not reader.step():
+            break
     return reader.found
 
 

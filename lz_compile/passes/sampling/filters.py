@@ -1,0 +1,237 @@
+"""The filters of a graph: what orders the scores of a row, keeps some of their tokens, and drops the others.
+
+The anchor is whatever orders or compares the scores of a row: a sort, a selection, a maximum. What is computed from the
+same scores afterwards, and looks like them, is run at a small size: if it keeps some tokens and drops the others, it is a
+filter (:mod:`~lz_compile.passes.sampling.limits`). Filters that follow each other become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from lz_compile.passes.algebra import is_pointwise
+from lz_compile.passes.axes import fresh, shape_of
+from lz_compile.passes.effects import Effects
+from lz_compile.passes.match import NearMiss, RefusedError
+from lz_compile.passes.sampling.drawn import weighs
+from lz_compile.passes.sampling.excerpt import Affected, Scores, excerpt, exits
+from lz_compile.passes.sampling.kept import Form, Limits
+from lz_compile.passes.sampling.limits import LEAST_MISSED, limits_of
+from lz_compile.passes.sampling.rounding import MAXIMA, check_dtypes, check_rounding, is_choice
+from lz_compile.passes.sampling.stores import ORDERING
+from lz_compile.passes.view import Call, tensor_of, where_of
+
+OP = "sampling"
+SOFTMAXES = frozenset({"softmax", "log_softmax", "exp"})
+#: So many values are tried as the scores that an anchor is about, and so many as what became of them.
+_MOST_ENTRIES = 3
+_MOST_EXITS = 8
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Scores at ``entry``, of the form ``form``, of which ``limits`` are kept at ``exit``."""
+
+    entry: Scores
+    form: Form
+    exit: fx.Node
+    limits: Limits
+    core: frozenset[fx.Node]
+
+
+@dataclass
+class FilterReader:
+    """Finds the filters of a graph, one anchor after the other; ``covered`` is what they are made of."""
+
+    effects: Effects
+    filters: list[Filter] = field(default_factory=list)
+    covered: set[fx.Node] = field(default_factory=set)
+
+    def is_anchor(self, node: fx.Node) -> bool:
+        """Whether a call orders the scores of rows."""
+        call = self.effects.calls[node]
+        if call is None or call.name not in ORDERING | MAXIMA:
+            return False
+        source = tensor_of(call.input)
+        is_ordered = source is not None and source.is_floating_point() and self._place(call) is not None
+        return is_ordered and not weighs(self.effects, call.input)
+
+    def _place(self, call: Call) -> int | None:
+        """The dimension of the tokens."""
+        source = tensor_of(call.input)
+        dim = call.get("dim")
+        if call.name in ORDERING:
+            position = {"topk": "#2", "sort": "#1", "argsort": "#1", "kthvalue": "#2"}.get(call.name, "")
+            given = call.arguments.get(position)
+            dim = dim if dim is not None else given if isinstance(given, int) and not isinstance(given, bool) else -1
+            dim = 0 if call.name == "msort" else dim
+        if isinstance(dim, (tuple, list)) and len(dim) == 1:
+            dim = dim[0]
+        if source is None or not source.dim() or not isinstance(dim, int):
+            return None
+        place = dim % source.dim()
+        return place if shape_of(source)[place] != 1 else None
+
+    def filter(self, anchor: fx.Node) -> NearMiss | None:
+        """Note the filter that an anchor is part of; what stands in the way of one that looks like it."""
+        call = self.effects.calls[anchor]
+        assert call is not None, "an anchor is a call"
+        place = self._place(call)
+        refused: RefusedError | None = None
+        for entry in self._entries(anchor, call.input, place):
+            affected = Affected(self.effects, entry.node)
+            if not any(is_choice(node) for node in affected.order):
+                continue
+            try:
+                found = self._filter(entry, affected, anchor)
+            except RefusedError as refusal:
+                refused = refused or refusal
+                continue
+            if found is not None:
+                self._note(found)
+                return None
+        return None if refused is None else missed(anchor, refused)
+
+    def _entries(self, anchor: fx.Node, source: fx.Node, place: int | None) -> Iterator[Scores]:
+        """The values of the anchor's shape that it may be about, nearest first."""
+        tensor = tensor_of(source)
+        assert tensor is not None, "an anchor has a tensor"
+        assert place is not None, "an anchor has a dimension"
+        dims = fresh(shape_of(tensor))
+        node: fx.Node | None = self.effects.current(source, anchor)
+        for _ in range(_MOST_ENTRIES):
+            if node is None:
+                return
+            yield Scores(node, dims, dims[place][0])
+            node = self._above(node)
+            while node is not None and len(node.users) < 2:
+                node = self._above(node)
+
+    def _above(self, node: fx.Node) -> fx.Node | None:
+        """What a value of the same shape is computed from element by element, or row by row."""
+        call, tensor = self.effects.calls.get(node), tensor_of(node)
+        if call is None or tensor is None or not (is_pointwise(call) or call.name in SOFTMAXES | {"clone"}):
+            return None
+        alike = [
+            each
+            for each in node.all_input_nodes
+            if (other := tensor_of(each)) is not None
+            and other.is_floating_point()
+            and shape_of(other) == shape_of(tensor)
+        ]
+        return alike[0] if len(alike) == 1 else None
+
+    def _filter(self, entry: Scores, affected: Affected, anchor: fx.Node) -> Filter | None:
+        """The first exit at which some tokens are kept.
+
+        Raises:
+            RefusedError: some are, by a rule that the op does not have.
+        """
+        form = self._form(entry)
+        refused: RefusedError | None = None
+        for tried, exit_ in enumerate(exits(self.effects, entry, affected, anchor)):
+            if tried == _MOST_EXITS:
+                break
+            found = excerpt(self.effects, entry, affected, exit_)
+            if found is None or not any(is_choice(node) for node in found.core):
+                continue
+            try:
+                limits = limits_of(found, form)
+            except RefusedError as refusal:
+                refused = refused or refusal
+                continue
+            if limits is None or not limits.named:
+                continue
+            check_dtypes(found, limits)
+            check_rounding(self.effects, found)
+            return self._divided(Filter(entry, form, exit_, limits, frozenset(found.core)))
+        if refused is not None:
+            raise refused
+        return None
+
+    def _divided(self, found: Filter) -> Filter | None:
+        """Probabilities of what is kept with what divides them by their sum; None where that is nothing to look for.
+
+        Raises:
+            RefusedError: nothing does.
+        """
+        if found.limits.result != "parts":
+            return found
+        entry = found.entry.at(found.exit)
+        affected = Affected(self.effects, entry.node)
+        for tried, exit_ in enumerate(exits(self.effects, entry, affected, entry.node)):
+            inner = excerpt(self.effects, entry, affected, exit_)
+            limits = None if inner is None else limits_of(inner, "parts")
+            if inner is not None and limits is not None and limits.result == "probs" and not limits.named:
+                return replace(
+                    found, exit=exit_, limits=replace(found.limits, result="probs"), core=found.core | {*inner.core}
+                )
+            if tried == _MOST_EXITS:
+                break
+        size = entry.vocab.size
+        if isinstance(size, int) and size < LEAST_MISSED:  # experts, whose weights need no sum
+            return None
+        raise RefusedError(
+            "NOT_NORMALISED",
+            "the probabilities of what is kept are not divided by their sum",
+            "divide them by their sum, or mask the scores before the softmax",
+        )
+
+    def _form(self, entry: Scores) -> Form:
+        """What is known of the scores: that they are probabilities, if a softmax or a filter made them."""
+        known = next((each.limits.result for each in self.filters if each.exit is entry.node), None)
+        if known is not None:
+            return known
+        return "probs" if softmax_input(self.effects, entry) is not None else "scores"
+
+    def _note(self, found: Filter) -> None:
+        self.filters.append(found)
+        self.covered.update(found.core)
+
+    # ---- chains -------------------------------------------------------------------------------------------------
+
+    def chains(self) -> list[Filter]:
+        """Filters that follow each other as one, as far as the op has their order and nobody reads what is between."""
+        found: list[Filter] = []
+        for each in self.filters:
+            last = found[-1] if found else None
+            is_next = last is not None and last.exit is each.entry.node and set(last.exit.users) <= each.core
+            both = last.limits.then(each.limits) if last is not None and is_next else None
+            if last is not None and both is not None:
+                found[-1] = replace(last, exit=each.exit, limits=both, core=last.core | each.core | {last.exit})
+            else:
+                found.append(each)
+        return [self._with_softmax(each) for each in found]
+
+    def _with_softmax(self, chain: Filter) -> Filter:
+        """The chain with the softmax of its scores, where that is all that they are for."""
+        user = next(iter(chain.exit.users), None)
+        if chain.limits.result != "scores" or user is None or len(chain.exit.users) != 1:
+            return chain
+        source = softmax_input(self.effects, chain.entry.at(user))
+        call = self.effects.calls.get(user)
+        if source is None or source.node is not chain.exit or call is None or call.name != "softmax":
+            return chain
+        return replace(chain, exit=user, limits=replace(chain.limits, result="probs"), core=chain.core | {chain.exit})
+
+
+def softmax_input(effects: Effects, scores: Scores) -> Scores | None:
+    """The scores of which these are the softmax over the tokens."""
+    call = effects.calls.get(scores.node)
+    if call is not None and call.name == "exp":
+        call = effects.calls.get(call.input)
+        if call is None or call.name != "log_softmax":
+            return None
+    elif call is None or call.name != "softmax":
+        return None
+    dim = call.get("dim")
+    is_over = isinstance(dim, int) and scores.vocab in scores.dims[dim % len(scores.dims)]
+    return scores.at(call.input) if is_over and isinstance(call.input, fx.Node) else None
+
+
+def missed(node: fx.Node, refusal: RefusedError) -> NearMiss:
+    """What was refused."""
+    return NearMiss(OP, node, refusal.reason, refusal.edit, where_of(node))
