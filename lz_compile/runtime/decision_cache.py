@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from lz_compile.errors import OptionError
+from lz_compile.records import Record
 
 V = TypeVar("V")
 
@@ -51,7 +52,7 @@ class SelectionCacheConfig:
 
 
 @dataclass(frozen=True)
-class CacheStatistics:
+class CacheStatistics(Record):
     """What a cache did since it was made.
 
     ``hits`` and ``misses`` are counted without a lock: exact under the GIL (but for a hit on an entry in the moment of its
@@ -65,10 +66,6 @@ class CacheStatistics:
     evictions: int
     expirations: int
     entries: int
-
-    def to_dict(self) -> dict[str, int]:
-        """As stable JSON."""
-        return dict(vars(self))
 
 
 class _Entry(Generic[V]):
