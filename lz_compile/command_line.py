@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lz_compile.command_arguments import parser
@@ -190,6 +190,13 @@ def _tune(arguments: argparse.Namespace) -> int:
     return OK
 
 
+#: Arguments that ``tune`` calls as the command line does.
+_TUNED = (
+    *("head_dim", "seq_lens", "seq_lens_k", "batch_sizes", "num_heads", "num_kv_heads"),
+    *("mask", "training", "samples", "resume"),
+)
+
+
 def _tuned(arguments: argparse.Namespace, done: list[int]) -> TuneReport:
     from lz_compile.tuning import tune
 
@@ -203,19 +210,10 @@ def _tuned(arguments: argparse.Namespace, done: list[int]) -> TuneReport:
         report = tune(
             arguments.operation,
             dtype=[_dtype(name) for name in arguments.dtype],
-            head_dim=arguments.head_dim,
-            seq_lens=arguments.seq_lens,
-            seq_lens_k=arguments.seq_lens_k,
-            batch_sizes=arguments.batch_sizes,
-            num_heads=arguments.num_heads,
-            num_kv_heads=arguments.num_kv_heads,
-            mask=arguments.mask,
-            training=arguments.training,
             device=_device(arguments.device),
-            samples=arguments.samples,
             budget_s=arguments.budget,
-            resume=arguments.resume,
             on_progress=on_progress,
+            **{name: getattr(arguments, name) for name in _TUNED},
         )
         show(done[1] - report.remaining, done[1], "done")
     return report
@@ -293,9 +291,7 @@ def _tensors(arguments: argparse.Namespace, *, are_fake: bool = False) -> list[t
     def random(shape: Sequence[int]) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.float32).to(dtype).requires_grad_(arguments.training)
 
-    if not are_fake:
-        return [random(shape) for shape in shapes]
-    with FakeTensorMode():
+    with FakeTensorMode() if are_fake else nullcontext():
         return [random(shape) for shape in shapes]
 
 
