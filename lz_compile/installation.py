@@ -157,7 +157,7 @@ class CacheState(Record):
 def caches(settings_path: str | None) -> list[CacheState]:
     """The cache directory, that of the proofs in it, and that of the measurements."""
     root = cache_directory()
-    measurements = database_path(settings_path).parent
+    measurements = perfdb.path_of(settings_path).parent
     found = {"cache": root, "proofs": root / "validation"}
     return [_cache(*each) for each in (found if measurements == root else {**found, "perfdb": measurements}).items()]
 
@@ -183,11 +183,6 @@ def _unwritable(path: Path) -> str | None:
         return f"{type(error).__name__}: {error.strerror}"
 
 
-def database_path(settings_path: str | None) -> Path:
-    """Where the measurements are."""
-    return cache_directory() / "perfdb.sqlite" if settings_path is None else Path(settings_path).expanduser()
-
-
 @dataclass(frozen=True)
 class Measurements(Record):
     """What the database of measurements holds; ``here`` counts those that were made in this environment, by operation."""
@@ -204,7 +199,7 @@ class Measurements(Record):
 def measurements(policy_: Policy, device: torch.device) -> Measurements:
     """Look into the database; one that is not there is not created."""
     settings = policy_.settings.perfdb
-    path, where = database_path(settings.path), machine.environment(device.type)
+    path, where = perfdb.path_of(settings.path), machine.environment(device.type)
     if not path.exists():
         return Measurements(str(path), False, settings.enabled, where, {}, {"rows": 0}, ())
     with events.collect() as happened:
