@@ -44,7 +44,7 @@ REAL_KERNELS = registry.kernels
 
 @pytest.fixture(autouse=True)
 def known_kernels(monkeypatch):
-    specs = {name: SimpleNamespace(kernel_id=name, source="where its limits were read") for name in KERNELS}
+    specs = {name: SimpleNamespace(kernel_id=name, source=name.partition(".")[0]) for name in KERNELS}
     monkeypatch.setattr(registry, "kernels", lambda _: specs)
 
 
