@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lz_compile.command_arguments import parser
@@ -100,7 +100,7 @@ def _which(arguments: argparse.Namespace) -> int:
     tensors, details = _tensors(arguments, are_fake=True), _details(arguments, are_fake=True)
     with _usage():
         found = which(_operation(arguments), *tensors, **details)
-    _show(arguments, {"schema_version": SCHEMA_VERSION, **found}, f"{found['kernel_id']}: {found['why']}")
+    _show(arguments, found, f"{found['kernel_id']}: {found['why']}")
     return OK
 
 
@@ -143,7 +143,7 @@ def _validate(arguments: argparse.Namespace) -> int:
         ok, reasons = validate(arguments.kernel, *tensors, causal=arguments.causal, **details)
     told = {"kernel_id": arguments.kernel, "ok": ok, "reasons": [reason.to_dict() for reason in reasons]}
     text = "\n".join([f"{arguments.kernel}: {'valid' if ok else 'not valid'}", *(f"  {reason}" for reason in reasons)])
-    _show(arguments, {"schema_version": SCHEMA_VERSION, **told}, text)
+    _show(arguments, told, text)
     return OK if ok else NOT_OK
 
 
@@ -152,9 +152,7 @@ def _list_kernels(arguments: argparse.Namespace) -> int:
     from lz_compile.runtime.render import kernel_list
 
     found = list_kernels(arguments.operation)
-    _show(
-        arguments, {"schema_version": SCHEMA_VERSION, "kernels": [each.to_dict() for each in found]}, kernel_list(found)
-    )
+    _show(arguments, {"kernels": [each.to_dict() for each in found]}, kernel_list(found))
     return OK
 
 
@@ -190,6 +188,13 @@ def _tune(arguments: argparse.Namespace) -> int:
     return OK
 
 
+#: Arguments that ``tune`` calls as the command line does.
+_TUNED = (
+    *("head_dim", "seq_lens", "seq_lens_k", "batch_sizes", "num_heads", "num_kv_heads"),
+    *("mask", "training", "samples", "resume"),
+)
+
+
 def _tuned(arguments: argparse.Namespace, done: list[int]) -> TuneReport:
     from lz_compile.tuning import tune
 
@@ -203,19 +208,10 @@ def _tuned(arguments: argparse.Namespace, done: list[int]) -> TuneReport:
         report = tune(
             arguments.operation,
             dtype=[_dtype(name) for name in arguments.dtype],
-            head_dim=arguments.head_dim,
-            seq_lens=arguments.seq_lens,
-            seq_lens_k=arguments.seq_lens_k,
-            batch_sizes=arguments.batch_sizes,
-            num_heads=arguments.num_heads,
-            num_kv_heads=arguments.num_kv_heads,
-            mask=arguments.mask,
-            training=arguments.training,
             device=_device(arguments.device),
-            samples=arguments.samples,
             budget_s=arguments.budget,
-            resume=arguments.resume,
             on_progress=on_progress,
+            **{name: getattr(arguments, name) for name in _TUNED},
         )
         show(done[1] - report.remaining, done[1], "done")
     return report
@@ -288,14 +284,12 @@ def _tensors(arguments: argparse.Namespace, *, are_fake: bool = False) -> list[t
     if arguments.shape is None:
         raise UsageError("expected tensors: give --shape, and --kv-shape where keys and values have another one")
     device, dtype = _device(arguments.device), _dtype(arguments.dtype)
-    shapes = [arguments.shape, arguments.kv_shape or arguments.shape, arguments.kv_shape or arguments.shape]
+    shapes = [arguments.shape, *[arguments.kv_shape or arguments.shape] * 2]
 
     def random(shape: Sequence[int]) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.float32).to(dtype).requires_grad_(arguments.training)
 
-    if not are_fake:
-        return [random(shape) for shape in shapes]
-    with FakeTensorMode():
+    with FakeTensorMode() if are_fake else nullcontext():
         return [random(shape) for shape in shapes]
 
 
@@ -369,14 +363,13 @@ def _model(subject: str) -> tuple[Callable[..., Any], Sequence[Any], dict[str, A
 
 
 def _show(arguments: argparse.Namespace, record: dict[str, Any], told: Any) -> None:
-    """JSON, or the same for people."""
+    """JSON, of the version that a record says it has, or the same for people."""
     if arguments.json:
-        sys.stdout.write(json.dumps(record, indent=2, default=str) + "\n")
+        sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **record}, indent=2, default=str) + "\n")
         return
     from rich.console import Console
 
-    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if is_sized else WIDTH)
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
     console.print(told, markup=not isinstance(told, str), highlight=False, soft_wrap=isinstance(told, str))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +18,7 @@ from lz_compile import __version__, installation
 from lz_compile.installation import CacheState, Compilers, Configuration, Measurements
 from lz_compile.lowering import ops
 from lz_compile.reasons import Reason
+from lz_compile.records import Record
 from lz_compile.runtime import health
 from lz_compile.runtime.context import SelectionContext
 from lz_compile.runtime.events import Event
@@ -36,20 +37,16 @@ Other = TypeVar("Other")
 
 
 @dataclass(frozen=True)
-class Issue:
+class Issue(Record):
     """Something that is not as it should be: ``code`` for machines, ``message`` says what is found, ``advice`` what to do."""
 
     code: str
     message: str
     advice: str
 
-    def to_dict(self) -> dict[str, str]:
-        """As stable JSON."""
-        return {"code": self.code, "message": self.message, "advice": self.advice}
-
 
 @dataclass(frozen=True)
-class KernelState:
+class KernelState(Record):
     """A kernel on this machine: the devices that it can run on, or why there is none."""
 
     operation: str
@@ -60,19 +57,15 @@ class KernelState:
     devices: tuple[str, ...]
     reasons: tuple[Reason, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """As stable JSON."""
-        found = {**vars(self), "devices": list(self.devices)}
-        return {**found, "reasons": [reason.to_dict() for reason in self.reasons]}
-
 
 @dataclass(frozen=True)
-class DoctorReport:
+class DoctorReport(Record):
     """The state of this installation; ``issues`` is empty where nothing is wrong.
 
     What could not be looked at is None or empty, and an issue ``CHECK_FAILED`` says why.
     """
 
+    issues: tuple[Issue, ...]
     software: Mapping[str, str]
     hardware: tuple[tuple[str, Hardware], ...]
     compilers: Compilers | None
@@ -83,24 +76,12 @@ class DoctorReport:
     retired: Mapping[str, Reason]
     failures: tuple[health.KernelFailures, ...]
     events: tuple[Event, ...]
-    issues: tuple[Issue, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "issues": [issue.to_dict() for issue in self.issues],
-            "software": dict(self.software),
-            "hardware": [{"device": device, **each.to_dict()} for device, each in self.hardware],
-            "compilers": None if self.compilers is None else self.compilers.to_dict(),
-            "kernels": [each.to_dict() for each in self.kernels],
-            "caches": [each.to_dict() for each in self.caches],
-            "measurements": None if self.measurements is None else self.measurements.to_dict(),
-            "policy": self.configuration.to_dict(),
-            "retired": {name: reason.to_dict() for name, reason in self.retired.items()},
-            "failures": [each.to_dict() for each in self.failures],
-            "events": [event.to_dict() for event in self.events],
-        }
+        told = super().to_dict()
+        told["hardware"] = [{"device": device, **each.to_dict()} for device, each in self.hardware]
+        return {"schema_version": SCHEMA_VERSION, **told, "policy": told.pop("configuration")}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Issues first, then a table for each subject."""
@@ -126,6 +107,7 @@ def doctor(print_report: bool = True) -> DoctorReport:
     configuration = look("the configuration", installation.configuration, Configuration(Policy(), None, ()))
     perfdb_path = configuration.policy.settings.perfdb.path
     found = DoctorReport(
+        issues=(),
         software=look("versions", _software, {"lz_compile": __version__, "torch": str(torch.__version__)}),
         hardware=tuple(_hardware(look, places)),
         compilers=look("compilers", lambda: installation.compilers(device), None),
@@ -137,9 +119,18 @@ def doctor(print_report: bool = True) -> DoctorReport:
         failures=tuple(health.failures()),
         events=(*happened, *(event for report in reports() for event in report.events)),
     )
-    for about in _subjects(found, happened, device):
-        look.issues += look("what is found", partial(_listed, about), [])
-    report = DoctorReport(**{**vars(found), "issues": tuple(look.issues)})
+    subjects: tuple[Callable[[], Iterable[Issue]], ...] = (
+        partial(_about_configuration, configuration),
+        partial(_about_compilers, found.compilers, device),
+        partial(_about_events, happened),
+        partial(_about_kernels, found.kernels),
+        partial(_about_caches, found.caches),
+        partial(_about_measurements, found.measurements),
+        partial(_about_retirements, found.retired),
+    )
+    for subject in subjects:
+        look.issues += look("what is found", partial(_listed, subject), [])
+    report = replace(found, issues=tuple(look.issues))
     if print_report:
         rich.print(report)
     return report
@@ -205,28 +196,15 @@ def _kernel(spec: KernelSpec, problems: Mapping[str, SelectionContext]) -> Kerne
 # ---- issues ----------------------------------------------------------------------------------------------------------
 
 
-def _subjects(
-    report: DoctorReport, happened: Sequence[Event], device: torch.device
-) -> Iterator[Callable[[], Iterable[Issue]]]:
-    """What there may be issues with, in the order in which they are told."""
-    yield partial(_about_configuration, report.configuration)
-    yield partial(_about_compilers, report, device)
-    yield partial(_about_events, happened)
-    yield partial(_about_kernels, report)
-    yield partial(_about_caches, report)
-    yield partial(_about_measurements, report.measurements)
-    yield partial(_about_retirements, report)
-
-
-def _about_events(happened: Sequence[Event]) -> Iterator[Issue]:
-    yield from (Issue(event.code, event.message, _ADVICE.get(event.code, "See the message.")) for event in happened)
-
-
 #: What to do about an event of reading descriptors and plugins.
 _ADVICE: Mapping[str, str] = {
     "CAPABILITIES_SCHEMA_MISMATCH": "Correct the descriptor or update the plugin; its kernels are disabled until then.",
     "BACKEND_IMPORT_FAILED": "Reinstall the library in a version that fits this PyTorch; its kernels are disabled.",
 }
+
+
+def _about_events(happened: Iterable[Event]) -> Iterator[Issue]:
+    yield from (Issue(event.code, event.message, _ADVICE.get(event.code, "See the message.")) for event in happened)
 
 
 def _about_configuration(configuration: Configuration) -> Iterator[Issue]:
@@ -245,8 +223,7 @@ def _about_configuration(configuration: Configuration) -> Iterator[Issue]:
         yield Issue("FALLBACK_DISABLED", text, "Switch it on unless a failing kernel is to stop the program.")
 
 
-def _about_compilers(report: DoctorReport, device: torch.device) -> Iterator[Issue]:
-    found = report.compilers
+def _about_compilers(found: Compilers | None, device: torch.device) -> Iterator[Issue]:
     if found is not None:
         yield from _about_found_compilers(found, device)
     built_for = torch.version.cuda or torch.version.hip
@@ -267,24 +244,24 @@ def _about_found_compilers(found: Compilers, device: torch.device) -> Iterator[I
         yield Issue("INDUCTOR_FAILED", f"compiling a small function with Inductor for {device}: {found.error}", advice)
 
 
-def _about_kernels(report: DoctorReport) -> Iterator[Issue]:
-    for kernel in report.kernels:
+def _about_kernels(states: Iterable[KernelState]) -> Iterator[Issue]:
+    for kernel in states:
         for reason in kernel.reasons:
             if reason.code == "BACKEND_VERSION_UNSUPPORTED":
                 advice = f"Install a version of {kernel.package} in that range to use {kernel.kernel_id}."
                 yield Issue(reason.code, f"{kernel.kernel_id}: {reason.message}", advice)
 
 
-def _about_caches(report: DoctorReport) -> Iterator[Issue]:
-    for cache in report.caches:
+def _about_caches(states: Iterable[CacheState]) -> Iterator[Issue]:
+    for cache in states:
         if cache.problem is not None:
             advice = "Make it writable, or set LAYERZERO_CACHE_DIR to a directory that is: nothing is remembered now."
             text = f"nothing can be written to {cache.path} ({cache.name}): {cache.problem}"
             yield Issue("CACHE_UNWRITABLE", text, advice)
 
 
-def _about_retirements(report: DoctorReport) -> Iterator[Issue]:
-    for name, reason in report.retired.items():
+def _about_retirements(retired: Mapping[str, Reason]) -> Iterator[Issue]:
+    for name, reason in retired.items():
         advice = "Report the failure to the kernel's authors; it is tried again in a new process."
         yield Issue(reason.code, f"{name} is retired: {reason.message}", advice)
 

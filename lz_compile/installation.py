@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +18,7 @@ import torch
 from lz_compile.errors import CapabilitiesError, ConfigError
 from lz_compile.lowering import inductor, ops
 from lz_compile.reasons import Reason
+from lz_compile.records import Record
 from lz_compile.runtime import capabilities, environment, events, machine, perfdb, policy, registry
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime.context import SelectionContext
@@ -95,7 +96,7 @@ def broken_descriptors() -> tuple[int, list[CapabilitiesError]]:
 
 
 @dataclass(frozen=True)
-class Compilers:
+class Compilers(Record):
     """What Inductor needs: ``cxx`` is the C++ compiler it would call, ``error`` why it could not compile (None: it did)."""
 
     cxx: str
@@ -104,10 +105,6 @@ class Compilers:
     error: str | None
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """As stable JSON."""
-        return {**vars(self), "seconds": round(self.seconds, 3)}
-
 
 def compilers(device: torch.device) -> Compilers:
     """Look for compilers, and compile a small function with Inductor."""
@@ -115,7 +112,7 @@ def compilers(device: torch.device) -> Compilers:
     triton = machine.environment_details("cpu")["triton"]
     start = time.perf_counter()
     error = _inductor_error(device)
-    seconds = time.perf_counter() - start
+    seconds = round(time.perf_counter() - start, 3)
     return Compilers(cxx, _version(cxx), None if triton == "none" else triton, error, seconds)
 
 
@@ -146,7 +143,7 @@ def _inductor_error(device: torch.device) -> str | None:
 
 
 @dataclass(frozen=True)
-class CacheState:
+class CacheState(Record):
     """A directory with files of this package; ``problem`` is why nothing can be written to it (None: it can)."""
 
     name: str
@@ -156,15 +153,11 @@ class CacheState:
     size_bytes: int
     problem: str | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """As stable JSON."""
-        return dict(vars(self))
-
 
 def caches(settings_path: str | None) -> list[CacheState]:
     """The cache directory, that of the proofs in it, and that of the measurements."""
     root = cache_directory()
-    measurements = database_path(settings_path).parent
+    measurements = perfdb.path_of(settings_path).parent
     found = {"cache": root, "proofs": root / "validation"}
     return [_cache(*each) for each in (found if measurements == root else {**found, "perfdb": measurements}).items()]
 
@@ -190,13 +183,8 @@ def _unwritable(path: Path) -> str | None:
         return f"{type(error).__name__}: {error.strerror}"
 
 
-def database_path(settings_path: str | None) -> Path:
-    """Where the measurements are."""
-    return cache_directory() / "perfdb.sqlite" if settings_path is None else Path(settings_path).expanduser()
-
-
 @dataclass(frozen=True)
-class Measurements:
+class Measurements(Record):
     """What the database of measurements holds; ``here`` counts those that were made in this environment, by operation."""
 
     path: str
@@ -207,23 +195,11 @@ class Measurements:
     statistics: Mapping[str, Any]
     events: tuple[Event, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """As stable JSON."""
-        return {
-            "path": self.path,
-            "exists": self.exists,
-            "enabled": self.enabled,
-            "environment": self.environment,
-            "here": dict(self.here),
-            "statistics": dict(self.statistics),
-            "events": [event.to_dict() for event in self.events],
-        }
-
 
 def measurements(policy_: Policy, device: torch.device) -> Measurements:
     """Look into the database; one that is not there is not created."""
     settings = policy_.settings.perfdb
-    path, where = database_path(settings.path), machine.environment(device.type)
+    path, where = perfdb.path_of(settings.path), machine.environment(device.type)
     if not path.exists():
         return Measurements(str(path), False, settings.enabled, where, {}, {"rows": 0}, ())
     with events.collect() as happened:
@@ -243,7 +219,7 @@ def _count(database: perfdb.PerfDB, operation: str, where: str) -> int:
 
 
 @dataclass(frozen=True)
-class Configuration:
+class Configuration(Record):
     """The policy that holds (defaults where it cannot be read: ``error``), and variables of ours that mean nothing."""
 
     policy: Policy
@@ -252,24 +228,18 @@ class Configuration:
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
-        return {
-            "error": self.error,
-            "unknown_variables": [event.message for event in self.unknown_variables],
-            **self.policy.to_dict(),
-        }
+        unknown = [event.message for event in self.unknown_variables]
+        return {"error": self.error, "unknown_variables": unknown, **self.policy.to_dict()}
 
 
 def configuration() -> Configuration:
     """The policy as it holds now."""
     environment.forget()
-    unknown: Sequence[Event] = ()
-    error = None
-    found = Policy()
+    unknown: tuple[Event, ...] = ()
     try:
         with events.collect() as happened:
             environment.read(environment.snapshot())
-        unknown = [event for event in happened if event.code == "CONFIG_INVALID"]
-        found = policy.current()
-    except ConfigError as wrong:
-        error = str(wrong)
-    return Configuration(found, error, tuple(unknown))
+        unknown = tuple(event for event in happened if event.code == "CONFIG_INVALID")
+        return Configuration(policy.current(), None, unknown)
+    except ConfigError as error:
+        return Configuration(Policy(), str(error), unknown)

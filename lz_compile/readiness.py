@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,7 @@ from lz_compile import installation
 from lz_compile.errors import DispatchTableError
 from lz_compile.installation import Configuration
 from lz_compile.lowering import ops
+from lz_compile.records import Record
 from lz_compile.runtime import health, loaded_tables, names
 from lz_compile.runtime.estimate import INDUCTOR
 from lz_compile.runtime.hardware import default_device
@@ -31,20 +32,16 @@ _UNMEASURED = Layer(values=(Value("perfdb.enabled", False, "readiness_check"),))
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(Record):
     """One condition of production; ``text`` says what was found, and what to do where that is not enough."""
 
     name: str
     status: Status
     text: str
 
-    def to_dict(self) -> dict[str, str]:
-        """As stable JSON."""
-        return {"name": self.name, "status": self.status, "text": self.text}
-
 
 @dataclass(frozen=True)
-class ReadinessReport:
+class ReadinessReport(Record):
     """Every check, in order; those that warn do not count against readiness."""
 
     checks: tuple[Check, ...]
@@ -56,7 +53,7 @@ class ReadinessReport:
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
-        return {"schema_version": SCHEMA_VERSION, "ok": self.ok, "checks": [check.to_dict() for check in self.checks]}
+        return {"schema_version": SCHEMA_VERSION, "ok": self.ok, **super().to_dict()}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """A row for each check."""
@@ -90,53 +87,40 @@ def readiness_check(dispatch_table: str | os.PathLike[str] | None = None) -> Rea
     )
 
 
+def _check(name: str, problems: Sequence[str], otherwise: str, status: Status = "fail") -> Check:
+    """All problems in one text, or what is told where there is none."""
+    return Check(name, status, "; ".join(problems)) if problems else Check(name, "pass", otherwise)
+
+
 def _capabilities() -> Iterator[Check]:
     count, errors = installation.broken_descriptors()
-    problems = list(dict.fromkeys([*(str(error) for error in errors), *_reading_problems(bool(errors))]))
-    if problems:
-        yield Check("capabilities", "fail", "; ".join(problems))
-    else:
-        yield Check("capabilities", "pass", f"{count} descriptors and every plugin are valid")
-
-
-def _reading_problems(are_descriptors_broken: bool) -> list[str]:
-    happened = installation.read_again()
-    return [
-        event.message
-        for event in happened
-        if not (are_descriptors_broken and event.code == "CAPABILITIES_SCHEMA_MISMATCH")
-    ]
+    told = {"CAPABILITIES_SCHEMA_MISMATCH"} if errors else set()
+    happened = [event.message for event in installation.read_again() if event.code not in told]
+    problems = list(dict.fromkeys([*map(str, errors), *happened]))
+    yield _check("capabilities", problems, f"{count} descriptors and every plugin are valid")
 
 
 def _policy(configuration: Configuration) -> Iterator[Check]:
     if configuration.error is not None:
         yield Check("policy", "fail", configuration.error)
-        return
-    for event in configuration.unknown_variables:
-        yield Check("policy", "warn", event.message)
-    if not configuration.unknown_variables:
+    elif configuration.unknown_variables:
+        yield from (Check("policy", "warn", event.message) for event in configuration.unknown_variables)
+    else:
         yield Check("policy", "pass", configuration.policy.file or "no file, valid")
 
 
 def _kernels(configuration: Configuration, device: torch.device) -> Iterator[Check]:
     for op in ops.names():
         decision = select(Problem(installation.plain_problem(op, device)), configuration.policy.overlaid(_UNMEASURED))
-        able = [each.kernel.kernel_id for each in decision.candidates if not each.against]
-        able = sorted(set(able) - {INDUCTOR})
-        if able:
-            yield Check(f"kernels for {op}", "pass", f"on {device}: {', '.join(able)}")
-        else:
-            text = f"nothing but Inductor runs {op} on {device}; install a library, or lift what the policy forbids"
-            yield Check(f"kernels for {op}", "fail", text)
+        able = sorted({each.kernel.kernel_id for each in decision.candidates if not each.against} - {INDUCTOR})
+        missing = f"nothing but Inductor runs {op} on {device}; install a library, or lift what the policy forbids"
+        yield _check(f"kernels for {op}", [] if able else [missing], f"on {device}: {', '.join(able)}")
 
 
 def _locks(configuration: Configuration, device: torch.device) -> Iterator[Check]:
     locks = [lock for layer in configuration.policy.layers for lock in layer.locks if lock.kernel_id is not None]
     problems = [text for lock in locks for text in _lock_problems(lock, device)]
-    if problems:
-        yield Check("locks", "fail", "; ".join(problems))
-    else:
-        yield Check("locks", "pass", f"{len(locks)} locks, all possible here" if locks else "none")
+    yield _check("locks", problems, f"{len(locks)} locks, all possible here" if locks else "none")
 
 
 def _lock_problems(lock: Lock, device: torch.device) -> Iterator[str]:
@@ -147,28 +131,18 @@ def _lock_problems(lock: Lock, device: torch.device) -> Iterator[str]:
         problem = f"{lock.operation} is locked by {lock.origin} to {lock.kernel_id}"
         if spec is None:
             yield f"{problem}, which is no kernel of {op}"
-        else:
-            reasons = installation.reasons_on(spec, installation.plain_problem(op, device))
-            if reasons:
-                yield f"{problem}: {', '.join(reason.message for reason in reasons)}"
+        elif reasons := installation.reasons_on(spec, installation.plain_problem(op, device)):
+            yield f"{problem}: {', '.join(reason.message for reason in reasons)}"
 
 
 def _health() -> Iterator[Check]:
-    retired = health.retirements()
-    if retired:
-        told = "; ".join(f"{name}: {reason.message}" for name, reason in retired.items())
-        yield Check("retired kernels", "fail", told)
-    else:
-        yield Check("retired kernels", "pass", "none")
+    yield _check("retired kernels", [f"{name}: {each.message}" for name, each in health.retirements().items()], "none")
 
 
 def _caches(configuration: Configuration) -> Iterator[Check]:
     for cache in installation.caches(configuration.policy.settings.perfdb.path):
-        if cache.problem is None:
-            yield Check(f"cache: {cache.name}", "pass", f"{cache.path} ({cache.files} files)")
-        else:
-            text = f"{cache.path} cannot be written: {cache.problem}. Set LAYERZERO_CACHE_DIR"
-            yield Check(f"cache: {cache.name}", "fail", text)
+        text = f"{cache.path} cannot be written: {cache.problem}. Set LAYERZERO_CACHE_DIR"
+        yield _check(f"cache: {cache.name}", [text] if cache.problem else [], f"{cache.path} ({cache.files} files)")
 
 
 def _measurements(configuration: Configuration, device: torch.device) -> Iterator[Check]:
@@ -187,10 +161,10 @@ def _measurements(configuration: Configuration, device: torch.device) -> Iterato
 
 def _safety(configuration: Configuration, device: torch.device) -> Iterator[Check]:
     settings = configuration.policy.settings
-    if settings.fallback_enabled:
-        yield Check("fallback", "pass", "a kernel that fails is retired, its call completes on the reference")
-    else:
-        yield Check("fallback", "warn", "switched off (fallback_enabled): a kernel that fails stops the program")
+    off = (
+        [] if settings.fallback_enabled else ["switched off (fallback_enabled): a kernel that fails stops the program"]
+    )
+    yield _check("fallback", off, "a kernel that fails is retired, its call completes on the reference", "warn")
     if device.type != "cpu" and settings.memory_headroom_mb is None:
         text = "memory_headroom_mb is not set: kernels may take what the device has free"
         yield Check("memory headroom", "warn", text)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lz_compile.records import Record
+
 
 @dataclass(frozen=True)
-class Reason:
+class Reason(Record):
     """``code`` is stable and machine-readable, ``message`` names the values that led to it."""
 
     code: str
@@ -14,7 +16,3 @@ class Reason:
 
     def __str__(self) -> str:
         return f"[{self.code}] {self.message}"
-
-    def to_dict(self) -> dict[str, str]:
-        """As stable JSON."""
-        return {"code": self.code, "message": self.message}

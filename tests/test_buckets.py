@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from lz_compile.runtime import buckets
 from lz_compile.runtime.bucket_limits import MAX_OUTCOMES, limit, within
-from lz_compile.runtime.buckets import Sample, regret, tree, winner
+from lz_compile.runtime.buckets import Sample, log_regret, tree, winner
 from lz_compile.runtime.decision_tree import (
     Leaf,
+    Node,
     Split,
     choose,
     edges,
@@ -48,6 +49,12 @@ def line(**latencies: tuple[float, ...]) -> list[Sample]:
         Sample({"tokens": LENGTHS[i]}, {kernel: values[i] for kernel, values in latencies.items()})
         for i in range(count)
     ]
+
+
+def regret(node: Node, samples: list[Sample]) -> float:
+    """The mean log regret of a tree's choices, by the samples' weight."""
+    total = sum(sample.weight for sample in samples)
+    return sum(sample.weight * log_regret(sample, choose(node, sample.dims).kernel) for sample in samples) / total
 
 
 latency = st.floats(1.0, 1000.0)

@@ -1,4 +1,4 @@
-"""The cache of decisions: bounds, age, one computation per key under concurrency, and what an invalidation reaches."""
+"""The cache of decisions: bounds, age, one computation per key under concurrency, and what clearing reaches."""
 
 from __future__ import annotations
 
@@ -103,6 +103,11 @@ def raising(error: BaseException) -> Callable[[], str]:
     return end
 
 
+def put(cache: DecisionCache[int], key: str, value: int = 1) -> None:
+    """Store a value that there is not yet."""
+    cache.get_or_compute(key, lambda: value)
+
+
 def never() -> str:
     raise AssertionError("computed although there is a value")
 
@@ -123,16 +128,6 @@ def test_a_value_is_computed_once_and_then_found():
     }
 
 
-def test_putting_replaces_a_value_and_keeps_the_count_of_its_hits():
-    cache: DecisionCache[str] = DecisionCache()
-    assert cache.put("key", "old")
-    cache.get("key")
-    assert cache.put("key", "new")
-    assert cache.get("key") == "new"
-    statistics = cache.statistics()
-    assert (statistics.hits, statistics.entries, statistics.computations) == (2, 1, 0)
-
-
 @pytest.mark.parametrize("name", ["num_shards", "max_entries_per_shard", "entry_ttl_seconds"])
 def test_a_bound_that_is_not_positive_is_refused_by_name(name):
     with pytest.raises(OptionError, match=f"expected {name} above 0, received 0"):
@@ -148,9 +143,9 @@ def test_the_default_holds_ten_thousand_entries_for_a_minute():
 def test_an_entry_lives_as_long_as_configured_and_not_longer():
     clock = Clock()
     cache: DecisionCache[str] = DecisionCache(one_shard(4, entry_ttl_seconds=10.0), clock=clock)
-    cache.put("key", "value")
+    put(cache, "key")
     clock.now = 9.9
-    assert cache.get("key") == "value"
+    assert cache.get("key") == 1
     clock.now = 10.0
     assert cache.get("key") is None
     statistics = cache.statistics()
@@ -170,50 +165,48 @@ def test_an_entry_that_is_too_old_is_computed_again():
 def test_a_full_shard_evicts_the_oldest_entry_that_was_not_used():
     cache: DecisionCache[int] = DecisionCache(one_shard(3))
     for key in ("a", "b", "c"):
-        cache.put(key, 1)
+        put(cache, key)
     cache.get("a")
-    cache.put("d", 1)
+    put(cache, "d")
     assert [key for key in "abcd" if cache.get(key)] == ["a", "c", "d"]
     assert cache.statistics().evictions == 1
 
 
 def test_a_hit_saves_an_entry_once_and_not_for_ever():
     cache: DecisionCache[int] = DecisionCache(one_shard(2))
-    cache.put("a", 1)
-    cache.put("b", 1)
+    put(cache, "a")
+    put(cache, "b")
     cache.get("a")
-    cache.put("c", 1)  # evicts b, passes over a
-    cache.put("d", 1)  # a was not used since, but stands behind c now
-    cache.put("e", 1)
+    put(cache, "c")  # evicts b, passes over a
+    put(cache, "d")  # a was not used since, but stands behind c now
+    put(cache, "e")
     assert cache.get("a") is None
 
 
 def test_where_every_entry_was_used_the_oldest_goes():
     cache: DecisionCache[int] = DecisionCache(one_shard(3))
     for key in "abc":
-        cache.put(key, 1)
+        put(cache, key)
         cache.get(key)
-    cache.put("d", 1)
+    put(cache, "d")
     assert [key for key in "abcd" if cache.get(key)] == ["b", "c", "d"]
 
 
 def test_what_is_too_old_makes_room_before_anything_is_evicted():
     clock = Clock()
     cache: DecisionCache[int] = DecisionCache(one_shard(2, entry_ttl_seconds=10.0), clock=clock)
-    cache.put("old", 1)
+    put(cache, "old")
     clock.now = 5
-    cache.put("young", 1)
+    put(cache, "young")
     cache.get("old")
     clock.now = 12
-    cache.put("new", 1)
+    put(cache, "new")
     statistics = cache.statistics()
     assert (cache.get("young"), cache.get("new")) == (1, 1)
     assert (statistics.expirations, statistics.evictions) == (1, 0)
 
 
-operations = st.lists(
-    st.tuples(st.sampled_from(["get", "put", "compute", "age", "invalidate"]), st.integers(0, 7)), max_size=80
-)
+operations = st.lists(st.tuples(st.sampled_from(["get", "compute", "age", "clear"]), st.integers(0, 7)), max_size=80)
 
 
 @given(operations, st.integers(1, 3), st.integers(1, 3))
@@ -226,12 +219,9 @@ def test_the_cache_agrees_with_a_dict_that_may_forget_and_stays_within_its_bound
     for number, (what, key) in enumerate(steps):
         if what == "age":
             clock.now += key
-        elif what == "invalidate":
-            cache.invalidate(lambda other, key=key: other % 2 == key % 2)
-            stored = {other: value for other, value in stored.items() if other % 2 != key % 2}
-        elif what == "put":
-            cache.put(key, number)
-            stored[key] = (number, clock.now)
+        elif what == "clear":
+            cache.clear()
+            stored = {}
         else:
             lookups += 1
             found = cache.get(key) if what == "get" else cache.get_or_compute(key, lambda number=number: number)
@@ -270,18 +260,6 @@ def test_many_threads_compute_every_key_once():
     assert statistics.hits + statistics.misses <= 16 * 400
 
 
-def test_without_deduplication_every_thread_computes_for_itself():
-    cache: DecisionCache[str] = DecisionCache(SelectionCacheConfig(enable_deduplication=False))
-    together = threading.Barrier(2)
-
-    def compute() -> str:
-        together.wait(PATIENCE_S)  # passes only where both compute at once
-        return "value"
-
-    assert in_threads(2, lambda _: cache.get_or_compute("key", compute)) == ["value", "value"]
-    assert cache.statistics().computations == 2
-
-
 def test_waiters_get_the_result_of_the_one_that_computed():
     cache = Observed()
     _, go_on = start_held(cache, "key", lambda: "value")
@@ -313,12 +291,17 @@ def test_an_interrupt_leaves_no_waiter_hanging_and_one_of_them_computes():
     assert cache.statistics().computations == 2
 
 
-def test_who_waited_when_something_was_invalidated_gets_what_it_waited_for():
+def test_who_waited_when_the_cache_was_cleared_gets_what_it_waited_for():
     cache = Observed()
     thread, go_on = start_held(cache, "key", lambda: "old")
     release = threading.Event()
-    invalidating = threading.Thread(target=lambda: release.wait(PATIENCE_S) and cache.invalidate() == 0 and go_on.set())
-    invalidating.start()
+
+    def clear() -> None:
+        assert release.wait(PATIENCE_S)
+        cache.clear()
+        go_on.set()
+
+    threading.Thread(target=clear).start()
     assert cache.wait_with(2, release, never) == ["old"] * 2
     thread.join(PATIENCE_S)
     assert cache.get("key") is None
@@ -358,63 +341,35 @@ def test_two_computations_that_need_each_others_keys_do_not_wait_for_each_other(
     assert all(str(value).startswith("through ") for value in found), found
 
 
-def test_invalidating_forgets_what_the_predicate_holds_for():
-    cache: DecisionCache[int] = DecisionCache()
-    for key in range(10):
-        cache.put(key, key + 1)
-    assert cache.invalidate(lambda key: key < 3) == 3
-    assert [key for key in range(10) if cache.get(key)] == list(range(3, 10))
-    assert cache.invalidate() == 7
-    statistics = cache.statistics()
-    assert (statistics.entries, statistics.expirations, statistics.evictions) == (0, 0, 0)
-
-
 def test_clearing_forgets_everything_and_keeps_the_statistics():
     cache: DecisionCache[int] = DecisionCache()
-    cache.put("key", 1)
+    put(cache, "key")
     cache.get("key")
     cache.clear()
     assert cache.get("key") is None
     assert cache.statistics().hits == 1
 
 
-def test_a_predicate_may_use_the_cache():
-    cache: DecisionCache[int] = DecisionCache(one_shard(10))
-    cache.put("key", 1)
-    found = in_threads(1, lambda _: cache.invalidate(lambda key: cache.get(key) == 1))
-    assert found == [1]
-
-
-def test_what_was_being_computed_when_something_was_invalidated_is_not_stored():
+def test_what_was_being_computed_when_the_cache_was_cleared_is_not_stored():
     cache: DecisionCache[str] = DecisionCache()
     thread, go_on = start_held(cache, "key", lambda: "old")
-    cache.invalidate()
+    cache.clear()
     go_on.set()
     thread.join(PATIENCE_S)
     assert cache.get("key") is None
 
 
-def test_who_asks_after_an_invalidation_does_not_get_what_began_before():
+def test_who_asks_after_a_clearing_does_not_get_what_began_before():
     cache: DecisionCache[str] = DecisionCache()
     thread, go_on = start_held(cache, "key", lambda: "old")
-    cache.invalidate()
+    cache.clear()
     assert in_threads(1, lambda _: cache.get_or_compute("key", lambda: "new")) == ["new"]
     go_on.set()
     thread.join(PATIENCE_S)
     assert cache.get("key") == "new"
 
 
-def test_a_value_worked_out_under_an_old_generation_is_refused():
-    cache: DecisionCache[str] = DecisionCache()
-    generation = cache.generation
-    assert cache.put("key", "early", generation=generation)
-    cache.invalidate()
-    assert not cache.put("key", "late", generation=generation)
-    assert cache.get("key") is None
-    assert cache.put("key", "now", generation=cache.generation)
-
-
-def test_concurrent_invalidations_never_leave_an_older_version():
+def test_concurrent_clearings_never_leave_an_older_version():
     cache: DecisionCache[int] = DecisionCache(SelectionCacheConfig(num_shards=2))
     version = [0]
     stop = threading.Event()
@@ -422,7 +377,7 @@ def test_concurrent_invalidations_never_leave_an_older_version():
     def change() -> None:
         for _ in range(300):
             version[0] += 1
-            cache.invalidate()
+            cache.clear()
         stop.set()
 
     def read(_: int) -> None:

@@ -34,7 +34,7 @@ A100 = SimpleNamespace(platform="cuda", device_name="NVIDIA A100", sm_version=80
 @pytest.fixture(autouse=True)
 def nothing_configured(monkeypatch, tmp_path):
     """Kernels of our own choice, no file of the user, no variable but that of the cache; everything is forgotten after."""
-    specs = {name: SimpleNamespace(kernel_id=name, source="where its limits were read") for name in KERNELS}
+    specs = {name: SimpleNamespace(kernel_id=name, source=name.partition(".")[0]) for name in KERNELS}
     monkeypatch.setattr(registry, "kernels", lambda _: specs)
     monkeypatch.setattr(policy.platformdirs, "user_config_dir", lambda *_, **__: str(tmp_path / "user"))
     for name in [name for name in os.environ if name.startswith("LAYERZERO_") and name != "LAYERZERO_CACHE_DIR"]:

@@ -323,8 +323,9 @@ class GraphModule(torch.nn.Module):
         )
 
     def test_a_printed_report(self):
+        attributes = {"scale": 0.25, "is_causal": True}
         match = MatchReport(
-            "attention", "model.py:7", "", {"scale": 0.25, "is_causal": True}, "torch.sdpa", True, "locked"
+            "attention", "model.py:7", "", attributes, kernel="torch.sdpa", rewritten=True, why="locked"
         )
         match.validation = {"ok": True, "error": 1.25e-7, "source_error": 2e-7}
         taken = {"kernel": "torch.sdpa", "score": 125.0, "relative_latency": 0.8, "origin": "prior", "against": []}
@@ -496,7 +497,13 @@ def large_report() -> Report:
     package = "/opt/python/lib/python3.11/site-packages/some_models/modeling_with_a_long_name/attention_of_layers.py"
     matches = [
         MatchReport(
-            "attention", f"{package}:{layer % 8}", "", {}, "torch.sdpa", layer % 2 == 0, "expected to be faster"
+            "attention",
+            f"{package}:{layer % 8}",
+            "",
+            {},
+            kernel="torch.sdpa",
+            rewritten=layer % 2 == 0,
+            why="expected to be faster",
         )
         for layer in range(40)
     ]

@@ -109,17 +109,6 @@ def name_of_values(values: Any, limits: Iterable[float] = ()) -> tuple[str, floa
     return None
 
 
-def name_activation(expression: sympy.Expr, symbol: sympy.Symbol) -> str | None:
-    """The activation that an expression of one symbol is, as :data:`lowering.ops.mlp.ACTIVATIONS` names it."""
-    if expression.free_symbols != {symbol}:
-        return None
-    try:
-        found = name_of_values(evaluate(expression, {symbol: points()}))
-    except LookupError:
-        return None
-    return None if found is None else found[0]
-
-
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 Rule = Callable[[Region, Call, Dims], "sympy.Expr | None"]

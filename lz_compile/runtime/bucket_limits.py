@@ -150,30 +150,18 @@ def within(
         ranges: smallest and largest size by dim, both included.
         hint: a size for each of these dims.
     """
-    return simplify(_without(restrict(node, ranges), dict(ranges), frozenset(ranges), hint, samples, incumbent, margin))
+    declared = ranges.keys()
 
+    def without(node: Node, ranges: dict[str, Range]) -> Node:
+        asked = [split for split in splits(node) if split.dim not in declared]
+        if asked:
+            dim, at = asked[0].dim, asked[0].at
+            sides = (narrowed(ranges, dim, at, is_below=is_below) for is_below in (True, False))
+            return Split(dim, at, *(without(restrict(node, side), side) for side in sides))
+        inside = [sample for sample in samples if contains(ranges, sample.dims)]
+        return node if isinstance(node, Leaf) else _single(inside, incumbent, margin) or choose(node, hint)
 
-def _without(
-    node: Node,
-    ranges: dict[str, Range],
-    declared: frozenset[str],
-    hint: Mapping[str, int],
-    samples: Sequence[Sample],
-    incumbent: str,
-    margin: float,
-) -> Node:
-    asked = list(splits(node))
-    if all(split.dim not in declared for split in asked):
-        return node
-    other = next((split for split in asked if split.dim not in declared), None)
-    if other is not None:
-        parts = []
-        for is_below in (True, False):
-            part = narrowed(ranges, other.dim, other.at, is_below=is_below)
-            parts.append(_without(restrict(node, part), part, declared, hint, samples, incumbent, margin))
-        return Split(other.dim, other.at, *parts)
-    inside = [sample for sample in samples if contains(ranges, sample.dims)]
-    return _single(inside, incumbent, margin) or choose(node, hint)
+    return simplify(without(restrict(node, ranges), dict(ranges)))
 
 
 def _single(samples: Sequence[Sample], incumbent: str, margin: float) -> Leaf | None:

@@ -99,20 +99,11 @@ def _why_incumbent(sample: Sample, incumbent: str, base: float, margin: float) -
     )
 
 
-def regret(node: Node, samples: Iterable[Sample]) -> float:
-    """The mean log regret of a tree's choices against the fastest kernel of each sample, by the samples' weight.
+def log_regret(sample: Sample, kernel: str | None) -> float:
+    """How much slower a kernel is than the fastest of the sample, as a logarithm.
 
     A leaf beyond the measurements costs nothing; a kernel that did not run there costs as much as ten logs.
     """
-    samples = list(samples)
-    total = sum(sample.weight for sample in samples)
-    return sum(sample.weight * log_regret(sample, choose(node, sample.dims).kernel) for sample in samples) / (
-        total or 1.0
-    )
-
-
-def log_regret(sample: Sample, kernel: str | None) -> float:
-    """How much slower a kernel is than the fastest of the sample, as a logarithm."""
     if kernel is None:
         return 0.0
     if kernel not in sample.latency_us:

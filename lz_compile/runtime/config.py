@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -22,7 +22,7 @@ from lz_compile.runtime import names, rules
 from lz_compile.runtime.files import TooLargeError, read_bounded
 from lz_compile.runtime.names import Invalid, dotted
 from lz_compile.runtime.rules import Lock, Rule, Statement
-from lz_compile.runtime.settings import Layer, Value
+from lz_compile.runtime.settings import CacheSettings, Layer, PerfDBSettings, Settings, Value
 
 if TYPE_CHECKING:
     import yaml
@@ -45,21 +45,10 @@ _ONE_VALUE: Mapping[str, tuple[object, str]] = {
 }
 
 
-class PerfDBKeys(msgspec.Struct, forbid_unknown_fields=True):
-    """Keys under ``perfdb``; defaults are those of ``PerfDBSettings``."""
-
-    enabled: bool | UnsetType = UNSET
-    path: Any = UNSET
-    auto_tune: bool | UnsetType = UNSET
-    tune_samples: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-
-
-class CacheKeys(msgspec.Struct, forbid_unknown_fields=True):
-    """Keys under ``cache``; defaults are those of ``CacheSettings``."""
-
-    enabled: bool | UnsetType = UNSET
-    max_size: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    ttl_seconds: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
+def _keys(name: str, types: Mapping[str, Any]) -> Any:
+    """Keys with the types of their values. Each may be left out, which is told apart from its default."""
+    listed = [(key, Union[kind, UnsetType], UNSET) for key, kind in types.items()]  # noqa: UP007 Any knows no |
+    return msgspec.defstruct(name, listed, forbid_unknown_fields=True)
 
 
 class RuleKeys(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,31 +63,34 @@ class RuleKeys(msgspec.Struct, forbid_unknown_fields=True):
     lock: str | UnsetType = UNSET
 
 
-class Keys(msgspec.Struct, forbid_unknown_fields=True):
-    """Keys of the whole; defaults are those of ``Settings``."""
-
-    version: Any = UNSET
-    enabled: bool | UnsetType = UNSET
-    fallback_enabled: bool | UnsetType = UNSET
-    log_selections: bool | UnsetType = UNSET
-    deterministic: bool | UnsetType = UNSET
-    strict_mode: bool | UnsetType = UNSET
-    memory_headroom_mb: Annotated[int, Meta(ge=0)] | UnsetType | None = UNSET
-    max_reports: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    tune_samples: Annotated[int, Meta(ge=1)] | UnsetType = UNSET  # perfdb.tune_samples by another name
-    explain_enabled: Any = UNSET
-    plan_mode: Any = UNSET
-    allow_adaptation: Any = UNSET
-    graph_strict_mode: Any = UNSET
-    backend_isolation: Any = UNSET
-    distributed_selection: Any = UNSET
-    auto_tune_on_warmup: Any = UNSET
-    prefer_sources: list[str] | UnsetType = UNSET
-    avoid_sources: list[str] | UnsetType = UNSET
-    locks: dict[str, Any] | UnsetType = UNSET
-    perfdb: PerfDBKeys | UnsetType = UNSET
-    cache: CacheKeys | UnsetType = UNSET
-    rules: list[RuleKeys] | UnsetType = UNSET
+#: Types of settings that have bounds, whichever group they are in.
+_BOUNDED: Mapping[str, Any] = {
+    **dict.fromkeys(("tune_samples", "max_size", "max_reports"), Annotated[int, Meta(ge=1)]),
+    "ttl_seconds": Annotated[float, Meta(gt=0)],
+    "memory_headroom_mb": Annotated[int, Meta(ge=0)] | None,
+}
+_perfdb, _cache, _settings = (
+    {name: _BOUNDED.get(name, of) for name, of in get_type_hints(kind).items()}
+    for kind in (PerfDBSettings, CacheSettings, Settings)
+)
+#: Keys under ``perfdb`` and ``cache``, and of the whole: those of the settings, of their types.
+PerfDBKeys: Any = _keys("PerfDBKeys", {**_perfdb, "path": Any})
+CacheKeys: Any = _keys("CacheKeys", _cache)
+Keys: Any = _keys(
+    "Keys",
+    {
+        "version": Any,
+        **{name: kind for name, kind in _settings.items() if name not in ("debug", "perfdb", "cache")},
+        "tune_samples": _perfdb["tune_samples"],  # by another name
+        **dict.fromkeys(_ONE_VALUE, Any),
+        "prefer_sources": list[str],
+        "avoid_sources": list[str],
+        "locks": dict[str, Any],
+        "perfdb": PerfDBKeys,
+        "cache": CacheKeys,
+        "rules": list[RuleKeys],
+    },
+)
 
 
 #: Keys that are no settings but say something about kernels.
@@ -167,7 +159,7 @@ def layer(data: object, origin: str, directory: Path) -> Layer:
     return Layer(tuple(values), _locks(keys, origin), _sources(keys, origin), _rules(keys, origin))
 
 
-def _converted(data: object) -> Keys:
+def _converted(data: object) -> Any:
     try:
         return msgspec.convert(data, Keys)
     except msgspec.ValidationError as error:
@@ -219,7 +211,7 @@ def _at(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def _values(keys: Keys, directory: Path) -> Iterator[tuple[str, Any]]:
+def _values(keys: Any, directory: Path) -> Iterator[tuple[str, Any]]:
     given = msgspec.structs.asdict(keys)
     for name, (only, why) in _ONE_VALUE.items():
         value = given.pop(name)
@@ -250,7 +242,7 @@ def _path(value: object, directory: Path) -> str | None:
     return str(directory / Path(value).expanduser())
 
 
-def _locks(keys: Keys, origin: str) -> tuple[Lock, ...]:
+def _locks(keys: Any, origin: str) -> tuple[Lock, ...]:
     found = []
     for operation, kernel_id in ({} if keys.locks is UNSET else keys.locks).items():
         if not isinstance(kernel_id, str):
@@ -262,7 +254,7 @@ def _locks(keys: Keys, origin: str) -> tuple[Lock, ...]:
     return tuple(found)
 
 
-def _sources(keys: Keys, origin: str) -> tuple[Statement, ...]:
+def _sources(keys: Any, origin: str) -> tuple[Statement, ...]:
     prefer = [] if keys.prefer_sources is UNSET else keys.prefer_sources
     avoid = [] if keys.avoid_sources is UNSET else keys.avoid_sources
     return _statements({"avoid_sources": avoid, "prefer_sources": prefer}, origin)
@@ -291,7 +283,7 @@ def _checked(kind: str, key: str, pattern: str, path: KeyPath) -> str:
     return pattern
 
 
-def _rules(keys: Keys, origin: str) -> tuple[Rule, ...]:
+def _rules(keys: Any, origin: str) -> tuple[Rule, ...]:
     found = []
     for index, entry in enumerate([] if keys.rules is UNSET else keys.rules):
         try:

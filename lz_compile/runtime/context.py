@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from lz_compile.lowering import ops
+from lz_compile.records import Record, plain
 from lz_compile.runtime.hardware import Hardware, hardware
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def upper(dim: Dim) -> int | None:
 
 
 @dataclass(frozen=True)
-class SelectionContext:
+class SelectionContext(Record):
     """One problem to choose a kernel for.
 
     ``operation`` is an op with its variant (``attention.causal``); ``features`` names what a kernel must support and what
@@ -133,22 +134,9 @@ class SelectionContext:
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
-        return {
-            "operation": self.operation,
-            "hardware": self.hardware.to_dict(),
-            "dtype": self.dtype_name,
-            "dims": {name: dim if isinstance(dim, int) else dim.to_dict() for name, dim in sorted(self.dims.items())},
-            "features": dict(sorted(self.features.items())),
-            "layout": self.layout,
-            "is_last_dim_contiguous": self.is_last_dim_contiguous,
-            "attn_mask_type": self.attn_mask_type,
-            "has_custom_scale": self.has_custom_scale,
-            "is_training": self.is_training,
-            "requires_deterministic": self.requires_deterministic,
-            "is_cuda_graph_capturing": self.is_cuda_graph_capturing,
-            "memory_headroom_bytes": self.memory_headroom_bytes,
-            **({"fusable": list(self.fusable)} if self.fusable else {}),
-        }
+        dims, features = (dict(sorted(each.items())) for each in (self.dims, self.features))
+        told = {**super().to_dict(), "dtype": self.dtype_name, "dims": plain(dims), "features": features}
+        return told if self.fusable else {name: value for name, value in told.items() if name != "fusable"}
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -12,13 +12,12 @@ the same exception; where it is interrupted (``KeyboardInterrupt``, ``SystemExit
 thread that is itself computing never waits, it computes: neither re-entry nor two computations that need each other's keys
 can deadlock, at the price of computing such a key twice.
 
-*Invalidation* starts a new generation. What began to be computed before is returned to those who asked before, and is neither
-stored nor handed to anybody who asks later, whichever keys were invalidated.
+*Clearing* puts an empty cache in the place of the full one. What began to be computed before is returned to those who asked
+before, and stored where nobody looks any more.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -26,13 +25,14 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from lz_compile.errors import OptionError
+from lz_compile.records import Record
 
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class SelectionCacheConfig:
-    """Bounds of a cache: shards, entries in each, seconds that an entry lives, whether equal keys wait for one another.
+    """Bounds of a cache: shards, entries in each, seconds that an entry lives.
 
     Raises:
         OptionError: a bound is not positive.
@@ -41,7 +41,6 @@ class SelectionCacheConfig:
     num_shards: int = 256
     max_entries_per_shard: int = 40
     entry_ttl_seconds: float = 60.0
-    enable_deduplication: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_shards", "max_entries_per_shard", "entry_ttl_seconds"):
@@ -51,7 +50,7 @@ class SelectionCacheConfig:
 
 
 @dataclass(frozen=True)
-class CacheStatistics:
+class CacheStatistics(Record):
     """What a cache did since it was made.
 
     ``hits`` and ``misses`` are counted without a lock: exact under the GIL (but for a hit on an entry in the moment of its
@@ -65,10 +64,6 @@ class CacheStatistics:
     evictions: int
     expirations: int
     entries: int
-
-    def to_dict(self) -> dict[str, int]:
-        """As stable JSON."""
-        return dict(vars(self))
 
 
 class _Entry(Generic[V]):
@@ -86,10 +81,9 @@ class _Entry(Generic[V]):
 class _Flight(Generic[V]):
     """One computation. ``landed`` is a lock that is held until it ends; without a result or an error it was interrupted."""
 
-    __slots__ = ("error", "generation", "landed", "result")
+    __slots__ = ("error", "landed", "result")
 
     def __init__(self) -> None:
-        self.generation = 0
         self.landed = threading.Lock()
         self.landed.acquire()
         self.result: tuple[V] | None = None
@@ -122,14 +116,18 @@ class _Shard(Generic[V]):
                 self.remove(*self._least_used(), now)
         self.entries[key] = self.live[key] = entry
 
-    def remove(self, key: Hashable, entry: _Entry[V], now: float) -> bool:
-        """Take an entry out where it is still there, and say whether it was."""
-        if self.entries.get(key) is not entry:
-            return False
-        del self.entries[key], self.live[key]
-        self.past_hits += entry.hits
-        self.expirations += entry.expires <= now
-        return True
+    def remove(self, key: Hashable, entry: _Entry[V], now: float) -> None:
+        """Take an entry out where it is still there."""
+        if self.entries.get(key) is entry:
+            del self.entries[key], self.live[key]
+            self.past_hits += entry.hits
+            self.expirations += entry.expires <= now
+
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """Hits, computations, evictions, expirations and entries."""
+        with self.lock:
+            hits = self.past_hits + sum(entry.hits for entry in self.entries.values())
+            return hits, self.computations, self.evictions, self.expirations, len(self.entries)
 
     def _least_used(self) -> tuple[Hashable, _Entry[V]]:
         """The first entry without a hit since it was last passed over, else the first; those passed over go to the back."""
@@ -169,14 +167,9 @@ class DecisionCache(Generic[V]):
         self._clock = clock
         self._live: dict[Hashable, _Entry[V]] = {}
         self._shards = [_Shard(self._live) for _ in range(self.config.num_shards)]
+        self._past = (0, 0, 0, 0)  # counts of the shards that were cleared away
         self._misses = 0
-        self._generation = 0
-        self._generation_lock = threading.Lock()
-
-    @property
-    def generation(self) -> int:
-        """Changes with every invalidation; see :meth:`put`."""
-        return self._generation
+        self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> V | None:
         """The value, None where there is none or it is too old."""
@@ -205,59 +198,28 @@ class DecisionCache(Generic[V]):
         self._misses += 1
         return self._computed(self._shard(key), key, compute)
 
-    def put(self, key: Hashable, value: V, *, generation: int | None = None) -> bool:
-        """Store a value, and say whether it was.
-
-        Args:
-            generation: the cache's :attr:`generation` from before the value was worked out. Where something was
-                invalidated since, the value is not stored.
-        """
-        shard = self._shard(key)
-        with shard.lock:
-            if generation is not None and generation != self._generation:
-                return False
-            self._store(shard, key, value)
-            return True
-
-    def invalidate(self, predicate: Callable[[Hashable], bool] | None = None) -> int:
-        """Forget the entries whose key the predicate holds for, all without one; how many there were.
-
-        The predicate is called without a lock and may use the cache.
-        """
-        with self._generation_lock:
-            self._generation += 1
-        removed = 0
-        for shard in self._shards:
-            with shard.lock:  # whoever stores after this sees the new generation, whoever stored before is seen here
-                entries = list(shard.entries.items())
-            doomed = [(key, entry) for key, entry in entries if predicate is None or predicate(key)]
-            with shard.lock:
-                removed += sum(shard.remove(key, entry, -math.inf) for key, entry in doomed)
-        return removed
-
     def clear(self) -> None:
         """Forget everything. The statistics go on."""
-        self.invalidate()
+        with self._lock:
+            *past, _ = self._counts()
+            self._past = (past[0], past[1], past[2], past[3])
+            live: dict[Hashable, _Entry[V]] = {}
+            # Shards first: what a new one stores is in the dict that is looked into next, and in no older one.
+            self._shards = [_Shard(live) for _ in self._shards]
+            self._live = live
 
     def statistics(self) -> CacheStatistics:
         """What happened so far; shards are read one after the other."""
-        hits = computations = evictions = expirations = entries = 0
-        for shard in self._shards:
-            with shard.lock:
-                hits += shard.past_hits + sum(entry.hits for entry in shard.entries.values())
-                computations += shard.computations
-                evictions += shard.evictions
-                expirations += shard.expirations
-                entries += len(shard.entries)
-        return CacheStatistics(hits, self._misses, computations, evictions, expirations, entries)
+        with self._lock:
+            hits, *others = self._counts()
+        return CacheStatistics(hits, self._misses, *others)
+
+    def _counts(self) -> list[int]:
+        counts = (shard.counts() for shard in self._shards)
+        return [sum(each) for each in zip((*self._past, 0), *counts, strict=True)]
 
     def _shard(self, key: Hashable) -> _Shard[V]:
         return self._shards[hash(key) % len(self._shards)]
-
-    def _store(self, shard: _Shard[V], key: Hashable, value: V) -> None:
-        now = self._clock()
-        entry = _Entry(value, now + self.config.entry_ttl_seconds)
-        shard.store(key, entry, self.config.max_entries_per_shard, now)
 
     def _computed(self, shard: _Shard[V], key: Hashable, compute: Callable[[], V]) -> V:
         """Compute, or wait for the thread that does; again where that one was interrupted."""
@@ -286,13 +248,9 @@ class DecisionCache(Generic[V]):
             entry = shard.entries.get(key)
             if entry is not None and entry.expires > self._clock():
                 return entry
-            flight.generation = self._generation
-            if self.config.enable_deduplication:
-                other = shard.flights.get(key)
-                if other is None or other.generation != flight.generation:
-                    shard.flights[key] = flight
-                elif not _thread.is_computing:
-                    return other
+            other = shard.flights.setdefault(key, flight)
+            if other is not flight and not _thread.is_computing:
+                return other
             shard.computations += 1
             return flight
 
@@ -308,8 +266,9 @@ class DecisionCache(Generic[V]):
         finally:
             _thread.is_computing = was_computing
         with shard.lock:
-            if flight.generation == self._generation:
-                self._store(shard, key, value)
+            now = self._clock()
+            entry = _Entry(value, now + self.config.entry_ttl_seconds)
+            shard.store(key, entry, self.config.max_entries_per_shard, now)
         return value
 
     def _detach(self, shard: _Shard[V], key: Hashable, flight: _Flight[V]) -> None:

@@ -11,19 +11,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from lz_compile.records import Record
+
 logger = logging.getLogger("lz_compile")
 
 
 @dataclass(frozen=True)
-class Event:
+class Event(Record):
     """``code`` is stable, ``message`` says what happened with the values."""
 
     code: str
     message: str
-
-    def to_dict(self) -> dict[str, str]:
-        """As stable JSON."""
-        return {"code": self.code, "message": self.message}
 
 
 class _Sinks(threading.local):

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lz_compile.records import Record
+
 #: First SM version of a generation, its name and its tensor cores' generation, newest first.
 GENERATIONS: tuple[tuple[int, str, int], ...] = (
     (100, "blackwell", 5),
@@ -51,7 +53,7 @@ _CPU_EXTENSIONS: tuple[tuple[str, str, str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Hardware:
+class Hardware(Record):
     """One device.
 
     ``platform`` is ``cpu``, ``cuda``, ``rocm``, ``xpu`` or ``mps``; ``generation`` a name of :data:`GENERATIONS`, on ROCm
@@ -83,16 +85,7 @@ class Hardware:
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
-        return {
-            "platform": self.platform,
-            "device_name": self.device_name,
-            "sm_version": self.sm_version,
-            "generation": self.generation,
-            "tensor_core_generation": self.tensor_core_generation,
-            "isa": sorted(self.isa),
-            "threads": self.threads,
-            "signature": self.signature(),
-        }
+        return {**super().to_dict(), "signature": self.signature()}
 
 
 def default_device() -> torch.device:

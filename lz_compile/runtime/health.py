@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lz_compile.errors import ArgumentError, KernelExecutionError
 from lz_compile.reasons import Reason
+from lz_compile.records import Record
 from lz_compile.runtime import events, policy
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ FAILURE_EVENTS = frozenset({"KERNEL_FAILED", "KERNEL_RETIRED"})
 
 
 @dataclass(frozen=True)
-class KernelFailures:
+class KernelFailures(Record):
     """How often a kernel failed in this process, the last error, and whether it is retired for it (or by hand)."""
 
     kernel_id: str
@@ -49,10 +50,6 @@ class KernelFailures:
     out_of_memory_count: int = 0
     last_error: str = ""
     retired: Reason | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As stable JSON."""
-        return {**vars(self), "retired": self.retired and self.retired.to_dict()}
 
 
 class CircuitBreaker:

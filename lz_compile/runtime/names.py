@@ -6,20 +6,18 @@ A pattern is a name or a glob. A name stands for itself and everything below it 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any
 
 from lz_compile.errors import nearest
 from lz_compile.lowering import ops
 from lz_compile.runtime import registry
 from lz_compile.runtime.context import operations
+from lz_compile.runtime.kernel import KernelSpec
 
 #: The kernel that leaves a match to Inductor. It is what remains when nothing else may run: it cannot be forbidden.
 INCUMBENT = "inductor"
 
-_SOURCE = re.compile(r"[A-Za-z0-9_.\-]+")
 #: Other names of kernels.
 _RENAMED = {"torch.rms_norm": "torch.norm", "torch.layer_norm": "torch.norm"}
 
@@ -56,15 +54,14 @@ def covers(pattern: str, name: str) -> bool:
     return pattern.endswith(".*") and fnmatchcase(name, pattern[:-2])
 
 
-def covers_kernel(pattern: str, kernel: Any) -> bool:
-    """Whether a pattern names a kernel (a ``KernelSpec``), by its id or by its source."""
+def covers_kernel(pattern: str, kernel: KernelSpec) -> bool:
+    """Whether a pattern names a kernel by its id or by its source."""
     return covers(pattern, kernel.kernel_id) or any(fnmatchcase(source, pattern) for source in sources_of(kernel))
 
 
-def sources_of(kernel: Any) -> set[str]:
+def sources_of(kernel: KernelSpec) -> set[str]:
     """What a kernel's source is called: its backend and the first part of its id."""
-    named = {kernel.kernel_id.partition(".")[0], getattr(kernel, "source", ""), getattr(kernel, "backend", "")}
-    return {name for name in named if isinstance(name, str) and _SOURCE.fullmatch(name)}
+    return {kernel.kernel_id.partition(".")[0], kernel.source}
 
 
 def ops_covered(pattern: str) -> list[str]:
@@ -143,7 +140,7 @@ def locked(operation: str, kernel_id: str) -> str:
     return kernel_id
 
 
-def _kernels() -> list[Any]:
+def _kernels() -> list[KernelSpec]:
     return [kernel for op in ops.names() for kernel in registry.kernels(op).values()]
 
 

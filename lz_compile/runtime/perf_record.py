@@ -12,6 +12,7 @@ from typing import Any
 
 from lz_compile import __version__
 from lz_compile.errors import MeasurementError
+from lz_compile.records import Record
 
 _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
 
@@ -27,7 +28,7 @@ def now() -> str:
 
 
 @dataclass(frozen=True)
-class PerfRecord:
+class PerfRecord(Record):
     """One kernel's measured latency. ``None`` stands for what an operation or a device does not have.
 
     ``workload`` is ``canonical`` JSON of the dims and features; ``surroundings`` a hash of the pointwise chain that was
@@ -65,10 +66,6 @@ class PerfRecord:
         """The workload's dims and features by name."""
         found: dict[str, Any] = json.loads(self.workload)
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """As stable JSON."""
-        return {name: getattr(self, name) for name in COLUMNS}
 
 
 COLUMNS = tuple(f.name for f in dataclasses.fields(PerfRecord))

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from lz_compile.runtime import events, sqlite_file
 from lz_compile.runtime.directories import cache_directory
-from lz_compile.runtime.machine import conditions, environment, environment_details
 from lz_compile.runtime.perf_record import (
     COLUMNS,
     PerfRecord,
@@ -31,7 +30,7 @@ from lz_compile.runtime.perf_record import (
     now,
 )
 
-__all__ = ["PerfDB", "PerfRecord", "canonical", "conditions", "database", "environment", "environment_details"]
+__all__ = ["PerfDB", "PerfRecord", "canonical", "database", "path_of"]
 
 _Result = TypeVar("_Result")
 _MEMO_ENTRIES = 1024
@@ -57,7 +56,7 @@ class PerfDB:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path or cache_directory() / "perfdb.sqlite"
+        self.path = path or path_of(None)
         self._lock = threading.RLock()
         self._opened: sqlite_file.Opened | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
@@ -249,9 +248,14 @@ class PerfDB:
         self._memo.clear()
 
 
+def path_of(setting: str | None) -> Path:
+    """Where the measurements are: as set, by default in this user's cache directory."""
+    return cache_directory() / "perfdb.sqlite" if setting is None else Path(setting).expanduser()
+
+
 def database(path: Path | None = None) -> PerfDB:
     """This process's database at ``path``, by default this user's."""
-    chosen = path or cache_directory() / "perfdb.sqlite"
+    chosen = path or path_of(None)
     with _databases_lock:
         if chosen not in _databases:
             _databases[chosen] = PerfDB(chosen)

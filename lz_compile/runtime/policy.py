@@ -49,7 +49,6 @@ __all__ = [
 class _State:
     """What holds in every thread. ``loaded`` is the file that ``load_config`` was asked for."""
 
-    version: int
     variables: environment.Snapshot
     environment: Layer
     code: Layer
@@ -115,8 +114,7 @@ def refresh() -> None:
         ConfigError: one of them is wrong; what held before still holds.
     """
     with _mutex:
-        before = _state
-        _read(None if before is None else before.loaded, Layer() if before is None else before.code)
+        _read(*_told(_state))
 
 
 def reset() -> None:
@@ -154,7 +152,7 @@ def load_config(path: str | os.PathLike[str] | None = None) -> None:
     """
     with _mutex:
         asked = None if path is None else str(Path(path).expanduser().absolute())
-        _read(asked, Layer() if _state is None else _state.code)
+        _read(asked, _told(_state)[1])
 
 
 class Override:
@@ -317,35 +315,40 @@ def _present() -> _State:
             before = _state
             if before is not None and before.variables == variables:  # another thread was here first
                 return before
-            if before is None or dict(before.variables).get(environment.CONFIG) != dict(variables).get(
-                environment.CONFIG
-            ):
-                return _read(None if before is None else before.loaded, Layer() if before is None else before.code)
-            return _replace(variables=variables, environment=environment.read(variables))
+            if before is None or _configured(before.variables) != _configured(variables):
+                return _read(*_told(before))
+            return _hold(replace(before, variables=variables, environment=environment.read(variables)))
     return state
+
+
+def _configured(variables: environment.Snapshot) -> str | None:
+    """The file that a variable names."""
+    return dict(variables).get(environment.CONFIG)
+
+
+def _told(state: _State | None) -> tuple[str | None, Layer]:
+    """What a reading anew keeps: the file that was asked for, and what code said."""
+    return (None, Layer()) if state is None else (state.loaded, state.code)
 
 
 def _change_code(change: Callable[[Layer], Layer]) -> None:
     with _mutex:
-        _replace(code=change(_present().code))
+        state = _present()
+        _hold(replace(state, code=change(state.code)))
 
 
-def _replace(**changes: Any) -> _State:
-    global _state, _version  # noqa: PLW0603 the policy of the process
-    assert _state is not None, "only a state that there is can change"
-    _state = replace(_state, version=_version + _STEP, **changes)
-    _version = _state.version
-    return _state
+def _hold(state: _State) -> _State:
+    """From now on this holds."""
+    global _state, _version
+    _state, _version = state, _version + _STEP
+    return state
 
 
 def _read(loaded: str | None, code: Layer) -> _State:
     """Everything that is read from outside, anew."""
-    global _state, _version  # noqa: PLW0603 the policy of the process
     variables = environment.snapshot()
-    layer, name = _file(loaded, dict(variables).get(environment.CONFIG))
-    _state = _State(_version + _STEP, variables, environment.read(variables), code, layer, name, loaded)
-    _version = _state.version
-    return _state
+    layer, name = _file(loaded, _configured(variables))
+    return _hold(_State(variables, environment.read(variables), code, layer, name, loaded))
 
 
 def _file(loaded: str | None, configured: str | None) -> tuple[Layer, str | None]:

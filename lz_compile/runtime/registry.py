@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lz_compile.errors import RegistrationError, UnknownOperationError
 from lz_compile.reasons import Reason
+from lz_compile.records import Record
 from lz_compile.runtime import events, libraries
 from lz_compile.runtime.context import operations
 from lz_compile.runtime.kernel import ADAPTERS, GridLayoutSpec, KernelSpec, Prior
@@ -247,7 +248,7 @@ def unregister_kernel(kernel_id: str) -> None:
 
 
 @dataclass(frozen=True)
-class KernelInfo:
+class KernelInfo(Record):
     """One kernel, for people: ``version`` is the installed one, ``unavailable`` why it cannot be used here (None: it can)."""
 
     kernel_id: str
@@ -269,20 +270,7 @@ class KernelInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
-        return {
-            "kernel_id": self.kernel_id,
-            "operation": self.operation,
-            "source": self.source,
-            "version": self.version,
-            "platforms": list(self.platforms),
-            "dtypes": list(self.dtypes),
-            "supports": list(self.supports),
-            "priority": self.priority,
-            "is_opaque": self.is_opaque,
-            "provenance": self.provenance,
-            "is_available": self.is_available,
-            "unavailable": None if self.unavailable is None else self.unavailable.to_dict(),
-        }
+        return {**super().to_dict(), "is_available": self.is_available}
 
 
 def list_kernels(operation: str | None = None) -> list[KernelInfo]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lz_compile.reasons import Reason
+from lz_compile.records import Record, plain
 from lz_compile.runtime import health, policy
 from lz_compile.runtime.events import Event
 
@@ -22,7 +23,7 @@ SCHEMA_VERSION = "1.0"
 
 
 @dataclass
-class MatchReport:
+class MatchReport(Record):
     """One recognised op: where it is, which kernel runs it and why, and how its rewrite was proven.
 
     ``graph`` is the path of the nested graph it was found in ("" for the outermost); ``context`` is what the kernel was
@@ -33,20 +34,20 @@ class MatchReport:
     """
 
     op: str
+    kernel: str = field(default="inductor", kw_only=True)
+    rewritten: bool = field(default=False, kw_only=True)
     where: str
     graph: str
     attributes: dict[str, Any]
-    kernel: str = "inductor"
-    rewritten: bool = False
-    why: str = ""
-    reasons: list[Reason] = field(default_factory=list)
-    candidates: list[dict[str, Any]] = field(default_factory=list)
-    validation: dict[str, Any] | None = None
-    context: dict[str, Any] | None = None
-    guards: list[str] = field(default_factory=list)
+    formula: str = ""
     mask: str = ""
     mask_reasons: list[Reason] = field(default_factory=list)
-    formula: str = ""
+    why: str = ""
+    reasons: list[Reason] = field(default_factory=list)
+    context: dict[str, Any] | None = None
+    guards: list[str] = field(default_factory=list)
+    candidates: list[dict[str, Any]] = field(default_factory=list)
+    validation: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, match: Match, graph: str) -> MatchReport:
@@ -78,27 +79,11 @@ class MatchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
-        return {
-            "op": self.op,
-            "kernel": self.kernel,
-            "rewritten": self.rewritten,
-            "where": self.where,
-            "graph": self.graph,
-            "attributes": self.attributes,
-            "formula": self.formula,
-            "mask": self.mask,
-            "mask_reasons": [reason.to_dict() for reason in self.mask_reasons],
-            "why": self.why,
-            "reasons": [reason.to_dict() for reason in self.all_reasons],
-            "context": self.context,
-            "guards": self.guards,
-            "candidates": self.candidates,
-            "validation": self.validation,
-        }
+        return {**super().to_dict(), "reasons": plain(self.all_reasons)}
 
 
 @dataclass(frozen=True)
-class MissReport:
+class MissReport(Record):
     """A subgraph that looks like an op and was refused; ``edit`` is the smallest change that would make it match."""
 
     op: str
@@ -111,13 +96,9 @@ class MissReport:
         """The report of a near miss."""
         return cls(miss.op, miss.where, miss.reason, miss.edit)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As stable JSON."""
-        return {"op": self.op, "where": self.where, "reason": self.reason.to_dict(), "edit": self.edit}
-
 
 @dataclass
-class LoopReport:
+class LoopReport(Record):
     """A loop that Dynamo unrolled: ``steps`` of ``calls`` each, and whether it is one step again, run ``steps`` times.
 
     ``carried`` are the tensors that a step hands on, ``streams`` says where what moves on comes from, ``around`` is how many
@@ -151,24 +132,9 @@ class LoopReport:
             reason=loop.kept,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """As stable JSON."""
-        return {
-            "where": self.where,
-            "graph": self.graph,
-            "steps": self.steps,
-            "calls": self.calls,
-            "carried": list(self.carried),
-            "streams": list(self.streams),
-            "around": self.around,
-            "outputs": list(self.outputs),
-            "rolled": self.rolled,
-            "reason": None if self.reason is None else self.reason.to_dict(),
-        }
-
 
 @dataclass
-class GraphReport:
+class GraphReport(Record):
     """One compiled graph. ``seconds`` is the time by stage, ``compile`` being what Inductor took.
 
     ``unproven`` are edits of the graph that could not be run before and after, and why.
@@ -176,11 +142,11 @@ class GraphReport:
 
     graph_id: int
     matches: list[MatchReport] = field(default_factory=list)
+    loops: list[LoopReport] = field(default_factory=list, kw_only=True)
     near_misses: list[MissReport] = field(default_factory=list)
+    unproven: list[Reason] = field(default_factory=list, kw_only=True)
     events: list[Event] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    loops: list[LoopReport] = field(default_factory=list)
-    unproven: list[Reason] = field(default_factory=list)
 
     def add(self, part: GraphReport) -> None:
         """What is told of a part of the graph belongs to it."""
@@ -193,19 +159,11 @@ class GraphReport:
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
-        return {
-            "graph_id": self.graph_id,
-            "matches": [match.to_dict() for match in self.matches],
-            "loops": [loop.to_dict() for loop in self.loops],
-            "near_misses": [miss.to_dict() for miss in self.near_misses],
-            "unproven": [reason.to_dict() for reason in self.unproven],
-            "events": [event.to_dict() for event in self.events],
-            "seconds": {stage: round(seconds, 6) for stage, seconds in self.seconds.items()},
-        }
+        return {**super().to_dict(), "seconds": {stage: round(seconds, 6) for stage, seconds in self.seconds.items()}}
 
 
 @dataclass
-class Report:
+class Report(Record):
     """The reports of several graphs; ``rich.print(report)`` prints a screen, ``rich.print(report.in_full())`` everything."""
 
     graphs: list[GraphReport]
@@ -246,7 +204,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
-        return {"schema_version": SCHEMA_VERSION, "graphs": [graph.to_dict() for graph in self.graphs]}
+        return {"schema_version": SCHEMA_VERSION, **super().to_dict()}
 
     def in_full(self) -> Group:
         """Every kind of match with its candidates, and all else, to be printed with rich."""

@@ -210,8 +210,7 @@ def _dtypes() -> list[str]:
 
 def _number(key: str, subject: SelectionContext) -> int | None:
     if key == "sm":
-        version: int | None = subject.hardware.sm_version
-        return version
+        return subject.hardware.sm_version
     if key == "seq_len" and key not in subject.dims:
         lengths = [hint(subject.dims[name]) for name in ("seq_len_q", "seq_len_k") if name in subject.dims]
         return max(lengths, default=None)

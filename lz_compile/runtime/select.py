@@ -369,9 +369,7 @@ def records_of(problem: Problem, context: SelectionContext, path: str | None) ->
 
 def database_at(path: str | None) -> perfdb.PerfDB:
     """The database of measurements, by default that of the user's cache directory."""
-    from pathlib import Path
-
-    return perfdb.database(None if path is None else Path(path).expanduser())
+    return perfdb.database(perfdb.path_of(path))
 
 
 def _with_settings(context: SelectionContext, policy: Policy) -> SelectionContext:

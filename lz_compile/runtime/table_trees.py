@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from lz_compile.runtime.decision_tree import (
     Leaf,
@@ -17,25 +17,14 @@ from lz_compile.runtime.decision_tree import (
     simplify,
 )
 
+if TYPE_CHECKING:
+    from lz_compile.runtime.problem import Symbols
+
 UNSAID = Leaf(None, "the table does not speak of these sizes")
 #: The largest size that a symbol is expected to have.
 MAX_SIZE = 1 << 40
 
 Point = Mapping[str, int]
-
-
-class Sizes(Protocol):
-    """Sizes over symbols (``passes/symbolic_sizes.py``)."""
-
-    @property
-    def symbols(self) -> Mapping[str, Any]:
-        """Every symbol by name."""
-
-    def at(self, values: Mapping[str, int]) -> dict[str, int]:
-        """Every size, with the symbols at ``values``."""
-
-    def names_in(self, dims: tuple[str, ...]) -> list[str]:
-        """The symbols that the sizes of some dims depend on."""
 
 
 def only_within(ranges: Mapping[str, Range], node: Node, otherwise: Node = UNSAID) -> Node:
@@ -76,7 +65,7 @@ def of_regions(regions: Iterable[tuple[Mapping[str, Range], str]]) -> Node:
     return simplify(found)
 
 
-def over_symbols(node: Node, sizes: Sizes) -> Node | None:
+def over_symbols(node: Node, sizes: Symbols) -> Node | None:
     """The tree with questions about symbols in place of those about sizes.
 
     None where that cannot be: a size depends on several symbols, on one that no guard can ask, or falls as it grows.
@@ -102,7 +91,7 @@ def over_symbols(node: Node, sizes: Sizes) -> Node | None:
     return simplify(restrict(substituted(node), ranges))
 
 
-def _edge(sizes: Sizes, hints: Mapping[str, int], dim: str, symbol: str, at: int) -> int | None:
+def _edge(sizes: Symbols, hints: Mapping[str, int], dim: str, symbol: str, at: int) -> int | None:
     """The smallest value of a symbol at which a size has reached ``at``; None if the size does not grow with it."""
 
     def size(value: int) -> int:

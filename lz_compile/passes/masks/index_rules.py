@@ -83,14 +83,6 @@ def _numbers(reader: Reader, call: Call, dims: Dims, dtype: torch.dtype, *values
 # ---- arithmetic ---------------------------------------------------------------------------------------------------
 
 
-def _arithmetic(function: Callable[[Number, Number], Number | None]) -> Rule:
-    def rule(reader: Reader, call: Call, dims: Dims) -> Value | None:
-        numbers = _numbers(reader, call, dims, _dtype(call), call.input, _second(call))
-        return None if numbers is None else combined(function, *numbers)
-
-    return rule
-
-
 def _add(sign: int, *, is_reversed: bool = False) -> Rule:
     def rule(reader: Reader, call: Call, dims: Dims) -> Value | None:
         first, second = call.input, _second(call)
