@@ -18,8 +18,8 @@ from lz_compile.lowering.ops.scan import DIMS, Operands, ScanAttrs, common_dtype
 TIME = 2
 
 
-@dataclass(frozen=True)
-class ChunkOperands:
+@dataclass(frozen=True, kw_only=True)
+class ChunkOperands(Operands):
     """The operands of a scan in one dtype; all but the first two have every step, rank, row and column.
 
     Shapes:
@@ -28,11 +28,6 @@ class ChunkOperands:
     """
 
     state: torch.Tensor
-    decay: torch.Tensor | None
-    left: torch.Tensor | None
-    right: torch.Tensor | None
-    erase: torch.Tensor | None
-    drive: torch.Tensor | None
     query: torch.Tensor
     batch: Any
     heads: Any
@@ -61,8 +56,7 @@ class ChunkOperands:
         if "decay" in found:
             found["decay"] = found["decay"].expand(-1, -1, length, -1, -1)
         found["state"] = found["state"].expand(*(sizes[dim] for dim in DIMS["state"]))
-        parts = {name: found.get(name) for name in x.names}
-        return cls(**parts, batch=sizes["B"], heads=sizes["H"], length=length)  # type: ignore[arg-type]  # two are given
+        return cls(**found, batch=sizes["B"], heads=sizes["H"], length=length)
 
     @property
     def rows(self) -> int:
@@ -99,19 +93,17 @@ class ChunkOperands:
         more = length - self.length
         if more == 0:
             return self
-        values = {"decay": 1.0}
-        found: dict[str, Any] = {}
-        for name in DIMS:
-            operand = getattr(self, name)
-            if operand is not None and name != "state":
-                found[name] = F.pad(operand, (0, 0, 0, 0, 0, more), value=values.get(name, 0.0))
+        found = {
+            name: F.pad(each, (0, 0, 0, 0, 0, more), value=1.0 if name == "decay" else 0.0)
+            for name, each in self.given().items()
+            if name != "state"
+        }
         return replace(self, **found, length=length)
 
     def steps(self, start: int, stop: int) -> ChunkOperands:
         """Some of the steps."""
-        named = {name: getattr(self, name) for name in DIMS if name != "state"}
-        found = {name: None if each is None else each[:, :, start:stop] for name, each in named.items()}
-        return replace(self, **found, length=stop - start)  # type: ignore[arg-type]
+        found = {name: each[:, :, start:stop] for name, each in self.given().items() if name != "state"}
+        return replace(self, **found, length=stop - start)
 
 
 def results(

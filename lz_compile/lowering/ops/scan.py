@@ -194,7 +194,7 @@ def sizes_of(x: Operands) -> ScanSizes:
             raise ValueError(f"scan: expected {name} with the dimensions {names}, received {shape}")
         for dim, size in zip(names, shape, strict=True):
             known = found.setdefault(dim, size)
-            if is_one(known):
+            if is_one(known) or not (isinstance(known, int) or is_one(size)):  # a number is known rather than a symbol
                 found[dim] = size
             elif isinstance(known, int) and isinstance(size, int) and size not in (1, known):
                 raise ValueError(f"scan: expected {name} of size 1 or {known} in {dim} of {names}, received {shape}")
