@@ -393,7 +393,10 @@ def forgetting(op: str, name: str) -> Callable[..., Any]:
     definition = ops.module(op).reference
 
     def call(*operands: Any, **named: Any) -> Any:
-        return definition(*operands, **{**named, name: torch.zeros_like(named[name])})
+        if named:  # an op whose operands are none of its own class
+            return definition(*operands, **{**named, name: torch.zeros_like(named[name])})
+        x, attrs = operands
+        return definition(replace(x, **{name: torch.zeros_like(getattr(x, name))}), attrs)
 
     return call
 

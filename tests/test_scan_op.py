@@ -18,6 +18,7 @@ import lz_compile as lz
 from lz_compile import scan_calls
 from lz_compile.backend import layerzero
 from lz_compile.errors import ArgumentError
+from lz_compile.lowering.kernel_operator import asked, kernel_operator
 from lz_compile.lowering.kernels import chunked_scan, torch_scan
 from lz_compile.lowering.ops import scan as op
 from lz_compile.runtime import context as contexts
@@ -76,6 +77,14 @@ def test_the_kernel_of_pytorchs_own_computes_in_float32_and_rounds_once(seed: in
     given = problem(seed, T=5)
     found = errors(run(given, torch_scan.scan, torch.float32), run(given, op.reference))
     assert max(found.values()) < 1e-5, found
+
+
+def test_an_operator_of_two_results_has_gradients_although_one_is_a_constant() -> None:
+    scan = kernel_operator("test_scan_of_two_results", op, op.reference, backward=asked(op, op.reference))
+    x = op.Operands(drive=draw(1, 1, 1, 1, 3).requires_grad_())
+    reads, last = scan(x, op.ScanAttrs("before"))  # what is read before the first step are zeros
+    assert not reads.any()
+    assert torch.equal(*torch.autograd.grad(reads.sum() + 2 * last.sum(), x.drive), torch.full_like(x.drive, 2))
 
 
 @pytest.mark.parametrize(
