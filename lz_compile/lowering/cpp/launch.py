@@ -188,9 +188,11 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     return [*(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)), part]
 
 
-def forward(x: Operands, attrs: ScanAttrs, chunk: int, *, keeps: bool) -> Results:
-    """A scan over real tensors on a CPU; results as of :meth:`Launch.results`. What depends on layouts is done once."""
-    operands = x.flat()
+def forward(operands: Sequence[torch.Tensor | None], attrs: ScanAttrs, chunk: int, *, keeps: bool) -> Results:
+    """A scan over real tensors on a CPU; results as of :meth:`Launch.results`. What depends on layouts is done once.
+
+    The operands are all of the op's, in its order: compiled code comes by for every token, so no object is made of them.
+    """
     key = _layouts(operands), attrs, chunk, keeps, torch.get_num_threads()
     function, numbers, (reads, last, checkpoints) = _forward(*key)
     results = inductor.empty_cpu(*reads), inductor.empty_cpu(*last), inductor.empty_cpu(*checkpoints)

@@ -45,8 +45,8 @@ def _called(given: Sequence[Any]) -> tuple[Operands, ScanAttrs, int, Any]:
 
 def _forward(*given: Any) -> launch.Results:
     """Reads ``[B, T, H, Q, V]``, the last state, and where it ``keeps`` them those before chunks ``[B, H, chunks, K, V]``."""
-    x, attrs, chunk, keeps = _called(given)
-    return launch.forward(x, attrs, chunk, keeps=keeps)
+    attrs, chunk, keeps = given[_COUNT:]
+    return launch.forward(given[:_COUNT], decode(ScanAttrs, attrs), chunk, keeps=keeps)
 
 
 def _forward_fake(*given: Any) -> launch.Results:
