@@ -30,7 +30,7 @@ from benchmarks.harness import Quartiles
 from benchmarks.publish import Publication, rounded, table_of
 from lz_compile.lowering.encoded_attributes import encode
 from lz_compile.lowering.kernels import rolled
-from lz_compile.lowering.ops.scan import ScanAttrs
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs
 
 LIMIT_US = 40
 #: Of what no program calls itself, and docs/recurrences.md tells.
@@ -95,7 +95,8 @@ def blends() -> dict[str, tuple[Call, Call]]:
 
 def in_graphs() -> dict[str, tuple[Call, Call]]:
     """Of the operator that compiled code calls for all steps of a recurrence, and of a step by PyTorch."""
-    rolled.scan(decay=torch.rand(2, 1, 1, 1, 8), drive=torch.rand(2, 1, 1, 1, 8), attrs=_ATTRS)  # it is defined
+    step = torch.rand(2, 1, 1, 1, 8)
+    rolled.scan(Operands(decay=step, drive=step), _ATTRS)  # it is defined
     decay, drive, before = torch.rand(2, 1, 16, 1, 8), torch.rand(2, 1, 16, 1, 8), torch.zeros(2, 1, 1, 8)
     operator, attrs = torch.ops.layerzero.rolled_scan_forward_kernel.default, encode(_ATTRS)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.arguments import parse, parser
 from benchmarks.publish import Publication, table_of
-from lz_compile.lowering.ops.scan import ScanAttrs, facts_of, reference
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs, facts_of, reference
 from lz_compile.runtime.context import name_of, of_facts
 from lz_compile.runtime.hardware import hardware
 from lz_compile.runtime.kernel import KernelSpec
@@ -56,7 +56,7 @@ class Case:
     key_dim: int = 32
     value_dim: int = 32
 
-    def operands(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    def operands(self, dtype: torch.dtype, device: torch.device) -> Operands:
         """Queries and keys of length one, random values and strengths, and a state."""
         generator = torch.Generator().manual_seed(0)
 
@@ -68,16 +68,15 @@ class Case:
         uniform, half = torch.rand(shape, generator=generator), torch.rand(shape, generator=generator) < 0.5
         decay = DECAYS[self.decay](uniform, half)
         key, query = (F.normalize(normal(self.length, 1, self.key_dim), dim=-1) for _ in range(2))
-        operands = {
-            "state": normal(self.key_dim, self.value_dim),
-            "decay": decay,
-            "left": key * torch.rand(key.shape[:-1], generator=generator).unsqueeze(-1),
-            "right": normal(self.length, 1, self.value_dim),
-            "query": query,
-        }
-        if erases:
-            operands["erase"] = key * decay.transpose(3, 4)
-        return {name: each.to(device, dtype) for name, each in operands.items()}
+        x = Operands(
+            state=normal(self.key_dim, self.value_dim),
+            decay=decay,
+            left=key * torch.rand(key.shape[:-1], generator=generator).unsqueeze(-1),
+            right=normal(self.length, 1, self.value_dim),
+            erase=key * decay.transpose(3, 4) if erases else None,
+            query=query,
+        )
+        return x.map(lambda each: each.to(device, dtype))
 
     def attrs(self, dtype: torch.dtype) -> ScanAttrs:
         """With results in ``dtype``."""
@@ -86,11 +85,9 @@ class Case:
 
 def errors(scan: Scan, case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """The errors of reads, the last state, and every gradient (``of_`` and the operand's name)."""
-    operands = case.operands(dtype, device)
-    found = _with_gradients(scan, operands, case.attrs(dtype))
-    exact = _with_gradients(
-        reference, {name: each.double() for name, each in operands.items()}, case.attrs(torch.float64)
-    )
+    x = case.operands(dtype, device)
+    found = _with_gradients(scan, x, case.attrs(dtype))
+    exact = _with_gradients(reference, x.map(torch.Tensor.double), case.attrs(torch.float64))
     return {name: _error(found[name], exact[name]) for name in found}
 
 
@@ -98,10 +95,11 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).abs().max() / exact.abs().max().clamp(min=1.0)).item()
 
 
-def _with_gradients(scan: Scan, operands: Mapping[str, Tensor], attrs: ScanAttrs) -> dict[str, Tensor]:
-    leaves = {name: each.detach().requires_grad_() for name, each in operands.items()}
+def _with_gradients(scan: Scan, x: Operands, attrs: ScanAttrs) -> dict[str, Tensor]:
+    x = x.map(lambda each: each.detach().requires_grad_())
+    leaves = x.given()
     with torch.enable_grad():
-        reads, last = scan(**leaves, attrs=attrs)
+        reads, last = scan(x, attrs)
         weights = torch.linspace(-1, 1, reads.numel(), dtype=torch.float64, device=reads.device).view(reads.shape)
         total = (reads * weights.to(reads.dtype)).sum() + last.sum()
         gradients = torch.autograd.grad(total, list(leaves.values()))
@@ -115,9 +113,9 @@ def runs(spec: KernelSpec, case: Case, dtype: torch.dtype, device: torch.device)
     return not spec.check(context) and spec.call is not None
 
 
-def _with_leaves(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def _with_leaves(case: Case, dtype: torch.dtype, device: torch.device) -> Operands:
     with torch.enable_grad():
-        return {name: each.requires_grad_() for name, each in case.operands(dtype, device).items()}
+        return case.operands(dtype, device).map(torch.Tensor.requires_grad_)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:

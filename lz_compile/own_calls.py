@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lz_compile.lowering import ops
+from lz_compile.lowering.ops.scan import Operands
 from lz_compile.passes.match import Match
 from lz_compile.passes.patterns.sampling_call import SamplingCallEmitter
 from lz_compile.passes.patterns.scan_call import ScanCallEmitter
@@ -30,7 +31,7 @@ def with_own_kernel(match: Match) -> Match:
     device = next(tensor.device for tensor in tensors.values() if tensor is not None)
     facts: Any = match.facts
     if isinstance(match.emitter, ScanCallEmitter):
-        facts = replace(facts_of_call(tensors), needs_grad=match.facts.needs_grad)
+        facts = replace(facts_of_call(Operands(**tensors)), needs_grad=match.facts.needs_grad)
     else:
         logits = tensors["logits"]
         assert logits is not None, "a sampling has logits"

@@ -9,11 +9,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lz_compile.arguments import Arguments, is_plain, remembered
+from lz_compile.lowering.ops.scan import Operands
 from lz_compile.runtime import eager
 from lz_compile.scan_calls import by_address, is_view, scan
 
@@ -75,21 +76,36 @@ def kda(
     return _kda(*given, scale=scale, head_first=head_first)
 
 
-def _kda(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    initial_output: torch.Tensor | None,
-    drop_mask: torch.Tensor | None,
-    active: torch.Tensor | None,
-    *,
-    scale: float | None,
-    head_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence over arguments that were checked."""
+class _Tokens(NamedTuple):
+    """What a delta rule is over, with time before heads; ``alpha`` as in :func:`kda`, or one for each head."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    alpha: torch.Tensor
+    beta: torch.Tensor
+
+    def operands(self, state: torch.Tensor | None, scale: float | None) -> Operands:
+        """The op's."""
+        alpha = self.alpha.unsqueeze(-1) if self.alpha.dim() == 3 else self.alpha
+        return Operands(
+            state,
+            decay=alpha.transpose(1, 2).unsqueeze(-1),
+            left=_by_head(self.k * self.beta.unsqueeze(-1)),
+            right=_by_head(self.v),
+            erase=_by_head(self.k * alpha),
+            query=_by_head(self.q if scale is None else self.q * scale),
+        )
+
+    def dtypes(self, state: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+        """Of the outputs and of the last state."""
+        dtype = self.v.dtype
+        return dtype, torch.promote_types(dtype, torch.float32) if state is None else state.dtype
+
+
+def _kda(*given: Any, scale: float | None, head_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence over tensors that were checked, in the order of :func:`kda`."""
+    q, k, v, alpha, beta, initial_state, initial_output, drop_mask, active = given
     if head_first:
         q, k, v, alpha, beta = (each.transpose(1, 2) for each in (q, k, v, alpha, beta))
         active = None if active is None else active.transpose(1, 2)
@@ -103,60 +119,32 @@ def _kda(
         beta = torch.where(skipped, 0.0, beta)
         rows = skipped.unsqueeze(-1)
         alpha, k, v = torch.where(rows, 1.0, alpha), torch.where(rows, 0.0, k), torch.where(rows, 0.0, v)
-    reads, last = scan(*_delta(q, k, v, alpha, beta, initial_state, scale))
+    tokens = _Tokens(q, k, v, alpha, beta)
+    reads, last = scan(tokens.operands(initial_state, scale), *tokens.dtypes(initial_state))
     out = reads.squeeze(3).transpose(1, 2)
     if drop_mask is not None:
         out = _filled_forward(out, drop_mask.bool(), initial_output)
     return (out.transpose(1, 2) if head_first else out), last
 
 
-def _delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor | None,
-    scale: float | None,
-) -> tuple[dict[str, torch.Tensor | None], torch.dtype, torch.dtype]:
-    """The op's operands of a delta rule, and the dtypes of its outputs and of its state."""
-    operands = {
-        "state": state,
-        "decay": alpha.transpose(1, 2).unsqueeze(-1),
-        "left": _by_head(k * beta.unsqueeze(-1)),
-        "right": _by_head(v),
-        "erase": _by_head(k * alpha),
-        "query": _by_head(q if scale is None else q * scale),
-    }
-    return operands, v.dtype, torch.promote_types(v.dtype, torch.float32) if state is None else state.dtype
-
-
 def _bind_kda(given: tuple[Any, ...], scale: float | None, head_first: bool) -> Callable[..., Any]:
     """The call for arguments like these, which are checked here."""
     _check_kda(*given, scale, head_first)
     own = partial(_kda, scale=scale, head_first=head_first)
-    q, k, v, alpha, beta, state, *others = given
+    state, *others = given[5:]
     if head_first or any(each is not None for each in others):
         return own
-    is_by_head = alpha.dim() == 3
-    operands, *dtypes = _delta(q, k, v, alpha.unsqueeze(-1) if is_by_head else alpha, beta, state, scale)
+    tokens = _Tokens(*given[:5])
+    is_by_head = tokens.alpha.dim() == 3
 
-    def called(
-        run: Callable[..., Any],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        alpha: torch.Tensor,
-        beta: torch.Tensor,
-        state: torch.Tensor | None,
-        *_: None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def called(run: Callable[..., Any], *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, alpha, beta, state, *_ = given
         left, erase = k * beta.unsqueeze(-1), k * (alpha.unsqueeze(-1) if is_by_head else alpha)
         found: tuple[torch.Tensor, torch.Tensor]
         found = run(state, alpha, left, v, erase, None, q if scale is None else q * scale)
         return found
 
-    return by_address(operands, dtypes, (v.shape, None), called, own)
+    return by_address(tokens.operands(state, scale), tokens.dtypes(state), (tokens.v.shape, None), called, own)
 
 
 def linear_scan(
@@ -195,14 +183,14 @@ def _linear_scan(
     decay: torch.Tensor | float, drive: torch.Tensor | None, initial: torch.Tensor | None, *, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scan of arguments that were checked."""
-    operands, columns, dtype = _columns_of(decay, drive, initial, dim)
-    reads, last = scan(operands, dtype, dtype)
+    x, columns, dtype = _columns_of(decay, drive, initial, dim)
+    reads, last = scan(x, dtype, dtype)
     return columns.restored(reads), last.reshape(columns.rest)
 
 
 def _columns_of(
     decay: torch.Tensor | float, drive: torch.Tensor | None, initial: torch.Tensor | None, dim: int
-) -> tuple[dict[str, torch.Tensor | None], _Columns, torch.dtype]:
+) -> tuple[Operands, _Columns, torch.dtype]:
     """The op's operands, how they are laid out, and the dtype of results."""
     whole = decay if drive is None else drive
     assert isinstance(whole, torch.Tensor), "it was checked"
@@ -211,13 +199,12 @@ def _columns_of(
     given = [each for each in (factor, drive, initial) if each is not None]
     wide = reduce(torch.promote_types, (each.dtype for each in given))
     columns = _Columns(shape, dim)
-    operands = {
-        "decay": columns.of(_of_rank(factor, len(shape))),
-        "drive": None if drive is None else columns.of(drive),
-    }
-    if initial is not None:
-        operands["state"] = columns.of(_of_rank(initial, len(columns.rest)).unsqueeze(dim))[:, :, 0]
-    return operands, columns, wide
+    x = Operands(
+        decay=columns.of(_of_rank(factor, len(shape))),
+        drive=None if drive is None else columns.of(drive),
+        state=None if initial is None else columns.of(_of_rank(initial, len(columns.rest)).unsqueeze(dim))[:, :, 0],
+    )
+    return x, columns, wide
 
 
 def _bind_linear_scan(given: tuple[Any, ...], dim: int) -> Callable[..., Any]:
@@ -225,9 +212,8 @@ def _bind_linear_scan(given: tuple[Any, ...], dim: int) -> Callable[..., Any]:
     _check_linear_scan(*given, dim)
     own = partial(_linear_scan, dim=dim)
     decay, drive, initial = given
-    operands, columns, dtype = _columns_of(decay, drive, initial, dim)
-    pairs = ((operands.get(name), each) for name, each in zip(("decay", "drive", "state"), given, strict=True))
-    if not all(is_view(*pair) for pair in pairs):
+    x, columns, dtype = _columns_of(decay, drive, initial, dim)
+    if not all(is_view(*pair) for pair in zip((x.decay, x.drive, x.state), given, strict=True)):
         return own
     reads = columns.shape if columns.is_flat else None
 
@@ -237,7 +223,7 @@ def _bind_linear_scan(given: tuple[Any, ...], dim: int) -> Callable[..., Any]:
         found: tuple[torch.Tensor, torch.Tensor] = run(initial, decay, None, None, None, drive, None)
         return found if reads is not None else (columns.restored(found[0].transpose(1, 2)), found[1])
 
-    return by_address(operands, (dtype, dtype), (reads, columns.rest), called, own)
+    return by_address(x, (dtype, dtype), (reads, columns.rest), called, own)
 
 
 class _Columns:
@@ -319,19 +305,8 @@ def _check_linear_scan(decay: Any, drive: Any, initial: Any, dim: Any) -> None:
 
 
 @remembered
-def _check_kda(
-    q: Any,
-    k: Any,
-    v: Any,
-    alpha: Any,
-    beta: Any,
-    state: Any,
-    output: Any,
-    dropped: Any,
-    active: Any,
-    scale: Any,
-    heads: Any,
-) -> None:
+def _check_kda(*arguments: Any) -> None:
+    q, k, v, alpha, beta, state, output, dropped, active, scale, heads = arguments
     given = Arguments("kda")
     given.flag("head_first", heads)
     order = "B H T" if heads else "B T H"

@@ -6,6 +6,7 @@ The variable must be set before Triton is imported, by anything; so test_triton_
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from benchmarks.scan_accuracy import DECAYS, Case, errors
 from lz_compile.lowering.encoded_attributes import encode
 from lz_compile.lowering.kernels import triton_scan
-from lz_compile.lowering.ops.scan import OPERANDS, sizes_of
+from lz_compile.lowering.ops.scan import sizes_of
 from lz_compile.lowering.triton import scan_chunks
 from lz_compile.lowering.triton.launch import is_interpreted
 from lz_compile.lowering.triton.scan import Scan
@@ -56,7 +57,7 @@ def test_kda_shared_keys_are_computed_in_float32_under_autocast():
     problem = small(PROBLEMS["kda_shared_keys"], 8)
     operands, attrs = problem.operands(torch.float32), problem.attrs(torch.float32)
     exact = exactly(operands, attrs)
-    for scan in (triton_scan.scan, lambda **given: triton_scan.chunked_scan(**given, chunk=4)):
+    for scan in (triton_scan.scan, partial(triton_scan.chunked_scan, chunk=4)):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = with_gradients(scan, operands, attrs)
         assert_near(found, exact, 1e-5)
@@ -73,7 +74,7 @@ def test_steps_are_the_references_with_gradients(case):
 def test_chunks_are_the_references_with_gradients(case):
     problem = small(PROBLEMS[case], 11)
     operands, attrs = problem.operands(), problem.attrs()
-    found = with_gradients(lambda **each: triton_scan.chunked_scan(**each, chunk=4), operands, attrs)
+    found = with_gradients(partial(triton_scan.chunked_scan, chunk=4), operands, attrs)
     assert_near(found, exactly(operands, attrs), 1e-9)
 
 
@@ -109,7 +110,7 @@ def test_operands_of_every_dtype_are_computed_in_float32(scan, dtype):
     attrs = replace(problem.attrs(dtype), state_dtype=torch.float32)
     found = with_gradients(scan, operands, attrs)
     assert (found["reads"].dtype, found["last"].dtype) == (dtype, torch.float32)
-    assert all(found[f"of_{name}"].dtype == dtype for name in operands)
+    assert all(found[f"of_{name}"].dtype == dtype for name in operands.given())
     assert_near(found, exactly(operands, attrs), TOLERANCE[dtype])
 
 
@@ -161,7 +162,7 @@ def _loop(total, writes, erases, updates, state) -> Tensor:
 def test_a_batch_without_elements_is_no_error():
     problem = replace(small(PROBLEMS["kda"]), batch=0)
     operands, attrs = problem.operands(), problem.attrs()
-    reads, last = triton_scan.scan(**operands, attrs=attrs)
+    reads, last = triton_scan.scan(operands, attrs)
     assert reads.numel() == last.numel() == 0
 
 
@@ -169,8 +170,8 @@ def test_an_operator_is_what_pytorch_asks_of_one():
     problem = small(PROBLEMS["kda"], 2)
     operands, attrs = problem.operands(torch.float32), problem.attrs(torch.float32)
     assert sizes_of(operands).length == 2
-    given = tuple(operands.get(name, torch.zeros(0)) for name in OPERANDS)
-    results = torch.library.opcheck(torch.ops.layerzero.triton_scan.default, (*given, encode(attrs)))
+    given = (*operands.flat(), encode(attrs))
+    results = torch.library.opcheck(torch.ops.layerzero.triton_scan.default, given)
     assert set(results.values()) == {"SUCCESS"}, results
     operands = (torch.rand(1, 1, 2, 3), *torch.randn(3, 1, 1, 2, 4, 3), torch.randn(1, 1, 3, 3))
     results = torch.library.opcheck(torch.ops.layerzero.triton_scan_chunks.default, operands)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lz_compile.lowering.ops.scan import DROPPED, ScanAttrs, facts_of, features, reference
+from lz_compile.lowering.ops.scan import DROPPED, Operands, ScanAttrs, facts_of, features, reference
 from lz_compile.runtime.kernel import KernelSpec
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
@@ -37,7 +37,7 @@ class Problem:
     rows: int = 4
     columns: int = 3
 
-    def operands(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    def operands(self, dtype: torch.dtype = torch.float64) -> Operands:
         """Random ones; decays are between -0.2 and 1.1, and some are exactly zero."""
         lead = (self.batch, self.heads)
         steps = (*lead, self.length)
@@ -62,7 +62,7 @@ class Problem:
         if self.drops:
             found["decay"].masked_fill_(torch.rand(found["decay"].shape) < 0.1, DROPPED)[:, :, 3] = DROPPED
             found["right" if self.rank else "drive"][:, :, 1, ..., 0] = torch.nan
-        return {name: each.to(dtype) for name, each in found.items()}
+        return Operands(**{name: each.to(dtype) for name, each in found.items()})
 
     def _part(self, kind: str) -> tuple[int, int]:
         return self.rows if kind in ("key", "full") else 1, self.columns if kind in ("value", "full") else 1
@@ -115,10 +115,15 @@ def missing(spec: KernelSpec, problem: Problem) -> list[str]:
     return [] if "*" in spec.supports else sorted({*needed} - spec.supports)
 
 
-def with_gradients(scan: Scan, operands: Mapping[str, Tensor], attrs: ScanAttrs) -> dict[str, Tensor]:
+def with_gradients(scan: Scan, x: Operands, attrs: ScanAttrs) -> dict[str, Tensor]:
+    """What :func:`measured` gives for the operands of a scan."""
+    return measured(lambda **leaves: scan(Operands(**leaves), attrs), x.given())
+
+
+def measured(function: Scan, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Both results, and the gradients of a sum that weighs their elements differently, by name."""
-    leaves = {name: each.detach().requires_grad_() for name, each in operands.items()}
-    results = scan(**leaves, attrs=attrs)
+    leaves = {name: each.detach().requires_grad_() for name, each in given.items()}
+    results = function(**leaves)
     weights = (torch.linspace(-1, 1, max(each.numel(), 1), dtype=each.dtype)[: each.numel()] for each in results)
     total = sum((each * weight.view(each.shape)).sum() for each, weight in zip(results, weights, strict=True))
     found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
@@ -126,10 +131,10 @@ def with_gradients(scan: Scan, operands: Mapping[str, Tensor], attrs: ScanAttrs)
     return {"reads": results[0].detach(), "last": results[1].detach(), **named}
 
 
-def exactly(operands: Mapping[str, Tensor], attrs: ScanAttrs) -> dict[str, Tensor]:
+def exactly(x: Operands, attrs: ScanAttrs) -> dict[str, Tensor]:
     """The same by the reference in float64."""
     wide = replace(attrs, compute_dtype=torch.float64, out_dtype=torch.float64, state_dtype=torch.float64)
-    return with_gradients(reference, {name: each.double() for name, each in operands.items()}, wide)
+    return with_gradients(reference, x.map(torch.Tensor.double), wide)
 
 
 def assert_near(found: Mapping[str, Tensor], exact: Mapping[str, Tensor], tolerance: float) -> None:

@@ -24,12 +24,12 @@ KINDS: Mapping[str, tuple[bool, bool]] = {
 class Problem:
     """Operands of a scan (float64, without gradients) and its attributes."""
 
-    operands: Mapping[str, torch.Tensor]
+    operands: op.Operands
     attrs: op.ScanAttrs
 
-    def leaves(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def leaves(self, dtype: torch.dtype) -> op.Operands:
         """Operands in a dtype, with the same strides, of which gradients are asked."""
-        return {name: copied(each, dtype).requires_grad_() for name, each in self.operands.items()}
+        return self.operands.map(lambda each: copied(each, dtype).requires_grad_())
 
     def in_dtype(self, dtype: torch.dtype) -> Problem:
         """The same with results in another dtype."""
@@ -90,7 +90,7 @@ def problem(seed: int, *, broadcasts: bool = True, **given: Any) -> Problem:
         drawn["K"] = 1
     if not drawn["rank"] and drawn["drive"] is None:
         drawn["drive"] = "full"
-    return Problem(_operands(drawn, chance, broadcasts), _attributes(drawn))
+    return Problem(op.Operands(**_operands(drawn, chance, broadcasts)), _attributes(drawn))
 
 
 def _attributes(drawn: Mapping[str, Any]) -> op.ScanAttrs:
@@ -150,8 +150,9 @@ def _strided(tensor: torch.Tensor, chance: random.Random) -> torch.Tensor:
 def run(problem: Problem, call: Call, dtype: torch.dtype = torch.float64, **arguments: Any) -> Outcome:
     """The results of a kernel and all gradients, in a dtype."""
     problem = problem.in_dtype(dtype)
-    leaves = problem.leaves(dtype)
-    reads, last = call(**leaves, attrs=problem.attrs, **arguments)
+    x = problem.leaves(dtype)
+    leaves = x.given()
+    reads, last = call(x, problem.attrs, **arguments)
     generator = torch.Generator().manual_seed(reads.numel() + last.numel())
     given = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.dtype) for each in (reads, last)]
     outputs, given = zip(

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from lz_compile.lowering.encoded_attributes import encode
 from lz_compile.lowering.kernels import fla_scan
-from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs, facts_of, reference
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs, facts_of, reference
 from lz_compile.runtime import events, health
 from lz_compile.runtime.context import of_facts
 from lz_compile.runtime.registry import KERNELS, kernels
 from tests.fla_fake import SIGNATURES, VERSION, Fla
 from tests.library_fakes import installed, parameters_in
-from tests.scan_kernel_problems import PROBLEMS, Problem, assert_near, exactly, with_gradients
+from tests.scan_kernel_problems import PROBLEMS, Problem, assert_near, exactly, measured, with_gradients
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Source:
     leaves: dict[str, Tensor]
     erases: bool
 
-    def operands(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def operands(self, leaves: Mapping[str, Tensor]) -> Operands:
         found = {"query": leaves["query"], "right": leaves["value"]}
         found["left"] = leaves["key"] * leaves["beta"] if self.erases else leaves["key"]
         if "decay" in leaves:
@@ -44,7 +44,7 @@ class Source:
             found["erase"] = key * leaves["decay"].unsqueeze(3) if "decay" in leaves else key
         if "state" in leaves:
             found["state"] = leaves["state"]
-        return found
+        return Operands(**found)
 
 
 #: Kernel: the adapter, whether a step erases, and what a decay is one for.
@@ -93,20 +93,20 @@ def attributes(name: str, dtype: torch.dtype) -> ScanAttrs:
     return ScanAttrs(erases=ADAPTERS[name][1], out_dtype=dtype, state_dtype=torch.float32)
 
 
-def of_leaves(scan: Callable[..., Any], given: Source) -> Callable[..., Any]:
-    return lambda attrs, **leaves: scan(**given.operands(leaves), attrs=attrs)
+def of_leaves(scan: Callable[..., Any], given: Source, attrs: ScanAttrs) -> Callable[..., Any]:
+    return lambda **leaves: scan(given.operands(leaves), attrs)
 
 
 def check(name: str, given: Source, dtype: torch.dtype, *, calls: bool, tolerance: float | None = None) -> None:
     """Results and gradients of what the model has are the reference's, and the library ran or did not."""
     attrs = attributes(name, dtype)
     with installed(Fla()) as library:
-        found = with_gradients(of_leaves(ADAPTERS[name][0], given), given.leaves, attrs)
+        found = measured(of_leaves(ADAPTERS[name][0], given, attrs), given.leaves)
     assert not health.retirements()
     assert set(library.calls) == ({name.partition(".")[2]} if calls else set())
     exact = replace(attrs, compute_dtype=torch.float64, out_dtype=torch.float64, state_dtype=torch.float64)
     wide = {each: x.double() for each, x in given.leaves.items()}
-    expected = with_gradients(of_leaves(reference, given), wide, exact)
+    expected = measured(of_leaves(reference, given, exact), wide)
     assert_near(found, expected, tolerance or {4: 1e-4, 2: 6e-2}[dtype.itemsize])
 
 
@@ -162,7 +162,7 @@ def test_gradients_of_a_key_of_zero_are_left_to_pytorch(name):
     given.leaves["key"][:, :, 4] = 0.0
     attrs = attributes(name, torch.bfloat16)
     with installed(Fla()) as library:
-        with_gradients(of_leaves(ADAPTERS[name][0], given), given.leaves, attrs)
+        measured(of_leaves(ADAPTERS[name][0], given, attrs), given.leaves)
     assert len(library.calls) == 1, "for the result, not for the gradients"
     check(name, given, torch.bfloat16, calls=True)
 
@@ -171,7 +171,7 @@ def test_gradients_of_a_key_of_zero_are_left_to_pytorch(name):
 def test_updates_that_write_beside_what_they_erase_are_left_to_pytorch(name):
     given = source(name, torch.bfloat16)
     operands = given.operands(given.leaves)
-    operands["left"] = operands["left"] + 0.2 * torch.randn_like(operands["left"])
+    operands = replace(operands, left=operands.left + 0.2 * torch.randn_like(operands.left))
     attrs = attributes(name, torch.bfloat16)
     with installed(Fla()) as library:
         found = with_gradients(ADAPTERS[name][0], operands, attrs)
@@ -182,11 +182,11 @@ def test_updates_that_write_beside_what_they_erase_are_left_to_pytorch(name):
 def test_the_general_rule_takes_updates_that_write_beside_what_they_erase():
     problem = replace(PROBLEMS["kda"], decay="key")
     operands = problem.operands(torch.bfloat16)
-    operands["decay"] = operands["decay"].abs().clamp(0.3, 1.0)
-    operands["left"] = torch.randn_like(operands["left"])
+    decay = operands.decay.abs().clamp(0.3, 1.0)
+    operands = replace(operands, decay=decay, left=torch.randn_like(operands.left))
     attrs = attributes("fla.chunk_dplr_delta_rule", torch.bfloat16)
     with installed(Fla()) as library:
-        reads, last = fla_scan.dplr_delta_rule(**operands, attrs=attrs)
+        reads, last = fla_scan.dplr_delta_rule(operands, attrs)
     assert library.calls
     exact = exactly(operands, attrs)
     assert_near({"reads": reads, "last": last}, {each: exact[each] for each in ("reads", "last")}, 6e-2)
@@ -199,7 +199,7 @@ def test_more_rows_than_the_library_takes_are_left_to_pytorch():
 def test_operands_that_broadcast_are_given_in_full():
     problem = replace(PROBLEMS["gated_linear_attention"], shares=True)
     operands = problem.operands(torch.float32)
-    operands["decay"] = operands["decay"].abs().clamp(0.2, 1.0)[:, :, :1]
+    operands = replace(operands, decay=operands.decay.abs().clamp(0.2, 1.0)[:, :, :1])
     attrs = attributes("fla.chunk_gla", torch.float32)
     with installed(Fla()) as library:
         found = with_gradients(fla_scan.gla, operands, attrs)
@@ -216,17 +216,15 @@ def test_a_call_breaks_no_graph(name):
     text = encode(attributes(name, torch.bfloat16))
     operator = getattr(torch.ops.layerzero, f"fla_{name.partition('.')[2]}")
 
-    def run(attrs: Any, **leaves: Tensor) -> tuple[Tensor, Tensor]:
-        operands = given.operands(leaves)
-        like = leaves["query"]
-        both = operator(*(operands.get(each, like.new_empty(0)) for each in OPERANDS), text)
-        return both[:10], both[10:]
+    def run(**leaves: Tensor) -> tuple[Tensor, Tensor]:
+        reads, last = operator(*given.operands(leaves).flat(), text)
+        return reads, last
 
     torch._dynamo.reset()
     with installed(Fla()) as library:
-        found = with_gradients(torch.compile(run, backend="aot_eager", fullgraph=True), given.leaves, None)
+        found = measured(torch.compile(run, backend="aot_eager", fullgraph=True), given.leaves)
         assert len(library.calls) == 2, "once for the result, once more for the gradients"
-        expected = with_gradients(run, given.leaves, None)
+        expected = measured(run, given.leaves)
     assert_near(found, {each: x.double() for each, x in expected.items()}, 1e-2)
 
 
@@ -234,10 +232,9 @@ def test_a_call_breaks_no_graph(name):
 def test_an_operator_is_what_pytorch_asks_of_one(name):
     given = source(name, torch.bfloat16, length=3)
     operands = given.operands(given.leaves)
-    tensors = (operands.get(each, torch.zeros(0)) for each in OPERANDS)
     operator = getattr(torch.ops.layerzero, f"fla_{name.partition('.')[2]}").default
     with installed(Fla()):
-        results = torch.library.opcheck(operator, (*tensors, encode(attributes(name, torch.bfloat16))))
+        results = torch.library.opcheck(operator, (*operands.flat(), encode(attributes(name, torch.bfloat16))))
     assert set(results.values()) == {"SUCCESS"}, results
 
 
@@ -249,7 +246,7 @@ def test_a_library_that_fails_is_completed_by_pytorch_and_retired(name):
     with installed(Fla()) as library, events.collect() as happened:
         library.fails = True
         for _ in range(2):
-            reads, last = ADAPTERS[name][0](**operands, attrs=attrs)
+            reads, last = ADAPTERS[name][0](operands, attrs)
     assert len(library.calls) == 1, "what is retired is not tried again"
     assert "no kernel image is available" in str(health.retired(name))
     assert "KERNEL_FAILED" in {event.code for event in happened}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +25,7 @@ EMA = {"decay": "value", "drive": "full", "rank": 0, "reads": 0, "at": "after", 
 
 
 def operator_arguments(given: Problem, chunk: int = 4, *, grad: bool = True) -> tuple[Any, ...]:
-    leaves = given.leaves(torch.float64)
-    tensors = [leaves.get(name) for name in op.OPERANDS]
+    tensors = given.leaves(torch.float64).flat()
     return (*(each if grad or each is None else each.detach() for each in tensors), encode(given.attrs), chunk)
 
 
@@ -57,10 +57,10 @@ def test_every_decay_in_float32(decay: str | None, at: str) -> None:
 def test_half_precision_is_computed_in_float32_and_rounded_once(dtype: torch.dtype, bound: float) -> None:
     given = problem(11, **KDA, B=2, H=1, T=33, K=8, V=19)
     leaves = given.in_dtype(dtype).leaves(dtype)
-    rounded = Problem({name: each.detach().double() for name, each in leaves.items()}, given.attrs)
+    rounded = Problem(leaves.map(lambda each: each.detach().double()), given.attrs)
     found = errors(run(rounded, rolled.scan, dtype, chunk=8), run(rounded, op.reference))
     assert max(found.values()) < bound, found
-    reads, last = rolled.scan(**leaves, attrs=given.in_dtype(dtype).attrs)
+    reads, last = rolled.scan(leaves, given.in_dtype(dtype).attrs)
     assert (reads.dtype, last.dtype) == (dtype, dtype)
 
 
@@ -68,27 +68,26 @@ def test_operands_of_several_dtypes_and_a_state_in_float32() -> None:
     given = problem(5, **KDA, T=12, K=8, V=16).in_dtype(torch.bfloat16)
     leaves = {
         name: each.detach().to(torch.float32 if name in ("decay", "erase") else torch.bfloat16).requires_grad_()
-        for name, each in given.leaves(torch.float32).items()
+        for name, each in given.leaves(torch.float32).given().items()
     }
+    x = op.Operands(**leaves)
     attrs = op.ScanAttrs("after", True, torch.float32, torch.bfloat16, torch.float32)
-    reads, last = rolled.scan(**leaves, attrs=attrs)
+    reads, last = rolled.scan(x, attrs)
     assert (reads.dtype, last.dtype) == (torch.bfloat16, torch.float32)
     gradients = torch.autograd.grad((reads.float().sum(), last.sum()), list(leaves.values()))
     assert [each.dtype for each in gradients] == [each.dtype for each in leaves.values()]
-    want, _ = op.reference(**leaves, attrs=attrs)
+    want, _ = op.reference(x, attrs)
     torch.testing.assert_close(reads, want, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("decay", [0.99, 0.01, 1e-9, 0.0])
 def test_decays_near_one_and_down_to_zero_are_exact(decay: float) -> None:
     given = problem(2, **KDA, B=1, H=2, T=256, K=16, V=16, has_state=True)
-    factor = torch.full_like(given.operands["decay"], decay) * torch.rand_like(given.operands["decay"]).add_(99).div_(
-        100
-    )
-    key = torch.nn.functional.normalize(given.operands["left"], dim=-1)
-    given = Problem(
-        {**given.operands, "decay": factor, "left": key * 0.7, "erase": key * factor.transpose(3, 4)}, given.attrs
-    )
+    x = given.operands
+    factor = torch.full_like(x.decay, decay) * torch.rand_like(x.decay).add_(99).div_(100)
+    key = torch.nn.functional.normalize(x.left, dim=-1)
+    x = replace(x, decay=factor, left=key * 0.7, erase=key * factor.transpose(3, 4))
+    given = Problem(x, given.attrs)
     found = errors(run(given, rolled.scan, torch.float32), run(given, op.reference))
     assert max(found.values()) < 1e-6, found
 
@@ -129,7 +128,8 @@ def test_threads_and_panels_of_columns_change_nothing(structure: dict[str, Any],
 
 def test_gradients_of_what_wants_none_are_not_computed(monkeypatch: Any) -> None:
     given = problem(6, **KDA, T=9, K=4, V=8)
-    leaves = {name: each.requires_grad_(name == "right") for name, each in given.leaves(torch.float64).items()}
+    leaves = given.leaves(torch.float64).map(torch.Tensor.detach)
+    leaves.right.requires_grad_()
     seen: list[frozenset[str]] = []
     exact = launch.Launch.backward
 
@@ -138,10 +138,10 @@ def test_gradients_of_what_wants_none_are_not_computed(monkeypatch: Any) -> None
         return exact(self, *args)
 
     monkeypatch.setattr(launch.Launch, "backward", backward)
-    reads, last = rolled.scan(**leaves, attrs=given.attrs)
-    got = torch.autograd.grad(reads.sum() + last.sum(), leaves["right"])
-    want = op.reference(**leaves, attrs=given.attrs)
-    torch.testing.assert_close(got, torch.autograd.grad(want[0].sum() + want[1].sum(), leaves["right"]))
+    reads, last = rolled.scan(leaves, given.attrs)
+    got = torch.autograd.grad(reads.sum() + last.sum(), leaves.right)
+    want = op.reference(leaves, given.attrs)
+    torch.testing.assert_close(got, torch.autograd.grad(want[0].sum() + want[1].sum(), leaves.right))
     assert seen == [frozenset({"right"})]
 
 
@@ -155,12 +155,12 @@ def test_memory_grows_by_a_state_for_each_chunk() -> None:
 
 def test_gradcheck() -> None:
     given = problem(12, **{**KDA, "rank": 2}, B=1, H=2, T=7, K=3, V=4, has_state=True)
-    names = list(given.operands)
+    names = list(given.operands.given())
 
     def function(*operands: torch.Tensor) -> Any:
-        return rolled.scan(**dict(zip(names, operands, strict=True)), attrs=given.attrs, chunk=3)
+        return rolled.scan(op.Operands(**dict(zip(names, operands, strict=True))), given.attrs, chunk=3)
 
-    assert torch.autograd.gradcheck(function, tuple(given.leaves(torch.float64).values()))
+    assert torch.autograd.gradcheck(function, tuple(given.leaves(torch.float64).given().values()))
 
 
 def test_the_operators_keep_their_promises() -> None:
@@ -178,17 +178,17 @@ def test_the_operators_keep_their_promises() -> None:
 @pytest.mark.parametrize(("structure", "dynamic"), [(KDA, True), (EMA, False)])
 def test_inductor_compiles_it_forward_and_backward(structure: dict[str, Any], dynamic: bool) -> None:
     given = problem(14, **structure, B=2, H=3, T=11, K=4 if structure is KDA else 1, V=8)
-    names = list(given.operands)
+    names = list(given.operands.given())
     text = encode(given.attrs)
 
     def function(*operands: torch.Tensor) -> torch.Tensor:
         found = dict(zip(names, operands, strict=True))
-        tensors = [found[name] * 1.0 if name in found else None for name in op.OPERANDS]
+        tensors = [found[name] * 1.0 if name in found else None for name in op.DIMS]
         reads, last = torch.ops.layerzero.rolled_scan(*tensors, text, 4)
         return reads.sin().sum() + (last * 2).sum()
 
     torch._dynamo.reset()
-    leaves = list(given.leaves(torch.float64).values())
+    leaves = list(given.leaves(torch.float64).given().values())
     got, codes = run_and_get_code(torch.compile(function, fullgraph=True, dynamic=dynamic), *leaves)
     assert "rolled_scan_forward_kernel" in "".join(codes)
     want = function(*leaves)
@@ -199,9 +199,9 @@ def test_inductor_compiles_it_forward_and_backward(structure: dict[str, Any], dy
 
 def test_nan_stays_in_its_columns_and_reaches_what_it_should() -> None:
     given = problem(15, **KDA, B=1, H=1, T=6, K=3, V=11)
-    right = given.operands["right"].clone()
+    right = given.operands.right.clone()
     right[..., 2, :, 4] = torch.nan
-    broken = Problem({**given.operands, "right": right}, given.attrs)
+    broken = Problem(replace(given.operands, right=right), given.attrs)
     got, want = run(broken, rolled.scan), run(broken, op.reference)
     for name, one in got.tensors().items():
         assert torch.equal(one.isnan(), want.tensors()[name].isnan()), name
@@ -212,9 +212,9 @@ def test_nan_stays_in_its_columns_and_reaches_what_it_should() -> None:
 def test_a_second_derivative_is_refused() -> None:
     given = problem(16, **KDA, T=5, K=2, V=2)
     leaves = given.leaves(torch.float64)
-    reads, _ = rolled.scan(**leaves, attrs=given.attrs)
+    reads, _ = rolled.scan(leaves, given.attrs)
     with pytest.raises(GradientUnsupportedError):
-        torch.autograd.grad(reads.square().sum(), list(leaves.values()), create_graph=True)
+        torch.autograd.grad(reads.square().sum(), list(leaves.given().values()), create_graph=True)
 
 
 @pytest.mark.parametrize("fails", ["forward", "backward"])

@@ -23,7 +23,7 @@ from lz_compile.lowering import chunk_prefixes
 from lz_compile.lowering.chunk_form import chunk_form
 from lz_compile.lowering.chunk_operands import ChunkOperands
 from lz_compile.lowering.kernels import associative_scan, chunked_scan, triton_scan
-from lz_compile.lowering.ops.scan import ScanAttrs, facts_of, reference, sample
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs, facts_of, reference, sample
 from lz_compile.passes.builder import GraphBuilder
 from lz_compile.passes.effects import Ambient
 from lz_compile.runtime import health
@@ -90,7 +90,7 @@ def test_a_kernel_is_the_reference_with_gradients(name, case):
         return
     operands, attrs = problem.operands(), problem.attrs()
     scan, arguments = OURS.get(name, (call_of(name), {}))
-    found = with_gradients(lambda **given: scan(**given, **arguments), operands, attrs)
+    found = with_gradients(partial(scan, **arguments), operands, attrs)
     assert_near(found, exactly(operands, attrs), 1e-9)
 
 
@@ -121,9 +121,9 @@ def test_chunks_and_pairs_are_the_reference_whatever_a_step_is(chunk, **form):
     problem = Problem(**form)
     operands, attrs = problem.operands(), problem.attrs()
     exact = exactly(operands, attrs)
-    in_chunks = with_gradients(lambda **each: chunked_scan.scan(**each, chunk=chunk), operands, attrs)
+    in_chunks = with_gradients(partial(chunked_scan.scan, chunk=chunk), operands, attrs)
     assert_near(in_chunks, exact, 1e-8)
-    in_pairs = with_gradients(lambda **each: associative_scan.scan(**each, shortest=chunk), operands, attrs)
+    in_pairs = with_gradients(partial(associative_scan.scan, shortest=chunk), operands, attrs)
     assert_near(in_pairs, exact, 1e-8)
 
 
@@ -133,7 +133,7 @@ def test_operands_of_every_dtype_are_computed_in_float32(name, dtype):
     problem = replace(PROBLEMS["kda" if HERE[name].operation != "scan.diagonal" else "mamba_2"], length=30)
     operands = problem.operands(dtype)
     attrs = replace(problem.attrs(dtype), state_dtype=torch.float32)
-    reads, last = call_of(name)(**operands, attrs=attrs)
+    reads, last = call_of(name)(operands, attrs)
     assert (reads.dtype, last.dtype) == (dtype, torch.float32)
     assert reads.shape == (2, 2, 30, 1, problem.columns)
     assert last.shape == (2, 2, problem.rows, problem.columns)
@@ -146,11 +146,11 @@ def test_operands_of_every_dtype_are_computed_in_float32(name, dtype):
 def test_operands_may_have_any_strides_and_dtypes_of_their_own(name):
     problem = PROBLEMS["kda" if HERE[name].operation != "scan.diagonal" else "mamba_1"]
     operands = problem.operands(torch.float32)
-    mixed = {each: x.transpose(1, 2).contiguous().transpose(1, 2) for each, x in operands.items()}
-    mixed["query"] = mixed["query"].bfloat16()
+    mixed = operands.map(lambda each: each.transpose(1, 2).contiguous().transpose(1, 2))
+    mixed = replace(mixed, query=mixed.query.bfloat16())
     attrs = problem.attrs(torch.float32)
-    exact = exactly({**operands, "query": mixed["query"]}, attrs)
-    found = call_of(name)(**mixed, attrs=attrs)
+    exact = exactly(replace(operands, query=mixed.query), attrs)
+    found = call_of(name)(mixed, attrs)
     assert_near(
         dict(zip(("reads", "last"), found, strict=True)), {each: exact[each] for each in ("reads", "last")}, 1e-5
     )
@@ -174,13 +174,13 @@ def test_no_decay_costs_digits(name, structure, decay):
 def test_keys_that_are_alike_cost_few_digits():
     """Powers of the triangle of a chunk would have an error of thousands."""
     key = F.normalize(torch.randn(1, 1, 1, 1, 16) + 0.05 * torch.randn(1, 1, 256, 1, 16), dim=-1)
-    operands = {
-        "decay": torch.full((1, 1, 256, 1, 1), 0.999),
-        "left": key * 0.9,
-        "right": torch.randn(1, 1, 256, 1, 16),
-        "erase": key * 0.999,
-        "query": torch.randn(1, 1, 256, 1, 16),
-    }
+    operands = Operands(
+        decay=torch.full((1, 1, 256, 1, 1), 0.999),
+        left=key * 0.9,
+        right=torch.randn(1, 1, 256, 1, 16),
+        erase=key * 0.999,
+        query=torch.randn(1, 1, 256, 1, 16),
+    )
     attrs = ScanAttrs(erases=True)
     exact = exactly(operands, attrs)
     assert_near(with_gradients(chunked_scan.scan, operands, attrs), exact, 1e-4)
@@ -188,10 +188,10 @@ def test_keys_that_are_alike_cost_few_digits():
 
 def test_a_decay_of_zero_forgets_what_is_not_finite_in_nothing_but_its_own_rows():
     operands = PROBLEMS["gated_linear_attention"].operands(torch.float32)
-    operands["state"][:, :, 1] = torch.inf
-    operands["decay"][:, :, 0, 1] = 1.0
-    operands["query"][..., 1] = 0.5
-    _, last = chunked_scan.scan(**operands, attrs=PROBLEMS["gated_linear_attention"].attrs(torch.float32))
+    operands.state[:, :, 1] = torch.inf
+    operands.decay[:, :, 0, 1] = 1.0
+    operands.query[..., 1] = 0.5
+    _, last = chunked_scan.scan(operands, PROBLEMS["gated_linear_attention"].attrs(torch.float32))
     assert last[:, :, [0, 2, 3]].isfinite().all()
 
 
@@ -219,14 +219,13 @@ def test_a_chunk_reads_nothing_of_later_steps():
 # ---- as nodes of a graph ---------------------------------------------------------------------------------------------
 
 
-def emitted(
-    name: str, operands: dict[str, Tensor], attrs: ScanAttrs, *, symbolic: tuple[int, ...] = ()
-) -> fx.GraphModule:
+def emitted(name: str, x: Operands, attrs: ScanAttrs, *, symbolic: tuple[int, ...] = ()) -> fx.GraphModule:
     """The graph that a kernel appends, with the operands as inputs; some of their dimensions may be symbolic."""
     scan, arguments = EMITTED[name]
     module = fx.symbolic_trace(_First())
     mode = FakeTensorMode(shape_env=ShapeEnv())
     graph = fx.Graph()
+    operands = x.given()
     nodes = {each: graph.placeholder(each) for each in operands}
     for each, node in nodes.items():
         tensor = operands[each]
@@ -241,8 +240,8 @@ def emitted(
     template = next(iter(nodes.values()))
     builder = GraphBuilder(graph, template, Ambient(), {})
     with graph.inserting_before(output):
-        given = {each: builder.value(node) for each, node in nodes.items()}
-        results = scan(**given, attrs=attrs, **arguments)
+        given = Operands(**{each: builder.value(node) for each, node in nodes.items()})
+        results = scan(given, attrs, **arguments)
     output.args = (tuple(each.node for each in results),)
     graph.lint()
     return fx.GraphModule(module, graph)
@@ -264,7 +263,7 @@ def test_a_kernel_appends_nodes_that_compute_what_it_does(name, case):
     operands, attrs = problem.operands(), problem.attrs()
     module = emitted(name, operands, attrs)
     scan, arguments = OURS[name]
-    for found, expected in zip(module(*operands.values()), scan(**operands, attrs=attrs, **arguments), strict=True):
+    for found, expected in zip(module(*operands.tensors), scan(operands, attrs, **arguments), strict=True):
         torch.testing.assert_close(found, expected)
         assert found.is_contiguous()
 
@@ -289,7 +288,7 @@ def test_batch_and_heads_may_be_symbolic(name, case):
     if name in LAUNCHED:
         assert any(node.target == LAUNCHED[name] for node in module.graph.nodes)
         return
-    for found, expected in zip(module(*operands.values()), reference(**operands, attrs=other.attrs()), strict=True):
+    for found, expected in zip(module(*operands.tensors), reference(operands, other.attrs()), strict=True):
         torch.testing.assert_close(found, expected)
 
 
@@ -324,8 +323,8 @@ def test_a_graph_grows_with_the_logarithm_of_the_length(name):
 def test_inductor_compiles_chunks_with_gradients():
     problem = replace(PROBLEMS["kda"], length=7)
     operands, attrs = problem.operands(torch.float32), problem.attrs(torch.float32)
-    compiled = torch.compile(lambda **given: chunked_scan.scan(**given, attrs=attrs, chunk=4), fullgraph=True)
-    found = with_gradients(lambda attrs, **given: compiled(**given), operands, attrs)
+    compiled = torch.compile(lambda x: chunked_scan.scan(x, attrs, chunk=4), fullgraph=True)
+    found = with_gradients(lambda x, _: compiled(x), operands, attrs)
     assert_near(found, exactly(operands, attrs), 1e-5)
 
 
@@ -338,7 +337,7 @@ def test_decays_by_column_are_refused_by_their_shape():
         with pytest.raises(
             ValueError, match=r"one decay for every row.*received torch.Size|received \(2, 2, 21, 1, 3\)"
         ):
-            scan(**problem.operands(), attrs=problem.attrs())
+            scan(problem.operands(), problem.attrs())
 
 
 @pytest.mark.parametrize(
@@ -385,9 +384,10 @@ def test_the_op_s_sample_runs_on_every_kernel_that_takes_it():
 def test_chunks_have_nan_where_steps_have_it_and_gradients_too(case, place):
     problem = replace(PROBLEMS[case], length=21)
     attrs = problem.attrs()
-    for name in problem.operands():
+    for name in problem.operands().given():
         operands = problem.operands()
-        if operands[name].dim() == 5:
-            operands[name][0, 0, place, 0, 0] = torch.nan
+        spoilt = getattr(operands, name)
+        if spoilt.dim() == 5:
+            spoilt[0, 0, place, 0, 0] = torch.nan
             found = with_gradients(partial(chunked_scan.scan, chunk=16), operands, attrs)
             assert_near(found, exactly(operands, attrs), 1e-9)

@@ -18,6 +18,7 @@ import lz_compile as lz
 from lz_compile import scan_calls
 from lz_compile.backend import layerzero
 from lz_compile.errors import ArgumentError
+from lz_compile.lowering.kernel_operator import asked, kernel_operator
 from lz_compile.lowering.kernels import chunked_scan, torch_scan
 from lz_compile.lowering.ops import scan as op
 from lz_compile.runtime import context as contexts
@@ -39,12 +40,12 @@ def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
 # ---- the definition --------------------------------------------------------------------------------------------------
 
 
-def by_elements(given: dict[str, Tensor], attrs: op.ScanAttrs) -> tuple[Tensor, Tensor]:
+def by_elements(given: op.Operands, attrs: op.ScanAttrs) -> tuple[Tensor, Tensor]:
     """The legend of the op, written out with index notation over operands of full size."""
     sizes = op.sizes_of(given)
     full = {"B": sizes.batch, "H": sizes.heads, "T": sizes.length, "K": sizes.key_dim, "V": sizes.value_dim}
     full |= {"R": sizes.rank, "Q": sizes.reads}
-    x = {name: each.expand([full[dim] for dim in op.OPERANDS[name]]) for name, each in given.items()}
+    x = {name: each.expand([full[dim] for dim in op.DIMS[name]]) for name, each in given.given().items()}
     state = x.get("state", torch.zeros([full[dim] for dim in "BHKV"], dtype=torch.float64))
     reads = []
     for t in range(sizes.length):
@@ -65,7 +66,7 @@ def by_elements(given: dict[str, Tensor], attrs: op.ScanAttrs) -> tuple[Tensor, 
 def test_the_reference_is_the_definition(seed: int) -> None:
     given = problem(seed)
     for got, want in zip(
-        op.reference(**given.operands, attrs=given.attrs), by_elements(dict(given.operands), given.attrs), strict=True
+        op.reference(given.operands, given.attrs), by_elements(given.operands, given.attrs), strict=True
     ):
         assert got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -76,6 +77,14 @@ def test_the_kernel_of_pytorchs_own_computes_in_float32_and_rounds_once(seed: in
     given = problem(seed, T=5)
     found = errors(run(given, torch_scan.scan, torch.float32), run(given, op.reference))
     assert max(found.values()) < 1e-5, found
+
+
+def test_an_operator_of_two_results_has_gradients_although_one_is_a_constant() -> None:
+    scan = kernel_operator("test_scan_of_two_results", op, op.reference, backward=asked(op, op.reference))
+    x = op.Operands(drive=draw(1, 1, 1, 1, 3).requires_grad_())
+    reads, last = scan(x, op.ScanAttrs("before"))  # what is read before the first step are zeros
+    assert not reads.any()
+    assert torch.equal(*torch.autograd.grad(reads.sum() + 2 * last.sum(), x.drive), torch.full_like(x.drive, 2))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +103,7 @@ def test_the_kernel_of_pytorchs_own_computes_in_float32_and_rounds_once(seed: in
 )
 def test_operands_that_are_no_scan_are_refused(operands: dict[str, tuple[int, ...]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        op.reference(**{name: torch.zeros(shape) for name, shape in operands.items()}, attrs=op.ScanAttrs())
+        op.reference(op.Operands(**{name: torch.zeros(shape) for name, shape in operands.items()}), op.ScanAttrs())
 
 
 def test_features_name_what_a_kernel_must_take() -> None:
@@ -254,8 +263,8 @@ def test_what_a_dropped_token_holds_reaches_nothing(names: tuple[str, ...], kern
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def _in_chunks(operands: Any, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return chunked_scan.scan(*operands, attrs=scan_calls.attributes(operands, out_dtype, state_dtype), chunk=4)
+def _in_chunks(x: op.Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return chunked_scan.scan(x, scan_calls.attributes(x, out_dtype, state_dtype), chunk=4)
 
 
 def test_a_head_that_is_not_active_keeps_its_state_whatever_the_token_holds() -> None:
@@ -409,9 +418,9 @@ def other() -> Iterator[list[str]]:
     """A kernel that is locked; it notes its operands."""
     seen: list[str] = []
 
-    def call(*, attrs: Any, **operands: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(" ".join(sorted(operands)))
-        return op.reference(**operands, attrs=attrs)
+    def call(x: op.Operands, attrs: op.ScanAttrs) -> tuple[Tensor, Tensor]:
+        seen.append(" ".join(sorted(x.given())))
+        return op.reference(x, attrs)
 
     given = registry.kernels("scan")["lz.rolled_scan"]
     registry.register(replace(given, kernel_id="test.scan", implementation=call, prior=()))

@@ -149,7 +149,7 @@ def test_a_kernel_that_cannot_be_launched_is_completed_by_pytorch_and_retired(na
     problem = PROBLEMS[case]
     operands, attrs = problem.operands(), problem.attrs()
     with events.collect() as happened:
-        found = KERNELS[name](**operands, attrs=attrs)
+        found = KERNELS[name](operands, attrs)
     exact = exactly(operands, attrs)
     assert_near(
         dict(zip(("reads", "last"), found, strict=True)), {each: exact[each] for each in ("reads", "last")}, 1e-9
@@ -171,7 +171,7 @@ def test_a_scan_and_its_gradients_are_the_references_on_a_gpu(name, case):
         problem = replace(problem, rows=1)
     if name == "lz.triton_chunked_scan" and problem.decay in ("value", "full"):
         return
-    operands = {each: x.cuda() for each, x in problem.operands(torch.float32).items()}
+    operands = problem.operands(torch.float32).map(torch.Tensor.cuda)
     attrs = problem.attrs(torch.float32)
     found = with_gradients(KERNELS[name], operands, attrs)
     assert not health.retirements()

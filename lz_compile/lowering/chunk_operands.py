@@ -6,21 +6,20 @@ that append to a graph. There, the sizes of batch and heads may be symbolic; the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs
+from lz_compile.lowering.ops.scan import DIMS, Operands, ScanAttrs, common_dtype, sizes_of
 
 #: Of an operand's dimensions, the one that is time.
 TIME = 2
 
 
-@dataclass(frozen=True)
-class ChunkOperands:
+@dataclass(frozen=True, kw_only=True)
+class ChunkOperands(Operands):
     """The operands of a scan in one dtype; all but the first two have every step, rank, row and column.
 
     Shapes:
@@ -29,49 +28,35 @@ class ChunkOperands:
     """
 
     state: torch.Tensor
-    decay: torch.Tensor | None
-    left: torch.Tensor | None
-    right: torch.Tensor | None
-    erase: torch.Tensor | None
-    drive: torch.Tensor | None
     query: torch.Tensor
     batch: Any
     heads: Any
     length: int
 
     @classmethod
-    def of(cls, operands: Mapping[str, torch.Tensor | None], attrs: ScanAttrs) -> ChunkOperands:
+    def of(cls, x: Operands, attrs: ScanAttrs) -> ChunkOperands:
         """The canonical operands of the op.
 
         Raises:
             ValueError: a size other than those of batch and heads is symbolic.
         """
-        given = {name: each for name, each in operands.items() if each is not None}
-        sizes = sizes_of_shapes(given)
+        sizes = sizes_of(x).by_dim()
         symbolic = [dim for dim in "TRKVQ" if not isinstance(sizes[dim], int)]
         if symbolic:
             raise ValueError(f"scan in chunks: expected numbers as the sizes {', '.join(symbolic)}, received symbols")
-        wide = torch.promote_types(attrs.compute_dtype, torch.float32)
-        for each in given.values():
-            wide = torch.promote_types(wide, each.dtype)
-        found = {name: each if each.dtype == wide else each.to(wide) for name, each in given.items()}
-        like = next(iter(found.values()))
-        rows, columns, length = sizes["K"], sizes["V"], sizes["T"]
-        batch, heads = sizes["B"], sizes["H"]
-        if "state" not in found:
-            found["state"] = like.new_zeros((1, 1, 1, 1))
-        if "query" not in found:
-            found["query"] = like.new_ones((1, 1, 1, 1, 1))
-        full = {"R": sizes["R"], "Q": sizes["Q"], "K": rows, "V": columns}
-        for name, dims in OPERANDS.items():  # in this order, so that every process makes the same graph
-            if name in found and name not in ("state", "decay"):
-                found[name] = found[name].expand(-1, -1, length, *(full[dim] for dim in dims[3:]))
+        wide = torch.promote_types(torch.promote_types(attrs.compute_dtype, torch.float32), common_dtype(x))
+        x = x.map(lambda each: each if each.dtype == wide else each.to(wide))
+        length = sizes["T"]
+        state = x.like.new_zeros((1, 1, 1, 1)) if x.state is None else x.state
+        query = x.like.new_ones((1, 1, 1, 1, 1)) if x.query is None else x.query
+        found = replace(x, state=state, query=query).given()  # in order, so that every process makes the same graph
+        for name, operand in found.items():
+            if name not in ("state", "decay"):
+                found[name] = operand.expand(-1, -1, length, *(sizes[dim] for dim in DIMS[name][3:]))
         if "decay" in found:
             found["decay"] = found["decay"].expand(-1, -1, length, -1, -1)
-        found["state"] = found["state"].expand(batch, heads, rows, columns)
-        names = [name for name in OPERANDS if name not in ("state", "query")]
-        optional = {name: found.get(name) for name in names}
-        return cls(**optional, state=found["state"], query=found["query"], batch=batch, heads=heads, length=length)
+        found["state"] = found["state"].expand(*(sizes[dim] for dim in DIMS["state"]))
+        return cls(**found, batch=sizes["B"], heads=sizes["H"], length=length)
 
     @property
     def rows(self) -> int:
@@ -108,19 +93,17 @@ class ChunkOperands:
         more = length - self.length
         if more == 0:
             return self
-        values = {"decay": 1.0}
-        found: dict[str, Any] = {}
-        for name in OPERANDS:
-            operand = getattr(self, name)
-            if operand is not None and name != "state":
-                found[name] = F.pad(operand, (0, 0, 0, 0, 0, more), value=values.get(name, 0.0))
+        found = {
+            name: F.pad(each, (0, 0, 0, 0, 0, more), value=1.0 if name == "decay" else 0.0)
+            for name, each in self.given().items()
+            if name != "state"
+        }
         return replace(self, **found, length=length)
 
     def steps(self, start: int, stop: int) -> ChunkOperands:
         """Some of the steps."""
-        named = {name: getattr(self, name) for name in OPERANDS if name != "state"}
-        found = {name: None if each is None else each[:, :, start:stop] for name, each in named.items()}
-        return replace(self, **found, length=stop - start)  # type: ignore[arg-type]
+        found = {name: each[:, :, start:stop] for name, each in self.given().items() if name != "state"}
+        return replace(self, **found, length=stop - start)
 
 
 def results(
@@ -130,13 +113,3 @@ def results(
     reads = reads[:, :, : operands.length].expand(operands.batch, operands.heads, -1, -1, -1)
     state = state.expand(operands.batch, operands.heads, -1, -1)
     return reads.to(attrs.out_dtype).contiguous(), state.to(attrs.state_dtype).contiguous()
-
-
-def sizes_of_shapes(operands: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The sizes of a scan over the operands that there are, by dimension; ``R`` is 1 without updates."""
-    found: dict[str, Any] = {}
-    for name, operand in operands.items():
-        for dim, size in zip(OPERANDS[name], operand.shape, strict=True):
-            if not (isinstance(size, int) and size == 1):
-                found[dim] = size
-    return {dim: found.get(dim, 1) for dim in "BHTRKVQ"}

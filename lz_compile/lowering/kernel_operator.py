@@ -8,6 +8,7 @@ A kernel, its backward and its fake are functions of the op's operands and attri
 from __future__ import annotations
 
 import inspect
+import itertools
 import typing
 from collections.abc import Callable
 from types import ModuleType
@@ -21,8 +22,9 @@ from lz_compile.lowering.operands import Operands
 
 #: ``kernel(x, attrs)``, with the operands and attributes of an op.
 Kernel: TypeAlias = Callable[[Any, Any], Any]
-#: ``backward(gradient, x, attrs)``: gradients by the names of the operands; those without one may be left out.
-Backward: TypeAlias = Callable[[torch.Tensor, Any, Any], dict[str, torch.Tensor | None]]
+#: ``backward(gradient, x, attrs)``, with one gradient for each result (a tuple where there are several): gradients by the
+#: names of the operands; those without one may be left out.
+Backward: TypeAlias = Callable[[Any, Any, Any], dict[str, torch.Tensor | None]]
 
 
 def kernel_operator(
@@ -31,16 +33,18 @@ def kernel_operator(
     kernel: Kernel,
     *,
     backward: Backward | None = None,
+    fallback: Kernel | None = None,
     kernel_id: str | None = None,
     is_cuda_graph_safe: bool = False,
 ) -> Kernel:
-    """``kernel`` as one node of a graph, ``layerzero::<name>``; the op's definition completes a call in which it fails.
+    """``kernel`` as one node of a graph, ``layerzero::<name>``; calls in which it fails are completed.
 
     Args:
         name: of the operator.
         op: module of the op.
-        kernel: changes no operand and returns a fresh tensor.
+        kernel: changes no operand and returns fresh tensors.
         backward: of the kernel; without one, operands that want a gradient are refused.
+        fallback: completes a call in which the kernel fails, by default the op's definition.
         kernel_id: under which name it is retired when it fails, by default ``name``.
         is_cuda_graph_safe: whether CUDA graphs may capture it.
     """
@@ -48,29 +52,48 @@ def kernel_operator(
         name,
         _flat(op, kernel),
         _flat(op, op.fake),
-        fallback=_flat(op, definition(op)),
+        fallback=_flat(op, fresh(op, fallback or op.reference)),
         backward=None if backward is None else _flat_backward(op, backward),
         kernel_id=kernel_id,
         is_cuda_graph_safe=is_cuda_graph_safe,
     )
 
+    count = _count(op)
+
     def call(x: Operands, attrs: Any) -> Any:
-        return operator(*x.flat(), encode(attrs))
+        found = operator(*x.flat(), encode(attrs))
+        return found if count == 1 else tuple([found[place] for place in range(count)])  # of a proxy, too
 
     return call
 
 
 def definition(op: ModuleType) -> Kernel:
     """An op's reference, in the memory layout that its kernels give."""
-    return lambda x, attrs: op.fake(x, attrs).copy_(op.reference(x, attrs))
+    return fresh(op, op.reference)
+
+
+def fresh(op: ModuleType, kernel: Kernel) -> Kernel:
+    """What a function gives, in memory of its own that is laid out as by the op's kernels."""
+
+    def run(x: Operands, attrs: Any) -> Any:
+        made, found = op.fake(x, attrs), kernel(x, attrs)
+        if isinstance(made, torch.Tensor):
+            return made.copy_(found)
+        return tuple(one.copy_(other) for one, other in zip(made, found, strict=True))
+
+    return run
 
 
 def asked(op: ModuleType, kernel: Kernel) -> Backward:
     """The backward of a kernel that autograd can see into: it is called once more, and asked."""
 
-    def gradients(gradient: torch.Tensor, x: Operands, attrs: Any) -> dict[str, torch.Tensor | None]:
+    def gradients(gradient: Any, x: Operands, attrs: Any) -> dict[str, torch.Tensor | None]:
         wanted = {name: each.requires_grad_() for name, each in x.given().items() if name in op.DIFFERENTIABLE}
-        found = torch.autograd.grad(kernel(x, attrs), list(wanted.values()), gradient)
+        both = (kernel(x, attrs), gradient)
+        results, given = ((each,) if isinstance(each, torch.Tensor) else each for each in both)
+        known = [each.requires_grad for each in results]  # a result may be a constant
+        reached, of_them = ([*itertools.compress(each, known)] for each in (results, given))
+        found = torch.autograd.grad(reached, list(wanted.values()), of_them, materialize_grads=True)
         return {name: each.contiguous() for name, each in zip(wanted, found, strict=True)}
 
     return gradients
@@ -82,21 +105,33 @@ def _flat(op: ModuleType, function: Kernel) -> Callable[..., Any]:
     def run(*given: Any) -> Any:
         return function(op.Operands(*given[:-1]), decode(op.Attributes, given[-1]))
 
-    return signed(run, op, {}, {"attrs": str}, torch.Tensor)
+    return signed(run, op, {}, {"attrs": str}, _result(op))
+
+
+def _result(op: ModuleType) -> Any:
+    """The type of what an op gives: a tensor or a tuple of them."""
+    return typing.get_type_hints(op.reference)["return"]
+
+
+def _count(op: ModuleType) -> int:
+    return len(typing.get_args(_result(op))) or 1
 
 
 def _flat_backward(op: ModuleType, backward: Backward) -> Callable[..., Any]:
     """The same of a backward. A gradient that there is not has no elements."""
+    results = _count(op)
 
-    def run(gradient: torch.Tensor, *given: Any) -> Any:
-        found = backward(gradient, op.Operands(*given[:-1]), decode(op.Attributes, given[-1]))
+    def run(*given: Any) -> Any:
+        of_results = given[0] if results == 1 else given[:results]
+        found = backward(of_results, op.Operands(*given[results:-1]), decode(op.Attributes, given[-1]))
         each = [found.get(name) for name in op.DIFFERENTIABLE]
-        gradients = tuple(gradient.new_empty(0) if one is None else one for one in each)
+        gradients = tuple(given[0].new_empty(0) if one is None else one for one in each)
         return gradients if len(gradients) > 1 else gradients[0]
 
     count = len(op.DIFFERENTIABLE)
     kind = torch.Tensor if count == 1 else tuple[(torch.Tensor,) * count]  # type: ignore[misc]  # as many as there are
-    return signed(run, op, {"gradient": torch.Tensor}, {"attrs": str}, kind)
+    first = {f"gradient_{place}" if place else "gradient": torch.Tensor for place in range(results)}
+    return signed(run, op, first, {"attrs": str}, kind)
 
 
 def signed(

@@ -53,9 +53,9 @@ def opaque(
         fake: the same parameters; gives empty tensors with the shapes, dtypes and strides of the results.
         fallback: the same parameters and results; it completes a call in which ``function`` raises, and runs instead of it
             once that is retired.
-        backward: takes the gradient of the result, which is one tensor, and the same parameters, none of them by keyword
-            only. It gives the gradients of the first tensors, contiguous and one or several; it runs with gradients
-            recorded for what it computes itself. Inputs after those must not want a gradient.
+        backward: takes the gradients of the results and the same parameters, none of them by keyword only. It gives the
+            gradients of the first tensors, contiguous and one or several; it runs with gradients recorded for what it
+            computes itself. Inputs after those must not want a gradient.
         kernel_id: under which name a failing ``function`` is retired, by default ``name``.
         is_cuda_graph_safe: whether CUDA graphs may capture it; otherwise Inductor leaves it out of them.
 
@@ -75,7 +75,7 @@ def opaque(
     call = _without_gradients(name, kernel)
     if backward is not None:
         full = f"{name}_backward"
-        reverse = _define_kernel(full, backward, _recording(full, backward), _gradients_like(full), unsafe)
+        reverse = _define_kernel(full, backward, _recording(full, backward), _gradients_like(full, kernel), unsafe)
         _LIBRARY.impl(full, torch.library.fallthrough_kernel, "Autograd")
         call = _differentiable(name, kernel, reverse)
         record(f"{name}_kernel", functools.partial(_Recorded.apply, kernel, reverse))
@@ -170,8 +170,8 @@ class _Recorded(torch.autograd.Function):
         return kernel(*operands)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, *_kept(ctx, gradient)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *_kept(ctx, gradients)
 
 
 def _keep(ctx: Any, backward: torch._ops.OpOverload, operands: tuple[Any, ...]) -> None:
@@ -180,11 +180,11 @@ def _keep(ctx: Any, backward: torch._ops.OpOverload, operands: tuple[Any, ...]) 
     ctx.constants = [None if isinstance(operand, torch.Tensor) else (operand,) for operand in operands]
 
 
-def _kept(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+def _kept(ctx: Any, of_results: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
     """The gradients of all operands, from those that :func:`_keep` kept."""
     tensors = iter(ctx.saved_tensors)
     operands = [next(tensors) if constant is None else constant[0] for constant in ctx.constants]
-    found = ctx.operator(gradient, *operands)
+    found = ctx.operator(*of_results, *operands)
     gradients = (found,) if isinstance(found, torch.Tensor) else tuple(found)
     there = (None if operand is None else each for each, operand in zip(gradients, operands, strict=False))
     return *there, *(None for _ in operands[len(gradients) :])
@@ -218,14 +218,15 @@ def _recording(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _gradients_like(name: str) -> Callable[..., Any]:
-    """Empty gradients of as many operands as the operator gives some of."""
+def _gradients_like(name: str, kernel: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Empty gradients of as many operands as the operator gives some of, from those of the kernel's results."""
 
-    def fake(gradient: torch.Tensor, *operands: Any) -> Any:
+    def fake(*given: Any) -> Any:
+        results = len(kernel._schema.returns)
         count = len(getattr(getattr(torch.ops, _NAMESPACE), name).default._schema.returns)
         found = tuple(
-            gradient.new_empty(0) if each is None else torch.empty_like(each, memory_format=torch.contiguous_format)
-            for each in operands[:count]
+            given[0].new_empty(0) if each is None else torch.empty_like(each, memory_format=torch.contiguous_format)
+            for each in given[results : results + count]
         )
         return found[0] if count == 1 else found
 

@@ -38,7 +38,7 @@ _DIMS: Mapping[str, tuple[Mapping[str, str], str]] = {
     "attention": ({"query": "BHQD", "key": "BGKD", "value": "BGKE", "mask": "BHQK", "bias": "BHQK"}, "QK"),
     "norm": ({"input": "ND", "weight": "D", "bias": "D"}, "N"),
     "sampling": ({"logits": "NV", "bitmask": "NW", "bias": "NV", **_N}, "N"),
-    "scan": (scan.OPERANDS, "T"),
+    "scan": (scan.DIMS, "T"),
 }
 
 

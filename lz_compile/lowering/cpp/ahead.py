@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-
-import torch
 
 from lz_compile.lowering.cpp.launch import Launch, function_of
 from lz_compile.lowering.cpp.scan import Program
-from lz_compile.lowering.ops.scan import ScanAttrs
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs
 
 _lock = threading.Lock()
 _started: set[tuple[Program, bool]] = set()
@@ -18,22 +15,18 @@ _pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lz-compile-cpp")
 
 
 def build_ahead(
-    operands: Mapping[str, torch.Tensor],
-    attrs: ScanAttrs,
-    chunk: int,
-    wanted: frozenset[str] = frozenset(),
-    *,
-    backward: bool = False,
+    x: Operands, attrs: ScanAttrs, chunk: int, wanted: frozenset[str] = frozenset(), *, backward: bool = False
 ) -> None:
     """Start building what a scan over tensors like these (fake ones) runs; nothing waits for it but who needs it.
 
     A build that fails is met again, with its error, where the scan runs.
     """
-    if not all(isinstance(size, int) for each in operands.values() for size in each.shape):
+    operands = x.given().values()
+    if not all(isinstance(size, int) for each in operands for size in each.shape):
         return
-    if any(each.device.type != "cpu" for each in operands.values()):
+    if any(each.device.type != "cpu" for each in operands):
         return
-    key = Launch(operands, attrs, chunk).program(wanted), backward
+    key = Launch(x, attrs, chunk).program(wanted), backward
     with _lock:
         if key in _started:
             return

@@ -12,7 +12,7 @@ import torch
 
 from lz_compile.lowering import inductor
 from lz_compile.lowering.cpp.scan import Program, vectors_for
-from lz_compile.lowering.ops.scan import OPERANDS, Operands, ScanAttrs, ScanSizes, common_dtype, sizes_of, structure_of
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanSizes, common_dtype, factor_kind, sizes_of
 
 #: Of the compiler, beside Inductor's own flags: no result depends on what they allow but for the rounding of ``a * b + c``.
 FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
@@ -33,35 +33,36 @@ class Launch:
     """One scan over real tensors on a CPU.
 
     Args:
-        operands: those that there are, with the dimensions of ``lowering/ops/scan.py``.
+        x: canonical operands.
         attrs: of the op.
         chunk: steps from one checkpoint to the next.
     """
 
-    operands: Mapping[str, torch.Tensor]
+    x: Operands
     attrs: ScanAttrs
     chunk: int
 
-    @classmethod
-    def of(cls, operands: Operands, attrs: ScanAttrs, chunk: int) -> Launch:
-        """Without the operands that there are not."""
-        return cls({name: each for name, each in operands.items() if each is not None}, attrs, chunk)
+    @cached_property
+    def operands(self) -> Mapping[str, torch.Tensor]:
+        """Those that there are."""
+        return self.x.given()
 
     @cached_property
     def sizes(self) -> ScanSizes:
         """Of the scan."""
-        return sizes_of(self.operands)
+        return sizes_of(self.x)
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:
-        """Of the state and of sums."""
-        return compute_dtype_of(self.operands, self.attrs)
+        """Of the state and of sums: float64 where anything is, else float32."""
+        wide = torch.promote_types(common_dtype(self.x), self.attrs.compute_dtype)
+        return torch.float64 if wide == torch.float64 else torch.float32
 
     # ---- the two directions ---------------------------------------------------------------------------------------
 
     def results(self, keeps: bool) -> Results:
         """Memory for reads ``[B, T, H, Q, V]``, the last state, and where ``keeps`` checkpoints ``[B, H, chunks, K, V]``."""
-        sizes, like = self.sizes, next(iter(self.operands.values()))
+        sizes, like = self.sizes, self.x.like
         batch, heads, length, rows, columns = sizes[:5]
         chunks = (length + self.chunk - 1) // self.chunk if keeps else 0
         return (
@@ -77,9 +78,9 @@ class Launch:
         batch, heads, _, rows, columns = self.sizes[:5]
         if 0 in (batch, heads, rows, columns):
             return {name: torch.zeros_like(self.operands[name]) for name in wanted}
-        buffers = {name: self._buffer(name) for name in OPERANDS if name in wanted}
-        gradients = [buffers.get(name) for name in OPERANDS]
-        tensors = [*(self.operands.get(name) for name in OPERANDS), checkpoints, reads, last.unsqueeze(2), *gradients]
+        buffers = {name: self._buffer(name) for name in self.x.names if name in wanted}
+        gradients = [buffers.get(name) for name in self.x.names]
+        tensors = [*self.x.flat(), checkpoints, reads, last.unsqueeze(2), *gradients]
         function, numbers = _backward(_layouts(tensors), self.attrs, self.chunk, wanted, torch.get_num_threads())
         _call(function, tensors, numbers)
         return {name: self._reduced(name, buffer) for name, buffer in buffers.items()}
@@ -89,7 +90,7 @@ class Launch:
         program = self.program(wanted)
         panel, threads = self._shares
         numbers = [*self.sizes[:5], self.chunk, panel, threads]
-        given = [self._seen(name) if name in self.operands else None for name in OPERANDS]
+        given = [self._seen(name) if name in self.operands else None for name in self.x.names]
         for tensor in (*given, *others):
             numbers += [0] * 6 if tensor is None else _strides(tensor)
         return function_of(program, backward), (ctypes.c_int64 * len(numbers))(*numbers)
@@ -98,11 +99,10 @@ class Launch:
 
     def program(self, gradients: frozenset[str]) -> Program:
         """What the code is written for."""
-        sizes, structure = self.sizes, structure_of(self.operands)
-        drive = structure_of({"decay": self.operands.get("drive")}).decay
+        sizes = self.sizes
         return Program(
-            decay=structure.decay,
-            drive=drive,
+            decay=factor_kind(self.x.decay),
+            drive=factor_kind(self.x.drive),
             rank=sizes.rank,
             reads=sizes.reads,
             has=frozenset(self.operands),
@@ -181,12 +181,6 @@ class Launch:
         return found if is_like else result.copy_(found)
 
 
-def compute_dtype_of(operands: Operands, attrs: ScanAttrs) -> torch.dtype:
-    """Of the state and of sums: float64 where anything is, else float32."""
-    wide = torch.promote_types(common_dtype(operands), attrs.compute_dtype)
-    return torch.float64 if wide == torch.float64 else torch.float32
-
-
 def _strides(tensor: torch.Tensor) -> list[int]:
     """Of batch, head, step and the last two dimensions, 0 where one element serves all; at last that of panels."""
     part = tensor.stride(0) if tensor.dim() == 6 else 0
@@ -195,7 +189,10 @@ def _strides(tensor: torch.Tensor) -> list[int]:
 
 
 def forward(operands: Sequence[torch.Tensor | None], attrs: ScanAttrs, chunk: int, *, keeps: bool) -> Results:
-    """A scan over real tensors on a CPU; results as of :meth:`Launch.results`. What depends on layouts is done once."""
+    """A scan over real tensors on a CPU; results as of :meth:`Launch.results`. What depends on layouts is done once.
+
+    The operands are all of the op's, in its order: compiled code comes by for every token, so no object is made of them.
+    """
     key = _layouts(operands), attrs, chunk, keeps, torch.get_num_threads()
     function, numbers, (reads, last, checkpoints) = _forward(*key)
     results = inductor.empty_cpu(*reads), inductor.empty_cpu(*last), inductor.empty_cpu(*checkpoints)
@@ -204,18 +201,14 @@ def forward(operands: Sequence[torch.Tensor | None], attrs: ScanAttrs, chunk: in
 
 
 def by_address(
-    operands: Sequence[torch.Tensor | None],
-    attrs: ScanAttrs,
-    chunk: int,
-    reads: Sequence[int] | None = None,
-    last: Sequence[int] | None = None,
+    x: Operands, attrs: ScanAttrs, chunk: int, reads: Sequence[int] | None = None, last: Sequence[int] | None = None
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The scan over operands that lie in memory as these do, without gradients; all else is worked out once.
 
     Of what it is called with only the first address is read: the tensors that the operands are views of will do. Results are
     contiguous, reads ``[B, T, H, Q, V]`` and the last state ``[B, H, K, V]``, or in other shapes of as many elements.
     """
-    key = _layouts(operands), attrs, chunk, False, torch.get_num_threads()
+    key = _layouts(x.flat()), attrs, chunk, False, torch.get_num_threads()
     prepared: list[tuple[Any, ...]] = []
 
     def run(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,7 +228,7 @@ def by_address(
 
 
 #: Of a forward: those of its operands and results.
-_Pointers = ctypes.c_void_p * (len(OPERANDS) + 3)
+_Pointers = ctypes.c_void_p * (len(Operands.names) + 3)
 
 
 def _contiguous(layout: Layout, shape: Sequence[int] | None) -> Layout:
@@ -264,7 +257,7 @@ def _without_memory(layouts: Sequence[Layout | None]) -> list[torch.Tensor | Non
 @lru_cache(maxsize=1024)
 def _forward(layouts: tuple[Layout | None, ...], attrs: ScanAttrs, chunk: int, keeps: bool, _threads: int) -> Any:
     """The compiled function, its last argument, and the layouts of its results, for operands with these layouts."""
-    launch = Launch.of(dict(zip(OPERANDS, _without_memory(layouts), strict=True)), attrs, chunk)
+    launch = Launch(Operands(*_without_memory(layouts)), attrs, chunk)
     reads, last, checkpoints = results = launch.results(keeps)
     others = (reads.transpose(1, 2), last.unsqueeze(2), checkpoints if keeps else None)
     memory = [(tuple(each.shape), each.stride(), each.dtype) for each in results]
@@ -276,9 +269,8 @@ def _backward(
     layouts: tuple[Layout | None, ...], attrs: ScanAttrs, chunk: int, wanted: frozenset[str], _threads: int
 ) -> Any:
     """The same of a backward, whose results are tensors like all others."""
-    tensors = _without_memory(layouts)
-    launch = Launch.of(dict(zip(OPERANDS, tensors, strict=False)), attrs, chunk)
-    return launch.prepare(tensors[len(OPERANDS) :], wanted, backward=True)
+    tensors, count = _without_memory(layouts), len(Operands.names)
+    return Launch(Operands(*tensors[:count]), attrs, chunk).prepare(tensors[count:], wanted, backward=True)
 
 
 def forget() -> None:

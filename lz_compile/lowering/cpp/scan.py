@@ -12,7 +12,7 @@ from lz_compile.lowering.cpp.backward import BACKWARD
 from lz_compile.lowering.cpp.forward import FORWARD
 from lz_compile.lowering.cpp.step import STEP
 from lz_compile.lowering.cpp.vectors import ELEMENTS, vectors
-from lz_compile.lowering.ops.scan import DROPPED, OPERANDS, DecayKind
+from lz_compile.lowering.ops.scan import DIMS, DROPPED, DecayKind
 
 #: A block of columns has at most so many registers: three or four blocks are in use at once.
 MAX_VECTORS = 4
@@ -66,7 +66,7 @@ class Program:
         """The constants and types that the code is written in terms of."""
         dtypes: Mapping[str, torch.dtype] = dict(self.dtypes)
         types = [
-            *((f"{name.title()}T", dtypes.get(name, self.compute_dtype)) for name in OPERANDS),
+            *((f"{name.title()}T", dtypes.get(name, self.compute_dtype)) for name in DIMS),
             ("OutT", self.out_dtype),
             ("LastT", self.state_dtype),
         ]
@@ -77,8 +77,8 @@ class Program:
             "kBefore": self.reads_before,
             "kDrops": self.drops,
             "kElements": "query" not in self.has and not self.rank,
-            **{f"kConstant{name.title()}": name in self.constant for name in OPERANDS},
-            **{f"kGrad{name.title()}": name in self.gradients for name in OPERANDS},
+            **{f"kConstant{name.title()}": name in self.constant for name in DIMS},
+            **{f"kGrad{name.title()}": name in self.gradients for name in DIMS},
         }
         return "\n".join(
             [

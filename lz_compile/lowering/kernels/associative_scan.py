@@ -13,47 +13,27 @@ import torch
 
 from lz_compile.lowering import chunk_prefixes
 from lz_compile.lowering.chunk_operands import ChunkOperands, results
-from lz_compile.lowering.ops.scan import ScanAttrs
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs
 from lz_compile.lowering.scan_products import product
 
 #: The most tiles, and the fewest steps of one.
 TILES, SHORTEST = 4, 64
 
 
-def scan(
-    state: torch.Tensor | None = None,
-    decay: torch.Tensor | None = None,
-    left: torch.Tensor | None = None,
-    right: torch.Tensor | None = None,
-    erase: torch.Tensor | None = None,
-    drive: torch.Tensor | None = None,
-    query: torch.Tensor | None = None,
-    *,
-    attrs: ScanAttrs,
-    shortest: int = SHORTEST,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scan(x: Operands, attrs: ScanAttrs, shortest: int = SHORTEST) -> tuple[torch.Tensor, torch.Tensor]:
     """The scan in the op's canonical layout (see ``lowering/ops/scan.py``), in tiles of at least ``shortest`` steps.
 
     Raises:
         ValueError: a step erases and has decays that differ between columns of the state, or a size other than batch and
             heads is symbolic.
     """
-    given = {
-        "state": state,
-        "decay": decay,
-        "left": left,
-        "right": right,
-        "erase": erase,
-        "drive": drive,
-        "query": query,
-    }
-    operands = ChunkOperands.of(given, attrs)
-    if erase is not None and operands.decay is not None and operands.decay.shape[4] != 1:
+    operands = ChunkOperands.of(x, attrs)
+    if x.erase is not None and operands.decay is not None and operands.decay.shape[4] != 1:
         raise ValueError(
             f"associative scan: expected one decay for every row of a state that is erased from, received "
             f"{tuple(operands.decay.shape)}"
         )
-    has_query = query is not None
+    has_query = x.query is not None
     tile = max(shortest, -(-operands.length // TILES))
     last, found = operands.state, []
     for start in range(0, operands.length, tile):

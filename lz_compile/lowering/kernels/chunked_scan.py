@@ -14,7 +14,7 @@ import torch
 from lz_compile.lowering import chunk_prefixes
 from lz_compile.lowering.chunk_form import CHUNK, ChunkForm, chunk_form, without_drive
 from lz_compile.lowering.chunk_operands import ChunkOperands, results
-from lz_compile.lowering.ops.scan import Operands, ScanAttrs
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs, factor_kind, reference
 from lz_compile.lowering.scan_products import product
 
 #: The most chunks that follow one another in a loop.
@@ -24,38 +24,24 @@ LOOPED = 8
 Passing: TypeAlias = Callable[[ChunkForm, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def scan(
-    state: torch.Tensor | None = None,
-    decay: torch.Tensor | None = None,
-    left: torch.Tensor | None = None,
-    right: torch.Tensor | None = None,
-    erase: torch.Tensor | None = None,
-    drive: torch.Tensor | None = None,
-    query: torch.Tensor | None = None,
-    *,
-    attrs: ScanAttrs,
-    chunk: int = CHUNK,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scan(x: Operands, attrs: ScanAttrs, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
     """The scan in the op's canonical layout (see ``lowering/ops/scan.py``); ``chunk`` is a power of two above one.
 
     Raises:
         ValueError: a decay differs between the columns of the state, or a size other than batch and heads is symbolic.
     """
-    given = {
-        "state": state,
-        "decay": decay,
-        "left": left,
-        "right": right,
-        "erase": erase,
-        "drive": drive,
-        "query": query,
-    }
-    return in_chunks(given, attrs, chunk, passed)
+    return in_chunks(x, attrs, chunk, passed)
 
 
-def in_chunks(given: Operands, attrs: ScanAttrs, chunk: int, passing: Passing) -> tuple[torch.Tensor, torch.Tensor]:
+def in_few_steps(x: Operands, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scan in chunks, or step by step where columns have decays of their own, or states are dropped."""
+    by_column = factor_kind(x.decay) in ("value", "full")
+    return reference(x, attrs) if by_column or attrs.drops else scan(x, attrs)
+
+
+def in_chunks(x: Operands, attrs: ScanAttrs, chunk: int, passing: Passing) -> tuple[torch.Tensor, torch.Tensor]:
     """The scan over canonical operands, with ``passing`` from chunk to chunk; raises what :func:`scan` does."""
-    operands = ChunkOperands.of(given, attrs).with_drive_as_update()
+    operands = ChunkOperands.of(x, attrs).with_drive_as_update()
     if operands.decay is not None and operands.decay.shape[4] != 1:
         raise ValueError(f"scan in chunks: expected one decay for every row, received {tuple(operands.decay.shape)}")
     driven = None if operands.drive is None else without_drive(operands, attrs.reads)

@@ -9,13 +9,15 @@ updates that do not write along what they erase, are computed by PyTorch in chun
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import TypeAlias
 
 import torch
 
-from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.opaque_scan import decoded, fake, fallback, given, gradients_by, in_torch, scan_by, together
-from lz_compile.lowering.ops.scan import sizes_of
+from lz_compile.lowering.kernel_operator import Kernel, asked, fresh, kernel_operator
+from lz_compile.lowering.kernels.chunked_scan import in_few_steps
+from lz_compile.lowering.ops import scan as op
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs, sizes_of
 
 #: The smallest decay that is given as a logarithm: gradients of logarithms are divided by the decay.
 SMALLEST_DECAY = 2.0**-10
@@ -29,62 +31,47 @@ Given: TypeAlias = dict[str, torch.Tensor]
 Call: TypeAlias = Callable[[Given], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _call_by(call: Call, *, is_factored: bool = False) -> Callable[..., torch.Tensor]:
-    """A function of the parameters of :func:`fake` by one of the library's kernels."""
+def _scan_by(call: Call, *, is_factored: bool) -> Kernel:
+    """The op by one of the library's kernels."""
 
-    def run(
-        state: torch.Tensor,
-        decay: torch.Tensor,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        erase: torch.Tensor,
-        drive: torch.Tensor,
-        query: torch.Tensor,
-        attrs: str,
-    ) -> torch.Tensor:
-        form = decoded(attrs)
-        operands = given((state, decay, left, right, erase, drive, query))
-        prepared = _prepared(operands, is_factored=is_factored)
+    def scan(x: Operands, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:
+        prepared = _prepared(x, is_factored=is_factored)
         if prepared is None:
-            return together(in_torch(operands, form), form)
+            return in_few_steps(x, attrs)
         reads, last = call(prepared)
-        return together((reads.transpose(1, 2).unsqueeze(3), last), form)
+        return reads.transpose(1, 2).unsqueeze(3), last
 
-    return run
+    return fresh(op, scan)
 
 
-def _prepared(operands: dict[str, torch.Tensor | None], *, is_factored: bool) -> Given | None:
+def _prepared(x: Operands, *, is_factored: bool) -> Given | None:
     """The operands in the library's layout, with ``log_decay`` and (where factored) ``key`` and ``beta``.
 
     None: the library cannot take them.
     """
-    sizes = sizes_of(operands)
+    sizes = sizes_of(x)
     if sizes.key_dim > LARGEST_KEY or 0 in sizes[:5]:
         return None
     last = {"left": sizes.key_dim, "erase": sizes.key_dim, "query": sizes.key_dim, "right": sizes.value_dim}
-    there = {name: each for name, each in operands.items() if each is not None}
-    dtype = torch.bfloat16
-    for index, name in enumerate(name for name in last if name in there):
-        dtype = there[name].dtype if index == 0 else torch.promote_types(dtype, there[name].dtype)
+    there = {name: each for name, each in x.given().items() if name in last}
+    dtype = reduce(torch.promote_types, [each.dtype for each in there.values()])
     shape = (sizes.batch, sizes.heads, sizes.length)
     found = {
-        name: each.expand(*shape, 1, last[name]).squeeze(3).transpose(1, 2).to(dtype)
-        for name, each in there.items()
-        if name in last
+        name: each.expand(*shape, 1, last[name]).squeeze(3).transpose(1, 2).to(dtype) for name, each in there.items()
     }
-    facts = []
-    if "decay" in there:
-        decay = there["decay"].expand(*shape, -1, -1).squeeze(4).transpose(1, 2).float()
+    facts, decay = [], None
+    if x.decay is not None:
+        decay = x.decay.expand(*shape, -1, -1).squeeze(4).transpose(1, 2).float()
         facts.append((decay.detach() >= SMALLEST_DECAY).all() & (decay.detach() <= 1).all())
         found["log_decay"] = decay.log()
     if is_factored:
-        key, beta, fits = _factored(found, decay if "decay" in there else None)
+        key, beta, fits = _factored(found, decay)
         found["key"], found["beta"] = key.to(dtype), beta
         facts.append(fits)
     if facts and not bool(torch.stack(facts).all()):
         return None
-    if "state" in there:
-        found["state"] = there["state"].expand(sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim).float()
+    if x.state is not None:
+        found["state"] = x.state.expand(sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim).float()
     return found
 
 
@@ -172,11 +159,12 @@ def _dplr_delta_rule(operands: Given) -> tuple[torch.Tensor, torch.Tensor]:
     return found
 
 
-def _adapter(name: str, call: Call, *, is_factored: bool = False) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    run = _call_by(call, is_factored=is_factored)
-    backward = gradients_by(run)
-    operator = opaque(f"fla_{name}", run, fake, fallback=fallback, backward=backward, kernel_id=f"fla.{name}")
-    return scan_by(operator)
+def _adapter(name: str, call: Call, *, is_factored: bool = False) -> Kernel:
+    scan = _scan_by(call, is_factored=is_factored)
+    kernel_id = f"fla.{name}"
+    return kernel_operator(
+        f"fla_{name}", op, scan, backward=asked(op, scan), fallback=in_few_steps, kernel_id=kernel_id
+    )
 
 
 simple_gla = _adapter("chunk_simple_gla", _simple_gla)

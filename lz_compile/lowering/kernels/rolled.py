@@ -15,218 +15,135 @@ from lz_compile.lowering.cpp import launch
 from lz_compile.lowering.cpp.ahead import build_ahead
 from lz_compile.lowering.cpp.launch import Launch
 from lz_compile.lowering.encoded_attributes import decode, encode
+from lz_compile.lowering.kernel_operator import signed
 from lz_compile.lowering.opaque import opaque, record
-from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs, ScanSizes, reference, sizes_of
+from lz_compile.lowering.ops import scan as op
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs, reference
 
 #: Steps from one kept state to the next.
 CHUNK = 64
 
 _KERNEL_ID = "lz.rolled_scan"
-_NAMES = tuple(OPERANDS)
+_NAMES = Operands.names
+_COUNT = len(_NAMES)
 
 
-def scan(
-    state: torch.Tensor | None = None,
-    decay: torch.Tensor | None = None,
-    left: torch.Tensor | None = None,
-    right: torch.Tensor | None = None,
-    erase: torch.Tensor | None = None,
-    drive: torch.Tensor | None = None,
-    query: torch.Tensor | None = None,
-    *,
-    attrs: ScanAttrs,
-    chunk: int = CHUNK,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scan(x: Operands, attrs: ScanAttrs, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
     """The scan in the op's canonical layout (see ``lowering/ops/scan.py``), with a state kept every ``chunk`` steps."""
-    operator = torch.ops.layerzero.rolled_scan.default
-    results = operator(state, decay, left, right, erase, drive, query, encode(attrs), chunk)
+    results = torch.ops.layerzero.rolled_scan.default(*x.flat(), encode(attrs), chunk)
     return results[0], results[1]
 
 
-def _attributes(text: str) -> ScanAttrs:
-    found: ScanAttrs = decode(ScanAttrs, text)
-    return found
-
-
-def _named(operands: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    return {name: each for name, each in zip(_NAMES, operands, strict=True) if each is not None}
+def _called(given: Sequence[Any]) -> tuple[Operands, ScanAttrs, int, Any]:
+    """Operands, attributes, the steps of a chunk, and what comes behind them in a call of an operator."""
+    operands, (attrs, chunk, last) = given[:_COUNT], given[_COUNT:]
+    return Operands(*operands), decode(ScanAttrs, attrs), chunk, last
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _forward(
-    state: torch.Tensor | None,
-    decay: torch.Tensor | None,
-    left: torch.Tensor | None,
-    right: torch.Tensor | None,
-    erase: torch.Tensor | None,
-    drive: torch.Tensor | None,
-    query: torch.Tensor | None,
-    attrs: str,
-    chunk: int,
-    keeps: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reads ``[B, T, H, Q, V]``, the last state, and where ``keeps`` the states before chunks ``[B, H, chunks, K, V]``."""
-    return launch.forward((state, decay, left, right, erase, drive, query), _attributes(attrs), chunk, keeps=keeps)
+def _forward(*given: Any) -> launch.Results:
+    """Reads ``[B, T, H, Q, V]``, the last state, and where it ``keeps`` them those before chunks ``[B, H, chunks, K, V]``."""
+    attrs, chunk, keeps = given[_COUNT:]
+    return launch.forward(given[:_COUNT], decode(ScanAttrs, attrs), chunk, keeps=keeps)
 
 
-def _forward_fake(
-    state: torch.Tensor | None,
-    decay: torch.Tensor | None,
-    left: torch.Tensor | None,
-    right: torch.Tensor | None,
-    erase: torch.Tensor | None,
-    drive: torch.Tensor | None,
-    query: torch.Tensor | None,
-    attrs: str,
-    chunk: int,
-    keeps: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    operands, form = _named((state, decay, left, right, erase, drive, query)), _attributes(attrs)
-    build_ahead(operands, form, chunk)
-    return Launch(operands, form, chunk).results(keeps)
+def _forward_fake(*given: Any) -> launch.Results:
+    x, attrs, chunk, keeps = _called(given)
+    build_ahead(x, attrs, chunk)
+    return Launch(x, attrs, chunk).results(keeps)
 
 
-def _forward_fallback(
-    state: torch.Tensor | None,
-    decay: torch.Tensor | None,
-    left: torch.Tensor | None,
-    right: torch.Tensor | None,
-    erase: torch.Tensor | None,
-    drive: torch.Tensor | None,
-    query: torch.Tensor | None,
-    attrs: str,
-    chunk: int,
-    keeps: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward_fallback(*given: Any) -> launch.Results:
     """By PyTorch: every chunk from where the one before ended."""
-    operands = _named((state, decay, left, right, erase, drive, query))
-    form = _attributes(attrs)
-    reads, last, checkpoints = Launch(operands, form, chunk).results(keeps)
-    sizes = sizes_of(operands)
-    current = _first_state(operands, sizes, checkpoints.dtype)
-    for index, start in enumerate(range(0, sizes.length, chunk)):
+    x, attrs, chunk, keeps = _called(given)
+    reads, last, checkpoints = Launch(x, attrs, chunk).results(keeps)
+    wide = checkpoints.dtype
+    unrounded = replace(attrs, out_dtype=wide, state_dtype=wide)
+    current = last.new_zeros(last.shape, dtype=wide) if x.state is None else x.state.to(wide).expand(last.shape)
+    length = reads.shape[1]
+    for index, start in enumerate(range(0, length, chunk)):
         if keeps:
             checkpoints[:, :, index] = current
-        part = _steps(operands, start, min(start + chunk, sizes.length))
-        found, current = reference(**{**part, "state": current}, attrs=_unrounded(form, checkpoints.dtype))
+        part = _steps(x, slice(start, min(start + chunk, length)))
+        found, current = reference(replace(part, state=current), unrounded)
         reads[:, start : start + chunk] = found.transpose(1, 2)
     last.copy_(current)
     return reads, last, checkpoints
 
 
-def _unrounded(attrs: ScanAttrs, dtype: torch.dtype) -> ScanAttrs:
-    return replace(attrs, out_dtype=dtype, state_dtype=dtype)
-
-
-def _first_state(operands: dict[str, torch.Tensor], sizes: ScanSizes, dtype: torch.dtype) -> torch.Tensor:
-    shape = (sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim)
-    given = operands.get("state")
-    like = next(iter(operands.values()))
-    return like.new_zeros(shape, dtype=dtype) if given is None else given.to(dtype).expand(shape)
-
-
-def _steps(operands: dict[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
-    """Some of the steps."""
-    return {
-        name: each if name == "state" or each.shape[2] == 1 else each[:, :, start:stop]
-        for name, each in operands.items()
-    }
+def _steps(x: Operands, steps: slice) -> Operands:
+    """Some of the steps; of what is the same in all of them, that."""
+    given = {name: each for name, each in x.given().items() if name != "state"}
+    return Operands(**{name: each if each.shape[2] == 1 else each[:, :, steps] for name, each in given.items()})
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-def _backward(
-    of_reads: torch.Tensor,
-    of_last: torch.Tensor,
-    checkpoints: torch.Tensor,
-    state: torch.Tensor | None,
-    decay: torch.Tensor | None,
-    left: torch.Tensor | None,
-    right: torch.Tensor | None,
-    erase: torch.Tensor | None,
-    drive: torch.Tensor | None,
-    query: torch.Tensor | None,
-    attrs: str,
-    chunk: int,
-    wanted: Sequence[bool],
-) -> list[torch.Tensor]:
-    """The gradients of the wanted ones of the seven operands."""
-    operands = _named((state, decay, left, right, erase, drive, query))
-    names = frozenset(name for name, wants in zip(_NAMES, wanted, strict=True) if wants)
-    found = Launch(operands, _attributes(attrs), chunk).backward(checkpoints, of_reads.transpose(1, 2), of_last, names)
+def _backward(of_reads: torch.Tensor, of_last: torch.Tensor, checkpoints: torch.Tensor, *given: Any) -> Any:
+    """The gradients of the wanted ones of the operands."""
+    x, attrs, chunk, wanted = _called(given)
+    names = _wanted(wanted)
+    found = Launch(x, attrs, chunk).backward(checkpoints, of_reads.transpose(1, 2), of_last, names)
     return [found[name] for name in _NAMES if name in names]
 
 
-def _backward_fake(
-    of_reads: torch.Tensor,
-    of_last: torch.Tensor,
-    checkpoints: torch.Tensor,
-    state: torch.Tensor | None,
-    decay: torch.Tensor | None,
-    left: torch.Tensor | None,
-    right: torch.Tensor | None,
-    erase: torch.Tensor | None,
-    drive: torch.Tensor | None,
-    query: torch.Tensor | None,
-    attrs: str,
-    chunk: int,
-    wanted: Sequence[bool],
-) -> list[torch.Tensor]:
-    operands = (state, decay, left, right, erase, drive, query)
-    names = frozenset(name for name, wants in zip(_NAMES, wanted, strict=True) if wants)
-    build_ahead(_named(operands), _attributes(attrs), chunk, names, backward=True)
-    return [torch.empty_like(each) for each, wants in zip(operands, wanted, strict=True) if wants and each is not None]
+def _backward_fake(*given: Any) -> list[torch.Tensor]:
+    x, attrs, chunk, wanted = _called(given[3:])
+    names = _wanted(wanted)
+    build_ahead(x, attrs, chunk, names, backward=True)
+    return [torch.empty_like(each) for name, each in x.given().items() if name in names]
 
 
-def _backward_fallback(
-    of_reads: torch.Tensor,
-    of_last: torch.Tensor,
-    checkpoints: torch.Tensor,
-    state: torch.Tensor | None,
-    decay: torch.Tensor | None,
-    left: torch.Tensor | None,
-    right: torch.Tensor | None,
-    erase: torch.Tensor | None,
-    drive: torch.Tensor | None,
-    query: torch.Tensor | None,
-    attrs: str,
-    chunk: int,
-    wanted: Sequence[bool],
-) -> list[torch.Tensor]:
+def _backward_fallback(of_reads: torch.Tensor, of_last: torch.Tensor, _checkpoints: torch.Tensor, *given: Any) -> Any:
     """By PyTorch, which keeps every state meanwhile."""
-    operands = _named((state, decay, left, right, erase, drive, query))
-    leaves = {name: each.detach() for name, each in operands.items()}
-    asked = [leaves[name].requires_grad_() for name, wants in zip(_NAMES, wanted, strict=True) if wants]
+    x, attrs, _, wanted = _called(given)
+    x, names = x.map(torch.Tensor.detach), _wanted(wanted)
+    asked = [each.requires_grad_() for name, each in x.given().items() if name in names]
     with torch.enable_grad():
-        results = reference(**leaves, attrs=_attributes(attrs))
-        pairs = zip(results, (of_reads.transpose(1, 2), of_last), strict=True)
-        outputs, given = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
-        found = torch.autograd.grad(outputs, asked, given, materialize_grads=True)
+        pairs = zip(reference(x, attrs), (of_reads.transpose(1, 2), of_last), strict=True)
+        outputs, gradients = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
+        found = torch.autograd.grad(outputs, asked, gradients, materialize_grads=True)
     return [torch.empty_like(each).copy_(gradient) for each, gradient in zip(asked, found, strict=True)]
+
+
+def _wanted(wanted: Sequence[bool]) -> frozenset[str]:
+    return frozenset(name for name, wants in zip(_NAMES, wanted, strict=True) if wants)
 
 
 # ---- calls that nobody compiles --------------------------------------------------------------------------------------
 
 
 def _bind(
-    attrs: ScanAttrs,
-    operands: Sequence[torch.Tensor | None],
-    reads: Sequence[int] | None = None,
-    last: Sequence[int] | None = None,
+    x: Operands, attrs: ScanAttrs, reads: Sequence[int] | None = None, last: Sequence[int] | None = None
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """One call of C++ for operands like these, without gradients (see :func:`lz_compile.lowering.cpp.launch.by_address`)."""
-    return launch.by_address(operands, attrs, CHUNK, reads, last)
+    return launch.by_address(x, attrs, CHUNK, reads, last)
 
 
 scan.bind = _bind  # type: ignore[attr-defined]  # what eager calls look for
 
 # ---- the operator ----------------------------------------------------------------------------------------------------
 
-_run = opaque("rolled_scan_forward", _forward, _forward_fake, fallback=_forward_fallback, kernel_id=_KERNEL_ID)
-_run_back = opaque("rolled_scan_backward", _backward, _backward_fake, fallback=_backward_fallback, kernel_id=_KERNEL_ID)
+_FIRST = dict.fromkeys(("of_reads", "of_last", "checkpoints"), torch.Tensor)
+_LAST = {"attrs": str, "chunk": int}
+
+_run = opaque(
+    "rolled_scan_forward",
+    signed(_forward, op, {}, {**_LAST, "keeps": bool}, launch.Results),
+    _forward_fake,
+    fallback=_forward_fallback,
+    kernel_id=_KERNEL_ID,
+)
+_run_back = opaque(
+    "rolled_scan_backward",
+    signed(_backward, op, _FIRST, {**_LAST, "wanted": Sequence[bool]}, list[torch.Tensor]),
+    _backward_fake,
+    fallback=_backward_fallback,
+    kernel_id=_KERNEL_ID,
+)
 
 
 class _Recorded(torch.autograd.Function):
@@ -254,22 +171,12 @@ def _kept(ctx: Any, gradients: Sequence[torch.Tensor], wanted: Sequence[bool]) -
     return [next(found) if wants else None for wants in wanted]
 
 
-def _call(
-    state: torch.Tensor | None,
-    decay: torch.Tensor | None,
-    left: torch.Tensor | None,
-    right: torch.Tensor | None,
-    erase: torch.Tensor | None,
-    drive: torch.Tensor | None,
-    query: torch.Tensor | None,
-    attrs: str,
-    chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    operands = (state, decay, left, right, erase, drive, query)
+def _call(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    operands, (attrs, chunk) = given[:_COUNT], given[_COUNT:]
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in operands):
         reads, last = _Recorded.apply(attrs, chunk, *operands)  # type: ignore[no-untyped-call]
     else:
-        reads, last, _ = _run(*operands, attrs, chunk, False)
+        reads, last, _ = _run(*given, False)
     return reads.transpose(1, 2), last
 
 
@@ -292,7 +199,8 @@ class _RecordedKernel(torch.autograd.Function):
 def _define() -> None:
     """The operator that graphs hold, and gradients in graphs that were traced already and hold the kernel instead of it."""
     library = torch.library.Library("layerzero", "FRAGMENT")
-    schema = torch.library.infer_schema(_call, mutates_args=())
+    results = tuple[torch.Tensor, torch.Tensor]
+    schema = torch.library.infer_schema(signed(_call, op, {}, _LAST, results), mutates_args=())
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     library.define("rolled_scan" + schema, tags=tags)
     library.impl("rolled_scan", _call, "CompositeImplicitAutograd")

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from lz_compile.lowering.chunk_form import CHUNK, ChunkForm
-from lz_compile.lowering.chunk_operands import sizes_of_shapes
-from lz_compile.lowering.kernels.chunked_scan import in_chunks
+from lz_compile.lowering.kernel_operator import kernel_operator
+from lz_compile.lowering.kernels.chunked_scan import in_chunks, in_few_steps
 from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.opaque_scan import apart, decoded, fake, fallback, given, of_operands, scan_by, together
-from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs
+from lz_compile.lowering.ops import scan as op
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs, common_dtype, sizes_of
 from lz_compile.lowering.scan_products import product
 
 #: The largest tile of a chunk in bytes: its tokens, times their updates, times the rows of the state.
@@ -23,89 +23,53 @@ SHORTEST = 16
 # ---- step by step ----------------------------------------------------------------------------------------------------
 
 
-def _run(
-    state: torch.Tensor,
-    decay: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    erase: torch.Tensor,
-    drive: torch.Tensor,
-    query: torch.Tensor,
-    attrs: str,
-) -> torch.Tensor:
+def _run(x: Operands, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:
     from lz_compile.lowering.triton.scan import Scan
 
-    form = decoded(attrs)
-    return together(Scan(given((state, decay, left, right, erase, drive, query)), form).forward(), form)
+    return Scan(x, attrs).forward()
 
 
 def _gradients(
-    gradient: torch.Tensor,
-    state: torch.Tensor,
-    decay: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    erase: torch.Tensor,
-    drive: torch.Tensor,
-    query: torch.Tensor,
-    attrs: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradients: tuple[torch.Tensor, torch.Tensor], x: Operands, attrs: ScanAttrs
+) -> dict[str, torch.Tensor | None]:
     from lz_compile.lowering.triton.scan import Scan
 
-    operands = (state, decay, left, right, erase, drive, query)
-    scan = Scan(given(operands), decoded(attrs))
-    return of_operands(scan.backward(*apart(gradient.contiguous(), scan.sizes)), operands)
+    return {**Scan(x, attrs).backward(*gradients)}
 
 
-_operator = opaque(
+scan = kernel_operator(
     "triton_scan",
+    op,
     _run,
-    fake,
-    fallback=fallback,
     backward=_gradients,
+    fallback=in_few_steps,
     kernel_id="lz.triton_scan",
     is_cuda_graph_safe=True,
 )
 
-scan = scan_by(_operator)
-
 # ---- in chunks -------------------------------------------------------------------------------------------------------
 
 
-def chunked_scan(
-    state: torch.Tensor | None = None,
-    decay: torch.Tensor | None = None,
-    left: torch.Tensor | None = None,
-    right: torch.Tensor | None = None,
-    erase: torch.Tensor | None = None,
-    drive: torch.Tensor | None = None,
-    query: torch.Tensor | None = None,
-    *,
-    attrs: ScanAttrs,
-    chunk: int = CHUNK,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def chunked_scan(x: Operands, attrs: ScanAttrs, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
     """The scan in the op's canonical layout, in chunks of at most ``chunk`` steps, a power of two above one.
 
     Raises:
         ValueError: a decay differs between the columns of the state, or a size other than batch and heads is symbolic.
     """
-    operands = dict(zip(OPERANDS, (state, decay, left, right, erase, drive, query), strict=True))
-    sizes = sizes_of_shapes({name: each for name, each in operands.items() if each is not None})
-    is_double = any(each is not None and each.dtype == torch.float64 for each in operands.values())
-    row_bytes = sizes["R"] * sizes["K"] * (8 if is_double or attrs.compute_dtype == torch.float64 else 4)
+    sizes = sizes_of(x)
+    is_double = torch.float64 in (common_dtype(x), attrs.compute_dtype)
+    row_bytes = max(sizes.rank, 1) * sizes.key_dim * (8 if is_double else 4)
     while chunk > SHORTEST and chunk * row_bytes > LARGEST_TILE:
         chunk //= 2
-    return in_chunks(operands, attrs, chunk, _passed)
+    return in_chunks(x, attrs, chunk, _passed)
 
 
 def _passed(form: ChunkForm, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``chunked_scan.passed`` gives. An operand that there is not has no elements and one dimension."""
+    """What ``chunked_scan.passed`` gives."""
     batch, heads = state.shape[:2]
 
-    def whole(operand: torch.Tensor | None) -> torch.Tensor:
-        if operand is None:
-            return state.new_empty(0)
-        return operand.expand(batch, heads, *(-1 for _ in operand.shape[2:])).contiguous()
+    def whole(operand: torch.Tensor | None) -> torch.Tensor | None:
+        return None if operand is None else operand.expand(batch, heads, *(-1 for _ in operand.shape[2:])).contiguous()
 
     operands = (form.total, form.writes, form.erases, form.updates, state)
     states = _chunks_operator(*(whole(each) for each in operands))
@@ -113,19 +77,23 @@ def _passed(form: ChunkForm, state: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _states(
-    total: torch.Tensor, writes: torch.Tensor, erases: torch.Tensor, updates: torch.Tensor, state: torch.Tensor
+    total: torch.Tensor | None,
+    writes: torch.Tensor,
+    erases: torch.Tensor | None,
+    updates: torch.Tensor,
+    state: torch.Tensor,
 ) -> torch.Tensor:
     """The states before all chunks and the last one, ``[B, H, n + 1, K, V]``."""
     from lz_compile.lowering.triton import scan_chunks
 
-    return scan_chunks.states(_there(total), writes, _there(erases), updates, state)
+    return scan_chunks.states(total, writes, erases, updates, state)
 
 
 def _of_states(
     gradient: torch.Tensor,
-    total: torch.Tensor,
+    total: torch.Tensor | None,
     writes: torch.Tensor,
-    erases: torch.Tensor,
+    erases: torch.Tensor | None,
     updates: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -133,36 +101,35 @@ def _of_states(
 
     with torch.autocast(gradient.device.type, enabled=False):
         of_total, of_writes, of_erases, of_updates, of_state = scan_chunks.gradients(
-            gradient, _there(total), writes, _there(erases), updates, state
+            gradient, total, writes, erases, updates, state
         )
-    of_total = torch.empty_like(total) if of_total is None else of_total.contiguous()
-    of_erases = torch.empty_like(erases) if of_erases is None else of_erases
+    of_total = gradient.new_empty(0) if of_total is None else of_total.contiguous()
+    of_erases = gradient.new_empty(0) if of_erases is None else of_erases
     return of_total, of_writes, of_erases, of_updates, of_state
 
 
-def _fake_states(
-    total: torch.Tensor, writes: torch.Tensor, erases: torch.Tensor, updates: torch.Tensor, state: torch.Tensor
-) -> torch.Tensor:
+def _fake_states(*operands: torch.Tensor) -> torch.Tensor:
+    _, writes, *_, state = operands
     return state.new_empty((*state.shape[:2], writes.shape[2] + 1, *state.shape[2:]))
 
 
 def _looped_states(
-    total: torch.Tensor, writes: torch.Tensor, erases: torch.Tensor, updates: torch.Tensor, state: torch.Tensor
+    total: torch.Tensor | None,
+    writes: torch.Tensor,
+    erases: torch.Tensor | None,
+    updates: torch.Tensor,
+    state: torch.Tensor,
 ) -> torch.Tensor:
     """The same by PyTorch."""
     found = [state]
     for index in range(writes.shape[2]):
         written = updates[:, :, index]
-        if erases.dim() > 1:
+        if erases is not None:
             written = written - product(erases[:, :, index], state)
-        kept = state if total.dim() == 1 else state * total[:, :, index].unsqueeze(-1)
+        kept = state if total is None else state * total[:, :, index].unsqueeze(-1)
         state = kept + product(writes[:, :, index].mT, written)
         found.append(state)
     return torch.stack(found, 2)
-
-
-def _there(operand: torch.Tensor) -> torch.Tensor | None:
-    return None if operand.dim() == 1 else operand
 
 
 _chunks_operator = opaque(

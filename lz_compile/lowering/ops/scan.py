@@ -30,10 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
+from lz_compile.lowering import operands as base
+from lz_compile.lowering.operands import operands
 from lz_compile.lowering.scan_products import product
 
 if TYPE_CHECKING:
@@ -60,7 +63,7 @@ FEW_STEPS = 4
 DROPPED = -57344.0
 
 #: The dimensions of every operand.
-OPERANDS: Mapping[str, str] = {
+DIMS: Mapping[str, str] = {
     "state": "BHKV",
     "decay": "BHTKV",
     "left": "BHTRK",
@@ -69,6 +72,8 @@ OPERANDS: Mapping[str, str] = {
     "drive": "BHTKV",
     "query": "BHTQK",
 }
+#: And of both results.
+RESULTS = ("BHTQV", "BHKV")
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,12 @@ class ScanAttrs:
         return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
+#: What operators encode as text.
+Attributes = ScanAttrs
+#: The operands that kernels give gradients of.
+DIFFERENTIABLE = tuple(DIMS)
+
+
 @dataclass(frozen=True)
 class ScanStructure:
     """Which terms a step has."""
@@ -113,7 +124,6 @@ class ScanStructure:
     decay: DecayKind = "none"
     has_state: bool = False
     has_updates: bool = False
-    has_erase: bool = False
     has_drive: bool = False
     has_query: bool = False
 
@@ -128,6 +138,10 @@ class ScanSizes(NamedTuple):
     value_dim: int
     rank: int
     reads: int
+
+    def by_dim(self) -> dict[str, int]:
+        """By the letters of dimensions."""
+        return dict(zip("BHTKVRQ", self, strict=True))
 
 
 @dataclass(frozen=True)
@@ -147,11 +161,26 @@ class ScanFacts:
     needs_grad: bool = False
 
 
-Operands: TypeAlias = Mapping[str, torch.Tensor | None]
+@operands
+class Operands(base.Operands):
+    """What a scan is over, of which something has steps; shapes as in the module's legend."""
+
+    state: torch.Tensor | None = None
+    decay: torch.Tensor | None = None
+    left: torch.Tensor | None = None
+    right: torch.Tensor | None = None
+    erase: torch.Tensor | None = None
+    drive: torch.Tensor | None = None
+    query: torch.Tensor | None = None
+
+    @property
+    def like(self) -> Any:
+        """One of those that there are, on whose device results are made."""
+        return next(iter(self.given().values()))
 
 
-def sizes_of(operands: Operands) -> ScanSizes:
-    """The sizes of a scan over these operands (None or missing: absent), which may be fake tensors or proxies, too.
+def sizes_of(x: Operands) -> ScanSizes:
+    """The sizes of a scan over these operands, which may be fake tensors or proxies, too.
 
     Symbolic sizes are not compared, so that no guard is made.
 
@@ -159,21 +188,17 @@ def sizes_of(operands: Operands) -> ScanSizes:
         ValueError: an operand has another number of dimensions, sizes differ, or operands are missing.
     """
     found: dict[str, Any] = {}
-    for name, operand in operands.items():
-        if operand is None:
-            continue
-        names = OPERANDS[name]
-        if len(operand.shape) != len(names):
-            raise ValueError(f"scan: expected {name} with the dimensions {names}, received {tuple(operand.shape)}")
-        for dim, size in zip(names, operand.shape, strict=True):
+    for name, operand in x.given().items():
+        names, shape = DIMS[name], tuple(operand.shape)
+        if len(shape) != len(names):
+            raise ValueError(f"scan: expected {name} with the dimensions {names}, received {shape}")
+        for dim, size in zip(names, shape, strict=True):
             known = found.setdefault(dim, size)
-            if is_one(known):
+            if is_one(known) or not (isinstance(known, int) or is_one(size)):  # a number is known rather than a symbol
                 found[dim] = size
             elif isinstance(known, int) and isinstance(size, int) and size not in (1, known):
-                raise ValueError(
-                    f"scan: expected {name} of size 1 or {known} in {dim} of {names}, received {tuple(operand.shape)}"
-                )
-    _check(operands, found)
+                raise ValueError(f"scan: expected {name} of size 1 or {known} in {dim} of {names}, received {shape}")
+    _check(x, found)
     batch, heads, length, rows, columns = (found.get(dim, 1) for dim in "BHTKV")
     return ScanSizes(batch, heads, length, rows, columns, found.get("R", 0), found.get("Q", 1))
 
@@ -183,105 +208,70 @@ def is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _check(operands: Operands, sizes: Mapping[str, int]) -> None:
-    left, right, erase, query = (operands.get(name) for name in ("left", "right", "erase", "query"))
-    if (left is None) != (right is None) or (erase is not None and left is None):
+def _check(x: Operands, sizes: Mapping[str, int]) -> None:
+    if (x.left is None) != (x.right is None) or (x.erase is not None and x.left is None):
         raise ValueError("scan: expected left and right together, and erase with them only")
-    if query is None and not is_one(sizes.get("K", 1)):
+    if x.query is None and not is_one(sizes.get("K", 1)):
         raise ValueError(f"scan: expected a query of a state of {sizes['K']} rows, received none")
     if "T" not in sizes:
         raise ValueError("scan: expected an operand that has steps, received none")
 
 
-def structure_of(operands: Operands) -> ScanStructure:
+def structure_of(x: Operands) -> ScanStructure:
     """Which terms a step over these operands has."""
-    return ScanStructure(
-        decay=_decay_kind(operands.get("decay")),
-        has_state=operands.get("state") is not None,
-        has_updates=operands.get("left") is not None,
-        has_erase=operands.get("erase") is not None,
-        has_drive=operands.get("drive") is not None,
-        has_query=operands.get("query") is not None,
-    )
+    has = {f"has_{name}": getattr(x, name) is not None for name in ("state", "drive", "query")}
+    return ScanStructure(factor_kind(x.decay), has_updates=x.left is not None, **has)
 
 
-def _decay_kind(decay: torch.Tensor | None) -> DecayKind:
-    if decay is None:
+def factor_kind(operand: torch.Tensor | None) -> DecayKind:
+    """What a decay, or a summand, has one number for."""
+    if operand is None:
         return "none"
-    rows, columns = (not is_one(size) for size in decay.shape[3:])
+    rows, columns = (not is_one(size) for size in operand.shape[3:])
     if rows:
         return "full" if columns else "key"
     return "value" if columns else "scalar"
 
 
-def facts_of(operands: Operands) -> ScanFacts:
-    """The facts of a scan over tensors.
-
-    Raises:
-        ValueError: the operands do not fit together.
-    """
-    given = [each for each in operands.values() if each is not None]
-    sizes = sizes_of(operands)
+def facts_of(x: Operands) -> ScanFacts:
+    """The facts of a scan over tensors; raises what :func:`sizes_of` does."""
     return ScanFacts(
-        *sizes,
-        structure=structure_of(operands),
-        dtype=common_dtype(operands),
-        device=given[0].device.type,
-        needs_grad=torch.is_grad_enabled() and any(each.requires_grad for each in given),
+        *sizes_of(x),
+        structure=structure_of(x),
+        dtype=common_dtype(x),
+        device=x.like.device.type,
+        needs_grad=torch.is_grad_enabled() and any(each.requires_grad for each in x.given().values()),
     )
 
 
-def common_dtype(operands: Operands) -> torch.dtype:
+def common_dtype(x: Operands) -> torch.dtype:
     """The narrowest dtype that holds the values of every operand."""
-    dtypes = [each.dtype for each in operands.values() if each is not None]
-    found = dtypes[0]
-    for dtype in dtypes[1:]:
-        found = torch.promote_types(found, dtype)
-    return found
+    dtypes: list[torch.dtype] = [each.dtype for each in x.given().values()]
+    return reduce(torch.promote_types, dtypes)
 
 
-def reference(
-    state: torch.Tensor | None = None,
-    decay: torch.Tensor | None = None,
-    left: torch.Tensor | None = None,
-    right: torch.Tensor | None = None,
-    erase: torch.Tensor | None = None,
-    drive: torch.Tensor | None = None,
-    query: torch.Tensor | None = None,
-    *,
-    attrs: ScanAttrs,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of the op, step by step, in float32 or the widest dtype of its operands (float64: the ground truth).
+def fake(x: Operands, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Empty results, contiguous."""
+    sizes = sizes_of(x).by_dim()
+    reads, last = ([sizes[dim] for dim in dims] for dims in RESULTS)
+    return x.like.new_empty(reads, dtype=attrs.out_dtype), x.like.new_empty(last, dtype=attrs.state_dtype)
 
-    Shapes:
-        as in the module's legend.
 
-    Raises:
-        ValueError: the operands do not fit together.
-    """
-    given = {
-        "state": state,
-        "decay": decay,
-        "left": left,
-        "right": right,
-        "erase": erase,
-        "drive": drive,
-        "query": query,
-    }
-    sizes = sizes_of(given)
-    wide = torch.promote_types(torch.promote_types(common_dtype(given), attrs.compute_dtype), torch.float32)
-    operands = {name: each.to(wide) for name, each in given.items() if each is not None}
-    steps = {name: _expanded(name, each, sizes).unbind(2) for name, each in operands.items() if name != "state"}
-    like = next(iter(operands.values()))
+def reference(x: Operands, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition of the op, step by step, in float32 or the widest dtype of its operands (float64: the ground truth)."""
+    sizes = sizes_of(x)
+    wide = torch.promote_types(torch.promote_types(common_dtype(x), attrs.compute_dtype), torch.float32)
+    x = x.map(lambda each: each.to(wide))
+    steps = {name: _expanded(name, each, sizes).unbind(2) for name, each in x.given().items() if name != "state"}
     shape = (sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim)
-    current = operands["state"].expand(shape) if "state" in operands else like.new_zeros(shape)
+    current = x.like.new_zeros(shape) if x.state is None else x.state.expand(shape)
     reads = []
     for time in range(sizes.length):
         step = {name: each[time] for name, each in steps.items()}
         following = advance(kept(current, step["decay"]) if attrs.drops else current, step)
         reads.append(read(current if attrs.reads == "before" else following, step.get("query")))
         current = following
-    out = torch.stack(reads, 2) if reads else like.new_zeros((*shape[:2], 0, sizes.reads, sizes.value_dim))
+    out = torch.stack(reads, 2) if reads else x.like.new_zeros((*shape[:2], 0, sizes.reads, sizes.value_dim))
     return out.to(attrs.out_dtype), current.to(attrs.state_dtype)
 
 
@@ -329,7 +319,7 @@ def features(attrs: ScanAttrs, facts: ScanFacts) -> dict[str, str]:
         f"{structure.decay}_decay": structure.decay != "none" and f"a decay of kind {structure.decay}",
         "updates": structure.has_updates and "rank-one updates",
         "rank": structure.has_updates and facts.rank != 1 and f"{facts.rank} rank-one updates in a step",
-        "erase": structure.has_erase and "updates that read what they write over",
+        "erase": attrs.erases and "updates that read what they write over",
         "drive": structure.has_drive and "a dense summand",
         "drops": attrs.drops and "states that a condition drops, NaN included",
         "query": structure.has_query and "reads by a query",
@@ -356,7 +346,7 @@ class Sample:
         """The problem with a kernel over the canonical operands."""
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
-            return call(**_canonical(*inputs, erases=self.attrs.erases), attrs=self.attrs)[0]
+            return call(_canonical(*inputs, erases=self.attrs.erases), self.attrs)[0]
 
         return run
 
@@ -364,7 +354,7 @@ class Sample:
         """The problem as models spell it: a loop over time, with products that broadcast."""
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
-            operands = _canonical(*inputs, erases=self.attrs.erases)
+            operands = _canonical(*inputs, erases=self.attrs.erases).given()
             query, right = operands["query"], operands["right"]
             state = right.new_zeros((*right.shape[:2], query.shape[4], right.shape[4]))
             outputs = []
@@ -377,12 +367,11 @@ class Sample:
         return run
 
 
-def _canonical(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, *, erases: bool
-) -> dict[str, torch.Tensor]:
+def _canonical(*inputs: torch.Tensor, erases: bool) -> Operands:
     """The operands of the delta rule with a decay for every channel, or of gated linear attention."""
-    operands = {"query": query, "left": key, "right": value, "decay": decay.unsqueeze(-1)}
-    return {**operands, "erase": key * decay.unsqueeze(3)} if erases else operands
+    query, key, value, decay = inputs
+    erase = key * decay.unsqueeze(3) if erases else None
+    return Operands(decay=decay.unsqueeze(-1), left=key, right=value, erase=erase, query=query)
 
 
 def sample(
@@ -407,5 +396,4 @@ def sample(
     decay = given(torch.sigmoid(random("key_dim", "rank")[:, :, :, 0] + 2))
     erases = variant == "delta"
     attrs = ScanAttrs(erases=erases, out_dtype=dtype, state_dtype=dtype)
-    operands = _canonical(query, key, value, decay, erases=erases)
-    return Sample((query, key, value, decay), attrs, facts_of(operands))
+    return Sample((query, key, value, decay), attrs, facts_of(_canonical(query, key, value, decay, erases=erases)))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from lz_compile.lowering.ops.scan import OPERANDS, Operands, ScanAttrs, ScanSizes, common_dtype, sizes_of
+from lz_compile.lowering.ops.scan import DIMS, Operands, ScanAttrs, ScanSizes, common_dtype, fake, sizes_of
 from lz_compile.lowering.triton import scan_kernels
 from lz_compile.lowering.triton.launch import WIDE, on
 
@@ -26,9 +26,9 @@ SPAN = 32
 
 @dataclass(frozen=True)
 class Scan:
-    """One scan over canonical operands with any strides (None: absent)."""
+    """One scan over canonical operands with any strides."""
 
-    operands: Operands
+    x: Operands
     attrs: ScanAttrs
     tile: int = TILE
     span: int = SPAN
@@ -36,22 +36,16 @@ class Scan:
     @cached_property
     def sizes(self) -> ScanSizes:
         """Of the scan."""
-        return sizes_of(self.operands)
+        return sizes_of(self.x)
 
     @property
     def wide(self) -> torch.dtype:
         """The dtype of the state."""
-        return torch.promote_types(
-            torch.promote_types(common_dtype(self.operands), self.attrs.compute_dtype), torch.float32
-        )
+        return torch.promote_types(torch.promote_types(common_dtype(self.x), self.attrs.compute_dtype), torch.float32)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads and the last state, contiguous."""
-        sizes = self.sizes
-        reads = self._empty(
-            (sizes.batch, sizes.heads, sizes.length, sizes.reads, sizes.value_dim), self.attrs.out_dtype
-        )
-        last = self._empty((sizes.batch, sizes.heads, sizes.key_dim, sizes.value_dim), self.attrs.state_dtype)
+        reads, last = fake(self.x, self.attrs)
         tensors, strides = self._arguments
         self._launch(scan_kernels.forward, (*tensors, reads, last), strides, {})
         return reads, last
@@ -66,15 +60,14 @@ class Scan:
         states = self._empty((batch * heads, self.span, *state[2:]), wide)
         found = {name: self._empty(shape, wide) for name, shape in self._gradient_shapes().items()}
         tensors, strides = self._arguments
-        gradients = (found.get(name, kept) for name in OPERANDS)
+        gradients = (found.get(name, kept) for name in DIMS)
         given = (of_reads.contiguous(), of_last.contiguous(), *tensors, states, kept, *gradients)
         self._launch(scan_kernels.backward, given, strides, {"SPAN": self.span})
-        return {name: self._of_operand(name, found[name]) for name in found if self.operands.get(name) is not None}
+        return {name: self._of_operand(name, found[name]) for name in self.x.given()}
 
     def _of_operand(self, name: str, found: torch.Tensor) -> torch.Tensor:
         """A gradient summed over programs and over everything that its operand broadcasts over."""
-        operand = self.operands[name]
-        assert operand is not None, name
+        operand = self.x.given()[name]
         found = found.sum(0) if found.dim() > operand.dim() else found
         return found.sum_to_size(operand.shape).to(operand.dtype).contiguous()
 
@@ -86,26 +79,24 @@ class Scan:
         found: dict[str, tuple[int, ...]] = {"state": (*steps[:2], sizes.key_dim, sizes.value_dim)}
         found["query"] = (parts, *steps, sizes.reads, sizes.key_dim)
         for name in ("decay", "drive"):
-            operand = self.operands.get(name)
+            operand = getattr(self.x, name)
             if operand is not None:
                 shape = (*steps, *operand.shape[3:])
                 found[name] = shape if operand.shape[4] > 1 else (parts, *shape)
         if sizes.rank:
             found["left"] = (parts, *steps, sizes.rank, sizes.key_dim)
             found["right"] = (*steps, sizes.rank, sizes.value_dim)
-        if self.operands.get("erase") is not None:
+        if self.x.erase is not None:
             found["erase"] = found["left"]
         return found
 
     @cached_property
     def _arguments(self) -> tuple[list[torch.Tensor], list[int]]:
         """The operands with every step, and their strides; absent ones are never read."""
-        sizes = self.sizes
-        like = next(each for each in self.operands.values() if each is not None)
-        full = dict(zip("BHTKVRQ", sizes, strict=True))
+        like, full = self.x.like, self.sizes.by_dim()
         tensors, strides = [], []
-        for name, dims in OPERANDS.items():
-            operand = self.operands.get(name)
+        for name, dims in DIMS.items():
+            operand = getattr(self.x, name)
             if name == "query" and operand is None:
                 operand = like.new_ones((1, 1, 1, 1, 1))
             if operand is None:
@@ -141,24 +132,23 @@ class Scan:
 
     @property
     def _constants(self) -> dict[str, Any]:
-        given = self.operands
         parts: dict[str, Any] = {}
         for name in ("decay", "drive"):
-            operand = given.get(name)
+            operand = getattr(self.x, name)
             parts[f"HAS_{name.upper()}"] = operand is not None
             for index, dim in ((3, "K"), (4, "V")):
                 parts[f"{name.upper()}_{dim}"] = operand is not None and operand.shape[index] > 1
         return {
             **parts,
             "DROPS": self.attrs.drops,
-            "HAS_STATE": given.get("state") is not None,
+            "HAS_STATE": self.x.state is not None,
             "RANK": self.sizes.rank,
-            "ERASES": given.get("erase") is not None,
+            "ERASES": self.x.erase is not None,
             "READS": self.sizes.reads,
             "READS_BEFORE": self.attrs.reads == "before",
             "WIDE": WIDE[self.wide],
         }
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        like = next(each for each in self.operands.values() if each is not None)
-        return like.new_empty(shape, dtype=dtype)
+        found: torch.Tensor = self.x.like.new_empty(shape, dtype=dtype)
+        return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.scan import DecayKind, ScanAttrs, ScanFacts, ScanStructure
+from lz_compile.lowering.ops.scan import DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
 from lz_compile.passes.algebra import is_constant
 from lz_compile.passes.axes import Axis, Dims, as_size, axes_of, product
 from lz_compile.passes.builder import Builder
@@ -31,14 +31,15 @@ class PrefixScanEmitter(NothingImplied):
     scan: PrefixScan
     attrs: ScanAttrs
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Operands:
         """``decay`` and ``drive`` ``[1, 1, T, 1, V]``."""
         given = {"drive": self.scan.drive} | ({} if self.scan.decay is None else {"decay": self.scan.decay})
         found = {
             name: builder.arrange(builder.value(node), self.scan.dims[node], self._groups, expand=True)
             for name, node in given.items()
         }
-        return found if self.scan.logs == "none" else _of_logs(**found, are_sums=self.scan.logs == "sums")
+        x = Operands(**found)
+        return x if self.scan.logs == "none" else _of_logs(x.decay, x.drive, are_sums=self.scan.logs == "sums")
 
     @property
     def _groups(self) -> _Groups:
@@ -62,7 +63,7 @@ class PrefixScanEmitter(NothingImplied):
         return self.attrs
 
 
-def _of_logs(*, decay: Any, drive: Any, are_sums: bool) -> dict[str, Any]:
+def _of_logs(decay: Any, drive: Any, *, are_sums: bool) -> Operands:
     """The operands from their logarithms ``[1, 1, T, 1, V]``.
 
     From a decay of zero on, whose logarithm is infinite, the source has no number, and neither has this.
@@ -71,7 +72,7 @@ def _of_logs(*, decay: Any, drive: Any, are_sums: bool) -> dict[str, Any]:
     if are_sums:
         first = torch.zeros_like(decay[:, :, :1])
         decay = torch.cat((first, decay[:, :, 1:] - decay[:, :, :-1]), 2)
-    return {"decay": torch.exp(decay), "drive": torch.exp(drive) + lost}
+    return Operands(decay=torch.exp(decay), drive=torch.exp(drive) + lost)
 
 
 def match_of(scan: PrefixScan, effects: Effects) -> Match:

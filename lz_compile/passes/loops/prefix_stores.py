@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.scan import OPERANDS
+from lz_compile.lowering.ops.scan import Operands
 from lz_compile.passes.algebra import is_pointwise
 from lz_compile.passes.edits.edit import MayEdit, anywhere
 from lz_compile.passes.effects import Effects, grad_enabled
@@ -413,8 +413,9 @@ def _states(emit: Emitter, sweep: _Sweep) -> fx.Node:
         before, after = whole[:dim], whole[dim + 1 :]
         return emit.call("reshape", value, (1, math.prod(before), whole[dim], 1, math.prod(after)))
 
-    operands = {"decay": canonical(sweep.decay, sweep.order), "drive": canonical(sweep.root, range(example.dim()))}
-    given = [operands.get(name) for name in OPERANDS]
+    operands: dict[str, Any] = {"decay": canonical(sweep.decay, sweep.order)}
+    operands["drive"] = canonical(sweep.root, range(example.dim()))
+    given = Operands(**operands).flat()
     both = emit.call(
         torch.ops.layerzero.scan.default, *given, example.dtype, example.dtype, fingerprint.traced_source()
     )

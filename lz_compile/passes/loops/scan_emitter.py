@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.scan import DROPPED, DecayKind, ScanAttrs, ScanFacts, ScanStructure, is_one
+from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure, is_one
 from lz_compile.passes.axes import Axis, Size
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.loops.dropped_states import factors_of
@@ -60,7 +60,7 @@ class ScanEmitter(NothingImplied):
 
     # ---- operands -------------------------------------------------------------------------------------------------
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Operands:
         """Decay, updates, summand, queries and first state, each as small as broadcasting lets it be."""
         move, values = self.transition, self._values(builder)
         extent = self._extents(builder)
@@ -90,7 +90,7 @@ class ScanEmitter(NothingImplied):
             state = builder.value(self.first).reshape([extent(size) for size in move.space])
             state = state.permute([*batch, *heads, *keys, *columns])
             found["state"] = state.reshape([extent(self._number(group)) for group in (batch, heads, keys, columns)])
-        return found
+        return Operands(**found)
 
     def _extents(self, builder: Builder) -> Callable[[int], Any]:
         """What the numbers of the transition are in a graph."""
@@ -231,7 +231,6 @@ class ScanEmitter(NothingImplied):
                 decay=self._decay_kind(),
                 has_state=self.first is not None,
                 has_updates=bool(move.updates),
-                has_erase=self.attrs.erases,
                 has_drive=move.drive is not None,
                 has_query=bool(move.keys) or any(read.query is not None for read in move.reads),
             ),

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from lz_compile.lowering.ops import scan as scan_op
-from lz_compile.lowering.ops.scan import OPERANDS, ScanAttrs
+from lz_compile.lowering.ops.scan import DIMS, RESULTS, Operands, ScanAttrs
 from lz_compile.passes.axes import Axis, Dims, as_size
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.effects import Effects, grad_enabled
@@ -40,9 +40,9 @@ class ScanCallEmitter(NothingImplied):
     places: tuple[int, ...]
     attrs: ScanAttrs
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Operands:
         """As they are."""
-        return {name: builder.value(node) for name, node in self.given.items()}
+        return Operands(**{name: builder.value(node) for name, node in self.given.items()})
 
     def result(self, builder: Builder, value: Any) -> Any:
         """Reads, last state, or both, as they are."""
@@ -61,20 +61,23 @@ def _match(node: fx.Node, effects: Effects) -> Match:
         RefusedError: its results are not taken apart, it is mapped over a dimension, or an operand is overwritten.
     """
     arguments: dict[str, Any] = (
-        dict(zip((*OPERANDS, "out_dtype", "state_dtype"), node.args, strict=False)) | node.kwargs
+        dict(zip((*Operands.names, "out_dtype", "state_dtype"), node.args, strict=False)) | node.kwargs
     )
-    given: dict[str, fx.Node] = {name: each for name in OPERANDS if isinstance(each := arguments.get(name), fx.Node)}
+    given: dict[str, fx.Node] = {
+        name: each for name in Operands.names if isinstance(each := arguments.get(name), fx.Node)
+    }
     outputs = _outputs(node, effects, given)
     tensors = {name: tensor for name, each in given.items() if (tensor := tensor_of(each)) is not None}
-    wide = torch.promote_types(scan_op.common_dtype(tensors), torch.float32)
+    x = Operands(**tensors)
+    wide = torch.promote_types(scan_op.common_dtype(x), torch.float32)
     attrs = ScanAttrs("after", "erase" in given, wide, arguments["out_dtype"], arguments["state_dtype"])
-    axes = {letter: Axis(as_size(size)) for letter, size in zip("BHTKVRQ", scan_op.sizes_of(tensors), strict=True)}
+    axes = {letter: Axis(as_size(size)) for letter, size in scan_op.sizes_of(x).by_dim().items()}
     inputs = {each: _dims(name, tensors[name], axes) for name, each in given.items()}
     ambient = effects.ambient(node)
-    sizes: dict[str, Any] = {name: as_size(size) for name, size in scan_op.sizes_of(tensors)._asdict().items()}
+    sizes: dict[str, Any] = {name: as_size(size) for name, size in scan_op.sizes_of(x)._asdict().items()}
     needs_grad = grad_enabled(ambient) and any(tensor.requires_grad for tensor in tensors.values())
-    facts = replace(scan_op.facts_of(tensors), **sizes, needs_grad=needs_grad)
-    places = {place: tuple(axes[letter] for letter in letters) for place, letters in enumerate(("BHTQV", "BHKV"))}
+    facts = replace(scan_op.facts_of(x), **sizes, needs_grad=needs_grad)
+    places = {place: tuple(axes[letter] for letter in letters) for place, letters in enumerate(RESULTS)}
     dims = {each: tuple(() if axis.size == 1 else (axis,) for axis in places[place]) for each, place in outputs.items()}
     ordered = sorted(outputs)
     return Match(
@@ -120,7 +123,7 @@ def _outputs(node: fx.Node, effects: Effects, given: Mapping[str, fx.Node]) -> d
 def _dims(name: str, tensor: torch.Tensor, axes: Mapping[str, Axis]) -> Dims:
     """Every dimension of an operand is one axis, or broadcasts."""
     sizes = [as_size(size) for size in tensor.shape]
-    return tuple(() if size == 1 else (axes[letter],) for letter, size in zip(OPERANDS[name], sizes, strict=True))
+    return tuple(() if size == 1 else (axes[letter],) for letter, size in zip(DIMS[name], sizes, strict=True))
 
 
 def _scales(given: Mapping[str, fx.Node], keys: Axis) -> dict[fx.Node, float]:
