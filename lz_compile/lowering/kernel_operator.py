@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -33,6 +34,7 @@ def kernel_operator(
     backward: Backward | None = None,
     kernel_id: str | None = None,
     is_cuda_graph_safe: bool = False,
+    has_fallback: bool = True,
 ) -> Kernel:
     """``kernel`` as one node of a graph, ``layerzero::<name>``; the op's definition completes a call in which it fails.
 
@@ -43,21 +45,45 @@ def kernel_operator(
         backward: of the kernel; without one, operands that want a gradient are refused.
         kernel_id: under which name it is retired when it fails, by default ``name``.
         is_cuda_graph_safe: whether CUDA graphs may capture it.
+        has_fallback: whether a failing call is completed; what it raises is raised where it is not.
     """
     operator = opaque(
         name,
         _flat(op, kernel),
         _flat(op, op.fake),
-        fallback=_flat(op, definition(op)),
+        fallback=_flat(op, definition(op)) if has_fallback else None,
         backward=None if backward is None else _flat_backward(op, backward),
         kernel_id=kernel_id,
         is_cuda_graph_safe=is_cuda_graph_safe,
     )
 
+    numbers = frozenset(name for name, kind in _kinds(op).items() if kind is _NUMBER)
+
     def call(x: Operands, attrs: Any) -> Any:
-        return operator(*x.flat(), encode(attrs))
+        given = _with_tensors(x, numbers) if numbers else x
+        return operator(*given.flat(), encode(attrs))
 
     return call
+
+
+#: The annotation, in a schema, of an operand that may be a number: a graph's operator takes it as a tensor.
+_NUMBER = torch.Tensor | None
+
+
+def _kinds(op: ModuleType) -> dict[str, Any]:
+    """What a schema says of the operands."""
+    hints = typing.get_type_hints(op.Operands)
+    kinds = {name: hints[name] for name in op.Operands.names}
+    return {
+        name: _NUMBER if {float, torch.Tensor} <= {*typing.get_args(kind)} else kind for name, kind in kinds.items()
+    }
+
+
+def _with_tensors(x: Operands, names: frozenset[str]) -> Operands:
+    """Numbers as tensors without dimensions, in float64: as exact as Python's, and nothing is promoted to it."""
+    like = next(each for each in x.flat() if hasattr(each, "new_full"))
+    given = {name: each for name, each in x.given().items() if name in names and isinstance(each, (int, float))}
+    return replace(x, **{name: like.new_full((), each, dtype=torch.float64) for name, each in given.items()})
 
 
 def definition(op: ModuleType) -> Kernel:
@@ -103,8 +129,7 @@ def signed(
     run: Callable[..., Any], op: ModuleType, first: dict[str, Any], last: dict[str, Any], result: Any
 ) -> Callable[..., Any]:
     """A function with the signature from which PyTorch reads a schema: an op's operands between some other parameters."""
-    hints = typing.get_type_hints(op.Operands)
-    kinds = {**first, **{name: hints[name] for name in op.Operands.names}, **last}
+    kinds = {**first, **_kinds(op), **last}
     how = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, how, annotation=kind) for name, kind in kinds.items()]
     run.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
