@@ -606,7 +606,7 @@ def test_block_masks_are_made_in_the_graph_for_any_lengths(band, has_documents, 
         if is_dynamic:
             for tensor in given:
                 torch._dynamo.mark_dynamic(tensor, 2)
-        out, expected = compiled(*given), kernel(*given) * 2
+        out, expected = compiled(*given), kernel(Operands(*given), attrs) * 2
         torch.testing.assert_close(out, expected)
         wanted = torch.autograd.grad(expected.square().sum(), given)
         torch.testing.assert_close(torch.autograd.grad(out.square().sum(), given), wanted)
