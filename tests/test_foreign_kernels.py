@@ -314,7 +314,7 @@ def of_one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel as eager calls run it."""
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-        found: Tensor = function(query, key, value, attrs=AttentionAttrs(scale=scale))
+        found: Tensor = function(Operands(query, key, value), AttentionAttrs(scale=scale))
         return found
 
     return kernel

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -82,8 +81,11 @@ def _kinds(op: ModuleType) -> dict[str, Any]:
 def _with_tensors(x: Operands, names: frozenset[str]) -> Operands:
     """Numbers as tensors without dimensions, in float64: as exact as Python's, and nothing is promoted to it."""
     like = next(each for each in x.flat() if hasattr(each, "new_full"))
-    given = {name: each for name, each in x.given().items() if name in names and isinstance(each, (int, float))}
-    return replace(x, **{name: like.new_full((), each, dtype=torch.float64) for name, each in given.items()})
+    given = x.given()
+    for name in names & given.keys():
+        if isinstance(given[name], (int, float)):
+            given[name] = like.new_full((), given[name], dtype=torch.float64)
+    return type(x)(**given)
 
 
 def definition(op: ModuleType) -> Kernel:
