@@ -25,6 +25,7 @@ import lz_compile as lz
 from benchmarks.harness import Quartiles
 from benchmarks.publish import Publication, rounded, table_of
 from lz_compile.runtime import eager, policy
+from lz_compile.runtime.attention_arguments import Call
 
 SELECTION_LIMIT_NS = 2_000
 _CALLS = 2_000
@@ -41,7 +42,7 @@ def calls(query: torch.Tensor) -> dict[str, Callable[[], Any]]:
     sdpa, plan, attention = F.scaled_dot_product_attention, eager.plan, lz.attention
     return {
         "loop_ns": lambda: None,
-        "selection_ns": lambda: plan(query, query, query, None, True, None, 0.0, "BHSD"),
+        "selection_ns": lambda: plan(Call(query, query, query, None, True, None, 0.0, "BHSD")),
         "sdpa_ns": lambda: sdpa(query, query, query, is_causal=True),
         "attention_ns": lambda: attention(query, query, query),
     }
@@ -83,9 +84,9 @@ def seconds(tensors: Sequence[torch.Tensor], threads: int, selections: int) -> f
             start.wait()
             for _ in range(rounds):
                 for query in order:
-                    plan(query, query, query, None, True, None, 0.0, "BHSD")
+                    plan(Call(query, query, query, None, True, None, 0.0, "BHSD"))
             for query in order[:rest]:
-                plan(query, query, query, None, True, None, 0.0, "BHSD")
+                plan(Call(query, query, query, None, True, None, 0.0, "BHSD"))
 
     workers = [threading.Thread(target=work, args=(order,)) for order in orders]
     for worker in workers:

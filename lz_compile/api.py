@@ -14,7 +14,7 @@ from lz_compile.arguments import PLAIN
 from lz_compile.errors import UnknownOperationError
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import eager
-from lz_compile.runtime.attention_arguments import check
+from lz_compile.runtime.attention_arguments import Call, check
 from lz_compile.runtime.hardware import default_device
 
 Layout = Literal["BHSD", "BSHD"]
@@ -57,16 +57,17 @@ def attention(
         KernelExecutionError: the kernel failed, and ``fallback_enabled`` is off; otherwise PyTorch's completes the call.
         NoKernelFoundError: no kernel can run, and ``fallback_enabled`` is off.
     """
+    call = Call(query, key, value, mask, causal, scale, dropout_p, layout)
     if torch.compiler.is_dynamo_compiling() or type(query) not in PLAIN or forward_ad._current_level >= 0:
-        return _written_out(query, key, value, causal, mask, scale, dropout_p, layout)
+        return _written_out(call)
     try:
         if torch._C._is_any_autocast_enabled():
-            query, key, value, mask = _cast(query, key, value, mask)
-        run = eager.plan(query, key, value, mask, causal, scale, dropout_p, layout)
+            call = _cast(call)
+        run = eager.plan(call)
     except (AttributeError, TypeError, IndexError, RuntimeError):  # what is no tensor, or no key: said by its name
-        check(query, key, value, mask, causal, scale, dropout_p, layout)
+        check(call)
         raise
-    return run(query, key, value, mask)
+    return run(*call[:4])
 
 
 def warmup(
@@ -100,19 +101,10 @@ def warmup(
             attention(tensor, tensor, tensor, causal=causal, layout=layout)
 
 
-def _written_out(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    dropout_p: float,
-    layout: str,
-) -> torch.Tensor:
+def _written_out(call: Call) -> torch.Tensor:
     """The call of PyTorch's function that is traced, or that tensors of another kind understand."""
-    is_cast = isinstance(query, torch.Tensor) and torch.is_autocast_enabled(query.device.type)
-    check(query, key, value, mask, causal, scale, dropout_p, layout, is_cast)
+    query, key, value, mask, causal, scale, dropout_p, layout = call
+    check(call, isinstance(query, torch.Tensor) and torch.is_autocast_enabled(query.device.type))
     if layout == "BSHD":
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if causal and mask is not None:
@@ -138,16 +130,15 @@ def _with_causality(mask: torch.Tensor, queries: int, keys: int) -> torch.Tensor
     return mask & keep if mask.dtype == torch.bool else mask.masked_fill(~keep, -torch.inf)
 
 
-def _cast(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _cast(call: Call) -> Call:
     """The tensors as autocast gives them to ``scaled_dot_product_attention``, which not every kernel hears of."""
-    where = query.device.type
+    where = call.query.device.type
     if not torch.is_autocast_enabled(where):
-        return query, key, value, mask
+        return call
     dtype = torch.get_autocast_dtype(where)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
-    return cast(query), cast(key), cast(value), None if mask is None else cast(mask)
+    mask = None if call.mask is None else cast(call.mask)
+    return call._replace(query=cast(call.query), key=cast(call.key), value=cast(call.value), mask=mask)

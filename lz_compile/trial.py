@@ -10,7 +10,7 @@ import torch
 
 from lz_compile.errors import TrialError, UnknownKernelError
 from lz_compile.lowering import inductor
-from lz_compile.lowering.ops.attention import AttentionAttrs, reference
+from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, reference, reference_in_parts
 from lz_compile.passes.proof_run import is_same, tried
 from lz_compile.passes.validate import SLACK, TOLERANCE
 from lz_compile.reasons import Reason
@@ -67,7 +67,9 @@ def validate(
     if not reasons:
         needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
         with isolated():
-            inputs = _inputs((query, key, value), mask, scale, causal, layout, needs_grad)
+            turned = (each.transpose(1, 2) if layout == "BSHD" else each for each in map(_copy, (query, key, value)))
+            x = replace(Operands(*turned), mask=mask)
+            inputs = _inputs(x, AttentionAttrs(scale=scale, is_causal=causal), needs_grad)
             reasons = _try(specs[kernel_id], inputs)
     return not reasons, reasons
 
@@ -83,56 +85,48 @@ def _against(spec: KernelSpec, context: SelectionContext) -> list[Reason]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Canonical operands; ``mask`` is boolean or additive."""
+    """Canonical operands and attributes."""
 
-    tensors: tuple[torch.Tensor, ...]
-    mask: torch.Tensor | None
+    x: Operands
     attrs: AttentionAttrs
     needs_grad: bool
 
     @property
-    def masks(self) -> dict[str, torch.Tensor]:
-        """The mask by the name of its operand."""
-        return {} if self.mask is None else {"mask" if self.attrs.has_mask else "bias": self.mask}
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Query, key and value."""
+        return self.x.query, self.x.key, self.x.value
 
     def copied(self) -> _Inputs:
         """Copies, also of the masks."""
-        mask = None if self.mask is None else self.mask.clone(memory_format=torch.preserve_format)
-        return _Inputs(tuple(map(_copy, self.tensors)), mask, self.attrs, self.needs_grad)
+        return replace(self, x=self.x.map(_copy))
 
     def as_float64(self) -> _Inputs:
-        mask = self.mask if self.mask is None or self.attrs.has_mask else self.mask.detach().double()
-        tensors = tuple(tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in self.tensors)
-        return _Inputs(tensors, mask, replace(self.attrs, score_dtype=torch.float64), self.needs_grad)
+        """The same in float64, beside a boolean mask."""
+        attrs = replace(self.attrs, score_dtype=torch.float64)
+        return replace(self, x=self.x.map(_as_float64), attrs=attrs)
 
 
-def _inputs(
-    tensors: tuple[torch.Tensor, ...],
-    mask: torch.Tensor | None,
-    scale: float | None,
-    causal: bool,
-    layout: str,
-    needs_grad: bool,
-) -> _Inputs:
-    query, key, value = (each.transpose(1, 2) if layout == "BSHD" else each for each in map(_copy, tensors))
-    scores = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    if mask is not None:
-        try:
-            mask = mask.detach().expand(scores)
-        except RuntimeError as error:
-            text = f"validating a kernel: expected a mask that broadcasts to {scores}, received {tuple(mask.shape)}"
-            raise ValueError(text) from error
-    is_bool = mask is not None and mask.dtype == torch.bool
-    attrs = AttentionAttrs(
-        scale=scale,
-        is_causal=causal,
-        has_mask=is_bool,
-        has_bias=mask is not None and not is_bool,
-        bias_is_finite=mask is not None and not is_bool and bool(mask.isfinite().all()),
-        enable_gqa=query.shape[1] != key.shape[1],
-        score_dtype=query.dtype,
-    )
-    return _Inputs((query, key, value), mask, attrs, needs_grad)
+def _as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == torch.bool:
+        return tensor
+    return tensor.detach().double().requires_grad_(tensor.requires_grad)
+
+
+def _inputs(x: Operands, attrs: AttentionAttrs, needs_grad: bool) -> _Inputs:
+    """The inputs with what the tensors say of the attributes, and the mask, boolean or additive, by its own name."""
+    attrs = replace(attrs, enable_gqa=x.query.shape[1] != x.key.shape[1], score_dtype=x.query.dtype)
+    if x.mask is None:
+        return _Inputs(x, attrs, needs_grad)
+    scores = (x.query.shape[0], x.query.shape[1], x.query.shape[2], x.key.shape[2])
+    try:
+        mask = x.mask.detach().expand(scores)
+    except RuntimeError as error:
+        text = f"validating a kernel: expected a mask that broadcasts to {scores}, received {tuple(x.mask.shape)}"
+        raise ValueError(text) from error
+    if mask.dtype == torch.bool:
+        return _Inputs(replace(x, mask=mask), replace(attrs, has_mask=True), needs_grad)
+    attrs = replace(attrs, has_bias=True, bias_is_finite=bool(mask.isfinite().all()))
+    return _Inputs(replace(x, mask=None, bias=mask), attrs, needs_grad)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,8 +149,7 @@ def _try(spec: KernelSpec, inputs: _Inputs) -> list[Reason]:
     if failures:
         return failures
     exact = inputs.as_float64()
-    truth = _evaluate(_by_heads(exact), exact)
-    given = _evaluate(_by_heads(inputs), inputs)
+    truth, given = (_evaluate(reference_in_parts, each) for each in (exact, inputs))
     names = ("output", "gradient of query", "gradient of key", "gradient of value")
     found = [_difference(spec.kernel_id, *each) for each in zip(names, truth, given, ours, strict=False)]
     return [reason for reason in found if reason is not None]
@@ -173,46 +166,30 @@ def _run_kernel(spec: KernelSpec, inputs: _Inputs) -> tuple[list[torch.Tensor], 
     def run() -> tuple[list[torch.Tensor], list[str]]:
         copies = inputs.copied()
         found = _evaluate(_function(spec, copies), copies)
-        synchronise(copies.tensors[0].device)
-        before = {**dict(zip(("query", "key", "value"), inputs.tensors, strict=True)), **inputs.masks}
-        after = (*copies.tensors, *copies.masks.values())
-        return found, [
-            name for (name, given), own in zip(before.items(), after, strict=True) if not is_same(given, own)
-        ]
+        synchronise(copies.x.query.device)
+        before, after = inputs.x.given(), copies.x.given()
+        return found, [name for name, given in before.items() if not is_same(given, after[name])]
 
-    return run() if spec.is_shipped else tried(spec, {inputs.tensors[0].device}, run)
+    return run() if spec.is_shipped else tried(spec, {inputs.x.query.device}, run)
 
 
-def _function(spec: KernelSpec, inputs: _Inputs) -> Callable[..., torch.Tensor]:
+def _function(spec: KernelSpec, inputs: _Inputs) -> Callable[..., Any]:
+    """The kernel, over operands and attributes; the definition, compiled, where Inductor is asked for."""
     if spec.call is not None:
-        call = spec.call
-        return lambda *tensors: call(*tensors, **inputs.masks, attrs=inputs.attrs)
+        return spec.call
+    names = list(inputs.x.given())
 
     def definition(*tensors: torch.Tensor) -> torch.Tensor:
-        return reference(*tensors, **inputs.masks, attrs=inputs.attrs)
+        return reference(Operands(**dict(zip(names, tensors, strict=True))), inputs.attrs)
 
-    return inductor.compile_apart(definition, inputs.tensors)
-
-
-def _by_heads(inputs: _Inputs) -> Callable[..., torch.Tensor]:
-    """The definition, one key head at a time: in float64, the scores of all heads may not fit into memory."""
-
-    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        groups = query.shape[1] // key.shape[1]
-        parts = []
-        for head in range(key.shape[1]):
-            queries, keys = slice(head * groups, (head + 1) * groups), slice(head, head + 1)
-            masks = {name: mask[:, queries] for name, mask in inputs.masks.items()}
-            parts.append(reference(query[:, queries], key[:, keys], value[:, keys], **masks, attrs=inputs.attrs))
-        return torch.cat(parts, 1)
-
-    return run
+    compiled = inductor.compile_apart(definition, inputs.x.tensors)
+    return lambda x, attrs: compiled(*x.tensors)
 
 
 def _evaluate(function: Callable[..., Any], inputs: _Inputs) -> list[torch.Tensor]:
     """The output, and the gradients of query, key and value where they are wanted (a weighted sum of the output's)."""
     with torch.set_grad_enabled(inputs.needs_grad):
-        output = function(*inputs.tensors)
+        output = function(inputs.x, inputs.attrs)
         if isinstance(output, (tuple, list)):
             output = output[0]
     if not inputs.needs_grad:

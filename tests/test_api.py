@@ -28,8 +28,9 @@ from lz_compile.errors import (
     UnknownOperationError,
 )
 from lz_compile.lowering import ops
-from lz_compile.lowering.ops.attention import AttentionAttrs, reference
+from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, reference
 from lz_compile.runtime import context, eager, events, health, policy, registry, select
+from lz_compile.runtime.attention_arguments import Call
 from lz_compile.runtime.calls import DISPATCH, SDPA
 from lz_compile.runtime.context import from_tensors
 from lz_compile.runtime.estimate import workload
@@ -60,11 +61,11 @@ class Fused:
         self.calls: list[AttentionAttrs] = []
         self.error: Exception | None = None
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, attrs: AttentionAttrs, **masks: Tensor) -> Tensor:
+    def __call__(self, x: Operands, attrs: AttentionAttrs) -> Tensor:
         self.calls.append(attrs)
         if self.error is not None:
             raise self.error
-        return reference(query, key, value, attrs=attrs, **masks)
+        return reference(x, attrs)
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def operands(queries: int = 6, keys: int = 9, heads: int = 4, kv_heads: int = 4,
 def expected(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, **options: Any) -> Tensor:
     kind = {} if mask is None else {"mask" if mask.dtype == torch.bool else "bias": mask}
     attrs = AttentionAttrs(is_causal=options.pop("causal", True), masked_rows="zero", **options)
-    return reference(query, key, value, attrs=attrs, **kind)
+    return reference(Operands(query, key, value, **kind), attrs)
 
 
 def masks(queries: int = 6, keys: int = 9) -> dict[str, Tensor | None]:
@@ -571,7 +572,7 @@ def test_many_threads_select_once_for_each_key(selections):
     def work() -> None:
         ready.wait()
         for each in given * 5:
-            eager.plan(*each, None, True, None, 0.0, "BHSD")
+            eager.plan(Call(*each, None, True, None, 0.0, "BHSD"))
 
     workers = [threading.Thread(target=work) for _ in range(16)]
     for worker in workers:

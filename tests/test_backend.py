@@ -23,6 +23,7 @@ from lz_compile.compiler import process
 from lz_compile.errors import OptionError, RewriteFailedError, UnknownKernelError
 from lz_compile.lowering import inductor
 from lz_compile.lowering.kernels import torch_sdpa
+from lz_compile.lowering.ops.attention import Operands
 from lz_compile.options import Options
 from lz_compile.passes import validate
 from lz_compile.runtime import policy, registry
@@ -662,17 +663,17 @@ def _raise_late(*_: Any, **__: Any) -> Any:
     raise ZeroDivisionError("planted")
 
 
-def _raise_in_a_graph(query: Any, key: Any, value: Any, *, attrs: Any) -> Any:
+def _raise_in_a_graph(x: Operands, attrs: Any) -> Any:
     """Right on tensors, and in a graph it fails when half of its nodes are there."""
-    scores = query @ key.transpose(-2, -1) * attrs.scale
-    if isinstance(query, fx.Proxy):
+    scores = x.query @ x.key.transpose(-2, -1) * attrs.scale
+    if isinstance(x.query, fx.Proxy):
         raise ZeroDivisionError("planted")
-    return scores.softmax(-1) @ value
+    return scores.softmax(-1) @ x.value
 
 
-def _with_another_shape(query: Any, key: Any, value: Any, *, attrs: Any) -> Any:
-    out = (query @ key.transpose(-2, -1) * attrs.scale).softmax(-1) @ value
-    return out.unsqueeze(0) if isinstance(query, fx.Proxy) else out
+def _with_another_shape(x: Operands, attrs: Any) -> Any:
+    out = (x.query @ x.key.transpose(-2, -1) * attrs.scale).softmax(-1) @ x.value
+    return out.unsqueeze(0) if isinstance(x.query, fx.Proxy) else out
 
 
 FAULTS = {

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import lz_compile as lz
 from lz_compile import register_kernel, tune, unregister_kernel, validate
 from lz_compile.lowering import inductor, ops
-from lz_compile.lowering.ops.attention import AttentionAttrs, reference
+from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, reference
 from lz_compile.passes.validate import forget
 from lz_compile.runtime import child, eager, events, health, memory, registry
 
@@ -62,8 +62,8 @@ def compiled(inputs: list[Tensor], **options: Any) -> tuple[Tensor, Rewriting]:
     return torch.compile(attention, backend=backend, fullgraph=True)(*inputs), backend
 
 
-def right(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    return reference(query, key, value, attrs=attrs)
+def right(x: Operands, attrs: Any) -> Tensor:
+    return reference(x, attrs)
 
 
 def one_call(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
@@ -76,75 +76,75 @@ def is_real(tensor: Tensor) -> bool:
     return type(tensor) is Tensor
 
 
-def hanging(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    while is_real(query):
+def hanging(x: Operands, attrs: Any) -> Tensor:
+    while is_real(x.query):
         pass
-    return right(query, key, value, attrs=attrs)
+    return right(x, attrs)
 
 
-def waiting(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    if is_real(query):
+def waiting(x: Operands, attrs: Any) -> Tensor:
+    if is_real(x.query):
         time.sleep(60)
-    return right(query, key, value, attrs=attrs)
+    return right(x, attrs)
 
 
-def exiting(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    if is_real(query):
+def exiting(x: Operands, attrs: Any) -> Tensor:
+    if is_real(x.query):
         os._exit(0)
-    return right(query, key, value, attrs=attrs)
+    return right(x, attrs)
 
 
-def leaving(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    if is_real(query):
+def leaving(x: Operands, attrs: Any) -> Tensor:
+    if is_real(x.query):
         raise SystemExit
-    return right(query, key, value, attrs=attrs)
+    return right(x, attrs)
 
 
-def crashing(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    if is_real(query):
+def crashing(x: Operands, attrs: Any) -> Tensor:
+    if is_real(x.query):
         os.kill(os.getpid(), signal.SIGSEGV)
-    return right(query, key, value, attrs=attrs)
+    return right(x, attrs)
 
 
-def raising(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    if is_real(query):
+def raising(x: Operands, attrs: Any) -> Tensor:
+    if is_real(x.query):
         raise ValueError("not for me")
-    return right(query, key, value, attrs=attrs)
+    return right(x, attrs)
 
 
-def zeroing_the_query(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    found = right(query, key, value, attrs=attrs)
+def zeroing_the_query(x: Operands, attrs: Any) -> Tensor:
+    found = right(x, attrs)
     with torch.no_grad():
-        query.zero_()
+        x.query.zero_()
     return found
 
 
-def scaling_the_key_for_a_while(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
+def scaling_the_key_for_a_while(x: Operands, attrs: Any) -> Tensor:
     with torch.no_grad():
-        key.mul_(2)
-    return right(query, key / 2, value, attrs=attrs)
+        x.key.mul_(2)
+    return right(Operands(x.query, x.key / 2, x.value), attrs)
 
 
-def zeroing_long_values(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    found = right(query, key, value, attrs=attrs)
-    if value.shape[2] > 100:
-        value.zero_()
+def zeroing_long_values(x: Operands, attrs: Any) -> Tensor:
+    found = right(x, attrs)
+    if x.value.shape[2] > 100:
+        x.value.zero_()
     return found
 
 
-def wrong_for_many_keys(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    return right(query, key[:, :, :100], value[:, :, :100], attrs=attrs)
+def wrong_for_many_keys(x: Operands, attrs: Any) -> Tensor:
+    return right(Operands(x.query, x.key[:, :, :100], x.value[:, :, :100]), attrs)
 
 
-def nan_for_many_queries(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    found = right(query, key, value, attrs=attrs)
-    return found * float("nan") if query.shape[2] > 100 else found
+def nan_for_many_queries(x: Operands, attrs: Any) -> Tensor:
+    found = right(x, attrs)
+    return found * float("nan") if x.query.shape[2] > 100 else found
 
 
-def raising_for_many_keys(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    if key.shape[2] > 100 and is_real(key):
+def raising_for_many_keys(x: Operands, attrs: Any) -> Tensor:
+    if x.key.shape[2] > 100 and is_real(x.key):
         raise ValueError("too many keys")
-    return right(query, key, value, attrs=attrs)
+    return right(x, attrs)
 
 
 class WrongGradientOfManyKeys(torch.autograd.Function):
@@ -157,8 +157,8 @@ class WrongGradientOfManyKeys(torch.autograd.Function):
         return gradient * 2 if gradient.shape[2] > 100 else gradient
 
 
-def wrong_gradient_of_many_keys(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-    return right(query, WrongGradientOfManyKeys.apply(key), value, attrs=attrs)
+def wrong_gradient_of_many_keys(x: Operands, attrs: Any) -> Tensor:
+    return right(Operands(x.query, WrongGradientOfManyKeys.apply(x.key), x.value), attrs)
 
 
 #: By what is wrong: the function, the code of the reason, and what it says.
@@ -251,7 +251,7 @@ def test_a_kernel_that_fails_after_it_was_put_in_is_told_with_its_reason(registe
 
 
 def test_other_real_sizes_are_another_proof(register: Callable[..., None]) -> None:
-    register(lambda query, key, value, *, attrs: right(query, key, value, attrs=attrs))
+    register(right)
     origins = [compiled(operands(length))[1].report.matches[0].validation["origin"] for length in (40, 120, 40)]
     assert origins == ["run", "run", "memory"]
 
@@ -261,11 +261,11 @@ def test_rows_are_cut_down_where_memory_is_short(
 ) -> None:
     seen: list[tuple[int, ...]] = []
 
-    def noting(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-        if is_real(query):
-            (tmp := seen).append(tuple(query.shape))
-            assert query.shape[2] != 120 or query.shape[0] <= 2, tmp
-        return right(query, key, value, attrs=attrs)
+    def noting(x: Operands, attrs: Any) -> Tensor:
+        if is_real(x.query):
+            (tmp := seen).append(tuple(x.query.shape))
+            assert x.query.shape[2] != 120 or x.query.shape[0] <= 2, tmp
+        return right(x, attrs)
 
     register(noting)
     inputs = [torch.randn(64, 2, size, 16) for size in (120, 128, 128)]
@@ -314,7 +314,7 @@ def of_one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel as eager calls run it."""
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-        found: Tensor = function(query, key, value, attrs=AttentionAttrs(scale=scale))
+        found: Tensor = function(Operands(query, key, value), AttentionAttrs(scale=scale))
         return found
 
     return kernel

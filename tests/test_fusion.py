@@ -14,6 +14,7 @@ from torch import Tensor
 
 import lz_compile as lz
 from lz_compile.lowering.fused import Fused
+from lz_compile.lowering.ops.attention import Operands
 from lz_compile.runtime import policy, registry
 
 BATCH, HEADS, TOKENS, DIM = 2, 3, 11, 8
@@ -44,9 +45,10 @@ def fusing() -> Iterator[Callable[..., list[dict[str, Fused]]]]:
     def register(*ops: str, wrong: bool = False) -> list[dict[str, Fused]]:
         seen: list[dict[str, Fused]] = []
 
-        def call(*, fused: dict[str, Fused], attrs: Any, **operands: Any) -> Any:
+        def call(x: Operands, attrs: Any) -> Any:
+            operands, shape = x.given(), x.value.shape
+            fused = {name: each for name, each in operands.items() if isinstance(each, Fused)}
             seen.append(fused)
-            shape = next(each for name, each in operands.items() if name == "value").shape
             for name, each in fused.items():
                 value = each.reference().reshape(*shape[:2], -1, shape[-1])
                 operands[name] = value * 1.01 if wrong else value

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import lz_compile as lz
 from lz_compile import SelectionReport, dry_run, explain, validate, which
 from lz_compile.errors import OptionError, UnknownKernelError, UnknownOperationError
-from lz_compile.lowering.ops.attention import reference
+from lz_compile.lowering.ops.attention import Operands, reference
 from lz_compile.runtime import constraints, context, health, perf_record, policy, registry
 from lz_compile.runtime.estimate import workload
 from lz_compile.runtime.machine import environment
@@ -319,7 +319,7 @@ def test_a_dry_run_proves_and_rewrites_nothing():
 
 
 def test_a_dry_run_calls_no_kernel(planted):
-    def kernel(query, key, value, *, attrs):
+    def kernel(x, attrs):
         raise AssertionError("a dry run ran a kernel")
 
     planted("test.forbidden", kernel)
@@ -402,7 +402,7 @@ def test_capabilities_speak_before_anything_runs():
 
 
 def test_a_wrong_kernel_is_told_with_figures(planted):
-    planted("test.wrong", lambda *tensors, attrs: reference(*tensors, attrs=attrs) + 0.5)
+    planted("test.wrong", lambda x, attrs: reference(x, attrs) + 0.5)
     ok, (reason,) = validate("test.wrong", *operands())
     assert not ok
     assert reason.code == "VALIDATION_FAILED"
@@ -411,8 +411,8 @@ def test_a_wrong_kernel_is_told_with_figures(planted):
 
 
 def test_one_wrong_element_is_found(planted):
-    def kernel(*tensors, attrs):
-        out = reference(*tensors, attrs=attrs)
+    def kernel(x, attrs):
+        out = reference(x, attrs)
         out[1, 2, 3, 4] = torch.nan
         return out
 
@@ -422,8 +422,8 @@ def test_one_wrong_element_is_found(planted):
 
 
 def test_a_wrong_gradient_is_found(planted):
-    def kernel(query, key, value, *, attrs):
-        return reference(query, key.detach(), value, attrs=attrs) + 0 * key.sum()
+    def kernel(x, attrs):
+        return reference(Operands(x.query, x.key.detach(), x.value), attrs) + 0 * x.key.sum()
 
     planted("test.gradient", kernel)
     assert validate("test.gradient", *operands()) == (True, [])
@@ -432,8 +432,8 @@ def test_a_wrong_gradient_is_found(planted):
 
 
 def test_another_shape_or_dtype_is_a_reason(planted):
-    planted("test.shape", lambda *tensors, attrs: reference(*tensors, attrs=attrs)[:1])
-    planted("test.dtype", lambda *tensors, attrs: reference(*tensors, attrs=attrs).double())
+    planted("test.shape", lambda x, attrs: reference(x, attrs)[:1])
+    planted("test.dtype", lambda x, attrs: reference(x, attrs).double())
     assert (
         "output is (1, 4, 24, 16) float32, expected (2, 4, 24, 16) float32"
         in validate("test.shape", *operands())[1][0].message
@@ -442,7 +442,7 @@ def test_another_shape_or_dtype_is_a_reason(planted):
 
 
 def test_a_kernel_that_raises_is_not_valid(planted):
-    def kernel(*tensors, attrs):
+    def kernel(x, attrs):
         raise RuntimeError("no luck\nand a second line")
 
     planted("test.raises", kernel)
@@ -454,8 +454,8 @@ def test_a_kernel_whose_fallback_answered_is_not_valid(planted):
     def broken(*tensors):
         raise RuntimeError("no luck")
 
-    def kernel(*tensors, attrs):
-        return health.guarded("test.fallback", broken, lambda *each: reference(*each, attrs=attrs), *tensors)
+    def kernel(x, attrs):
+        return health.guarded("test.fallback", broken, reference, x, attrs)
 
     planted("test.fallback", kernel)
     ok, reasons = validate("test.fallback", *operands())
@@ -466,9 +466,9 @@ def test_a_kernel_whose_fallback_answered_is_not_valid(planted):
 
 
 def test_the_callers_tensors_are_never_changed(planted):
-    def kernel(query, key, value, *, attrs):
-        query.zero_()
-        return reference(query, key, value, attrs=attrs)
+    def kernel(x, attrs):
+        x.query.zero_()
+        return reference(x, attrs)
 
     planted("test.inplace", kernel)
     tensors = operands()

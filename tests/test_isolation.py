@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lz_compile import register_kernel, tune, tuning, unregister_kernel, validate
-from lz_compile.lowering.ops.attention import reference
+from lz_compile.lowering.ops.attention import Operands, reference
 from lz_compile.measuring import Measured
 from lz_compile.passes.validate import forget
 from lz_compile.runtime import child
@@ -263,10 +263,10 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     monkeypatch.setattr(child, "attempt", lambda subject, run, devices: run())
     found: list[dict[str, Any]] = []
 
-    def attention(query: Any, key: Any, value: Any, *, attrs: Any) -> Any:
-        if type(query) is torch.Tensor and query.dtype != torch.float64:
+    def attention(x: Operands, attrs: Any) -> Any:
+        if type(x.query) is torch.Tensor and x.query.dtype != torch.float64:
             found.append(looks())
-        return reference(query, key, value, attrs=attrs)
+        return reference(x, attrs)
 
     register_kernel(
         operation="attention",

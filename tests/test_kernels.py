@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lz_compile import reports
 from lz_compile.backend import layerzero
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Band, Reach, features, reference
+from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Band, Operands, Reach, features, reference
 from lz_compile.runtime import policy
 from lz_compile.runtime.context import of_facts
 from lz_compile.runtime.registry import KernelSpec, kernels
@@ -162,9 +162,9 @@ def _small(kernel: str) -> Callable[..., Tensor]:
 def _runs_right(kernel: str, case: Case, dtype: torch.dtype) -> None:
     case = replace(case, attrs=replace(case.attrs, score_dtype=torch.promote_types(case.attrs.score_dtype, dtype)))
     operands = _operands(case, dtype)
-    actual = _small(kernel)(**operands, attrs=case.attrs)
+    actual = _small(kernel)(Operands(**operands), case.attrs)
     assert actual.dtype == dtype
-    _assert_near(actual, reference(**_doubled(operands), attrs=_in_float64(case.attrs)), case)
+    _assert_near(actual, reference(Operands(**_doubled(operands)), _in_float64(case.attrs)), case)
 
 
 def _in_float64(attrs: AttentionAttrs) -> AttentionAttrs:
@@ -175,7 +175,7 @@ def _in_float64(attrs: AttentionAttrs) -> AttentionAttrs:
 def test_large_constant_float16_values_do_not_overflow(kernel: str) -> None:
     operands = _operands(Case(keys=300), torch.float16)
     operands["value"] = torch.full_like(operands["value"], 6e4)
-    actual = KERNELS[kernel].call(**operands, attrs=AttentionAttrs())
+    actual = KERNELS[kernel].call(Operands(**operands), AttentionAttrs())
     torch.testing.assert_close(actual, torch.full_like(actual, 6e4), rtol=1e-3, atol=0.0)
 
 
@@ -184,8 +184,8 @@ def test_float16_products_beyond_its_range_are_scaled_into_it(kernel: str) -> No
     operands = _operands(Case(head_dim=16), torch.float16)
     operands["query"][..., 0], operands["key"][..., 0] = 600.0, 300.0
     attrs = AttentionAttrs(scale=2**-12, score_dtype=torch.float16)
-    actual = KERNELS[kernel].call(**operands, attrs=attrs)
-    expected = reference(**_doubled(operands), attrs=_in_float64(attrs))
+    actual = KERNELS[kernel].call(Operands(**operands), attrs)
+    expected = reference(Operands(**_doubled(operands)), _in_float64(attrs))
     torch.testing.assert_close(actual.double(), expected, rtol=4e-2, atol=4e-2)
 
 
@@ -193,9 +193,9 @@ def test_float16_products_beyond_its_range_are_scaled_into_it(kernel: str) -> No
 @for_every_dtype
 def test_one_query_of_nan_leaves_the_other_rows_alone(kernel: str, dtype: torch.dtype) -> None:
     operands = _operands(Case(keys=20), dtype)
-    clean = KERNELS[kernel].call(**operands, attrs=AttentionAttrs())
+    clean = KERNELS[kernel].call(Operands(**operands), AttentionAttrs())
     operands["query"][0, 0, 0] = math.nan
-    actual = KERNELS[kernel].call(**operands, attrs=AttentionAttrs())
+    actual = KERNELS[kernel].call(Operands(**operands), AttentionAttrs())
     clean[0, 0, 0] = math.nan
     torch.testing.assert_close(actual, clean, equal_nan=True)
 
@@ -349,7 +349,7 @@ def _trains_right(kernel: str, case: Case, dtype: torch.dtype) -> None:
 
 def _gradients(call: Callable[..., Tensor], operands: Mapping[str, Tensor], attrs: AttentionAttrs) -> dict[str, Tensor]:
     leaves = {name: x.detach().clone().requires_grad_() for name, x in operands.items() if x.is_floating_point()}
-    out = call(**{**operands, **leaves}, attrs=attrs)
+    out = call(Operands(**{**operands, **leaves}), attrs)
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape).to(out.dtype)
     return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), weight), strict=True))
 
@@ -362,7 +362,7 @@ def test_a_row_without_keys_gives_what_the_source_would_give(kernel, dtype, mask
     case = Case(attrs=attrs, rows_fully_masked=True)
     operands = _operands(case, dtype)
     actual = KERNELS[kernel].call(
-        **operands, attrs=replace(attrs, score_dtype=torch.promote_types(torch.float32, dtype))
+        Operands(**operands), replace(attrs, score_dtype=torch.promote_types(torch.float32, dtype))
     )
     row = actual[0, 0, 0]
     assert not operands["mask"][0, 0, 0].any()
@@ -420,15 +420,15 @@ def test_long_sequences_are_cut_into_blocks_without_a_seam(kernel, queries, keys
 def test_large_scores_do_not_overflow(kernel):
     operands = {name: x * 300 for name, x in _operands(Case(), torch.float32).items()}
     attrs = AttentionAttrs(scale=1.0)
-    actual = KERNELS[kernel].call(**operands, attrs=attrs)
-    torch.testing.assert_close(actual.double(), reference(**_doubled(operands), attrs=attrs), atol=1.0, rtol=1e-3)
+    actual = KERNELS[kernel].call(Operands(**operands), attrs)
+    torch.testing.assert_close(actual.double(), reference(Operands(**_doubled(operands)), attrs), atol=1.0, rtol=1e-3)
 
 
 def test_the_reference_agrees_with_pytorch():
     case = Case(groups=3, value_dim=6, attrs=AttentionAttrs(is_causal=True, enable_gqa=True, masked_rows="zero"))
     operands = _operands(case, torch.float64)
     expected = torch.nn.functional.scaled_dot_product_attention(**operands, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(reference(**operands, attrs=case.attrs), expected)
+    torch.testing.assert_close(reference(Operands(**operands), case.attrs), expected)
 
 
 # ---- what a kernel says of itself ----------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ def _drops_some_and_keeps_the_mean(kernel: str) -> None:
     operands = _operands(Case(queries=64, keys=64, attrs=attrs), torch.float32)
     operands["value"] = torch.ones_like(operands["value"])
     torch.manual_seed(0)
-    out = torch.stack([KERNELS[kernel].call(**operands, attrs=attrs) for _ in range(16)])
+    out = torch.stack([KERNELS[kernel].call(Operands(**operands), attrs) for _ in range(16)])
     assert out.std() > 0.01
     assert abs(out.mean() - 1) < 0.02
 
@@ -463,14 +463,14 @@ def _follows_symbolic_lengths(kernel: str) -> None:
     attrs = AttentionAttrs(is_causal=True)
 
     def call(*tensors: Tensor) -> Tensor:
-        return KERNELS[kernel].call(*tensors, attrs=attrs)
+        return KERNELS[kernel].call(Operands(*tensors), attrs)
 
     def inputs(length: int) -> list[Tensor]:
         return list(_operands(Case(queries=length, keys=length, attrs=attrs), torch.float32).values())
 
     graph = make_fx(call, tracing_mode="symbolic")(*inputs(6))
     for length in (5, 9, 40, 70):
-        torch.testing.assert_close(graph(*inputs(length)), reference(*inputs(length), attrs=attrs))
+        torch.testing.assert_close(graph(*inputs(length)), reference(Operands(*inputs(length)), attrs))
 
 
 def _runs(**changes: Any) -> Callable[[str], None]:
@@ -504,28 +504,28 @@ def _ignores_nan_in_masked_keys(kernel: str) -> None:
     attrs = AttentionAttrs(has_mask=True, selects_masked=True)
     operands = _operands(Case(attrs=attrs), torch.float32)
     operands["mask"][..., -1] = False
-    expected = KERNELS[kernel].call(**operands, attrs=attrs)
+    expected = KERNELS[kernel].call(Operands(**operands), attrs)
     operands["key"][:, :, -1] = math.nan
-    torch.testing.assert_close(KERNELS[kernel].call(**operands, attrs=attrs), expected)
+    torch.testing.assert_close(KERNELS[kernel].call(Operands(**operands), attrs), expected)
 
 
 def _ignores_nan_in_padding(kernel: str) -> None:
     attrs = replace(_SELECTED, masks_keys=True)
     operands = _operands(Case(attrs=attrs, mask_is_full=(True, False, False, True)), torch.float32)
     operands["mask"][..., -1] = False
-    expected = KERNELS[kernel].call(**operands, attrs=attrs)
+    expected = KERNELS[kernel].call(Operands(**operands), attrs)
     operands["key"][:, :, -1] = math.nan
-    torch.testing.assert_close(KERNELS[kernel].call(**operands, attrs=attrs), expected)
+    torch.testing.assert_close(KERNELS[kernel].call(Operands(**operands), attrs), expected)
 
 
 def _gives_for_a_query_of_nan(number: float, **extents: Any) -> Callable[[str], None]:
     def demonstrate(kernel: str) -> None:
         attrs = extents.get("attrs", AttentionAttrs())
         operands = _operands(Case(**extents), torch.float32)
-        expected = KERNELS[kernel].call(**operands, attrs=attrs)
+        expected = KERNELS[kernel].call(Operands(**operands), attrs)
         operands["query"][0, 0, 0] = math.nan
         expected[0, 0, 0] = number
-        torch.testing.assert_close(KERNELS[kernel].call(**operands, attrs=attrs), expected, equal_nan=True)
+        torch.testing.assert_close(KERNELS[kernel].call(Operands(**operands), attrs), expected, equal_nan=True)
 
     return demonstrate
 
@@ -583,8 +583,8 @@ def test_rows_that_overlap_in_memory_are_read_right(kernel):
     query = torch.randn(2, 3, 23).unfold(2, 16, 1)
     key, value = torch.randn(2, 2, 3, 20, 16).unbind()
     for _ in range(20):  # what is left uninitialised is wrong now and then only
-        got = KERNELS[kernel].call(query, key, value, attrs=attrs)
-        want = reference(query.double(), key.double(), value.double(), attrs=_in_float64(attrs))
+        got = KERNELS[kernel].call(Operands(query, key, value), attrs)
+        want = reference(Operands(query.double(), key.double(), value.double()), _in_float64(attrs))
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 

@@ -25,7 +25,15 @@ from lz_compile.lowering import inductor
 from lz_compile.lowering.block_mask import Grid, of_parts
 from lz_compile.lowering.kernels import flashinfer as flashinfer_adapter
 from lz_compile.lowering.kernels import torch_cudnn, torch_flex
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Band, features, merged_mask, reference
+from lz_compile.lowering.ops.attention import (
+    AttentionAttrs,
+    AttentionFacts,
+    Band,
+    Operands,
+    features,
+    merged_mask,
+    reference,
+)
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.patterns import recognisers
 from lz_compile.passes.rewrite import Recipes, splice
@@ -94,7 +102,7 @@ def operands(
 
 def assert_near(actual: Tensor, given: Sequence[Tensor], attrs: AttentionAttrs, **masks: Tensor) -> None:
     exact = {name: x.double() if x.is_floating_point() else x for name, x in masks.items()}
-    expected = reference(*(x.double() for x in given), **exact, attrs=attrs)
+    expected = reference(Operands(*(x.double() for x in given), **exact), attrs)
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance, equal_nan=True)
 
@@ -147,7 +155,7 @@ def test_an_adapter_gives_what_the_reference_gives(name, dtype, case):
         pytest.skip(f"{name} does not claim softcap")
     given = operands(dtype, **{"kv_heads": 2 if attrs.enable_gqa else 4, **sizes})
     with installed(LIBRARIES[name]()) as library:
-        actual = adapter(name)(*given, attrs=attrs)
+        actual = adapter(name)(Operands(*given), attrs)
     assert library.calls
     assert actual.dtype == dtype
     assert not health.retirements()
@@ -160,7 +168,7 @@ def test_an_adapter_takes_operands_in_any_memory_layout(name):
     given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands(kv_heads=4)]
     given[1] = given[1].mT.contiguous().mT
     with installed(LIBRARIES[name]()) as library:
-        actual = adapter(name)(*given, attrs=attrs)
+        actual = adapter(name)(Operands(*given), attrs)
     assert library.calls
     assert not health.retirements()
     assert_near(actual, given, attrs)
@@ -169,7 +177,7 @@ def test_an_adapter_takes_operands_in_any_memory_layout(name):
 def test_flash_attention_3_may_return_the_logsumexp_too():
     given = operands(kv_heads=4)
     with installed(FlashAttention3(gives_lse=True)) as library:
-        actual = adapter("flash_attn_interface")(*given, attrs=AttentionAttrs())
+        actual = adapter("flash_attn_interface")(Operands(*given), AttentionAttrs())
     assert library.calls
     assert not health.retirements()
     assert_near(actual, given, AttentionAttrs())
@@ -178,9 +186,9 @@ def test_flash_attention_3_may_return_the_logsumexp_too():
 def test_flashinfer_plans_a_batch_once_for_its_sizes():
     with installed(FlashInfer()) as library:
         for _ in range(3):
-            adapter("flashinfer")(*operands(), attrs=AttentionAttrs(enable_gqa=True))
+            adapter("flashinfer")(Operands(*operands()), AttentionAttrs(enable_gqa=True))
         assert library.calls == ["plan", "run", "run", "run"]
-        adapter("flashinfer")(*operands(queries=5), attrs=AttentionAttrs(enable_gqa=True))
+        adapter("flashinfer")(Operands(*operands(queries=5)), AttentionAttrs(enable_gqa=True))
         assert library.calls[4:] == ["plan", "run"]
 
 
@@ -193,7 +201,7 @@ def test_causality_starts_at_the_first_query_and_key_whatever_the_library_does(n
     attrs = AttentionAttrs(is_causal=True)
     given = operands(queries=queries, keys=keys, kv_heads=4)
     with installed(LIBRARIES[name]()) as library:
-        actual = adapter(name)(*given, attrs=attrs)
+        actual = adapter(name)(Operands(*given), attrs)
     assert_near(actual, given, attrs)
     if "causal_rectangular" in supports(name):
         assert library.calls
@@ -264,7 +272,7 @@ def test_windows_and_alibi_are_those_of_the_reference_or_refused(name, dtype, ca
     if case in _REFUSED[name]:
         return
     with installed(LIBRARIES[name]()) as library:
-        actual = adapter(name)(*given, **masks, attrs=attrs)
+        actual = adapter(name)(Operands(*given, **masks), attrs)
     assert library.calls
     assert not health.retirements()
     assert_near(actual, given, attrs, **masks)
@@ -278,7 +286,7 @@ def test_a_library_that_fails_is_completed_with_the_same_window_and_slopes(case)
     given = operands(**{"kv_heads": 2 if attrs.enable_gqa else 4, **sizes})
     with installed(FlashAttention()) as library:
         library.fails = True
-        actual = adapter("flash_attn")(*given, **masks, attrs=attrs)
+        actual = adapter("flash_attn")(Operands(*given, **masks), attrs)
     assert library.calls
     assert health.retired("flash_attn.v2")
     assert_near(actual, given, attrs, **masks)
@@ -290,7 +298,7 @@ def test_a_band_beside_a_querys_own_position_is_left_to_pytorch(band, softcap):
     attrs = AttentionAttrs(band=band, softcap=softcap)
     given = operands(queries=5, kv_heads=4)
     with installed(FlashAttention()) as library:
-        actual = adapter("flash_attn")(*given, attrs=attrs)
+        actual = adapter("flash_attn")(Operands(*given), attrs)
     assert not library.calls
     assert_near(actual, given, attrs)
 
@@ -358,7 +366,7 @@ def test_a_mask_that_no_descriptor_claims_is_our_own_bug(name):
     query, key, value = operands(kv_heads=4)
     mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)
     with pytest.raises(AssertionError, match="is given a mask"):
-        adapter(name)(query, key, value, mask=mask, attrs=AttentionAttrs(has_mask=True))
+        adapter(name)(Operands(query, key, value, mask=mask), AttentionAttrs(has_mask=True))
 
 
 # ---- cuDNN -----------------------------------------------------------------------------------------------------------
@@ -412,7 +420,7 @@ def test_cudnn_attention_and_its_gradients_are_the_references(is_causal):
     )
     out = model(*leaves)
     assert_near(out.detach() / 2, given, attrs)
-    expected = torch.autograd.grad(reference(*exact, attrs=attrs).square().sum(), exact)
+    expected = torch.autograd.grad(reference(Operands(*exact), attrs).square().sum(), exact)
     actual = torch.autograd.grad((out / 2).square().sum(), leaves)
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
@@ -421,7 +429,7 @@ def test_cudnn_attention_and_its_gradients_are_the_references(is_causal):
 def test_a_single_key_is_not_for_cudnn():
     given = operands(keys=1)
     attrs = AttentionAttrs(enable_gqa=True)
-    assert_near(torch_cudnn.attention(*given, attrs=attrs), given, attrs)
+    assert_near(torch_cudnn.attention(Operands(*given), attrs), given, attrs)
 
 
 def test_cudnn_attention_is_called_as_pytorch_declares_it():
@@ -503,12 +511,14 @@ def test_flex_attention_gives_what_the_reference_gives(case):
     attrs, masks = _FLEX[case]
     given = operands(keys=14, kv_heads=2 if attrs.enable_gqa else 4, dim=16)
     given[2] = torch.cat([given[2], given[2] + 1], -1)[..., :24]
-    assert_near(torch_flex.attention(*given, **masks, attrs=attrs), given, attrs, **masks)
+    assert_near(torch_flex.attention(Operands(*given, **masks), attrs), given, attrs, **masks)
 
 
-def flex_gradients(call: Callable[..., Tensor], given: Sequence[Tensor], **options: Any) -> tuple[Tensor, ...]:
+def flex_gradients(
+    call: Callable[..., Tensor], given: Sequence[Tensor], attrs: AttentionAttrs, **masks: Tensor
+) -> tuple[Tensor, ...]:
     leaves = [x.detach().requires_grad_() for x in given]
-    return torch.autograd.grad(call(*leaves, **options).cos().sum(), leaves)
+    return torch.autograd.grad(call(Operands(*leaves, **masks), attrs).cos().sum(), leaves)
 
 
 #: Not claimed is the gradient of rows whose every key is masked, by a finite fill or by a bias.
@@ -524,11 +534,11 @@ def test_gradients_of_flex_attention_are_those_of_the_reference(case):
     attrs, masks = _FLEX[case]
     given = operands(keys=14, kv_heads=2 if attrs.enable_gqa else 4, dim=16)
     exact = {name: x.double() if x.is_floating_point() else x for name, x in masks.items()}
-    expected = flex_gradients(reference, [x.double() for x in given], **exact, attrs=attrs)
-    if reference(*given, **masks, attrs=attrs).isnan().any():
+    expected = flex_gradients(reference, [x.double() for x in given], attrs, **exact)
+    if reference(Operands(*given, **masks), attrs).isnan().any():
         return  # so are the source's gradients
     assert "masked_row_gradient" not in supports("torch_flex")
-    for one, other in zip(flex_gradients(torch_flex.attention, given, **masks, attrs=attrs), expected, strict=True):
+    for one, other in zip(flex_gradients(torch_flex.attention, given, attrs, **masks), expected, strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
 
 
@@ -537,10 +547,10 @@ def test_gradients_of_flex_attention_are_those_of_the_reference(case):
 def test_flex_attention_is_a_node_with_graphs_of_its_own_and_has_gradients(has_mask, is_dynamic):
     seen: list[fx.Graph] = []
 
-    def kernel(query, *args, **kwargs):
-        if isinstance(query, fx.Proxy):
-            seen.append(query.tracer.graph)
-        return torch_flex.attention(query, *args, **kwargs)
+    def kernel(x, attrs):
+        if isinstance(x.query, fx.Proxy):
+            seen.append(x.query.tracer.graph)
+        return torch_flex.attention(x, attrs)
 
     def model(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
         scores = torch.tanh(query @ key.mT * 0.3 / 5.0) * 5.0
@@ -577,9 +587,9 @@ def emitted_by_flex(attrs: AttentionAttrs, has_documents: bool) -> Callable[...,
     def documents(tensor: Tensor) -> Tensor:
         return tensor.new_ones((1, tensor.shape[2]), dtype=torch.int64).cumsum(1) // 5
 
-    def kernel(query, key, value, **operands):
-        ids = {"query_documents": documents(query), "key_documents": documents(key)} if has_documents else {}
-        return torch_flex.attention(query, key, value, **ids, attrs=attrs, tile=4)
+    def kernel(x, _):
+        ids = {"query_documents": documents(x.query), "key_documents": documents(x.key)} if has_documents else {}
+        return torch_flex.attention(Operands(x.query, x.key, x.value, **ids), attrs, tile=4)
 
     return kernel
 
@@ -596,7 +606,7 @@ def test_block_masks_are_made_in_the_graph_for_any_lengths(band, has_documents, 
         if is_dynamic:
             for tensor in given:
                 torch._dynamo.mark_dynamic(tensor, 2)
-        out, expected = compiled(*given), kernel(*given) * 2
+        out, expected = compiled(*given), kernel(Operands(*given), attrs) * 2
         torch.testing.assert_close(out, expected)
         wanted = torch.autograd.grad(expected.square().sum(), given)
         torch.testing.assert_close(torch.autograd.grad(out.square().sum(), given), wanted)
@@ -613,7 +623,7 @@ def test_tiles_that_flex_attention_skips_keep_nothing_and_full_ones_everything(c
 
     monkeypatch.setattr(torch_flex, "_flex", flex)
     given = operands(keys=14, kv_heads=2 if attrs.enable_gqa else 4, dim=16)
-    torch_flex.attention(*given, **masks, attrs=attrs, tile=4)
+    torch_flex.attention(Operands(*given, **masks), attrs, tile=4)
     (_, _, _, block_mask, *_) = seen.pop()
     mask, own, theirs = (masks.get(name) for name in ("mask", "query_documents", "key_documents"))
     merged = merged_mask(given[0], given[1], mask, own, theirs, attrs)
@@ -677,8 +687,8 @@ def test_inductor_compiles_the_node_of_flex_attention(monkeypatch):
     given = operands(queries=20, keys=28, kv_heads=4, dim=16)
     drop = torch.ones(20, 28, dtype=torch.bool).triu(1)
 
-    def kernel(query, key, value, *, mask, attrs):
-        return torch_flex.attention(query, key, value, attrs=replace(attrs, is_causal=True, has_mask=False))
+    def kernel(x, attrs):
+        return torch_flex.attention(x, replace(attrs, is_causal=True, has_mask=False))
 
     with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
         compiled, (code,) = run_and_get_code(spliced(model, kernel), *given, drop)

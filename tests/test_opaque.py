@@ -17,6 +17,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from lz_compile.errors import GradientUnsupportedError, OperatorRedefinedError
 from lz_compile.lowering import inductor
 from lz_compile.lowering.opaque import opaque
+from lz_compile.lowering.ops.attention import Operands
 from lz_compile.passes.builder import EMITTED
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.patterns import recognisers
@@ -110,8 +111,8 @@ def _whole_again() -> Iterator[None]:
         health.restore("tests.attend")
 
 
-def kernel(query: Any, key: Any, value: Any, *, attrs: Any) -> Any:
-    return ATTEND(query, key, value, attrs.scale)
+def kernel(x: Operands, attrs: Any) -> Any:
+    return ATTEND(x.query, x.key, x.value, attrs.scale)
 
 
 def backend(seen: list[fx.GraphModule] | None = None) -> Callable[..., Any]:

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from lz_compile.lowering import token_major
+from lz_compile.lowering.encoded_attributes import encode
 from lz_compile.lowering.kernels import packed
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Band, reference
+from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Band, Operands, reference
 from lz_compile.runtime.context import of_facts
 from lz_compile.runtime.registry import kernels
 
@@ -44,11 +46,11 @@ def operands(
 
 
 def expected(tensors: Sequence[Tensor], own: Tensor, theirs: Tensor, attrs: AttentionAttrs) -> Tensor:
-    return reference(*tensors, query_documents=own, key_documents=theirs, attrs=attrs)
+    return reference(Operands(*tensors, query_documents=own, key_documents=theirs), attrs)
 
 
 def run(tensors: Sequence[Tensor], own: Tensor, theirs: Tensor, attrs: AttentionAttrs) -> Tensor:
-    return packed.attention(*tensors, query_documents=own, key_documents=theirs, attrs=attrs)
+    return packed.attention(Operands(*tensors, query_documents=own, key_documents=theirs), attrs)
 
 
 def gradients(call: Any, tensors: Sequence[Tensor], *rest: Any) -> tuple[Tensor, ...]:
@@ -238,7 +240,9 @@ def test_nothing_of_another_document_is_read():
 def test_the_operator_passes_pytorchs_checks():
     tensors = [tensor.transpose(1, 2).requires_grad_() for tensor in operands(20)]
     own = ids([5, 15])
-    results = torch.library.opcheck(packed._operator, (*tensors, own, own, None, None, 0, False, "nan"))
+    given = token_major.Operands(*tensors, query_documents=own, key_documents=own)
+    arguments = (*given.flat(), encode(CAUSAL))
+    results = torch.library.opcheck(torch.ops.layerzero.packed.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
 
 

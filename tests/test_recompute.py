@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from lz_compile import reports
 from lz_compile.backend import layerzero
 from lz_compile.lowering import inductor
 from lz_compile.lowering.kernels import blocked, tiled
-from lz_compile.lowering.ops.attention import AttentionAttrs, Band, reference
+from lz_compile.lowering.ops.attention import AttentionAttrs, Band, Operands, reference
 from lz_compile.lowering.recompute import recomputed
 
 LENGTH = 200
@@ -107,10 +106,10 @@ def test_the_backward_drops_what_the_forward_dropped(kernel):
 def test_what_is_measured_computes_the_scores_again_as_well():
     attrs = AttentionAttrs(band=Band(-40, 0))
     operands = inputs(128)
-    compiled = inductor.compile_apart(lambda *x: blocked.attention(*x, attrs=attrs, block=32), operands)
+    compiled = inductor.compile_apart(lambda *x: blocked.attention(Operands(*x), attrs, block=32), operands)
     with inductor.apart():
         out = compiled(*operands)
-    torch.testing.assert_close(out, reference(*operands, attrs=attrs), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, reference(Operands(*operands), attrs), atol=1e-5, rtol=1e-5)
     assert max(saved_sizes(lambda: compiled(*operands))) <= 128 * 16
 
 
@@ -118,9 +117,9 @@ def test_what_is_measured_computes_the_scores_again_as_well():
 def test_a_traced_graph_is_differentiable_again(kernel):
     attrs = AttentionAttrs(is_causal=True)
     operands = inputs(64)
-    graph = make_fx(partial(kernel, attrs=attrs))(*operands)
+    graph = make_fx(lambda *x: kernel(Operands(*x), attrs))(*operands)
     actual = torch.autograd.grad(graph(*operands).square().sum(), operands)
-    expected = torch.autograd.grad(reference(*operands, attrs=attrs).square().sum(), operands)
+    expected = torch.autograd.grad(reference(Operands(*operands), attrs).square().sum(), operands)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import lz_compile as lz
 from lz_compile.errors import RegistrationError, UnknownOperationError
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, features, reference
+from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Operands, features, reference
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, health, registry
 from lz_compile.runtime.context import from_tensors
@@ -62,8 +62,8 @@ def sdpa(q, k, v, scale=None, causal=True, attn_mask=None, dropout_p=0.0, enable
     )
 
 
-def native(query, key, value, *, mask=None, bias=None, fill=None, sinks=None, attrs):
-    return reference(query, key, value, mask=mask, bias=bias, fill=fill, sinks=sinks, attrs=attrs)
+def native(x, attrs):
+    return reference(Operands(x.query, x.key, x.value, mask=x.mask, bias=x.bias, fill=x.fill, sinks=x.sinks), attrs)
 
 
 MASKS = ["bool_mask", "float_mask"]
@@ -209,13 +209,22 @@ def test_an_unknown_operation_names_the_nearest():
         (lambda q, k, v: v, ["dropout"], "no parameter 'dropout_p'"),
         (lambda q, k, v: v, ["softcap"], "no parameter 'softcap'"),
         (lambda q, k, v: v, ["causal"], "no parameter 'causal' or 'is_causal'"),
-        (sdpa, ["masked_row_fill"], "no parameter 'fill'"),
-        (lambda query, key, value, *, attrs: value, ["float_mask"], "no parameter 'bias'"),
-        (lambda query, key, value, *, bias=None, attrs: value, ["sinks"], "no parameter 'sinks'"),
+        (sdpa, ["masked_row_fill"], "no parameter 'attrs'"),
+        (sdpa, ["alibi"], "no parameter 'attrs'"),
+        (lambda x, attrs: x.value, ["sink"], r"no feature 'sink' \(did you mean 'sinks'"),
+        (lambda x, attrs: x.value, ["training"], "'training' needs is_traceable=True"),
         (sdpa, ["training"], "'training' needs is_traceable=True: a function that runs as one call has no gradient"),
         (sdpa, ["*"], r"no feature '\*'"),
-        (lambda q, k: k, [], "expected a function that begins with query, key and value"),
-        (lambda *tensors: tensors[2], [], "expected a function that begins with query, key and value"),
+        (
+            lambda q, k: k,
+            [],
+            "expected a function that begins with query, key and value, or 'def kernel\\(x, attrs\\)'",
+        ),
+        (
+            lambda *tensors: tensors[2],
+            [],
+            "expected a function that begins with query, key and value, or 'def kernel\\(x, attrs\\)'",
+        ),
         (
             lambda q, k, v, window: v,
             [],
@@ -230,7 +239,7 @@ def test_a_function_that_cannot_do_what_is_declared_is_refused(function, support
 
 
 def test_a_function_with_attrs_takes_the_canonical_layout():
-    with pytest.raises(RegistrationError, match="takes the op's canonical layout BHSD"):
+    with pytest.raises(RegistrationError, match="takes and gives the op's canonical layout BHSD"):
         register(native, requires_layouts=["BSHD"])
 
 
@@ -241,7 +250,7 @@ def test_parameters_with_defaults_that_nobody_knows_keep_them():
         seen.append((window, more))
         return v.clone()
 
-    register(function).call(*operands(keys=5), attrs=AttentionAttrs())
+    register(function).call(Operands(*operands(keys=5)), AttentionAttrs())
     assert seen == [((-1, -1), {})]
 
 
@@ -298,8 +307,8 @@ def test_a_function_of_either_form_computes_the_op(form, is_traceable, attrs):
     declared = [*MASKS, "gqa", "causal_rectangular", *(["causal"] if form == "native" else [])]
     spec = register(function, supports=declared, is_traceable=is_traceable, **layout)
     given = _operands(attrs)
-    expected = reference(**given, attrs=attrs)
-    actual = spec.call(**given, attrs=attrs)
+    expected = reference(Operands(**given), attrs)
+    actual = spec.call(Operands(**given), attrs)
     torch.testing.assert_close(actual, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
@@ -309,7 +318,7 @@ def test_a_function_for_causal_attention_needs_no_parameter_for_it():
 
     spec = register(function, operation="attention.causal")
     given, attrs = _operands(AttentionAttrs()), AttentionAttrs(is_causal=True)
-    torch.testing.assert_close(spec.call(**given, attrs=attrs), reference(**given, attrs=attrs))
+    torch.testing.assert_close(spec.call(Operands(**given), attrs), reference(Operands(**given), attrs))
 
 
 def test_softcap_sinks_and_dropout_reach_a_function_that_takes_them():
@@ -321,7 +330,7 @@ def test_softcap_sinks_and_dropout_reach_a_function_that_takes_them():
 
     spec = register(function, supports=["softcap", "sinks", "dropout"])
     sinks = torch.randn(1, 4, 1, 1)
-    spec.call(*operands(), sinks=sinks, attrs=AttentionAttrs(softcap=3.0, has_sinks=True, dropout_p=0.5))
+    spec.call(Operands(*operands(), sinks=sinks), AttentionAttrs(softcap=3.0, has_sinks=True, dropout_p=0.5))
     assert (seen["softcap"], seen["dropout_p"]) == (3.0, 0.5)
     assert torch.equal(seen["sinks"], sinks)
 
@@ -331,7 +340,7 @@ def test_softcap_sinks_and_dropout_reach_a_function_that_takes_them():
     [
         (
             lambda q: q[:, :, :1],
-            r"expected a torch.float32 tensor \(2, 4, 5, 16\), received torch.float32 \(2, 4, 1, 16\)",
+            r"expected torch.float32 \(2, 4, 5, 16\), received torch.float32 \(2, 4, 1, 16\)",
         ),
         (lambda q: q.double(), r"received torch.float64 \(2, 4, 5, 16\)"),
         (lambda q: (q, q), "received tuple"),
@@ -341,8 +350,8 @@ def test_a_result_of_another_shape_or_dtype_retires_the_kernel_and_the_call_comp
     spec = register(lambda q, k, v: result(q))
     given = _operands(AttentionAttrs())
     with events.collect() as happened:
-        actual = spec.call(**given, attrs=AttentionAttrs())
-    torch.testing.assert_close(actual, reference(**given, attrs=AttentionAttrs()))
+        actual = spec.call(Operands(**given), AttentionAttrs())
+    torch.testing.assert_close(actual, reference(Operands(**given), AttentionAttrs()))
     assert re.search(text, happened[0].message)
     assert health.retired(ID) is not None
     register(sdpa)
@@ -456,7 +465,9 @@ def test_the_same_function_may_be_registered_twice():
         def function(q, k, v):
             return sdpa(q, k, v, causal=False)
 
-        torch.testing.assert_close(register(function).call(**given, attrs=attrs), reference(**given, attrs=attrs))
+        torch.testing.assert_close(
+            register(function).call(Operands(**given), attrs), reference(Operands(**given), attrs)
+        )
 
 
 def test_a_check_of_ones_own_is_asked():
@@ -477,7 +488,7 @@ def test_the_identity_and_the_digest_are_the_same_in_another_process():
             return sum((x for x in (q, k) if x.dtype in {torch.float32, torch.float16}), v)
 
         spec = registry.kernels("attention")["new.kernel"]
-        print(spec.identity, registry.digest(), spec.call._name)
+        print(spec.identity, registry.digest(), *dir(torch.ops.layerzero))
     """
     root = Path(__file__).resolve().parent.parent
     printed = {

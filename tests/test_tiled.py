@@ -15,17 +15,16 @@ from torch import Tensor
 
 from lz_compile import reports
 from lz_compile.backend import layerzero
-from lz_compile.lowering.kernels import tiled
+from lz_compile.lowering.encoded_attributes import decode, encode
 from lz_compile.lowering.ops.attention import AttentionAttrs, Band, Reach
 from lz_compile.lowering.tiles import TILE_BYTES, Problem, Tile
+from lz_compile.lowering.token_major import Operands
 
 WINDOW = AttentionAttrs(band=Band(-63, 0))
 
 
 def problem(length: int, attrs: AttentionAttrs, *, batch: int = 1, heads: int = 2, **operands: Any) -> Problem:
-    query, key, value = torch.randn(3, batch, length, heads, 16).unbind()
-    absent = dict.fromkeys(("bias", "sinks", "slopes", "mask", "query_documents", "key_documents", "seed"))
-    return Problem(query, key, value, **{**absent, "rows": 0, **operands}, attrs=attrs)
+    return Problem(Operands(*torch.randn(3, batch, length, heads, 16).unbind(), **operands), attrs)
 
 
 def tiles(given: Problem) -> list[Tile]:
@@ -34,9 +33,9 @@ def tiles(given: Problem) -> list[Tile]:
 
 def share(given: Problem) -> float:
     """Of all scores, those that are computed."""
-    batch, queries, heads, _ = given.query.shape
+    batch, queries, heads, _ = given.x.query.shape
     return sum(tile.memory("any", torch.float32).numel() for tile in tiles(given)) / (
-        batch * heads * queries * given.key.shape[1]
+        batch * heads * queries * given.x.key.shape[1]
     )
 
 
@@ -115,7 +114,9 @@ def operands(attrs: AttentionAttrs, length: int = 40) -> tuple[Any, ...]:
     documents = (torch.arange(length) // 10)[None]
     mask = torch.rand(2, 1, 1, length, generator=generator) < 0.9
     mask[..., ::10] = True
-    return *tokens, *floats, mask, documents, documents, torch.rand(2, generator=generator), tiled._encoded(attrs), 8
+    seed = torch.rand(2, generator=generator)
+    x = Operands(*tokens, *floats, mask, query_documents=documents, key_documents=documents, seed=seed, rows=8)
+    return *x.flat(), encode(attrs)
 
 
 ATTRS = AttentionAttrs(
@@ -132,13 +133,14 @@ def test_gradients_with_dropout_are_those_of_the_same_function():
     attrs = replace(ATTRS, dropout_p=0.25)
     given = [x.detach().double().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
              for x in operands(replace(attrs, score_dtype=torch.float64), 20)]  # fmt: skip
-    given[9] = given[9].detach()
+    place = Operands.names.index("seed")
+    given[place] = given[place].detach()
     assert torch.autograd.gradcheck(torch.ops.layerzero.tiled_attention, given, fast_mode=True)
 
 
 def test_attributes_survive_being_written_out():
     attrs = replace(ATTRS, band=Band(-3, None, at_end=True), reach=Reach(8, ((0, 4), (2, 9))), scale=0.1)
-    assert tiled._decoded(tiled._encoded(attrs)) == attrs
+    assert decode(AttentionAttrs, encode(attrs)) == attrs
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from lz_compile.backend import layerzero
 from lz_compile.errors import UnknownOperationError
 from lz_compile.lowering import ops
 from lz_compile.lowering.kernels import blocked, torch_sdpa
+from lz_compile.lowering.ops.attention import Operands
 from lz_compile.measuring import is_measured, runnable
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import events, health, policy, registry
@@ -176,8 +177,8 @@ def test_where_inductor_itself_fails_nothing_is_kept(timed, eagerly, given_kerne
 
 
 def test_what_a_fallback_did_is_not_the_measurement_of_a_kernel(eagerly, given_kernels, timed):
-    def guarded(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        return health.guarded("broken", _broken, torch_sdpa.attention, query, key, value, **options)
+    def guarded(x: Operands, attrs: Any) -> Tensor:
+        return health.guarded("broken", _broken, torch_sdpa.attention, x, attrs)
 
     given_kernels(broken=guarded, sound=torch_sdpa.attention)
     try:
@@ -200,11 +201,11 @@ def test_a_forbidden_kernel_is_not_run(timed, eagerly):
 def test_training_measures_forward_and_backward(timed, given_kernels):
     seen: list[str] = []
 
-    def noted(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def noted(x: Operands, attrs: Any) -> Tensor:
         seen.append("forward" if torch.is_grad_enabled() else "without gradients")
-        if query.requires_grad:
-            query.register_hook(lambda _: seen.append("backward"))
-        return torch_sdpa.attention(query, key, value, **options)
+        if x.query.requires_grad:
+            x.query.register_hook(lambda _: seen.append("backward"))
+        return torch_sdpa.attention(x, attrs)
 
     given_kernels(noted=noted)
     report = lz.tune("attention.full", training=True, **{**SMALL, "seq_lens": [16]})
@@ -632,6 +633,7 @@ import sys; sys.path[:0] = {path!r}
 import torch, lz_compile as lz
 from lz_compile import measuring
 from lz_compile.backend import layerzero
+from lz_compile.lowering.ops.attention import Operands
 original, count = measuring.measure, []
 measuring.measure = lambda *a, **k: count.append(1) or original(*a, **{{**k, "rounds": 3}})
 torch.manual_seed(0)

@@ -20,6 +20,7 @@ from lz_compile import clear_reports, pipeline, reports
 from lz_compile.backend import layerzero
 from lz_compile.errors import RewriteFailedError
 from lz_compile.lowering.kernels import torch_sdpa
+from lz_compile.lowering.ops.attention import Operands
 from lz_compile.options import Options
 from lz_compile.passes import validate
 from lz_compile.runtime import events, hardware, machine, registry
@@ -96,117 +97,116 @@ def only_match() -> MatchReport:
 # ---- wrong kernels -------------------------------------------------------------------------------------------------
 
 
-def with_the_default_scale(query, key, value, *, attrs, **masks):
-    return F.scaled_dot_product_attention(query, key, value)
+def with_the_default_scale(x, attrs):
+    return F.scaled_dot_product_attention(x.query, x.key, x.value)
 
 
-def without_the_mask(query, key, value, *, attrs, mask=None, bias=None):
-    return F.scaled_dot_product_attention(query, key, value, scale=attrs.scale)
+def without_the_mask(x, attrs):
+    return F.scaled_dot_product_attention(x.query, x.key, x.value, scale=attrs.scale)
 
 
-def with_the_mask_inverted(query, key, value, *, attrs, mask):
-    return RIGHT(query, key, value, mask=mask.logical_not(), attrs=attrs)
+def with_the_mask_inverted(x, attrs):
+    return RIGHT(replace(x, mask=x.mask.logical_not()), attrs)
 
 
-def with_the_mask_of_the_first_batch(query, key, value, *, attrs, mask):
-    return RIGHT(query, key, value, mask=mask[:1], attrs=attrs)
+def with_the_mask_of_the_first_batch(x, attrs):
+    return RIGHT(replace(x, mask=x.mask[:1]), attrs)
 
 
-def with_the_mask_transposed_where_it_is_square(query, key, value, *, attrs, mask):
-    return RIGHT(query, key, value, mask=mask.mT if mask.shape[-1] == mask.shape[-2] else mask, attrs=attrs)
+def with_the_mask_transposed_where_it_is_square(x, attrs):
+    return RIGHT(replace(x, mask=x.mask.mT if x.mask.shape[-1] == x.mask.shape[-2] else x.mask), attrs)
 
 
-def with_the_bias_scaled(query, key, value, *, attrs, bias):
-    return RIGHT(query, key, value, bias=bias * attrs.scale, attrs=attrs)
+def with_the_bias_scaled(x, attrs):
+    return RIGHT(replace(x, bias=x.bias * attrs.scale), attrs)
 
 
-def with_the_bias_after_the_softmax(query, key, value, *, attrs, bias):
-    return ((query @ key.mT * attrs.scale).softmax(-1) + bias) @ value
+def with_the_bias_after_the_softmax(x, attrs):
+    return ((x.query @ x.key.mT * attrs.scale).softmax(-1) + x.bias) @ x.value
 
 
-def with_zeros_for_masked_rows(query, key, value, *, attrs, mask):
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=attrs.scale)
+def with_zeros_for_masked_rows(x, attrs):
+    return F.scaled_dot_product_attention(x.query, x.key, x.value, attn_mask=x.mask, scale=attrs.scale)
 
 
-def with_the_mean_for_masked_rows(query, key, value, *, attrs, mask):
-    low = torch.finfo(query.dtype).min
-    return (query @ key.mT * attrs.scale).masked_fill(mask.logical_not(), low).softmax(-1) @ value
+def with_the_mean_for_masked_rows(x, attrs):
+    low = torch.finfo(x.query.dtype).min
+    return (x.query @ x.key.mT * attrs.scale).masked_fill(x.mask.logical_not(), low).softmax(-1) @ x.value
 
 
-def with_heads_in_tiled_order(query, key, value, *, attrs):
-    times = query.shape[1] // key.shape[1]
-    return plain_with(query, key.repeat(1, times, 1, 1), value.repeat(1, times, 1, 1), attrs)
+def with_heads_in_tiled_order(x, attrs):
+    times = x.query.shape[1] // x.key.shape[1]
+    return plain_with(Operands(x.query, x.key.repeat(1, times, 1, 1), x.value.repeat(1, times, 1, 1)), attrs)
 
 
-def with_heads_reversed(query, key, value, *, attrs):
-    return plain_with(query, key, value, attrs).flip(1)
+def with_heads_reversed(x, attrs):
+    return plain_with(x, attrs).flip(1)
 
 
-def with_batches_reversed(query, key, value, *, attrs):
-    return plain_with(query, key, value, attrs).flip(0)
+def with_batches_reversed(x, attrs):
+    return plain_with(x, attrs).flip(0)
 
 
-def with_the_key_as_value(query, key, value, *, attrs):
-    return plain_with(query, key, key, attrs)
+def with_the_key_as_value(x, attrs):
+    return plain_with(Operands(x.query, x.key, x.key), attrs)
 
 
-def with_the_softmax_over_queries(query, key, value, *, attrs):
-    return (query @ key.mT * attrs.scale).softmax(-2) @ value
+def with_the_softmax_over_queries(x, attrs):
+    return (x.query @ x.key.mT * attrs.scale).softmax(-2) @ x.value
 
 
-def with_a_causal_mask(query, key, value, *, attrs):
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=attrs.scale)
+def with_a_causal_mask(x, attrs):
+    return F.scaled_dot_product_attention(x.query, x.key, x.value, is_causal=True, scale=attrs.scale)
 
 
-def without_the_last_key(query, key, value, *, attrs):
-    return plain_with(query, key[:, :, :-1], value[:, :, :-1], attrs)
+def without_the_last_key(x, attrs):
+    return plain_with(Operands(x.query, x.key[:, :, :-1], x.value[:, :, :-1]), attrs)
 
 
-def with_the_value_detached(query, key, value, *, attrs):
-    return plain_with(query, key, value.detach(), attrs)
+def with_the_value_detached(x, attrs):
+    return plain_with(Operands(x.query, x.key, x.value.detach()), attrs)
 
 
-def with_the_probabilities_detached(query, key, value, *, attrs):
-    return (query @ key.mT * attrs.scale).softmax(-1).detach() @ value
+def with_the_probabilities_detached(x, attrs):
+    return (x.query @ x.key.mT * attrs.scale).softmax(-1).detach() @ x.value
 
 
-def with_the_gradient_of_the_key_doubled(query, key, value, *, attrs):
-    return plain_with(query, 2 * key - key.detach(), value, attrs)
+def with_the_gradient_of_the_key_doubled(x, attrs):
+    return plain_with(Operands(x.query, 2 * x.key - x.key.detach(), x.value), attrs)
 
 
-def with_memory_read_as_if_it_were_contiguous(query, key, value, *, attrs):
-    query, key, value = (x.as_strided(x.shape, torch.empty(x.shape).stride()) for x in (query, key, value))
-    return plain_with(query, key, value, attrs)
+def with_memory_read_as_if_it_were_contiguous(x, attrs):
+    return plain_with(x.map(lambda each: each.as_strided(each.shape, torch.empty(each.shape).stride())), attrs)
 
 
-def without_the_maximum_taken_off(query, key, value, *, attrs):
-    weights = (query @ key.mT * attrs.scale).exp()
-    return weights @ value / weights.sum(-1, keepdim=True)
+def without_the_maximum_taken_off(x, attrs):
+    weights = (x.query @ x.key.mT * attrs.scale).exp()
+    return weights @ x.value / weights.sum(-1, keepdim=True)
 
 
-def with_scores_clamped(query, key, value, *, attrs):
-    return (query @ key.mT * attrs.scale).clamp(-30, 30).softmax(-1) @ value
+def with_scores_clamped(x, attrs):
+    return (x.query @ x.key.mT * attrs.scale).clamp(-30, 30).softmax(-1) @ x.value
 
 
-def in_bfloat16(query, key, value, *, attrs):
-    return plain_with(query.bfloat16(), key.bfloat16(), value.bfloat16(), attrs).to(query.dtype)
+def in_bfloat16(x, attrs):
+    return plain_with(Operands(x.query.bfloat16(), x.key.bfloat16(), x.value.bfloat16()), attrs).to(x.query.dtype)
 
 
-def with_noise(query, key, value, *, attrs):
-    out = plain_with(query, key, value, attrs)
+def with_noise(x, attrs):
+    out = plain_with(x, attrs)
     return out + 1e-3 * torch.rand_like(out)
 
 
-def with_a_constant_where_a_head_is_alone(query, key, value, *, attrs):
-    return plain_with(query, key, value, attrs) * (0 if query.shape[1] == 1 or query.shape[0] == 1 else 1)
+def with_a_constant_where_a_head_is_alone(x, attrs):
+    return plain_with(x, attrs) * (0 if x.query.shape[1] == 1 or x.query.shape[0] == 1 else 1)
 
 
-def with_nothing_but_nan(query, key, value, *, attrs):
-    return plain_with(query, key, value, attrs) * math.nan
+def with_nothing_but_nan(x, attrs):
+    return plain_with(x, attrs) * math.nan
 
 
-def plain_with(query: Any, key: Any, value: Any, attrs: Any) -> Any:
-    return (query @ key.transpose(-2, -1) * attrs.scale).softmax(-1) @ value
+def plain_with(x: Operands, attrs: Any) -> Any:
+    return (x.query @ x.key.transpose(-2, -1) * attrs.scale).softmax(-1) @ x.value
 
 
 UNMASKED: Mapping[Kernel, str] = {
@@ -310,8 +310,10 @@ def test_a_mean_is_caught_where_the_source_gives_nan_by_its_dtype_alone(plant):
         scores = (query @ key.transpose(-2, -1) * 0.3).masked_fill(~keep, -1e9).half()
         return scores.softmax(-1) @ value.half()
 
-    def in_float32(query, key, value, *, attrs, mask):
-        return with_the_mean_for_masked_rows(query.float(), key.float(), value.float(), attrs=attrs, mask=mask).half()
+    def in_float32(x, attrs):
+        return with_the_mean_for_masked_rows(
+            Operands(x.query.float(), x.key.float(), x.value.float(), mask=x.mask), attrs
+        ).half()
 
     plant(in_float32)
     torch.compile(overflowing, backend=layerzero, options=LOCK)(*operands(), keep(2, 1, 7, 11))
@@ -331,7 +333,7 @@ def test_a_kernel_that_passes_on_nan_from_masked_keys_is_caught(plant, monkeypat
 
 
 def test_a_kernel_that_hides_a_query_of_nan_is_caught(plant):
-    plant(lambda query, key, value, *, attrs: plain_with(query.nan_to_num(), key, value, attrs))
+    plant(lambda x, attrs: plain_with(Operands(x.query.nan_to_num(), x.key, x.value), attrs))
     lock = {"layerzero.lock": {"attention": "torch.sdpa"}}
     args = [torch.randn(2, 3, length, 16) for length in (7, 23, 23)]
     torch.compile(plain, backend=layerzero, options=lock)(*args)
@@ -346,7 +348,7 @@ def is_caught_first(function: Callable[..., Tensor], args: list[Tensor], reason:
 
 
 def test_a_kernel_that_gives_no_gradient_at_all_is_caught(plant):
-    plant(lambda query, key, value, *, attrs: plain_with(query, key, value, attrs).detach())
+    plant(lambda x, attrs: plain_with(x, attrs).detach())
     args = operands(requires_grad=True)
     actual = torch.compile(plain, backend=layerzero, options=LOCK)(*args)
     assert not only_match().rewritten
@@ -367,10 +369,10 @@ def test_a_wrong_kernel_is_caught_in_every_dtype(plant, kernel, dtype):
 
 
 def test_a_right_kernel_that_sums_in_another_order_passes(plant):
-    def in_pieces(query, key, value, *, attrs):
-        scores = query[..., ::2] @ key[..., ::2].mT + query[..., 1::2] @ key[..., 1::2].mT
+    def in_pieces(x, attrs):
+        scores = x.query[..., ::2] @ x.key[..., ::2].mT + x.query[..., 1::2] @ x.key[..., 1::2].mT
         weights = (scores * attrs.scale).softmax(-1)
-        return weights[..., 1:] @ value[:, :, 1:] + weights[..., :1] @ value[:, :, :1]
+        return weights[..., 1:] @ x.value[:, :, 1:] + weights[..., :1] @ x.value[:, :, :1]
 
     plant(in_pieces)
     args = operands(requires_grad=True)
@@ -380,8 +382,8 @@ def test_a_right_kernel_that_sums_in_another_order_passes(plant):
 
 
 def test_a_kernel_that_rounds_less_than_the_source_passes(plant):
-    def widened(query, key, value, *, attrs):
-        return plain_with(query.float(), key.float(), value.float(), attrs).to(query.dtype)
+    def widened(x, attrs):
+        return plain_with(Operands(x.query.float(), x.key.float(), x.value.float()), attrs).to(x.query.dtype)
 
     plant(widened)
     torch.compile(plain, backend=layerzero, options=LOCK)(*[arg.bfloat16() for arg in operands()])
@@ -405,10 +407,10 @@ def test_strict_mode_raises_for_a_wrong_kernel(plant):
 def counting(kernel: Kernel) -> tuple[Kernel, list[Any]]:
     calls: list[Any] = []
 
-    def counted(query: Any, key: Any, value: Any, **rest: Any) -> Any:
-        if not isinstance(query, fx.Proxy):
-            calls.append(tuple(query.shape) + tuple(key.shape))
-        return kernel(query, key, value, **rest)
+    def counted(x: Operands, attrs: Any) -> Any:
+        if not isinstance(x.query, fx.Proxy):
+            calls.append(tuple(x.query.shape) + tuple(x.key.shape))
+        return kernel(x, attrs)
 
     return counted, calls
 
@@ -556,7 +558,7 @@ def test_two_gpus_of_one_generation_do_not_share_a_proof(monkeypatch):
 def test_a_plugins_kernel_is_another_one_when_its_source_changes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     source = tmp_path / "plugged_adapter.py"
-    source.write_text("def attention(query, key, value, *, attrs):\n    return value\n")
+    source.write_text("def attention(x, attrs):\n    return x.value\n")
     spec = replace(
         registry.kernels("attention")["torch.sdpa"], implementation=LazyFunction("plugged_adapter", "attention")
     )
@@ -564,7 +566,7 @@ def test_a_plugins_kernel_is_another_one_when_its_source_changes(tmp_path, monke
     assert not spec.is_reproducible, "without a version nobody knows what it is in another process"
     assert spec.load() is None
     before = spec.identity
-    source.write_text("def attention(query, key, value, *, attrs):\n    return key\n")
+    source.write_text("def attention(x, attrs):\n    return x.key\n")
     assert spec.identity != before
 
 
@@ -612,10 +614,10 @@ def test_the_state_of_random_numbers_is_left_alone_when_a_kernel_fails(plant):
 
 
 def test_the_inputs_of_the_user_are_not_touched(plant):
-    def overwriting(query, key, value, *, attrs):
-        out = plain_with(query, key, value, attrs)
-        if not isinstance(query, fx.Proxy):
-            query.detach().zero_()
+    def overwriting(x, attrs):
+        out = plain_with(x, attrs)
+        if not isinstance(x.query, fx.Proxy):
+            x.query.detach().zero_()
         return out
 
     plant(overwriting)
@@ -661,9 +663,9 @@ def test_sizes_stay_as_different_as_they_were(plant):
 def test_a_kernel_that_limits_head_dims_is_proven_at_the_real_one(monkeypatch):
     seen: set[int] = set()
 
-    def picky(query, key, value, *, attrs, **masks):
-        seen.add(query.shape[-1])
-        return torch_sdpa.attention(query, key, value, attrs=attrs, **masks)
+    def picky(x, attrs):
+        seen.add(x.query.shape[-1])
+        return torch_sdpa.attention(x, attrs)
 
     limited = KernelSpec(
         "test.picky", "attention", "test", frozenset({"cpu"}), frozenset({"float32"}), frozenset({"BHSD"}),

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lz_compile import pipeline, register_kernel, reports, unregister_kernel
 from lz_compile.errors import OptionError, RewriteFailedError
-from lz_compile.lowering.ops.attention import reference
+from lz_compile.lowering.ops.attention import Operands, reference
 from lz_compile.options import split
 from lz_compile.passes.validate import Validation, forget
 from lz_compile.runtime.report import GraphReport
@@ -37,8 +37,8 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     monkeypatch.setattr(pipeline, "validate", lambda *_: Validation(ok=True, cases=1))
 
     def register(factor: float = 1.5) -> None:
-        def kernel(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-            return reference(query, key, value, attrs=attrs) * factor
+        def kernel(x: Operands, attrs: Any) -> Tensor:
+            return reference(x, attrs) * factor
 
         register_kernel(
             operation="attention",
@@ -91,8 +91,8 @@ def test_gradients_are_those_of_the_graph_as_it_was(wrong: Any) -> None:
 
 
 def with_backward(spoilt: Callable[[Tensor], Tensor]) -> None:
-    def kernel(query: Tensor, key: Tensor, value: Tensor, *, attrs: Any) -> Tensor:
-        return reference(query, key, spoilt(value), attrs=attrs)
+    def kernel(x: Operands, attrs: Any) -> Tensor:
+        return reference(Operands(x.query, x.key, spoilt(x.value)), attrs)
 
     register_kernel(
         operation="attention",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import typing
+from dataclasses import asdict, is_dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -14,17 +16,27 @@ _DTYPE = "torch."
 
 
 def encode(attrs: Any) -> str:
-    """The attributes (of a dataclass with ``to_dict``) as JSON."""
-    return json.dumps(attrs.to_dict())
+    """The attributes (a frozen dataclass) as JSON."""
+    return json.dumps(asdict(attrs), default=str)
 
 
 @lru_cache(maxsize=1024)
 def decode(kind: type[Attributes], text: str) -> Attributes:
     """The inverse of :func:`encode`."""
-    values: dict[str, Any] = json.loads(text)
-    return kind(**{name: _decoded(value) for name, value in values.items()})
+    found: Attributes = _made(kind, json.loads(text))
+    return found
 
 
-def _decoded(value: Any) -> Any:
+def _made(kind: Any, values: dict[str, Any]) -> Any:
+    return kind(**{name: _decoded(kind, name, value) for name, value in values.items()})
+
+
+def _decoded(kind: Any, name: str, value: Any) -> Any:
+    """A field's value; JSON knows neither dtypes nor tuples nor dataclasses."""
+    if isinstance(value, dict):
+        (nested,) = filter(is_dataclass, typing.get_args(typing.get_type_hints(kind)[name]))
+        return _made(nested, value)
+    if isinstance(value, list):
+        return tuple(_decoded(kind, name, each) for each in value)
     is_dtype = isinstance(value, str) and value.startswith(_DTYPE)
     return getattr(torch, value.removeprefix(_DTYPE)) if is_dtype else value

@@ -36,6 +36,7 @@ def kernel_operator(
     fallback: Kernel | None = None,
     kernel_id: str | None = None,
     is_cuda_graph_safe: bool = False,
+    has_fallback: bool = True,
 ) -> Kernel:
     """``kernel`` as one node of a graph, ``layerzero::<name>``; calls in which it fails are completed.
 
@@ -47,24 +48,42 @@ def kernel_operator(
         fallback: completes a call in which the kernel fails, by default the op's definition.
         kernel_id: under which name it is retired when it fails, by default ``name``.
         is_cuda_graph_safe: whether CUDA graphs may capture it.
+        has_fallback: whether a failing call is completed; what it raises is raised where it is not.
     """
     operator = opaque(
         name,
         _flat(op, kernel),
         _flat(op, op.fake),
-        fallback=_flat(op, fresh(op, fallback or op.reference)),
+        fallback=_flat(op, fresh(op, fallback or op.reference)) if has_fallback else None,
         backward=None if backward is None else _flat_backward(op, backward),
         kernel_id=kernel_id,
         is_cuda_graph_safe=is_cuda_graph_safe,
     )
 
-    count = _count(op)
+    numbers, count = _numbers(op), _count(op)
 
     def call(x: Operands, attrs: Any) -> Any:
-        found = operator(*x.flat(), encode(attrs))
+        given = _with_tensors(x, numbers) if numbers else x
+        found = operator(*given.flat(), encode(attrs))
         return found if count == 1 else tuple([found[place] for place in range(count)])  # of a proxy, too
 
     return call
+
+
+def _numbers(op: ModuleType) -> frozenset[str]:
+    """The operands that may be numbers; a graph's operator takes them as tensors."""
+    hints = typing.get_type_hints(op.Operands)
+    return frozenset(name for name in op.Operands.names if {float, torch.Tensor} <= {*typing.get_args(hints[name])})
+
+
+def _with_tensors(x: Operands, names: frozenset[str]) -> Operands:
+    """Numbers as tensors without dimensions, in float64: as exact as Python's, and nothing is promoted to it."""
+    like = next(each for each in x.flat() if hasattr(each, "new_full"))
+    given = x.given()
+    for name in names & given.keys():
+        if isinstance(given[name], (int, float)):
+            given[name] = like.new_full((), given[name], dtype=torch.float64)
+    return type(x)(**given)
 
 
 def definition(op: ModuleType) -> Kernel:
@@ -138,8 +157,9 @@ def signed(
     run: Callable[..., Any], op: ModuleType, first: dict[str, Any], last: dict[str, Any], result: Any
 ) -> Callable[..., Any]:
     """A function with the signature from which PyTorch reads a schema: an op's operands between some other parameters."""
-    hints = typing.get_type_hints(op.Operands)
-    kinds = {**first, **{name: hints[name] for name in op.Operands.names}, **last}
+    hints, numbers = typing.get_type_hints(op.Operands), _numbers(op)
+    operands = {name: torch.Tensor | None if name in numbers else hints[name] for name in op.Operands.names}
+    kinds = {**first, **operands, **last}
     how = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, how, annotation=kind) for name, kind in kinds.items()]
     run.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]

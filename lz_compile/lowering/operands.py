@@ -44,12 +44,15 @@ class Operands:
         return tuple(each for each in self.flat() if isinstance(each, torch.Tensor))
 
 
+def are_one(op: ModuleType) -> bool:
+    """Whether the operands of an op are one object, not yet given one by one."""
+    kind = getattr(op, "Operands", None)
+    return isinstance(kind, type) and issubclass(kind, Operands)
+
+
 def called(op: ModuleType, function: Callable[..., Any], given: Mapping[str, Any], attrs: Any) -> Any:
     """A kernel of an op, or its reference, over operands by name."""
-    kind = getattr(op, "Operands", None)
-    if isinstance(kind, type) and issubclass(kind, Operands):
-        return function(kind(**given), attrs)
-    return function(**given, attrs=attrs)
+    return function(op.Operands(**given), attrs) if are_one(op) else function(**given, attrs=attrs)
 
 
 @dataclass_transform(frozen_default=True)

@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 
 from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering.token_major import Operands
 
 #: Rows of a tile of 4 and of 2 bytes, and the fewest queries.
 ROWS, SHORT_ROWS, FEWEST_QUERIES = 128, 256, 16
@@ -27,23 +28,10 @@ TILE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention over tokens, ``[B, S, H, D]`` (masks as in ``ops/attention.py``), and the memory that its tiles share.
+    """One attention over tokens (see ``lowering/token_major.py``), and the memory that its tiles share."""
 
-    ``rows`` are the queries of a tile, 0 for as many as fit.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    bias: torch.Tensor | None
-    sinks: torch.Tensor | None
-    slopes: torch.Tensor | None
-    mask: torch.Tensor | None
-    query_documents: torch.Tensor | None
-    key_documents: torch.Tensor | None
-    seed: torch.Tensor | None
+    x: Operands
     attrs: AttentionAttrs
-    rows: int
     _scratch: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def memory(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -58,12 +46,12 @@ class Problem:
     @property
     def groups(self) -> int:
         """How many query heads share a key head."""
-        return self.query.shape[2] // self.key.shape[2]
+        return self.x.query.shape[2] // self.x.key.shape[2]
 
     @property
     def scale(self) -> float:
         """Of the scores."""
-        return float(self.query.shape[-1] ** -0.5 if self.attrs.scale is None else self.attrs.scale)
+        return float(self.x.query.shape[-1] ** -0.5 if self.attrs.scale is None else self.attrs.scale)
 
     @property
     def product_dtype(self) -> torch.dtype:
@@ -73,7 +61,7 @@ class Problem:
     @property
     def value_dtype(self) -> torch.dtype:
         """Of values, and of what is multiplied with them."""
-        return torch.float32 if self.value.dtype == torch.float16 else self.value.dtype
+        return torch.float32 if self.x.value.dtype == torch.float16 else self.x.value.dtype
 
     @property
     def wide(self) -> torch.dtype:
@@ -83,7 +71,7 @@ class Problem:
     @property
     def score_dtype(self) -> torch.dtype:
         """Of scores and weights: 16 bits where nothing but a softmax, which computes in 32, happens to them."""
-        is_plain = self.attrs.softcap is None and self.bias is None and self.slopes is None and self.sinks is None
+        is_plain = self.attrs.softcap is None and self.x.bias is None and self.x.slopes is None and self.x.sinks is None
         return self.product_dtype if is_plain else self.wide
 
     # ---- rows that mask every key ---------------------------------------------------------------------------------
@@ -91,11 +79,11 @@ class Problem:
     @property
     def may_be_empty(self) -> bool:
         """Whether a row may mask every key; a band leaves one to each."""
-        return self.mask is not None or self.query_documents is not None or self._bias_masks
+        return self.x.drops_scores or self._bias_masks
 
     @property
     def _bias_masks(self) -> bool:
-        return self.bias is not None and (self.attrs.bias_can_mask or not self.attrs.bias_is_finite)
+        return self.x.bias is not None and (self.attrs.bias_can_mask or not self.attrs.bias_is_finite)
 
     @property
     def _may_skip(self) -> bool:
@@ -108,7 +96,7 @@ class Problem:
 
     def heads(self) -> Iterator[Heads]:
         """Everything, as key heads whose tiles fit together into the caches of the threads."""
-        batch, keys, count, _ = self.key.shape
+        batch, keys, count, _ = self.x.key.shape
         size = self._queries_per_tile * self.groups * keys * self.product_dtype.itemsize
         together = max(torch.get_num_threads() * TILE_BYTES // max(size, 1), 1)
         for index in range(batch):
@@ -119,13 +107,13 @@ class Problem:
     @property
     def _queries_per_tile(self) -> int:
         itemsize = self.product_dtype.itemsize
-        fitting = TILE_BYTES // (self.groups * self.key.shape[1] * itemsize)
+        fitting = TILE_BYTES // (self.groups * self.x.key.shape[1] * itemsize)
         most = (SHORT_ROWS if itemsize == 2 else ROWS) // self.groups
-        return self.rows or max(min(fitting, most), FEWEST_QUERIES)
+        return self.x.rows or max(min(fitting, most), FEWEST_QUERIES)
 
     def _spans(self, index: int) -> Iterator[tuple[int, int, int, int]]:
         """The queries of every tile (from the first to before the last) and its keys."""
-        queries, keys = self.query.shape[1], self.key.shape[1]
+        queries, keys = self.x.query.shape[1], self.x.key.shape[1]
         for start in range(0, queries, self._queries_per_tile):
             stop = min(start + self._queries_per_tile, queries)
             first, last = 0, keys
@@ -140,11 +128,13 @@ class Problem:
     def _seen(self, index: int, start: int, stop: int) -> torch.Tensor | None:
         """A necessary condition for a key to be seen by any of the queries, ``[Sk]``, from the data."""
         seen = None
-        if self.mask is not None and self.mask.shape[-1] > 1:
-            mask = self.mask[index if self.mask.shape[0] > 1 else 0]
+        if self.x.mask is not None and self.x.mask.shape[-1] > 1:
+            mask = self.x.mask[index if self.x.mask.shape[0] > 1 else 0]
             seen = (mask if mask.shape[-2] == 1 else mask[:, start:stop]).flatten(0, 1).any(0)
-        if self.query_documents is not None and self.key_documents is not None:
-            queries, keys = (each[index if len(each) > 1 else 0] for each in (self.query_documents, self.key_documents))
+        if self.x.query_documents is not None and self.x.key_documents is not None:
+            queries, keys = (
+                each[index if len(each) > 1 else 0] for each in (self.x.query_documents, self.x.key_documents)
+            )
             low, high = queries[start:stop].aminmax()
             inside = (keys >= low) & (keys <= high)
             seen = inside if seen is None else seen & inside
@@ -163,12 +153,12 @@ class Heads:
     @cached_property
     def key(self) -> torch.Tensor:
         """``[N, Sk, D]``, contiguous."""
-        return self.of_keys(self.problem.key).to(self.problem.product_dtype).contiguous()
+        return self.of_keys(self.problem.x.key).to(self.problem.product_dtype).contiguous()
 
     @cached_property
     def value(self) -> torch.Tensor:
         """``[N, Sk, E]``, contiguous."""
-        return self.of_keys(self.problem.value).to(self.problem.value_dtype).contiguous()
+        return self.of_keys(self.problem.x.value).to(self.problem.value_dtype).contiguous()
 
     @cached_property
     def mean(self) -> torch.Tensor:
@@ -222,7 +212,7 @@ class Tile:
     @cached_property
     def query(self) -> torch.Tensor:
         """``[N, R, D]``."""
-        return self.rows_of(self.heads.problem.query).to(self.heads.problem.product_dtype)
+        return self.rows_of(self.heads.problem.x.query).to(self.heads.problem.product_dtype)
 
     @property
     def key(self) -> torch.Tensor:
@@ -278,10 +268,10 @@ class Tile:
         if attrs.softcap is not None:
             capped = torch.tanh(scores.div_(attrs.softcap), out=self.memory("capped", scores.dtype))
             torch.mul(capped, attrs.softcap, out=scores)
-        if problem.bias is not None:
-            self.by_head(scores).add_(self.of(problem.bias))
-        if problem.slopes is not None:
-            self.by_head(scores).addcmul_(self.of(problem.slopes).to(scores.dtype), self.distances)
+        if problem.x.bias is not None:
+            self.by_head(scores).add_(self.of(problem.x.bias))
+        if problem.x.slopes is not None:
+            self.by_head(scores).addcmul_(self.of(problem.x.slopes).to(scores.dtype), self.distances)
         fill = torch.finfo(scores.dtype).min if attrs.masked_rows == "mean" else -math.inf
         self.drop(scores, fill)
         return self._softmax(scores, fill, capped)
@@ -291,7 +281,7 @@ class Tile:
         problem, by_head = self.heads.problem, self.by_head(scores)
         band, (rows, columns) = problem.attrs.limits, by_head.shape[2:]
         if band is not None:
-            shift = self.queries.start + band.offset(problem.query.shape[1], problem.key.shape[1]) - self.keys.start
+            shift = self.queries.start + band.offset(problem.x.query.shape[1], problem.x.key.shape[1]) - self.keys.start
             after = columns if band.upper is None else min(max(shift + band.upper + 1, 0), columns)
             if band.upper is not None and after < columns:
                 outside = torch.ones(rows, columns - after, dtype=torch.bool).triu(shift + band.upper + 1 - after)
@@ -300,17 +290,17 @@ class Tile:
             if band.lower is not None and before > 0:
                 outside = torch.ones(rows, before, dtype=torch.bool).tril(shift + band.lower - 1)
                 by_head[..., :before].masked_fill_(outside, fill)
-        if problem.mask is not None:
-            by_head.masked_fill_(torch.logical_not(self.of(problem.mask)), fill)
-        if problem.query_documents is not None and problem.key_documents is not None:
-            queries, keys = problem.query_documents[:, None, :, None], problem.key_documents[:, None, None, :]
+        if problem.x.mask is not None:
+            by_head.masked_fill_(torch.logical_not(self.of(problem.x.mask)), fill)
+        if problem.x.query_documents is not None and problem.x.key_documents is not None:
+            queries, keys = problem.x.query_documents[:, None, :, None], problem.x.key_documents[:, None, None, :]
             by_head.masked_fill_(self.of(queries) != self.of(keys), fill)
 
     def _softmax(self, scores: torch.Tensor, fill: float, capped: torch.Tensor | None) -> Weights:
         problem, outcome = self.heads.problem, self.heads.problem.attrs.masked_rows
         largest, sink = None, None
-        if problem.sinks is not None:
-            sinks = self.of(problem.sinks).to(scores.dtype)
+        if problem.x.sinks is not None:
+            sinks = self.of(problem.x.sinks).to(scores.dtype)
             largest = torch.maximum(self.by_head(scores).amax(-1, keepdim=True), sinks)
             self.by_head(scores).sub_(largest).exp_()
             sink = torch.exp(sinks - largest)
@@ -324,7 +314,7 @@ class Tile:
         is_mean = None
         if largest is not None and problem.may_be_empty and outcome in ("mean", "zero"):
             is_empty = (largest <= fill).view(*scores.shape[:2], 1)
-            is_partial = self.keys != slice(0, problem.key.shape[1])  # else its weights are equal, as they should be
+            is_partial = self.keys != slice(0, problem.x.key.shape[1])  # else its weights are equal, as they should be
             is_mean = is_empty if outcome == "mean" and is_partial else None
             if outcome == "zero" or is_partial:
                 scores.masked_fill_(is_empty, 0.0)
@@ -338,9 +328,9 @@ class Tile:
         Sixteen random bits decide about a weight, which is a quarter of the work that a random number is.
         """
         problem, levels = self.heads.problem, 2**16
-        if problem.seed is None:
+        if problem.x.seed is None:
             return None
-        generator = torch.Generator().manual_seed(self._own_seed(problem.seed))
+        generator = torch.Generator().manual_seed(self._own_seed(problem.x.seed))
         dropped = round(problem.attrs.dropout_p * levels)
         noise = self.memory("noise", problem.score_dtype)
         words = problem.memory("random", (-(-noise.numel() // 4),), torch.int64)

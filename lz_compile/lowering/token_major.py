@@ -1,124 +1,67 @@
-"""Attention by libraries that put tokens before heads, ``[B, S, H, D]``: into that layout, through an opaque op, and back.
+"""Attention with tokens before heads, as most libraries, our own tiles and models that join their heads have it.
 
-Every such library is a function of the same parameters over that layout (see :func:`fake`), so one fake and one fallback
-serve all of them. The result is contiguous, which is how a model that joins its heads reads it.
+The same op in another layout, as operators of a graph take it (see ``lowering/kernel_operator.py``):
+
+    query  [B, Sq, Hq, D]       key  [B, Sk, Hk, D]       value  [B, Sk, Hk, E]      result  [B, Sq, Hq, E], contiguous
+
+Everything else is as in ``lowering/ops/attention.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from lz_compile.lowering.ops.attention import AttentionAttrs, Band
+from lz_compile.lowering.kernel_operator import Kernel
+from lz_compile.lowering.operands import operands
+from lz_compile.lowering.ops import attention as canonical
+from lz_compile.lowering.ops.attention import AttentionAttrs
 
-#: A side of a window without limit, as flash-attn writes it.
-NO_LIMIT = -1
+Attributes = AttentionAttrs
+DIFFERENTIABLE = canonical.DIFFERENTIABLE
+#: An empty result: its sizes come in the order of the query's.
+fake = canonical.fake
 
 
-def attention_by(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The adapter of a library: the op's canonical operands through ``operator``, which takes what :func:`fake` takes."""
+@operands
+class Operands(canonical.Operands):
+    """The op's with tokens before heads.
 
-    def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        fill: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        slopes: torch.Tensor | None = None,
-        attrs: AttentionAttrs,
-    ) -> torch.Tensor:
-        """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without masks, sinks and dropout.
+    ``seed`` are two numbers from 0 to 1 that decide what dropout drops, and ``rows`` the queries of a tile, where a kernel
+    asks for them.
+    """
 
-        Libraries know windows around a query's own position. PyTorch computes a band beside it.
-        """
-        unsupported = (mask, bias, fill, sinks)  # a descriptor that claims one of them is our bug
-        assert all(operand is None for operand in unsupported), f"{operator} is given a mask, bias, fill or sinks"
-        assert attrs.dropout_p == 0, f"{operator} is asked for dropout"
-        band = attrs.limits or Band()
-        if (band.lower or 0) > 0 or (band.upper or 0) < 0:
-            return _by_pytorch(query, key, value, slopes, attrs)
-        left = NO_LIMIT if band.lower is None else -band.lower
-        right = NO_LIMIT if band.upper is None else band.upper
-        tokens = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return operator(*tokens, attrs.scale, attrs.softcap, left, right, band.at_end, slopes).transpose(1, 2)
+    seed: torch.Tensor | None = None
+    rows: int | None = None
+
+
+def reference(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
+    """What completes a call in which a kernel fails."""
+    return by_pytorch(_turned(x, canonical.Operands), attrs).transpose(1, 2)
+
+
+def by_pytorch(x: canonical.Operands, attrs: AttentionAttrs) -> torch.Tensor:
+    """Attention in the op's canonical layout by SDPA where it can, which stores no scores."""
+    from lz_compile.lowering.kernels import blocked, torch_sdpa
+
+    needs_more = attrs.softcap is not None or x.sinks is not None or x.fill is not None
+    return blocked.attention(x, attrs) if needs_more else torch_sdpa.attention(x, attrs)
+
+
+def through(kernel: Kernel) -> Callable[..., Any]:
+    """A kernel over tokens as one over the op's canonical operands: views, nothing is moved."""
+
+    def attention(x: canonical.Operands, attrs: AttentionAttrs, **further: Any) -> torch.Tensor:
+        """Attention in the op's canonical layout (see ``lowering/ops/attention.py``); ``further`` operands of tokens."""
+        found: torch.Tensor = kernel(_turned(x, Operands, **further), attrs)
+        return found.transpose(1, 2)
 
     return attention
 
 
-def fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    softcap: float | None,
-    left: int,
-    right: int,
-    at_end: bool,
-    slopes: torch.Tensor | None,
-) -> torch.Tensor:
-    """An empty result.
-
-    ``left`` and ``right`` are how many keys before and after its own position a query sees (:data:`NO_LIMIT`: all).
-    Positions are counted from the first query and key, or with ``at_end`` from the last ones.
-
-    Shapes:
-        query ``[B, Sq, Hq, D]``, key ``[B, Sk, Hk, D]``, value ``[B, Sk, Hk, E]``, slopes broadcastable to
-        ``[B, Hq, 1, 1]``; the result is ``[B, Sq, Hq, E]``.
-    """
-    batch, queries, heads, _ = query.shape
-    return query.new_empty((batch, queries, heads, value.shape[-1]))
-
-
-def fallback(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    softcap: float | None,
-    left: int,
-    right: int,
-    at_end: bool,
-    slopes: torch.Tensor | None,
-) -> torch.Tensor:
-    """What every library here computes, by PyTorch; parameters and shapes as in :func:`fake`."""
-    band = Band(None if left == NO_LIMIT else -left, None if right == NO_LIMIT else right, at_end)
-    is_causal = band == Band(upper=0)
-    attrs = AttentionAttrs(
-        scale=scale,
-        is_causal=is_causal,
-        band=None if is_causal or band.lower is band.upper is None else band,
-        softcap=softcap,
-        has_slopes=slopes is not None,
-        enable_gqa=query.shape[2] != key.shape[2],
-    )
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return _by_pytorch(query, key, value, slopes, attrs).transpose(1, 2).contiguous()
-
-
-def _by_pytorch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slopes: torch.Tensor | None, attrs: AttentionAttrs
-) -> torch.Tensor:
-    """Attention in the op's canonical layout."""
-    from lz_compile.lowering.kernels import blocked, torch_sdpa
-
-    kernel = torch_sdpa if attrs.softcap is None else blocked
-    result: torch.Tensor = kernel.attention(query, key, value, slopes=slopes, attrs=attrs)
-    return result
-
-
-def window_at_end(query: torch.Tensor, key: torch.Tensor, left: int, right: int, at_end: bool) -> tuple[int, int]:
-    """The window as these libraries take it, once it is sure that the last query meets the last key."""
-    is_anchored = (left, right) != (NO_LIMIT, NO_LIMIT)
-    assert at_end or not is_anchored or query.shape[1] == key.shape[1], (
-        f"a window over {query.shape[1]} queries and {key.shape[1]} keys is aligned at the end here"
-    )
-    return left, right
-
-
-def unit_stride(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors, copied where neighbours in the last dimension are not neighbours in memory."""
-    return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
+def _turned(x: canonical.Operands, kind: Any, **further: Any) -> Any:
+    """Tokens before heads, or heads before tokens again."""
+    given = {name: each for name, each in x.given().items() if name in kind.names}
+    return kind(**{**given, **{name: given[name].transpose(1, 2) for name in ("query", "key", "value")}, **further})

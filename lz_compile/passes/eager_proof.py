@@ -8,7 +8,6 @@ Verdicts hold for lengths up to the next power of two, and are remembered where 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -254,24 +253,11 @@ def _varied(name: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def _definition(op: str, operands: Mapping[str, Any], attrs: Any) -> Any:
-    """The op's own; of attention head by head, for the scores of all of them may not fit into memory."""
-    definition = partial(called, ops.module(op), ops.module(op).reference)
-    if op != "attention":
-        return definition(operands, attrs)
-    attrs = replace(attrs, masked_rows="nan")  # which kernels may differ in
-    query, key = operands["query"], operands["key"]
-    group = query.shape[1] // key.shape[1]
-    rows = []
-    for row, head in itertools.product(range(query.shape[0]), range(key.shape[1])):
-        part = {}
-        for name, each in operands.items():
-            span = head if name in ("key", "value") else slice(head * group, (head + 1) * group)
-            span = slice(head, head + 1) if isinstance(span, int) else span
-            whole = each.expand(*query.shape[:2], *each.shape[-2:]) if name in ("mask", "bias") else each
-            part[name] = whole[row : row + 1, span]
-        rows.append(definition(part, attrs))
-    found = torch.stack(rows).reshape(query.shape[0], query.shape[1], *rows[0].shape[2:])
-    return found
+    """The op's own, in parts where it can be too large for memory; rows without keys are those in which kernels differ."""
+    module = ops.module(op)
+    if op == "attention":
+        attrs = replace(attrs, masked_rows="nan")
+    return called(module, getattr(module, "reference_in_parts", module.reference), operands, attrs)
 
 
 def _wide(value: Any) -> Any:

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lz_compile.arguments import Arguments
 
 
-def check(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    causal: Any,
-    scale: Any,
-    dropout_p: Any,
-    layout: Any,
-    is_cast: bool = False,
-) -> None:
+class Call(NamedTuple):
+    """What ``lz.attention`` is given (see there)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    causal: bool
+    scale: float | None
+    dropout_p: float
+    layout: str
+
+
+def check(call: Call, is_cast: bool = False) -> None:
     """Refuse what is no attention, before a kernel reads memory that is not there; ``is_cast``: dtypes will be alike.
 
     Raises:
         ArgumentError: an argument does not fit.
     """
+    query, key, value, mask, causal, scale, dropout_p, layout = call
     given = Arguments("attention")
     given.one_of("layout", layout, ("BHSD", "BSHD"))
     is_turned = layout == "BSHD"

@@ -1,4 +1,4 @@
-"""Calls a registered function of attention: with the op's own operands, or as ``f(q, k, v, scale=None, causal=True)``.
+"""Registered functions as kernels: ``f(x, attrs)`` of every op, or of attention ``f(q, k, v, scale=None, causal=True)``.
 
 In the second form the parameters say what the function can do; masks of the op become one ``attn_mask``, as in
 ``torch.nn.functional.scaled_dot_product_attention``. Unless a function may be traced, it runs as an opaque operator.
@@ -6,101 +6,107 @@ In the second form the parameters say what the function can do; masks of the op 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 
 from lz_compile.errors import RegistrationError, nearest
-from lz_compile.lowering.ops.attention import AttentionAttrs, reference
+from lz_compile.lowering import ops, token_major
+from lz_compile.lowering.kernel_operator import Kernel, kernel_operator
+from lz_compile.lowering.operands import are_one
+from lz_compile.lowering.ops import attention
+from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
 
-#: What a function may take beside query, key and value.
+#: What a function of the second form may take beside query, key and value.
 PARAMETERS = ("scale", "causal", "is_causal", "attn_mask", "dropout_p", "enable_gqa", "softcap", "sinks")
-#: The operands of the op that a function with ``attrs`` may take beside query, key and value.
-OPERANDS = ("mask", "bias", "fill", "sinks", "slopes", "query_documents", "key_documents")
 
-#: Features of attention, the parameters of which a function needs one, and the operand that one with ``attrs`` needs.
-FEATURES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
-    "causal": (("causal", "is_causal"), None),
-    "causal_rectangular": (("causal", "is_causal"), None),
-    "dynamic_causal": (("causal", "is_causal"), None),
-    "causal_at_end": (("attrs",), None),
-    "sliding_window": (("attrs",), None),
-    "gqa": ((), None),
-    "bool_mask": (("attn_mask",), "mask"),
-    "float_mask": (("attn_mask",), "bias"),
-    "bias_gradient": (("attn_mask",), "bias"),
-    "dropout": (("dropout_p",), None),
-    "alibi": (("attrs",), "slopes"),
-    "documents": (("attrs",), "query_documents"),
-    "softcap": (("softcap",), None),
-    "sinks": (("sinks",), "sinks"),
-    "masked_row_fill": (("fill",), "fill"),
-    "masked_row_gradient": ((), None),
-    "training": ((), None),
-    "value_dim": ((), None),
-    "masked_nan": (("attn_mask",), "mask"),
-    "masked_nan_keys": (("attn_mask",), "mask"),
-    "nan_rows": ((), None),
-    "nan_in_few_keys": ((), None),
+_FIRST_FORM = ("attrs",)
+#: Features of attention, and the parameters of which a function needs one; the first form says nothing of any.
+FEATURES: Mapping[str, tuple[str, ...]] = {
+    "causal": ("causal", "is_causal"),
+    "causal_rectangular": ("causal", "is_causal"),
+    "dynamic_causal": ("causal", "is_causal"),
+    "causal_at_end": _FIRST_FORM,
+    "sliding_window": _FIRST_FORM,
+    "gqa": (),
+    "bool_mask": ("attn_mask",),
+    "float_mask": ("attn_mask",),
+    "bias_gradient": ("attn_mask",),
+    "dropout": ("dropout_p",),
+    "alibi": _FIRST_FORM,
+    "documents": _FIRST_FORM,
+    "softcap": ("softcap",),
+    "sinks": ("sinks",),
+    "masked_row_fill": _FIRST_FORM,
+    "masked_row_gradient": (),
+    "training": (),
+    "value_dim": (),
+    "masked_nan": ("attn_mask",),
+    "masked_nan_keys": ("attn_mask",),
+    "nan_rows": (),
+    "nan_in_few_keys": (),
 }
+#: Features of any op that a function which runs as one call cannot have.
 _GRADIENTS = frozenset({"training", "bias_gradient", "masked_row_gradient"})
-#: Features of which a function that runs as one call is not told.
-_TRACED = frozenset({"alibi", "documents"})
 #: Features that a function of ``attention.causal`` has by its operation, whatever its parameters are.
 _CAUSALITY = frozenset({"causal", "causal_rectangular", "dynamic_causal"})
 
 
 @dataclass(frozen=True)
-class Convention:
-    """How a function of attention is called: with the op's operands and ``attrs``, or by the ``names`` that it takes."""
+class Form:
+    """How a function is called: with operands and attributes, or (attention) by the ``names`` that it takes."""
 
     kernel_id: str
     operation: str
-    names: frozenset[str]
-    takes_attrs: bool
+    names: frozenset[str] | None
     is_traceable: bool
 
     @classmethod
-    def of(cls, kernel_id: str, operation: str, function: Callable[..., Any], *, is_traceable: bool) -> Convention:
+    def of(cls, kernel_id: str, operation: str, function: Callable[..., Any], *, is_traceable: bool) -> Form:
         """What the signature of a function says.
 
         Raises:
-            RegistrationError: it needs something that nobody gives it.
+            RegistrationError: it has neither form, or needs something that nobody gives it.
         """
-        parameters = list(inspect.signature(function).parameters.values())
-        takes_attrs = any(parameter.name == "attrs" for parameter in parameters)
-        known = (*OPERANDS, "attrs") if takes_attrs else PARAMETERS
-        named = parameters[3:]
-        if len(parameters) < 3 or any(
-            p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters[:3]
-        ):
-            raise RegistrationError(kernel_id, "expected a function that begins with query, key and value")
-        for parameter in named:
-            is_needed = parameter.default is parameter.empty and parameter.kind not in (
-                parameter.VAR_POSITIONAL,
-                parameter.VAR_KEYWORD,
-            )
-            if is_needed and parameter.name not in known:
-                hint = nearest(parameter.name, known)
-                text = (
-                    f"nothing is known to give for its parameter '{parameter.name}'{hint}; known are {', '.join(known)}"
-                )
-                raise RegistrationError(kernel_id, text)
-        names = frozenset(parameter.name for parameter in named if parameter.name in known)
-        return cls(kernel_id, operation, names, takes_attrs, is_traceable)
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError) as error:
+            raise RegistrationError(
+                kernel_id, f"expected a function with a signature; {error}. Wrap it in one"
+            ) from None
+        needed = [each for each in parameters if each.default is each.empty and each.kind not in _VARIADIC]
+        op = operation.partition(".")[0]
+        if not are_one(ops.module(op)) and is_traceable and "attrs" in (each.name for each in parameters):
+            return cls(kernel_id, operation, None, is_traceable)  # an op whose operands are still given one by one
+        if [each.name for each in needed][1:] == ["attrs"] and all(each.kind in _POSITIONAL for each in needed):
+            return cls(kernel_id, operation, None, is_traceable)
+        if op != "attention" or "attrs" in (each.name for each in parameters):
+            raise RegistrationError(kernel_id, _about_form(op, function))
+        _check_named(kernel_id, parameters, [each.name for each in needed])
+        names = frozenset(each.name for each in parameters[3:] if each.name in PARAMETERS)
+        return cls(kernel_id, operation, names, is_traceable)
 
     @property
-    def causal_name(self) -> str | None:
-        """The parameter for causality, if there is one."""
-        return next((name for name in ("causal", "is_causal") if name in self.names), None)
+    def takes_operands(self) -> bool:
+        """Whether it is ``f(x, attrs)``."""
+        return self.names is None
+
+    @property
+    def takes_causality(self) -> bool:
+        """Whether a function of the second form can be told that the future is hidden."""
+        return self.names is not None and not self.names.isdisjoint(("causal", "is_causal"))
+
+    @property
+    def supports_scale(self) -> bool:
+        """Whether another scale than ``head_dim ** -0.5`` can be given."""
+        return self.names is None or "scale" in self.names
 
     def supports(self, declared: Iterable[str]) -> frozenset[str]:
         """The features that a function has: those declared, and causality where its parameters say so.
@@ -108,226 +114,175 @@ class Convention:
         Raises:
             RegistrationError: a declared one does not exist, or no parameter of the function can express it.
         """
-        found = set()
-        for feature in declared:
+        found = set(declared)
+        for feature in sorted(found):
             self._check(feature)
-            found.add(feature)
-        is_causal = self.operation.endswith(".causal") or (not self.takes_attrs and self.causal_name is not None)
+        is_causal = self.operation.endswith(".causal") or self.takes_causality
         if is_causal and not self.operation.endswith(".full"):
             found |= {"causal"} if self.is_traceable else {"causal", "dynamic_causal"}
         return frozenset(found)
 
     def _check(self, feature: str) -> None:
-        if feature not in FEATURES:
+        is_attention = self.operation.partition(".")[0] == "attention"
+        if is_attention and feature not in FEATURES:
             hint = nearest(feature, list(FEATURES))
             raise RegistrationError(self.kernel_id, f"no feature '{feature}'{hint}; valid are {', '.join(FEATURES)}")
         if feature in _GRADIENTS and not self.is_traceable:
             text = f"'{feature}' needs is_traceable=True: a function that runs as one call has no gradient"
             raise RegistrationError(self.kernel_id, text)
-        if feature in _TRACED and not self.is_traceable:
-            raise RegistrationError(self.kernel_id, f"'{feature}' needs is_traceable=True: its operands are traced")
-        names, operand = FEATURES[feature]
-        needed = names if not self.takes_attrs else (() if operand is None else (operand,))
         is_given = self.operation.endswith(".causal") and feature in _CAUSALITY
-        if needed and not is_given and not self.names & set(needed):
+        needed = () if self.names is None or is_given else FEATURES[feature]
+        if needed and self.names is not None and self.names.isdisjoint(needed):
             text = f"'{feature}' is declared, but the function has no parameter {' or '.join(map(repr, needed))}"
             raise RegistrationError(self.kernel_id, text)
 
-    @property
-    def supports_scale(self) -> bool:
-        """Whether another scale than ``head_dim ** -0.5`` can be given."""
-        return self.takes_attrs or "scale" in self.names
 
-    def arguments(self, attrs: AttentionAttrs, *operands: Any) -> dict[str, Any]:
-        """The keyword arguments of one call; where the function takes no ``attrs``, the mask is its ``attn_mask``.
-
-        Args:
-            attrs: of the attention.
-            operands: the first of :data:`OPERANDS`, in their order.
-        """
-        given = {
-            **dict.fromkeys(OPERANDS),
-            **dict(zip(OPERANDS, operands, strict=False)),
-            "attrs": attrs,
-            "attn_mask": operands[0] if operands else None,
-            "scale": attrs.scale,
-            "causal": attrs.is_causal,
-            "is_causal": attrs.is_causal,
-            "dropout_p": attrs.dropout_p,
-            "enable_gqa": attrs.enable_gqa,
-            "softcap": attrs.softcap,
-        }
-        return {name: given[name] for name in self.names}
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-class RegisteredFunction:
-    """A kernel over the op's canonical operands that calls a user's function.
+def _about_form(op: str, function: Callable[..., Any]) -> str:
+    names = ", ".join(f"x.{name}" for name in ops.module(op).Operands.names) if are_one(ops.module(op)) else "..."
+    other = ", or def kernel(q, k, v, scale=None, causal=True, attn_mask=None, ...)" if op == "attention" else ""
+    received = f"def kernel{inspect.signature(function)}"
+    return (
+        f"expected 'def kernel(x, attrs)' with the op's operands in one object{other}, received '{received}'. "
+        f"Read the operands from x: {names}; one that is not given is None"
+    )
 
-    Args:
-        function: the user's.
-        convention: how it is called.
-        is_token_major: it takes ``[B, S, H, D]``.
-        gives_token_major: it gives ``[B, S, H, E]``.
-        takes_float_mask: its ``attn_mask`` may be additive.
-        is_cuda_graph_safe: CUDA graphs may capture it.
-        name: of its operators, a different one for each function.
+
+def _check_named(kernel_id: str, parameters: list[inspect.Parameter], needed: list[str]) -> None:
+    if len(parameters) < 3 or any(each.kind not in _POSITIONAL for each in parameters[:3]):
+        text = "expected a function that begins with query, key and value, or 'def kernel(x, attrs)'"
+        raise RegistrationError(kernel_id, text)
+    first = {each.name for each in parameters[:3]}
+    for name in needed:
+        if name not in first and name not in PARAMETERS:
+            hint, known = nearest(name, PARAMETERS), ", ".join(PARAMETERS)
+            raise RegistrationError(
+                kernel_id, f"nothing is known to give for its parameter '{name}'{hint}; known are {known}"
+            )
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Of a function of the second form: whether it takes, and whether it gives, tokens before heads."""
+
+    takes_tokens: bool = False
+    gives_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A function that was registered, and what is known of it beside its form.
+
+    ``name`` is that of its operator, a different one for each function.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        convention: Convention,
-        *,
-        is_token_major: bool,
-        gives_token_major: bool,
-        takes_float_mask: bool,
-        is_cuda_graph_safe: bool,
-        name: str,
-    ) -> None:
-        self._function = function
-        self._convention = convention
-        self._is_token_major = is_token_major
-        self._gives_token_major = gives_token_major
-        self._takes_float_mask = takes_float_mask
-        self._is_cuda_graph_safe = is_cuda_graph_safe
-        self._name = name
-        self._operators: dict[AttentionAttrs, Callable[..., Any]] = {}
+    form: Form
+    function: Callable[..., Any]
+    name: str
+    is_cuda_graph_safe: bool = False
+    takes_float_mask: bool = False
+    layouts: Layouts = Layouts()
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        fill: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        slopes: torch.Tensor | None = None,
-        query_documents: torch.Tensor | None = None,
-        key_documents: torch.Tensor | None = None,
-        attrs: AttentionAttrs,
-    ) -> torch.Tensor:
-        """Attention in the op's canonical layout (see ``lowering/ops/attention.py``)."""
-        if self._convention.takes_attrs:
-            traced = (slopes, query_documents, key_documents) if self._convention.is_traceable else ()
-            return self._run(query, key, value, (mask, bias, fill, sinks, *traced), attrs)
-        merged = _merge(query, key, mask, bias, attrs, takes_float=self._takes_float_mask)
-        is_causal = attrs.is_causal and (merged is None or self._convention.causal_name is None)
-        out = self._run(query, key, value, (merged, None, None, sinks), replace(attrs, is_causal=is_causal))
-        return _mark_masked_rows(out, merged, attrs)
+    def kernel(self) -> Kernel:
+        """The function over the op's canonical operands and its attributes."""
+        if self.form.names is None:
+            module = ops.module(self.form.operation.partition(".")[0])
+            return self.function if self.form.is_traceable else self._operator(module, self.function)
+        in_tokens = self.layouts.gives_tokens and not self.form.is_traceable
+        call = self._by_names(self.form.names, in_tokens)
+        if self.form.is_traceable:
+            return self._with_one_mask(call)
+        operator = self._operator(token_major if in_tokens else attention, call)
+        return self._with_one_mask(token_major.through(operator) if in_tokens else operator)
 
-    def _run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        operands: tuple[Any, ...],
-        attrs: AttentionAttrs,
-    ) -> torch.Tensor:
-        if self._is_token_major:
-            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        call = functools.partial(self._call, attrs) if self._convention.is_traceable else self._operator(attrs)
-        out: torch.Tensor = call(query, key, value, *operands)
-        return out.transpose(1, 2) if self._gives_token_major else out
+    def _operator(self, op: ModuleType, function: Kernel) -> Kernel:
+        """A function as an opaque operator of an op, to which its result is held; the op's reference to fall back on."""
 
-    def _call(self, attrs: AttentionAttrs, query: Any, key: Any, value: Any, *operands: Any) -> Any:
-        return self._function(query, key, value, **self._convention.arguments(attrs, *operands))
+        def kernel(x: Any, attrs: Any) -> Any:
+            return _held(self.name, function(x, attrs), op.fake(x, attrs))
 
-    def _operator(self, attrs: AttentionAttrs) -> Callable[..., Any]:
-        if attrs not in self._operators:
-            self._operators[attrs] = self._define(attrs)
-        return self._operators[attrs]
+        safe, kernel_id = self.is_cuda_graph_safe, self.form.kernel_id
+        return kernel_operator(self.name, op, kernel, kernel_id=kernel_id, is_cuda_graph_safe=safe)
 
-    def _define(self, attrs: AttentionAttrs) -> Callable[..., Any]:
-        """The function with these attributes as an opaque operator, with the op's reference to fall back on."""
-        from lz_compile.lowering.opaque import opaque
+    def _by_names(self, names: frozenset[str], in_tokens: bool) -> Kernel:
+        """The function over operands, tokens before heads or not, of which a mask or a bias is its ``attn_mask``."""
 
-        def run(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            mask: torch.Tensor | None,
-            bias: torch.Tensor | None,
-            fill: torch.Tensor | None,
-            sinks: torch.Tensor | None,
-        ) -> torch.Tensor:
-            out = self._call(attrs, query, key, value, mask, bias, fill, sinks)
-            expected = tuple(self._shape(query, value))
-            if not isinstance(out, torch.Tensor) or tuple(out.shape) != expected or out.dtype != query.dtype:
-                found = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, torch.Tensor) else type(out).__name__
-                raise ValueError(f"{self._name}: expected a {query.dtype} tensor {expected}, received {found}")
-            return out.contiguous()
+        def call(x: Operands, attrs: AttentionAttrs) -> Any:
+            is_turned = self.layouts.takes_tokens != in_tokens
+            tensors = (each.transpose(1, 2) if is_turned else each for each in (x.query, x.key, x.value))
+            given = {
+                "attn_mask": x.bias if x.mask is None else x.mask,
+                "scale": attrs.scale,
+                "causal": attrs.is_causal,
+                "is_causal": attrs.is_causal,
+                "dropout_p": attrs.dropout_p,
+                "enable_gqa": attrs.enable_gqa,
+                "softcap": attrs.softcap,
+                "sinks": x.sinks,
+            }
+            out = self.function(*tensors, **{name: given[name] for name in names})
+            return out.transpose(1, 2) if self.layouts.gives_tokens != in_tokens else out
 
-        def fake(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            mask: torch.Tensor | None,
-            bias: torch.Tensor | None,
-            fill: torch.Tensor | None,
-            sinks: torch.Tensor | None,
-        ) -> torch.Tensor:
-            return query.new_empty(self._shape(query, value))
+        return call
 
-        def fallback(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            mask: torch.Tensor | None,
-            bias: torch.Tensor | None,
-            fill: torch.Tensor | None,
-            sinks: torch.Tensor | None,
-        ) -> torch.Tensor:
-            if mask is not None and mask.dtype != torch.bool:  # an ``attn_mask``
-                mask, bias = None, mask
-            if self._is_token_major:
-                query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-            out = reference(query, key, value, mask=mask, bias=bias, fill=fill, sinks=sinks, attrs=attrs).to(
-                query.dtype
-            )
-            return (out.transpose(1, 2) if self._gives_token_major else out).contiguous()
+    def _with_one_mask(self, call: Kernel) -> Kernel:
+        """A kernel that is given the op's masks as one, and causality beside none."""
 
-        return opaque(
-            f"{self._name}_{hashlib.sha256(repr(attrs).encode()).hexdigest()[:12]}",
-            run,
-            fake,
-            fallback=fallback,
-            kernel_id=self._convention.kernel_id,
-            is_cuda_graph_safe=self._is_cuda_graph_safe,
-        )
+        def masked(x: Operands, attrs: AttentionAttrs) -> Any:
+            merged = _merge(x, attrs, takes_float=self.takes_float_mask)
+            is_causal = attrs.is_causal and (merged is None or not self.form.takes_causality)
+            masks = {} if merged is None else {"mask" if merged.dtype == torch.bool else "bias": merged}
+            given = Operands(x.query, x.key, x.value, sinks=x.sinks, **masks)
+            return _mark_masked_rows(call(given, replace(attrs, is_causal=is_causal)), merged, attrs)
 
-    def _shape(self, query: torch.Tensor, value: torch.Tensor) -> list[Any]:
-        """Of what the function gives."""
-        batch, first, second, _ = query.shape
-        is_turned = self._is_token_major != self._gives_token_major
-        return [batch, second, first, value.shape[-1]] if is_turned else [batch, first, second, value.shape[-1]]
+        return masked
 
 
-def _merge(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    attrs: AttentionAttrs,
-    *,
-    takes_float: bool,
-) -> torch.Tensor | None:
+def _held(name: str, found: Any, expected: Any) -> Any:
+    """What a function gives, in the memory order of the op's kernels.
+
+    Raises:
+        ValueError: it has another shape or dtype than it should have.
+    """
+    if isinstance(expected, tuple) and isinstance(found, tuple) and len(found) == len(expected):
+        return tuple(_held(name, one, other) for one, other in zip(found, expected, strict=True))
+    if expected is None and found is None:
+        return None
+    if _described(found) != _described(expected):
+        raise ValueError(f"{name}: expected {_described(expected)}, received {_described(found)}")
+    is_ordered = found.stride() == expected.stride() or (found.is_contiguous() and expected.is_contiguous())
+    return found if is_ordered else expected.copy_(found)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return f"tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+
+
+def _merge(x: Operands, attrs: AttentionAttrs, *, takes_float: bool) -> torch.Tensor | None:
     """The op's masks, causality included, as one: boolean where nothing is added, additive otherwise."""
+    mask, bias, dtype = x.mask, x.bias, x.query.dtype
     if mask is None and bias is None:
         return None
     if attrs.is_causal:
-        causal = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril()
+        causal = x.query.new_ones((x.query.shape[2], x.key.shape[2]), dtype=torch.bool).tril()
         mask = causal if mask is None else torch.logical_and(mask, causal)
-    if bias is not None and bias.dtype != query.dtype:
-        bias = bias.to(query.dtype)
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
     if mask is None:
         return bias
     has_finite_fill = attrs.masked_rows == "mean"
     if bias is None and not (has_finite_fill and takes_float):
         return mask
-    fill = torch.finfo(query.dtype).min if has_finite_fill else -math.inf
-    kept = torch.zeros_like(mask, dtype=query.dtype) if bias is None else bias
+    fill = torch.finfo(dtype).min if has_finite_fill else -math.inf
+    kept = torch.zeros_like(mask, dtype=dtype) if bias is None else bias
     return torch.where(mask, kept, fill)
 
 

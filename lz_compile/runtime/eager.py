@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from lz_compile.errors import KernelExecutionError, NoKernelFoundError
-from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
 from lz_compile.runtime import events, health, loaded_tables, memory, policy, registry
-from lz_compile.runtime.attention_arguments import check
+from lz_compile.runtime.attention_arguments import Call, check
 from lz_compile.runtime.calls import SDPA, eager_kernel, needs_compile
 from lz_compile.runtime.context import SelectionContext, from_tensors, of_facts
 from lz_compile.runtime.decision_cache import DecisionCache, SelectionCacheConfig
@@ -62,23 +62,15 @@ def _bounds(settings: CacheSettings) -> SelectionCacheConfig:
 _decisions = _Decisions()
 
 
-def plan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    layout: str,
-) -> Run:
-    """What to call with these tensors, or with others of which the key holds: ``plan(...)(query, key, value, mask)``.
+def plan(call: Call) -> Run:
+    """What to call with these tensors, or with others of which the key holds: ``plan(call)(query, key, value, mask)``.
 
     Raises:
         ArgumentError: the tensors are no attention's.
         NoKernelFoundError: no kernel can run, and falling back is switched off.
         ConfigError: the configuration is wrong.
     """
+    query, key, value, mask, causal, scale, dropout_p, layout = call
     # Every field costs 30 to 100 ns here and 15 to 40 in the hash; a stride is asked for as part of all of them, which is
     # quicker than by its position.
     names = (
@@ -113,7 +105,7 @@ def plan(
     found: Run | None = None if cache is None else cache.get(names)
     if found is not None:
         return found
-    return _planned(names, _Call(query, key, value, mask, causal, scale, dropout_p, layout))
+    return _planned(names, _Problem(call))
 
 
 def has_choice(op: str, platform: str, never: frozenset[str] = frozenset()) -> bool:
@@ -248,47 +240,31 @@ def _versions(op: str = "attention") -> tuple[int, ...]:
     return policy.version(), registry.version(), health.version(), loaded_tables.version()
 
 
-def _planned(names: tuple[Any, ...], call: _Call) -> Run:
+def _planned(names: tuple[Any, ...], problem: _Problem) -> Run:
     present = policy.current()
     cache = _decisions.follow(present.settings.cache)
     if cache is None:
-        return call.plan(present)
+        return problem.plan(present)
     names = (*_versions(), *names[4:])  # looking at policy and kernels may have been what changed them
-    run: Run = cache.get_or_compute(names, partial(call.plan, present))
+    run: Run = cache.get_or_compute(names, partial(problem.plan, present))
     return run
 
 
-class _Call:
+class _Problem:
     """One eager attention for which no decision is known."""
 
-    def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: bool,
-        scale: float | None,
-        dropout_p: float,
-        layout: str,
-    ) -> None:
-        check(query, key, value, mask, causal, scale, dropout_p, layout)
+    def __init__(self, call: Call) -> None:
+        check(call)
+        query, key, value, mask, causal, scale, dropout_p, layout = call
         context = from_tensors(
             query, key, value, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p, layout=layout
         )
         if not context.is_cuda_graph_capturing:
             context = replace(context, memory_headroom_bytes=memory.headroom_bytes(query.device))
-        self.context, self.layout, self.device = context, layout, query.device
+        self.context, self.layout = context, layout
         self.mask_name = "mask" if context.attn_mask_type == "bool" else "bias"
-        tensors: list[torch.Tensor | None]
-        tensors = [each if layout == "BHSD" else each.transpose(1, 2) for each in (query, key, value)]
-        self.operands = dict(
-            zip(
-                ("query", "key", "value", self.mask_name),
-                (*tensors, None if mask is None else _whole(mask)),
-                strict=True,
-            )
-        )
+        tensors = [each if layout == "BHSD" else each.transpose(1, 2) for each in call[:3]]
+        self.operands = _operands(self.mask_name, *tensors, mask)
         self.attrs = AttentionAttrs(
             scale=scale,
             is_causal=causal,
@@ -314,7 +290,7 @@ class _Call:
             return None
         try:
             decision = select(Problem(self.context, SDPA, is_eager=True), present)
-            return _loaded(decision, self.context.operation, self.attrs, self.operands)
+            return _loaded(decision, self.context.operation, self.attrs, self.operands.given())
         except NoKernelFoundError as error:
             if not settings.fallback_enabled:
                 raise
@@ -362,19 +338,15 @@ def _loaded(decision: Decision, operation: str, attributes: Any, operands: Mappi
     raise NoKernelFoundError(operation, failures)
 
 
-def _canonical(
-    kernel: Run,
-    attrs: AttentionAttrs,
-    mask_name: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
+def _canonical(kernel: Run, attrs: AttentionAttrs, mask_name: str, *tensors: Any) -> torch.Tensor:
     """A kernel over the op's canonical operands."""
-    if mask is None:
-        return kernel(query, key, value, attrs=attrs)
-    return kernel(query, key, value, attrs=attrs, **{mask_name: _whole(mask)})
+    return kernel(_operands(mask_name, *tensors), attrs)
+
+
+def _operands(mask_name: str, *tensors: Any) -> Operands:
+    """Of query, key, value and mask."""
+    mask = tensors[3]
+    return Operands(*tensors[:3]) if mask is None else Operands(*tensors[:3], **{mask_name: _whole(mask)})
 
 
 def _whole(mask: torch.Tensor) -> torch.Tensor:

@@ -60,19 +60,22 @@ def register_kernel(
 ) -> Callable[[Function], Function]:
     """Make a function a kernel; a decorator that leaves the function as it is.
 
-    The function takes the op's canonical operands and ``attrs`` (see ``lowering/ops/attention.py``), or ``(q, k, v)`` and
-    any of ``scale=None, causal=True, attn_mask=None, dropout_p=0.0, enable_gqa=False, softcap=None, sinks=None``. It must
-    give a new tensor and leave its inputs as they are. What is not declared is not supported; causality is where the
+    The function is ``f(x, attrs)``: ``x`` are the op's operands in one object, in its canonical layout (``x.query`` of an
+    attention, ``x.input`` and ``x.weight`` of a norm; None what is not given), ``attrs`` its attributes; both are described
+    in ``lowering/ops/<op>.py``. One of attention may be ``f(q, k, v)`` instead, with any of ``scale=None, causal=True,
+    attn_mask=None, dropout_p=0.0, enable_gqa=False, softcap=None, sinks=None``. It must give what the op's reference gives,
+    in a new tensor, and leave its inputs as they are. What is not declared is not supported; causality is where the
     function takes ``causal`` or ``is_causal``, or computes ``attention.causal``. A kernel of the same id is replaced, which
     is an event.
 
     Args:
-        operation: an op or a variant: ``attention``, ``attention.causal``, ``attention.full``.
+        operation: an op or a variant: ``attention``, ``attention.causal``, ``norm``, ``norm.rms``, ``rope``, ``mlp``, ...
         kernel_id: such as ``my_org.attention``; what stands before the first dot is its source.
         platform: ``cpu``, ``cuda``, ``rocm``, ``xpu``, ``mps`` or ``*``, or several of them.
-        supported_dtypes: of query, key and value.
+        supported_dtypes: of the operands (of an attention of query, key and value).
         supports: features that it has: ``gqa``, ``bool_mask``, ``float_mask``, ``dropout``, ``training``, ...
-        is_traceable: it consists of torch functions and becomes part of the compiled graph, instead of one opaque call.
+        is_traceable: it consists of torch functions and becomes part of the compiled graph, instead of one opaque call;
+            only then it may have gradients (``supports=["training"]``).
         min_sm: the oldest SM version, 80 for 8.0.
         max_sm: the first SM version that is too new.
         supported_generations: of GPUs, such as ``hopper``; by default all.
@@ -132,44 +135,41 @@ def _spec(
     is_traceable: bool,
     check: Callable[[SelectionContext], Iterable[Reason]] | None,
 ) -> KernelSpec:
-    from lz_compile.runtime.convention import Convention, RegisteredFunction, code_digest, operator_name
+    from lz_compile.runtime.convention import Form, Layouts, Registered, code_digest, operator_name
 
     kernel_id, operation = given["kernel_id"], given["operation"]
     described = _described(kernel_id, function, given, is_opaque=not is_traceable)
-    generation = _registrations[kernel_id]
+    form = Form.of(kernel_id, operation, function, is_traceable=is_traceable)
+    if described.fuses_ops and not is_traceable:
+        text = "fuses_ops needs is_traceable=True: what is computed along is no operand of one call"
+        raise RegistrationError(kernel_id, text)
+    supports = form.supports(_names(given["supports"]))
+    layouts = Layouts()
+    if operation.partition(".")[0] == "attention":
+        takes_tokens = "BHSD" not in described.requires_layouts
+        layouts = Layouts(takes_tokens, (given["produces_layout"] or ("BSHD" if takes_tokens else "BHSD")) == "BSHD")
+        if form.takes_operands and layouts != Layouts():
+            raise RegistrationError(
+                kernel_id, "a function of (x, attrs) takes and gives the op's canonical layout BHSD"
+            )
+    generation = _registrations[kernel_id]  # two closures may share their code
     _registrations[kernel_id] += 1
-    if operation.partition(".")[0] != "attention":
-        text = f"functions for {operation} take the op's operands and attrs, and is_traceable=True"
-        if not is_traceable or "attrs" not in inspect.signature(function).parameters:
-            raise RegistrationError(kernel_id, text)
-        code = (
-            f"{described.capabilities_hash}/{generation}/{code_digest(function)}"  # two closures may share their code
-        )
-        digest = hashlib.sha256(code.encode()).hexdigest()
-        return replace(described, implementation=function, extra_check=check, capabilities_hash=digest)
-    convention = Convention.of(kernel_id, operation, function, is_traceable=is_traceable)
-    supports = convention.supports(_names(given["supports"]))
-    is_token_major = "BHSD" not in described.requires_layouts
-    if is_token_major and convention.takes_attrs:
-        raise RegistrationError(kernel_id, "a function with attrs takes the op's canonical layout BHSD")
-    layout = given["produces_layout"] or ("BSHD" if is_token_major else "BHSD")
-    implementation = RegisteredFunction(
+    registered = Registered(
+        form,
         function,
-        convention,
-        is_token_major=is_token_major,
-        gives_token_major=layout == "BSHD",
-        takes_float_mask="float_mask" in supports,
+        operator_name(kernel_id, function, generation),
         is_cuda_graph_safe=described.is_cuda_graph_safe,
-        name=operator_name(kernel_id, function, generation),
+        takes_float_mask="float_mask" in supports,
+        layouts=layouts,
     )
-    capabilities_hash = f"{described.capabilities_hash}/{sorted(supports)}/{code_digest(function)}"
+    code = f"{described.capabilities_hash}/{generation}/{sorted(supports)}/{code_digest(function)}"
     return replace(
         described,
         supports=supports,
-        supports_scale=convention.supports_scale,
-        implementation=implementation,
+        supports_scale=form.supports_scale,
+        implementation=registered.kernel(),
         extra_check=check,
-        capabilities_hash=hashlib.sha256(capabilities_hash.encode()).hexdigest(),
+        capabilities_hash=hashlib.sha256(code.encode()).hexdigest(),
     )
 
 

@@ -14,55 +14,44 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lz_compile.lowering.ops.attention import AttentionAttrs, Band
+from lz_compile.lowering.ops.attention import AttentionAttrs, Band, Operands
 from lz_compile.lowering.recompute import recomputed
 
+#: Operands that are not broadcast to scores as they are.
+_NOT_OVER_SCORES = {"query", "key", "value", "query_documents", "key_documents"}
 #: Queries per block, and the most blocks that are unrolled (each one is compiled code). Proofs use small blocks.
 BLOCK = 256
 MAX_BLOCKS = 16
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    fill: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    query_documents: torch.Tensor | None = None,
-    key_documents: torch.Tensor | None = None,
-    attrs: AttentionAttrs,
-    block: int = BLOCK,
-) -> torch.Tensor:
+def attention(x: Operands, attrs: AttentionAttrs, block: int = BLOCK) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``); static lengths are cut into blocks."""
-    batch, heads, queries, head_dim = query.shape
-    kv_heads, keys = key.shape[1], key.shape[2]
-    over_scores = {
-        "mask": mask,
-        "bias": bias,
-        "fill": fill,
-        "sinks": sinks,
-        "slopes": slopes,
-        "query_positions": None if slopes is None else _positions(query),
-        "key_positions": None if slopes is None else _positions(key).transpose(-2, -1),
-        "query_documents": None if query_documents is None else query_documents[:, None, :, None],
-        "key_documents": None if key_documents is None else key_documents[:, None, None, :],
-    }
+    query, (batch, heads, queries, head_dim) = x.query, x.query.shape
+    kv_heads, keys = x.key.shape[1], x.key.shape[2]
     whole = _Block(
         # One dimension of batch and heads: where that takes a copy, it is made here and not once for every block.
         query=query.reshape(batch * kv_heads, -1, queries, head_dim) if attrs.enable_gqa else query.flatten(0, 1),
-        key_t=key.flatten(0, 1).transpose(-2, -1),
-        value=value.flatten(0, 1),
-        over_scores={name: tensor for name, tensor in over_scores.items() if tensor is not None},
+        key_t=x.key.flatten(0, 1).transpose(-2, -1),
+        value=x.value.flatten(0, 1),
+        over_scores=_over_scores(x),
         extents=(batch, heads, queries, keys),
         shift=0 if attrs.limits is None else attrs.limits.offset(queries, keys),
     )
-    mean = _mean(value, attrs, heads // kv_heads) if attrs.masked_rows == "mean" and whole.has_empty_rows else None
+    mean = _mean(x.value, attrs, heads // kv_heads) if attrs.masked_rows == "mean" and whole.has_empty_rows else None
     blocks = [_attend(whole, span, mean, attrs) for span in _spans(whole, block, attrs)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
+
+
+def _over_scores(x: Operands) -> dict[str, torch.Tensor]:
+    """What is broadcast to scores, by name; positions where something is linear in them."""
+    found = {name: each for name, each in x.given().items() if name not in _NOT_OVER_SCORES}
+    if x.slopes is not None:
+        found["query_positions"] = _positions(x.query)
+        found["key_positions"] = _positions(x.key).transpose(-2, -1)
+    if x.query_documents is not None and x.key_documents is not None:
+        found["query_documents"] = x.query_documents[:, None, :, None]
+        found["key_documents"] = x.key_documents[:, None, None, :]
+    return found
 
 
 def _positions(tensor: torch.Tensor) -> torch.Tensor:

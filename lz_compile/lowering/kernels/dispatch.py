@@ -8,66 +8,32 @@ from __future__ import annotations
 
 import torch
 
+from lz_compile.lowering import token_major
+from lz_compile.lowering.kernel_operator import kernel_operator
 from lz_compile.lowering.kernels import torch_sdpa
-from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
 
 
-def _dispatch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
+def _dispatch(x: token_major.Operands, attrs: AttentionAttrs) -> torch.Tensor:
     from lz_compile.runtime import eager
+    from lz_compile.runtime.attention_arguments import Call
 
-    run = eager.plan(query, key, value, attn_mask, is_causal, scale, 0.0, "BHSD")
-    return run(query, key, value, attn_mask).transpose(1, 2).contiguous()
-
-
-def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    """An empty result ``[B, Sq, Hq, E]``: tokens before heads, as most kernels leave it and as models join heads."""
-    batch, heads, queries, _ = query.shape
-    return query.new_empty((batch, queries, heads, value.shape[-1]))
+    mask = x.bias if x.mask is None else x.mask
+    run = eager.plan(Call(x.query, x.key, x.value, mask, attrs.is_causal, attrs.scale, 0.0, "BSHD"))
+    return run(x.query, x.key, x.value, mask).contiguous()
 
 
-_operator = opaque("dispatch", _dispatch, _fake)
+# Every call falls back by itself, as it was chosen.
+_operator = token_major.through(kernel_operator("dispatch", token_major, _dispatch, has_fallback=False))
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    attrs: AttentionAttrs,
-) -> torch.Tensor:
+def attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without softcap, sinks and dropout."""
-    return torch_sdpa.through(_called, query, key, value, mask, bias, attrs)
+    assert attrs.dropout_p == 0, "lz.dispatch is asked for dropout"
+    return torch_sdpa.through(_chosen, x, attrs)
 
 
-def _called(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
-    """The operator, called as ``scaled_dot_product_attention``; it sees for itself where heads differ."""
-    assert dropout_p == 0, "lz.dispatch is asked for dropout"
-    result: torch.Tensor = _operator(query, key, value, attn_mask, is_causal, scale)
-    return result.transpose(1, 2)
+def _chosen(x: Operands, attrs: AttentionAttrs, is_causal: bool) -> torch.Tensor:
+    """The operator, which sees for itself where heads differ and masks are given."""
+    result: torch.Tensor = _operator(x, AttentionAttrs(scale=attrs.scale, is_causal=is_causal))
+    return result

@@ -7,40 +7,30 @@ from __future__ import annotations
 
 import torch
 
-from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.token_major import attention_by, fake, fallback, window_at_end
+from lz_compile.lowering.library_attention import library_attention, window_at_end
+from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering.token_major import Operands
 
 
-def _flash_attn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    softcap: float | None,
-    left: int,
-    right: int,
-    at_end: bool,
-    slopes: torch.Tensor | None,
-) -> torch.Tensor:
+def _flash_attn(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     from flash_attn import flash_attn_func
 
-    window = window_at_end(query, key, left, right, at_end)
+    left, right = window_at_end(x, attrs)
+    slopes = x.slopes
     if slopes is not None:
         assert right == 0, "flash-attn's ALiBi is ours under a causal mask only"
-        slopes = slopes.to(torch.float32).expand(query.shape[0], query.shape[2], 1, 1).flatten(1).contiguous()
+        slopes = slopes.to(torch.float32).expand(x.query.shape[0], x.query.shape[2], 1, 1).flatten(1).contiguous()
     out: torch.Tensor = flash_attn_func(
-        query,
-        key,
-        value,
-        softmax_scale=scale,
+        x.query,
+        x.key,
+        x.value,
+        softmax_scale=attrs.scale,
         causal=right == 0,
-        window_size=window,
-        softcap=softcap or 0.0,
+        window_size=(left, right),
+        softcap=attrs.softcap or 0.0,
         alibi_slopes=slopes,
     )
-    return out.contiguous()
+    return out
 
 
-_operator = opaque("flash_attn", _flash_attn, fake, fallback=fallback, kernel_id="flash_attn.v2")
-
-attention = attention_by(_operator)
+attention = library_attention("flash_attn", _flash_attn, kernel_id="flash_attn.v2")

@@ -10,58 +10,40 @@ from typing import Any
 
 import torch
 
-from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.token_major import NO_LIMIT, attention_by, fake, fallback, unit_stride, window_at_end
+from lz_compile.lowering.library_attention import NO_LIMIT, library_attention, unit_stride, window, window_at_end
+from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering.token_major import Operands
 
 #: Bytes that FlashInfer recommends for partial results of a batch, and how many plans are kept.
 _WORKSPACE_BYTES = 128 << 20
 _PLANS = 64
 
 
-def _flashinfer(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    softcap: float | None,
-    left: int,
-    right: int,
-    at_end: bool,
-    slopes: torch.Tensor | None,
-) -> torch.Tensor:
+def _flashinfer(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     from flashinfer import single_prefill_with_kv_cache
 
-    assert slopes is None, "flashinfer is given slopes"
+    assert x.slopes is None, "flashinfer is given slopes"
+    left, right = window_at_end(x, attrs)
     assert right in (NO_LIMIT, 0), "flashinfer is asked for a window on both sides"
-    left, right = window_at_end(query, key, left, right, at_end)
-    causal = right == 0
+    query, key, value = unit_stride(x.query, x.key, x.value)
     batch, queries, heads, head_dim = query.shape
     if batch == 1:
-        sequence = unit_stride(query[0], key[0], value[0])
-        out = single_prefill_with_kv_cache(
-            *sequence, causal=causal, window_left=left, sm_scale=scale, logits_soft_cap=softcap
-        )
+        options = {"causal": right == 0, "window_left": left, "sm_scale": attrs.scale, "logits_soft_cap": attrs.softcap}
+        out = single_prefill_with_kv_cache(query[0], key[0], value[0], **options)
     else:
         sizes = (batch, queries, key.shape[1], heads, key.shape[2], head_dim, value.shape[-1])
-        plan = _planned(query.device, query.dtype, sizes, scale, causal, left, softcap)
-        out = plan.run(*(tensor.reshape(-1, *tensor.shape[2:]) for tensor in unit_stride(query, key, value)))
+        plan = _planned(query.device, query.dtype, sizes, attrs)
+        out = plan.run(*(tensor.reshape(-1, *tensor.shape[2:]) for tensor in (query, key, value)))
     result: torch.Tensor = out.reshape(batch, queries, heads, value.shape[-1])
     return result
 
 
 @lru_cache(maxsize=_PLANS)
-def _planned(
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    scale: float | None,
-    causal: bool,
-    left: int,
-    softcap: float | None,
-) -> Any:
+def _planned(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], attrs: AttentionAttrs) -> Any:
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
     batch, queries, keys, heads, kv_heads, head_dim, value_dim = sizes
+    left, right = window(attrs)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(_workspace(device), "NHD")
     wrapper.plan(
@@ -71,10 +53,10 @@ def _planned(
         kv_heads,
         head_dim,
         head_dim_vo=value_dim,
-        causal=causal,
+        causal=right == 0,
         window_left=left,
-        logits_soft_cap=softcap,
-        sm_scale=scale,
+        logits_soft_cap=attrs.softcap,
+        sm_scale=attrs.scale,
         q_data_type=dtype,
     )
     return wrapper
@@ -85,6 +67,4 @@ def _workspace(device: torch.device) -> torch.Tensor:
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-_operator = opaque("flashinfer", _flashinfer, fake, fallback=fallback, kernel_id="flashinfer")
-
-attention = attention_by(_operator)
+attention = library_attention("flashinfer", _flashinfer, kernel_id="flashinfer")

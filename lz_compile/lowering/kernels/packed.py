@@ -11,39 +11,33 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 
+from lz_compile.lowering import token_major
+from lz_compile.lowering.kernel_operator import kernel_operator
 from lz_compile.lowering.kernels import blocked, torch_sdpa
-from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.ops.attention import FEW_KEYS, AttentionAttrs, Band, MaskedRows, merged_mask
+from lz_compile.lowering.ops import attention as op
+from lz_compile.lowering.ops.attention import FEW_KEYS, AttentionAttrs, Band, merged_mask
+from lz_compile.lowering.token_major import Operands
 
 #: Queries per block of a window.
 BLOCK = 256
 #: Up to how many queries gradients of 16 bits are computed in float32 on a CPU: for as few, conversions cost PyTorch's
 #: kernel more than half of its time (at 32 to 128 queries 0.34 to 0.78 of it are left, from 256 on 1.1 to 1.3).
 FEW_QUERIES = 128
+#: The operands.
+_TAKES = {"query", "key", "value", "query_documents", "key_documents"}
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    query_documents: torch.Tensor,
-    key_documents: torch.Tensor,
-    attrs: AttentionAttrs,
-) -> torch.Tensor:
+def attention(x: op.Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``): documents, and a band within them."""
+    assert set(x.given()) == _TAKES, "lz.packed is given other operands than documents"
     assert (attrs.dropout_p, attrs.softcap) == (0, None), "lz.packed is asked for dropout or capped scores"
-    band = attrs.limits or Band()
-    tokens = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    documents = (query_documents, key_documents)
-    limits = (band.lower, band.upper, band.at_end)
-    result: torch.Tensor = _operator(*tokens, *documents, attrs.scale, *limits, attrs.masked_rows)
-    return result.transpose(1, 2)
+    result: torch.Tensor = _operator(x, attrs)
+    return result
 
 
 @dataclass(frozen=True)
@@ -90,90 +84,47 @@ class _Piece:
         return other == replace(self, query=query, key=key, count=1)
 
 
-def _packed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_documents: torch.Tensor,
-    key_documents: torch.Tensor,
-    scale: float | None,
-    lower: int | None,
-    upper: int | None,
-    at_end: bool,
-    masked_rows: str,
-) -> torch.Tensor:
+def _packed(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """Attention over ``[B, S, H, D]``; the result is ``[B, Sq, Hq, E]``, contiguous."""
-    pieces = _pieces(query, key, query_documents, key_documents, Band(lower, upper, at_end))
+    pieces = _pieces(x, attrs.limits or Band())
     if pieces is None:
-        attrs = _attrs(scale, lower, upper, at_end, masked_rows)
-        out = _under_one_mask(query, key, value, query_documents, key_documents, attrs)
-        return out.transpose(1, 2).contiguous()
-    result = query.new_empty((*query.shape[:3], value.shape[-1]))
+        return _under_one_mask(x, attrs).transpose(1, 2).contiguous()
+    result = token_major.fake(x, attrs)
     for piece in pieces:
-        operands = (piece.of_queries(query), piece.of_keys(key), piece.of_keys(value))
-        piece.put(result, _piecewise(*operands, piece.band, scale), is_query=True)
+        operands = (piece.of_queries(x.query), piece.of_keys(x.key), piece.of_keys(x.value))
+        piece.put(result, _piecewise(*operands, piece.band, attrs.scale), is_query=True)
     return result
 
 
-def _packed_gradients(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_documents: torch.Tensor,
-    key_documents: torch.Tensor,
-    scale: float | None,
-    lower: int | None,
-    upper: int | None,
-    at_end: bool,
-    masked_rows: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _packed_gradients(gradient: torch.Tensor, x: Operands, attrs: AttentionAttrs) -> dict[str, torch.Tensor | None]:
     """The gradients of query, key and value, each document's from its forward, computed once more."""
-    pieces = _pieces(query, key, query_documents, key_documents, Band(lower, upper, at_end))
+    pieces = _pieces(x, attrs.limits or Band())
+    query, key, value = x.query, x.key, x.value
     if pieces is None:
         leaves = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
-        attrs = _attrs(scale, lower, upper, at_end, masked_rows)
-        out = _under_one_mask(*leaves, query_documents, key_documents, attrs)
-        of_query, of_key, of_value = torch.autograd.grad(out, leaves, gradient.transpose(1, 2))
-        return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
+        out = _under_one_mask(x, attrs)
+        found = torch.autograd.grad(out, leaves, gradient.transpose(1, 2))
+        return {name: each.contiguous() for name, each in zip(("query", "key", "value"), found, strict=True)}
     of_query = query.new_empty(query.shape)
     of_key, of_value = key.new_zeros(key.shape), value.new_zeros(value.shape)
+    is_window = attrs.limits is not None and attrs.limits.lower is not None
     for piece in pieces:
         is_widened = query.device.type == "cpu" and query.dtype.itemsize == 2 and piece.queries <= FEW_QUERIES
         dtype = torch.float32 if is_widened else query.dtype
         parts = (piece.of_queries(query), piece.of_keys(key), piece.of_keys(value))
         rows, keys, values = (each.detach().to(dtype).requires_grad_() for each in parts)
-        out = _piecewise(rows, keys, values, piece.band, scale)
+        out = _piecewise(rows, keys, values, piece.band, attrs.scale)
         found = torch.autograd.grad(out, (rows, keys, values), piece.of_queries(gradient).to(dtype))
         with torch.no_grad():
             piece.put(of_query, found[0], is_query=True)
             for target, each in zip((of_key, of_value), found[1:], strict=True):
-                piece.put(target, each, is_query=False, adds=lower is not None)  # blocks of a window share keys
-    return of_query, of_key, of_value
+                piece.put(target, each, is_query=False, adds=is_window)  # its blocks share keys
+    return {"query": of_query, "key": of_key, "value": of_value}
 
 
-def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_documents: torch.Tensor,
-    key_documents: torch.Tensor,
-    scale: float | None,
-    lower: int | None,
-    upper: int | None,
-    at_end: bool,
-    masked_rows: str,
-) -> torch.Tensor:
-    return query.new_empty((*query.shape[:3], value.shape[-1]))
-
-
-_operator = opaque("packed", _packed, _fake, backward=_packed_gradients, kernel_id="lz.packed")
-
-
-def _attrs(scale: float | None, lower: int | None, upper: int | None, at_end: bool, masked_rows: str) -> AttentionAttrs:
-    return AttentionAttrs(
-        scale=scale, band=Band(lower, upper, at_end), masked_rows=cast(MaskedRows, masked_rows), has_mask=True
-    )
+_operator = token_major.through(
+    kernel_operator("packed", token_major, _packed, backward=_packed_gradients, has_fallback=False)
+)
 
 
 def _piecewise(
@@ -198,26 +149,20 @@ def _piecewise(
     )
 
 
-def _under_one_mask(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_documents: torch.Tensor,
-    key_documents: torch.Tensor,
-    attrs: AttentionAttrs,
-) -> torch.Tensor:
+def _under_one_mask(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """Attention over ``[B, S, H, D]`` with everything that drops scores as one mask; the result is ``[B, Hq, Sq, E]``.
 
     The blocked kernel knows what becomes of rows without any key, and of their gradients.
     """
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    mask = merged_mask(query, key, None, query_documents, key_documents, attrs)
+    query, key, value = (tensor.transpose(1, 2) for tensor in (x.query, x.key, x.value))
+    documents = {"query_documents": x.query_documents, "key_documents": x.key_documents}
+    mask = merged_mask(op.Operands(query, key, value, **documents), attrs)
     assert mask is not None, "documents make a mask"
     kernel = torch_sdpa if bool(mask.any(-1).all()) else blocked
     wide = torch.promote_types(query.dtype, torch.float32)
-    attrs = replace(attrs, band=None, enable_gqa=query.shape[1] != key.shape[1], score_dtype=wide)
-    result: torch.Tensor = kernel.attention(query, key, value, mask=mask, attrs=attrs)
-    return result
+    plain = replace(attrs, is_causal=False, band=None, reach=None, has_mask=True, has_documents=False, score_dtype=wide)
+    found: torch.Tensor = kernel.attention(op.Operands(query, key, value, mask=mask), plain)
+    return found
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -226,19 +171,19 @@ def _under_one_mask(
 Layout: TypeAlias = list[tuple[int, int, int]]
 
 
-def _pieces(
-    query: torch.Tensor, key: torch.Tensor, query_documents: torch.Tensor, key_documents: torch.Tensor, band: Band
-) -> list[_Piece] | None:
+def _pieces(x: Operands, band: Band) -> list[_Piece] | None:
     """What to compute for tokens ``[B, S, H, D]``; None where a query has no key, or an id comes back among the keys."""
-    offset = band.offset(query.shape[1], key.shape[1])
+    assert x.query_documents is not None, "the documents of queries are given"
+    assert x.key_documents is not None, "the documents of keys are given"
+    offset = band.offset(x.query.shape[1], x.key.shape[1])
     lower, upper = (None if limit is None else limit + offset for limit in (band.lower, band.upper))
-    own = _layouts(query_documents)
-    theirs = own if query_documents is key_documents else _layouts(key_documents)
+    own = _layouts(x.query_documents)
+    theirs = own if x.query_documents is x.key_documents else _layouts(x.key_documents)
     pairs = [(own[row % len(own)], theirs[row % len(theirs)]) for row in range(max(len(own), len(theirs)))]
     found: list[_Piece] = []
     row = 0
     for (queries, keys), same in itertools.groupby(pairs):
-        count = query.shape[0] if len(pairs) == 1 else len(list(same))
+        count = x.query.shape[0] if len(pairs) == 1 else len(list(same))
         pieces = _of_rows(slice(row, row + count), queries, keys, Band(lower, upper))
         if pieces is None:
             return None

@@ -7,78 +7,33 @@ and masks). The backward computes every tile again: of what is as large as the s
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.ops.attention import AttentionAttrs, Band, Reach
+from lz_compile.lowering import token_major
+from lz_compile.lowering.kernel_operator import kernel_operator
+from lz_compile.lowering.ops import attention as op
+from lz_compile.lowering.ops.attention import AttentionAttrs
 from lz_compile.lowering.tiles import Heads, Problem, Tile, Weights
+from lz_compile.lowering.token_major import DIFFERENTIABLE, Operands
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    query_documents: torch.Tensor | None = None,
-    key_documents: torch.Tensor | None = None,
-    attrs: AttentionAttrs,
-    rows: int = 0,
-) -> torch.Tensor:
+def attention(x: op.Operands, attrs: AttentionAttrs, rows: int = 0) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``); ``rows`` per tile, 0: as many as fit."""
-    tokens = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    floats = (query.new_zeros(0) if tensor is None else tensor for tensor in (bias, sinks, slopes))
-    seed = torch.rand_like(query.new_zeros(2, dtype=torch.float32)) if attrs.dropout_p else None
-    result: torch.Tensor = _operator(
-        *tokens, *floats, mask, query_documents, key_documents, seed, _encoded(attrs), rows
-    )
-    return result.transpose(1, 2)
-
-
-def _encoded(attrs: AttentionAttrs) -> str:
-    return json.dumps(asdict(attrs), default=str)
-
-
-@lru_cache(maxsize=256)
-def _decoded(text: str) -> AttentionAttrs:
-    given: dict[str, Any] = json.loads(text)
-    band, reach = given["band"], given["reach"]
-    given["band"] = None if band is None else Band(**band)
-    given["reach"] = None if reach is None else Reach(reach["tile"], tuple((low, high) for low, high in reach["spans"]))
-    given["score_dtype"] = getattr(torch, given["score_dtype"].removeprefix("torch."))
-    return AttentionAttrs(**given)
+    assert x.fill is None, "lz.tiled is given fills"
+    seed = torch.rand_like(x.query.new_zeros(2, dtype=torch.float32)) if attrs.dropout_p else None
+    result: torch.Tensor = _operator(x, attrs, seed=seed, rows=rows)
+    return result
 
 
 # ---- the operator --------------------------------------------------------------------------------------------------
 
 
-def _tiled(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    sinks: torch.Tensor,
-    slopes: torch.Tensor,
-    mask: torch.Tensor | None,
-    query_documents: torch.Tensor | None,
-    key_documents: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    attrs: str,
-    rows: int,
-) -> torch.Tensor:
-    """Attention over tokens, ``[B, S, H, D]``; a bias, sinks or slopes that there are not have no elements."""
-    floats = (_given(bias), _given(sinks), _given(slopes))
-    masks = (mask, query_documents, key_documents)
-    problem = Problem(query, key, value, *floats, *masks, seed, _decoded(attrs), rows)
-    result = query.new_empty((*query.shape[:3], value.shape[-1]))
+def _tiled(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
+    """Attention over tokens, ``[B, S, H, D]``."""
+    problem = Problem(x, attrs)
+    result = token_major.fake(x, attrs)
     for heads in problem.heads():
         for tile in heads.tiles():
             weights = tile.weights()
@@ -90,60 +45,30 @@ def _tiled(
     return result
 
 
-def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    return query.new_empty((*query.shape[:3], value.shape[-1]))
-
-
-def _given(tensor: torch.Tensor) -> torch.Tensor | None:
-    return tensor if tensor.numel() else None
-
-
-def _gradients(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    sinks: torch.Tensor,
-    slopes: torch.Tensor,
-    mask: torch.Tensor | None,
-    query_documents: torch.Tensor | None,
-    key_documents: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    attrs: str,
-    rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gradients(gradient: torch.Tensor, x: Operands, attrs: AttentionAttrs) -> dict[str, torch.Tensor | None]:
     """Of query, key, value, bias, sinks and slopes."""
-    floats = (_given(bias), _given(sinks), _given(slopes))
-    masks = (mask, query_documents, key_documents)
     with torch.no_grad():
-        problem = Problem(query, key, value, *floats, *masks, seed, _decoded(attrs), rows)
-        found = _Found.zeros(problem, bias, sinks, slopes)
+        problem = Problem(x, attrs)
+        found = _zeros(problem)
         for heads in problem.heads():
             _add_heads(found, heads, gradient)
-        sums = (found.bias.to(bias.dtype), found.sinks.to(sinks.dtype), found.slopes.to(slopes.dtype))
-        return found.query, found.key, found.value, *sums
+        return {name: each.to(getattr(x, name).dtype) for name, each in found.given().items()}
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Gradients so far."""
+def _zeros(problem: Problem) -> Operands:
+    """Gradients by their operands: memory for what every tile writes once, zeros for sums over tiles."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    bias: torch.Tensor
-    sinks: torch.Tensor
-    slopes: torch.Tensor
+    def zeros(name: str, each: torch.Tensor) -> torch.Tensor:
+        is_sum = name not in ("query", "key", "value")
+        return torch.zeros(each.shape, dtype=problem.wide) if is_sum else torch.empty(each.shape, dtype=each.dtype)
 
-    @classmethod
-    def zeros(cls, problem: Problem, *floats: torch.Tensor) -> _Found:
-        written = (problem.query, problem.key, problem.value)
-        sums = (torch.zeros(tensor.shape, dtype=problem.wide) for tensor in floats)
-        return cls(*(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in written), *sums)
+    found: dict[str, Any] = {
+        name: zeros(name, each) for name, each in problem.x.given().items() if name in DIFFERENTIABLE
+    }
+    return Operands(**found)
 
 
-def _add_heads(found: _Found, heads: Heads, gradient: torch.Tensor) -> None:
+def _add_heads(found: Operands, heads: Heads, gradient: torch.Tensor) -> None:
     """The gradients of some key heads, and of the query heads that share them."""
     wide = heads.problem.wide
     of_key, of_value = torch.zeros_like(heads.key, dtype=wide), torch.zeros_like(heads.value, dtype=wide)
@@ -164,7 +89,7 @@ def _add_heads(found: _Found, heads: Heads, gradient: torch.Tensor) -> None:
 
 
 def _of_scores(
-    found: _Found, tile: Tile, weights: Weights, noise: torch.Tensor | None, given: torch.Tensor
+    found: Operands, tile: Tile, weights: Weights, noise: torch.Tensor | None, given: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of query times key in a tile; what the bias, sinks and slopes have of it is added to theirs."""
     problem, dtype = tile.heads.problem, weights.scores.dtype
@@ -173,15 +98,15 @@ def _of_scores(
         gradient = tile.memory("score gradients", dtype).copy_(gradient)
     if noise is not None:
         gradient.mul_(noise)
-    if weights.sink is not None:
+    if weights.sink is not None and found.sinks is not None:
         shares = torch.mul(gradient, weights.scores, out=tile.memory("shares", dtype))
         _reduce(tile.of(found.sinks), tile.by_head(shares.sum(-1, keepdim=True)).mul(weights.sink).neg_())
     torch._softmax_backward_data(gradient, weights.scores, -1, dtype, grad_input=gradient)
     if problem.attrs.masked_rows == "mean" and problem.may_be_empty:  # where all are dropped, they have weights
         tile.drop(gradient, 0.0)
-    if problem.bias is not None:
+    if found.bias is not None:
         _reduce(tile.of(found.bias), tile.by_head(gradient))
-    if problem.slopes is not None:
+    if found.slopes is not None:
         _reduce(tile.of(found.slopes), tile.by_head(gradient) * tile.distances)
     if weights.capped is not None:
         gradient.sub_(weights.capped.square_().mul_(gradient))
@@ -204,4 +129,7 @@ def _reduce(target: torch.Tensor, part: torch.Tensor) -> None:
     target.add_(part.sum(dims, keepdim=True) if dims else part)
 
 
-_operator = opaque("tiled_attention", _tiled, _fake, backward=_gradients, kernel_id="lz.tiled")
+# Nothing completes a call: its backward computes again what this one drops.
+_operator = token_major.through(
+    kernel_operator("tiled_attention", token_major, _tiled, backward=_gradients, has_fallback=False)
+)

@@ -9,30 +9,20 @@ from __future__ import annotations
 import torch
 
 from lz_compile.lowering.kernels import torch_sdpa
-from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    fill: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    attrs: AttentionAttrs,
-) -> torch.Tensor:
+def attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without masks, sinks and dropout."""
-    assert all(operand is None for operand in (mask, bias, fill, sinks)), "torch.cudnn is given a mask or sinks"
+    assert x.given().keys() == {"query", "key", "value"}, "torch.cudnn is given a mask or sinks"
     assert (attrs.dropout_p, attrs.softcap) == (0, None), "torch.cudnn is asked for dropout or capped scores"
     assert attrs.band is None, "torch.cudnn is asked for a band that does not start at the first query and key"
-    if isinstance(key.shape[2], int) and key.shape[2] == 1:  # cuDNN takes no single key
-        return torch_sdpa.attention(query, key, value, attrs=attrs)
+    if isinstance(x.key.shape[2], int) and x.key.shape[2] == 1:  # cuDNN takes no single key
+        return torch_sdpa.attention(x, attrs)
     outputs = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-        query,
-        key,
-        value,
+        x.query,
+        x.key,
+        x.value,
         None,
         True,  # the logsumexp, which the backward reads
         0.0,

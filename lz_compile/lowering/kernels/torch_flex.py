@@ -20,7 +20,7 @@ from torch import fx
 from torch.nn.attention.flex_attention import BlockMask
 
 from lz_compile.lowering import block_mask
-from lz_compile.lowering.ops.attention import AttentionAttrs, Band
+from lz_compile.lowering.ops.attention import AttentionAttrs, Band, Operands
 
 #: Queries and keys per tile that is skipped or not, as ``create_block_mask`` has it. Tests use small tiles.
 TILE = 128
@@ -30,41 +30,30 @@ _WHOLE = 1 << 30
 _LOWEST = torch.finfo(torch.float32).min / 2
 _POSITION = ("batch", "head", "query_index", "key_index")
 #: Which parts of a position the dimensions of a tensor go by, where these are not all four.
+#: The operands that drop scores, in the order of a block mask's parts.
+_DROPPING = ("mask", "query_documents", "key_documents")
 _DIMENSIONS: Mapping[str, tuple[int, ...]] = {"query_documents": (0, 2), "key_documents": (0, 3), "offset": ()}
 
 Buffers: TypeAlias = Mapping[str, Any]
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    fill: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    query_documents: torch.Tensor | None = None,
-    key_documents: torch.Tensor | None = None,
-    attrs: AttentionAttrs,
-    tile: int = TILE,
-) -> torch.Tensor:
+def attention(x: Operands, attrs: AttentionAttrs, tile: int = TILE) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without dropout.
 
     FlexAttention gives zero for a row that masks every key; where the source gives NaN, that is restored. Where it gives the
     mean of all values, the predicate is part of the score instead, and nothing is skipped.
     """
-    assert fill is None, "torch.flex is given fills"
+    assert x.fill is None, "torch.flex is given fills"
     assert attrs.dropout_p == 0, "torch.flex is asked for dropout"
-    grid = block_mask.Grid(query, query.shape[2], key.shape[2], tile)
-    seen = _predicate(grid, _given(mask=mask, query_documents=query_documents, key_documents=key_documents), attrs)
-    fills = seen.can_be_empty and attrs.masked_rows == "mean" and sinks is None
-    added = _given(bias=bias, slopes=slopes)
+    query = x.query
+    grid = block_mask.Grid(query, query.shape[2], x.key.shape[2], tile)
+    seen = _predicate(grid, _given(x, _DROPPING), attrs)
+    fills = seen.can_be_empty and attrs.masked_rows == "mean" and x.sinks is None
+    added = _given(x, ("bias", "slopes"))
     outputs = _flex(
         query,
-        key,
-        value,
+        x.key,
+        x.value,
         _function(query, "score_mod", *_score(attrs, added, seen if fills else None)),
         _whole(query) if fills or not seen else _block_mask(grid, seen),
         query.shape[-1] ** -0.5 if attrs.scale is None else attrs.scale,
@@ -74,16 +63,17 @@ def attention(
     )
     out: torch.Tensor = outputs[0]
     logsumexp: torch.Tensor = outputs[1]
-    if sinks is not None:
-        return _with_sinks(out, logsumexp, sinks)
-    is_infinite = bias is not None and not attrs.bias_is_finite
+    if x.sinks is not None:
+        return _with_sinks(out, logsumexp, x.sinks)
+    is_infinite = x.bias is not None and not attrs.bias_is_finite
     if attrs.masked_rows == "zero" or not (is_infinite or (seen.can_be_empty and not fills)):
         return out
     return torch.where(logsumexp.unsqueeze(-1) == -math.inf, math.nan, out)
 
 
-def _given(**tensors: torch.Tensor | None) -> dict[str, Any]:
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+def _given(x: Operands, names: Sequence[str]) -> dict[str, Any]:
+    """Those of the names that there are, in this order."""
+    return {name: getattr(x, name) for name in names if getattr(x, name) is not None}
 
 
 def _flex(query: Any, *operands: Any) -> Any:
@@ -218,8 +208,7 @@ def _reader(buffers: Buffers) -> Callable[[Sequence[Any], Sequence[Any]], Buffer
 def _block_mask(grid: block_mask.Grid, seen: _Predicate) -> tuple[Any, ...]:
     """The block mask of a predicate, in arithmetic of the graph."""
     if seen.can_be_empty:
-        names = ("mask", "query_documents", "key_documents")
-        by_query, by_key = block_mask.of_parts(grid, seen.band, *(seen.buffers.get(name) for name in names))
+        by_query, by_key = block_mask.of_parts(grid, seen.band, *(seen.buffers.get(name) for name in _DROPPING))
     else:
         assert seen.band is not None, "a predicate without a band and without tensors keeps everything"
         by_query, by_key = block_mask.of_band(grid, seen.band)

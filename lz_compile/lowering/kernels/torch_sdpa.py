@@ -4,75 +4,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 
-from lz_compile.lowering.ops.attention import AttentionAttrs, distances, merged_mask
+from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, distances, merged_mask
+
+#: Computes what SDPA does: over operands with at most one of a mask and a bias, attributes, and whether it is causal.
+Sdpa: TypeAlias = Callable[[Operands, AttentionAttrs, bool], torch.Tensor]
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    query_documents: torch.Tensor | None = None,
-    key_documents: torch.Tensor | None = None,
-    attrs: AttentionAttrs,
-) -> torch.Tensor:
-    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``).
+def attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
+    """Attention in the op's canonical layout (see ``lowering/ops/attention.py``), without softcap, sinks and fills.
 
     Bands other than plain causality, documents and ALiBi become a mask. SDPA gives zero for a row that masks every key
     with ``-inf`` (or with a boolean mask); where the source gives NaN or the mean of the values there, that is restored.
     It adds masks, so that NaN in a masked score is passed on.
     """
-    return through(
-        F.scaled_dot_product_attention, query, key, value, mask, bias, attrs, slopes, query_documents, key_documents
-    )
+    return through(_sdpa, x, attrs)
 
 
-def through(
-    sdpa: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    attrs: AttentionAttrs,
-    slopes: torch.Tensor | None = None,
-    query_documents: torch.Tensor | None = None,
-    key_documents: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same by ``sdpa``, a function that takes what ``scaled_dot_product_attention`` takes and computes what that does."""
-    if slopes is not None:
-        linear = slopes * distances(query, key, torch.promote_types(query.dtype, torch.float32))
-        bias = linear if bias is None else bias + linear
-    if mask is not None and attrs.selects_masked and attrs.masks_keys:  # what is added to NaN is NaN
-        key = key.masked_fill(torch.logical_not(mask.transpose(-2, -1)), 0.0)
-    can_be_empty = mask is not None or query_documents is not None
-    is_plain = attrs.is_causal and not can_be_empty and bias is None  # SDPA takes a mask or causality
-    if not is_plain:
-        mask = merged_mask(query, key, mask, query_documents, key_documents, attrs)
-    if _rows_overlap(query):  # PyTorch's CPU kernel then leaves part of the result uninitialised
-        query = query.contiguous()
-    merged = _merge(mask, bias, attrs, query.dtype)
-    out = sdpa(
-        query,
-        key,
-        value,
-        attn_mask=merged,
+def _sdpa(x: Operands, attrs: AttentionAttrs, is_causal: bool) -> torch.Tensor:
+    return F.scaled_dot_product_attention(
+        x.query,
+        x.key,
+        x.value,
+        attn_mask=x.bias if x.mask is None else x.mask,
         dropout_p=attrs.dropout_p,
-        is_causal=is_plain,
+        is_causal=is_causal,
         scale=attrs.scale,
         enable_gqa=attrs.enable_gqa,
     )
+
+
+def through(sdpa: Sdpa, x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
+    """The same by ``sdpa``."""
+    assert (x.fill, x.sinks) == (None, None), "SDPA is given fills or sinks"
+    query, key, mask, bias = x.query, x.key, x.mask, x.bias
+    if x.slopes is not None:
+        linear = x.slopes * distances(query, key, torch.promote_types(query.dtype, torch.float32))
+        bias = linear if bias is None else bias + linear
+    if mask is not None and attrs.selects_masked and attrs.masks_keys:  # what is added to NaN is NaN
+        key = key.masked_fill(torch.logical_not(mask.transpose(-2, -1)), 0.0)
+    is_plain = attrs.is_causal and not x.drops_scores and bias is None  # SDPA takes a mask or causality
+    if not is_plain:
+        mask = merged_mask(x, attrs)
+    if _rows_overlap(query):  # PyTorch's CPU kernel then leaves part of the result uninitialised
+        query = query.contiguous()
+    merged = _merge(mask, bias, attrs, query.dtype)
+    masks = {} if merged is None else {"mask" if merged.dtype == torch.bool else "bias": merged}
+    out = sdpa(Operands(query, key, x.value, **masks), attrs, is_plain)
     if merged is None or attrs.masked_rows == "zero" or (bias is None and attrs.masked_rows == "mean"):
         return out
     if bias is None:
-        return out if not can_be_empty else torch.where(merged.any(-1, keepdim=True), out, math.nan)
+        return out if not x.drops_scores else torch.where(merged.any(-1, keepdim=True), out, math.nan)
     if attrs.bias_is_finite and (mask is None or attrs.masked_rows == "mean"):
         return out
     return torch.where(merged.amax(-1, keepdim=True) == -math.inf, math.nan, out)

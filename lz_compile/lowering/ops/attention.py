@@ -15,12 +15,16 @@ Canonical layout, in which every kernel takes and returns it:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+
+from lz_compile.lowering import operands as base
+from lz_compile.lowering.operands import operands
 
 if TYPE_CHECKING:
     from lz_compile.passes.axes import Size
@@ -188,6 +192,12 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, torch.dtype) else value
 
 
+#: What operators encode as text.
+Attributes = AttentionAttrs
+#: The operands that kernels give gradients of, the first ones.
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "slopes")
+
+
 @dataclass(frozen=True)
 class AttentionFacts:
     """Sizes (``int``, or sympy expressions where symbolic), dtype and device of one attention, for kernel selection."""
@@ -205,43 +215,61 @@ class AttentionFacts:
     bias_needs_grad: bool = False
 
 
-def reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    fill: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    query_documents: torch.Tensor | None = None,
-    key_documents: torch.Tensor | None = None,
-    attrs: AttentionAttrs,
-) -> torch.Tensor:
+@operands
+class Operands(base.Operands):
+    """What looks, what is looked at and what is read; what is added to scores, and what drops them.
+
+    Shapes:
+        as in the module's legend.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    fill: torch.Tensor | None = None
+    query_documents: torch.Tensor | None = None
+    key_documents: torch.Tensor | None = None
+
+    @property
+    def drops_scores(self) -> bool:
+        """Whether a row may lose every score: to a mask or to documents; a band leaves one to each."""
+        return self.mask is not None or self.query_documents is not None
+
+
+def fake(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
+    """An empty result, contiguous."""
+    return x.query.new_empty((*x.query.shape[:3], x.value.shape[-1]))
+
+
+def reference(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """The definition of the op, in the dtype of its inputs (float64 is the ground truth of every test).
 
     Shapes:
         as in the module's legend; the result is ``[B, Hq, Sq, E]``.
     """
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scale = query.shape[-1] ** -0.5 if attrs.scale is None else attrs.scale
-    scores = query @ key.transpose(-2, -1) * scale
+    groups = x.query.shape[1] // x.key.shape[1]
+    key, value = x.key.repeat_interleave(groups, 1), x.value.repeat_interleave(groups, 1)
+    scale = x.query.shape[-1] ** -0.5 if attrs.scale is None else attrs.scale
+    scores = x.query @ key.transpose(-2, -1) * scale
     if attrs.softcap is not None:
         scores = torch.tanh(scores / attrs.softcap) * attrs.softcap
-    if bias is not None:
-        scores = scores + bias
-    if slopes is not None:
-        scores = scores + slopes * distances(query, key, scores.dtype)
-    mask = merged_mask(query, key, mask, query_documents, key_documents, attrs)
+    if x.bias is not None:
+        scores = scores + x.bias
+    if x.slopes is not None:
+        scores = scores + x.slopes * distances(x.query, key, scores.dtype)
+    mask = merged_mask(x, attrs)
     if mask is not None:
+        fill = x.fill
         if fill is None:
             lowest = torch.finfo(scores.dtype).min if attrs.masked_rows == "mean" else -math.inf
             fill = torch.full((), lowest, dtype=scores.dtype, device=scores.device)
         scores = torch.where(mask, scores, fill)
-    if sinks is not None:
-        column = sinks.expand(*scores.shape[:-1], 1)
+    if x.sinks is not None:
+        column = x.sinks.expand(*scores.shape[:-1], 1)
         probabilities = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     else:
         probabilities = scores.softmax(-1)
@@ -253,6 +281,32 @@ def reference(
     return probabilities @ value
 
 
+def reference_in_parts(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
+    """The definition, one key head of one row of the batch at a time: the scores of all may not fit into memory."""
+    batch, heads, kv_heads = *x.query.shape[:2], x.key.shape[1]
+    group = heads // kv_heads
+    found = [_of_head(x, row, head, group) for row, head in itertools.product(range(batch), range(kv_heads))]
+    parts = [reference(each, attrs) for each in found]
+    rows = [torch.cat(parts[start : start + kv_heads], 1) for start in range(0, len(parts), kv_heads)]
+    return torch.cat(rows) if rows else reference(x, attrs)
+
+
+def _of_head(x: Operands, row: int, head: int, group: int) -> Operands:
+    """The operands of one key head, and of the query heads that share it, in one row of the batch."""
+    shared = {
+        "key": x.key[row : row + 1, head : head + 1],
+        "value": x.value[row : row + 1, head : head + 1],
+    }
+
+    def part(each: torch.Tensor) -> torch.Tensor:
+        if each.dim() == 2:  # documents
+            return each.expand(x.query.shape[0], -1)[row : row + 1]
+        whole = each.expand(*x.query.shape[:2], *each.shape[-2:])
+        return whole[row : row + 1, head * group : (head + 1) * group]
+
+    return Operands(**{name: shared[name] if name in shared else part(each) for name, each in x.given().items()})
+
+
 def distances(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Key position minus query position, ``[Sq, Sk]``."""
     rows = query.new_ones((query.shape[2], 1), dtype=dtype).cumsum(0)
@@ -260,23 +314,16 @@ def distances(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> tor
     return columns - rows
 
 
-def merged_mask(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    query_documents: torch.Tensor | None,
-    key_documents: torch.Tensor | None,
-    attrs: AttentionAttrs,
-) -> torch.Tensor | None:
+def merged_mask(x: Operands, attrs: AttentionAttrs) -> torch.Tensor | None:
     """Everything that drops scores (band, documents and the given mask) as one mask, True keeps; None without any."""
-    keep = mask
-    if query_documents is not None and key_documents is not None:
-        same = query_documents[:, None, :, None] == key_documents[:, None, None, :]
+    keep = x.mask
+    if x.query_documents is not None and x.key_documents is not None:
+        same = x.query_documents[:, None, :, None] == x.key_documents[:, None, None, :]
         keep = same if keep is None else torch.logical_and(keep, same)
     band = attrs.limits
     if band is not None:
-        queries, keys = query.shape[2], key.shape[2]
-        inside = band.mask(query, queries, keys, band.offset(queries, keys))
+        queries, keys = x.query.shape[2], x.key.shape[2]
+        inside = band.mask(x.query, queries, keys, band.offset(queries, keys))
         keep = inside if keep is None else torch.logical_and(keep, inside)
     return keep
 
@@ -350,10 +397,8 @@ class Sample:
         """The problem with a kernel over the canonical operands."""
 
         def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
-            operands = dict(zip(("query", "key", "value"), self._heads(query, key, value), strict=True))
-            if mask:
-                operands["mask" if self.attrs.has_mask else "bias"] = mask[0]
-            return self._merged(call(**operands, attrs=self.attrs))
+            masks = {"mask" if self.attrs.has_mask else "bias": each for each in mask}
+            return self._merged(call(Operands(*self._heads(query, key, value), **masks), self.attrs))
 
         return run
 

@@ -34,7 +34,7 @@ Mode: TypeAlias = Literal["convex", "residual", "channel", "confidence", "logit"
 #: What the blend is followed by, over its channels.
 Normalised: TypeAlias = Literal["none", "softmax", "log_softmax"]
 #: A number, or a tensor without dimensions.
-Scalar: TypeAlias = "float | torch.Tensor"
+Scalar: TypeAlias = float | torch.Tensor
 
 VARIANTS = ("convex", "residual", "channel", "confidence", "logit", "soft_gate", "margin")
 LAYOUT = "NCS"
@@ -86,6 +86,12 @@ class BlendAttrs:
         return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
+#: What operators encode as text.
+Attributes = BlendAttrs
+#: The operands that kernels give gradients of.
+DIFFERENTIABLE: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class BlendFacts:
     """Sizes, dtype (of the seed) and device of one blend, for kernel selection; ``num_classes`` is 1 without a gate.
@@ -123,6 +129,15 @@ class Operands(base.Operands):
         assert self.host is not None, "a blend has a host"
         assert self.seed is not None, "a blend has a seed"
         return self.host, self.seed
+
+
+def fake(x: Operands, attrs: BlendAttrs) -> torch.Tensor:
+    """An empty result, contiguous as kernels give it."""
+    if attrs.mode == "margin":
+        assert x.logits is not None, "a margin is that of logits"
+        return x.logits.new_empty(x.logits.shape[:1], dtype=attrs.out_dtype)
+    seed = x.pair[1]
+    return seed.new_empty(seed.shape, dtype=attrs.out_dtype)
 
 
 def reference(x: Operands, attrs: BlendAttrs) -> torch.Tensor:

@@ -109,6 +109,8 @@ class RoutingAttrs:
 
 #: What operators encode as text.
 Attributes = RoutingAttrs
+#: The operands that opaque kernels give gradients of: those of a step's, see ``lowering/routing_function.py``, are traced.
+DIFFERENTIABLE: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,11 @@ class Operands(base_operands.Operands):
     def gate_kind(self) -> Gate:
         """What there is a gate for."""
         return "none" if self.gate is None else "rollout" if self.gate.dim() == 2 else "token"
+
+
+def fake(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
+    """An empty result, contiguous as kernels give it."""
+    return x.x.new_empty((*x.x.shape[:2], x.u.shape[0]), dtype=attrs.out_dtype)
 
 
 def reference(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
+from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Operands
 from lz_compile.passes.algebra import INFINITY, Leaf, Region, indicators
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.axes import Axis, Dims, Size, axes_of, product
@@ -121,7 +121,7 @@ class AttentionEmitter:
         """The axes of scores: batch, heads, queries and keys."""
         return (*self.roles.rows, self.roles.keys)
 
-    def operands(self, builder: Builder) -> dict[str, Any]:
+    def operands(self, builder: Builder) -> Operands:
         """Query, key, value, and mask, bias or sinks where there are any, in the canonical layout."""
         roles = self.roles
         row_groups = (*roles.rows, ())
@@ -151,7 +151,7 @@ class AttentionEmitter:
             found["slopes"] = linear if self.slopes.factor == 1 else linear * self.slopes.factor
         if self.documents is not None:
             found |= self._documents(builder, self.documents)
-        return found
+        return Operands(**found)
 
     def _bias(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...], query: Any) -> Any:
         """The bias; one number for all scores, Python's or a tensor's, as a tensor of the rank of scores."""

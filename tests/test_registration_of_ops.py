@@ -1,0 +1,161 @@
+"""`lz.register_kernel` for every op: a function of operands and attributes runs as one call and as part of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import Rewriting
+from torch import Tensor
+
+import lz_compile as lz
+from lz_compile.errors import RegistrationError
+from lz_compile.lowering import ops
+from lz_compile.lowering.operands import are_one
+from lz_compile.runtime import context, events, health
+from lz_compile.runtime.registry import KernelSpec, kernels
+
+ID = "new.kernel"
+OPS = [op for op in ops.names() if are_one(ops.module(op))]
+#: Sizes at which every op's sample is one that a graph's recogniser takes.
+SIZES = {"num_kv_heads": 2, "num_heads": 4, "rotary_dim": 8}
+
+for_every_op = pytest.mark.parametrize("op", OPS)
+in_both_ways = pytest.mark.parametrize("is_traceable", [False, True], ids=["opaque", "traceable"])
+
+
+@pytest.fixture(autouse=True)
+def _cleared(tmp_path, monkeypatch):
+    """No kernel of a test and no verdict about it is left for another one."""
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    yield
+    if any(ID in kernels(op) for op in OPS):
+        lz.unregister_kernel(ID)
+    health.restore(ID)
+
+
+def register(op: str, function: Callable[..., Any], **changes: Any) -> KernelSpec:
+    given = {"platform": "cpu", "supported_dtypes": ["float32"], "supports": supported(op), **changes}
+    lz.register_kernel(operation=op, kernel_id=ID, **given)(function)
+    return kernels(op)[ID]
+
+
+def supported(op: str) -> list[str]:
+    """What the op's sample and shipped kernels ask for, without gradients."""
+    given = problem(op)
+    found = {feature for spec in kernels(op).values() if spec.is_shipped for feature in spec.supports}
+    found |= ops.module(op).features(given.attrs, given.facts).keys()
+    return sorted(each for each in found if each not in {"*", "training"} and "gradient" not in each)
+
+
+def problem(op: str) -> Any:
+    """The op's own sample."""
+    sizes = {name: SIZES.get(name, 8) for name in context.dim_names(op)}
+    return ops.module(op).sample(sizes, torch.float32, torch.device("cpu"))
+
+
+def source(op: str) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """What a model's source computes, and its inputs; an MLP is known by its projections, which are none of the op's."""
+    given = problem(op)
+    if op != "mlp":
+        return given.as_written(), given.inputs
+
+    def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return (F.silu(x @ gate) * (x @ up)) @ down
+
+    return gated, tuple(torch.randn(4, 8, 8).unbind())
+
+
+def noting(op: str, seen: list[Any]) -> Callable[..., Any]:
+    def kernel(x, attrs):
+        seen.append((x, attrs))
+        return ops.module(op).reference(x, attrs)
+
+    return kernel
+
+
+@for_every_op
+@in_both_ways
+def test_a_function_is_given_the_ops_operands_and_attributes(op, is_traceable):
+    given, seen = problem(op), []
+    spec = register(op, noting(op, seen), is_traceable=is_traceable)
+    with torch.no_grad():
+        actual = given.with_kernel(spec.call)(*given.inputs)
+        expected = given.with_kernel(ops.module(op).reference)(*given.inputs)
+    torch.testing.assert_close(actual, expected)
+    ((x, attrs),) = seen
+    assert type(x) is ops.module(op).Operands
+    assert attrs == given.attrs
+    assert health.retired(ID) is None
+
+
+@for_every_op
+@in_both_ways
+def test_a_function_is_proven_and_put_into_a_graph(op, is_traceable):
+    function, inputs = source(op)
+    # A routed adapter's definition branches on tensors; of the others, it can be traced.
+    kernel = kernels(op)["torch.routing"].call if op == "routing" else ops.module(op).reference
+    register(op, kernel, is_traceable=is_traceable)
+    backend = Rewriting(lock={op: ID})
+    torch._dynamo.reset()
+    with torch.no_grad():
+        actual = torch.compile(function, backend=backend)(*inputs)
+        torch.testing.assert_close(actual, function(*inputs), atol=1e-4, rtol=1e-4)
+    assert [match.kernel for match in backend.report.matches] == [ID], backend.why_not()
+    calls = [node for graph in backend.graphs for node in graph.graph.nodes if "registered" in str(node.target)]
+    assert len(calls) == (0 if is_traceable else 1)
+
+
+@for_every_op
+@in_both_ways
+def test_a_function_of_operands_one_by_one_is_refused_with_the_form_that_it_should_have(op, is_traceable):
+    names = ops.module(op).Operands.names
+    scope: dict[str, Any] = {}
+    exec(f"def kernel({', '.join(names)}, *, attrs): return {names[0]}", scope)
+    with pytest.raises(RegistrationError) as failure:
+        register(op, scope["kernel"], is_traceable=is_traceable)
+    text = str(failure.value)
+    assert "expected 'def kernel(x, attrs)' with the op's operands in one object" in text
+    assert f"received 'def kernel({', '.join(names)}, *, attrs)'" in text
+    assert f"Read the operands from x: {', '.join(f'x.{name}' for name in names)}" in text
+
+
+@for_every_op
+def test_what_runs_as_one_call_has_no_gradient_and_computes_nothing_along(op):
+    with pytest.raises(RegistrationError, match="'training' needs is_traceable=True"):
+        register(op, noting(op, []), supports=["training"])
+    with pytest.raises(RegistrationError, match="fuses_ops needs is_traceable=True"):
+        register(op, noting(op, []), fuses_ops=["residual"])
+
+
+@for_every_op
+def test_a_result_of_another_shape_retires_the_function_and_the_ops_definition_completes_the_call(op):
+    given = problem(op)
+    spec = register(op, lambda x, attrs: ops.module(op).reference(x, attrs)[:1])
+    with torch.no_grad(), events.collect() as happened:
+        actual = given.with_kernel(spec.call)(*given.inputs)
+        torch.testing.assert_close(actual, given.with_kernel(ops.module(op).reference)(*given.inputs))
+    assert [event.code for event in happened] == ["KERNEL_FAILED", "KERNEL_RETIRED"]
+    assert "expected torch.float32 (" in happened[0].message
+
+
+def test_a_result_in_another_memory_order_is_put_into_the_ops():
+    spec = register("norm", lambda x, attrs: ops.module("norm").reference(x, attrs).t().contiguous().t())
+    given = problem("norm")
+    with torch.no_grad():
+        found: Tensor = given.with_kernel(spec.call)(*given.inputs)
+    assert found.is_contiguous()
+
+
+def test_a_number_among_operands_may_be_a_number_or_a_tensor():
+    seen: list[Any] = []
+    spec = register("blend", noting("blend", seen))
+    module = ops.module("blend")
+    host, seed = torch.randn(2, 3, 4, 5).unbind()
+    for alpha in (0.1, torch.tensor(0.1)):
+        given = (module.Operands(host, seed, alpha), module.BlendAttrs())
+        torch.testing.assert_close(spec.call(*given), module.reference(*given))
+    assert [each.alpha.dtype for each, _ in seen] == [torch.float64, torch.float32]
