@@ -24,7 +24,7 @@ from lz_compile.errors import OptionError, RewriteFailedError, UnknownKernelErro
 from lz_compile.lowering import inductor
 from lz_compile.lowering.kernels import torch_sdpa
 from lz_compile.options import Options
-from lz_compile.passes import validate
+from lz_compile.passes.proof import validate
 from lz_compile.runtime import policy, registry
 from lz_compile.runtime.report import MatchReport, new_report
 

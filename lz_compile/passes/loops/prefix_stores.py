@@ -8,6 +8,7 @@ than time, and held against the recurrence, as in :mod:`prefix_scan`. The writes
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +23,13 @@ from lz_compile.passes.algebra import is_pointwise
 from lz_compile.passes.edits.edit import MayEdit, anywhere
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.loops.loop_step_graph import Emitter
-from lz_compile.passes.loops.prefix_scan import AGREES, SMALL, recurrence
+from lz_compile.passes.loops.prefix_scan import SMALL, recurrence
 from lz_compile.passes.loops.reroll import LEAST_POINTWISE
+from lz_compile.passes.proof.agreement import agree
+from lz_compile.passes.proof.running import no_attribute, run
 from lz_compile.passes.view import memory_of, read, tensor_of
-from lz_compile.runtime import fingerprint
+from lz_compile.runtime import events, fingerprint
+from lz_compile.runtime.isolation import isolated
 
 _VIEWS = frozenset(
     {
@@ -50,10 +54,13 @@ _LEAST_WRITES = 4
 
 def prefix_stores(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     """Put a call of the op where memory (of a node that may be edited) is overwritten by a recurrence; how many there are."""
-    found = 0
-    while (sweep := next((each for each in _sweeps(graph) if may_edit(each.root)), None)) is not None:
+    found, failed = 0, dict[str, Exception]()
+    while (sweep := next((each for each in _sweeps(graph, failed) if may_edit(each.root)), None)) is not None:
         _replace(graph, sweep)
         found += 1
+    for name, error in failed.items():
+        text = f"what is written to {name} may be a recurrence; it stays as it is, for it does not run at other sizes"
+        events.record("PROBE_FAILED", text, error, level=logging.INFO)
     return found
 
 
@@ -82,8 +89,8 @@ class _Sweep:
     is_reversed: bool
 
 
-def _sweeps(graph: fx.Graph) -> Iterator[_Sweep]:
-    """The recurrences that memory is overwritten by."""
+def _sweeps(graph: fx.Graph, failed: dict[str, Exception]) -> Iterator[_Sweep]:
+    """The recurrences that memory is overwritten by; notes by name what ``failed`` to run."""
     if sum(_target(node) is not None for node in graph.nodes) < _LEAST_WRITES:
         return
     memory = _Memory(graph)
@@ -100,7 +107,7 @@ def _sweeps(graph: fx.Graph) -> Iterator[_Sweep]:
         if len(read_later) != 1 or len(operands) > 2 or any(tensor_of(each) is None for each in operands):
             continue
         if memory.is_closed(region):
-            found = _proven(memory, region, read_later[0])
+            found = _proven(memory, region, read_later[0], failed)
             if found is not None:
                 yield found
 
@@ -228,7 +235,7 @@ def _family(node: fx.Node) -> list[fx.Node]:
 # ---- proof -----------------------------------------------------------------------------------------------------------
 
 
-def _proven(memory: _Memory, region: _Region, root: fx.Node) -> _Sweep | None:
+def _proven(memory: _Memory, region: _Region, root: fx.Node, failed: dict[str, Exception]) -> _Sweep | None:
     decay = next(iter((region.roots | region.given) - {root}), None)
     tensors = [tensor_of(each) for each in (root, decay) if each is not None]
     if any(each is None or not each.is_floating_point() or _is_symbolic(each) for each in tensors):
@@ -236,12 +243,14 @@ def _proven(memory: _Memory, region: _Region, root: fx.Node) -> _Sweep | None:
     for dims in _times([list(each.shape) for each in tensors if each is not None]):
         given = _numbers(dict(zip([root] if decay is None else [root, decay], dims, strict=True)))
         try:
-            computed = _Reduced(memory, region).run(given, root)
-        except Exception:  # noqa: BLE001 at other sizes than its own it may be anything: it is no recurrence along this dimension
+            computed = _reduced(memory, region, given)[root]
+        except Exception as error:  # noqa: BLE001 at other sizes than its own it may be anything, and time another dimension
+            failed.setdefault(root.name, error)
             continue
         for order, is_reversed in itertools.product(_orders(root, decay, dims), (False, True)):
             factor = None if decay is None else given[decay].permute(order)
             if _agrees(computed, given[root], factor, dims[0], is_reversed):
+                failed.pop(root.name, None)
                 return _Sweep(region, root, decay, order, dims[0], is_reversed)
     return None
 
@@ -279,7 +288,7 @@ def _agrees(
     turned = [each.flip(dim) if is_reversed and each is not None else each for each in (decay, drive)]
     expected = recurrence(turned[0], turned[1], dim)  # type: ignore[arg-type]  # a drive is a tensor
     expected = expected.flip(dim) if is_reversed else expected
-    return expected.shape == computed.shape and bool((expected - computed).abs().max() <= AGREES)
+    return agree(expected, computed)
 
 
 def _numbers(dims: Mapping[fx.Node, int]) -> dict[fx.Node, torch.Tensor]:
@@ -302,33 +311,28 @@ def _by_stride(tensor: torch.Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda place: -strides[place])
 
 
-class _Reduced:
-    """Runs a region at smaller sizes: those that reshapes spell out become those that the other sizes leave."""
-
-    def __init__(self, memory: _Memory, region: _Region) -> None:
-        names = {each for root in region.roots for each in memory.members[root]}
-        last = max(map(memory.position.__getitem__, region.writes))
-        inside = [node for node in region.nodes | names if memory.position[node] <= last]
-        self._nodes = sorted(inside, key=memory.position.__getitem__)
-
-    def run(self, given: Mapping[fx.Node, torch.Tensor], root: fx.Node) -> torch.Tensor:
-        """What is in the memory of ``root`` in the end."""
-        values: dict[fx.Node, Any] = {node: value.clone() for node, value in given.items()}
-        for node in self._nodes:
-            if node not in values:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                call = read(node)
-                if call is not None and call.name in ("view", "reshape") and isinstance(call.input, fx.Node):
-                    values[node] = _reshaped(node, call.input, values[call.input])
-                elif node.op == "call_method":
-                    values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-                else:
-                    values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return values[root]  # type: ignore[no-any-return]
+def _reduced(memory: _Memory, region: _Region, given: Mapping[fx.Node, torch.Tensor]) -> Mapping[fx.Node, torch.Tensor]:
+    """What a region leaves in memory at smaller sizes: those that reshapes spell out become those that the others leave."""
+    names = {each for root in region.roots for each in memory.members[root]}
+    last = max(map(memory.position.__getitem__, region.writes))
+    inside = [node for node in region.nodes | names if memory.position[node] <= last]
+    nodes = sorted(inside, key=memory.position.__getitem__)
+    with isolated():
+        values = {node: value.clone() for node, value in given.items()}
+        return run(zip(nodes, nodes, strict=True), values, attribute=no_attribute, adapt=_at_smaller_sizes)
 
 
-def _reshaped(node: fx.Node, of: fx.Node, value: torch.Tensor) -> torch.Tensor:
-    """A view at other sizes: dimensions that stay keep theirs, those that are split or joined are as they were."""
+def _at_smaller_sizes(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    call = read(node)
+    if call is not None and call.name in ("view", "reshape") and isinstance(call.input, fx.Node):
+        return "view", (args[0], _sizes(node, call.input, args[0])), {}
+    return node.target, args, kwargs
+
+
+def _sizes(node: fx.Node, of: fx.Node, value: torch.Tensor) -> list[int]:
+    """The sizes of a view of ``value``: dimensions that stay keep theirs, those that are split or joined are as they were."""
     source, result = tensor_of(of), tensor_of(node)
     assert source is not None, "a view is of a tensor"
     assert result is not None, "a view is a tensor"
@@ -347,7 +351,7 @@ def _reshaped(node: fx.Node, of: fx.Node, value: torch.Tensor) -> torch.Tensor:
         if not is_one and list(value.shape[here:i]) != old[here:i]:
             raise ValueError(f"{node.name} splits or joins dimensions that are smaller here")
         sizes += [value.shape[here]] if is_one else new[there:j]
-    return value.view([*sizes, *new[j:]])
+    return [*sizes, *new[j:]]
 
 
 # ---- rewriting -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import fx
 
 from lz_compile.lowering.ops.sampling import SamplingAttrs, reference
 from lz_compile.passes.axes import Size, axes_of
-from lz_compile.passes.resize import shape
+from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.sampling.excerpt import Excerpt, random_leaves, sizes_for
 from lz_compile.passes.sampling.kept import Form, Limit, Limits
 
