@@ -11,10 +11,11 @@ from torch import fx
 from lz_compile.passes.loops.index_sum import IndexSum
 from lz_compile.passes.loops.index_terms import Atom
 from lz_compile.passes.loops.index_values import Source, Values
-from lz_compile.passes.loops.step_form import StepForm, between
+from lz_compile.passes.loops.step_form import StepForm
 from lz_compile.passes.loops.transition import Transition
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.proof.running import no_attribute, run
+from lz_compile.passes.proof.subgraph import needed
 from lz_compile.runtime.isolation import isolated
 
 #: States with more elements than this are left to the proof of the rewrite.
@@ -116,8 +117,8 @@ def _run(
     outputs: list[fx.Node], given: Mapping[fx.Node, torch.Tensor], generator: torch.Generator
 ) -> dict[fx.Node, Any]:
     """The step as it is written, in float64 on the CPU; what the transition does not depend on is random."""
-    order = sorted({each for node in outputs for each in between(node, set(given))})
-    others = [node for node in order if node.op != "call_function" and node not in given]
+    order = needed(outputs, given)
+    others = [node for node in order if node.op != "call_function"]
     values = {node: _random(node, generator, is_mask=node.meta["val"].dtype == torch.bool) for node in others}
     return run(zip(order, order, strict=True), {**given, **values}, attribute=no_attribute, adapt=_exactly)
 

@@ -20,6 +20,7 @@ from lz_compile.passes.loops.index_sum import Dims, IndexSum, dims_of
 from lz_compile.passes.loops.index_terms import Atom, Factor, UnreadableError
 from lz_compile.passes.loops.step_rules import LOGICAL, OF_TRUTH_VALUES, RULES, Rule, as_sum, shape_of
 from lz_compile.passes.loops.step_trace import Step
+from lz_compile.passes.proof.subgraph import needed
 
 aten = torch.ops.aten
 #: The home of what depends on no state.
@@ -69,7 +70,7 @@ class StepForm:
         reader.values.update({each: value for each, value in self.values.items() if self.home[each] == FREE})
         dims = self.values[node].dims if node in self.values else dims_of(shape_of(node))
         reader.values[node] = IndexSum.of_cut_atom(atom, dims)
-        reader.read(between(wanted, {node}), fixed={node})
+        reader.read(needed([wanted], {node}), fixed={node})
         return reader.values.get(wanted)
 
 
@@ -139,18 +140,6 @@ def _finer(step: Step, values: Mapping[fx.Node, IndexSum]) -> dict[fx.Node, Dims
     return {state: after for state, before, after in both if before != after}
 
 
-def between(wanted: fx.Node, edge: set[fx.Node]) -> list[fx.Node]:
-    """What ``wanted`` needs down to ``edge``, in the order of the graph."""
-    needed, stack = {wanted}, [wanted]
-    while stack:
-        node = stack.pop()
-        for operand in () if node in edge else node.all_input_nodes:
-            if operand not in needed:
-                needed.add(operand)
-                stack.append(operand)
-    return sorted(needed)
-
-
 # ---- what depends on what ------------------------------------------------------------------------------------------
 
 
@@ -186,7 +175,7 @@ def _origin(node: fx.Node) -> fx.Node:
 
 def _is_delay(step: Step, states: tuple[int, ...]) -> bool:
     own = {step.states[state] for state in states}
-    return not any(own & set(between(step.carried[state], set())) for state in states)
+    return not any(own & set(needed([step.carried[state]], ())) for state in states)
 
 
 def _prepare(step: Step, home: Mapping[fx.Node, int]) -> bool:
@@ -403,7 +392,7 @@ class _Reader:
         return f"the state {states[0]}" if len(states) == 1 else f"the states {', '.join(states)}"
 
     def _states(self, node: fx.Node) -> set[int]:
-        inputs = set(between(node, set()))
+        inputs = set(needed([node], ()))
         return {
             i for i, state in enumerate(self.step.states) if state in inputs and self.home[state] == self.home[node]
         }

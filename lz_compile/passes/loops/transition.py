@@ -18,9 +18,10 @@ from torch import fx
 from lz_compile.passes.loops.index_sum import IndexSum, substituted
 from lz_compile.passes.loops.index_terms import IDENTITY, Atom, Factor, Term, UnreadableError, normal_term
 from lz_compile.passes.loops.rank_one import Product, paired, products_of
-from lz_compile.passes.loops.step_form import StepForm, between
+from lz_compile.passes.loops.step_form import StepForm
 from lz_compile.passes.loops.step_rules import is_curved
 from lz_compile.passes.match import RefusedError
+from lz_compile.passes.proof.subgraph import needed
 
 Reads = Literal["after", "before"]
 
@@ -126,7 +127,7 @@ def _check_affine(form: StepForm, component: int) -> None:
             text = f"the state {step.names[step.states[state]]} holds no real numbers"
             raise RefusedError("NOT_AFFINE", text, "keep counters out of the state")
         if node not in form.values:
-            inner = [each for each in between(node, set()) if each in form.reasons]
+            inner = [each for each in needed([node], ()) if each in form.reasons]
             multiple = next((each for each in inner if each.name in form.multiples), None)
             if multiple is not None:
                 text = f"{multiple.name} multiplies the state by a symbolic size"
@@ -262,7 +263,7 @@ def _after(form: StepForm, state: int, whole: IndexSum, node: fx.Node) -> _RawRe
     new = form.step.carried[state]
     value = form.values.get(node)
     size = new.meta["val"].numel()
-    inner = [each for each in reversed(between(node, set())) if each in form.values and each is not new]
+    inner = [each for each in reversed(needed([node], ())) if each in form.values and each is not new]
     like = [each for each in inner if form.home[each] == form.home[new] and each.meta["val"].numel() == size]
     for candidate in [new, *(each for each in like if each not in form.step.states)]:
         found = form.with_atom(candidate, atom, node)

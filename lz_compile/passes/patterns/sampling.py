@@ -82,6 +82,7 @@ class _Reader:
     effects: Effects
     filters: list[_Filter] = field(default_factory=list)
     covered: set[fx.Node] = field(default_factory=set)
+    told: set[fx.Node] = field(default_factory=set)
 
     # ---- filters ------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,8 @@ class _Reader:
                 refused = refused or refusal
                 continue
             if found is not None:
-                self._note(found)
+                self.filters.append(found)
+                self.covered.update(found.core)
                 return None
         return None if refused is None else _missed(anchor, refused)
 
@@ -174,7 +176,7 @@ class _Reader:
             if found is None or not any(is_choice(node) for node in found.core):
                 continue
             try:
-                limits = limits_of(found, form)
+                limits = limits_of(found, form, self.told)
             except RefusedError as refusal:
                 refused = refused or refusal
                 continue
@@ -199,7 +201,7 @@ class _Reader:
         affected = Affected(self.effects, entry.node)
         for tried, exit_ in enumerate(exits(self.effects, entry, affected, entry.node)):
             inner = excerpt(self.effects, entry, affected, exit_)
-            limits = None if inner is None else limits_of(inner, "parts")
+            limits = None if inner is None else limits_of(inner, "parts", self.told)
             if inner is not None and limits is not None and limits.result == "probs" and not limits.named:
                 return replace(
                     found, exit=exit_, limits=replace(found.limits, result="probs"), core=found.core | {*inner.core}
@@ -234,10 +236,6 @@ class _Reader:
         dim = call.get("dim")
         is_over = isinstance(dim, int) and scores.vocab in scores.dims[dim % len(scores.dims)]
         return scores.at(call.input) if is_over and isinstance(call.input, fx.Node) else None
-
-    def _note(self, found: _Filter) -> None:
-        self.filters.append(found)
-        self.covered.update(found.core)
 
     # ---- chains -------------------------------------------------------------------------------------------------
 

@@ -74,7 +74,8 @@ class Affected:
 class Excerpt:
     """What lies between ``entry`` and ``exit``; see :class:`~lz_compile.passes.proof.resize.Found`.
 
-    ``leaves`` are further tensors that are read, ``read`` the axes of the nodes between that spell out sizes.
+    ``leaves`` are further tensors that are read, ``read`` the axes of the nodes between that spell out sizes. ``failures``
+    are what it raised when it was run.
     """
 
     entry: Scores
@@ -82,6 +83,7 @@ class Excerpt:
     core: tuple[fx.Node, ...]
     leaves: Mapping[fx.Node, Dims]
     read: Mapping[fx.Node, Dims]
+    failures: list[Exception] = field(default_factory=list, compare=False)
     _resized: dict[tuple[int, ...], Subgraph] = field(default_factory=dict, compare=False)
 
     @property

@@ -7,6 +7,7 @@ kept: top-k, top-p, min-p, or several of them at once, in the order of :mod:`lz_
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from lz_compile.passes.sampling.excerpt import Excerpt, sizes_for
 from lz_compile.passes.sampling.kept import VOCAB, Form, Limit, Limits
 from lz_compile.passes.sampling.probes import Order, Probe
 from lz_compile.passes.view import tensor_of
+from lz_compile.runtime import events
 from lz_compile.runtime.isolation import isolated
 
 _TIES: tuple[Ties, ...] = ("all", "first", "last")
@@ -48,8 +50,10 @@ _CORNERS, _MOST_CORNERS = (5.0, 1e4), 6
 _MOST_SCORES = 2**23
 
 
-def limits_of(found: Excerpt, form: Form) -> Limits | None:
+def limits_of(found: Excerpt, form: Form, told: set[fx.Node]) -> Limits | None:
     """The limits that keep what an excerpt keeps, none of them where it only normalises; None where it is no filter.
+
+    Of scores, the first excerpt that does not run at a small size is an event; those of which it was ``told`` are noted.
 
     Raises:
         RefusedError: it keeps some and drops others, by a rule that the op does not have.
@@ -60,6 +64,27 @@ def limits_of(found: Excerpt, form: Form) -> Limits | None:
     vocab = _vocab(found)
     if vocab is None:
         return None
+    try:
+        return _limits_of(found, form, vocab)
+    finally:
+        if found.failures and found.entry.node not in told:
+            told.add(found.entry.node)
+            _tell_failures(found)
+
+
+def _tell_failures(found: Excerpt) -> None:
+    """Note that runs failed, where a filter may be missed for it."""
+    size = found.entry.vocab.size
+    if isinstance(size, int) and size < LEAST_MISSED:
+        return
+    text = (
+        f"what {found.exit.name} keeps of {found.entry.node.name} is not known for sure: "
+        f"it was run at a small size and failed, {len(found.failures)} times"
+    )
+    events.record("PROBE_FAILED", text, found.failures[0], level=logging.INFO)
+
+
+def _limits_of(found: Excerpt, form: Form, vocab: int) -> Limits | None:
     with isolated():
         first = Probe.of(found, form, vocab, 1.0)
         outcome = None if first is None else first.outcome()

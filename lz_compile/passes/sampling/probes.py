@@ -12,13 +12,13 @@ from torch import fx
 
 from lz_compile.lowering.ops.sampling import SamplingAttrs, reference
 from lz_compile.passes.axes import Size, axes_of
+from lz_compile.passes.proof.agreement import agree
 from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.sampling.excerpt import Excerpt, random_leaves, sizes_for
 from lz_compile.passes.sampling.kept import Form, Limit, Limits
 
 #: At or below this, a score that is filled in has no weight after a softmax.
 _FILL = -1e4
-_NEAR = 1e-9
 
 
 @dataclass
@@ -45,7 +45,10 @@ class Probe:
         steps: int = 0,
         rows: Mapping[Size, int] | None = None,
     ) -> Probe | None:
-        """Run it; None where it raises, as what is no filter may at other sizes. ``steps``: so many different scores."""
+        """Run it; None where it raises, as what is no filter may at other sizes: the excerpt notes what it raised.
+
+        ``steps``: so many different scores.
+        """
         sizes = sizes_for(found.entry, vocab)
         sizes |= {axis: rows[axis.size] for axis in found.entry.rows if rows is not None and axis.size in rows}
         extents = shape(found.entry.dims, sizes)
@@ -67,7 +70,8 @@ class Probe:
         given = z if form == "scores" else z.exp()
         try:
             result = found.run(given, values, sizes)
-        except Exception:  # noqa: BLE001 whatever runs into its limits at other sizes is no filter that is known
+        except Exception as error:  # noqa: BLE001 whatever runs into its limits at other sizes is no filter that is known
+            found.failures.append(error)
             return None
         if result.shape != given.shape:
             return None
@@ -92,9 +96,9 @@ class Probe:
         kept = result > 0
         if not kept.any(-1).all() or (result < 0).any():
             return None
-        if _near(result, torch.softmax(z.masked_fill(~kept, -math.inf), -1)):
+        if agree(result, torch.softmax(z.masked_fill(~kept, -math.inf), -1)):
             return Limits("probs")
-        return Limits("parts") if _near(result, torch.softmax(z, -1) * kept) and not kept.all() else None
+        return Limits("parts") if agree(result, torch.softmax(z, -1) * kept) and not kept.all() else None
 
     def kept(self, outcome: Limits) -> torch.Tensor:
         """Which tokens are left, ``[N, V]``."""
@@ -196,7 +200,3 @@ class Order:
 
 def _place(found: Excerpt) -> int:
     return next(at for at, dim in enumerate(found.entry.dims) if found.entry.vocab in dim)
-
-
-def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(((one - other).abs() <= _NEAR).all())
