@@ -10,7 +10,7 @@ from backends import Rewriting
 from graphs import capture
 from torch import Tensor, fx
 
-from lz_compile.passes.proof.running import NotRunnableError, no_attribute, run
+from lz_compile.passes.proof.running import NotRunnableError, run
 from lz_compile.passes.proof.subgraph import Subgraph, needed
 from lz_compile.runtime.isolation import isolated
 
@@ -50,9 +50,9 @@ def test_a_run_says_what_it_cannot_run() -> None:
     held = graph.get_attr("weight", type_expr=None)
     with isolated():
         with pytest.raises(NotRunnableError, match="x is a placeholder"):
-            run([(node, node)], {}, attribute=no_attribute)
+            run([node], {})
         with pytest.raises(NotRunnableError, match="it reads weight"):
-            run([(held, held)], {}, attribute=no_attribute)
+            run([held], {})
 
 
 def test_what_is_needed_ends_at_what_is_given() -> None:

@@ -188,7 +188,7 @@ def run(
         for manager in ambient_context(ambient):
             stack.enter_context(manager)
         values = running.run(
-            ((was.node, was) for was in calls),
+            calls,
             inputs.values,
             attribute=partial(_held, attribute),
             adapt=_as_operator if as_operators else None,

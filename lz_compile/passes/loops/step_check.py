@@ -14,7 +14,7 @@ from lz_compile.passes.loops.index_values import Source, Values
 from lz_compile.passes.loops.step_form import StepForm
 from lz_compile.passes.loops.transition import Transition
 from lz_compile.passes.match import RefusedError
-from lz_compile.passes.proof.running import no_attribute, run
+from lz_compile.passes.proof.running import run
 from lz_compile.passes.proof.subgraph import needed
 from lz_compile.runtime.isolation import isolated
 
@@ -120,7 +120,7 @@ def _run(
     order = needed(outputs, given)
     others = [node for node in order if node.op != "call_function"]
     values = {node: _random(node, generator, is_mask=node.meta["val"].dtype == torch.bool) for node in others}
-    return run(zip(order, order, strict=True), {**given, **values}, attribute=no_attribute, adapt=_exactly)
+    return run(order, {**given, **values}, adapt=_exactly)
 
 
 def _exactly(

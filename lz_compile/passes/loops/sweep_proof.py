@@ -13,7 +13,7 @@ from torch import fx
 from lz_compile.passes.loops.prefix_scan import SMALL, recurrence
 from lz_compile.passes.loops.reroll import LEAST_POINTWISE
 from lz_compile.passes.proof.agreement import agree
-from lz_compile.passes.proof.running import no_attribute, run
+from lz_compile.passes.proof.running import run
 from lz_compile.passes.view import read, tensor_of
 from lz_compile.runtime.isolation import isolated
 
@@ -127,7 +127,7 @@ def _reduced(nodes: Sequence[fx.Node], given: Mapping[fx.Node, torch.Tensor]) ->
     """What is in memory in the end, at smaller sizes: those that reshapes spell out become those that the others leave."""
     with isolated():
         values = {node: value.clone() for node, value in given.items()}
-        return run(zip(nodes, nodes, strict=True), values, attribute=no_attribute, adapt=_at_smaller_sizes)
+        return run(nodes, values, adapt=_at_smaller_sizes)
 
 
 def _at_smaller_sizes(

@@ -26,13 +26,13 @@ from lz_compile.passes.sampling.drawn import draws, weighs
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, exits
 from lz_compile.passes.sampling.kept import Form, Limits
 from lz_compile.passes.sampling.limits import LEAST_MISSED, limits_of
-from lz_compile.passes.sampling.rounding import MAXIMA, check_dtypes, check_rounding, is_choice
+from lz_compile.passes.sampling.rounding import check_dtypes, check_rounding, is_choice
 from lz_compile.passes.sampling.sampling_emitter import SamplingEmitter
 from lz_compile.passes.sampling.sorted_draws import sorted_draw
-from lz_compile.passes.sampling.stores import ORDERING
+from lz_compile.passes.sampling.stores import MAXIMA, ORDERING, ordered_dim
 from lz_compile.passes.sampling.verbatim import check_repeatable
 from lz_compile.passes.sampling.warps import warps_of
-from lz_compile.passes.view import Call, tensor_of, where_of
+from lz_compile.passes.view import tensor_of, where_of
 
 OP = "sampling"
 #: So many values are tried as the scores that an anchor is about, and so many as what became of them.
@@ -92,30 +92,14 @@ class _Reader:
         if call is None or call.name not in ORDERING | MAXIMA:
             return False
         source = tensor_of(call.input)
-        is_ordered = source is not None and source.is_floating_point() and self._place(call) is not None
+        is_ordered = source is not None and source.is_floating_point() and ordered_dim(call) is not None
         return is_ordered and not weighs(self.effects, call.input)
-
-    def _place(self, call: Call) -> int | None:
-        """The dimension of the tokens."""
-        source = tensor_of(call.input)
-        dim = call.get("dim")
-        if call.name in ORDERING:
-            position = {"topk": "#2", "sort": "#1", "argsort": "#1", "kthvalue": "#2"}.get(call.name, "")
-            given = call.arguments.get(position)
-            dim = dim if dim is not None else given if isinstance(given, int) and not isinstance(given, bool) else -1
-            dim = 0 if call.name == "msort" else dim
-        if isinstance(dim, (tuple, list)) and len(dim) == 1:
-            dim = dim[0]
-        if source is None or not source.dim() or not isinstance(dim, int):
-            return None
-        place = dim % source.dim()
-        return place if shape_of(source)[place] != 1 else None
 
     def filter(self, anchor: fx.Node) -> NearMiss | None:
         """Note the filter that an anchor is part of; what stands in the way of one that looks like it."""
         call = self.effects.calls[anchor]
         assert call is not None, "an anchor is a call"
-        place = self._place(call)
+        place = ordered_dim(call)
         refused: RefusedError | None = None
         for entry in self._entries(anchor, call.input, place):
             affected = Affected(self.effects, entry.node)

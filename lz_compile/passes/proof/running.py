@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
+from lz_compile.passes.edits.snapshot import Was
 from lz_compile.passes.loops.scan_steps import run_steps
 from lz_compile.runtime.isolation import is_isolated
 
@@ -16,26 +17,6 @@ SCAN = torch.ops.higher_order.scan
 
 class NotRunnableError(Exception):
     """Calls that cannot be run on inputs that are made up, and why."""
-
-
-class Spelled(Protocol):
-    """A call as it is spelled: a node, or a node as it was once."""
-
-    @property
-    def op(self) -> str:
-        """``call_function``, ``call_method`` or ``get_attr``."""
-
-    @property
-    def target(self) -> Any:
-        """What is called; of a method its name."""
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """The operands, nodes among them."""
-
-    @property
-    def kwargs(self) -> Mapping[str, Any]:
-        """Those that were given by name."""
 
 
 #: What is called instead of a call, given its operands' values: a function or a method's name, and its arguments.
@@ -49,11 +30,20 @@ def called(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     return target(*args, **kwargs)
 
 
+def no_attribute(path: str) -> Any:
+    """For calls that read nothing that a module holds.
+
+    Raises:
+        NotRunnableError: always.
+    """
+    raise NotRunnableError(f"it reads {path}")
+
+
 def run(
-    calls: Iterable[tuple[fx.Node, Spelled]],
+    calls: Iterable[fx.Node | Was],
     values: Mapping[fx.Node, Any],
     *,
-    attribute: Callable[[str], Any],
+    attribute: Callable[[str], Any] = no_attribute,
     adapt: Adapt | None = None,
 ) -> dict[fx.Node, Any]:
     """Run calls one after the other, inside of :func:`~lz_compile.runtime.isolation.isolated`.
@@ -61,7 +51,7 @@ def run(
     Whoever calls decides what of the surroundings is entered there again: gradient mode, autocast.
 
     Args:
-        calls: nodes in order, each with how it is spelled; those that have a value already are left out.
+        calls: nodes in order, as they are or as they were; those that have a value already are left out.
         values: what is given.
         attribute: what a ``get_attr`` stands for.
         adapt: runs something else in the place of a call: another dtype, another device, other sizes.
@@ -75,7 +65,8 @@ def run(
     """
     assert is_isolated(), "what is run in order to learn something is isolated from the program around"
     found = dict(values)
-    for node, call in calls:
+    for call in calls:
+        node = call.node if isinstance(call, Was) else call
         if node not in found:
             found[node] = _result(node, call, found, attribute, adapt)
     return found
@@ -83,7 +74,7 @@ def run(
 
 def _result(
     node: fx.Node,
-    call: Spelled,
+    call: fx.Node | Was,
     values: Mapping[fx.Node, Any],
     attribute: Callable[[str], Any],
     adapt: Adapt | None,
@@ -99,12 +90,3 @@ def _result(
     if target is SCAN and not kwargs:  # the operator traces its step at every call; it computes a plain loop
         return run_steps(*args)
     return called(target, args, kwargs)
-
-
-def no_attribute(path: str) -> Any:
-    """For calls that read nothing that a module holds.
-
-    Raises:
-        NotRunnableError: always.
-    """
-    raise NotRunnableError(f"it reads {path}")

@@ -39,7 +39,7 @@ class Subgraph:
             Exception: what the calls raise.
         """
         given = dict(zip(self.inputs, values, strict=True))
-        found = run(zip(self.nodes, self.nodes, strict=True), given, attribute=self.held.__getitem__)
+        found = run(self.nodes, given, attribute=self.held.__getitem__)
         return tuple(found[node] for node in self.outputs)
 
     def copied(

@@ -6,6 +6,7 @@ What a filter keeps is found by looking at what it does to a few rows: that does
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +23,7 @@ from lz_compile.passes.proof.resize import resized, shape, whole
 from lz_compile.passes.proof.subgraph import Subgraph
 from lz_compile.passes.sampling.stores import is_ordering
 from lz_compile.passes.view import Call, is_symbolic, tensor_of, value_of
+from lz_compile.runtime import events
 
 #: More operations than a filter of scores is spelled with.
 _MOST = 120
@@ -114,6 +116,14 @@ class Excerpt:
         found: torch.Tensor
         (found,) = self._resized[key].run(scores.clone(), *(values[leaf] for leaf in self.leaves))
         return found
+
+    def tell_failures(self) -> None:
+        """Record that it did not run at other sizes."""
+        text = (
+            f"what {self.exit.name} makes of {self.entry.node.name} is not known for sure: "
+            f"it was run at a small size and failed, {len(self.failures)} times"
+        )
+        events.record("PROBE_FAILED", text, self.failures[0], level=logging.INFO)
 
     @cached_property
     def _whole(self) -> Subgraph:

@@ -7,7 +7,6 @@ kept: top-k, top-p, min-p, or several of them at once, in the order of :mod:`lz_
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +21,6 @@ from lz_compile.passes.sampling.excerpt import Excerpt, sizes_for
 from lz_compile.passes.sampling.kept import VOCAB, Form, Limit, Limits
 from lz_compile.passes.sampling.probes import Order, Probe
 from lz_compile.passes.view import tensor_of
-from lz_compile.runtime import events
 from lz_compile.runtime.isolation import isolated
 
 _TIES: tuple[Ties, ...] = ("all", "first", "last")
@@ -67,21 +65,11 @@ def limits_of(found: Excerpt, form: Form, told: set[fx.Node]) -> Limits | None:
     try:
         return _limits_of(found, form, vocab)
     finally:
-        if found.failures and found.entry.node not in told:
+        size = found.entry.vocab.size
+        is_missed = not isinstance(size, int) or size >= LEAST_MISSED
+        if found.failures and is_missed and found.entry.node not in told:
             told.add(found.entry.node)
-            _tell_failures(found)
-
-
-def _tell_failures(found: Excerpt) -> None:
-    """Note that runs failed, where a filter may be missed for it."""
-    size = found.entry.vocab.size
-    if isinstance(size, int) and size < LEAST_MISSED:
-        return
-    text = (
-        f"what {found.exit.name} keeps of {found.entry.node.name} is not known for sure: "
-        f"it was run at a small size and failed, {len(found.failures)} times"
-    )
-    events.record("PROBE_FAILED", text, found.failures[0], level=logging.INFO)
+            found.tell_failures()
 
 
 def _limits_of(found: Excerpt, form: Form, vocab: int) -> Limits | None:
