@@ -16,6 +16,7 @@ from torch import fx
 
 from lz_compile.passes.axes import Dims, fresh, shape_of
 from lz_compile.passes.effects import Effects
+from lz_compile.passes.proof.verdict_keys import described
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, sizes_for
 from lz_compile.passes.sampling.stores import is_ordering, ordered_dim
 from lz_compile.passes.view import read, tensor_of
@@ -74,6 +75,7 @@ class Ranks:
     effects: Effects
     _found: dict[fx.Node, Rank | None] = field(default_factory=dict)
     _affected: dict[fx.Node, Affected] = field(default_factory=dict)
+    _forms: dict[tuple[object, ...], tuple[int, int, bool] | None] = field(default_factory=dict)
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, fx.Node) and self.of(node) is not None
@@ -135,10 +137,14 @@ class Ranks:
         if found is None or found.leaves or not _is_exact(found):
             return None
         classes, is_spelled = _classes(found)
-        with isolated():
-            form = _form_of(found, dim, classes)
-        if found.failures:
-            found.tell_failures()
+        nodes = sorted({*found.core, *found.read})
+        key = (dim, classes, *map(_kind, (source, *nodes)), *described(nodes, {}, [source]))
+        if key not in self._forms:  # equal layers are run once
+            with isolated():
+                self._forms[key] = _form_of(found, dim, classes)
+            if found.failures:
+                found.tell_failures()
+        form = self._forms[key]
         if form is None:
             return None
         is_sorted = any(map(is_ordering, found.core))
@@ -212,6 +218,11 @@ def _value(found: Excerpt, x: torch.Tensor, dim: int) -> torch.Tensor | None:
     rows = [*x.shape[:dim], *x.shape[dim + 1 :]]
     is_one = [size for size in value.shape if size != 1] == [size for size in rows if size != 1]
     return value.reshape(rows) if is_one else None
+
+
+def _kind(node: fx.Node) -> tuple[object, ...]:
+    tensor = tensor_of(node)
+    return () if tensor is None else (tensor.dtype, *shape_of(tensor))
 
 
 def _shape(node: fx.Node) -> tuple[object, ...]:

@@ -38,7 +38,7 @@ def verdict_key(match: Match, source: Subgraph, kernel_id: str, real: Sizes | No
         lines.append(f"{node in match.rows} {node in match.dropped} {node in match.selecting}")
         lines.append(f"{match.masks.get(node)} {match.implied.get(node)}")
     calls = [*source.inputs, *source.nodes]
-    lines += [*_described(calls, source.held), str([calls.index(node) for node in source.outputs])]
+    lines += [*described(calls, source.held), str([calls.index(node) for node in source.outputs])]
     axes = {axis: f"a{i}" for i, axis in enumerate(sizes)}
     for node, dims in match.inputs.items():
         lines.append(f"{order[node]} {[[axes[a] for a in axes_of((dim,))] for dim in dims]}")
@@ -50,12 +50,12 @@ def devices_of(match: Match) -> set[torch.device]:
     return {tensor.device for tensor in map(tensor_of, (*match.inputs, *match.outputs)) if tensor is not None}
 
 
-def _described(nodes: Iterable[fx.Node], held: Mapping[str, Any]) -> Iterator[str]:
-    """What calls compute, whatever they are called."""
-    names: dict[fx.Node, str] = {}
+def described(nodes: Iterable[fx.Node], held: Mapping[str, Any], given: Iterable[fx.Node] = ()) -> Iterator[str]:
+    """What calls compute of what is given, whatever they are called; what else they read is named."""
+    names = {node: f"i{index}" for index, node in enumerate(given)}
     for index, node in enumerate(nodes):
         names[node] = f"n{index}"
-        arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
+        arguments = fx.map_arg((node.args, node.kwargs), lambda each: names.get(each, each.name))
         yield f"n{index} {node.op} {target_name(node.op, node.target)} {arguments}"
         if node.op == "get_attr":
             yield from _value(held[str(node.target)])
@@ -66,6 +66,6 @@ def _value(value: Any) -> Iterator[str]:
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(repr(value.tolist()).encode()).hexdigest()}"
     elif isinstance(value, fx.GraphModule):
-        yield from _described(value.graph.nodes, held_by(value.graph.nodes))
+        yield from described(value.graph.nodes, held_by(value.graph.nodes))
     else:
         yield repr(value)
