@@ -16,7 +16,8 @@ from torch import fx
 from lz_compile.passes.loops.batched import Around
 from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.rebuilt_scan import CONTIGUOUS, Rewritten, value_of
-from lz_compile.passes.loops.step_form import StepForm, insert
+from lz_compile.passes.loops.step_form import StepForm
+from lz_compile.passes.loops.step_homes import insert
 from lz_compile.passes.loops.step_trace import ScanCall, is_filled, traced
 from lz_compile.passes.proof.subgraph import Subgraph, needed
 

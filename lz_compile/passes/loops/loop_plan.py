@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from lz_compile.passes.loops.step_form import FREE, StepForm
+from lz_compile.passes.loops.step_form import StepForm
+from lz_compile.passes.loops.step_homes import FREE
 from lz_compile.passes.loops.step_rules import moves_only
 from lz_compile.passes.loops.transition import Transition, transition_of
 from lz_compile.passes.match import RefusedError
