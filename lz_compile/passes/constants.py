@@ -16,7 +16,7 @@ from torch import fx
 
 from lz_compile.lowering import inductor
 from lz_compile.passes.effects import Effects, Look
-from lz_compile.passes.proof.running import run
+from lz_compile.passes.proof.running import NotRunnableError, run
 from lz_compile.passes.view import tensor_of, value_of
 from lz_compile.reasons import Reason
 from lz_compile.runtime.isolation import isolated
@@ -84,7 +84,7 @@ def evaluate(
     try:
         with isolated() as outside, outside.entered(), torch.no_grad():
             values = run(order, _buffers(effects, order), adapt=_on_cpu)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (NotRunnableError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         return _refusal(f"{node.name} could not be computed while compiling: {error}")
     value = values[node]
     if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (tuple(wanted.shape), wanted.dtype):

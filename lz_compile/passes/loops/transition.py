@@ -260,8 +260,7 @@ def _before(form: StepForm, atom: Atom, node: fx.Node) -> _RawRead | None:
 def _after(form: StepForm, state: int, whole: IndexSum, node: fx.Node) -> _RawRead | None:
     """As a read of the new state, or of something that can be taken for it where it is looked at."""
     atom, old = Atom(_NEW, "state"), form.state_atom(state)
-    new = form.step.carried[state]
-    value = form.values.get(node)
+    new, value = form.step.carried[state], form.values.get(node)
     size = new.meta["val"].numel()
     inner = [each for each in reversed(needed([node], ())) if each in form.values and each is not new]
     like = [each for each in inner if form.home[each] == form.home[new] and each.meta["val"].numel() == size]

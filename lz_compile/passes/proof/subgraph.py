@@ -55,20 +55,15 @@ class Subgraph:
         copies = {node: graph.placeholder(node.name) for node in self.inputs}
         copies.update({older: copies[newer] for older, newer in (given or {}).items()})
         for node in self.nodes:
-            copies[node] = (copier or copy_of)(graph, node, copies)
+            copies[node] = copier(graph, node, copies) if copier else graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in self.outputs))
         return graph, copies
 
-    def module(self, copier: Copier | None = None) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    def module(self) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
         """A copy as a function of the inputs, and the copy of every node."""
-        graph, copies = self.copied(copier)
+        graph, copies = self.copied()
         module = fx.GraphModule(dict(self.held), graph)
         return module, dict(zip(copies, module.graph.nodes, strict=False))
-
-
-def copy_of(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The same call, without metadata of its own."""
-    return graph.node_copy(node, copies.__getitem__)
 
 
 def needed(

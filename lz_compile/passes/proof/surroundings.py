@@ -53,8 +53,8 @@ class Surrounded(Subgraph):
         """
         match = part or self.match
         module, copies = self.module()
-        for node, copied in copies.items():
-            copied.meta = copy.copy(node.meta)
+        for node in self.inputs:
+            copies[node].meta = copy.copy(node.meta)
         if call is not None:
             splice(module.graph, _moved(match, copies), call, Recipes(), original=match.outputs)
             module.recompile()
