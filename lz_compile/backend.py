@@ -36,7 +36,7 @@ def layerzero(
 
 def _reset() -> None:
     """Called by ``torch._dynamo.reset()``: forget what was learned in memory (reports stay)."""
-    from lz_compile.passes import validate
+    from lz_compile.passes.proof import validate
 
     validate.forget()
 

@@ -14,7 +14,7 @@ import torch
 
 from lz_compile import __version__
 from lz_compile.lowering import inductor
-from lz_compile.passes.proof_run import tried
+from lz_compile.passes.proof.sides import tried
 from lz_compile.runtime import events, health, machine, policy
 from lz_compile.runtime.calls import DISPATCH
 from lz_compile.runtime.context import SelectionContext

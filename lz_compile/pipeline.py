@@ -21,10 +21,10 @@ from lz_compile.passes.joint import FusedEmitter
 from lz_compile.passes.loops.loop_scan import SCAN
 from lz_compile.passes.loops.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
 from lz_compile.passes.match import Match
+from lz_compile.passes.proof.validate import Validation, validate
 from lz_compile.passes.rewrite import Recipes, erase_unread, splice
 from lz_compile.passes.share import share_equal
 from lz_compile.passes.symbolic_sizes import symbolic_sizes
-from lz_compile.passes.validate import Validation, validate
 from lz_compile.passes.view import tensor_of
 from lz_compile.reading import Reading, Scans, fail, graphs, timed
 from lz_compile.reasons import Reason

@@ -28,7 +28,7 @@ from lz_compile.passes.loops.reroll import RolledLoop, never, reroll
 from lz_compile.passes.loops.unbatch import unbatch
 from lz_compile.passes.match import Failure, Match, NearMiss
 from lz_compile.passes.patterns import Recogniser, recognisers
-from lz_compile.passes.resize import input_left_out
+from lz_compile.passes.proof.resize import input_left_out
 from lz_compile.passes.sampling.stores import with_values
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events

@@ -11,8 +11,8 @@ import torch
 from lz_compile.errors import TrialError, UnknownKernelError
 from lz_compile.lowering import inductor
 from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, reference, reference_in_parts
-from lz_compile.passes.proof_run import is_same, tried
-from lz_compile.passes.validate import SLACK, TOLERANCE
+from lz_compile.passes.proof.agreement import SLACK, TOLERANCE
+from lz_compile.passes.proof.sides import is_same, tried
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, health
 from lz_compile.runtime.context import SelectionContext, from_tensors

@@ -19,7 +19,7 @@ import torch
 from lz_compile.errors import UnknownOperationError, nearest
 from lz_compile.lowering import inductor, ops
 from lz_compile.measuring import Measured, is_measured, may_differ, measure_forms, runnable
-from lz_compile.passes.surroundings import Binding, Excerpt, excerpt, symbols
+from lz_compile.passes.proof.surroundings import Binding, Surrounded, surrounded, symbols
 from lz_compile.passes.view import value_of
 from lz_compile.runtime import context as contexts
 from lz_compile.runtime import events, policy
@@ -220,7 +220,7 @@ def tune_match(
         the problem with its surroundings.
     """
     along = () if fusion is None else fusion.ops
-    found = excerpt(match if fusion is None else fusion.of(along), effects)
+    found = surrounded(match if fusion is None else fusion.of(along), effects)
     found = replace(found, surroundings=" ".join((*along, found.surroundings)))
     problem = replace(problem, surroundings=found.surroundings)
     verdict = policy_.verdict(problem.context)
@@ -252,16 +252,16 @@ def tune_match(
 
 
 def _form(
-    found: Excerpt, match: Match, fusion: Fusion | None, specs: Sequence[KernelSpec], call: Callable[..., Any] | None
+    found: Surrounded, match: Match, fusion: Fusion | None, specs: Sequence[KernelSpec], call: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """The excerpt with a kernel in place of the match, and of what it computes along."""
+    """The surroundings with a kernel in place of the match, and of what it computes along."""
     if fusion is None or call is None:
         return found.function(call)
     spec = next(spec for spec in specs if spec.call is call)
     return found.function(call, fusion.of(spec.fuses_ops) if spec.fuses_ops else match)
 
 
-def _bindings(match: Match, found: Excerpt, problem: Problem) -> Iterator[tuple[Binding, Sizes]]:
+def _bindings(match: Match, found: Surrounded, problem: Problem) -> Iterator[tuple[Binding, Sizes]]:
     """Numbers for every symbol, with the sizes that they give."""
     values = [value_of(node) for node in found.inputs]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]

@@ -20,7 +20,7 @@ from lz_compile.errors import RewriteFailedError
 from lz_compile.options import Options
 from lz_compile.passes.edits.trial_run import weights_of
 from lz_compile.passes.effects import Effects
-from lz_compile.passes.validate import SLACK, TOLERANCE
+from lz_compile.passes.proof.agreement import SLACK, TOLERANCE
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events
 from lz_compile.runtime.isolation import Outside, generators, isolated

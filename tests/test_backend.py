@@ -25,7 +25,7 @@ from lz_compile.lowering import inductor
 from lz_compile.lowering.kernels import torch_sdpa
 from lz_compile.lowering.ops.attention import Operands
 from lz_compile.options import Options
-from lz_compile.passes import validate
+from lz_compile.passes.proof import validate
 from lz_compile.runtime import policy, registry
 from lz_compile.runtime.report import MatchReport, new_report
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from lz_compile.lowering.kernels import torch_blend
 from lz_compile.lowering.ops import blend as op
+from lz_compile.passes.blends.blend_ranks import Ranks
 from lz_compile.passes.blends.blend_terms import Sums
+from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import NearMiss
 from lz_compile.passes.patterns.blend import recognise
 from lz_compile.runtime.registry import kernels
@@ -497,3 +499,57 @@ def test_a_host_that_is_detached_in_every_step_is_one() -> None:
     backend = Rewriting()
     torch.compile(function, backend=backend, fullgraph=True)(torch.randn(2, 3, 8, requires_grad=True), torch.rand(2, 1))
     assert "blend" in [match.op for match in backend.report.matches], backend.why_not()
+
+
+# ---- order statistics --------------------------------------------------------------------------------------------------
+
+
+def _statistics(function: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[int, int, bool]]:
+    """What the result of a function of logits is of the largest and the second largest, and whether equal ones count once."""
+    module = capture(function, x)
+    ranks = Ranks(Effects(module.graph))
+    found = [ranks.of(node) for node in module.graph.output_node().all_input_nodes]
+    of_input = [each for each in found if each is not None and each.source.op == "placeholder"]
+    return [(each.first, each.second, each.is_distinct) for each in of_input]
+
+
+RANKED: Mapping[str, tuple[Callable[[Tensor], Tensor], tuple[int, int, bool]]] = {
+    "largest": (lambda x: x.sort(-1, descending=True)[0][:, 0], (1, 0, False)),
+    "second, of what is gathered": (lambda x: x.gather(-1, x.argsort(-1, descending=True))[:, 1], (0, 1, False)),
+    "second, by its value": (lambda x: torch.where(x < x.amax(-1, True), x, -1e30).amax(-1), (0, 1, True)),
+    "second, in half": (
+        lambda x: x.masked_fill(x.ge(x.max(-1, keepdim=True)[0]), torch.finfo(x.dtype).min).max(-1)[0],
+        (0, 1, True),
+    ),
+    "of many": (lambda x: x.topk(7).values.narrow(-1, 1, 1), (0, 1, False)),
+    "negative margin": (lambda x: x.topk(2)[0].diff(dim=-1), (-1, 1, False)),
+}
+
+
+@pytest.mark.parametrize("classes", [9, 300])
+@pytest.mark.parametrize("name", RANKED)
+def test_the_two_largest_are_found_by_what_is_computed(name: str, classes: int) -> None:
+    function, expected = RANKED[name]
+    kind = torch.float16 if "half" in name else torch.float32
+    assert _statistics(function, torch.randn(3, classes, dtype=kind)) == [expected]
+
+
+UNRANKED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "the third": lambda x: x.topk(3).values[:, 2],
+    "the second smallest": lambda x: x.sort(-1).values[:, 1],
+    "of the columns": lambda x: x.masked_fill(x == x.amax(0, True), -torch.inf).amax(-1),
+    "what is near the largest masked": lambda x: x.masked_fill(x > x.amax(-1, True) - 1e-6, -torch.inf).amax(-1),
+    "zero filled in": lambda x: x.masked_fill(x == x.amax(-1, True), 0.0).amax(-1),
+    "a low number filled in": lambda x: x.masked_fill(x == x.amax(-1, True), -1e4).amax(-1),
+    "the largest, bounded": lambda x: x.topk(2).values.clamp(max=1e4)[:, 0],
+    "twice the same counts, three times not": lambda x: torch.where(
+        (x == x.amax(-1, True)).sum(-1) == 2, x.amax(-1), torch.where(x < x.amax(-1, True), x, -torch.inf).amax(-1)
+    ),
+    "rounded on the way": lambda x: x.topk(2).values.half().float()[:, 0],
+    "detached on the way": lambda x: x.topk(2).values.detach()[:, 0],
+}
+
+
+@pytest.mark.parametrize("name", UNRANKED)
+def test_what_is_nearly_one_of_the_two_largest_is_none(name: str) -> None:
+    assert _statistics(UNRANKED[name], torch.randn(3, 9)) == []

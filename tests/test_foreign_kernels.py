@@ -20,7 +20,7 @@ import lz_compile as lz
 from lz_compile import register_kernel, tune, unregister_kernel, validate
 from lz_compile.lowering import inductor, ops
 from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, reference
-from lz_compile.passes.validate import forget
+from lz_compile.passes.proof.validate import forget
 from lz_compile.runtime import child, eager, events, health, memory, registry
 
 ID = "test.foreign"

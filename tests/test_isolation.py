@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lz_compile import register_kernel, tune, tuning, unregister_kernel, validate
 from lz_compile.lowering.ops.attention import Operands, reference
 from lz_compile.measuring import Measured
-from lz_compile.passes.validate import forget
+from lz_compile.passes.proof.validate import forget
 from lz_compile.runtime import child
 from lz_compile.runtime.isolation import isolated
 

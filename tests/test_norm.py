@@ -24,10 +24,10 @@ from lz_compile.backend import layerzero
 from lz_compile.lowering.kernels import torch_norm
 from lz_compile.lowering.ops import norm as op
 from lz_compile.lowering.ops.norm import NormAttrs, NormFacts
-from lz_compile.passes import validate
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import Match
 from lz_compile.passes.patterns.norm import recognise
+from lz_compile.passes.proof import validate
 from lz_compile.runtime.report import MatchReport
 
 many = settings(

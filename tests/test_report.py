@@ -439,7 +439,7 @@ def test_json_of_every_dtype_is_json(dtype):
 
 def test_json_of_a_wrong_kernel_is_json_too(monkeypatch, tmp_path):
     from lz_compile.lowering.kernels import torch_sdpa
-    from lz_compile.passes import validate
+    from lz_compile.passes.proof import validate
     from lz_compile.runtime import registry
 
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))

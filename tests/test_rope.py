@@ -25,10 +25,10 @@ from lz_compile.backend import layerzero
 from lz_compile.lowering.kernels import torch_rope
 from lz_compile.lowering.ops import rope as op
 from lz_compile.lowering.ops.rope import RopeAttrs, RopeFacts
-from lz_compile.passes import validate
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import Match
 from lz_compile.passes.patterns.rope import recognise
+from lz_compile.passes.proof import validate
 from lz_compile.runtime.report import MatchReport
 
 many = settings(

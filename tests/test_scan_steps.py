@@ -18,8 +18,8 @@ from lz_compile.passes.effects import Effects
 from lz_compile.passes.loops.distribute import distribute
 from lz_compile.passes.match import Match, NearMiss
 from lz_compile.passes.patterns.scan import recognise
+from lz_compile.passes.proof.validate import validate
 from lz_compile.passes.rewrite import Recipes, splice
-from lz_compile.passes.validate import validate
 
 
 class Compiler:

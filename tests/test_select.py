@@ -18,7 +18,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import lz_compile as lz
 from lz_compile.errors import OptionError, UnknownKernelError
 from lz_compile.options import split
-from lz_compile.passes import validate
+from lz_compile.passes.proof import validate
 from lz_compile.runtime import health, policy, registry, select
 from lz_compile.runtime.context import SymbolicDim
 from lz_compile.runtime.estimate import PRIOR_NOISE

@@ -15,9 +15,9 @@ from torch._higher_order_ops.scan import scan
 from lz_compile.passes.axes import axes_of, fresh, shape_of
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import Match
+from lz_compile.passes.proof.surroundings import surrounded
+from lz_compile.passes.proof.validate import forget, validate
 from lz_compile.passes.rewrite import Recipes, RewriteError, splice
-from lz_compile.passes.surroundings import excerpt
-from lz_compile.passes.validate import forget, validate
 from lz_compile.passes.view import tensor_of
 
 
@@ -152,7 +152,7 @@ def test_what_is_computed_after_the_first_output_cannot_be_read() -> None:
 
 def test_an_excerpt_runs_with_all_of_its_outputs() -> None:
     module, match = _found()
-    found = excerpt(match, Effects(module.graph))
+    found = surrounded(match, Effects(module.graph))
     inputs = found.make_inputs({})
     expected = found.function(None)(*inputs)
     torch.testing.assert_close(found.function(_both)(*inputs), expected)
@@ -182,7 +182,7 @@ def test_the_body_of_a_loop_is_part_of_what_is_proven() -> None:
     match = _match(module, [loop, *parts], parts, sources)
     verdict = validate(match, shipped("sums"), _summed, None)
     assert verdict.ok, verdict.reason
-    found = excerpt(match, Effects(module.graph))
+    found = surrounded(match, Effects(module.graph))
     inputs = found.make_inputs({})
     torch.testing.assert_close(found.function(_summed)(*inputs), found.function(None)(*inputs))
     splice(module.graph, match, _summed, Recipes())

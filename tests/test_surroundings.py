@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import Match
 from lz_compile.passes.patterns.attention import recognise
+from lz_compile.passes.proof.surroundings import Surrounded, surrounded, symbols
 from lz_compile.passes.rewrite import Recipes, splice
-from lz_compile.passes.surroundings import Excerpt, excerpt, symbols
 from lz_compile.passes.view import read, value_of
 from lz_compile.runtime.context import of_match
 from lz_compile.runtime.registry import kernels
@@ -27,18 +27,18 @@ from lz_compile.runtime.registry import kernels
 OPAQUE, VISIBLE = "torch.sdpa", "lz.blocked"
 
 
-def excerpts(module: fx.GraphModule) -> list[Excerpt]:
+def excerpts(module: fx.GraphModule) -> list[Surrounded]:
     effects = Effects(module.graph)
-    return [excerpt(each, effects) for each in recognise(module.graph, effects) if isinstance(each, Match)]
+    return [surrounded(each, effects) for each in recognise(module.graph, effects) if isinstance(each, Match)]
 
 
-def of(function: Callable[..., Any], *inputs: Any, **options: Any) -> Excerpt:
+def of(function: Callable[..., Any], *inputs: Any, **options: Any) -> Surrounded:
     """The excerpt around the only attention."""
     (found,) = excerpts(capture(function, *inputs, **options))
     return found
 
 
-def held(found: Excerpt) -> list[str]:
+def held(found: Surrounded) -> list[str]:
     """The operations around the match, by name."""
     names = []
     for node in found.nodes:
@@ -56,7 +56,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (query @ key.transpose(-2, -1) * 0.3).softmax(-1) @ value
 
 
-def check(function: Callable[..., Any], *inputs: Tensor, tolerance: float = 1e-9) -> list[Excerpt]:
+def check(function: Callable[..., Any], *inputs: Tensor, tolerance: float = 1e-9) -> list[Surrounded]:
     """The excerpts of a function, once each gave what the function gives there: left alone, and with every kernel."""
     module = capture(function, *inputs)
     compare(module, in_order(module, dict(zip(parameters_of(function), inputs, strict=True))), tolerance)

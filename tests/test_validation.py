@@ -22,7 +22,7 @@ from lz_compile.errors import RewriteFailedError
 from lz_compile.lowering.kernels import torch_sdpa
 from lz_compile.lowering.ops.attention import Operands
 from lz_compile.options import Options
-from lz_compile.passes import validate
+from lz_compile.passes.proof import validate
 from lz_compile.runtime import events, hardware, machine, registry
 from lz_compile.runtime.kernel import KernelSpec
 from lz_compile.runtime.libraries import LazyFunction

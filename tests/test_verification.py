@@ -15,7 +15,7 @@ from lz_compile import pipeline, register_kernel, reports, unregister_kernel
 from lz_compile.errors import OptionError, RewriteFailedError
 from lz_compile.lowering.ops.attention import Operands, reference
 from lz_compile.options import split
-from lz_compile.passes.validate import Validation, forget
+from lz_compile.passes.proof.validate import Validation, forget
 from lz_compile.runtime.report import GraphReport
 from lz_compile.verification import Original
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lz_compile.passes.validate import SLACK, TOLERANCE
+from lz_compile.passes.proof.agreement import SLACK, TOLERANCE
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from lz_compile.passes.algebra import INFINITY, Leaf, Region
 from lz_compile.passes.axes import Axis, Dims, as_size, atoms, product
 from lz_compile.passes.effects import Ambient, ambient_context
+from lz_compile.passes.proof.running import called
 from lz_compile.passes.view import tensor_of
 
 #: In the metadata of every node that is ours: what a kernel emitted is not recognised again.
@@ -323,11 +324,9 @@ class GraphBuilder(Builder):
                 stack.enter_context(manager)
             stack.enter_context(fake_mode)
             stack.enter_context(enable_python_dispatcher())  # C++ would make numbers of symbolic sizes
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 return _without_autograd(node.target, args, kwargs)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return called(node.target, args, kwargs)
 
 
 def _without_autograd(operator: torch._ops.HigherOrderOperator, args: Any, kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ symbolic size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import fx
 
 from lz_compile.lowering import inductor
 from lz_compile.passes.effects import Effects, Look
+from lz_compile.passes.proof.running import NotRunnableError, run
 from lz_compile.passes.view import tensor_of, value_of
 from lz_compile.reasons import Reason
 from lz_compile.runtime.isolation import isolated
@@ -80,12 +81,10 @@ def evaluate(
         return order
     wanted = tensor_of(node)
     assert wanted is not None, f"{node.name} is no tensor"
-    values: dict[fx.Node, Any] = {}
     try:
         with isolated() as outside, outside.entered(), torch.no_grad():
-            for each in order:
-                values[each] = _run(effects, each, values)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            values = run(order, _buffers(effects, order), adapt=_on_cpu)
+    except (NotRunnableError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         return _refusal(f"{node.name} could not be computed while compiling: {error}")
     value = values[node]
     if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (tuple(wanted.shape), wanted.dtype):
@@ -153,24 +152,29 @@ def _why_not(effects: Effects, node: fx.Node) -> Reason | None:
     return None if call.name in _ALLOWED and "out" not in call.arguments else _refusal(f"{node.name} is {call.name}")
 
 
-def _run(effects: Effects, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    buffer = inductor.buffer_value(node) if node.op == "placeholder" else None
-    if buffer is not None:
-        return buffer.detach().to("cpu", copy=effects.has_mutations)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-    args, kwargs = _on_cpu(args), _on_cpu(kwargs)
-    if node.op == "call_method":
-        name = "cpu" if node.target == "cuda" else str(node.target)
-        return getattr(args[0], name)(*(args[1:] if name == node.target else ()), **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+def _buffers(effects: Effects, nodes: Iterable[fx.Node]) -> dict[fx.Node, torch.Tensor]:
+    """The values of those that are buffers."""
+    given = {node: inductor.buffer_value(node) for node in nodes if node.op == "placeholder"}
+    return {
+        node: buffer.detach().to("cpu", copy=effects.has_mutations)
+        for node, buffer in given.items()
+        if buffer is not None
+    }
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = _moved(args), _moved(kwargs)
+    return ("cpu", args[:1], kwargs) if node.target == "cuda" else (node.target, args, kwargs)
+
+
+def _moved(value: Any) -> Any:
     """Arguments with every device replaced."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, str) and value.split(":")[0] in ("cuda", "xpu", "mps"):
         return "cpu"
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_on_cpu, value)) if type(value) in (tuple, list) else value
-    return {name: _on_cpu(each) for name, each in value.items()} if isinstance(value, dict) else value
+        return type(value)(map(_moved, value)) if type(value) in (tuple, list) else value
+    return {name: _moved(each) for name, each in value.items()} if isinstance(value, dict) else value

@@ -20,8 +20,9 @@ from lz_compile.errors import KernelExecutionError, TrialError
 from lz_compile.lowering import ops
 from lz_compile.lowering.operands import called
 from lz_compile.lowering.ops import scan
-from lz_compile.passes.proof_run import ProofRun, is_same, run_kernel
-from lz_compile.passes.validate import TOLERANCE, Validation, compare, recalled
+from lz_compile.passes.proof.agreement import TOLERANCE, compare
+from lz_compile.passes.proof.sides import ProofRun, is_same, run_kernel
+from lz_compile.passes.proof.validate import Validation, recalled
 from lz_compile.reasons import Reason
 from lz_compile.runtime import events, health, machine, policy
 from lz_compile.runtime.isolation import Outside, isolated

@@ -29,7 +29,8 @@ from lz_compile.passes.effects import Effects
 from lz_compile.passes.joint import FusedEmitter, in_order, kind_of, operands_of, results_of
 from lz_compile.passes.match import Match
 from lz_compile.passes.meeting import brought
-from lz_compile.passes.resize import Sizes, representative_sizes, shape
+from lz_compile.passes.proof.resize import representative_sizes, shape
+from lz_compile.passes.proof.subgraph import Sizes
 from lz_compile.passes.sums import sum_before
 from lz_compile.passes.view import read, tensor_of
 from lz_compile.reasons import Reason

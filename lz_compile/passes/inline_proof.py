@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from lz_compile.passes.attention.attention_calls import BODIES
 from lz_compile.passes.effects import Ambient, ambient_context
-from lz_compile.passes.validate import SLACK, TOLERANCE
+from lz_compile.passes.proof.agreement import SLACK, TOLERANCE
 from lz_compile.runtime.isolation import Outside, isolated
 
 # Dimensions of the sample of every tensor argument: N batch, L queries, S keys, E features, K and V those of keys and

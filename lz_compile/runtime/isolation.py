@@ -11,6 +11,7 @@ import ctypes
 import platform
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -55,6 +56,20 @@ class Outside:
             yield
 
 
+class _Here(threading.local):
+    """How many times this thread is isolated."""
+
+    depth = 0
+
+
+_here = _Here()
+
+
+def is_isolated() -> bool:
+    """Whether what runs here runs inside of :func:`isolated`."""
+    return _here.depth > 0
+
+
 @contextmanager
 def isolated() -> Iterator[Outside]:
     """Run what is inside as in a fresh thread of a fresh program; leave everything as it was.
@@ -70,7 +85,13 @@ def isolated() -> Iterator[Outside]:
     with ExitStack() as stack:
         for part in _PARTS:
             stack.enter_context(part())
+        _here.depth += 1
+        stack.callback(_leave)
         yield outside
+
+
+def _leave() -> None:
+    _here.depth -= 1
 
 
 @contextmanager

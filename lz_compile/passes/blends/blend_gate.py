@@ -12,8 +12,7 @@ from lz_compile.passes.activations import AT_LEAST, AT_MOST, BENDS, Rule, is_rea
 from lz_compile.passes.algebra import Leaf, Region, constant_value, is_cast, tidy
 from lz_compile.passes.axes import Axis, Dims, resolve, shape_of
 from lz_compile.passes.blends.blend_pieces import piece
-from lz_compile.passes.blends.blend_ranks import Ranks
-from lz_compile.passes.blends.blend_statistics import Rank
+from lz_compile.passes.blends.blend_ranks import Rank, Ranks
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.projections import rearranges
 from lz_compile.passes.view import Call, tensor_of

@@ -83,13 +83,3 @@ def _taken(item: int | slice, size: Any) -> tuple[int, bool] | None:
         return None
     is_last = stop is None and (start == -1 or size == start + 1)
     return (start, True) if is_last or (isinstance(stop, int) and stop == start + 1) else None
-
-
-def argument(call: Call, name: str, position: str, default: Any) -> Any:
-    """An argument that was given by its name or by its position."""
-    return call.get(name, call.arguments.get(position, default))
-
-
-def call_of(effects: Effects, node: Any) -> Call | None:
-    """The call that a value is the result of; None for others."""
-    return effects.calls.get(node) if isinstance(node, fx.Node) else None

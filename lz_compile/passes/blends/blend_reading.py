@@ -18,10 +18,11 @@ from lz_compile.passes.blends.blend_conditions import CASTS, is_count
 from lz_compile.passes.blends.blend_emitter import BlendEmitter, MarginEmitter, Weights, group, wants_grad
 from lz_compile.passes.blends.blend_form import Form, Forms
 from lz_compile.passes.blends.blend_gate import Gate, is_margin, is_zero, logits_of, margin_in
-from lz_compile.passes.blends.blend_replay import between, reached, shared_inputs
+from lz_compile.passes.blends.blend_replay import reached, shared_inputs
 from lz_compile.passes.core import Core, find_core, is_dead
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import RefusedError
+from lz_compile.passes.proof.subgraph import needed
 from lz_compile.passes.view import Call, tensor_of
 
 #: The emitter, its core, and everything that was read with its axes.
@@ -157,7 +158,7 @@ def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
     else:
         for node, own in bounds.read.items():
             gate.region.express(node, own)
-    again = frozenset(between(repeated, edges))
+    again = frozenset(needed(repeated, edges))
     tensors = region.leaves[seed], region.leaves[host]
     return Blend(anchor, dims, region, *tensors, weights, form, is_gated, edges, again, bool(bounds.read))
 

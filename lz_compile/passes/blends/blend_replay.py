@@ -11,6 +11,8 @@ from lz_compile.passes import layout
 from lz_compile.passes.algebra import is_cast
 from lz_compile.passes.axes import Dims, LayoutError, broadcast_from, resolve, shape_of
 from lz_compile.passes.effects import Effects
+from lz_compile.passes.proof.running import called
+from lz_compile.passes.proof.subgraph import needed
 from lz_compile.passes.view import Call, tensor_of
 
 
@@ -48,21 +50,9 @@ def _dims_of(call: Call, operand: fx.Node, dims: Dims) -> Dims:
     return read
 
 
-def between(nodes: Sequence[fx.Node], edges: Mapping[fx.Node, Dims]) -> set[fx.Node]:
-    """Everything from the nodes back to the edges."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in edges and node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
-
-
 def reached(node: fx.Node, edges: Mapping[fx.Node, Dims]) -> set[fx.Node]:
     """The edges from which a node is computed."""
-    return {each for inner in between([node], edges) for each in inner.all_input_nodes if each in edges}
+    return {each for inner in needed([node], edges) for each in inner.all_input_nodes if each in edges}
 
 
 def replay(node: fx.Node, value: Callable[[fx.Node], Any], edges: Mapping[fx.Node, Dims]) -> Any:
@@ -70,7 +60,5 @@ def replay(node: fx.Node, value: Callable[[fx.Node], Any], edges: Mapping[fx.Nod
     if node in edges:
         return value(node)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: replay(each, value, edges))
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target), f"{node.name} is no call"
-    return node.target(*args, **kwargs)
+    assert node.op in ("call_function", "call_method"), f"{node.name} is no call"
+    return called(node.target, args, kwargs)

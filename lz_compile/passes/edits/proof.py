@@ -21,8 +21,9 @@ from lz_compile.passes.edits.comparison import comparable, differences, exact, o
 from lz_compile.passes.edits.shared_memory import WrittenBehind, memories_of, tensors_in, written
 from lz_compile.passes.edits.snapshot import Snapshot, Was
 from lz_compile.passes.edits.stretch import Stretch, edited_stretch, operands_of
-from lz_compile.passes.edits.trial_run import NotRunnableError, Ran, random_inputs, run, sizes_of
+from lz_compile.passes.edits.trial_run import Ran, random_inputs, run, sizes_of
 from lz_compile.passes.effects import ambient_behind, overwritten
+from lz_compile.passes.proof.running import NotRunnableError
 from lz_compile.passes.view import read
 from lz_compile.runtime import machine
 from lz_compile.runtime.isolation import Outside, isolated

@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 from lz_compile.passes import layout
 from lz_compile.passes.edits.snapshot import Was
 from lz_compile.passes.edits.stretch import Stretch, operands_of
-from lz_compile.passes.edits.trial_run import SCAN, Ran
+from lz_compile.passes.edits.trial_run import Ran
 from lz_compile.passes.effects import overwritten
+from lz_compile.passes.proof.running import SCAN
 from lz_compile.passes.view import Call, memory_of, read
 
 

@@ -6,9 +6,10 @@ import torch
 from torch import fx
 
 from lz_compile.passes.edits.snapshot import Was
-from lz_compile.passes.edits.trial_run import NotRunnableError, random_inputs, run
+from lz_compile.passes.edits.trial_run import random_inputs, run
 from lz_compile.passes.effects import Ambient
 from lz_compile.passes.loops.loop_purity import is_pure
+from lz_compile.passes.proof.running import NotRunnableError, no_attribute
 from lz_compile.runtime.isolation import isolated
 
 _MOST = 256
@@ -20,14 +21,10 @@ def may_be_special(node: fx.Node) -> bool:
     try:
         with isolated(), torch.no_grad():
             inputs = random_inputs(leaves, 0, positive=False, doubled=True, with_grad=False)
-            (value,) = run([Was.of(each) for each in calls], [node], inputs, Ambient(), _no_attribute).values
+            (value,) = run([Was.of(each) for each in calls], [node], inputs, Ambient(), no_attribute).values
     except (NotRunnableError, RuntimeError, TypeError, ValueError):
         return True
     return not bool(value.isfinite().all())
-
-
-def _no_attribute(path: str) -> None:
-    raise NotRunnableError(f"it reads {path}")
 
 
 def _above(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

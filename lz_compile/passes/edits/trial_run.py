@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +15,10 @@ from torch.utils import _pytree as pytree
 from lz_compile.passes.edits.snapshot import Was
 from lz_compile.passes.effects import Ambient, ambient_context
 from lz_compile.passes.loops.scan_steps import run_steps
+from lz_compile.passes.proof import running
+from lz_compile.passes.proof.running import SCAN, NotRunnableError
 
-SCAN = torch.ops.higher_order.scan
 _MOST_DRAWN = 999_983  # a prime: rows do not repeat
-
-
-class NotRunnableError(Exception):
-    """A stretch cannot be run on inputs that are made up, and why."""
 
 
 @dataclass
@@ -193,12 +190,15 @@ def run(
         without: the places of values, ``seen`` behind ``read``, from which no gradients are taken.
         as_operators: loops have gradients as the operator ``scan`` does, whatever their steps do with them.
     """
-    values = dict(inputs.values)
     with ExitStack() as stack:
         for manager in ambient_context(ambient):
             stack.enter_context(manager)
-        for was in calls:
-            values[was.node] = _result(was, values, attribute, as_operators)
+        values = running.run(
+            calls,
+            inputs.values,
+            attribute=partial(_held, attribute),
+            adapt=_as_operator if as_operators else None,
+        )
     found = [values[node] for node in read]
     tensors = pytree.tree_leaves([value for node, value in values.items() if node not in inputs.values])
     kinds = {each.dtype for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point()}
@@ -211,23 +211,22 @@ def run(
     return Ran(found, given, gradients, kinds=frozenset(kinds), raising=raising)
 
 
-def _result(was: Was, values: Mapping[fx.Node, Any], attribute: Callable[[str], Any], as_operators: bool) -> Any:
-    args, kwargs = fx.map_arg((was.args, was.kwargs), values.__getitem__)
-    if was.op == "get_attr":
-        held = attribute(str(was.target))
-        return held.detach().clone() if isinstance(held, torch.Tensor) else held
-    if was.op == "call_method":
-        return getattr(args[0], str(was.target))(*args[1:], **kwargs)
-    if was.op != "call_function":
-        raise NotRunnableError(f"{was.node.name} is a {was.op}")
-    if was.target is SCAN and not kwargs:
-        step = _StepOfOperator(args[0]) if as_operators else args[0]
-        found = run_steps(step, *args[1:])
-        return _of_operator(found, [*args[1], *args[2], *args[3]]) if as_operators else found
-    if was.target is operator.setitem:
-        operator.setitem(*args)
-        return None
-    return was.target(*args, **kwargs)
+def _held(attribute: Callable[[str], Any], path: str) -> Any:
+    """What a graph holds; a tensor as a copy, for a run may write to it."""
+    held = attribute(path)
+    return held.detach().clone() if isinstance(held, torch.Tensor) else held
+
+
+def _as_operator(
+    was: Was, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    if was.target is not SCAN or kwargs:
+        return was.target, args, kwargs
+
+    def operator_of(step: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+        return _of_operator(run_steps(_StepOfOperator(step), *given), [*given[0], *given[1], *given[2]])
+
+    return operator_of, args, kwargs
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.loop_plan import Traces
 from lz_compile.passes.loops.step_trace import traced
 from lz_compile.passes.match import RefusedError
+from lz_compile.passes.proof.subgraph import Subgraph
 from lz_compile.passes.view import tensor_of
 
 
@@ -111,7 +112,7 @@ class Batched:
         if key not in self.traces:
             if where is self.over_time:
                 _check_sizes(nodes, values)
-            segment = _segment(nodes, edge, results)
+            segment, _ = Subgraph(inputs=dict.fromkeys(edge, ()), nodes=tuple(nodes), outputs=tuple(results)).module()
             function = torch.vmap(segment, in_dims=tuple(places)) if where is self.over_time else segment
             self.traces[key] = traced(function, values, self.around.ambient, self.around.mode)
         whole = self.traces[key]
@@ -149,13 +150,3 @@ def _check_sizes(nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
     if solver is not None and is_symbolic:
         text = f"{solver.name} of all steps at once would need sizes that are symbols"
         raise RefusedError("SIZE_UNKNOWN", text, "mark that dimension as static (torch._dynamo.mark_static)")
-
-
-def _segment(nodes: Sequence[fx.Node], edge: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
-    """Some of the nodes of a step as a function by itself."""
-    graph = fx.Graph()
-    copies = {node: graph.placeholder(node.name) for node in edge}
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in results))
-    return fx.GraphModule(torch.nn.Module(), graph)

@@ -16,8 +16,10 @@ from torch import fx
 from lz_compile.passes.loops.batched import Around
 from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.rebuilt_scan import CONTIGUOUS, Rewritten, value_of
-from lz_compile.passes.loops.step_form import StepForm, between, insert
+from lz_compile.passes.loops.step_form import StepForm
+from lz_compile.passes.loops.step_homes import insert
 from lz_compile.passes.loops.step_trace import ScanCall, is_filled, traced
+from lz_compile.passes.proof.subgraph import Subgraph, needed
 
 aten = torch.ops.aten
 #: More states than this have more rank-one terms than kernels take.
@@ -125,24 +127,19 @@ class _Stacking:
 
     def _inserted(self, wanted: fx.Node, own: fx.Node, known: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """One state after the step, for all places of its own value at once."""
-        nodes = between(wanted, set())
+        nodes = needed([wanted], ())
         inputs = [node for node in nodes if node.op == "placeholder"]
         if own not in inputs:
             return self._copied(nodes, wanted, known)
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in inputs:
-            copies[node] = graph.placeholder(node.name)
-        for node in nodes:
-            if node not in copies:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(copies[wanted])
-        places = tuple(0 if node is own else None for node in inputs)
-        step: Callable[..., Any] = torch.vmap(fx.GraphModule(torch.nn.Module(), graph), in_dims=places)
+        calls = tuple(node for node in nodes if node.op != "placeholder")
+        advance, _ = Subgraph(inputs=dict.fromkeys(inputs, ()), nodes=calls, outputs=(wanted,)).module()
+        step: Callable[..., Any] = torch.vmap(advance, in_dims=tuple(0 if node is own else None for node in inputs))
         values = [known[node].meta["val"] for node in inputs]
         module = traced(step, values, self.around.ambient, self.around.mode)
         outer = dict(zip(module.graph.find_nodes(op="placeholder"), map(known.__getitem__, inputs), strict=True))
         inner = [node for node in module.graph.nodes if node.op in ("call_function", "placeholder")]
-        return self._copied(inner, module.graph.output_node().args[0], outer)  # type: ignore[arg-type]
+        (advanced,) = module.graph.output_node().all_input_nodes
+        return self._copied(inner, advanced, outer)
 
     def _copied(self, nodes: Sequence[fx.Node], wanted: fx.Node, known: Mapping[fx.Node, fx.Node]) -> fx.Node:
         copies = dict(known)

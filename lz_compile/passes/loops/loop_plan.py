@@ -12,10 +12,12 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from lz_compile.passes.loops.step_form import FREE, StepForm, between
+from lz_compile.passes.loops.step_form import StepForm
+from lz_compile.passes.loops.step_homes import FREE
 from lz_compile.passes.loops.step_rules import moves_only
 from lz_compile.passes.loops.transition import Transition, transition_of
 from lz_compile.passes.match import RefusedError
+from lz_compile.passes.proof.subgraph import needed
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ class _Planner:
     def _looked_at(self, component: int) -> tuple[fx.Node, ...]:
         """What others need of a step without a known structure: of what it computes anyway, the last."""
         states = self.form.components[component]
-        inside = set(between_all([self.step.carried[state] for state in states]))
+        inside = set(needed([self.step.carried[state] for state in states], ()))
         inside |= {self.step.states[state] for state in states}
         found: dict[fx.Node, None] = {}
         queue, seen = list(self.requested[component]), set[fx.Node]()
@@ -282,8 +284,3 @@ class _Planner:
         if node.op != "call_function":
             return True
         return self.form.home[node] != component and self.form.is_atom(node)
-
-
-def between_all(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Everything that these need, in the order of the graph."""
-    return sorted({each for node in nodes for each in between(node, set())})

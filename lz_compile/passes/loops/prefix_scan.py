@@ -21,6 +21,8 @@ from lz_compile.passes.axes import Axis, Dims, Size, as_size
 from lz_compile.passes.effects import Effects
 from lz_compile.passes.loops.reroll import LEAST_POINTWISE
 from lz_compile.passes.match import NearMiss, RefusedError
+from lz_compile.passes.proof.agreement import agree
+from lz_compile.passes.proof.subgraph import Subgraph, needed
 from lz_compile.passes.view import Call, tensor_of, where_of
 from lz_compile.runtime.isolation import isolated
 
@@ -30,7 +32,6 @@ _JOINS = frozenset({"cat", "concat", "concatenate", "stack", "pad"})
 _CONSTANTS = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"})
 _LAYOUT = frozenset({"flatten", "reshape", "view", "contiguous", "clone", "flip", "unsqueeze", "squeeze"})
 _MIXING = _SLICES | _JOINS | {"flatten", "reshape", "view", "flip"}
-AGREES = 1e-9
 #: Reading is linear in the number of calls (about 0.1 ms each), but once for every result.
 _MOST_CALLS = 20_000
 SMALL = 2
@@ -194,7 +195,8 @@ class _Reader:
     # ---- proof ----------------------------------------------------------------------------------------------------
 
     def _proven(self, output: fx.Node, core: list[fx.Node], dim: int, leaves: list[fx.Node]) -> PrefixScan:
-        between = _region(output, core, leaves)
+        inside = set(needed([output], leaves))
+        between = [node for node in core if node in inside]
         if any(tensor_of(leaf).dim() != tensor_of(output).dim() for leaf in leaves):  # type: ignore[union-attr]
             raise _unknown(output, f"made of {len(leaves)} tensors of different ranks")
         generator = torch.Generator().manual_seed(0)
@@ -204,7 +206,7 @@ class _Reader:
         computed = _evaluated(output, between, given)
         choices = [(None, leaves[0])] if len(leaves) == 1 else itertools.permutations(leaves)
         for decay, drive in choices:
-            if _is_close(recurrence(None if decay is None else given[decay], given[drive], dim), computed):
+            if agree(recurrence(None if decay is None else given[decay], given[drive], dim), computed):
                 if computed.is_complex():
                     raise _complex("over complex numbers")
                 self._check(output, between)
@@ -219,7 +221,7 @@ class _Reader:
             computed = _evaluated(output, between, given)
             for parts in itertools.permutations(given.values()):
                 states = recurrence(torch.complex(*parts[:2]), torch.complex(*parts[2:]), dim)
-                if _is_close(states.real, computed) or _is_close(states.imag, computed):
+                if agree(states.real, computed) or agree(states.imag, computed):
                     return _complex("over complex numbers, as pairs of real ones")
         return _unknown(output, f"made of {len(given)} tensors, which is more than decays and summands")
 
@@ -239,21 +241,6 @@ class _Reader:
             if self._effects.ambient(node) != ambient:
                 text = "autocast or gradient mode changes inside"
                 raise RefusedError("MODE_CHANGES_INSIDE", text, "enter or leave the mode outside of it")
-
-
-def _region(output: fx.Node, core: Sequence[fx.Node], leaves: Sequence[fx.Node]) -> list[fx.Node]:
-    """The calls from the leaves to the output."""
-    found, stack = {output}, [output]
-    while stack:
-        for operand in stack.pop().all_input_nodes:
-            if operand not in found and operand not in leaves:
-                found.add(operand)
-                stack.append(operand)
-    return [node for node in core if node in found]
-
-
-def _is_close(expected: torch.Tensor, computed: torch.Tensor) -> bool:
-    return expected.shape == computed.shape and bool((expected - computed).abs().max() <= AGREES)
 
 
 def _complex(what: str) -> RefusedError:
@@ -286,14 +273,11 @@ def _is_one(size: int | torch.SymInt) -> bool:
 
 def _evaluated(output: fx.Node, between: Sequence[fx.Node], given: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
     """The region's result for given values."""
-    graph = fx.Graph()
-    copies = {leaf: graph.placeholder(leaf.name) for leaf in given}
+    region = Subgraph(inputs=dict.fromkeys(given, ()), nodes=tuple(between), outputs=(output,))
     try:
-        for node in between:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(copies[output])
         with isolated():
-            result: torch.Tensor = fx.GraphModule(torch.nn.Module(), graph)(*given.values())
+            result: torch.Tensor
+            (result,) = region.run(*given.values())
     except Exception as error:
         raise _unknown(output, f"not read at other sizes ({type(error).__name__}: {error})") from error
     return result

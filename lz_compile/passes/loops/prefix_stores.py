@@ -7,11 +7,10 @@ than time, and held against the recurrence, as in :mod:`prefix_scan`. The writes
 
 from __future__ import annotations
 
-import itertools
+import logging
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +21,9 @@ from lz_compile.passes.algebra import is_pointwise
 from lz_compile.passes.edits.edit import MayEdit, anywhere
 from lz_compile.passes.effects import Effects, grad_enabled
 from lz_compile.passes.loops.loop_step_graph import Emitter
-from lz_compile.passes.loops.prefix_scan import AGREES, SMALL, recurrence
-from lz_compile.passes.loops.reroll import LEAST_POINTWISE
+from lz_compile.passes.loops.sweep_proof import Region, Sweep, by_stride, proven
 from lz_compile.passes.view import memory_of, read, tensor_of
-from lz_compile.runtime import fingerprint
+from lz_compile.runtime import events, fingerprint
 
 _VIEWS = frozenset(
     {
@@ -50,40 +48,18 @@ _LEAST_WRITES = 4
 
 def prefix_stores(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     """Put a call of the op where memory (of a node that may be edited) is overwritten by a recurrence; how many there are."""
-    found = 0
-    while (sweep := next((each for each in _sweeps(graph) if may_edit(each.root)), None)) is not None:
+    found, failed = 0, dict[str, Exception]()
+    while (sweep := next((each for each in _sweeps(graph, failed) if may_edit(each.root)), None)) is not None:
         _replace(graph, sweep)
         found += 1
+    for name, error in failed.items():
+        text = f"what is written to {name} may be a recurrence; it stays as it is, for it does not run at other sizes"
+        events.record("PROBE_FAILED", text, error, level=logging.INFO)
     return found
 
 
-@dataclass
-class _Region:
-    """The calls that write to some memory and what they compute on the way; ``roots`` made that memory."""
-
-    roots: set[fx.Node] = field(default_factory=set)
-    given: set[fx.Node] = field(default_factory=set)
-    writes: list[fx.Node] = field(default_factory=list)
-    nodes: set[fx.Node] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class _Sweep:
-    """``root[t] = decay[t] * root[t - 1] + root[t]`` along ``dim`` (``t + 1`` where it ``is_reversed``).
-
-    ``order`` says which dimensions of the decay are those of the root.
-    """
-
-    region: _Region
-    root: fx.Node
-    decay: fx.Node | None
-    order: tuple[int, ...]
-    dim: int
-    is_reversed: bool
-
-
-def _sweeps(graph: fx.Graph) -> Iterator[_Sweep]:
-    """The recurrences that memory is overwritten by."""
+def _sweeps(graph: fx.Graph, failed: dict[str, Exception]) -> Iterator[Sweep]:
+    """The recurrences that memory is overwritten by; notes by name what ``failed`` to run."""
     if sum(_target(node) is not None for node in graph.nodes) < _LEAST_WRITES:
         return
     memory = _Memory(graph)
@@ -100,7 +76,7 @@ def _sweeps(graph: fx.Graph) -> Iterator[_Sweep]:
         if len(read_later) != 1 or len(operands) > 2 or any(tensor_of(each) is None for each in operands):
             continue
         if memory.is_closed(region):
-            found = _proven(memory, region, read_later[0])
+            found = proven(region, memory.calls(region), read_later[0], failed)
             if found is not None:
                 yield found
 
@@ -125,9 +101,9 @@ class _Memory:
             if target is not None and target in self.root:
                 self.written.setdefault(self.root[target], []).append(node)
 
-    def region(self, root: fx.Node) -> _Region | None:
+    def region(self, root: fx.Node) -> Region | None:
         """Everything that takes part in what is written to a root's memory; None where a part is of another kind."""
-        found, queue = _Region(), [root]
+        found, queue = Region(), [root]
         while queue:
             current = queue.pop()
             if current in found.roots:
@@ -147,7 +123,7 @@ class _Memory:
         """Whether all names of some memory are views."""
         return all(each is root or _target(each) is not None or _name(each) in _VIEWS for each in self.members[root])
 
-    def _behind(self, write: fx.Node, found: _Region) -> list[fx.Node] | None:
+    def _behind(self, write: fx.Node, found: Region) -> list[fx.Node] | None:
         """The roots that a write reads; None where it computes something else than sums and products."""
         stack, roots = [write], list[fx.Node]()
         while stack:
@@ -174,7 +150,7 @@ class _Memory:
     def _is_sweep(self, node: fx.Node) -> bool:
         return node in self.root and self.root[node] in self.written
 
-    def readers(self, root: fx.Node, region: _Region) -> Iterator[fx.Node]:
+    def readers(self, root: fx.Node, region: Region) -> Iterator[fx.Node]:
         """Who reads some memory after the last write, and through which of its names."""
         last = max(map(self.position.__getitem__, region.writes))
         for member in self.members[root]:
@@ -182,7 +158,14 @@ class _Memory:
                 if self.position[user] > last and user not in self.members[root]:
                     yield member
 
-    def is_closed(self, region: _Region) -> bool:
+    def calls(self, region: Region) -> list[fx.Node]:
+        """The calls up to the last write, and all names of the memory until then, in graph order."""
+        names = {each for root in region.roots for each in self.members[root]}
+        last = max(map(self.position.__getitem__, region.writes))
+        inside = [node for node in region.nodes | names if self.position[node] <= last]
+        return sorted(inside, key=self.position.__getitem__)
+
+    def is_closed(self, region: Region) -> bool:
         """Whether nobody sees anything between the first write and the last, in one mode, without gradients."""
         places = sorted(map(self.position.__getitem__, region.writes))
         inside = region.nodes | region.roots | {each for root in region.roots for each in self.members[root]}
@@ -225,135 +208,10 @@ def _family(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-# ---- proof -----------------------------------------------------------------------------------------------------------
-
-
-def _proven(memory: _Memory, region: _Region, root: fx.Node) -> _Sweep | None:
-    decay = next(iter((region.roots | region.given) - {root}), None)
-    tensors = [tensor_of(each) for each in (root, decay) if each is not None]
-    if any(each is None or not each.is_floating_point() or _is_symbolic(each) for each in tensors):
-        return None
-    for dims in _times([list(each.shape) for each in tensors if each is not None]):
-        given = _numbers(dict(zip([root] if decay is None else [root, decay], dims, strict=True)))
-        try:
-            computed = _Reduced(memory, region).run(given, root)
-        except Exception:  # noqa: BLE001 at other sizes than its own it may be anything: it is no recurrence along this dimension
-            continue
-        for order, is_reversed in itertools.product(_orders(root, decay, dims), (False, True)):
-            factor = None if decay is None else given[decay].permute(order)
-            if _agrees(computed, given[root], factor, dims[0], is_reversed):
-                return _Sweep(region, root, decay, order, dims[0], is_reversed)
-    return None
-
-
-def _is_symbolic(tensor: torch.Tensor) -> bool:
-    return not all(isinstance(size, int) for size in tensor.shape)
-
-
-def _times(shapes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Dimensions that may be time, one for each tensor."""
-    for dims in itertools.product(*(range(len(shape)) for shape in shapes)):
-        steps = {shape[dim] for shape, dim in zip(shapes, dims, strict=True)}
-        if len(steps) == 1 and steps.pop() >= LEAST_POINTWISE:
-            yield dims
-
-
-def _orders(root: fx.Node, decay: fx.Node | None, dims: Sequence[int]) -> list[tuple[int, ...]]:
-    """The orders in which the dimensions of the decay may be those of the root, its own first."""
-    factor, drive = tensor_of(decay) if decay is not None else None, tensor_of(root)
-    if factor is None or drive is None:
-        return [()]
-    if factor.dim() != drive.dim():
-        return []
-
-    def fits(order: tuple[int, ...]) -> bool:
-        sizes = [factor.shape[place] for place in order]
-        return order[dims[0]] == dims[1] and all(a in (1, b) for a, b in zip(sizes, drive.shape, strict=True))
-
-    return [order for order in itertools.permutations(range(factor.dim())) if fits(order)]
-
-
-def _agrees(
-    computed: torch.Tensor, drive: torch.Tensor, decay: torch.Tensor | None, dim: int, is_reversed: bool
-) -> bool:
-    turned = [each.flip(dim) if is_reversed and each is not None else each for each in (decay, drive)]
-    expected = recurrence(turned[0], turned[1], dim)  # type: ignore[arg-type]  # a drive is a tensor
-    expected = expected.flip(dim) if is_reversed else expected
-    return expected.shape == computed.shape and bool((expected - computed).abs().max() <= AGREES)
-
-
-def _numbers(dims: Mapping[fx.Node, int]) -> dict[fx.Node, torch.Tensor]:
-    """Numbers below one for every node, laid out in memory as it is, with few elements in other dimensions than time."""
-    generator = torch.Generator().manual_seed(0)
-    found = {}
-    for node, dim in dims.items():
-        tensor = tensor_of(node)
-        assert tensor is not None, "what is overwritten is a tensor"
-        order = _by_stride(tensor)
-        sizes = [int(size) if place == dim else min(int(size), SMALL) for place, size in enumerate(tensor.shape)]
-        dense = 2 * torch.rand([sizes[place] for place in order], generator=generator, dtype=torch.float64) - 1
-        found[node] = dense.permute([order.index(place) for place in range(tensor.dim())])
-    return found
-
-
-def _by_stride(tensor: torch.Tensor) -> list[int]:
-    """The dimensions in the order of memory."""
-    strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda place: -strides[place])
-
-
-class _Reduced:
-    """Runs a region at smaller sizes: those that reshapes spell out become those that the other sizes leave."""
-
-    def __init__(self, memory: _Memory, region: _Region) -> None:
-        names = {each for root in region.roots for each in memory.members[root]}
-        last = max(map(memory.position.__getitem__, region.writes))
-        inside = [node for node in region.nodes | names if memory.position[node] <= last]
-        self._nodes = sorted(inside, key=memory.position.__getitem__)
-
-    def run(self, given: Mapping[fx.Node, torch.Tensor], root: fx.Node) -> torch.Tensor:
-        """What is in the memory of ``root`` in the end."""
-        values: dict[fx.Node, Any] = {node: value.clone() for node, value in given.items()}
-        for node in self._nodes:
-            if node not in values:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                call = read(node)
-                if call is not None and call.name in ("view", "reshape") and isinstance(call.input, fx.Node):
-                    values[node] = _reshaped(node, call.input, values[call.input])
-                elif node.op == "call_method":
-                    values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-                else:
-                    values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return values[root]  # type: ignore[no-any-return]
-
-
-def _reshaped(node: fx.Node, of: fx.Node, value: torch.Tensor) -> torch.Tensor:
-    """A view at other sizes: dimensions that stay keep theirs, those that are split or joined are as they were."""
-    source, result = tensor_of(of), tensor_of(node)
-    assert source is not None, "a view is of a tensor"
-    assert result is not None, "a view is a tensor"
-    old, new = [int(size) for size in source.shape], [int(size) for size in result.shape]
-    sizes: list[int] = []
-    i = j = 0
-    while i < len(old) and j < len(new):
-        first, second, here, there = old[i], new[j], i, j
-        i, j = i + 1, j + 1
-        while first != second:
-            if first < second:
-                first, i = first * old[i], i + 1
-            else:
-                second, j = second * new[j], j + 1
-        is_one = i - here == j - there == 1
-        if not is_one and list(value.shape[here:i]) != old[here:i]:
-            raise ValueError(f"{node.name} splits or joins dimensions that are smaller here")
-        sizes += [value.shape[here]] if is_one else new[there:j]
-    return value.view([*sizes, *new[j:]])
-
-
 # ---- rewriting -------------------------------------------------------------------------------------------------------
 
 
-def _replace(graph: fx.Graph, sweep: _Sweep) -> None:
+def _replace(graph: fx.Graph, sweep: Sweep) -> None:
     """The call before the first write, and everybody who reads the memory later reads its result."""
     memory, region = _Memory(graph), sweep.region
     last = max(map(memory.position.__getitem__, region.writes))
@@ -393,11 +251,11 @@ def _again(emit: Emitter, name: fx.Node, states: dict[fx.Node, fx.Node], memory:
     return states[name]
 
 
-def _states(emit: Emitter, sweep: _Sweep) -> fx.Node:
+def _states(emit: Emitter, sweep: Sweep) -> fx.Node:
     """The states, laid out in memory as what they take the place of."""
     example = tensor_of(sweep.root)
     assert example is not None, "what is overwritten is a tensor"
-    order = _by_stride(example)
+    order = by_stride(example)
     back, dim = [order.index(place) for place in range(example.dim())], order.index(sweep.dim)
 
     def canonical(node: fx.Node | None, own: Sequence[int]) -> fx.Node | None:

@@ -15,7 +15,7 @@ from torch import fx
 
 from lz_compile.passes.loops.batched import Around
 from lz_compile.passes.loops.rebuilt_scan import CONTIGUOUS, Rewritten, value_of
-from lz_compile.passes.loops.step_form import insert
+from lz_compile.passes.loops.step_homes import insert
 from lz_compile.passes.loops.step_trace import ScanCall, Step, is_filled
 
 aten = torch.ops.aten

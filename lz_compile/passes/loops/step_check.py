@@ -11,9 +11,11 @@ from torch import fx
 from lz_compile.passes.loops.index_sum import IndexSum
 from lz_compile.passes.loops.index_terms import Atom
 from lz_compile.passes.loops.index_values import Source, Values
-from lz_compile.passes.loops.step_form import StepForm, between
+from lz_compile.passes.loops.step_form import StepForm
 from lz_compile.passes.loops.transition import Transition
 from lz_compile.passes.match import RefusedError
+from lz_compile.passes.proof.running import run
+from lz_compile.passes.proof.subgraph import needed
 from lz_compile.runtime.isolation import isolated
 
 #: States with more elements than this are left to the proof of the rewrite.
@@ -116,18 +118,16 @@ def _run(
     outputs: list[fx.Node], given: Mapping[fx.Node, torch.Tensor], generator: torch.Generator
 ) -> dict[fx.Node, Any]:
     """The step as it is written, in float64 on the CPU; what the transition does not depend on is random."""
-    values: dict[fx.Node, Any] = dict(given)
-    order = sorted({each for node in outputs for each in between(node, set(given))})
-    for node in order:
-        if node in values:
-            continue
-        if node.op != "call_function":
-            values[node] = _random(node, generator, is_mask=node.meta["val"].dtype == torch.bool)
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        kwargs = {name: _exact(name, value) for name, value in kwargs.items()}
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return values
+    order = needed(outputs, given)
+    others = [node for node in order if node.op != "call_function"]
+    values = {node: _random(node, generator, is_mask=node.meta["val"].dtype == torch.bool) for node in others}
+    return run(order, {**given, **values}, adapt=_exactly)
+
+
+def _exactly(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    return node.target, args, {name: _exact(name, value) for name, value in kwargs.items()}
 
 
 def _exact(name: str, value: Any) -> Any:

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.loops.fakes import faking
 from lz_compile.passes.loops.index_sum import Dims, IndexSum, dims_of
 from lz_compile.passes.loops.index_terms import Atom, Factor, UnreadableError
+from lz_compile.passes.loops.step_homes import FREE, homes, is_delay, is_tensor, prepare
 from lz_compile.passes.loops.step_rules import LOGICAL, OF_TRUTH_VALUES, RULES, Rule, as_sum, shape_of
 from lz_compile.passes.loops.step_trace import Step
+from lz_compile.passes.proof.subgraph import needed
 
 aten = torch.ops.aten
-#: The home of what depends on no state.
-FREE = -1
+_STORAGE = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "implicit"})
 #: How often a state may turn out to be in finer pieces than it was read in.
 _MOST_CUTS = 4
 
@@ -69,7 +69,7 @@ class StepForm:
         reader.values.update({each: value for each, value in self.values.items() if self.home[each] == FREE})
         dims = self.values[node].dims if node in self.values else dims_of(shape_of(node))
         reader.values[node] = IndexSum.of_cut_atom(atom, dims)
-        reader.read(between(wanted, {node}), fixed={node})
+        reader.read(needed([wanted], {node}), fixed={node})
         return reader.values.get(wanted)
 
 
@@ -105,10 +105,10 @@ def _numbers(value: IndexSum | None) -> dict[tuple[Factor, ...], float] | None:
 
 
 def _read(step: Step, indicators: frozenset[fx.Node], multiples: frozenset[str] = frozenset()) -> StepForm:
-    components, home = _homes(step)
-    if _prepare(step, home):
-        components, home = _homes(step)
-    delays = frozenset(i for i, states in enumerate(components) if _is_delay(step, states))
+    components, home = homes(step)
+    if prepare(step, home):
+        components, home = homes(step)
+    delays = frozenset(i for i, states in enumerate(components) if is_delay(step, states))
     cuts: dict[fx.Node, Dims] = {}
     for _ in range(_MOST_CUTS):
         reader = _Reader(step, home, delays, indicators, cuts, multiples)
@@ -137,124 +137,6 @@ def _finer(step: Step, values: Mapping[fx.Node, IndexSum]) -> dict[fx.Node, Dims
     pairs = zip(step.states, step.carried, strict=True)
     both = ((state, values[state].dims, values[new].dims) for state, new in pairs if {state, new} <= values.keys())
     return {state: after for state, before, after in both if before != after}
-
-
-def between(wanted: fx.Node, edge: set[fx.Node]) -> list[fx.Node]:
-    """What ``wanted`` needs down to ``edge``, in the order of the graph."""
-    needed, stack = {wanted}, [wanted]
-    while stack:
-        node = stack.pop()
-        for operand in () if node in edge else node.all_input_nodes:
-            if operand not in needed:
-                needed.add(operand)
-                stack.append(operand)
-    return sorted(needed)
-
-
-# ---- what depends on what ------------------------------------------------------------------------------------------
-
-
-def _homes(step: Step) -> tuple[tuple[tuple[int, ...], ...], dict[fx.Node, int]]:
-    """The components, and the one that every node belongs to. A state that never changes is none."""
-    changing = [i for i, state in enumerate(step.states) if _origin(step.carried[i]) is not state]
-    depends: dict[fx.Node, frozenset[int]] = {step.states[i]: frozenset({i}) for i in changing}
-    for node in step.graph.nodes:
-        if node not in depends:
-            depends[node] = frozenset[int]().union(*(depends[each] for each in node.all_input_nodes))
-    reach = {i: set(depends[step.carried[i]]) for i in changing}
-    for middle in changing:
-        for i in changing:
-            if middle in reach[i]:
-                reach[i] |= reach[middle]
-    order: list[tuple[int, ...]] = []
-    left = list(changing)
-    while left:
-        ready = next(i for i in left if all(j not in left or j == i or i in reach[j] for j in reach[i]))
-        component = tuple(j for j in left if j == ready or (j in reach[ready] and ready in reach[j]))
-        order.append(component)
-        left = [j for j in left if j not in component]
-    where = {state: place for place, component in enumerate(order) for state in component}
-    return tuple(order), {node: max((where[i] for i in found), default=FREE) for node, found in depends.items()}
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """What a tensor is a copy of."""
-    while node.target in (aten.clone.default, aten.alias.default):
-        (node,) = node.all_input_nodes
-    return node
-
-
-def _is_delay(step: Step, states: tuple[int, ...]) -> bool:
-    own = {step.states[state] for state in states}
-    return not any(own & set(between(step.carried[state], set())) for state in states)
-
-
-def _prepare(step: Step, home: Mapping[fx.Node, int]) -> bool:
-    """Spell out quotients of a state, and choices between values of several components; whether there were any."""
-    changed = False
-    for node in list(step.graph.nodes):
-        if node.target is aten.div.Tensor and _is_tensor(node.args[1]):
-            changed |= _as_product(step.graph, node, home)
-        elif node.target is aten.addcdiv.default:
-            changed |= _as_quotient(step.graph, node)
-        elif node.target is aten.where.self:
-            changed |= _as_sum_of_choices(step.graph, node, home)
-    if changed:
-        step.module.recompile()
-    return changed
-
-
-def _as_quotient(graph: fx.Graph, node: fx.Node) -> bool:
-    base, one, other = node.args
-    with graph.inserting_before(node):
-        quotient = insert(graph, aten.div.Tensor, (one, other))
-        whole = insert(graph, aten.add.Tensor, (base, quotient), {"alpha": node.kwargs.get("value", 1)})
-    node.replace_all_uses_with(whole)
-    graph.erase_node(node)
-    return True
-
-
-def _as_product(graph: fx.Graph, node: fx.Node, home: Mapping[fx.Node, int]) -> bool:
-    over, under = node.args
-    is_state = isinstance(over, fx.Node) and home.get(over, FREE) != FREE
-    assert isinstance(under, fx.Node)
-    if not is_state or home[under] >= home[over] or not node.meta["val"].is_floating_point():  # type: ignore[index]
-        return False
-    dtype = node.meta["val"].dtype
-    with graph.inserting_before(node):
-        if under.meta["val"].dtype != dtype:  # a quotient is computed in the wider of both
-            under = insert(graph, aten._to_copy.default, (under,), {"dtype": dtype})
-        inverse = insert(graph, aten.reciprocal.default, (under,))
-        product = insert(graph, aten.mul.Tensor, (over, inverse))
-    node.replace_all_uses_with(product)
-    graph.erase_node(node)
-    return True
-
-
-def _as_sum_of_choices(graph: fx.Graph, node: fx.Node, home: Mapping[fx.Node, int]) -> bool:
-    condition, one, other = node.args
-    homes = {home.get(each, FREE) for each in (one, other) if isinstance(each, fx.Node)}
-    if FREE in homes or len(homes) < 2 or home.get(condition, FREE) != FREE:  # type: ignore[arg-type]
-        return False
-    kind = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
-    with graph.inserting_before(node):
-        zero = insert(graph, aten.scalar_tensor.default, (0.0,), kind)
-        first = insert(graph, aten.where.self, (condition, one, zero))
-        second = insert(graph, aten.where.self, (condition, zero, other))
-        whole = insert(graph, aten.add.Tensor, (first, second))
-    node.replace_all_uses_with(whole)
-    graph.erase_node(node)
-    return True
-
-
-def insert(graph: fx.Graph, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
-    """A new call at the insertion point of a graph, with its example value."""
-    node = graph.call_function(target, args, dict(kwargs or {}))
-    given_args, given_kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    mode = next(each.meta["val"].fake_mode for each in graph.find_nodes(op="placeholder"))
-    with faking(mode), torch.no_grad():
-        node.meta["val"] = target(*given_args, **given_kwargs)
-    return node
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -332,7 +214,7 @@ class _Reader:
         try:
             value = rule(node, *arguments[0], **arguments[1])
         except (TypeError, UnreadableError) as error:
-            if any(isinstance(each, fx.Node) and not _is_tensor(each) for each in node.args):
+            if any(isinstance(each, fx.Node) and not is_tensor(each) for each in node.args):
                 self.scaled.add(node.name)
                 raise UnreadableError(f"{name} has a symbolic size as an argument") from error
             if isinstance(error, UnreadableError):
@@ -353,7 +235,7 @@ class _Reader:
     def _argument(self, node: fx.Node, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [self._argument(node, each) for each in value]
-        if not _is_tensor(value):
+        if not is_tensor(value):
             return value
         if self.home[value] not in (FREE, self.home[node]):
             return self._outer(value)
@@ -375,7 +257,7 @@ class _Reader:
     def _outer_by_rule(self, node: fx.Node) -> IndexSum:
         size = node.meta["val"].numel()
         operands = [each for each in node.all_input_nodes if self.home[each] != FREE]
-        sizes = [each.meta["val"].numel() for each in operands if _is_tensor(each)]
+        sizes = [each.meta["val"].numel() for each in operands if is_tensor(each)]
         is_read = node in self.values and self.home[node] not in self.delays
         rule = _rule(node) if node.op == "call_function" else None
         if rule is None or (is_read and size <= max(sizes, default=size)):
@@ -390,7 +272,7 @@ class _Reader:
     def _outer_argument(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [self._outer_argument(each) for each in value]
-        if not _is_tensor(value):
+        if not is_tensor(value):
             return value
         found = self.values.get(value) if self.home[value] == FREE else self._outer(value)
         if found is None:
@@ -403,7 +285,7 @@ class _Reader:
         return f"the state {states[0]}" if len(states) == 1 else f"the states {', '.join(states)}"
 
     def _states(self, node: fx.Node) -> set[int]:
-        inputs = set(between(node, set()))
+        inputs = set(needed([node], ()))
         return {
             i for i, state in enumerate(self.step.states) if state in inputs and self.home[state] == self.home[node]
         }
@@ -416,14 +298,6 @@ class _Reader:
             self.atoms[atom] = node
             return IndexSum.of_atom(atom, shape_of(node))
         raise UnreadableError(f"{node.name}, which is of {value.dtype}")
-
-
-def _is_tensor(value: Any) -> bool:
-    """Whether an argument is a node that holds a tensor, not a size: the shape of a result says what that is."""
-    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
-
-
-_STORAGE = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "implicit"})
 
 
 def _rule(node: fx.Node) -> Rule | None:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lz_compile.passes.loops.stand_ins import StandIn, StandIns
 from lz_compile.passes.match import RefusedError
+from lz_compile.passes.proof.subgraph import needed
 
 #: In the metadata of nodes that are sizes.
 _SIZE = "layerzero_size"
@@ -91,7 +92,7 @@ class _Namer:
 
     def size(self, number: int, value: int, reader: fx.Node) -> fx.Node:
         """The size that a number of the first trace stands for, which is ``value`` in this one, in front of its reader."""
-        near = frozenset(between(reader)).intersection(self._inputs)
+        near = frozenset(needed([reader], ())).intersection(self._inputs)
         if (number, near) not in self._known:
             with self._graph.inserting_before(self._first_call()):
                 found = self._product(number, near)
@@ -130,17 +131,6 @@ class _Namer:
         values = fx.map_arg(args, lambda each: each.meta["val"])
         node.meta.update({"val": target(*values), _SIZE: True})
         return node
-
-
-def between(wanted: fx.Node) -> list[fx.Node]:
-    """Everything that a node needs."""
-    needed, stack = {wanted}, [wanted]
-    while stack:
-        for operand in stack.pop().all_input_nodes:
-            if operand not in needed:
-                needed.add(operand)
-                stack.append(operand)
-    return list(needed)
 
 
 def _shape(node: fx.Node) -> Sequence[int]:

@@ -18,9 +18,10 @@ from torch import fx
 from lz_compile.passes.loops.index_sum import IndexSum, substituted
 from lz_compile.passes.loops.index_terms import IDENTITY, Atom, Factor, Term, UnreadableError, normal_term
 from lz_compile.passes.loops.rank_one import Product, paired, products_of
-from lz_compile.passes.loops.step_form import StepForm, between
+from lz_compile.passes.loops.step_form import StepForm
 from lz_compile.passes.loops.step_rules import is_curved
 from lz_compile.passes.match import RefusedError
+from lz_compile.passes.proof.subgraph import needed
 
 Reads = Literal["after", "before"]
 
@@ -130,7 +131,7 @@ def _check_affine(form: StepForm, component: int) -> None:
             text = f"the state {step.names[step.states[state]]} holds no real numbers"
             raise RefusedError("NOT_AFFINE", text, "keep counters out of the state")
         if node not in form.values:
-            inner = [each for each in between(node, set()) if each in form.reasons]
+            inner = [each for each in needed([node], ()) if each in form.reasons]
             multiple = next((each for each in inner if each.name in form.multiples), None)
             if multiple is not None:
                 text = f"{multiple.name} multiplies the state by a symbolic size"
@@ -263,10 +264,9 @@ def _before(form: StepForm, atom: Atom, node: fx.Node) -> _RawRead | None:
 def _after(form: StepForm, state: int, whole: IndexSum, node: fx.Node) -> _RawRead | None:
     """As a read of the new state, or of something that can be taken for it where it is looked at."""
     atom, old = Atom(_NEW, "state"), form.state_atom(state)
-    new = form.step.carried[state]
-    value = form.values.get(node)
+    new, value = form.step.carried[state], form.values.get(node)
     size = new.meta["val"].numel()
-    inner = [each for each in reversed(between(node, set())) if each in form.values and each is not new]
+    inner = [each for each in reversed(needed([node], ())) if each in form.values and each is not new]
     like = [each for each in inner if form.home[each] == form.home[new] and each.meta["val"].numel() == size]
     for candidate in [new, *(each for each in like if each not in form.step.states)]:
         found = form.with_atom(candidate, atom, node)

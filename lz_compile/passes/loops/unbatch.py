@@ -16,6 +16,7 @@ from lz_compile.passes.algebra import is_pointwise
 from lz_compile.passes.edits.edit import MayEdit, anywhere
 from lz_compile.passes.effects import Effects, ambient_context
 from lz_compile.passes.loops.fakes import faking
+from lz_compile.passes.proof.running import called
 from lz_compile.passes.view import Call, read, tensor_of, value_of
 
 _BEGINS, _ENDS, _ENTERS, _LEAVES = (
@@ -112,7 +113,4 @@ def _spell_out(node: fx.Node, ambient: Any) -> None:
             for manager in ambient_context(ambient):
                 stack.enter_context(manager)
             stack.enter_context(faking(mode))
-            if node.op == "call_method":
-                node.meta["example_value"] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                node.meta["example_value"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            node.meta["example_value"] = called(node.target, args, kwargs)

@@ -6,6 +6,7 @@ What a filter keeps is found by looking at what it does to a few rows: that does
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,9 +19,11 @@ from lz_compile.passes import layout
 from lz_compile.passes.algebra import is_constant, is_pointwise
 from lz_compile.passes.axes import Axis, Dims, LayoutError, axes_of, product, regroup, resolve, shape_of
 from lz_compile.passes.effects import Effects
-from lz_compile.passes.resize import original, shape
+from lz_compile.passes.proof.resize import resized, shape, whole
+from lz_compile.passes.proof.subgraph import Subgraph
 from lz_compile.passes.sampling.stores import is_ordering
 from lz_compile.passes.view import Call, is_symbolic, tensor_of, value_of
+from lz_compile.runtime import events
 
 #: More operations than a filter of scores is spelled with.
 _MOST = 120
@@ -71,9 +74,10 @@ class Affected:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """The subgraph from ``entry`` to ``exit``; see :class:`~lz_compile.passes.resize.Subgraph`.
+    """What lies between ``entry`` and ``exit``; see :class:`~lz_compile.passes.proof.resize.Found`.
 
-    ``leaves`` are further tensors that are read, ``read`` the axes of the nodes between that spell out sizes.
+    ``leaves`` are further tensors that are read, ``read`` the axes of the nodes between that spell out sizes. ``failures``
+    are what it raised when it was run.
     """
 
     entry: Scores
@@ -81,7 +85,8 @@ class Excerpt:
     core: tuple[fx.Node, ...]
     leaves: Mapping[fx.Node, Dims]
     read: Mapping[fx.Node, Dims]
-    _graphs: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)
+    failures: list[Exception] = field(default_factory=list, compare=False)
+    _resized: dict[tuple[int, ...], Subgraph] = field(default_factory=dict, compare=False)
 
     @property
     def inputs(self) -> Mapping[fx.Node, Dims]:
@@ -106,11 +111,23 @@ class Excerpt:
             Exception: whatever the operations of the source raise at these sizes.
         """
         key = tuple(sizes[axis] for axis in axes_of(self.entry.dims))
-        if key not in self._graphs:
-            self._graphs[key] = original(self, sizes, torch.float64)
-        # Not by calling the module: that prints what a graph raises.
-        found: torch.Tensor = self._graphs[key].forward(scores.clone(), *(values[leaf] for leaf in self.leaves))
+        if key not in self._resized:
+            self._resized[key] = resized(self._whole, sizes, torch.float64)
+        found: torch.Tensor
+        (found,) = self._resized[key].run(scores.clone(), *(values[leaf] for leaf in self.leaves))
         return found
+
+    def tell_failures(self) -> None:
+        """Record that it did not run at other sizes."""
+        text = (
+            f"what {self.exit.name} makes of {self.entry.node.name} is not known for sure: "
+            f"it was run at a small size and failed, {len(self.failures)} times"
+        )
+        events.record("PROBE_FAILED", text, self.failures[0], level=logging.INFO)
+
+    @cached_property
+    def _whole(self) -> Subgraph:
+        return whole(self)
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:

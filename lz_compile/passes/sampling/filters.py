@@ -20,9 +20,9 @@ from lz_compile.passes.sampling.drawn import weighs
 from lz_compile.passes.sampling.excerpt import Affected, Scores, excerpt, exits
 from lz_compile.passes.sampling.kept import Form, Limits
 from lz_compile.passes.sampling.limits import LEAST_MISSED, limits_of
-from lz_compile.passes.sampling.rounding import MAXIMA, check_dtypes, check_rounding, is_choice
-from lz_compile.passes.sampling.stores import ORDERING
-from lz_compile.passes.view import Call, tensor_of, where_of
+from lz_compile.passes.sampling.rounding import check_dtypes, check_rounding, is_choice
+from lz_compile.passes.sampling.stores import MAXIMA, ORDERING, ordered_dim
+from lz_compile.passes.view import tensor_of, where_of
 
 OP = "sampling"
 SOFTMAXES = frozenset({"softmax", "log_softmax", "exp"})
@@ -49,6 +49,7 @@ class FilterReader:
     effects: Effects
     filters: list[Filter] = field(default_factory=list)
     covered: set[fx.Node] = field(default_factory=set)
+    told: set[fx.Node] = field(default_factory=set)
 
     def is_anchor(self, node: fx.Node) -> bool:
         """Whether a call orders the scores of rows."""
@@ -56,30 +57,14 @@ class FilterReader:
         if call is None or call.name not in ORDERING | MAXIMA:
             return False
         source = tensor_of(call.input)
-        is_ordered = source is not None and source.is_floating_point() and self._place(call) is not None
+        is_ordered = source is not None and source.is_floating_point() and ordered_dim(call) is not None
         return is_ordered and not weighs(self.effects, call.input)
-
-    def _place(self, call: Call) -> int | None:
-        """The dimension of the tokens."""
-        source = tensor_of(call.input)
-        dim = call.get("dim")
-        if call.name in ORDERING:
-            position = {"topk": "#2", "sort": "#1", "argsort": "#1", "kthvalue": "#2"}.get(call.name, "")
-            given = call.arguments.get(position)
-            dim = dim if dim is not None else given if isinstance(given, int) and not isinstance(given, bool) else -1
-            dim = 0 if call.name == "msort" else dim
-        if isinstance(dim, (tuple, list)) and len(dim) == 1:
-            dim = dim[0]
-        if source is None or not source.dim() or not isinstance(dim, int):
-            return None
-        place = dim % source.dim()
-        return place if shape_of(source)[place] != 1 else None
 
     def filter(self, anchor: fx.Node) -> NearMiss | None:
         """Note the filter that an anchor is part of; what stands in the way of one that looks like it."""
         call = self.effects.calls[anchor]
         assert call is not None, "an anchor is a call"
-        place = self._place(call)
+        place = ordered_dim(call)
         refused: RefusedError | None = None
         for entry in self._entries(anchor, call.input, place):
             affected = Affected(self.effects, entry.node)
@@ -139,7 +124,7 @@ class FilterReader:
             if found is None or not any(is_choice(node) for node in found.core):
                 continue
             try:
-                limits = limits_of(found, form)
+                limits = limits_of(found, form, self.told)
             except RefusedError as refusal:
                 refused = refused or refusal
                 continue
@@ -164,7 +149,7 @@ class FilterReader:
         affected = Affected(self.effects, entry.node)
         for tried, exit_ in enumerate(exits(self.effects, entry, affected, entry.node)):
             inner = excerpt(self.effects, entry, affected, exit_)
-            limits = None if inner is None else limits_of(inner, "parts")
+            limits = None if inner is None else limits_of(inner, "parts", self.told)
             if inner is not None and limits is not None and limits.result == "probs" and not limits.named:
                 return replace(
                     found, exit=exit_, limits=replace(found.limits, result="probs"), core=found.core | {*inner.core}

@@ -48,8 +48,10 @@ _CORNERS, _MOST_CORNERS = (5.0, 1e4), 6
 _MOST_SCORES = 2**23
 
 
-def limits_of(found: Excerpt, form: Form) -> Limits | None:
+def limits_of(found: Excerpt, form: Form, told: set[fx.Node]) -> Limits | None:
     """The limits that keep what an excerpt keeps, none of them where it only normalises; None where it is no filter.
+
+    Of scores, the first excerpt that does not run at a small size is an event; those of which it was ``told`` are noted.
 
     Raises:
         RefusedError: it keeps some and drops others, by a rule that the op does not have.
@@ -60,6 +62,17 @@ def limits_of(found: Excerpt, form: Form) -> Limits | None:
     vocab = _vocab(found)
     if vocab is None:
         return None
+    try:
+        return _limits_of(found, form, vocab)
+    finally:
+        size = found.entry.vocab.size
+        is_missed = not isinstance(size, int) or size >= LEAST_MISSED
+        if found.failures and is_missed and found.entry.node not in told:
+            told.add(found.entry.node)
+            found.tell_failures()
+
+
+def _limits_of(found: Excerpt, form: Form, vocab: int) -> Limits | None:
     trial = Trial(found, form, vocab)
     with isolated():
         first = trial.probe()

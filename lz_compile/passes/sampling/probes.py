@@ -12,13 +12,13 @@ from torch import fx
 
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, reference
 from lz_compile.passes.axes import Size, axes_of
-from lz_compile.passes.resize import shape
+from lz_compile.passes.proof.agreement import agree
+from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.sampling.excerpt import Excerpt, random_leaves, sizes_for
 from lz_compile.passes.sampling.kept import Form, Limit, Limits
 
 #: At or below this, a score that is filled in has no weight after a softmax.
 _FILL = -1e4
-_NEAR = 1e-9
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,10 @@ class Trial:
     def probe(
         self, scale: float = 1.0, *, shift: float = 0.0, steps: int = 0, rows: Mapping[Size, int] | None = None
     ) -> Probe | None:
-        """Run it; None where it raises, as what is no filter may at other sizes. ``steps``: so many different scores."""
+        """Run it; None where it raises, as what is no filter may at other sizes: the excerpt notes what it raised.
+
+        ``steps``: so many different scores.
+        """
         found, form = self.found, self.form
         sizes = sizes_for(found.entry, self.vocab)
         sizes |= {axis: rows[axis.size] for axis in found.entry.rows if rows is not None and axis.size in rows}
@@ -55,7 +58,8 @@ class Trial:
         given = z if form == "scores" else z.exp()
         try:
             result = found.run(given, values, sizes)
-        except Exception:  # noqa: BLE001 whatever runs into its limits at other sizes is no filter that is known
+        except Exception as error:  # noqa: BLE001 whatever runs into its limits at other sizes is no filter that is known
+            found.failures.append(error)
             return None
         if result.shape != given.shape:
             return None
@@ -93,9 +97,9 @@ class Probe:
         kept = result > 0
         if not kept.any(-1).all() or (result < 0).any():
             return None
-        if _near(result, torch.softmax(z.masked_fill(~kept, -math.inf), -1)):
+        if agree(result, torch.softmax(z.masked_fill(~kept, -math.inf), -1)):
             return Limits("probs")
-        return Limits("parts") if _near(result, torch.softmax(z, -1) * kept) and not kept.all() else None
+        return Limits("parts") if agree(result, torch.softmax(z, -1) * kept) and not kept.all() else None
 
     def kept(self, outcome: Limits) -> torch.Tensor:
         """Which tokens are left, ``[N, V]``."""
@@ -197,7 +201,3 @@ class Order:
 
 def _place(found: Excerpt) -> int:
     return next(at for at, dim in enumerate(found.entry.dims) if found.entry.vocab in dim)
-
-
-def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(((one - other).abs() <= _NEAR).all())

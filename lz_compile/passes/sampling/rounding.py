@@ -11,10 +11,9 @@ from lz_compile.passes.effects import Effects
 from lz_compile.passes.match import RefusedError
 from lz_compile.passes.sampling.excerpt import Excerpt
 from lz_compile.passes.sampling.kept import Limits
-from lz_compile.passes.sampling.stores import ORDERING
+from lz_compile.passes.sampling.stores import MAXIMA, ORDERING
 from lz_compile.passes.view import Call, tensor_of
 
-MAXIMA = frozenset({"max", "amax"})
 _SELECTIONS = frozenset(
     {"masked_fill", "where", "neg", "clone", "min", "amin", "gather", "scatter", "take_along_dim", "getitem"}
 )

@@ -24,6 +24,7 @@ from lz_compile.passes.view import Call, hint_of, memory_of, read, tensor_of, va
 
 #: Calls that order the scores of a row, or select among them.
 ORDERING = frozenset({"topk", "sort", "argsort", "msort", "kthvalue"})
+MAXIMA = frozenset({"max", "amax"})
 #: In-place methods of which every element of the result is a function of that element (and of other tensors).
 _ELEMENTWISE = frozenset({"masked_fill", "add", "sub", "mul", "div", "clamp", "exp", "log", "neg"})
 
@@ -95,6 +96,26 @@ def _strides(tensor: torch.Tensor) -> list[Size]:
 def is_ordering(node: fx.Node) -> bool:
     """Whether a call orders the scores of a row, or selects among them."""
     return getattr(node.target, "__name__", node.target) in ORDERING
+
+
+def ordered_dim(call: Call) -> int | None:
+    """The dimension along which a call orders scores, or finds their maximum; None for others, and for single elements."""
+    source = tensor_of(call.input)
+    if call.name not in ORDERING | MAXIMA | {"argmax"} or source is None or not source.dim():
+        return None
+    dim = call.get("dim")
+    if call.name not in MAXIMA:
+        position = {"topk": "#2", "sort": "#1", "argsort": "#1", "kthvalue": "#2", "argmax": "#1"}.get(call.name, "")
+        given = call.arguments.get(position)
+        default = None if call.name == "argmax" else -1
+        dim = dim if dim is not None else given if isinstance(given, int) and not isinstance(given, bool) else default
+        dim = 0 if call.name == "msort" else dim
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    if not isinstance(dim, int):
+        return None
+    place = dim % source.dim()
+    return place if shape_of(source)[place] != 1 else None
 
 
 def _may_differ(call: Call, tensor: torch.Tensor, is_graded: bool) -> bool:

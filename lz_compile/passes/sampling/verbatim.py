@@ -12,7 +12,8 @@ from lz_compile.lowering import open_ties
 from lz_compile.passes.axes import Axis
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.match import RefusedError
-from lz_compile.passes.resize import original
+from lz_compile.passes.proof.resize import resized, whole
+from lz_compile.passes.proof.subgraph import Subgraph, needed
 from lz_compile.passes.sampling.excerpt import Excerpt
 from lz_compile.passes.view import is_symbolic, tensor_of, value_of
 
@@ -25,7 +26,10 @@ def verbatim(found: Excerpt, sizes: Mapping[Axis, int] | None = None) -> tuple[s
     Raises:
         ValueError: it calls what has no name that every process knows.
     """
-    graph, given = _copied(found) if sizes is None else (original(found, sizes).graph, [*found.inputs])
+    subgraph = _as_spelled(found) if sizes is None else resized(whole(found), sizes)
+    given = [*(subgraph if sizes is None else found).inputs]
+    graph, copies = subgraph.copied()
+    graph.output_node().args = (copies[subgraph.outputs[0]],)
     placeholders = graph.find_nodes(op="placeholder")
     for node, placeholder in zip(given, placeholders, strict=True):
         if tensor_of(node) is None:
@@ -36,26 +40,17 @@ def verbatim(found: Excerpt, sizes: Mapping[Axis, int] | None = None) -> tuple[s
     return open_ties.spelled(graph), given
 
 
-def _copied(found: Excerpt) -> tuple[fx.Graph, list[fx.Node]]:
-    own, between = {*found.core, *found.read}, set[fx.Node]()
-    stack, given = [*found.core], dict.fromkeys(found.inputs)
-    while stack:
-        node = stack.pop()
-        if node in between or node in given:
-            continue
+def _as_spelled(found: Excerpt) -> Subgraph:
+    """All of it at its own sizes; values besides that it reads are inputs."""
+    own = {*found.core, *found.read}
+
+    def is_given(node: fx.Node) -> bool:
         is_value = tensor_of(node) is not None or is_symbolic(node)
-        if node not in own and (is_value or not node.op.startswith("call")):
-            given[node] = None
-            continue
-        between.add(node)
-        stack.extend(node.all_input_nodes)
-    graph = fx.Graph()
-    values = {node: graph.placeholder(node.name) for node in given}
-    for node in found.exit.graph.nodes:
-        if node in between:
-            values[node] = graph.node_copy(node, values.__getitem__)
-    graph.output(values[found.exit])
-    return graph, [*given]
+        return node in found.inputs or (node not in own and (is_value or not node.op.startswith("call")))
+
+    nodes = needed(found.core, found.inputs, lambda node: (each for each in node.all_input_nodes if not is_given(each)))
+    others = (each for node in nodes for each in node.all_input_nodes if is_given(each))
+    return Subgraph(inputs=dict.fromkeys((*found.inputs, *others), ()), nodes=tuple(nodes), outputs=found.outputs)
 
 
 def check_repeatable(found: Excerpt, *, wants_grad: bool) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from lz_compile.passes import layout
 from lz_compile.passes.algebra import is_pointwise
 from lz_compile.passes.effects import Effects, ambient_context
 from lz_compile.passes.match import Match
+from lz_compile.passes.proof.subgraph import Subgraph, held_by, needed
 from lz_compile.passes.rewrite import KernelCall, Recipes, splice
 from lz_compile.passes.view import is_symbolic, read, tensor_of, value_of, where_of
 
@@ -36,31 +36,26 @@ Binding = Mapping[sympy.Symbol, int]
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-@dataclass(frozen=True)
-class Excerpt:
-    """Part of a graph: a match and what Inductor may fuse with it.
+@dataclass(frozen=True, kw_only=True)
+class Surrounded(Subgraph):
+    """A match and what Inductor may fuse with it; ``outputs`` are what others read.
 
-    ``inputs`` are the nodes of the original graph that the excerpt reads, ``nodes`` those that it holds, in graph order,
-    ``outputs`` those of them that others read. ``surroundings`` is a hash of the operations around the match, empty
-    where there are none.
+    ``surroundings`` is a hash of the operations around the match, empty where there are none.
     """
 
     match: Match
-    inputs: tuple[fx.Node, ...]
-    nodes: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
     surroundings: str
 
     def function(self, call: KernelCall | None, part: Match | None = None) -> Callable[..., Any]:
-        """The excerpt as a function of its inputs, with the match run by ``call`` (None: as the source spells it).
+        """This as a function of its inputs, with the match run by ``call`` (None: as the source spells it).
 
         ``part`` is what ``call`` computes of a match that is several in one, where that is not all of it.
         """
         match = part or self.match
-        graph, copies = self._copied()
-        module = fx.GraphModule(self._bodies(), graph)
+        module, copies = self.module()
+        for node in self.inputs:
+            copies[node].meta = copy.copy(node.meta)
         if call is not None:
-            copies = dict(zip(copies, module.graph.nodes, strict=False))
             splice(module.graph, _moved(match, copies), call, Recipes(), original=match.outputs)
             module.recompile()
         managers = self.match.ambient
@@ -72,24 +67,6 @@ class Excerpt:
                 return module.forward(*inputs)  # calling the module prints what the graph raises
 
         return run
-
-    def _bodies(self) -> dict[str, Any]:
-        """The bodies of the loops that the excerpt holds."""
-        owner = self.match.output.graph.owning_module
-        names = [str(node.target) for node in self.nodes if node.op == "get_attr"]
-        return {name: operator.attrgetter(name)(owner) for name in names}
-
-    def _copied(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in self.inputs:
-            copies[node] = graph.placeholder(node.name)
-            copies[node].meta = copy.copy(node.meta)
-        for node in self.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = copy.copy(node.meta)
-        graph.output(tuple(copies[node] for node in self.outputs))
-        return graph, copies
 
     def make_inputs(self, binding: Binding) -> list[Any]:
         """Random inputs of the real sizes, layouts and dtypes, with numbers in place of symbols.
@@ -104,7 +81,7 @@ class Excerpt:
         return found
 
 
-def excerpt(match: Match, effects: Effects) -> Excerpt:
+def surrounded(match: Match, effects: Effects) -> Surrounded:
     """A match with its surroundings, as far as they are pointwise or change the layout, under the match's own modes."""
     core = _between(match)
     held = dict.fromkeys(core)
@@ -115,7 +92,14 @@ def excerpt(match: Match, effects: Effects) -> Excerpt:
     inputs = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in held)
     inputs |= dict.fromkeys(node for node in match.inputs if node not in held)  # also those that only a kernel reads
     outputs = tuple(node for node in nodes if any(user not in held for user in node.users)) or (nodes[-1],)
-    return Excerpt(match, tuple(inputs), nodes, outputs, _digest([node for node in nodes if node not in core], core))
+    return Surrounded(
+        inputs=dict.fromkeys(inputs, ()),
+        nodes=nodes,
+        outputs=outputs,
+        held=held_by(nodes),
+        match=match,
+        surroundings=_digest([node for node in nodes if node not in core], core),
+    )
 
 
 def _digest(around: Sequence[fx.Node], core: set[fx.Node]) -> str:
@@ -137,15 +121,13 @@ def _kind(node: fx.Node) -> str:
 
 def _between(match: Match) -> set[fx.Node]:
     """Everything that the match's output needs, back to its inputs; sizes are inputs like any other."""
-    needed, stack = set(match.outputs), list(match.outputs)
-    while stack:
-        for operand in stack.pop().all_input_nodes:
-            is_given = operand.op == "placeholder" or (operand.op == "get_attr" and tensor_of(operand) is not None)
-            if operand in needed or operand in match.inputs or is_symbolic(operand) or is_given:
-                continue
-            needed.add(operand)
-            stack.append(operand)
-    return needed | set(match.core)
+
+    def is_given(node: fx.Node) -> bool:
+        is_input = node.op == "placeholder" or (node.op == "get_attr" and tensor_of(node) is not None)
+        return is_input or node in match.inputs or is_symbolic(node)
+
+    found = needed(match.outputs, (), lambda node: (each for each in node.all_input_nodes if not is_given(each)))
+    return {*found, *match.core}
 
 
 def _take_before(match: Match, effects: Effects, held: dict[fx.Node, None]) -> None:

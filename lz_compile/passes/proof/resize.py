@@ -7,8 +7,8 @@ axes, so the whole of it can be run with, say, 24 keys instead of 4,096, whateve
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -21,17 +21,15 @@ from lz_compile.passes import layout
 from lz_compile.passes.algebra import constant_value, is_constant
 from lz_compile.passes.axes import Axis, Dims, Size, atoms, axes_of
 from lz_compile.passes.builder import Builder
-from lz_compile.passes.loops.scan_steps import run_steps
 from lz_compile.passes.match import Match
+from lz_compile.passes.proof.subgraph import Sizes, Subgraph, held_by, needed
 from lz_compile.passes.rewrite import KernelCall, emit
 from lz_compile.passes.view import Call, hint_of, is_symbolic, read, tensor_of
 from lz_compile.runtime import memory
 
-Sizes = Mapping[Axis, int]
 
-
-class Subgraph(Protocol):
-    """What is run at other sizes: a match, or what may become one (see :class:`~lz_compile.passes.match.Match`)."""
+class Found(Protocol):
+    """What was found in a graph: a match, or what may become one (see :class:`~lz_compile.passes.match.Match`)."""
 
     @property
     def inputs(self) -> Mapping[fx.Node, Dims]:
@@ -155,34 +153,42 @@ def shape(dims: Dims, sizes: Sizes) -> tuple[int, ...]:
     return tuple(extents)
 
 
-def original(match: Subgraph, sizes: Sizes, dtype: torch.dtype | None = None) -> fx.GraphModule:
-    """The subgraph that the match replaces, at other sizes; with ``dtype``, every floating dtype in it becomes that.
+def whole(found: Found) -> Subgraph:
+    """All that computes the outputs from the inputs, and the in-place writes among it."""
+    calls = {node: read(node) for node in found.core}
+    written = [node for node, call in calls.items() if call is not None and (call.is_inplace or call.name == "setitem")]
+    given = {*found.inputs, *_overwritten(found.inputs)}
+    nodes = tuple(needed([*found.outputs, *written], given, _data_inputs))
+    return Subgraph(
+        inputs=found.inputs,
+        nodes=nodes,
+        outputs=found.outputs,
+        read=found.read,
+        spelled=found.spelled,
+        held=held_by(nodes),
+    )
 
-    It gives one tensor, or a tuple where there are several outputs. Dropout is left out (p = 0), so that two runs can be
-    compared. The bodies of loops keep their sizes.
+
+def resized(subgraph: Subgraph, sizes: Sizes, dtype: torch.dtype | None = None) -> Subgraph:
+    """The same at other sizes; with ``dtype``, every floating dtype in it becomes that.
+
+    Dropout is left out (p = 0), so that two runs can be compared. The bodies of loops keep their sizes.
     """
-    graph = fx.Graph()
-    values = {node: graph.placeholder(node.name) for node in match.inputs}
-    values.update({older: values[newer] for older, newer in _overwritten(match).items()})
-    for node in _between(match):
-        values[node] = _copy(graph, match, node, values, sizes, dtype)
-    outputs = tuple(values[node] for node in match.outputs)
-    graph.output(outputs if len(outputs) > 1 else outputs[0])
-    owner = match.outputs[0].graph.owning_module
-    return fx.GraphModule(_attributes(owner, graph, dtype), graph)
+    copier = partial(_copy, subgraph, sizes, dtype)
+    graph, copies = subgraph.copied(copier, _overwritten(subgraph.inputs))
+    kept = ("placeholder", "output")
+    return Subgraph(
+        inputs={copies[node]: dims for node, dims in subgraph.inputs.items()},
+        nodes=tuple(node for node in graph.nodes if node.op not in kept),
+        outputs=tuple(copies[node] for node in subgraph.outputs),
+        held=subgraph.held if dtype is None else {name: _in(value, dtype) for name, value in subgraph.held.items()},
+    )
 
 
-def _attributes(owner: torch.nn.Module | None, graph: fx.Graph, dtype: torch.dtype | None) -> dict[str, Any]:
-    """What a graph takes from the module that owns the original: the bodies of loops, and tensors."""
-    found = {}
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(owner)
-            if dtype is not None:
-                is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
-                value = value.to(dtype) if is_real else _body_with_dtype(value, dtype)
-            found[str(node.target)] = value
-    return found
+def _in(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor, or the body of a loop, in another floating dtype."""
+    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_real else _body_with_dtype(value, dtype)
 
 
 def _body_with_dtype(value: Any, dtype: torch.dtype) -> Any:
@@ -195,7 +201,8 @@ def _body_with_dtype(value: Any, dtype: torch.dtype) -> Any:
         values[node].args, values[node].kwargs = _with_dtype((values[node].args, values[node].kwargs), dtype)
         if node.op == "call_method" and node.target in _DOWNCASTS:
             values[node].target = "double"
-    return fx.GraphModule(_attributes(value, graph, dtype), graph)
+    held = {name: _in(each, dtype) for name, each in held_by(value.graph.nodes).items()}
+    return fx.GraphModule(held, graph)
 
 
 def replacement(match: Match, call: KernelCall, sizes: Sizes) -> Callable[..., Any]:
@@ -209,55 +216,46 @@ def replacement(match: Match, call: KernelCall, sizes: Sizes) -> Callable[..., A
     return run
 
 
-def input_left_out(match: Subgraph) -> fx.Node | None:
+def input_left_out(found: Found) -> fx.Node | None:
     """An input of the graph that the outputs are computed of, and the match is not: what it says cancels out."""
-    return next((node for node in _between(match) if node.op == "placeholder"), None)
+    return next((node for node in whole(found).nodes if node.op == "placeholder"), None)
 
 
-def _between(match: Subgraph) -> list[fx.Node]:
-    """Every node that the output needs, back to the inputs, and the in-place writes among them, in graph order."""
-    calls = {node: read(node) for node in match.core}
-    written = [node for node, call in calls.items() if call is not None and (call.is_inplace or call.name == "setitem")]
-    stack = [*match.outputs, *written]
-    needed, given = set(stack), {*match.inputs, *_overwritten(match)}
-    while stack:
-        for operand in _data_inputs(stack.pop()):
-            if operand not in needed and operand not in given and not is_symbolic(operand):
-                needed.add(operand)
-                stack.append(operand)
-    return [node for node in match.outputs[0].graph.nodes if node in needed]
-
-
-def _overwritten(match: Subgraph) -> dict[fx.Node, fx.Node]:
+def _overwritten(inputs: Mapping[fx.Node, Dims]) -> dict[fx.Node, fx.Node]:
     """Tensors that were overwritten in place to become an input: whoever reads them later reads that input."""
     found = {}
-    for newer in match.inputs:
+    for newer in inputs:
         call = read(newer)
         while call is not None and call.is_inplace and isinstance(call.input, fx.Node):
             found[call.input] = newer
             call = read(call.input)
-    return {older: newer for older, newer in found.items() if older not in match.inputs}
+    return {older: newer for older, newer in found.items() if older not in inputs}
 
 
 def _data_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose values matter, not those that only lend a shape or a dtype."""
+    """The inputs whose values matter, not those that are a size, or only lend a shape or a dtype."""
     call = read(node)
     if call is None:
         return []
     if call.name == "getitem":
-        return [each for each in node.all_input_nodes if each is call.input or tensor_of(each) is not None]
+        return [each for each in _values(node) if each is call.input or tensor_of(each) is not None]
     if call.name in layout.SIZED or call.name in ("type_as", "dropout") or is_constant(call):
         return [call.input] if isinstance(call.input, fx.Node) and not is_constant(call) else []
-    return list(node.all_input_nodes)
+    return _values(node)
+
+
+def _values(node: fx.Node) -> list[fx.Node]:
+    """What a node reads, but for sizes."""
+    return [each for each in node.all_input_nodes if not is_symbolic(each)]
 
 
 def _copy(
-    graph: fx.Graph,
     match: Subgraph,
-    node: fx.Node,
-    values: Mapping[fx.Node, fx.Node],
     sizes: Sizes,
     dtype: torch.dtype | None,
+    graph: fx.Graph,
+    node: fx.Node,
+    values: Mapping[fx.Node, fx.Node],
 ) -> fx.Node:
     call = read(node)
     if call is not None and call.name in layout.SIZED and node in match.read:
@@ -281,7 +279,7 @@ def _copy(
         args = _with_extents(graph, call, args, shape(match.read[node], sizes) if node in match.read else None)
     if match.spelled:
         args, kwargs = _with_sizes((args, kwargs), {size: sizes[axis] for size, axis in match.spelled.items()})
-    target: Any = run_steps if node.target is torch.ops.higher_order.scan else node.target
+    target = node.target
     if call is not None and call.name == "scaled_dot_product_attention":
         named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, values.__getitem__))
         args, kwargs = tuple(named.pop(name) for name in ("query", "key", "value")), named

@@ -13,7 +13,7 @@ from lz_compile.errors import TrialError
 from lz_compile.passes.builder import Builder
 from lz_compile.passes.effects import ambient_context
 from lz_compile.passes.match import Match
-from lz_compile.passes.resize import Sizes
+from lz_compile.passes.proof.subgraph import Sizes
 from lz_compile.runtime import child, events, health
 from lz_compile.runtime.isolation import Outside
 from lz_compile.runtime.kernel import KernelSpec
@@ -49,7 +49,7 @@ def run(
         values = _with_implied(match, inputs, sizes)
         given = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
         found = function(*given)
-    outputs = list(found) if match.also else [found]
+    outputs = list(found) if isinstance(found, (tuple, list)) else [found]
     results = [output.detach() for output in outputs]
     if gradients:
         results += _gradients(

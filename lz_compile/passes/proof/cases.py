@@ -1,0 +1,181 @@
+"""What a match is tried on: rows that are masked completely, large magnitudes, unusual strides, extents of one, NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.passes.axes import Axis, Dims, axes_of
+from lz_compile.passes.effects import grad_enabled
+from lz_compile.passes.match import Match
+from lz_compile.passes.proof.resize import shape
+from lz_compile.passes.proof.subgraph import Sizes
+from lz_compile.passes.view import hint_of, tensor_of, value_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of adversarial inputs.
+
+    Operands are of size ``magnitude``: what rounding does to the result grows with a power of that which the op says
+    (``ROUNDING_POWER``), by no more than the result itself does where it says none.
+
+    ``is_poisoned``: a row of the query is NaN, and so are keys that a selecting mask drops. ``points`` are numbers that
+    some of the elements are, exactly.
+    """
+
+    name: str
+    magnitude: float = 1.0
+    masked_rows: bool = False
+    infinite: bool = False
+    is_strided: bool = False
+    ones: bool = False
+    is_poisoned: bool = False
+    gradients: bool = False
+    points: tuple[float, ...] = ()
+
+
+def cases(match: Match) -> Iterator[Case]:
+    """The input sets that a match is tried on."""
+    is_trained = any(wants_grad(node) for node in match.inputs) and grad_enabled(match.ambient)
+    has_mask = any(_is_mask(node) or node in match.fills for node in match.inputs)
+    yield Case("plain", gradients=is_trained)
+    # In half precision larger scores are rounded by whole units, and which key wins a row is a matter of luck.
+    is_half = any(
+        tensor.dtype.itemsize == 2 for tensor in map(tensor_of, match.operands.values()) if tensor is not None
+    )
+    yield Case(
+        "large", magnitude=4.0 if is_half else 12.0, is_strided=True, is_poisoned=bool(match.rows or match.dropped)
+    )
+    is_apart = len(set(match.operands.values())) == len(match.operands) and "key_documents" not in match.operands
+    if is_apart:  # a tensor in two roles has each extent twice, and documents are those of the same tokens
+        yield Case("ones", ones=True)
+    if match.points:
+        yield Case("corners", points=match.points, gradients=is_trained)
+    yield from (Case(f"magnitude {size:.0e}", magnitude=size, gradients=is_trained) for size in match.magnitudes)
+    if has_mask and match.masked_rows_count:
+        # A row that is masked by -inf has NaN gradients, whatever computes them.
+        yield Case("masked rows", masked_rows=True, gradients=is_trained and match.masked_rows_are_finite)
+    if match.masked_rows_count and any(not is_finite for is_finite in match.fills.values()):
+        yield Case("infinite fills", masked_rows=True, infinite=True)
+
+
+def some_axes(match: Match) -> frozenset[Axis]:
+    """Half of the row axes of the output: the broadcasts that a size of one may turn on."""
+    axes = [axis for axis in axes_of(match.output_dims) if axis.size != 1 and axis not in match.fixed]
+    return frozenset(axes[::2])
+
+
+def inputs_of(match: Match, sizes: Sizes, case: Case) -> list[Any]:
+    """Random inputs for a case, at the sizes of a proof."""
+    return [_input(match, node, sizes, case) for node in match.inputs]
+
+
+def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
+    example = value_of(node)
+    if not isinstance(example, torch.Tensor):
+        return hint_of(node)
+    extents = shape(match.inputs[node], sizes)
+    if example.dtype == torch.bool:
+        keep = _mask(extents, example.device, case.masked_rows)
+        if case.is_poisoned and node in match.selecting:
+            for position in _dropped(match, sizes):
+                if position.keys() & set(axes_of(match.inputs[node])):
+                    _at(keep, match.inputs[node], position, sizes).fill_(False)
+        return keep if match.masks.get(node, True) else ~keep
+    if node in (match.operands.get("query_documents"), match.operands.get("key_documents")):
+        return _documents(extents, example, is_random=case.masked_rows)
+    if node in match.ranges:
+        low, high = match.ranges[node]
+        drawn = torch.rand(extents, dtype=torch.float64) * (high - low) + low
+        return drawn.to(example.device, example.dtype)
+    magnitude = (case.magnitude if node in match.operands.values() else 1.0) * match.scales.get(node, 1.0)
+    value = torch.randn(extents, dtype=torch.complex64 if example.is_complex() else torch.float32) * magnitude
+    if node in match.fills and case.masked_rows:
+        fill = -math.inf if case.infinite and not match.fills[node] else _finite_fill(match, node, example.dtype)
+        value = torch.zeros(extents, dtype=torch.float64).masked_fill(~_mask(extents, value.device, True), fill)
+    if case.points and node in match.operands.values():
+        points = [point for point in case.points if abs(point) <= torch.finfo(example.dtype).max / 2]
+        corners = value.view(-1)[::2]
+        corners.copy_(torch.tensor(points)[torch.randint(len(points), corners.shape)])
+    value = value.to(example.device, example.dtype)
+    if case.is_poisoned:
+        _poison(value, match, node, sizes)
+    if case.is_strided and value.dim() > 1:
+        value = value.transpose(0, -1).contiguous().transpose(0, -1)
+    if case.gradients and example.requires_grad:
+        value.requires_grad_()
+    return value
+
+
+def _documents(extents: tuple[int, ...], example: torch.Tensor, *, is_random: bool) -> torch.Tensor:
+    """Documents of three tokens, counted from the last one; or any, so that some queries see no key."""
+    if is_random:
+        return torch.randint(0, 3, extents).to(example.device, example.dtype)
+    along = max(range(len(extents)), key=extents.__getitem__, default=0)
+    length = extents[along] if extents else 1
+    ids = (torch.arange(length) - length).div(3, rounding_mode="floor")
+    ids = ids.reshape([length if dim == along else 1 for dim in range(len(extents))])
+    return ids.expand(extents).contiguous().to(example.device, example.dtype)
+
+
+def _poison(value: torch.Tensor, match: Match, node: fx.Node, sizes: Sizes) -> None:
+    """NaN in the first of the ``rows``; NaN and infinities in what is ``dropped``."""
+    if node in match.rows:
+        _at(value, match.inputs[node], dict.fromkeys(match.rows[node], 0), sizes).fill_(math.nan)
+    if node in match.dropped:
+        for position, number in zip(_dropped(match, sizes), (math.nan, math.inf), strict=False):
+            _at(value, match.inputs[node], position, sizes).fill_(number)
+
+
+def _dropped(match: Match, sizes: Sizes) -> list[Mapping[Axis, int]]:
+    """Positions that a selecting mask drops: the last one, and the one before where that is not the first."""
+    axes = next(iter(match.dropped.values()), ())
+    last = {axis: sizes[axis] - 1 for axis in axes}
+    if not axes or sizes[axes[-1]] <= 2:
+        return [last] if axes else []
+    return [last, {**last, axes[-1]: sizes[axes[-1]] - 2}]
+
+
+def _at(value: torch.Tensor, dims: Dims, position: Mapping[Axis, int], sizes: Sizes) -> torch.Tensor:
+    """The slice of ``value`` at a position along some of its axes, as a view."""
+    axes = axes_of(dims)
+    return value.view([sizes[axis] for axis in axes])[tuple(position.get(axis, slice(None)) for axis in axes)]
+
+
+def _finite_fill(match: Match, node: fx.Node, dtype: torch.dtype) -> float:
+    """The lowest number for one of the masks, a usual one for others, so that they do not add up to infinity."""
+    lowest = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).min
+    if dtype == torch.float16 and len(match.fills) > 1:
+        lowest /= 2
+    return lowest if node is next(iter(match.fills)) else -1e4
+
+
+def _mask(extents: tuple[int, ...], device: torch.device, masked_rows: bool) -> torch.Tensor:
+    """True keeps: random, the first key always kept; or with every third row masked, every third one kept."""
+    keep = torch.rand(extents) > 0.3
+    if keep.dim() == 0:
+        return torch.ones_like(keep, device=device)
+    if masked_rows:
+        rows = keep.view(-1, extents[-1])
+        rows[::3] = False
+        rows[1::3] = True
+    else:
+        keep[..., 0] = True
+    return keep.to(device)
+
+
+def _is_mask(node: fx.Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.dtype == torch.bool
+
+
+def wants_grad(node: fx.Node) -> bool:
+    """Whether a tensor requires a gradient."""
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.requires_grad

@@ -1,0 +1,92 @@
+"""The one place that runs calls of a graph in order to learn something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from lz_compile.passes.edits.snapshot import Was
+from lz_compile.passes.loops.scan_steps import run_steps
+from lz_compile.runtime.isolation import is_isolated
+
+SCAN = torch.ops.higher_order.scan
+
+
+class NotRunnableError(Exception):
+    """Calls that cannot be run on inputs that are made up, and why."""
+
+
+#: What is called instead of a call, given its operands' values: a function or a method's name, and its arguments.
+Adapt: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, tuple[Any, ...], dict[str, Any]]]
+
+
+def called(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function gives, or a method, if ``target`` is a name."""
+    if isinstance(target, str):
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
+
+
+def no_attribute(path: str) -> Any:
+    """For calls that read nothing that a module holds.
+
+    Raises:
+        NotRunnableError: always.
+    """
+    raise NotRunnableError(f"it reads {path}")
+
+
+def run(
+    calls: Iterable[fx.Node | Was],
+    values: Mapping[fx.Node, Any],
+    *,
+    attribute: Callable[[str], Any] = no_attribute,
+    adapt: Adapt | None = None,
+) -> dict[fx.Node, Any]:
+    """Run calls one after the other, inside of :func:`~lz_compile.runtime.isolation.isolated`.
+
+    Whoever calls decides what of the surroundings is entered there again: gradient mode, autocast.
+
+    Args:
+        calls: nodes in order, as they are or as they were; those that have a value already are left out.
+        values: what is given.
+        attribute: what a ``get_attr`` stands for.
+        adapt: runs something else in the place of a call: another dtype, another device, other sizes.
+
+    Returns:
+        all values, those that were given included.
+
+    Raises:
+        NotRunnableError: one of them is no call.
+        Exception: what a call raises.
+    """
+    assert is_isolated(), "what is run in order to learn something is isolated from the program around"
+    found = dict(values)
+    for call in calls:
+        node = call.node if isinstance(call, Was) else call
+        if node not in found:
+            found[node] = _result(node, call, found, attribute, adapt)
+    return found
+
+
+def _result(
+    node: fx.Node,
+    call: fx.Node | Was,
+    values: Mapping[fx.Node, Any],
+    attribute: Callable[[str], Any],
+    adapt: Adapt | None,
+) -> Any:
+    if call.op == "get_attr":
+        return attribute(str(call.target))
+    if call.op not in ("call_function", "call_method"):
+        raise NotRunnableError(f"{node.name} is a {call.op}")
+    args, kwargs = fx.map_arg((call.args, dict(call.kwargs)), values.__getitem__)
+    target = call.target
+    if adapt is not None:
+        target, args, kwargs = adapt(call, args, kwargs)
+    if target is SCAN and not kwargs:  # the operator traces its step at every call; it computes a plain loop
+        return run_steps(*args)
+    return called(target, args, kwargs)

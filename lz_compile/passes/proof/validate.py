@@ -1,0 +1,230 @@
+"""Prove a rewrite numerically before it is accepted.
+
+The original subgraph and its replacement run at small sizes on adversarial inputs: rows that are masked completely, large
+magnitudes, unusual strides, extents of one. Both are held against the original in float64. The replacement may round
+less than the original, never noticeably more; where gradients are on, the same holds for them.
+
+Results are remembered by structure, in memory and on disk, so that equal layers and later processes pay nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+import torch
+
+from lz_compile.lowering import ops
+from lz_compile.passes.match import Match
+from lz_compile.passes.proof.agreement import TOLERANCE, compare
+from lz_compile.passes.proof.cases import Case, cases, inputs_of, some_axes, wants_grad
+from lz_compile.passes.proof.resize import real_sizes, replacement, representative_sizes, resized, whole
+from lz_compile.passes.proof.sides import run as run_side
+from lz_compile.passes.proof.sides import run_kernel
+from lz_compile.passes.proof.subgraph import Sizes, Subgraph
+from lz_compile.passes.proof.verdict_keys import devices_of, verdict_key
+from lz_compile.passes.rewrite import KernelCall
+from lz_compile.passes.view import tensor_of
+from lz_compile.runtime.isolation import Outside, isolated
+from lz_compile.runtime.kernel import KernelSpec
+from lz_compile.runtime.store import Store
+
+_Error = Annotated[float, msgspec.Meta(ge=0)]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The verdict on one rewrite.
+
+    ``error`` and ``source_error`` are the largest absolute deviations from float64 (of outputs) of the replacement and of
+    the original; ``grad_error`` that of gradients. ``reason`` says what failed. ``origin`` is ``"run"``, ``"memory"`` or
+    ``"disk"``, ``seconds`` what it cost now.
+    """
+
+    ok: bool
+    error: float = 0.0
+    source_error: float = 0.0
+    grad_error: float | None = None
+    cases: int = 0
+    reason: str = ""
+    origin: str = "run"
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {
+            "ok": self.ok,
+            "error": self.error,
+            "source_error": self.source_error,
+            "grad_error": self.grad_error,
+            "cases": self.cases,
+            "reason": self.reason,
+            "origin": self.origin,
+            "seconds": round(self.seconds, 4),
+        }
+
+
+_memory: dict[str, Validation] = {}
+
+
+def forget() -> None:
+    """Drop what was remembered in memory (not on disk)."""
+    _memory.clear()
+
+
+def validate(match: Match, kernel: KernelSpec, call: KernelCall, store: Store | None) -> Validation:
+    """Whether ``call``, which is that of a kernel, may replace ``match``.
+
+    It is remembered by structure, dtypes, attributes, modes, machine, kernel and source version; what is not shipped with
+    this package is also tried at the real sizes, and remembered for these.
+
+    Raises:
+        TrialError: the kernel failed, or nothing can be found out about it.
+        Exception: what the kernel raises.
+    """
+    real = None if kernel.is_shipped else real_sizes(match)
+    source = _Source(whole(match))
+    key = verdict_key(match, source.at(representative_sizes(match)), kernel.identity, real)
+    return recalled(key, store, lambda: _run(match, source, kernel, call, real))
+
+
+def recalled(key: str, store: Store | None, run: Callable[[], Validation]) -> Validation:
+    """The verdict that is known under a key, in memory or on disk; else that of ``run``, which is known from then on."""
+    start = time.perf_counter()
+    known = _memory.get(key)
+    if known is not None:
+        return replace(known, origin="memory", seconds=time.perf_counter() - start)
+    verdict = None if store is None else _stored(store, key)
+    if verdict is not None:
+        _memory[key] = verdict
+        return replace(verdict, origin="disk", seconds=time.perf_counter() - start)
+    verdict = run()
+    _memory[key] = verdict
+    if store is not None:
+        store.save(key, verdict.to_dict())
+    return replace(verdict, seconds=time.perf_counter() - start)
+
+
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    """A verdict on disk: :meth:`Validation.to_dict`, of a run that tried something."""
+
+    ok: bool
+    error: _Error
+    source_error: _Error
+    grad_error: _Error | None
+    cases: Annotated[int, msgspec.Meta(ge=1)]
+    reason: str
+    origin: Literal["run"]
+    seconds: _Error
+
+
+def _stored(store: Store, key: str) -> Validation | None:
+    record = store.load(key, _Record)
+    return None if record is None else Validation(**msgspec.structs.asdict(record))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is replaced, at the sizes at which it is tried: each is made once."""
+
+    whole: Subgraph
+    _known: dict[tuple[Any, ...], Subgraph] = field(default_factory=dict)
+
+    def at(self, sizes: Sizes, dtype: torch.dtype | None = None) -> Subgraph:
+        """At these sizes, in its own dtypes or another one."""
+        key = (dtype, *sizes.items())
+        if key not in self._known:
+            self._known[key] = resized(self.whole, sizes, dtype)
+        return self._known[key]
+
+
+def _run(match: Match, source: _Source, kernel: KernelSpec, call: KernelCall, real: Sizes | None) -> Validation:
+    total = Validation(ok=True)
+    tried = list(cases(match))  # which gradients are wanted, is decided outside
+    if real is not None:
+        tried.append(replace(tried[0], name="real sizes"))
+    with isolated() as outside:
+        for case in tried:
+            small = representative_sizes(match, ones=some_axes(match) if case.ones else frozenset())
+            sizes = real if real is not None and case is tried[-1] else small
+            total = _merge(total, _run_case(match, source, kernel, call, case, sizes, outside))
+            if not total.ok:
+                break
+    return total
+
+
+def _merge(total: Validation, case: Validation) -> Validation:
+    grads = [error for error in (total.grad_error, case.grad_error) if error is not None]
+    return replace(
+        total,
+        ok=case.ok,
+        error=max(total.error, case.error),
+        source_error=max(total.source_error, case.source_error),
+        grad_error=max(grads) if grads else None,
+        cases=total.cases + 1,
+        reason=case.reason,
+    )
+
+
+def _run_case(
+    match: Match, source: _Source, kernel: KernelSpec, call: KernelCall, case: Case, sizes: Sizes, outside: Outside
+) -> Validation:
+    inputs = inputs_of(match, sizes, case)
+    replaced = partial(run_side, replacement(match, call, sizes), match, inputs, sizes)
+    ours = run_kernel(kernel, devices_of(match), partial(replaced, gradients=case.gradients, outside=outside))
+    given = run_side(source.at(sizes).run, match, inputs, sizes, gradients=case.gradients, outside=outside)
+    exact = source.at(sizes, torch.float64).run
+    truth = run_side(exact, match, _as_float64(inputs), sizes, gradients=case.gradients)
+    if ours.written:
+        return Validation(ok=False, reason=f"it writes into {', '.join(ours.written)}, with {case.name}")
+    if ours.is_view and not given.is_view:
+        return Validation(ok=False, reason=f"its result lies in the memory of an input, with {case.name}")
+    return _compared(match, case, truth.values, given.values, ours.values)
+
+
+def _compared(
+    match: Match,
+    case: Case,
+    truth: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    ours: Sequence[torch.Tensor],
+) -> Validation:
+    """The verdict on results: float64's, the source's and the kernel's."""
+    outputs = [tensor_of(node) for node in match.outputs]
+    grown = max(case.magnitude, 1.0) ** getattr(ops.module(match.op), "ROUNDING_POWER", 0)
+    verdict = Validation(ok=True)
+    for index, (name, expected, base, actual) in enumerate(zip(_names(match, case), truth, given, ours, strict=True)):
+        output = outputs[index] if index < len(outputs) else None
+        slack = TOLERANCE.get(base.dtype if output is None else output.dtype, 0.0) * grown
+        # A lowest number that is added to float16 scores may overflow by rounding; one that is filled in does not.
+        outcome = compare(expected, base, actual, slack, not case.masked_rows, not match.fills, case.is_poisoned)
+        if output is not None:
+            errors = max(verdict.error, outcome[0]), max(verdict.source_error, outcome[1])
+            verdict = replace(verdict, error=errors[0], source_error=errors[1])
+        else:
+            verdict = replace(verdict, grad_error=max(verdict.grad_error or 0.0, outcome[0]))
+        if not outcome[2]:
+            text = f"{name} with {case.name}: off by {outcome[0]:.3g} where the source is off by {outcome[1]:.3g}"
+            return replace(verdict, ok=False, reason=text)
+    return verdict
+
+
+def _names(match: Match, case: Case) -> list[str]:
+    outputs = [f"output {node.name}" for node in match.outputs] if match.also else ["output"]
+    if not case.gradients:
+        return outputs
+    return [*outputs, *(f"gradient of {node.name}" for node in match.inputs if wants_grad(node))]
+
+
+def _as_float64(inputs: list[Any]) -> list[Any]:
+    converted = []
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            converted.append(value.detach().double().requires_grad_(value.requires_grad))
+        else:
+            converted.append(value)
+    return converted

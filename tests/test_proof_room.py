@@ -1,0 +1,98 @@
+"""What is run in order to learn something: apart from the program around, and never silently given up."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from backends import Rewriting
+from graphs import capture
+from torch import Tensor, fx
+
+from lz_compile.passes.proof.running import NotRunnableError, run
+from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.runtime.isolation import isolated
+
+
+def between(module: fx.GraphModule, names: list[str]) -> Subgraph:
+    """What computes a function's result from these inputs."""
+    inputs = [node for node in module.graph.nodes if node.name in names]
+    outputs = list(module.graph.output_node().all_input_nodes)
+    return Subgraph(inputs=dict.fromkeys(inputs, ()), nodes=tuple(needed(outputs, inputs)), outputs=tuple(outputs))
+
+
+def mixed(x: Tensor, y: Tensor) -> Tensor:
+    return torch.add(x.exp(), y, alpha=2).mul(3)
+
+
+def test_a_subgraph_and_its_copies_compute_what_the_graph_computes() -> None:
+    x, y = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    found = between(capture(mixed, x, y), ["l_x_", "l_y_"])
+    with isolated():
+        (result,) = found.run(x, y)
+    module, copies = found.module()
+    assert torch.equal(result, mixed(x, y))
+    assert torch.equal(module(x, y)[0], result)
+    assert set(copies) == {*found.inputs, *found.nodes}
+
+
+def test_nothing_is_run_inside_the_modes_of_the_program_around() -> None:
+    x = torch.randn(2, 3)
+    found = between(capture(mixed, x, x + 1), ["l_x_", "l_y_"])
+    with pytest.raises(AssertionError, match="isolated"):
+        found.run(x, x)
+
+
+def test_a_run_says_what_it_cannot_run() -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    held = graph.get_attr("weight", type_expr=None)
+    with isolated():
+        with pytest.raises(NotRunnableError, match="x is a placeholder"):
+            run([node], {})
+        with pytest.raises(NotRunnableError, match="it reads weight"):
+            run([held], {})
+
+
+def test_what_is_needed_ends_at_what_is_given() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(operator.neg, (x,))
+    second = graph.call_function(operator.add, (first, x))
+    assert needed([second], {first}) == [x, second]
+    assert needed([second], {first, x}) == [second]
+    assert needed([first, second], ()) == [x, first, second]
+
+
+def by_row(scores: Tensor) -> Tensor:
+    """A filter that names its eight rows: with fewer it does not run."""
+    least = scores.topk(5).values[:, -1:]
+    rows = zip(scores.unbind(0), least.unbind(0), strict=True)
+    return torch.stack([row.masked_fill(row < limit, -torch.inf) for row, limit in rows]).softmax(-1)
+
+
+def flat_doubling(a: Tensor, x: Tensor) -> Tensor:
+    """A recurrence over steps that were joined with the channels: with fewer channels it does not run."""
+    batch, steps, width = x.shape
+    a, x, step = a.clone().view(batch, steps * width), x.clone(), 1
+    flat = x.view(batch, steps * width)
+    while step < steps:
+        flat[:, step * width :] += a[:, step * width :] * flat[:, : -step * width].clone()
+        a[:, step * width :] *= a[:, : -step * width].clone()
+        step *= 2
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [(by_row, (torch.randn(8, 300),)), (flat_doubling, (torch.rand(2, 16, 5), torch.randn(2, 16, 5)))],
+    ids=["a filter", "a sweep in place"],
+)
+def test_what_does_not_run_at_other_sizes_is_told(function, inputs) -> None:
+    backend = Rewriting()
+    with torch.no_grad():
+        result = torch.compile(function, backend=backend)(*inputs)
+    torch.testing.assert_close(result, function(*inputs))
+    codes = [event.code for event in backend.report.events]
+    assert codes == ["PROBE_FAILED"], backend.report.events
