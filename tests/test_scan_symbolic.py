@@ -412,3 +412,22 @@ def test_linear_algebra_in_a_step_keeps_a_symbolic_batch() -> None:
         torch.testing.assert_close(function(*operands), solved(*operands))
     assert len(backend.report.graphs) == 1
     assert "SIZE_UNKNOWN" in {miss.reason.code for miss in backend.report.near_misses}
+
+
+def test_an_operand_of_a_symbolic_size_that_a_step_makes_is_refused_by_its_text() -> None:
+    """``one_hot`` gives a size that no operand of the step shows."""
+
+    def gated(given: Tensor, ids: Tensor) -> Tensor:
+        state = given.new_zeros(given.shape[0], given.shape[2])
+        for t in range(5):
+            gate = torch.sigmoid(F.one_hot(ids[:, t], given.shape[2]).to(given.dtype) * given[:, t] + state)
+            state = gate * state + (1 - gate) * given[:, t]
+        return state
+
+    torch._dynamo.reset()
+    backend = Rewriting(loops="roll")
+    operands = torch.randn(2, 5, 3, dtype=torch.float64), torch.randint(3, (2, 5))
+    found = torch.compile(gated, backend=backend, dynamic=True)(*operands)
+    torch.testing.assert_close(found, gated(*operands))
+    assert backend.report.loops[0].rolled, backend.report.loops
+    assert not backend.report.events, backend.report.events
