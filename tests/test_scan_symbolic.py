@@ -412,3 +412,25 @@ def test_linear_algebra_in_a_step_keeps_a_symbolic_batch() -> None:
         torch.testing.assert_close(function(*operands), solved(*operands))
     assert len(backend.report.graphs) == 1
     assert "SIZE_UNKNOWN" in {miss.reason.code for miss in backend.report.near_misses}
+
+
+def test_an_operand_of_a_symbolic_size_that_a_step_makes_is_refused_by_its_text() -> None:
+    """``expand`` of indices has a size that no operand of the step shows."""
+
+    def gathered(given: Tensor, other: Tensor, ids: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        batch, steps, width = given.shape
+        state = torch.zeros(width, batch, dtype=given.dtype).t()
+        stored = given.new_empty(batch, steps, width).fill_(0.5)
+        for t in range(steps):
+            factor = given[:, t].gather(1, ids[:, t, None].expand(batch, width))
+            state = factor * state + (other.mean(1) - given[:, t])
+            stored[:, t] = state
+        return state, [stored[:, t].clone() for t in range(steps)], F.one_hot(ids[:, 0], width)
+
+    torch._dynamo.reset()
+    backend = Rewriting(loops="roll", lock={"scan": "inductor"})
+    operands = *torch.randn(2, 2, 5, 2, dtype=torch.float64).unbind(), torch.randint(2, (2, 5))
+    found = torch.compile(gathered, backend=backend, dynamic=True)(*operands)
+    torch.testing.assert_close(found, gathered(*operands))
+    assert any(loop.rolled for loop in backend.report.loops), backend.report.loops
+    assert not backend.report.events, backend.report.events
