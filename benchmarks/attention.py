@@ -30,8 +30,8 @@ from torch import Tensor
 from benchmarks.arguments import parse, parser
 from benchmarks.harness import EAGER, INDUCTOR, LAYERZERO, Function, Run, Variant, compiled, measure, prepare
 from benchmarks.publish import Publication, summary_table, timing_table
-from lz_compile.runtime.estimate import INDUCTOR as LEFT_TO_INDUCTOR
-from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.kernels.registry import kernels
+from lz_compile.runtime.measure.estimate import INDUCTOR as LEFT_TO_INDUCTOR
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 FORMS = ("causal", "bias", "full", "window", "padding", "prefix", "documents", "alibi", "decode")

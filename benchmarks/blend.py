@@ -26,10 +26,10 @@ from benchmarks.arguments import parse, parser
 from benchmarks.attention import locked_elsewhere
 from benchmarks.harness import INDUCTOR, LAYERZERO, Function, Run, compiled, prepare
 from benchmarks.publish import Publication, rounded, table_of
-from lz_compile.runtime.context import name_of
-from lz_compile.runtime.hardware import hardware
-from lz_compile.runtime.measure import measure
-from lz_compile.runtime.registry import kernels
+from lz_compile.ground.hardware import hardware
+from lz_compile.runtime.kernels.registry import kernels
+from lz_compile.runtime.measure.timing import measure
+from lz_compile.runtime.problem.context import name_of
 
 #: Elements of a blend of features, and of logits, as powers of two.
 GPU_ELEMENTS, CPU_ELEMENTS = 26, 20

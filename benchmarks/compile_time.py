@@ -47,7 +47,7 @@ def compile_once(backend: str, name: str, size: Size) -> Measured:
     """
     importlib.import_module("torch._inductor.compile_fx")
     start = time.perf_counter()
-    importlib.import_module("lz_compile.compiler")
+    importlib.import_module("lz_compile.compile.compiler")
     import_s = time.perf_counter() - start
     model, inputs = build(name, size)
     timed, backend_s = _timed(backend)

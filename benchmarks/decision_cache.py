@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.harness import Quartiles
 from benchmarks.publish import Publication, rounded, table_of
-from lz_compile.runtime.decision_cache import DecisionCache
+from lz_compile.runtime.choose.decision_cache import DecisionCache
 
 COMPUTE_S = 1e-3
 HIT_LIMIT_NS = 500

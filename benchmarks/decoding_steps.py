@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.arguments import parse, parser
 from benchmarks.harness import compiled, measure, prepare
 from benchmarks.publish import Publication, timing_table
-from lz_compile.runtime.context import name_of
+from lz_compile.runtime.problem.context import name_of
 
 ROWS, VOCABULARIES = (1, 8, 64), (1000, 32_000, 128_256)
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -24,8 +24,9 @@ from rich.table import Table
 import lz_compile as lz
 from benchmarks.harness import Quartiles
 from benchmarks.publish import Publication, rounded, table_of
-from lz_compile.runtime import eager, policy
-from lz_compile.runtime.attention_arguments import Call
+from lz_compile.api import eager
+from lz_compile.api.attention_arguments import Call
+from lz_compile.runtime.policy import policy
 
 SELECTION_LIMIT_NS = 2_000
 _CALLS = 2_000

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import lz_compile
-from lz_compile.runtime.fingerprint import source_hash
+from lz_compile.ground.fingerprint import source_hash
 
 #: The instruction sets beyond torch's own dispatch level that decide how fast bfloat16 runs.
 _MATRIX_FLAGS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8", "bf16", "sve")

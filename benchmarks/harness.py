@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 import lz_compile
 from lz_compile.backend import layerzero
-from lz_compile.runtime.measure import Quartiles, Timing
-from lz_compile.runtime.measure import measure as time_in_turns
+from lz_compile.runtime.measure.timing import Quartiles, Timing
+from lz_compile.runtime.measure.timing import measure as time_in_turns
 
 __all__ = [
     "EAGER", "INDUCTOR", "LAYERZERO", "DisagreementError", "Function", "Prepared", "Quartiles", "Run", "Timing", "Variant",
@@ -182,5 +182,5 @@ def compare(name: str, outputs: Sequence[Tensor], expected: Sequence[Tensor]) ->
 def measure(
     variants: Sequence[Variant], device: torch.device, *, rounds: int = 15, block_ms: float = 20.0
 ) -> dict[str, Timing]:
-    """Time the variants in turns (see :func:`lz_compile.runtime.measure.measure`)."""
+    """Time the variants in turns (see :func:`lz_compile.runtime.measure.timing.measure`)."""
     return time_in_turns({variant.name: variant.call for variant in variants}, device, rounds=rounds, block_ms=block_ms)

@@ -28,8 +28,8 @@ from benchmarks.arguments import parse, parser
 from benchmarks.harness import EAGER, INDUCTOR, LAYERZERO, prepare
 from benchmarks.publish import Publication, summary_table, table_of, timing_table
 from lz_compile.backend import layerzero
-from lz_compile.runtime.context import name_of
-from lz_compile.runtime.measure import measure
+from lz_compile.runtime.measure.timing import measure
+from lz_compile.runtime.problem.context import name_of
 from models.routed_adapter import cosine, gradients_of_gate
 
 RANKS, ROLLOUTS, LENGTHS = (16, 64, 256), (4, 16, 64), (128, 512, 2048)

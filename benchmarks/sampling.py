@@ -30,8 +30,8 @@ from benchmarks.arguments import parse, parser
 from benchmarks.harness import EAGER, INDUCTOR, LAYERZERO, Timing
 from benchmarks.publish import Publication, rounded, table_of
 from lz_compile.domains import Domain, DomainMask, DomainScore, FusionConfig, IntensityLevel, fuse, intersect
-from lz_compile.runtime.context import name_of
-from lz_compile.runtime.measure import measure
+from lz_compile.runtime.measure.timing import measure
+from lz_compile.runtime.problem.context import name_of
 
 #: How many times faster than eager and than Inductor masking and drawing alone should be, and of how many rows.
 CLAIMS, CLAIMED_ROWS = {EAGER: 5.0, INDUCTOR: 2.0}, 100

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from benchmarks.arguments import parse, parser
 from benchmarks.publish import Publication, table_of
+from lz_compile.ground.hardware import hardware
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, facts_of, reference
-from lz_compile.runtime.context import name_of, of_facts
-from lz_compile.runtime.hardware import hardware
-from lz_compile.runtime.kernel import KernelSpec
-from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.kernels.kernel import KernelSpec
+from lz_compile.runtime.kernels.registry import kernels
+from lz_compile.runtime.problem.context import name_of, of_facts
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
 

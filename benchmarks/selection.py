@@ -23,13 +23,13 @@ from rich.table import Table
 from benchmarks.arguments import parse, parser
 from benchmarks.harness import Quartiles
 from benchmarks.publish import Publication, rounded, table_of
-from lz_compile import measuring
+from lz_compile.compile import measuring
 from lz_compile.lowering.ops import attention
-from lz_compile.runtime import policy
-from lz_compile.runtime.context import of_facts
-from lz_compile.runtime.estimate import INDUCTOR
-from lz_compile.runtime.measure import Timing, measure
-from lz_compile.runtime.select import Decision, Problem, select
+from lz_compile.runtime.choose.select import Decision, Problem, select
+from lz_compile.runtime.measure.estimate import INDUCTOR
+from lz_compile.runtime.measure.timing import Timing, measure
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem.context import of_facts
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 LIMITS = {"tuned": 1.03, "untuned": 1.10, "worst against inductor": 1.05}

@@ -31,7 +31,7 @@ from benchmarks.arguments import parse, parser
 from benchmarks.harness import INDUCTOR, LAYERZERO, compare, compiled, measure, prepare, tensors
 from benchmarks.publish import Publication, table_of, timing_table
 from lz_compile.backend import layerzero
-from lz_compile.runtime import policy
+from lz_compile.runtime.policy import policy
 
 #: What packages import for data, training and files, which no forward pass here uses: they are installed without it.
 UNUSED = (

@@ -5,10 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lz_compile.api import attention, warmup
-    from lz_compile.blender import Blender, SoftGate
-    from lz_compile.blending import BlenderConfig, BlendMode, blend
-    from lz_compile.diagnosis import DoctorReport, doctor
+    from lz_compile.api.attention import attention, warmup
+    from lz_compile.api.blender import Blender, SoftGate
+    from lz_compile.api.blending import BlenderConfig, BlendMode, blend
+    from lz_compile.api.functional import alibi, embedding, layer_norm, linear, mlp_fused, rms_norm, rope
+    from lz_compile.api.routing import RoutingRecord, routed_adapter
+    from lz_compile.api.sampling import (
+        apply_token_bitmask,
+        domain_fusion,
+        sample,
+        sample_topk,
+        sample_topp,
+        sampling_probs,
+    )
+    from lz_compile.api.scans import kda, linear_scan
+    from lz_compile.api.speculation import Verification, speculative_verify
     from lz_compile.errors import (
         ArgumentError,
         CapabilitiesError,
@@ -34,29 +45,18 @@ if TYPE_CHECKING:
         UnknownKernelError,
         UnknownOperationError,
     )
-    from lz_compile.functional import alibi, embedding, layer_norm, linear, mlp_fused, rms_norm, rope
-    from lz_compile.inspection import SelectionReport, dry_run, explain, which
-    from lz_compile.readiness import ReadinessReport, readiness_check
-    from lz_compile.routing import RoutingRecord, routed_adapter
-    from lz_compile.runtime.dispatch_table import DispatchTable
-    from lz_compile.runtime.loaded_tables import load_dispatch_table, unload_dispatch_table
-    from lz_compile.runtime.policy import avoid, configure, disabled, load_config, lock, prefer, unlock
-    from lz_compile.runtime.registration import register_kernel
-    from lz_compile.runtime.registry import KernelInfo, list_kernels, unregister_kernel
-    from lz_compile.runtime.report import GraphReport, Report, clear_reports, reports
-    from lz_compile.sampling import (
-        apply_token_bitmask,
-        domain_fusion,
-        sample,
-        sample_topk,
-        sample_topp,
-        sampling_probs,
-    )
-    from lz_compile.scans import kda, linear_scan
-    from lz_compile.solving import save_decisions, solve
-    from lz_compile.speculation import Verification, speculative_verify
-    from lz_compile.trial import validate
-    from lz_compile.tuning import TuneReport, tune
+    from lz_compile.report.report import GraphReport, Report, clear_reports, reports
+    from lz_compile.runtime.kernels.registration import register_kernel
+    from lz_compile.runtime.kernels.registry import KernelInfo, list_kernels, unregister_kernel
+    from lz_compile.runtime.policy.policy import avoid, configure, disabled, load_config, lock, prefer, unlock
+    from lz_compile.runtime.tables.dispatch_table import DispatchTable
+    from lz_compile.runtime.tables.loaded import load_dispatch_table, unload_dispatch_table
+    from lz_compile.tools.diagnosis import DoctorReport, doctor
+    from lz_compile.tools.inspection import SelectionReport, dry_run, explain, which
+    from lz_compile.tools.readiness import ReadinessReport, readiness_check
+    from lz_compile.tools.solving import save_decisions, solve
+    from lz_compile.tools.trial import validate
+    from lz_compile.tools.tuning import TuneReport, tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -144,10 +144,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "attention": "lz_compile.api",
-    "warmup": "lz_compile.api",
-    **dict.fromkeys(("Blender", "SoftGate"), "lz_compile.blender"),
-    **dict.fromkeys(("BlendMode", "BlenderConfig", "blend"), "lz_compile.blending"),
+    "attention": "lz_compile.api.attention",
+    "warmup": "lz_compile.api.attention",
+    **dict.fromkeys(("Blender", "SoftGate"), "lz_compile.api.blender"),
+    **dict.fromkeys(("BlendMode", "BlenderConfig", "blend"), "lz_compile.api.blending"),
     **dict.fromkeys(
         (
             "ArgumentError",
@@ -176,38 +176,39 @@ _HOMES = {
         ),
         "lz_compile.errors",
     ),
-    **dict.fromkeys(("RoutingRecord", "routed_adapter"), "lz_compile.routing"),
-    "DispatchTable": "lz_compile.runtime.dispatch_table",
-    "load_dispatch_table": "lz_compile.runtime.loaded_tables",
-    "unload_dispatch_table": "lz_compile.runtime.loaded_tables",
-    **dict.fromkeys(("kda", "linear_scan"), "lz_compile.scans"),
+    **dict.fromkeys(("RoutingRecord", "routed_adapter"), "lz_compile.api.routing"),
+    "DispatchTable": "lz_compile.runtime.tables.dispatch_table",
+    "load_dispatch_table": "lz_compile.runtime.tables.loaded",
+    "unload_dispatch_table": "lz_compile.runtime.tables.loaded",
+    **dict.fromkeys(("kda", "linear_scan"), "lz_compile.api.scans"),
     **dict.fromkeys(
         ("apply_token_bitmask", "domain_fusion", "sample", "sample_topk", "sample_topp", "sampling_probs"),
-        "lz_compile.sampling",
+        "lz_compile.api.sampling",
     ),
-    **dict.fromkeys(("Verification", "speculative_verify"), "lz_compile.speculation"),
-    "save_decisions": "lz_compile.solving",
-    "solve": "lz_compile.solving",
-    "KernelInfo": "lz_compile.runtime.registry",
-    "list_kernels": "lz_compile.runtime.registry",
-    "register_kernel": "lz_compile.runtime.registration",
-    "unregister_kernel": "lz_compile.runtime.registry",
+    **dict.fromkeys(("Verification", "speculative_verify"), "lz_compile.api.speculation"),
+    "save_decisions": "lz_compile.tools.solving",
+    "solve": "lz_compile.tools.solving",
+    "KernelInfo": "lz_compile.runtime.kernels.registry",
+    "list_kernels": "lz_compile.runtime.kernels.registry",
+    "register_kernel": "lz_compile.runtime.kernels.registration",
+    "unregister_kernel": "lz_compile.runtime.kernels.registry",
     **dict.fromkeys(
-        ("alibi", "embedding", "layer_norm", "linear", "mlp_fused", "rms_norm", "rope"), "lz_compile.functional"
+        ("alibi", "embedding", "layer_norm", "linear", "mlp_fused", "rms_norm", "rope"), "lz_compile.api.functional"
     ),
-    "DoctorReport": "lz_compile.diagnosis",
-    "doctor": "lz_compile.diagnosis",
-    **dict.fromkeys(("SelectionReport", "dry_run", "explain", "which"), "lz_compile.inspection"),
-    "ReadinessReport": "lz_compile.readiness",
-    "readiness_check": "lz_compile.readiness",
-    "validate": "lz_compile.trial",
-    **dict.fromkeys(("TuneReport", "tune"), "lz_compile.tuning"),
-    "GraphReport": "lz_compile.runtime.report",
-    "Report": "lz_compile.runtime.report",
-    "clear_reports": "lz_compile.runtime.report",
-    "reports": "lz_compile.runtime.report",
+    "DoctorReport": "lz_compile.tools.diagnosis",
+    "doctor": "lz_compile.tools.diagnosis",
+    **dict.fromkeys(("SelectionReport", "dry_run", "explain", "which"), "lz_compile.tools.inspection"),
+    "ReadinessReport": "lz_compile.tools.readiness",
+    "readiness_check": "lz_compile.tools.readiness",
+    "validate": "lz_compile.tools.trial",
+    **dict.fromkeys(("TuneReport", "tune"), "lz_compile.tools.tuning"),
+    "GraphReport": "lz_compile.report.report",
+    "Report": "lz_compile.report.report",
+    "clear_reports": "lz_compile.report.report",
+    "reports": "lz_compile.report.report",
     **dict.fromkeys(
-        ("avoid", "configure", "disabled", "load_config", "lock", "prefer", "unlock"), "lz_compile.runtime.policy"
+        ("avoid", "configure", "disabled", "load_config", "lock", "prefer", "unlock"),
+        "lz_compile.runtime.policy.policy",
     ),
 }
 

@@ -23,13 +23,13 @@ def layerzero(
         module: Dynamo's graph; it is rewritten in place.
         example_inputs: real tensors and symbolic integers, as Dynamo passes them.
         mode: Inductor's mode, such as ``"max-autotune"``.
-        options: ours (``layerzero.*``, see :class:`lz_compile.options.Options`) and Inductor's.
+        options: ours (``layerzero.*``, see :class:`lz_compile.compile.options.Options`) and Inductor's.
 
     Raises:
         OptionError: an option of ours is unknown or has a wrong value.
         RewriteFailedError: something of ours failed and ``layerzero.strict`` is set.
     """
-    from lz_compile.compiler import compile_with_inductor
+    from lz_compile.compile.compiler import compile_with_inductor
 
     return compile_with_inductor(module, example_inputs, mode, options)
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lz_compile.reasons import Reason
+from lz_compile.ground.reasons import Reason
 
 
 class LayerZeroError(Exception):

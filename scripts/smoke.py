@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import lz_compile as lz
-from lz_compile import command_line
+from lz_compile.tools import command_line
 
 
 def attention() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.compiler import process
-from lz_compile.options import split
-from lz_compile.runtime.kernel import KernelSpec
-from lz_compile.runtime.registry import kernels
-from lz_compile.runtime.report import GraphReport, Report
+from lz_compile.compile.compiler import process
+from lz_compile.compile.options import split
+from lz_compile.report.report import GraphReport, Report
+from lz_compile.runtime.kernels.kernel import KernelSpec
+from lz_compile.runtime.kernels.registry import kernels
 
 
 class Rewriting:

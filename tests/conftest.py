@@ -23,7 +23,9 @@ import torch._dynamo  # noqa: E402 - reads the variables above
 from hypothesis import settings  # noqa: E402 - keeps the imports of this file together
 
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
-from lz_compile.runtime import policy, registry, select  # noqa: E402 - reads the variables above
+from lz_compile.runtime.choose import select  # noqa: E402 - reads the variables above
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.policy import policy
 
 logging.getLogger("torch.__trace").propagate = False  # pytest would keep and print every record of Dynamo
 

@@ -10,9 +10,9 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from lz_compile.passes.axes import Axis, Dims, atoms, shape_of
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.view import Call, read, tensor_of
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, shape_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call, read, tensor_of
 
 Symbols = Mapping[sympy.Symbol, int]
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lz_compile.ground import health
 from lz_compile.lowering.encoded_attributes import encode
-from lz_compile.lowering.kernels import triton_blend
+from lz_compile.lowering.kernels.blend import triton_blend
 from lz_compile.lowering.ops import blend as op
 from lz_compile.lowering.ops.blend import BlendAttrs
-from lz_compile.lowering.triton.launch import is_interpreted
-from lz_compile.runtime import health
+from lz_compile.lowering.triton_launch import is_interpreted
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 for_every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])

@@ -12,13 +12,13 @@ import pytest
 import torch
 from routing_problems import Problem, expected, misses, with_gradients
 
-from lz_compile.lowering import routing_steps
+from lz_compile.ground import health
 from lz_compile.lowering.encoded_attributes import encode
-from lz_compile.lowering.kernels import triton_routing
+from lz_compile.lowering.kernels.routing import steps as routing_steps
+from lz_compile.lowering.kernels.routing import triton_routing
+from lz_compile.lowering.kernels.routing import triton_source as kernels
 from lz_compile.lowering.ops.routing import COLUMNS, Operands
-from lz_compile.lowering.triton import routing as kernels
-from lz_compile.lowering.triton.launch import is_interpreted
-from lz_compile.runtime import health
+from lz_compile.lowering.triton_launch import is_interpreted
 
 #: Longer than a tile in every dimension, and no multiple of one.
 LARGE = {"rollouts": 3, "length": 70, "wide": 40, "out": 140, "rank": 37, "few": 5}

@@ -12,10 +12,10 @@ from functools import partial
 import pytest
 import torch
 
-from lz_compile.lowering.kernels import triton_sampling
+from lz_compile.ground import health
+from lz_compile.lowering.kernels.sampling import triton_sampling
 from lz_compile.lowering.ops import sampling as op
-from lz_compile.lowering.triton.launch import is_interpreted
-from lz_compile.runtime import health
+from lz_compile.lowering.triton_launch import is_interpreted
 from tests import test_sampling_ties as ties
 from tests.test_sampling import LIMITS, problem, wide
 

@@ -16,22 +16,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lz_compile.ground import health
 from lz_compile.lowering.encoded_attributes import encode
 from lz_compile.lowering.fused import Fused, Siblings
-from lz_compile.lowering.kernels import triton_mlp, triton_norm, triton_rope
+from lz_compile.lowering.kernels.mlp import triton_mlp
+from lz_compile.lowering.kernels.mlp.triton_source import ACTIVATIONS
+from lz_compile.lowering.kernels.norm import triton_norm
+from lz_compile.lowering.kernels.norm.triton_residual import _operator as residual_operator
+from lz_compile.lowering.kernels.norm.triton_source import Norm
+from lz_compile.lowering.kernels.rope import triton_rope
+from lz_compile.lowering.kernels.rope.triton_source import rope_pair as pair_operator
 from lz_compile.lowering.ops import mlp as mlp_op
 from lz_compile.lowering.ops import norm as norm_op
 from lz_compile.lowering.ops import rope as rope_op
 from lz_compile.lowering.ops.mlp import MlpAttrs
 from lz_compile.lowering.ops.norm import NormAttrs
 from lz_compile.lowering.ops.rope import RopeAttrs
-from lz_compile.lowering.triton.launch import is_interpreted
-from lz_compile.lowering.triton.mlp import ACTIVATIONS
-from lz_compile.lowering.triton.norm import Norm
-from lz_compile.lowering.triton.residual import _operator as residual_operator
-from lz_compile.lowering.triton.rope import rope_pair as pair_operator
-from lz_compile.runtime import health, registry
-from lz_compile.runtime.registry import kernels
+from lz_compile.lowering.triton_launch import is_interpreted
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.kernels.registry import kernels
 
 #: Absolute error, and error relative to the largest value of a tensor, against float64.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}

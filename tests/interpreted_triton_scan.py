@@ -16,13 +16,13 @@ from scan_kernel_problems import PROBLEMS, Problem, assert_near, exactly, with_g
 from torch import Tensor
 
 from benchmarks.scan_accuracy import DECAYS, Case, errors
+from lz_compile.ground import health
 from lz_compile.lowering.encoded_attributes import encode
-from lz_compile.lowering.kernels import triton_scan
+from lz_compile.lowering.kernels.scan import triton_chunks as scan_chunks
+from lz_compile.lowering.kernels.scan import triton_scan
+from lz_compile.lowering.kernels.scan.triton_source import Scan
 from lz_compile.lowering.ops.scan import sizes_of
-from lz_compile.lowering.triton import scan_chunks
-from lz_compile.lowering.triton.launch import is_interpreted
-from lz_compile.lowering.triton.scan import Scan
-from lz_compile.runtime import health
+from lz_compile.lowering.triton_launch import is_interpreted
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 drawn = settings(max_examples=8, deadline=None, derandomize=True, database=None)

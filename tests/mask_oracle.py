@@ -11,10 +11,10 @@ import torch
 from graphs import Symbols, at, capture, effects_of, in_order, number_of, output_of, parameters_of, symbols
 from torch import Tensor, fx
 
-from lz_compile.passes.axes import Axis, Dims, Size, product, shape_of
-from lz_compile.passes.masks.masks import Axes, Masks, Meaning
-from lz_compile.passes.view import tensor_of
-from lz_compile.reasons import Reason
+from lz_compile.ground.reasons import Reason
+from lz_compile.passes.formula.axes import Axis, Dims, Size, product, shape_of
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.masks.reading import Axes, Masks, Meaning
 
 HEADS = 2
 #: The dimensions that are symbolic, and sizes (batch, queries, and tokens before them) to compare at.

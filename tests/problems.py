@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from lz_compile.ground.machine import environment
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
-from lz_compile.runtime import context as contexts
-from lz_compile.runtime.context import SelectionContext
-from lz_compile.runtime.estimate import workload
-from lz_compile.runtime.kernel import KernelSpec, Prior
-from lz_compile.runtime.machine import environment
-from lz_compile.runtime.perf_record import PerfRecord, canonical
+from lz_compile.runtime.kernels.kernel import KernelSpec, Prior
+from lz_compile.runtime.measure.estimate import workload
+from lz_compile.runtime.measure.perf_record import PerfRecord, canonical
+from lz_compile.runtime.problem import context as contexts
+from lz_compile.runtime.problem.context import SelectionContext
 
 ANYWHERE = frozenset({"*"})
 

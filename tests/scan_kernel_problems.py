@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lz_compile.lowering.ops.scan import DROPPED, Operands, ScanAttrs, facts_of, features, reference
-from lz_compile.runtime.kernel import KernelSpec
+from lz_compile.runtime.kernels.kernel import KernelSpec
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
 

@@ -26,12 +26,12 @@ from structural_comparison import Open, difference, tolerance_of
 from structural_programs import Program
 from torch import nn
 
-from lz_compile import reading
-from lz_compile.compiler import process
-from lz_compile.options import split
-from lz_compile.passes.loops.scan_steps import run_steps
-from lz_compile.passes.match import NearMiss
-from lz_compile.runtime.report import GraphReport
+from lz_compile.compile import reading
+from lz_compile.compile.compiler import process
+from lz_compile.compile.options import split
+from lz_compile.passes.loops.roll.scan_steps import run_steps
+from lz_compile.passes.rewriting.match import NearMiss
+from lz_compile.report.report import GraphReport
 
 #: By name of what is compared: a tensor, or anything with ``==``.
 Observation = dict[str, Any]
@@ -39,7 +39,7 @@ Observation = dict[str, Any]
 #: What PyTorch raises where a backward pass needs what was overwritten.
 _OVERWRITTEN = "modified by an inplace operation"
 _NOTHING = Open()
-#: Stages that change a graph, as :mod:`lz_compile.reading` knows them.
+#: Stages that change a graph, as :mod:`lz_compile.compile.reading` knows them.
 STAGES = ("inline", "with_values", "unbatch", "forward_stores", "distribute")
 #: Events that are faults of ours; an edit that its proof refuted is none.
 FAULTS = ("REWRITE_FAILED", "RECOGNISER_FAILED", "INLINE_FAILED", "LOOPS_FAILED", "COMPILE_FAILED", "FUSION_FAILED")

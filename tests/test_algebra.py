@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from lz_compile.passes.algebra import (
+from lz_compile.passes.formula.algebra import (
     DROPOUT,
     FLOORED,
     INFINITY,
@@ -29,10 +29,10 @@ from lz_compile.passes.algebra import (
     reduce_indicators,
     tidy,
 )
-from lz_compile.passes.axes import Axis, LayoutError, atoms, axes_of, fresh, shape_of
-from lz_compile.passes.builder import Builder
-from lz_compile.passes.layout import read_input_dims
-from lz_compile.passes.view import read, tensor_of
+from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh, shape_of
+from lz_compile.passes.formula.layout import read_input_dims
+from lz_compile.passes.graph.view import read, tensor_of
+from lz_compile.passes.rewriting.builder import Builder
 from tests.graphs import (
     at,
     call_named,

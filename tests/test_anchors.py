@@ -14,8 +14,11 @@ from torch import Tensor
 
 from lz_compile.errors import RewriteFailedError
 from lz_compile.lowering.ops import norm as norm_op
-from lz_compile.passes.patterns import attention, mlp, norm, rope
-from lz_compile.runtime import registry
+from lz_compile.passes.attention import recogniser as attention
+from lz_compile.passes.mlp import recogniser as mlp
+from lz_compile.passes.norm import recogniser as norm
+from lz_compile.passes.rope import recogniser as rope
+from lz_compile.runtime.kernels import registry
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

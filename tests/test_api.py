@@ -18,7 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lz_compile as lz
-from lz_compile import api
+from lz_compile.api import attention as api
+from lz_compile.api import eager
+from lz_compile.api.attention_arguments import Call
 from lz_compile.errors import (
     ArgumentError,
     ConfigError,
@@ -27,17 +29,20 @@ from lz_compile.errors import (
     TrialError,
     UnknownOperationError,
 )
+from lz_compile.ground import events, health
+from lz_compile.ground.machine import environment
 from lz_compile.lowering import ops
 from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, reference
-from lz_compile.runtime import context, eager, events, health, policy, registry, select
-from lz_compile.runtime.attention_arguments import Call
-from lz_compile.runtime.calls import DISPATCH, SDPA
-from lz_compile.runtime.context import from_tensors
-from lz_compile.runtime.estimate import workload
-from lz_compile.runtime.kernel import KernelSpec, Prior
-from lz_compile.runtime.machine import environment
-from lz_compile.runtime.perf_record import PerfRecord, canonical
-from lz_compile.runtime.select import Problem, database_at
+from lz_compile.runtime.choose import select
+from lz_compile.runtime.choose.calls import DISPATCH, SDPA
+from lz_compile.runtime.choose.select import Problem, database_at
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.kernels.kernel import KernelSpec, Prior
+from lz_compile.runtime.measure.estimate import workload
+from lz_compile.runtime.measure.perf_record import PerfRecord, canonical
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem import context
+from lz_compile.runtime.problem.context import from_tensors
 
 ID = "tests.fused"
 
@@ -362,7 +367,7 @@ def test_measurements_decide(fused, tmp_path, source):
 
 
 def test_a_library_that_does_not_import_gives_way_to_the_next_kernel():
-    from lz_compile.runtime.libraries import LazyFunction
+    from lz_compile.runtime.kernels.libraries import LazyFunction
 
     registry.register(spec(LazyFunction("no_such_module", "attention")))
     given = operands()

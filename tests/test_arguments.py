@@ -19,12 +19,14 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import lz_compile as lz
-from lz_compile.arguments import Arguments, remembered
+from lz_compile.api import eager
+from lz_compile.api.arguments import Arguments, remembered
 from lz_compile.errors import ArgumentError
-from lz_compile.lowering.cpp import launch as cpp_scan
-from lz_compile.lowering.cpp import sampling as cpp_sampling
+from lz_compile.ground import events, health
+from lz_compile.lowering.kernels.sampling import cpp_source as cpp_sampling
+from lz_compile.lowering.kernels.scan import cpp_launch as cpp_scan
 from lz_compile.lowering.token_bits import pack
-from lz_compile.runtime import eager, events, health, policy
+from lz_compile.runtime.policy import policy
 
 B, T, H, K, V, N, W = 2, 3, 4, 5, 6, 7, 70
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lz_compile.passes.axes import (
+from lz_compile.passes.formula.axes import (
     Axis,
     LayoutError,
     as_size,

@@ -17,17 +17,19 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import checkpoint
 
-from lz_compile import pipeline, reading, reports
+from lz_compile import reports
 from lz_compile.backend import layerzero
-from lz_compile.compiler import process
+from lz_compile.compile import pipeline, reading
+from lz_compile.compile.compiler import process
+from lz_compile.compile.options import Options
 from lz_compile.errors import OptionError, RewriteFailedError, UnknownKernelError
 from lz_compile.lowering import inductor
-from lz_compile.lowering.kernels import torch_sdpa
+from lz_compile.lowering.kernels.attention import torch_sdpa
 from lz_compile.lowering.ops.attention import Operands
-from lz_compile.options import Options
 from lz_compile.passes.proof import validate
-from lz_compile.runtime import policy, registry
-from lz_compile.runtime.report import MatchReport, new_report
+from lz_compile.report.report import MatchReport, new_report
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.policy import policy
 
 pytestmark = pytest.mark.usefixtures("sdpa_first")
 

@@ -14,14 +14,14 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, nn
 
-from lz_compile.lowering.kernels import torch_blend
+from lz_compile.lowering.kernels.blend import torch_blend
 from lz_compile.lowering.ops import blend as op
-from lz_compile.passes.blends.blend_ranks import Ranks
-from lz_compile.passes.blends.blend_terms import Sums
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.match import NearMiss
-from lz_compile.passes.patterns.blend import recognise
-from lz_compile.runtime.registry import kernels
+from lz_compile.passes.blend.ranks import Ranks
+from lz_compile.passes.blend.recogniser import recognise
+from lz_compile.passes.blend.terms import Sums
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.rewriting.match import NearMiss
+from lz_compile.runtime.kernels.registry import kernels
 from tests.backends import Rewriting
 from tests.blend_spellings import (
     BOUNDED,
@@ -434,7 +434,7 @@ def test_triton_compiles_for_a_gpu(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lz_compile.lowering.triton import blend
+    from lz_compile.lowering.kernels.blend import triton_source as blend
 
     types, constants = {
         "_gate_rows": ("xwiiiww", {"IS_GATE": True, "BLOCK": 2048}),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lz_compile.passes.patterns.blend import recognise
+from lz_compile.passes.blend.recogniser import recognise
 from tests.backends import Rewriting
 from tests.blend_spellings import CONVEX
 from tests.graphs import capture, effects_of

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lz_compile as lz
-from lz_compile.blending import capped, confidence_gate, steady
+from lz_compile.api.blend_telemetry import SAMPLED, Reader, measured, percentile
+from lz_compile.api.blending import capped, confidence_gate, steady
 from lz_compile.errors import ArgumentError
-from lz_compile.runtime import events
-from lz_compile.runtime.blend_telemetry import SAMPLED, Reader, measured, percentile
+from lz_compile.ground import events
 from tests.backends import Rewriting
 from tests.blend_modes import ALPHA, M, alpha_of, extras_of
 

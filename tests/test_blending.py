@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lz_compile as lz
-from lz_compile.blending import capped, confidence_gate, drift_gate
+from lz_compile.api.blending import capped, confidence_gate, drift_gate
+from lz_compile.ground import events, health
 from lz_compile.lowering.ops.blend import BlendAttrs, Operands, reference, top2_margin
-from lz_compile.runtime import events, health, policy, registry
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.policy import policy
 from tests.backends import Rewriting
 from tests.blend_modes import ALPHA, M, alpha_of, extras_of
 

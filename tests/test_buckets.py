@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lz_compile.runtime import buckets
-from lz_compile.runtime.bucket_limits import MAX_OUTCOMES, limit, within
-from lz_compile.runtime.buckets import Sample, log_regret, tree, winner
-from lz_compile.runtime.decision_tree import (
+from lz_compile.runtime.problem import buckets
+from lz_compile.runtime.problem.bucket_limits import MAX_OUTCOMES, limit, within
+from lz_compile.runtime.problem.buckets import Sample, log_regret, tree, winner
+from lz_compile.runtime.problem.decision_tree import (
     Leaf,
     Node,
     Split,

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from lz_compile.passes.algebra import INFINITY, Leaf, Region
-from lz_compile.passes.axes import Axis, Dims, LayoutError, as_size, fresh, regroup, shape_of
-from lz_compile.passes.builder import Builder, GraphBuilder, TensorProxy
-from lz_compile.passes.effects import Ambient, Effects
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.formula.algebra import INFINITY, Leaf, Region
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, as_size, fresh, regroup, shape_of
+from lz_compile.passes.graph.effects import Ambient, Effects
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.rewriting.builder import Builder, GraphBuilder, TensorProxy
 from tests.graphs import arguments, capture, output_of, placeholders, symbols
 
 LETTERS = "abcdef"

@@ -14,21 +14,21 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from lz_compile.compiler import _cache_key
+from lz_compile.compile.compiler import _cache_key
+from lz_compile.ground import fingerprint
+from lz_compile.ground.store import Store, cache_directory
 from lz_compile.lowering.inductor import _Fingerprint
-from lz_compile.runtime import fingerprint
-from lz_compile.runtime.report import GraphReport, MatchReport
-from lz_compile.runtime.store import Store, cache_directory
+from lz_compile.report.report import GraphReport, MatchReport
 
 ROOT = Path(__file__).resolve().parent.parent
 
 CHILD = """
 import json, os, torch, lz_compile
 from torch._dynamo.utils import counters
-from lz_compile.runtime import fingerprint
+from lz_compile.ground import fingerprint
 if "TEST_SOURCE_HASH" in os.environ:
-    import lz_compile.compiler, lz_compile.runtime.store
-    for module in (fingerprint, lz_compile.compiler, lz_compile.runtime.store):
+    import lz_compile.compile.compiler, lz_compile.ground.store
+    for module in (fingerprint, lz_compile.compile.compiler, lz_compile.ground.store):
         module.source_hash = lambda: os.environ["TEST_SOURCE_HASH"]
 from lz_compile.backend import layerzero
 
@@ -179,13 +179,13 @@ def test_the_key_changes_with_every_decision_and_with_nothing_else(monkeypatch):
     ]
     assert len({_cache_key(report) for report in different}) == len(different)
     before = _cache_key(_report())
-    monkeypatch.setattr("lz_compile.compiler.source_hash", lambda: "changed")
+    monkeypatch.setattr("lz_compile.compile.compiler.source_hash", lambda: "changed")
     assert _cache_key(_report()) != before
 
 
 def test_the_source_hash_covers_every_python_and_json_file(tmp_path, monkeypatch):
     package = tmp_path / "lz_compile"
-    for name in ("a.py", "runtime/fingerprint.py", "lowering/kernels/k.json", "notes.txt"):
+    for name in ("a.py", "ground/fingerprint.py", "lowering/kernels/k.json", "notes.txt"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("1")
     monkeypatch.setattr(fingerprint, "__file__", str(package / "runtime" / "fingerprint.py"))
@@ -233,7 +233,7 @@ def test_the_store_gives_back_what_it_was_given(tmp_path):
 
 def test_the_store_is_kept_apart_by_versions_of_torch_and_of_our_source(tmp_path, monkeypatch):
     Store("kind", tmp_path).save("key", {"a": 1})
-    monkeypatch.setattr("lz_compile.runtime.store.source_hash", lambda: "changed")
+    monkeypatch.setattr("lz_compile.ground.store.source_hash", lambda: "changed")
     assert Store("kind", tmp_path).load("key", dict) is None
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "2.99")

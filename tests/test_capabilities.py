@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 
 from lz_compile.errors import CapabilitiesError
+from lz_compile.ground.hardware import GENERATIONS, INSTRUCTION_SETS
 from lz_compile.lowering import ops
-from lz_compile.runtime import capabilities
-from lz_compile.runtime.capabilities import SCHEMA, SCHEMA_VERSION, digest, parse, read, schema
-from lz_compile.runtime.convention import FEATURES
-from lz_compile.runtime.hardware import GENERATIONS, INSTRUCTION_SETS
-from lz_compile.runtime.registry import KERNELS
+from lz_compile.runtime.kernels import capabilities
+from lz_compile.runtime.kernels.capabilities import SCHEMA, SCHEMA_VERSION, digest, parse, read, schema
+from lz_compile.runtime.kernels.convention import FEATURES
+from lz_compile.runtime.kernels.registry import KERNELS
 
 DESCRIPTORS = sorted(KERNELS.glob("*.json"))
 TESTS = Path(__file__).resolve().parent
@@ -88,7 +88,7 @@ def test_kernel_ids_are_unique_over_all_descriptors():
 
 
 def test_the_published_schema_is_that_of_the_code():
-    text = "renew it: python -c 'from lz_compile.runtime.capabilities import write_schema; write_schema()'"
+    text = "renew it: python -c 'from lz_compile.runtime.kernels.capabilities import write_schema; write_schema()'"
     assert json.loads(SCHEMA.read_bytes()) == schema(), text
 
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from lz_compile.errors import TrialError
-from lz_compile.runtime import child, events
-from lz_compile.runtime.isolation import isolated
+from lz_compile.ground import events
+from lz_compile.ground.isolation import isolated
+from lz_compile.lowering import child
 
 CPU = [torch.device("cpu")]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are copied on Linux alone")

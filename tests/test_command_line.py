@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lz_compile import command_line, tuning
-from lz_compile.command_line import main
-from lz_compile.runtime import policy
+from lz_compile.runtime.policy import policy
+from lz_compile.tools import command_line, tuning
+from lz_compile.tools.command_line import main
 
 pytestmark = pytest.mark.usefixtures("no_preference")
 
@@ -131,7 +131,7 @@ def test_validate_answers_with_its_exit_code(capsys):
 
 
 def test_doctor_and_readiness_check(capsys, monkeypatch):
-    monkeypatch.setattr("lz_compile.installation._inductor_error", lambda _device: None)
+    monkeypatch.setattr("lz_compile.tools.installation._inductor_error", lambda _device: None)
     assert as_json(capsys, "doctor")["policy"]["error"] is None
     assert as_json(capsys, "readiness-check")["ok"] is True
     policy.lock("attention", "flash_attn.v2")
@@ -291,6 +291,6 @@ def test_the_module_is_a_program(tmp_path):
 
 def test_help_imports_no_torch(tmp_path):
     given = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code = "import sys; from lz_compile.command_arguments import parser; import lz_compile.command_line; print('torch' in sys.modules)"
+    code = "import sys; from lz_compile.tools.command_arguments import parser; import lz_compile.command_line; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"

@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lz_compile as lz
+from lz_compile.compile.options import split
 from lz_compile.errors import ConfigError, LayerZeroError
-from lz_compile.options import split
-from lz_compile.runtime import config, environment, names, policy, registry, rules
-from lz_compile.runtime.context import SelectionContext, SymbolicDim
-from lz_compile.runtime.names import Invalid
-from lz_compile.runtime.rules import Lock, Statement
-from lz_compile.runtime.settings import CacheSettings, PerfDBSettings, Settings
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.policy import config, environment, names, policy, rules
+from lz_compile.runtime.policy.names import Invalid
+from lz_compile.runtime.policy.rules import Lock, Statement
+from lz_compile.runtime.policy.settings import CacheSettings, PerfDBSettings, Settings
+from lz_compile.runtime.problem.context import SelectionContext, SymbolicDim
 
 KERNELS = (
     "inductor lz.blocked torch.sdpa torch.flex torch.flex.cpu flash_attn.v2 flash_attn.v3 flashinfer xformers".split()

@@ -11,14 +11,14 @@ from graphs import capture, effects_of, output_of
 from mask_oracle import SIZES, asked, check, told
 from torch import Tensor, fx, nn
 
-from lz_compile.passes.axes import fresh, shape_of
-from lz_compile.passes.constants import Constant, Constants, evaluate
-from lz_compile.passes.effects import Effects
+from lz_compile.ground.reasons import Reason
+from lz_compile.passes.formula.axes import fresh, shape_of
+from lz_compile.passes.graph.constants import Constant, Constants, evaluate
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import constant_patterns
-from lz_compile.passes.masks.masks import Axes, Masks, Meaning
 from lz_compile.passes.masks.polynomial import ZERO, Variable, number, variable
-from lz_compile.passes.view import tensor_of
-from lz_compile.reasons import Reason
+from lz_compile.passes.masks.reading import Axes, Masks, Meaning
 
 LOWEST = torch.finfo(torch.float32).min
 

@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
+from lz_compile.ground import hardware as hardware_module
+from lz_compile.ground.hardware import GENERATIONS, Hardware, generation_of, hardware
 from lz_compile.lowering import inductor
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.match import Match
-from lz_compile.passes.patterns import recognisers
-from lz_compile.runtime import hardware as hardware_module
-from lz_compile.runtime.context import (
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.recognisers import recognisers
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.runtime.problem.context import (
     SelectionContext,
     SymbolicDim,
     dim_names,
@@ -30,7 +31,6 @@ from lz_compile.runtime.context import (
     of_match,
     operations,
 )
-from lz_compile.runtime.hardware import GENERATIONS, Hardware, generation_of, hardware
 
 DIMS = ["batch_size", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_k", "head_dim", "value_dim"]
 

@@ -16,12 +16,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from lz_compile.passes import contraction
-from lz_compile.passes.algebra import Region
-from lz_compile.passes.axes import Dims, atoms, axes_of, fresh, shape_of
-from lz_compile.passes.contraction import Contraction, Factor
-from lz_compile.passes.effects import MutatedError
-from lz_compile.passes.view import read, tensor_of
+from lz_compile.passes.formula import contraction
+from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.axes import Dims, atoms, axes_of, fresh, shape_of
+from lz_compile.passes.formula.contraction import Contraction, Factor
+from lz_compile.passes.graph.effects import MutatedError
+from lz_compile.passes.graph.view import read, tensor_of
 from tests.graphs import capture, effects_of, in_order, number_of, output_of, outputs_of, parameters_of, run, symbols
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lz_compile as lz
-from lz_compile.lowering.kernels import cpp_blend
+from lz_compile.lowering.kernels.blend import cpp_blend
 from lz_compile.lowering.ops import blend as op
 from lz_compile.lowering.ops.blend import BlendAttrs
 

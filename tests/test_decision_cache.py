@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lz_compile.errors import OptionError
-from lz_compile.runtime.decision_cache import DecisionCache, SelectionCacheConfig
+from lz_compile.runtime.choose.decision_cache import DecisionCache, SelectionCacheConfig
 
 PATIENCE_S = 30  # a deadlock fails the test instead of hanging it
 

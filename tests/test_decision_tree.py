@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lz_compile.runtime.decision_tree import (
+from lz_compile.runtime.problem.decision_tree import (
     Leaf,
     Node,
     Split,

@@ -20,15 +20,20 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import lz_compile as lz
 from lz_compile.errors import DispatchTableError, OptionError
-from lz_compile.reasons import Reason
-from lz_compile.runtime import context as contexts
-from lz_compile.runtime import decisions, events, loaded_tables, machine, policy, registry, select
-from lz_compile.runtime.context import SymbolicDim
-from lz_compile.runtime.decision_tree import Leaf, Split, choose, edges, leaves
-from lz_compile.runtime.dispatch_table import DispatchTable, KernelIdentity, Plan, PlannedOp
-from lz_compile.runtime.hardware import hardware
-from lz_compile.runtime.select import Problem
-from lz_compile.runtime.table_trees import of_points, of_regions, over_symbols
+from lz_compile.ground import events, machine
+from lz_compile.ground.hardware import hardware
+from lz_compile.ground.reasons import Reason
+from lz_compile.runtime.choose import select
+from lz_compile.runtime.choose.select import Problem
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem import context as contexts
+from lz_compile.runtime.problem.context import SymbolicDim
+from lz_compile.runtime.problem.decision_tree import Leaf, Split, choose, edges, leaves
+from lz_compile.runtime.tables import loaded as loaded_tables
+from lz_compile.runtime.tables.dispatch_table import DispatchTable, KernelIdentity, Plan, PlannedOp
+from lz_compile.runtime.tables.trees import of_points, of_regions, over_symbols
+from lz_compile.tools import decisions
 
 BLOCKED, SDPA, INDUCTOR = "lz.blocked", "torch.sdpa", "inductor"
 BOTH = {"seq_len": (64, 256), "batch": (1, 4)}
@@ -480,7 +485,9 @@ def test_a_path_of_another_type_is_refused():
 
 def test_what_a_table_decides_is_not_measured(path, monkeypatch):
     measured: list[Any] = []
-    monkeypatch.setattr("lz_compile.tuning.tune_match", lambda _m, _e, problem, *_: measured.append(problem) or problem)
+    monkeypatch.setattr(
+        "lz_compile.tools.tuning.tune_match", lambda _m, _e, problem, *_: measured.append(problem) or problem
+    )
     explained(64, dispatch_table=path, tune="on-miss")
     assert measured == []
     explained(257, dispatch_table=path, tune="on-miss")
@@ -488,7 +495,7 @@ def test_what_a_table_decides_is_not_measured(path, monkeypatch):
 
 
 def test_the_decisions_of_two_tables_are_two_cache_keys(path, tmp_path):
-    from lz_compile.compiler import _cache_key
+    from lz_compile.compile.compiler import _cache_key
 
     other = tmp_path / "other.json"
     table(lambda *_: INDUCTOR).save(other)

@@ -12,12 +12,12 @@ from test_scan_steps import Compiler, compiled, eager
 from torch import fx
 from torch._higher_order_ops import scan
 
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.loops import scan_reading
-from lz_compile.passes.loops.distribute import Distributed, distribute, why_unknown
-from lz_compile.passes.loops.step_trace import SCAN
-from lz_compile.passes.match import Match
-from lz_compile.passes.patterns.scan import recognise
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.loops.recurrence.distribute import Distributed, distribute, why_unknown
+from lz_compile.passes.loops.recurrence.step_trace import SCAN
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.scan import reading as scan_reading
+from lz_compile.passes.scan.recogniser import recognise
 
 
 class Apart:

@@ -10,14 +10,18 @@ import torch
 from rich.console import Console
 
 import lz_compile as lz
-from lz_compile import command_line, diagnosis, installation, readiness, tuning
-from lz_compile.diagnosis import DoctorReport, doctor
+from lz_compile.ground import health
+from lz_compile.ground.machine import environment
 from lz_compile.lowering import ops
-from lz_compile.readiness import ReadinessReport, readiness_check
-from lz_compile.runtime import context, health, perf_record, policy, registry
-from lz_compile.runtime.estimate import workload
-from lz_compile.runtime.machine import environment
-from lz_compile.runtime.select import database_at
+from lz_compile.runtime.choose.select import database_at
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.measure import perf_record
+from lz_compile.runtime.measure.estimate import workload
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem import context
+from lz_compile.tools import command_line, diagnosis, installation, readiness, tuning
+from lz_compile.tools.diagnosis import DoctorReport, doctor
+from lz_compile.tools.readiness import ReadinessReport, readiness_check
 
 pytestmark = pytest.mark.usefixtures("no_preference")
 

@@ -29,7 +29,7 @@ from lz_compile.domains import (
 )
 from lz_compile.domains.mask import ids_of, pack, unpack
 from lz_compile.errors import ConfigError, ConstraintError
-from lz_compile.runtime import events
+from lz_compile.ground import events
 
 HARD = (Domain.SYNTAX, Domain.TYPES, Domain.IMPORTS)
 FLAT = DomainScore(Domain.SEMANTICS, torch.zeros(4))

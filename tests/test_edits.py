@@ -11,29 +11,29 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from lz_compile.options import Options
-from lz_compile.passes.dead import drop_dead
-from lz_compile.passes.edits import edit
-from lz_compile.passes.edits.edit import MayEdit, RefutedError, all_or_nothing, edit_places, proven
-from lz_compile.passes.edits.proof import Verdict, difference
-from lz_compile.passes.edits.snapshot import Snapshot
-from lz_compile.passes.edits.special_values import may_be_special
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.inline import inline
-from lz_compile.passes.loops.distribute import distribute
-from lz_compile.passes.loops.forward_stores import forward_stores
-from lz_compile.passes.loops.prefix_stores import prefix_stores
-from lz_compile.passes.loops.reroll import reroll
-from lz_compile.passes.loops.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
-from lz_compile.passes.loops.unbatch import unbatch
-from lz_compile.passes.match import Failure, Match
-from lz_compile.passes.patterns import recognisers
-from lz_compile.passes.rewrite import Recipes, splice
+from lz_compile.compile.options import Options
+from lz_compile.compile.reading import Reading
+from lz_compile.passes.graph.dead import drop_dead
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.inline import inline
+from lz_compile.passes.graph.share import share_equal
+from lz_compile.passes.loops.recurrence.distribute import distribute
+from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
+from lz_compile.passes.loops.roll.forward_stores import forward_stores
+from lz_compile.passes.loops.roll.reroll import reroll
+from lz_compile.passes.loops.roll.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
+from lz_compile.passes.loops.roll.unbatch import unbatch
+from lz_compile.passes.proof.edit_proof import Verdict, difference
+from lz_compile.passes.proof.special_values import may_be_special
+from lz_compile.passes.recognisers import recognisers
+from lz_compile.passes.rewriting import edit
+from lz_compile.passes.rewriting.edit import MayEdit, RefutedError, all_or_nothing, edit_places, proven
+from lz_compile.passes.rewriting.match import Failure, Match
+from lz_compile.passes.rewriting.rewrite import Recipes, splice
+from lz_compile.passes.rewriting.snapshot import Snapshot
 from lz_compile.passes.sampling.stores import with_values
-from lz_compile.passes.share import share_equal
-from lz_compile.reading import Reading
-from lz_compile.runtime.registry import kernels
-from lz_compile.runtime.report import GraphReport
+from lz_compile.report.report import GraphReport
+from lz_compile.runtime.kernels.registry import kernels
 
 T = 8
 
@@ -428,7 +428,7 @@ def test_what_cannot_be_run_carries_the_reason() -> None:
 
 
 def test_a_refuted_edit_is_an_event_and_the_graph_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lz_compile import reading
+    from lz_compile.compile import reading
 
     def wrong(graph: fx.Graph, _may_edit: Any) -> int:
         scaled(2.0)(graph.owning_module)
@@ -438,7 +438,7 @@ def test_a_refuted_edit_is_an_event_and_the_graph_computes_what_it_did(monkeypat
     reports: list[GraphReport] = []
 
     def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        from lz_compile.runtime import events
+        from lz_compile.ground import events
 
         report = GraphReport(0)
         with events.collect() as happened:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
-from lz_compile.passes.effects import Ambient, Effects, ambient_context
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.graph.effects import Ambient, Effects, ambient_context
+from lz_compile.passes.graph.view import tensor_of
 from tests.graphs import call_named, capture, effects_of, in_order, output_of, placeholders
 
 X = torch.rand(4, 6) + 1

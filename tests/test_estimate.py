@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import kernel, measured, problem_context
 
-from lz_compile.runtime.context import SymbolicDim
-from lz_compile.runtime.estimate import ELSEWHERE, PRIOR_NOISE, estimates, fixed_part, workload
-from lz_compile.runtime.perf_record import canonical
+from lz_compile.runtime.measure.estimate import ELSEWHERE, PRIOR_NOISE, estimates, fixed_part, workload
+from lz_compile.runtime.measure.perf_record import canonical
+from lz_compile.runtime.problem.context import SymbolicDim
 
 SPECS = [kernel("inductor"), kernel("torch.sdpa", 0.5), kernel("lz.blocked")]
 
@@ -282,8 +282,8 @@ def test_the_key_is_the_same_text_whatever_the_order_and_the_name_of_symbols():
 
 def test_another_process_makes_the_same_key():
     text = (
-        "from problems import problem_context as c; from lz_compile.runtime.estimate import workload;"
-        "from lz_compile.runtime.perf_record import canonical as t; x = c(64, is_causal=True, training=True);"
+        "from problems import problem_context as c; from lz_compile.runtime.measure.estimate import workload;"
+        "from lz_compile.runtime.measure.perf_record import canonical as t; x = c(64, is_causal=True, training=True);"
         "print(t(workload(x, None, x.hints())))"
     )
     path = [entry for entry in sys.path if entry]

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lz_compile.ground import events, health
 from lz_compile.lowering.encoded_attributes import encode
-from lz_compile.lowering.kernels import fla_scan
+from lz_compile.lowering.kernels.scan import fla_scan
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, facts_of, reference
-from lz_compile.runtime import events, health
-from lz_compile.runtime.context import of_facts
-from lz_compile.runtime.registry import KERNELS, kernels
+from lz_compile.runtime.kernels.registry import KERNELS, kernels
+from lz_compile.runtime.problem.context import of_facts
 from tests.fla_fake import SIGNATURES, VERSION, Fla
 from tests.library_fakes import installed, parameters_in
 from tests.scan_kernel_problems import PROBLEMS, Problem, assert_near, exactly, measured, with_gradients
@@ -300,7 +300,7 @@ def test_a_descriptor_names_the_source_of_its_limits():
 
 def test_importing_the_adapter_imports_no_library():
     program = (
-        "import sys\nfrom lz_compile.lowering.kernels import fla_scan\n"
+        "import sys\nfrom lz_compile.lowering.kernels.scan import fla_scan\n"
         "print([name for name in ('fla', 'triton') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -18,10 +18,12 @@ from torch.utils import _pytree as pytree
 
 import lz_compile as lz
 from lz_compile import register_kernel, tune, unregister_kernel, validate
-from lz_compile.lowering import inductor, ops
+from lz_compile.api import eager
+from lz_compile.ground import events, health, memory
+from lz_compile.lowering import child, inductor, ops
 from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, reference
 from lz_compile.passes.proof.validate import forget
-from lz_compile.runtime import child, eager, events, health, memory, registry
+from lz_compile.runtime.kernels import registry
 
 ID = "test.foreign"
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lz_compile.errors import FormulaError
-from lz_compile.runtime.formulas import check, evaluate
+from lz_compile.ground.formulas import check, evaluate
 
 SIZES = {"batch_size": 2, "seq_len_q": 100, "dtype_bytes": 4}
 

@@ -10,7 +10,7 @@ import torch
 from backends import Rewriting
 from torch import Tensor
 
-from lz_compile.passes.loops.forward_stores import forward_stores
+from lz_compile.passes.loops.roll.forward_stores import forward_stores
 
 Program = Callable[[Tensor, Tensor], Tensor]
 Place = Callable[[int], tuple[object, ...]]

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lz_compile as lz
+from lz_compile.api.functional import ACTIVATIONS
 from lz_compile.backend import layerzero
 from lz_compile.errors import ArgumentError, KernelExecutionError
-from lz_compile.functional import ACTIVATIONS
+from lz_compile.ground import events, health
 from lz_compile.lowering.ops import norm as norm_op
-from lz_compile.runtime import events, health, policy, registry
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.policy import policy
 
 ROWS, HIDDEN = 5, 12
 

@@ -15,7 +15,8 @@ from torch import Tensor
 import lz_compile as lz
 from lz_compile.lowering.fused import Fused
 from lz_compile.lowering.ops.attention import Operands
-from lz_compile.runtime import policy, registry
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.policy import policy
 
 BATCH, HEADS, TOKENS, DIM = 2, 3, 11, 8
 ID, WRONG = "test.turning", "test.turning_wrongly"

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from backends import Rewriting
 from torch import Tensor
 
+from lz_compile.ground import events
 from lz_compile.lowering.fused import SIBLING, Fused, Siblings
 from lz_compile.lowering.ops import norm as norm_op
 from lz_compile.lowering.ops import rope as rope_op
-from lz_compile.passes import fusion as planner
-from lz_compile.runtime import events, registry
+from lz_compile.passes.rewriting import fusion as planner
+from lz_compile.runtime.kernels import registry
 
 BATCH, TOKENS, HIDDEN, DIM = 2, 7, 12, 8
 RESIDUAL, PAIR = "test.residual_norm", "test.rope_pair"

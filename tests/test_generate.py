@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 
 import lz_compile as lz
 from lz_compile.backend import layerzero
-from lz_compile.runtime.report import MatchReport
+from lz_compile.report.report import MatchReport
 
 PROMPT, NEW_TOKENS, VOCABULARY = 9, 64, 101
 CONFIG = {

@@ -12,14 +12,15 @@ from backends import Rewriting
 from torch import Tensor, nn
 
 import lz_compile as lz
-from lz_compile import pipeline
 from lz_compile.backend import layerzero
-from lz_compile.runtime import policy, select
-from lz_compile.runtime.context import SelectionContext
-from lz_compile.runtime.estimate import workload
-from lz_compile.runtime.machine import environment
-from lz_compile.runtime.perf_record import PerfRecord, canonical
-from lz_compile.runtime.select import Problem, database_at
+from lz_compile.compile import pipeline
+from lz_compile.ground.machine import environment
+from lz_compile.runtime.choose import select
+from lz_compile.runtime.choose.select import Problem, database_at
+from lz_compile.runtime.measure.estimate import workload
+from lz_compile.runtime.measure.perf_record import PerfRecord, canonical
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem.context import SelectionContext
 
 DISPATCH = "lz.dispatch"
 
@@ -311,7 +312,7 @@ def test_beyond_what_is_known_calls_choose_for_themselves(monkeypatch):
 def without_priors(operation: str) -> dict[str, Any]:
     from dataclasses import replace
 
-    from lz_compile.runtime import registry
+    from lz_compile.runtime.kernels import registry
 
     return {name: replace(spec, prior=()) for name, spec in registry.kernels(operation).items()}
 

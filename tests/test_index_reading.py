@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from mask_oracle import DYNAMIC, SIZES, Asked, Concrete, ask, named
 from torch import Tensor
 
-from lz_compile.passes.axes import Axis
-from lz_compile.passes.constants import Constants
+from lz_compile.passes.formula.axes import Axis
+from lz_compile.passes.graph.constants import Constants
 from lz_compile.passes.masks.index_reading import Reader
 from lz_compile.passes.masks.piecewise import Piecewise, Value
 from lz_compile.passes.masks.polynomial import Polynomial, Variable

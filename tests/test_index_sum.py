@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lz_compile.passes.loops.index_sum import IndexSum, refinement, substituted
-from lz_compile.passes.loops.index_terms import IDENTITY, Atom, Factor, Term, UnreadableError, normal_term
-from lz_compile.passes.loops.index_values import Source, Values
+from lz_compile.passes.loops.recurrence.index_sum import IndexSum, refinement, substituted
+from lz_compile.passes.loops.recurrence.index_terms import IDENTITY, Atom, Factor, Term, UnreadableError, normal_term
+from lz_compile.passes.loops.recurrence.index_values import Source, Values
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import lz_compile as lz
 from lz_compile import SelectionReport, dry_run, explain, validate, which
 from lz_compile.errors import OptionError, UnknownKernelError, UnknownOperationError
+from lz_compile.ground import health
+from lz_compile.ground.machine import environment
 from lz_compile.lowering.ops.attention import Operands, reference
-from lz_compile.runtime import constraints, context, health, perf_record, policy, registry
-from lz_compile.runtime.estimate import workload
-from lz_compile.runtime.machine import environment
-from lz_compile.runtime.select import database_at
+from lz_compile.runtime.choose.select import database_at
+from lz_compile.runtime.kernels import constraints, registry
+from lz_compile.runtime.measure import perf_record
+from lz_compile.runtime.measure.estimate import workload
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem import context
 
 pytestmark = pytest.mark.usefixtures("no_preference")
 
@@ -209,7 +213,7 @@ class Snapshots(expecttest.TestCase):
     """Texts that a reviewer reads; `EXPECTTEST_ACCEPT=1` rewrites them."""
 
     def test_candidates_of_other_platforms_take_one_line(self):
-        from lz_compile.runtime.render import candidates
+        from lz_compile.report.render import candidates
 
         def candidate(kernel, *codes, **more):
             against = [{"code": code, "message": f"because of {code}"} for code in codes]

@@ -19,12 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lz_compile import register_kernel, tune, tuning, unregister_kernel, validate
+from lz_compile import register_kernel, tune, unregister_kernel, validate
+from lz_compile.compile.measuring import Measured
+from lz_compile.ground.isolation import isolated
+from lz_compile.lowering import child
 from lz_compile.lowering.ops.attention import Operands, reference
-from lz_compile.measuring import Measured
 from lz_compile.passes.proof.validate import forget
-from lz_compile.runtime import child
-from lz_compile.runtime.isolation import isolated
+from lz_compile.tools import tuning
 
 SEEN: list[str] = []
 

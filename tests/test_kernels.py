@@ -19,10 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lz_compile import reports
 from lz_compile.backend import layerzero
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Band, Operands, Reach, features, reference
-from lz_compile.runtime import policy
-from lz_compile.runtime.context import of_facts
-from lz_compile.runtime.registry import KernelSpec, kernels
-from lz_compile.runtime.select import Problem, select
+from lz_compile.runtime.choose.select import Problem, select
+from lz_compile.runtime.kernels.registry import KernelSpec, kernels
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem.context import of_facts
 
 #: Absolute and relative error against float64 that a kernel may have.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}

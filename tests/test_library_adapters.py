@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._inductor.utils import run_and_get_code
 
+from lz_compile.ground import events, health
 from lz_compile.lowering import inductor
-from lz_compile.lowering.block_mask import Grid, of_parts
-from lz_compile.lowering.kernels import flashinfer as flashinfer_adapter
-from lz_compile.lowering.kernels import torch_cudnn, torch_flex
+from lz_compile.lowering.kernels.attention import flashinfer as flashinfer_adapter
+from lz_compile.lowering.kernels.attention import torch_cudnn, torch_flex
+from lz_compile.lowering.kernels.attention.block_mask import Grid, of_parts
 from lz_compile.lowering.ops.attention import (
     AttentionAttrs,
     AttentionFacts,
@@ -34,12 +35,11 @@ from lz_compile.lowering.ops.attention import (
     merged_mask,
     reference,
 )
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.patterns import recognisers
-from lz_compile.passes.rewrite import Recipes, splice
-from lz_compile.runtime import events, health
-from lz_compile.runtime.context import of_facts
-from lz_compile.runtime.registry import kernels
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.recognisers import recognisers
+from lz_compile.passes.rewriting.rewrite import Recipes, splice
+from lz_compile.runtime.kernels.registry import kernels
+from lz_compile.runtime.problem.context import of_facts
 from tests.library_fakes import (
     RECORDS,
     FlashAttention,

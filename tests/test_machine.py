@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lz_compile.runtime import machine
+from lz_compile.ground import machine
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from mask_spellings import Recipe, build, inputs, recipes
 from torch import Tensor, fx
 from transformers import masking_utils
 
-from lz_compile.passes.axes import Axis, fresh, shape_of
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.masks.masks import Axes, Masks, Meaning
-from lz_compile.passes.view import tensor_of
-from lz_compile.reasons import Reason
+from lz_compile.ground.reasons import Reason
+from lz_compile.passes.formula.axes import Axis, fresh, shape_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.masks.reading import Axes, Masks, Meaning
 
 LOWEST = torch.finfo(torch.float32).min
 

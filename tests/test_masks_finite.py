@@ -9,10 +9,10 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from lz_compile.passes.algebra import INFINITY, Region
-from lz_compile.passes.axes import fresh, shape_of
-from lz_compile.passes.masks.masks_finite import is_bounded, is_finite
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.formula.algebra import INFINITY, Region
+from lz_compile.passes.formula.axes import fresh, shape_of
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.masks.finite import is_bounded, is_finite
 from tests.graphs import call_named, capture, effects_of, output_of
 
 SIZE = 4

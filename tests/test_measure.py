@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lz_compile.runtime import measure as module
-from lz_compile.runtime.measure import Quartiles, Timing, measure
+from lz_compile.runtime.measure import timing as module
+from lz_compile.runtime.measure.timing import Quartiles, Timing, measure
 
 CPU = torch.device("cpu")
 

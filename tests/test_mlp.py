@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, nn
 
-from lz_compile.lowering.kernels import torch_mlp
+from lz_compile.lowering.kernels.mlp import torch_mlp
 from lz_compile.lowering.ops import mlp as op
-from lz_compile.passes.activations import AT_LEAST, evaluate, name_of_values, points
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.patterns.mlp import recognise
-from lz_compile.runtime.registry import kernels
+from lz_compile.passes.formula.activations import AT_LEAST, evaluate, name_of_values, points
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.mlp.recogniser import recognise
+from lz_compile.runtime.kernels.registry import kernels
 from tests import zoo
 from tests.backends import Rewriting, rewritten
 from tests.mlp_spellings import ACTIVATIONS, GATES, SPLITS, TOLERANCES, Spelling, allows, spellings

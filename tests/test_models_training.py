@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lz_compile import reports
 from lz_compile.backend import layerzero
-from lz_compile.runtime.report import MatchReport
+from lz_compile.report.report import MatchReport
 
 pytestmark = pytest.mark.usefixtures("sdpa_first")
 

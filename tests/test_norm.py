@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 import lz_compile
 from lz_compile.backend import layerzero
-from lz_compile.lowering.kernels import torch_norm
+from lz_compile.lowering.kernels.norm import torch_norm
 from lz_compile.lowering.ops import norm as op
 from lz_compile.lowering.ops.norm import NormAttrs, NormFacts
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.match import Match
-from lz_compile.passes.patterns.norm import recognise
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.norm.recogniser import recognise
 from lz_compile.passes.proof import validate
-from lz_compile.runtime.report import MatchReport
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.report.report import MatchReport
 
 many = settings(
     max_examples=70, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lz_compile.lowering.kernels import torch_norm
+from lz_compile.ground import events, health
+from lz_compile.lowering.kernels.norm import torch_norm
 from lz_compile.lowering.ops.norm import NormAttrs, NormFacts, Operands, features, reference
-from lz_compile.runtime import events, health
-from lz_compile.runtime.context import of_facts
-from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.kernels.registry import kernels
+from lz_compile.runtime.problem.context import of_facts
 from tests.library_fakes import Library, installed
 from tests.norm_library_fakes import Apex, FlashInferNorm, Liger, Quack
 

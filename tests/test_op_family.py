@@ -66,12 +66,12 @@ from dataclasses import dataclass, replace
 import sympy
 
 from lz_compile.lowering.ops.softplus import SoftplusAttrs, SoftplusFacts
-from lz_compile.passes.algebra import Region
-from lz_compile.passes.axes import axes_of, fresh, product, shape_of
-from lz_compile.passes.core import find_core
-from lz_compile.passes.effects import grad_enabled
-from lz_compile.passes.match import Match, NearMiss, RefusedError
-from lz_compile.passes.view import tensor_of, where_of
+from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.axes import axes_of, fresh, product, shape_of
+from lz_compile.passes.graph.core import find_core
+from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
+from lz_compile.passes.graph.view import tensor_of, where_of
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from lz_compile.errors import GradientUnsupportedError, OperatorRedefinedError
+from lz_compile.ground import events, health
 from lz_compile.lowering import inductor
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.ops.attention import Operands
-from lz_compile.passes.builder import EMITTED
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.patterns import recognisers
-from lz_compile.passes.rewrite import Recipes, splice
-from lz_compile.runtime import events, health
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.recognisers import recognisers
+from lz_compile.passes.rewriting.builder import EMITTED
+from lz_compile.passes.rewriting.rewrite import Recipes, splice
 
 
 def weighted(left: Tensor, right: Tensor, scale: float | None, is_negated: bool = False, *, power: int = 1) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 
 from lz_compile import reports
 from lz_compile.backend import layerzero
+from lz_compile.compile.options import Options, split
 from lz_compile.errors import LayerZeroError, OptionError, RewriteFailedError, UnknownKernelError, nearest
-from lz_compile.options import Options, split
 
 
 @pytest.fixture(autouse=True)

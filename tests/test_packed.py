@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lz_compile.lowering import token_major
 from lz_compile.lowering.encoded_attributes import encode
-from lz_compile.lowering.kernels import packed
+from lz_compile.lowering.kernels.attention import packed, token_major
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Band, Operands, reference
-from lz_compile.runtime.context import of_facts
-from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.kernels.registry import kernels
+from lz_compile.runtime.problem.context import of_facts
 
 #: Absolute and relative error against float64.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}

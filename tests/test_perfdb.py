@@ -21,8 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lz_compile.errors import MeasurementError
-from lz_compile.runtime import events, perfdb, sqlite_file
-from lz_compile.runtime.perfdb import PerfDB, PerfRecord, canonical
+from lz_compile.ground import events, sqlite_file
+from lz_compile.runtime.measure import perfdb
+from lz_compile.runtime.measure.perfdb import PerfDB, PerfRecord, canonical
 
 ROOT = Path(__file__).resolve().parent.parent
 ATTENTION, FLOAT32, HERE = "attention.causal", "float32", "here"
@@ -356,7 +357,7 @@ def test_a_closed_database_opens_again(database):
 PRELUDE = """
 import os, sys
 from pathlib import Path
-from lz_compile.runtime import events, perfdb, sqlite_file
+from lz_compile.ground import events, sqlite_file; from lz_compile.runtime.measure import perfdb
 assert "torch" not in sys.modules, "a writer needs no torch"
 
 def record(kernel_id, length=64):
@@ -380,7 +381,7 @@ WRITER_INSIDE = """
 database.put([record(f"{name}{k}", 1) for k in range(5)])
 
 def half(connection):
-    from lz_compile.runtime.perf_record import checked_values
+    from lz_compile.runtime.measure.perf_record import checked_values
     for k in range(3):
         connection.execute(perfdb._PUT, (*checked_values(record(f"{name}{k}", 2)), perfdb.now()))
     say("inside")

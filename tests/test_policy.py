@@ -19,10 +19,12 @@ import torch
 
 import lz_compile as lz
 from lz_compile.errors import ConfigError
-from lz_compile.runtime import environment, events, policy, registry
-from lz_compile.runtime.context import SelectionContext
-from lz_compile.runtime.settings import WITHOUT_EFFECT_ON_DECISIONS, Settings
-from lz_compile.runtime.verdict import Policy, Verdict
+from lz_compile.ground import events
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.policy import environment, policy
+from lz_compile.runtime.policy.resolved import Policy, Verdict
+from lz_compile.runtime.policy.settings import WITHOUT_EFFECT_ON_DECISIONS, Settings
+from lz_compile.runtime.problem.context import SelectionContext
 
 KERNELS = (
     "inductor lz.blocked torch.sdpa torch.flex torch.flex.cpu flash_attn.v2 flash_attn.v3 flashinfer xformers".split()
@@ -866,7 +868,7 @@ def test_rules_that_mean_the_same_have_one_digest(one, other):
 
 def test_a_digest_is_the_same_in_another_process():
     lz.configure(deterministic=True, memory_headroom_mb=7)
-    code = "from lz_compile.runtime import policy as p; p.configure(memory_headroom_mb=7, deterministic=True); print(p.current().digest)"
+    code = "from lz_compile.runtime.policy import policy as p; p.configure(memory_headroom_mb=7, deterministic=True); print(p.current().digest)"
     given = {
         **os.environ,
         "PYTHONHASHSEED": "7",
@@ -919,7 +921,7 @@ def test_every_change_gives_another_version_and_reset_forgets_all(tmp_path):
 
 
 def test_importing_the_policy_imports_no_parser():
-    code = "import sys, lz_compile.runtime.policy as p; p.current(); print([m for m in ('yaml', 'msgspec', 'sqlite3') if m in sys.modules])"
+    code = "import sys, lz_compile.runtime.policy.policy as p; p.current(); print([m for m in ('yaml', 'msgspec', 'sqlite3') if m in sys.modules])"
     plain = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
     given = {**plain, "PYTHONPATH": str(Path(__file__).parent.parent), "XDG_CONFIG_HOME": "/nowhere"}
     done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)

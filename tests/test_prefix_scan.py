@@ -12,7 +12,7 @@ from backends import Rewriting
 from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
 
-from lz_compile.passes.loops import prefix_scan
+from lz_compile.passes.loops.recurrence import prefix_scan
 
 Scan = Callable[[Tensor, Tensor], Tensor]
 

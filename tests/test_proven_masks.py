@@ -13,7 +13,7 @@ from backends import Rewriting
 from torch import Tensor
 
 from lz_compile.lowering.ops.attention import Band
-from lz_compile.runtime import policy
+from lz_compile.runtime.policy import policy
 
 KERNELS = ("lz.blocked", "torch.sdpa")
 LOWEST = torch.finfo(torch.float32).min

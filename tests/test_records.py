@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from lz_compile.reasons import Reason
-from lz_compile.records import Record
+from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Record
 
 
 @dataclass(frozen=True)

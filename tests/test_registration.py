@@ -22,12 +22,13 @@ from torch import Tensor
 
 import lz_compile as lz
 from lz_compile.errors import RegistrationError, UnknownOperationError
+from lz_compile.ground import events, health
+from lz_compile.ground.reasons import Reason
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Operands, features, reference
-from lz_compile.reasons import Reason
-from lz_compile.runtime import events, health, registry
-from lz_compile.runtime.context import from_tensors
-from lz_compile.runtime.convention import FEATURES
-from lz_compile.runtime.registry import KernelSpec, kernels
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.kernels.convention import FEATURES
+from lz_compile.runtime.kernels.registry import KernelSpec, kernels
+from lz_compile.runtime.problem.context import from_tensors
 
 ID = "new.kernel"
 LOCK = {"attention": ID}
@@ -480,7 +481,7 @@ def test_a_check_of_ones_own_is_asked():
 def test_the_identity_and_the_digest_are_the_same_in_another_process():
     code = """
         import torch, lz_compile as lz
-        from lz_compile.runtime import registry
+        from lz_compile.runtime.kernels import registry
 
         @lz.register_kernel(operation="attention", kernel_id="new.kernel", platform="cpu", supported_dtypes=["float32"],
                             supports=["gqa", "value_dim", "bool_mask"])

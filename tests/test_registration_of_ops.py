@@ -13,10 +13,11 @@ from torch import Tensor
 
 import lz_compile as lz
 from lz_compile.errors import RegistrationError
+from lz_compile.ground import events, health
 from lz_compile.lowering import ops
 from lz_compile.lowering.operands import are_one
-from lz_compile.runtime import context, events, health
-from lz_compile.runtime.registry import KernelSpec, kernels
+from lz_compile.runtime.kernels.registry import KernelSpec, kernels
+from lz_compile.runtime.problem import context
 
 ID = "new.kernel"
 OPS = [op for op in ops.names() if are_one(ops.module(op))]

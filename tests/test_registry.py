@@ -19,16 +19,17 @@ import torch
 
 import lz_compile as lz
 from lz_compile.errors import FormulaError, KernelUnavailableError, UnknownOperationError
+from lz_compile.ground import events
+from lz_compile.ground.hardware import Hardware, generation_of
+from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import ops
-from lz_compile.lowering.kernels import torch_sdpa
+from lz_compile.lowering.kernels.attention import torch_sdpa
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
-from lz_compile.passes.patterns import recognisers
-from lz_compile.reasons import Reason
-from lz_compile.runtime import events, registry
-from lz_compile.runtime.context import SelectionContext, SymbolicDim
-from lz_compile.runtime.hardware import Hardware, generation_of
-from lz_compile.runtime.libraries import LazyFunction
-from lz_compile.runtime.registry import KERNELS, GridLayoutSpec, KernelSpec, Prior, kernels
+from lz_compile.passes.recognisers import recognisers
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.kernels.libraries import LazyFunction
+from lz_compile.runtime.kernels.registry import KERNELS, GridLayoutSpec, KernelSpec, Prior, kernels
+from lz_compile.runtime.problem.context import SelectionContext, SymbolicDim
 
 DESCRIPTORS = sorted(KERNELS.glob("*.json"))
 TESTS = Path(__file__).resolve().parent
@@ -107,7 +108,7 @@ def test_a_kernel_has_the_fields_of_its_descriptor(directory):
     assert (spec.min_sm, spec.max_sm, spec.max_head_dim, spec.priority) == (80, 100, 128, 90)
     assert spec.grid == GridLayoutSpec("num_heads")
     assert spec.prior == (Prior("cuda", frozenset(["float32"]), 0.5),)
-    assert spec.implementation == LazyFunction("lz_compile.lowering.kernels.blocked", "attention")
+    assert spec.implementation == LazyFunction("lz_compile.lowering.kernels.attention.blocked", "attention")
     assert spec.version == torch.__version__
     assert len(spec.capabilities_hash) == 64
 
@@ -180,7 +181,7 @@ def library(tmp_path, monkeypatch):
 
 
 def _needing(**changes: Any) -> KernelSpec:
-    function = LazyFunction("lz_compile.lowering.kernels.torch_sdpa", "attention", "fastlib")
+    function = LazyFunction("lz_compile.lowering.kernels.attention.torch_sdpa", "attention", "fastlib")
     return kernel(implementation=function, package="fastlib", **changes)
 
 
@@ -252,7 +253,7 @@ def test_a_library_whose_import_fails_disables_its_kernel_once_and_for_all(libra
 
 
 def test_an_adapter_without_the_function_is_a_reason():
-    spec = kernel(implementation=LazyFunction("lz_compile.lowering.kernels.torch_sdpa", "atention"))
+    spec = kernel(implementation=LazyFunction("lz_compile.lowering.kernels.attention.torch_sdpa", "atention"))
     assert spec.load().code == "BACKEND_IMPORT_FAILED"
     assert "atention" in spec.load().message
 
@@ -277,7 +278,7 @@ def test_a_kernel_that_cannot_be_imported_leaves_the_match_to_the_next_one(direc
 def test_looking_at_kernels_imports_no_adapter_and_no_library():
     code = """
         import sys
-        from lz_compile.runtime import registry
+        from lz_compile.runtime.kernels import registry
         specs = registry.kernels("attention")
         assert len(specs) >= 3
         for info in registry.list_kernels():
@@ -285,7 +286,7 @@ def test_looking_at_kernels_imports_no_adapter_and_no_library():
         loaded = [name for name in sys.modules if name.startswith("lz_compile.lowering.kernels.")]
         assert loaded == [], loaded
         specs["torch.sdpa"].call
-        assert "lz_compile.lowering.kernels.torch_sdpa" in sys.modules
+        assert "lz_compile.lowering.kernels.attention.torch_sdpa" in sys.modules
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=TESTS.parent)
 
@@ -560,7 +561,7 @@ def test_the_digest_follows_the_installed_version(library, cleared):
 
 
 def test_the_digest_is_the_same_in_another_process():
-    code = "from lz_compile.runtime import registry; print(registry.digest())"
+    code = "from lz_compile.runtime.kernels import registry; print(registry.digest())"
     for seed in ("1", "2"):
         other = subprocess.run(
             [sys.executable, "-c", code], check=True, cwd=TESTS.parent, capture_output=True, text=True,
@@ -600,7 +601,7 @@ def test_threads_that_look_while_kernels_come_and_go_see_whole_tables(cleared):
 
 ENTRY = "[layerzero.backends]\nmine = fastplugin:register_backend\n"
 SPEC = """
-    from lz_compile.runtime.registry import KernelSpec
+    from lz_compile.runtime.kernels.registry import KernelSpec
     ANY = frozenset("*")
     spec = KernelSpec("new.kernel", "attention", "new", ANY, ANY, ANY)
 """

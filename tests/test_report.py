@@ -29,10 +29,10 @@ from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs, normaliz
 import lz_compile
 from lz_compile import GraphReport, Report, clear_reports, errors, explain, reports
 from lz_compile.backend import layerzero
-from lz_compile.reasons import Reason
-from lz_compile.runtime import events
-from lz_compile.runtime.layout import Rows
-from lz_compile.runtime.report import MatchReport, MissReport, new_report
+from lz_compile.ground import events
+from lz_compile.ground.reasons import Reason
+from lz_compile.report.layout import Rows
+from lz_compile.report.report import MatchReport, MissReport, new_report
 
 pytestmark = pytest.mark.usefixtures("sdpa_first")
 
@@ -438,9 +438,9 @@ def test_json_of_every_dtype_is_json(dtype):
 
 
 def test_json_of_a_wrong_kernel_is_json_too(monkeypatch, tmp_path):
-    from lz_compile.lowering.kernels import torch_sdpa
+    from lz_compile.lowering.kernels.attention import torch_sdpa
     from lz_compile.passes.proof import validate
-    from lz_compile.runtime import registry
+    from lz_compile.runtime.kernels import registry
 
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch_sdpa, "attention", lambda x, attrs: x.query @ x.key.mT @ x.value / 0.0)

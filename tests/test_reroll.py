@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 import lz_compile
 from lz_compile import reports
 from lz_compile.lowering import inductor
-from lz_compile.passes.loops.reroll import IsSpecial, RolledLoop, never, reroll
-from lz_compile.passes.match import NearMiss
+from lz_compile.passes.loops.roll.reroll import IsSpecial, RolledLoop, never, reroll
+from lz_compile.passes.rewriting.match import NearMiss
 
 B, T, D = 3, 8, 5
 
@@ -564,7 +564,7 @@ def test_by_default_a_kernel_takes_the_place_of_many_launches_only(steps, contra
 def test_a_loop_is_rolled_where_its_graph_would_take_minutes_to_compile(monkeypatch):
     function, inputs = moving_average(13, more=18), sequences(B, 13, D)
     assert [loop.kept.code for loop in rolled(function, *inputs, policy="auto").loops] == ["LOOP_SHORT"]
-    monkeypatch.setattr("lz_compile.passes.loops.reroll.MANY_CALLS", 260)
+    monkeypatch.setattr("lz_compile.passes.loops.roll.reroll.MANY_CALLS", 260)
     assert rolled(function, *inputs, policy="auto").steps == [13]
 
 
@@ -612,7 +612,7 @@ def test_short_loops_are_kept_unless_their_step_is_special():
 
 
 def test_long_loops_are_rolled_unless_all_are_to_be_kept(monkeypatch):
-    monkeypatch.setattr("lz_compile.passes.loops.reroll.MANY_CALLS", 260)
+    monkeypatch.setattr("lz_compile.passes.loops.roll.reroll.MANY_CALLS", 260)
     function, inputs = moving_average(13, more=18), sequences(B, 13, D)
     assert rolled(function, *inputs, policy="auto").steps == [13]
     kept = rolled(function, *inputs, policy="keep")

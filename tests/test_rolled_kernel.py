@@ -11,14 +11,14 @@ from scan_problems import KINDS, Problem, errors, problem, run
 from torch._inductor.utils import run_and_get_code
 
 from lz_compile.errors import GradientUnsupportedError
+from lz_compile.ground import events, health
 from lz_compile.lowering import inductor
-from lz_compile.lowering.cpp import launch
-from lz_compile.lowering.cpp.scan import vectors_for
 from lz_compile.lowering.encoded_attributes import encode
-from lz_compile.lowering.kernels import rolled
+from lz_compile.lowering.kernels.scan import cpp_launch as launch
+from lz_compile.lowering.kernels.scan import rolled
+from lz_compile.lowering.kernels.scan.cpp_program import vectors_for
 from lz_compile.lowering.ops import scan as op
-from lz_compile.runtime import events, health
-from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.kernels.registry import kernels
 
 KDA = {"decay": "key", "drive": None, "rank": 1, "erases": True, "reads": 1, "at": "after", "broadcasts": False}
 EMA = {"decay": "value", "drive": "full", "rank": 0, "reads": 0, "at": "after", "broadcasts": False}

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 import lz_compile
 from lz_compile.backend import layerzero
-from lz_compile.lowering.kernels import torch_rope
+from lz_compile.lowering.kernels.rope import torch_rope
 from lz_compile.lowering.ops import rope as op
 from lz_compile.lowering.ops.rope import RopeAttrs, RopeFacts
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.match import Match
-from lz_compile.passes.patterns.rope import recognise
+from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.proof import validate
-from lz_compile.runtime.report import MatchReport
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rope.recogniser import recognise
+from lz_compile.report.report import MatchReport
 
 many = settings(
     max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, nn
 
 import lz_compile
-from lz_compile.passes.match import Match
-from lz_compile.passes.patterns.routing import recognise
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.routing.recogniser import recognise
 from models.routed_adapter import Arm, Rollouts, RoutedLinear
 from tests.backends import Rewriting
 from tests.graphs import capture, effects_of

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import lz_compile as lz
 from lz_compile.backend import layerzero
 from lz_compile.errors import DoubleBackwardError, TransformUnsupportedError
+from lz_compile.ground.fingerprint import source_hash
 from lz_compile.lowering.ops.routing import cosine
-from lz_compile.runtime.fingerprint import source_hash
 from tests.graphs import capture
 from tests.routing_problems import ARMS, D, E, G, Q, R, S, adapter, by_rollout, gradients, plain, weights
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import lz_compile as lz
-from lz_compile.lowering.kernels import torch_routing
+from lz_compile.lowering.kernels.routing import torch_routing
 from lz_compile.lowering.ops import routing as op
 from lz_compile.lowering.ops.routing import cosine
-from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.kernels.registry import kernels
 from tests.routing_problems import (
     ARMS,
     NAMES,

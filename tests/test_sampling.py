@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lz_compile as lz
-from lz_compile import speculation
+from lz_compile.api import speculation
 from lz_compile.domains import Domain, DomainMask, DomainScore
 from lz_compile.domains.mask import pack
 from lz_compile.errors import ConstraintError, TokenArgumentError
-from lz_compile.lowering.kernels import cpp_sampling, torch_sampling
+from lz_compile.lowering.kernels.sampling import cpp_sampling, torch_sampling
 from lz_compile.lowering.ops import sampling as op
-from lz_compile.runtime import registry
+from lz_compile.runtime.kernels import registry
 
 KERNELS = {"lz.cpp_sampling": cpp_sampling.sampling, "torch.sampling": torch_sampling.sampling}
 TESTS = Path(__file__).parent
@@ -602,7 +602,7 @@ def test_triton_compiles_for_a_gpu(result, backend, arch, warp, tmp_path, monkey
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lz_compile.lowering.triton.sampling import _sample
+    from lz_compile.lowering.kernels.sampling.triton_source import _sample
 
     flags = {name for name in _sample.arg_names if name.startswith(("HAS_", "IS_"))}
     constants = {**dict.fromkeys(flags, True), "RESULT": result, "BLOCK": 1024}

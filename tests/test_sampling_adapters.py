@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lz_compile.domains.mask import pack
+from lz_compile.ground import events, health
 from lz_compile.lowering.encoded_attributes import encode
-from lz_compile.lowering.kernels import cpp_sampling, torch_sampling
+from lz_compile.lowering.kernels.sampling import cpp_sampling, torch_sampling
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts, features, reference
-from lz_compile.runtime import events, health
-from lz_compile.runtime.context import of_facts
-from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.kernels.registry import kernels
+from lz_compile.runtime.problem.context import of_facts
 from tests.library_fakes import Library, installed
 from tests.sampling_library_fakes import FlashInferSampling, XGrammar
 

@@ -13,8 +13,8 @@ from sampling_spellings import DROPS, MIN_P, TOP_K, TOP_P
 from transformers.generation import logits_process as processors
 
 import lz_compile as lz
-from lz_compile.lowering import open_ties
-from lz_compile.runtime import health
+from lz_compile.ground import health
+from lz_compile.lowering.kernels.sampling import open_ties
 
 INF = math.inf
 KERNELS = ("torch.sampling", "lz.cpp_sampling")

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lz_compile.ground import health
 from lz_compile.lowering.encoded_attributes import decode, encode
-from lz_compile.lowering.kernels import cpp_sampling, torch_sampling
+from lz_compile.lowering.kernels.sampling import cpp_sampling, torch_sampling
 from lz_compile.lowering.ops import sampling as op
-from lz_compile.runtime import health, registry
+from lz_compile.runtime.kernels import registry
 
 KERNELS = {"lz.cpp_sampling": cpp_sampling.sampling, "torch.sampling": torch_sampling.sampling}
 VOCABS = (1, 2, 5, 31, 64, 100, 333)

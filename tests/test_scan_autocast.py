@@ -13,9 +13,9 @@ from backends import Rewriting
 from torch import Tensor
 
 import lz_compile as lz
-from lz_compile.lowering.kernels import associative_scan, chunked_scan, torch_scan
+from lz_compile.ground import health
+from lz_compile.lowering.kernels.scan import associative_scan, chunked_scan, torch_scan
 from lz_compile.lowering.scan_products import product, solved
-from lz_compile.runtime import health
 from tests.scan_kernel_problems import PROBLEMS, Scan, assert_near, exactly, with_gradients
 
 autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)

@@ -19,16 +19,15 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from benchmarks.scan_accuracy import DECAYS, STRUCTURES, Case, errors, runs
-from lz_compile.lowering import chunk_prefixes
-from lz_compile.lowering.chunk_form import chunk_form
-from lz_compile.lowering.chunk_operands import ChunkOperands
-from lz_compile.lowering.kernels import associative_scan, chunked_scan, triton_scan
+from lz_compile.ground import health
+from lz_compile.lowering.kernels.scan import associative_scan, chunk_prefixes, chunked_scan, triton_scan
+from lz_compile.lowering.kernels.scan.chunk_form import chunk_form
+from lz_compile.lowering.kernels.scan.chunk_operands import ChunkOperands
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, facts_of, reference, sample
-from lz_compile.passes.builder import GraphBuilder
-from lz_compile.passes.effects import Ambient
-from lz_compile.runtime import health
-from lz_compile.runtime.context import of_facts
-from lz_compile.runtime.registry import KERNELS, kernels
+from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.rewriting.builder import GraphBuilder
+from lz_compile.runtime.kernels.registry import KERNELS, kernels
+from lz_compile.runtime.problem.context import of_facts
 from tests.scan_kernel_problems import PROBLEMS, Problem, assert_near, exactly, missing, with_gradients
 
 HERE = {

@@ -15,14 +15,15 @@ from scan_problems import errors, problem, run
 from torch import Tensor
 
 import lz_compile as lz
-from lz_compile import scan_calls
+from lz_compile.api import eager, scan_calls
 from lz_compile.backend import layerzero
 from lz_compile.errors import ArgumentError
+from lz_compile.ground import events, health
 from lz_compile.lowering.kernel_operator import asked, kernel_operator
-from lz_compile.lowering.kernels import chunked_scan, torch_scan
+from lz_compile.lowering.kernels.scan import chunked_scan, torch_scan
 from lz_compile.lowering.ops import scan as op
-from lz_compile.runtime import context as contexts
-from lz_compile.runtime import eager, events, health, registry
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.problem import context as contexts
 
 BACKENDS: dict[str, Any] = {"eager": None, "aot_eager": "aot_eager", "inductor": "inductor", "layerzero": layerzero}
 B, T, H, K, V = 2, 9, 3, 4, 6

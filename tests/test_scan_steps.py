@@ -14,12 +14,12 @@ from torch._higher_order_ops import scan
 from torch.utils import _pytree as pytree
 
 from lz_compile.lowering.ops.scan import reference
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.loops.distribute import distribute
-from lz_compile.passes.match import Match, NearMiss
-from lz_compile.passes.patterns.scan import recognise
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.loops.recurrence.distribute import distribute
 from lz_compile.passes.proof.validate import validate
-from lz_compile.passes.rewrite import Recipes, splice
+from lz_compile.passes.rewriting.match import Match, NearMiss
+from lz_compile.passes.rewriting.rewrite import Recipes, splice
+from lz_compile.passes.scan.recogniser import recognise
 
 
 class Compiler:

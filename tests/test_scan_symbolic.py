@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import lz_compile as lz
 from lz_compile import reports
-from lz_compile.passes.loops.stand_ins import StandIns, is_ambiguous
+from lz_compile.passes.loops.recurrence.size_placeholders import StandIns, is_ambiguous
 
 #: Batches that a graph was compiled for, and others that it must serve.
 FIRST, OTHERS = 11, (2, 5)

@@ -16,14 +16,17 @@ from problems import kernel, measured, problem_context
 from torch._dynamo.exc import BackendCompilerFailed
 
 import lz_compile as lz
+from lz_compile.compile.options import split
 from lz_compile.errors import OptionError, UnknownKernelError
-from lz_compile.options import split
+from lz_compile.ground import health
 from lz_compile.passes.proof import validate
-from lz_compile.runtime import health, policy, registry, select
-from lz_compile.runtime.context import SymbolicDim
-from lz_compile.runtime.estimate import PRIOR_NOISE
-from lz_compile.runtime.kernel import Prior
-from lz_compile.runtime.select import Decision, Problem, database_at
+from lz_compile.runtime.choose import select
+from lz_compile.runtime.choose.select import Decision, Problem, database_at
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.kernels.kernel import Prior
+from lz_compile.runtime.measure.estimate import PRIOR_NOISE
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem.context import SymbolicDim
 
 pytestmark = pytest.mark.usefixtures("no_preference")
 

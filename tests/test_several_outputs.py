@@ -12,13 +12,13 @@ from backends import shipped
 from torch import fx
 from torch._higher_order_ops.scan import scan
 
-from lz_compile.passes.axes import axes_of, fresh, shape_of
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.match import Match
+from lz_compile.passes.formula.axes import axes_of, fresh, shape_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.proof.surroundings import surrounded
 from lz_compile.passes.proof.validate import forget, validate
-from lz_compile.passes.rewrite import Recipes, RewriteError, splice
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.rewrite import Recipes, RewriteError, splice
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,20 @@ from backends import Rewriting
 from torch import Tensor, nn
 
 import lz_compile as lz
-from lz_compile import solving
-from lz_compile.compiler import _cache_key
+from lz_compile.compile.compiler import _cache_key
 from lz_compile.errors import DispatchTableError, OptionError, SolveError
-from lz_compile.runtime import context as contexts
-from lz_compile.runtime import decisions, events, loaded_tables, machine, perfdb, policy, registry
-from lz_compile.runtime.decision_tree import choose, from_dict
-from lz_compile.runtime.decisions import Decided
-from lz_compile.runtime.dispatch_table import DispatchTable
-from lz_compile.runtime.estimate import workload
-from lz_compile.runtime.perf_record import PerfRecord, canonical
+from lz_compile.ground import events, machine
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.measure import perfdb
+from lz_compile.runtime.measure.estimate import workload
+from lz_compile.runtime.measure.perf_record import PerfRecord, canonical
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem import context as contexts
+from lz_compile.runtime.problem.decision_tree import choose, from_dict
+from lz_compile.runtime.tables import loaded as loaded_tables
+from lz_compile.runtime.tables.dispatch_table import DispatchTable
+from lz_compile.tools import decisions, solving
+from lz_compile.tools.decisions import Decided
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKED, SDPA, INDUCTOR = "lz.blocked", "torch.sdpa", "inductor"
@@ -157,7 +161,7 @@ def test_what_was_never_measured_is_measured_within_the_budget(tmp_path, monkeyp
         seen.append((problem.context.dims["seq_len_q"], deadline - solving.time.perf_counter()))
         return problem
 
-    monkeypatch.setattr("lz_compile.tuning.tune_match", tune_match)
+    monkeypatch.setattr("lz_compile.tools.tuning.tune_match", tune_match)
     given = {"shape_buckets": {"length": [16, 32]}, "dims": {"length": 2}}
     lz.solve(attention, *operands(8), **given, budget_s=1000)
     assert [length for length, _ in seen] == [16, 32]

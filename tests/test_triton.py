@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from lz_compile.ground import events, health
 from lz_compile.lowering.fused import Fused, Siblings
-from lz_compile.lowering.kernels import triton_blend, triton_mlp, triton_norm, triton_rope
+from lz_compile.lowering.kernels.blend import triton_blend
+from lz_compile.lowering.kernels.mlp import triton_mlp
+from lz_compile.lowering.kernels.norm import triton_norm
+from lz_compile.lowering.kernels.rope import triton_rope
 from lz_compile.lowering.ops import blend, mlp, norm, rope
-from lz_compile.runtime import events, health
-from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.kernels.registry import kernels
 
 TESTS = Path(__file__).parent
 #: By kernel, its op.
@@ -149,8 +152,8 @@ def test_a_kernel_compiles_for_a_gpu(name, backend, arch, warp, dtype):
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize(("block", "rows"), [(64, {16, 32, 64, 128}), (4096, {1, 2}), (16384, {1})])
 def test_tiles_are_timed_once_each(block, rows):
-    from lz_compile.lowering.triton import norm
-    from lz_compile.lowering.triton.launch import WARPS
+    from lz_compile.lowering.kernels.norm import triton_source as norm
+    from lz_compile.lowering.triton_launch import WARPS
 
     tuner = norm._forward_tiled._tuned
     found = [(each.kwargs["ROWS"], each.num_warps) for each in tuner.early_config_prune(tuner.configs, {}, BLOCK=block)]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from lz_compile.lowering.kernels import triton_routing
+from lz_compile.ground import events, health
+from lz_compile.lowering.kernels.routing import triton_routing
 from lz_compile.lowering.ops.routing import Operands
-from lz_compile.runtime import events, health
-from lz_compile.runtime.registry import kernels
+from lz_compile.runtime.kernels.registry import kernels
 from tests.routing_problems import Problem, expected, misses, with_gradients
 
 TESTS = Path(__file__).parent
@@ -69,7 +69,7 @@ def test_a_kernel_compiles_for_a_gpu(name, backend, arch, warp, dtype, is_plain)
     if is_plain:
         constants = {each: value and not each.startswith("HAS") for each, value in constants.items()}
         constants |= {each: _COMPILED[name][1][each] for each in constants if not each.startswith("HAS")}
-    kernel = getattr(importlib.import_module("lz_compile.lowering.triton.routing"), name)
+    kernel = getattr(importlib.import_module("lz_compile.lowering.kernels.routing.triton_source"), name)
     kinds = {"x": f"*{dtype}", "w": "*fp32", "p": "*i64", "b": "*i1", "i": "i32", "f": "fp32"}
     if backend == "hip" and "PRECISION" in constants:
         constants = {**constants, "PRECISION": "ieee"}
@@ -85,7 +85,9 @@ def test_a_kernel_compiles_for_a_gpu(name, backend, arch, warp, dtype, is_plain)
 
 
 def test_importing_the_adapter_imports_no_triton():
-    program = "import sys\nfrom lz_compile.lowering.kernels import triton_routing\nprint('triton' in sys.modules)"
+    program = (
+        "import sys\nfrom lz_compile.lowering.kernels.routing import triton_routing\nprint('triton' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

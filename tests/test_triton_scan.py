@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from lz_compile.lowering.kernels import triton_scan
-from lz_compile.runtime import events, health
-from lz_compile.runtime.registry import kernels
+from lz_compile.ground import events, health
+from lz_compile.lowering.kernels.scan import triton_scan
+from lz_compile.runtime.kernels.registry import kernels
 from tests.scan_kernel_problems import PROBLEMS, assert_near, exactly, with_gradients
 
 TESTS = Path(__file__).parent
@@ -118,7 +118,7 @@ def test_a_kernel_compiles_for_a_gpu(name, backend, arch, warp, dtype):
 
 
 def test_importing_the_adapter_imports_no_triton():
-    program = "import sys\nfrom lz_compile.lowering.kernels import triton_scan\nprint('triton' in sys.modules)"
+    program = "import sys\nfrom lz_compile.lowering.kernels.scan import triton_scan\nprint('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

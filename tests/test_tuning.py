@@ -18,18 +18,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lz_compile as lz
-from lz_compile import measuring, tuning
 from lz_compile.backend import layerzero
+from lz_compile.compile import measuring
+from lz_compile.compile.measuring import is_measured, runnable
 from lz_compile.errors import UnknownOperationError
+from lz_compile.ground import events, health
 from lz_compile.lowering import ops
-from lz_compile.lowering.kernels import blocked, torch_sdpa
+from lz_compile.lowering.kernels.attention import blocked, torch_sdpa
 from lz_compile.lowering.ops.attention import Operands
-from lz_compile.measuring import is_measured, runnable
-from lz_compile.runtime import context as contexts
-from lz_compile.runtime import events, health, policy, registry
-from lz_compile.runtime.measure import Timing
-from lz_compile.runtime.perf_record import PerfRecord
-from lz_compile.runtime.select import database_at
+from lz_compile.runtime.choose.select import database_at
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.measure.perf_record import PerfRecord
+from lz_compile.runtime.measure.timing import Timing
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem import context as contexts
+from lz_compile.tools import tuning
 
 pytestmark = pytest.mark.usefixtures("no_preference")
 
@@ -631,7 +634,7 @@ def test_training_and_dynamic_sizes_are_measured_as_inductor_compiles_them(monke
 PROGRAM = """
 import sys; sys.path[:0] = {path!r}
 import torch, lz_compile as lz
-from lz_compile import measuring
+from lz_compile.compile import measuring
 from lz_compile.backend import layerzero
 from lz_compile.lowering.ops.attention import Operands
 original, count = measuring.measure, []

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.match import Match
-from lz_compile.passes.patterns.attention import recognise
-from lz_compile.passes.twins import Twins
+from lz_compile.passes.attention.recogniser import recognise
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.twins import Twins
 
 Layer = Callable[[Tensor, Tensor], Tensor]
 

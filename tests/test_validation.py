@@ -16,18 +16,20 @@ from backends import Rewriting
 from torch import Tensor, fx
 from torch._dynamo.exc import BackendCompilerFailed
 
-from lz_compile import clear_reports, pipeline, reports
+from lz_compile import clear_reports, reports
 from lz_compile.backend import layerzero
+from lz_compile.compile import pipeline
+from lz_compile.compile.options import Options
 from lz_compile.errors import RewriteFailedError
-from lz_compile.lowering.kernels import torch_sdpa
+from lz_compile.ground import events, hardware, machine
+from lz_compile.ground.store import Store
+from lz_compile.lowering.kernels.attention import torch_sdpa
 from lz_compile.lowering.ops.attention import Operands
-from lz_compile.options import Options
 from lz_compile.passes.proof import validate
-from lz_compile.runtime import events, hardware, machine, registry
-from lz_compile.runtime.kernel import KernelSpec
-from lz_compile.runtime.libraries import LazyFunction
-from lz_compile.runtime.report import MatchReport, new_report
-from lz_compile.runtime.store import Store
+from lz_compile.report.report import MatchReport, new_report
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.kernels.kernel import KernelSpec
+from lz_compile.runtime.kernels.libraries import LazyFunction
 
 pytestmark = pytest.mark.usefixtures("sdpa_first")
 
@@ -326,7 +328,7 @@ def test_a_kernel_that_passes_on_nan_from_masked_keys_is_caught(plant, monkeypat
     every = registry.kernels("attention")["lz.blocked"].supports
     plant(RIGHT)
     monkeypatch.setattr(
-        "lz_compile.runtime.select.kernels",
+        "lz_compile.runtime.choose.select.kernels",
         lambda op: {name: replace(spec, supports=spec.supports | every) for name, spec in registry.kernels(op).items()},
     )
     is_caught_first(masked, [*operands(), keep(2, 1, 7, 11)], "output with large")

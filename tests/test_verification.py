@@ -11,13 +11,14 @@ from backends import Rewriting
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lz_compile import pipeline, register_kernel, reports, unregister_kernel
+from lz_compile import register_kernel, reports, unregister_kernel
+from lz_compile.compile import pipeline
+from lz_compile.compile.options import split
+from lz_compile.compile.verification import Original
 from lz_compile.errors import OptionError, RewriteFailedError
 from lz_compile.lowering.ops.attention import Operands, reference
-from lz_compile.options import split
 from lz_compile.passes.proof.validate import Validation, forget
-from lz_compile.runtime.report import GraphReport
-from lz_compile.verification import Original
+from lz_compile.report.report import GraphReport
 
 ID = "test.unproven"
 
@@ -306,7 +307,7 @@ def test_hooks_of_the_user_do_not_see_the_second_run(wrong: Any) -> None:
 def test_what_does_not_run_as_it_was_is_an_event(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong(1.0)
     run, backend = verifying(attention)
-    monkeypatch.setattr("lz_compile.verification.Original._copies", lambda *_: 1 / 0)
+    monkeypatch.setattr("lz_compile.compile.verification.Original._copies", lambda *_: 1 / 0)
     inputs = operands()
     torch.testing.assert_close(run(*inputs), attention(*inputs))
     assert codes(backend) == ["NOT_VERIFIED"]
@@ -314,7 +315,7 @@ def test_what_does_not_run_as_it_was_is_an_event(wrong: Any, monkeypatch: pytest
 
 def test_what_cannot_be_kept_as_it_was_is_an_event(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong(1.0)
-    monkeypatch.setattr("lz_compile.verification._apart", lambda module: 1 / 0)
+    monkeypatch.setattr("lz_compile.compile.verification._apart", lambda module: 1 / 0)
     run, backend = verifying(attention)
     inputs = operands()
     torch.testing.assert_close(run(*inputs), attention(*inputs))

@@ -11,7 +11,7 @@ from backends import Rewriting
 
 import lz_compile
 from lz_compile.backend import layerzero
-from lz_compile.runtime.report import MatchReport
+from lz_compile.report.report import MatchReport
 
 #: Through Inductor as well; the other families run the rewritten graph eagerly, which is what a recogniser can get wrong.
 COMPILED = ("gpt2", "llama", "bert", "t5", "vit", "bloom", "gemma2", "deepseek_v3")

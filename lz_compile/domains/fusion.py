@@ -16,8 +16,8 @@ from lz_compile.domains.mask import DomainMask, everything, feasible, has_compil
 from lz_compile.domains.settings import FusionConfig
 from lz_compile.domains.soft import DomainScore, weighed, zeros
 from lz_compile.errors import ConstraintError
+from lz_compile.ground import events
 from lz_compile.lowering.cpp import bits
-from lz_compile.runtime import events
 
 _DEFAULT = FusionConfig()
 

@@ -10,9 +10,9 @@ import torch
 
 from lz_compile.domains.levels import Domain
 from lz_compile.errors import ConstraintError
+from lz_compile.ground import events
 from lz_compile.lowering.cpp import bits
 from lz_compile.lowering.token_bits import WORD, pack, unpack, word_count
-from lz_compile.runtime import events
 
 #: More than int32 can number.
 _MOST_TOKENS = 2**31 - 1

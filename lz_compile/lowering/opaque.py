@@ -115,7 +115,8 @@ def _waiting(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``; with ``LAYERZERO_DEBUG``, errors of the device are raised by the call that caused them."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        from lz_compile.runtime import health, policy
+        from lz_compile.ground import health
+        from lz_compile.runtime.policy import policy
 
         result = run(*args, **kwargs)
         if policy.debugging():
@@ -241,14 +242,14 @@ def guarded(kernel_id: str, function: Callable[..., Any], fallback: Callable[...
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        from lz_compile.runtime import health
+        from lz_compile.ground import health
 
         if health.retired(kernel_id) is not None:
             return fallback(*args, **kwargs)
         return health.guarded(kernel_id, function, complete, *args, **kwargs)
 
     def complete(*args: Any, **kwargs: Any) -> Any:
-        from lz_compile.runtime import policy
+        from lz_compile.runtime.policy import policy
 
         error = sys.exc_info()[1]  # function's: that is when this is called
         if error is not None and not policy.current().settings.fallback_enabled:

@@ -1,1 +1,1 @@
-"""Kernels: one module beside its capabilities descriptor, found by file name (see ``runtime/registry.py``)."""
+"""Kernels: one module beside its capabilities descriptor, found by file name (see ``runtime/kernels/registry.py``)."""

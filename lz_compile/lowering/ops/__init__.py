@@ -7,7 +7,7 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lz_compile.passes.match import Match
+    from lz_compile.passes.rewriting.match import Match
 
 
 def names() -> list[str]:

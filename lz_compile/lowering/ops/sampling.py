@@ -18,7 +18,7 @@ least ``min_p`` times as probable as the likeliest. This is the order of ``trans
 never kept, and never counted. Of tokens that are as likely as the last that ``top_k`` or ``top_p`` keeps, ``Ties`` says
 which are kept; at temperature 0 all that are the largest are, whatever the limits. Where that is open, for the source leaves
 it to a sort, a row of which a token is dropped that is as likely as the last that is kept is NaN, and its token -1: whoever
-asked computes it by other means (``lowering/open_ties.py``).
+asked computes it by other means (``lowering/kernels/sampling/open_ties.py``).
 
 A draw is a race of exponential clocks (Gumbel-max): the token is that for which ``z - log(clock(seed, token))`` is
 largest. A clock is a function of the seed and the token alone: equal in every kernel, on every device, wherever in a
@@ -41,7 +41,7 @@ from lz_compile.lowering.operands import operands
 from lz_compile.lowering.token_bits import unpack, word_count
 
 if TYPE_CHECKING:
-    from lz_compile.passes.axes import Size
+    from lz_compile.passes.formula.axes import Size
 
 #: What is given back: a token for each row, the scores with minus infinity for what is not kept, or their softmax.
 Result: TypeAlias = Literal["ids", "scores", "probs"]

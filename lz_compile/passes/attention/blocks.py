@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from lz_compile.passes import layout
-from lz_compile.passes.algebra import is_pointwise
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.match import NearMiss
-from lz_compile.passes.view import Call
-from lz_compile.reasons import Reason
+from lz_compile.ground.reasons import Reason
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import is_pointwise
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call
+from lz_compile.passes.rewriting.match import NearMiss
 
 #: Calls that put blocks together, besides arithmetic.
 _JOINTS = frozenset(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from lz_compile.passes import layout
-from lz_compile.passes.axes import shape_of
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.axes import shape_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import tensor_of
 
 _REDUCTIONS = frozenset({"sum", "mean", "norm", "linalg_norm", "linalg_vector_norm"})
 _POWERS = frozenset({"pow", "square", "abs", "mul", "div", "neg"})

@@ -8,12 +8,12 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.passes import layout
-from lz_compile.passes.algebra import Region, number, specialised
-from lz_compile.passes.axes import Dims, LayoutError
-from lz_compile.passes.contraction import Factor
-from lz_compile.passes.match import RefusedError
-from lz_compile.passes.view import Call, tensor_of
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import Region, number, specialised
+from lz_compile.passes.formula.axes import Dims, LayoutError
+from lz_compile.passes.formula.contraction import Factor
+from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.rewriting.match import RefusedError
 
 _WIDENING = {
     torch.float16: (torch.float32, torch.float64),

@@ -12,12 +12,12 @@ from typing import Any
 import sympy
 from torch import fx
 
-from lz_compile.passes import contraction
-from lz_compile.passes.algebra import DROPOUT, NAN_TO_NUM, Leaf, Region, is_indicator, reduce_indicators, tidy
-from lz_compile.passes.axes import Axis, Dims, atoms, shape_of
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.match import RefusedError
-from lz_compile.passes.view import Call, tensor_of
+from lz_compile.passes.formula import contraction
+from lz_compile.passes.formula.algebra import DROPOUT, NAN_TO_NUM, Leaf, Region, is_indicator, reduce_indicators, tidy
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, shape_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.rewriting.match import RefusedError
 
 
 @dataclass(frozen=True)

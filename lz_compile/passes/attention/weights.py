@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.graph.view import tensor_of
 
 #: How many nodes are looked at.
 _FAR = 64

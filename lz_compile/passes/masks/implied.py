@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from lz_compile.lowering.ops.attention import AttentionAttrs, Band, Reach, distances
-from lz_compile.passes.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.builder import Builder
-from lz_compile.passes.masks.masks import Meaning
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
+from lz_compile.passes.masks.reading import Meaning
+from lz_compile.passes.rewriting.builder import Builder
 
 #: Bounds of bands in proofs, where there are few tokens, and the tiles of what masks reach there.
 _NEAR = 3

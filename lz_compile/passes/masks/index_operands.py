@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from lz_compile.passes.axes import Dims, broadcast_from, shape_of
+from lz_compile.passes.formula.axes import Dims, broadcast_from, shape_of
+from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks import piecewise
 from lz_compile.passes.masks.piecewise import Piecewise, Value, compared, everywhere, indicator, selection
 from lz_compile.passes.masks.polynomial import ZERO
 from lz_compile.passes.masks.predicates import Predicate, choice, negation
-from lz_compile.passes.view import Call, tensor_of
 
 if TYPE_CHECKING:
     from lz_compile.passes.masks.index_reading import Reader

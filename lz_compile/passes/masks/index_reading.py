@@ -20,12 +20,14 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
+from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import inductor
-from lz_compile.passes import layout
-from lz_compile.passes.algebra import constant_value, specialised
-from lz_compile.passes.axes import Axis, Dims, LayoutError, Size, as_size, atoms, resolve
-from lz_compile.passes.constants import Constants
-from lz_compile.passes.effects import Effects
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import constant_value, specialised
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, Size, as_size, atoms, resolve
+from lz_compile.passes.graph.constants import Constants
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call, tensor_of, value_of
 from lz_compile.passes.masks import constant_patterns, index_rules
 from lz_compile.passes.masks.index_operands import boolean
 from lz_compile.passes.masks.piecewise import Piecewise, Value, everywhere, held, plain, weight_of
@@ -40,8 +42,6 @@ from lz_compile.passes.masks.polynomial import (
     variable,
 )
 from lz_compile.passes.masks.predicates import Given, Predicate, negation
-from lz_compile.passes.view import Call, tensor_of, value_of
-from lz_compile.reasons import Reason
 
 #: A mask is not computed in more steps than this, one after the other.
 _DEPTH = 60

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from lz_compile.passes.axes import Dims, shape_of
+from lz_compile.passes.formula.axes import Dims, shape_of
+from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks import indexing, piecewise, position_rules
 from lz_compile.passes.masks.index_operands import boolean, merged, numeric, operand
 from lz_compile.passes.masks.piecewise import (
@@ -32,7 +33,6 @@ from lz_compile.passes.masks.predicates import (
     either,
     negation,
 )
-from lz_compile.passes.view import Call, tensor_of
 
 if TYPE_CHECKING:
     from lz_compile.passes.masks.index_reading import Reader

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from lz_compile.passes.axes import Axis, Dims, Size, as_size, broadcast_from, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, Size, as_size, broadcast_from, shape_of
+from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks.index_operands import boolean, merged, numeric, operand
 from lz_compile.passes.masks.piecewise import Piecewise, Value
 from lz_compile.passes.masks.polynomial import ONE, Polynomial, lower, number
 from lz_compile.passes.masks.predicates import at_least, both
-from lz_compile.passes.view import Call, tensor_of
 
 if TYPE_CHECKING:
     from lz_compile.passes.masks.index_reading import Reader

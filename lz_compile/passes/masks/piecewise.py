@@ -16,7 +16,8 @@ from typing import TypeAlias
 
 import torch
 
-from lz_compile.passes.axes import Axis
+from lz_compile.passes.formula.axes import Axis
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks.polynomial import (
     LARGEST_EXTENT,
     ONE,
@@ -42,7 +43,6 @@ from lz_compile.passes.masks.predicates import (
     weight,
     zero,
 )
-from lz_compile.passes.view import tensor_of
 
 #: A polynomial; infinities and NaN are floats.
 Number: TypeAlias = "Polynomial | float"

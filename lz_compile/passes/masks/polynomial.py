@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from lz_compile.passes.axes import Axis
+from lz_compile.passes.formula.axes import Axis
 
 Coefficient: TypeAlias = "int | Fraction"
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from lz_compile.passes.axes import Axis, Dims, as_size
+from lz_compile.passes.formula.axes import Axis, Dims, as_size
+from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks import piecewise
 from lz_compile.passes.masks.index_operands import merged, numeric, operand
 from lz_compile.passes.masks.piecewise import Piecewise, Value, combined, everywhere, selection
 from lz_compile.passes.masks.polynomial import ONE, ZERO, Polynomial
 from lz_compile.passes.masks.predicates import at_least, both, zero
-from lz_compile.passes.view import Call, tensor_of
 
 if TYPE_CHECKING:
     from lz_compile.passes.masks.index_reading import Reader

@@ -15,17 +15,17 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground import events
+from lz_compile.ground.reasons import Reason
 from lz_compile.lowering.ops.attention import CAUSAL, AttentionAttrs, Band, Reach
-from lz_compile.passes.attention.attention_emitter import AttentionEmitter
+from lz_compile.passes.attention.emitter import AttentionEmitter
 from lz_compile.passes.attention.scores import MASKING_FILL
-from lz_compile.passes.axes import Size
-from lz_compile.passes.builder import Builder
-from lz_compile.passes.masks import masks_finite
+from lz_compile.passes.formula.axes import Size
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.implied import Implied
-from lz_compile.passes.masks.masks import Axes, Documents, Masks, Meaning, Slopes
-from lz_compile.passes.view import tensor_of
-from lz_compile.reasons import Reason
-from lz_compile.runtime import events
+from lz_compile.passes.masks.reading import Axes, Documents, Masks, Meaning, Slopes
+from lz_compile.passes.rewriting.builder import Builder
 
 #: An additive fill up to this swallows every score in float32 and bfloat16: a row of it is the mean of the values.
 _SWALLOWING = -1e30

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.axes import Axis, Dims, axes_of
-from lz_compile.passes.effects import grad_enabled
-from lz_compile.passes.match import Match
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of
+from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.view import hint_of, tensor_of, value_of
 from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.proof.subgraph import Sizes
-from lz_compile.passes.view import hint_of, tensor_of, value_of
+from lz_compile.passes.rewriting.match import Match
 
 
 @dataclass(frozen=True)

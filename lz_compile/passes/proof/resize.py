@@ -16,20 +16,20 @@ import torch
 from torch import fx
 
 from lz_compile.errors import TrialError
+from lz_compile.ground import memory
 from lz_compile.lowering import inductor
-from lz_compile.passes import layout
-from lz_compile.passes.algebra import constant_value, is_constant
-from lz_compile.passes.axes import Axis, Dims, Size, atoms, axes_of
-from lz_compile.passes.builder import Builder
-from lz_compile.passes.match import Match
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import constant_value, is_constant
+from lz_compile.passes.formula.axes import Axis, Dims, Size, atoms, axes_of
+from lz_compile.passes.graph.view import Call, hint_of, is_symbolic, read, tensor_of
 from lz_compile.passes.proof.subgraph import Sizes, Subgraph, held_by, needed
-from lz_compile.passes.rewrite import KernelCall, emit
-from lz_compile.passes.view import Call, hint_of, is_symbolic, read, tensor_of
-from lz_compile.runtime import memory
+from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.rewrite import KernelCall, emit
 
 
 class Found(Protocol):
-    """What was found in a graph: a match, or what may become one (see :class:`~lz_compile.passes.match.Match`)."""
+    """What was found in a graph: a match, or what may become one (see :class:`~lz_compile.passes.rewriting.match.Match`)."""
 
     @property
     def inputs(self) -> Mapping[fx.Node, Dims]:

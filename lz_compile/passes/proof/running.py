@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lz_compile.passes.edits.snapshot import Was
-from lz_compile.passes.loops.scan_steps import run_steps
-from lz_compile.runtime.isolation import is_isolated
+from lz_compile.ground.isolation import is_isolated
+from lz_compile.passes.loops.roll.scan_steps import run_steps
+from lz_compile.passes.rewriting.snapshot import Was
 
 SCAN = torch.ops.higher_order.scan
 
@@ -46,7 +46,7 @@ def run(
     attribute: Callable[[str], Any] = no_attribute,
     adapt: Adapt | None = None,
 ) -> dict[fx.Node, Any]:
-    """Run calls one after the other, inside of :func:`~lz_compile.runtime.isolation.isolated`.
+    """Run calls one after the other, inside of :func:`~lz_compile.ground.isolation.isolated`.
 
     Whoever calls decides what of the surroundings is entered there again: gradient mode, autocast.
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from lz_compile.errors import TrialError
-from lz_compile.passes.builder import Builder
-from lz_compile.passes.effects import ambient_context
-from lz_compile.passes.match import Match
+from lz_compile.ground import events, health
+from lz_compile.ground.isolation import Outside
+from lz_compile.lowering import child
+from lz_compile.passes.graph.effects import ambient_context
 from lz_compile.passes.proof.subgraph import Sizes
-from lz_compile.runtime import child, events, health
-from lz_compile.runtime.isolation import Outside
-from lz_compile.runtime.kernel import KernelSpec
+from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.runtime.kernels.kernel import KernelSpec
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from lz_compile.passes.axes import Axis, Dims
+from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.proof.running import run
 
 Sizes: TypeAlias = Mapping[Axis, int]

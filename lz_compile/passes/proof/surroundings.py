@@ -17,13 +17,13 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.passes import layout
-from lz_compile.passes.algebra import is_pointwise
-from lz_compile.passes.effects import Effects, ambient_context
-from lz_compile.passes.match import Match
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import is_pointwise
+from lz_compile.passes.graph.effects import Effects, ambient_context
+from lz_compile.passes.graph.view import is_symbolic, read, tensor_of, value_of, where_of
 from lz_compile.passes.proof.subgraph import Subgraph, held_by, needed
-from lz_compile.passes.rewrite import KernelCall, Recipes, splice
-from lz_compile.passes.view import is_symbolic, read, tensor_of, value_of, where_of
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.rewrite import KernelCall, Recipes, splice
 
 #: How many operations are taken in before the match, and after it.
 _REACH = 16

@@ -18,8 +18,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 import torch
 
+from lz_compile.ground.isolation import Outside, isolated
+from lz_compile.ground.store import Store
 from lz_compile.lowering import ops
-from lz_compile.passes.match import Match
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.proof.agreement import TOLERANCE, compare
 from lz_compile.passes.proof.cases import Case, cases, inputs_of, some_axes, wants_grad
 from lz_compile.passes.proof.resize import real_sizes, replacement, representative_sizes, resized, whole
@@ -27,11 +29,9 @@ from lz_compile.passes.proof.sides import run as run_side
 from lz_compile.passes.proof.sides import run_kernel
 from lz_compile.passes.proof.subgraph import Sizes, Subgraph
 from lz_compile.passes.proof.verdict_keys import devices_of, verdict_key
-from lz_compile.passes.rewrite import KernelCall
-from lz_compile.passes.view import tensor_of
-from lz_compile.runtime.isolation import Outside, isolated
-from lz_compile.runtime.kernel import KernelSpec
-from lz_compile.runtime.store import Store
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.rewrite import KernelCall
+from lz_compile.runtime.kernels.kernel import KernelSpec
 
 _Error = Annotated[float, msgspec.Meta(ge=0)]
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.axes import axes_of
-from lz_compile.passes.effects import grad_enabled
-from lz_compile.passes.match import Match
+from lz_compile.ground import machine
+from lz_compile.ground.isolation import Outside
+from lz_compile.passes.formula.axes import axes_of
+from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.view import target_name, tensor_of
 from lz_compile.passes.proof.resize import representative_sizes, shape
 from lz_compile.passes.proof.subgraph import Sizes, Subgraph, held_by
-from lz_compile.passes.view import target_name, tensor_of
-from lz_compile.runtime import machine
-from lz_compile.runtime.isolation import Outside
+from lz_compile.passes.rewriting.match import Match
 
 
 def verdict_key(match: Match, source: Subgraph, kernel_id: str, real: Sizes | None) -> str:

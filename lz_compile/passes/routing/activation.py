@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from lz_compile.passes.algebra import Leaf
-from lz_compile.passes.axes import Axis, Dims, LayoutError, atoms, axes_of
-from lz_compile.passes.effects import MutatedError
+from lz_compile.passes.formula.algebra import Leaf
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
+from lz_compile.passes.graph.effects import MutatedError
 from lz_compile.passes.routing.products import Products
 
 

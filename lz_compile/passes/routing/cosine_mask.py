@@ -16,12 +16,12 @@ import sympy
 from torch import fx
 
 from lz_compile.lowering.ops.routing import EPS
-from lz_compile.passes import contraction
-from lz_compile.passes.algebra import Leaf, Region, Rule
-from lz_compile.passes.axes import Axis, Dims, axes_of, broadcast_from, shape_of
-from lz_compile.passes.match import RefusedError
+from lz_compile.passes.formula import contraction
+from lz_compile.passes.formula.algebra import Leaf, Region, Rule
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from, shape_of
+from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.rewriting.match import RefusedError
 from lz_compile.passes.routing.activation import Activation
-from lz_compile.passes.view import Call, tensor_of
 
 A, V = sympy.symbols("a v", real=True)
 DOT = sympy.Symbol("dot", real=True)

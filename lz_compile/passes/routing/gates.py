@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from lz_compile.passes.effects import Effects, grad_enabled
-from lz_compile.passes.match import Match, NearMiss
-from lz_compile.passes.view import tensor_of, where_of
-from lz_compile.reasons import Reason
-from lz_compile.runtime import events
+from lz_compile.ground import events
+from lz_compile.ground.reasons import Reason
+from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.match import Match, NearMiss
 
 CODE = "GATE_PER_TOKEN"
 

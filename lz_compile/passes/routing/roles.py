@@ -14,8 +14,8 @@ from typing import TypeAlias
 import sympy
 from torch import fx
 
-from lz_compile.passes.algebra import Leaf
-from lz_compile.passes.axes import Axis, atoms, axes_of
+from lz_compile.passes.formula.algebra import Leaf
+from lz_compile.passes.formula.axes import Axis, atoms, axes_of
 from lz_compile.passes.routing.products import DETACHED, Products, Term
 
 #: The same for two factors only if both are the same tensor, read along the same axes.

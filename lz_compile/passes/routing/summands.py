@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from lz_compile.passes import contraction, layout
-from lz_compile.passes.algebra import Region, is_cast
-from lz_compile.passes.axes import shape_of
-from lz_compile.passes.builder import EMITTED
-from lz_compile.passes.core import is_dead
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.view import Call, tensor_of
+from lz_compile.passes.formula import contraction, layout
+from lz_compile.passes.formula.algebra import Region, is_cast
+from lz_compile.passes.formula.axes import shape_of
+from lz_compile.passes.graph.core import is_dead
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.rewriting.builder import EMITTED
 
 _SUMS = frozenset({"add", "sub", "rsub"})
 #: Products that add a further tensor.

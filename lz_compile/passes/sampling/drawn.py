@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from lz_compile.passes import contraction, layout
-from lz_compile.passes.algebra import is_cast, is_pointwise
-from lz_compile.passes.effects import Effects
+from lz_compile.passes.formula import contraction, layout
+from lz_compile.passes.formula.algebra import is_cast, is_pointwise
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.sampling.stores import ORDERING
-from lz_compile.passes.view import tensor_of
 
 _DRAWS = frozenset({"multinomial", "argmax", "cumsum"})
 #: Calls after which scores, or what is left of them, are scores still, or their weights.

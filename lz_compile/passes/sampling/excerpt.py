@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes import layout
-from lz_compile.passes.algebra import is_constant, is_pointwise
-from lz_compile.passes.axes import Axis, Dims, LayoutError, axes_of, product, regroup, resolve, shape_of
-from lz_compile.passes.effects import Effects
+from lz_compile.ground import events
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import is_constant, is_pointwise
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, product, regroup, resolve, shape_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call, is_symbolic, tensor_of, value_of
 from lz_compile.passes.proof.resize import resized, shape, whole
 from lz_compile.passes.proof.subgraph import Subgraph
 from lz_compile.passes.sampling.stores import is_ordering
-from lz_compile.passes.view import Call, is_symbolic, tensor_of, value_of
-from lz_compile.runtime import events
 
 #: More operations than a filter of scores is spelled with.
 _MOST = 120

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from lz_compile.passes.algebra import is_pointwise
-from lz_compile.passes.axes import fresh, shape_of
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.match import NearMiss, RefusedError
+from lz_compile.passes.formula.algebra import is_pointwise
+from lz_compile.passes.formula.axes import fresh, shape_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.match import NearMiss, RefusedError
 from lz_compile.passes.sampling.drawn import weighs
 from lz_compile.passes.sampling.excerpt import Affected, Scores, excerpt, exits
 from lz_compile.passes.sampling.kept import Form, Limits
 from lz_compile.passes.sampling.limits import LEAST_MISSED, limits_of
 from lz_compile.passes.sampling.rounding import check_dtypes, check_rounding, is_choice
 from lz_compile.passes.sampling.stores import MAXIMA, ORDERING, ordered_dim
-from lz_compile.passes.view import tensor_of, where_of
 
 OP = "sampling"
 SOFTMAXES = frozenset({"softmax", "log_softmax", "exp"})

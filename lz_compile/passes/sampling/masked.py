@@ -6,14 +6,14 @@ import math
 
 from torch import fx
 
-from lz_compile.passes.axes import fresh, shape_of
-from lz_compile.passes.effects import Effects
+from lz_compile.passes.formula.axes import fresh, shape_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.sampling.drawn import draws
 from lz_compile.passes.sampling.excerpt import Scores
 from lz_compile.passes.sampling.filters import Filter
 from lz_compile.passes.sampling.kept import Limits
-from lz_compile.passes.sampling.warps import warps_of
-from lz_compile.passes.view import tensor_of
+from lz_compile.passes.sampling.logit_processors import warps_of
 
 
 def masked_softmax(effects: Effects, node: fx.Node) -> Filter | None:

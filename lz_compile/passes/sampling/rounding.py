@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from lz_compile.passes import layout
-from lz_compile.passes.algebra import is_cast, is_constant
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.match import RefusedError
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import is_cast, is_constant
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.rewriting.match import RefusedError
 from lz_compile.passes.sampling.excerpt import Excerpt
 from lz_compile.passes.sampling.kept import Limits
 from lz_compile.passes.sampling.stores import MAXIMA, ORDERING
-from lz_compile.passes.view import Call, tensor_of
 
 _SELECTIONS = frozenset(
     {"masked_fill", "where", "neg", "clone", "min", "amin", "gather", "scatter", "take_along_dim", "getitem"}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from lz_compile.passes.effects import Effects
-from lz_compile.passes.match import NearMiss, RefusedError
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.match import NearMiss, RefusedError
 from lz_compile.passes.sampling.stores import ORDERING
-from lz_compile.passes.view import tensor_of, where_of
 
 #: So many operations between a sort and the draw are looked through.
 _MOST = 40

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.lowering import open_ties
-from lz_compile.passes.axes import Axis
-from lz_compile.passes.builder import Builder
-from lz_compile.passes.match import RefusedError
+from lz_compile.lowering.kernels.sampling import open_ties
+from lz_compile.passes.formula.axes import Axis
+from lz_compile.passes.graph.view import is_symbolic, tensor_of, value_of
 from lz_compile.passes.proof.resize import resized, whole
 from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.match import RefusedError
 from lz_compile.passes.sampling.excerpt import Excerpt
-from lz_compile.passes.view import is_symbolic, tensor_of, value_of
 
 
 def verbatim(found: Excerpt, sizes: Mapping[Axis, int] | None = None) -> tuple[str, list[fx.Node]]:

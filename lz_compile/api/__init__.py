@@ -1,0 +1,1 @@
+"""Public calls, an op or a family each."""

@@ -1,0 +1,379 @@
+"""Which kernel an eager attention runs: one fused call, chosen like those of compiled graphs, found again in under 2 us.
+
+A decision is found by a key of everything that its validity depends on: shapes, dtypes, devices, the order in memory,
+attributes, gradients, and the versions of policy, kernels and health, which change in this process only. What other
+processes measure meanwhile, environment variables that change and the memory that is left are noticed when an entry is
+too old (``cache.ttl_seconds``, a minute): to ask the database at each call would cost more than all else.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from lz_compile.api.attention_arguments import Call, check
+from lz_compile.errors import KernelExecutionError, NoKernelFoundError
+from lz_compile.ground import events, health, memory
+from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
+from lz_compile.runtime.choose.calls import SDPA, eager_kernel, needs_compile
+from lz_compile.runtime.choose.decision_cache import DecisionCache, SelectionCacheConfig
+from lz_compile.runtime.choose.select import Decision, Problem, select
+from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.kernels.kernel import KernelSpec
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.policy.resolved import Policy
+from lz_compile.runtime.policy.settings import CacheSettings
+from lz_compile.runtime.problem.context import SelectionContext, from_tensors, of_facts
+from lz_compile.runtime.tables import loaded as loaded_tables
+
+#: Runs an attention over query, key, value and mask: a kernel, with everything else bound to it.
+Run: TypeAlias = Callable[..., torch.Tensor]
+
+_SHARDS = 256
+
+
+class _Decisions:
+    """The cache of this process, by the policy's settings; ``cache`` is None where they switch it off."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._settings: CacheSettings | None = None
+        self.cache: DecisionCache[Any] | None = None
+
+    def follow(self, settings: CacheSettings) -> DecisionCache[Any] | None:
+        """The cache with these settings; what an older one holds is dropped."""
+        if settings != self._settings:
+            with self._lock:
+                if settings != self._settings:
+                    self.cache = DecisionCache(_bounds(settings)) if settings.enabled else None
+                    self._settings = settings
+        return self.cache
+
+
+def _bounds(settings: CacheSettings) -> SelectionCacheConfig:
+    shards = min(_SHARDS, settings.max_size)
+    return SelectionCacheConfig(shards, math.ceil(settings.max_size / shards), settings.ttl_seconds)
+
+
+_decisions = _Decisions()
+
+
+def plan(call: Call) -> Run:
+    """What to call with these tensors, or with others of which the key holds: ``plan(call)(query, key, value, mask)``.
+
+    Raises:
+        ArgumentError: the tensors are no attention's.
+        NoKernelFoundError: no kernel can run, and falling back is switched off.
+        ConfigError: the configuration is wrong.
+    """
+    query, key, value, mask, causal, scale, dropout_p, layout = call
+    # Every field costs 30 to 100 ns here and 15 to 40 in the hash; a stride is asked for as part of all of them, which is
+    # quicker than by its position.
+    names = (
+        policy.version(),
+        registry.version(),
+        health.version(),
+        loaded_tables.version(),
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.get_device(),
+        value.get_device(),
+        query.stride()[-1] == key.stride()[-1] == value.stride()[-1] == 1,
+        torch.is_grad_enabled()
+        and (
+            query.requires_grad or key.requires_grad or value.requires_grad,
+            mask is not None and mask.requires_grad,
+        ),
+        None if mask is None else (mask.dtype, mask.shape, mask.device, mask.layout),
+        causal,
+        scale,
+        dropout_p,
+        layout,
+        torch.are_deterministic_algorithms_enabled(),
+        query.is_cuda and torch.cuda.is_current_stream_capturing(),
+    )
+    cache = _decisions.cache
+    found: Run | None = None if cache is None else cache.get(names)
+    if found is not None:
+        return found
+    return _planned(names, _Problem(call))
+
+
+def has_choice(op: str, platform: str, never: frozenset[str] = frozenset()) -> bool:
+    """Whether an eager call of an op could run anything but PyTorch's own on a kind of device.
+
+    ``never`` are features that no call has: kernels for these only do not count.
+    """
+    registry.kernels(op)  # looking may be what changes the version
+    return (platform != "cpu" and policy.debugging()) or _has_choice(op, platform, never, registry.version())
+
+
+@lru_cache(maxsize=64)
+def _has_choice(op: str, platform: str, never: frozenset[str], _version: int) -> bool:
+    own = eager_kernel(op)
+    specs = (spec for name, spec in registry.kernels(op).items() if name != own and not any(needs_compile(spec)))
+    platforms = {"cuda", "rocm"} if platform == "cuda" else {platform}
+    return any(
+        spec.platforms & {*platforms, "*"} and never.isdisjoint(spec.requires_features.get("*", ())) for spec in specs
+    )
+
+
+def kernel_for(
+    op: str, attributes: Any, facts: Any, device: torch.device, operands: Mapping[str, Any] | None = None
+) -> KernelSpec | None:
+    """The kernel of another op for an eager call, None for PyTorch's own.
+
+    With ``operands``, those of the call by name, a kernel that is not shipped with this package is proven on them first.
+
+    With ``LAYERZERO_DEBUG``, PyTorch's own is a kernel like any other on an accelerator: what waits for that is its guard.
+
+    Raises:
+        NoKernelFoundError: no kernel can run, and falling back is switched off.
+        ConfigError: the configuration is wrong.
+    """
+    is_proven = operands is not None
+    names = (*_versions(op), op, attributes, facts, device, torch.are_deterministic_algorithms_enabled(), is_proven)
+    present = policy.current()
+    cache = _decisions.follow(present.settings.cache)
+    choose = partial(_chosen, op, attributes, facts, device, operands, present)
+    found: tuple[KernelSpec | None] = choose() if cache is None else cache.get_or_compute(names, choose)
+    if found[0] is None and present.settings.debug and device.type != "cpu":
+        return registry.kernels(op).get(eager_kernel(op))
+    return found[0]
+
+
+def bound(op: str, names: tuple[Any, ...], build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """What ``build`` gives for a call of an op: a kernel, with all that does not change from call to call bound to it.
+
+    Args:
+        op: the operation.
+        names: everything that ``build`` looks at: shapes, strides, dtypes, devices, attributes, gradients.
+        build: chooses (:func:`kernel_for`) and binds.
+    """
+    key = (
+        policy.version(),
+        registry.version(),
+        health.version(),
+        loaded_tables.version(),
+        op,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        names,
+    )
+    cache = _decisions.cache
+    found: Callable[..., Any] | None = None if cache is None else cache.get(key)
+    if found is not None:
+        return found
+    cache = _decisions.follow(policy.current().settings.cache)
+    if cache is None:
+        return build()
+    run: Callable[..., Any] = cache.get_or_compute((*_versions(op), *key[4:]), build)
+    return run
+
+
+def layout(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What a kernel that is bound may look at beside the elements."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def guarded(
+    kernel: KernelSpec, call: Callable[..., Any], own: Callable[..., Any], *, fallback_enabled: bool
+) -> Callable[..., Any]:
+    """``call``, a kernel that is retired if it fails; the call is then completed by ``own``, PyTorch's."""
+
+    def complete(*operands: Any, **named: Any) -> Any:
+        forget()
+        return own(*operands, **named)
+
+    return partial(health.guarded, kernel.kernel_id, call, complete, fallback_enabled=fallback_enabled)
+
+
+def _chosen(
+    op: str, attributes: Any, facts: Any, device: torch.device, operands: Mapping[str, Any] | None, present: Policy
+) -> tuple[KernelSpec | None]:
+    context, own = of_facts(op, attributes, facts, device=device), eager_kernel(op)
+    if not present.settings.enabled:
+        return (None,)
+    try:
+        decision = select(Problem(context, own, is_eager=True), present)
+        kernel = _loaded(decision, context.operation, attributes, operands)
+    except NoKernelFoundError as error:
+        if not present.settings.fallback_enabled:
+            raise
+        _note_none(context, own, error)
+        return (None,)
+    return (None if kernel.kernel_id == own else kernel,)
+
+
+def _note_none(context: SelectionContext, own: str, error: NoKernelFoundError) -> None:
+    """One line; why each kernel cannot run is said by ``lz.which``, and a traceback would say it twice."""
+    what = f"{context.operation} in {context.dtype_name} on {context.device_type}"
+    count = len(error.failures)
+    events.record("NO_KERNEL", f"{what} runs on {own} all the same: none of {count} kernels can (lz.which says why)")
+
+
+def forget() -> None:
+    """Forget every decision."""
+    if _decisions.cache is not None:
+        _decisions.cache.clear()
+
+
+def statistics() -> dict[str, int]:
+    """What the cache of decisions did so far; empty where it is switched off."""
+    return {} if _decisions.cache is None else _decisions.cache.statistics().to_dict()
+
+
+def _versions(op: str = "attention") -> tuple[int, ...]:
+    """Of everything that decides beside the call itself, read anew; the first fields of a key."""
+    registry.kernels(op)
+    return policy.version(), registry.version(), health.version(), loaded_tables.version()
+
+
+def _planned(names: tuple[Any, ...], problem: _Problem) -> Run:
+    present = policy.current()
+    cache = _decisions.follow(present.settings.cache)
+    if cache is None:
+        return problem.plan(present)
+    names = (*_versions(), *names[4:])  # looking at policy and kernels may have been what changed them
+    run: Run = cache.get_or_compute(names, partial(problem.plan, present))
+    return run
+
+
+class _Problem:
+    """One eager attention for which no decision is known."""
+
+    def __init__(self, call: Call) -> None:
+        check(call)
+        query, key, value, mask, causal, scale, dropout_p, layout = call
+        context = from_tensors(
+            query, key, value, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p, layout=layout
+        )
+        if not context.is_cuda_graph_capturing:
+            context = replace(context, memory_headroom_bytes=memory.headroom_bytes(query.device))
+        self.context, self.layout = context, layout
+        self.mask_name = "mask" if context.attn_mask_type == "bool" else "bias"
+        tensors = [each if layout == "BHSD" else each.transpose(1, 2) for each in call[:3]]
+        self.operands = _operands(self.mask_name, *tensors, mask)
+        self.attrs = AttentionAttrs(
+            scale=scale,
+            is_causal=causal,
+            dropout_p=dropout_p,
+            masked_rows="zero",
+            has_mask=context.attn_mask_type == "bool",
+            has_bias=context.attn_mask_type == "float",
+            enable_gqa="gqa" in context.features,
+            nan_is_open=True,
+        )
+
+    def plan(self, present: Policy) -> Run:
+        """Choose, and bind everything but the tensors."""
+        run = self._run(self._kernel(present), present)
+        if self.layout == "BHSD":
+            return run
+        return partial(_transposed, run)
+
+    def _kernel(self, present: Policy) -> KernelSpec | None:
+        """The kernel to run; None: SDPA, whatever speaks against it."""
+        settings = present.settings
+        if not settings.enabled:
+            return None
+        try:
+            decision = select(Problem(self.context, SDPA, is_eager=True), present)
+            return _loaded(decision, self.context.operation, self.attrs, self.operands.given())
+        except NoKernelFoundError as error:
+            if not settings.fallback_enabled:
+                raise
+            _note_none(self.context, SDPA, error)
+            return None
+
+    def _run(self, kernel: KernelSpec | None, present: Policy) -> Run:
+        settings = present.settings
+        sdpa = self._sdpa()
+        if kernel is None or kernel.kernel_id == SDPA:
+            run, kernel_id = sdpa, SDPA
+        else:
+            assert kernel.call is not None, f"{kernel.kernel_id} cannot be called eagerly"
+            run, kernel_id = partial(_canonical, kernel.call, self.attrs, self.mask_name), kernel.kernel_id
+        if run is sdpa and settings.fallback_enabled and not settings.debug:
+            return run
+        return partial(_guarded, kernel_id, run, sdpa, settings.fallback_enabled)
+
+    def _sdpa(self) -> Run:
+        """What every kernel is measured against and falls back to: one call of C++ where it does without help."""
+        attrs = self.attrs
+        if attrs.is_causal and (attrs.has_mask or attrs.has_bias):
+            from lz_compile.lowering.kernels.attention import torch_sdpa
+
+            return partial(_canonical, torch_sdpa.attention, attrs, self.mask_name)
+        given = {name: getattr(attrs, name) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
+        changed = {name: value for name, value in given.items() if value != getattr(AttentionAttrs(), name)}
+        return partial(F.scaled_dot_product_attention, **changed)
+
+
+def _loaded(decision: Decision, operation: str, attributes: Any, operands: Mapping[str, Any] | None) -> KernelSpec:
+    """The kernel of a decision, or the best of the others where its library does not import, or it is proven wrong."""
+    if decision.refused_lock is not None:
+        events.record(decision.refused_lock.code, f"{operation}: {decision.refused_lock.message}")
+    failures = {}
+    for kernel in decision.ranking:
+        missing = kernel.load()
+        if missing is None and operands is not None and not kernel.is_shipped:
+            from lz_compile.passes.proof import eager_proof  # which chooses kernels in turn
+
+            missing = eager_proof.why_not(kernel, operation.partition(".")[0], attributes, operands)
+        if missing is None:
+            return kernel
+        failures[kernel.kernel_id] = [missing]
+    raise NoKernelFoundError(operation, failures)
+
+
+def _canonical(kernel: Run, attrs: AttentionAttrs, mask_name: str, *tensors: Any) -> torch.Tensor:
+    """A kernel over the op's canonical operands."""
+    return kernel(_operands(mask_name, *tensors), attrs)
+
+
+def _operands(mask_name: str, *tensors: Any) -> Operands:
+    """Of query, key, value and mask."""
+    mask = tensors[3]
+    return Operands(*tensors[:3]) if mask is None else Operands(*tensors[:3], **{mask_name: _whole(mask)})
+
+
+def _whole(mask: torch.Tensor) -> torch.Tensor:
+    """A mask with all four dimensions, as kernels take it."""
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def _transposed(
+    run: Run, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Over ``[B, S, H, D]``: views, nothing is moved."""
+    return run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask).transpose(1, 2)
+
+
+def _guarded(
+    kernel_id: str, run: Run, sdpa: Run, fallback_enabled: bool, *operands: torch.Tensor | None
+) -> torch.Tensor:
+    def complete(*operands: torch.Tensor | None) -> torch.Tensor:
+        forget()  # every decision in which the kernel took part: it may be retired, or the memory may be full
+        return sdpa(*operands)
+
+    try:
+        return health.guarded(kernel_id, run, complete, *operands, fallback_enabled=fallback_enabled)
+    except KernelExecutionError as error:
+        if isinstance(error.__cause__, KernelExecutionError):  # opaque operators say it themselves
+            raise error.__cause__ from error.__cause__.__cause__
+        raise

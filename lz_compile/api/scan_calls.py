@@ -1,0 +1,136 @@
+"""A recurrence over canonical operands: the operator that graphs hold, and calls that nobody compiles.
+
+Which kernel runs is decided where the operator runs, or where it is traced; an eager call finds it again by its layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from lz_compile.api import eager
+from lz_compile.api.arguments import PLAIN, Arguments, is_plain
+from lz_compile.ground import fingerprint
+from lz_compile.lowering.kernel_operator import signed
+from lz_compile.lowering.ops import scan as op
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanFacts, ScanSizes
+from lz_compile.runtime.kernels.kernel import KernelSpec
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem import context as contexts
+
+
+def scan(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scan over canonical operands, reads after the step."""
+    if torch.compiler.is_dynamo_compiling():
+        found = torch.ops.layerzero.scan.default(*x.flat(), out_dtype, state_dtype, fingerprint.traced_source())
+        return found[0], found[1]
+    if any(type(each) not in PLAIN for each in x.flat() if each is not None):
+        return op.reference(x, attributes(x, out_dtype, state_dtype))
+    return _selected(x, out_dtype, state_dtype)
+
+
+def _operator(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced."""
+    *operands, out_dtype, state_dtype, _source = given  # the last is for caches: see traced_source
+    x = Operands(*operands)
+    known = Arguments("linear_scan or kda")
+    for name, each in x.given().items():
+        known.tensor(name, each, kind="inexact")
+    return _selected(x, out_dtype, state_dtype)
+
+
+def _selected(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor]
+    operands = x.flat()
+    if not is_plain(*operands):
+        found = _bind(x, out_dtype, state_dtype, is_traced=True)(x)
+        return found
+    names = (out_dtype, state_dtype, torch.is_grad_enabled(), *[eager.layout(each) for each in operands])
+    found = eager.bound("scan", names, partial(_bind, x, out_dtype, state_dtype))(x)
+    return found
+
+
+def _bind(
+    x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype, is_traced: bool = False
+) -> Callable[[Operands], Any]:
+    """The scan over operands like these, by the kernel that is chosen for them."""
+    attrs = attributes(x, out_dtype, state_dtype)
+    own = partial(_through, op.reference, attrs)
+    kernel, needs_grad = _chosen(x, attrs, is_traced=is_traced)
+    if kernel is None or kernel.call is None:
+        return own
+    bind = None if is_traced or needs_grad else getattr(kernel.call, "bind", None)
+    call = partial(_through, kernel.call, attrs) if bind is None else partial(_turned, bind(x, attrs))
+    return eager.guarded(kernel, call, own, fallback_enabled=policy.current().settings.fallback_enabled)
+
+
+def _chosen(x: Operands, attrs: ScanAttrs, *, is_traced: bool = False) -> tuple[KernelSpec | None, bool]:
+    """The kernel for operands, None for PyTorch's operations; and whether gradients are wanted."""
+    is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    facts = facts_of_call(x)
+    if is_transformed or 0 in (facts.batch, facts.heads, facts.length, facts.key_dim, facts.value_dim):
+        return None, facts.needs_grad
+    return eager.kernel_for("scan", attrs, facts, x.like.device, None if is_traced else x.given()), facts.needs_grad
+
+
+def by_address(
+    x: Operands,
+    dtypes: Sequence[torch.dtype],
+    shapes: Sequence[Sequence[int] | None],
+    called: Callable[..., Any],
+    own: Callable[..., Any],
+) -> Callable[..., Any]:
+    """``called(run, *arguments)``, where the kernel for the operands has a ``run`` that reads addresses only; else ``own``.
+
+    ``shapes`` are those of the results ``[B, T, H, 1, V]`` and ``[B, H, K, V]``, contiguous.
+    """
+    attrs = attributes(x, *dtypes)
+    kernel, needs_grad = _chosen(x, attrs)
+    bind = None if kernel is None or needs_grad else getattr(kernel.call, "bind", None)
+    if kernel is None or bind is None:
+        return own
+    enabled = policy.current().settings.fallback_enabled
+    return eager.guarded(kernel, partial(called, bind(x, attrs, *shapes)), own, fallback_enabled=enabled)
+
+
+def is_view(operand: torch.Tensor | None, of: torch.Tensor | None) -> bool:
+    """Whether an operand begins where the argument does, rather than being a copy."""
+    return operand is None or of is None or operand.data_ptr() == of.data_ptr()
+
+
+def _turned(run: Callable[..., Any], x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reads as the op has them, heads before time."""
+    reads, last = run(*x.flat())
+    return reads.transpose(1, 2), last
+
+
+def _through(call: Callable[..., Any], attrs: ScanAttrs, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    reads, last = call(x, attrs)
+    return reads, last
+
+
+def attributes(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> ScanAttrs:
+    """Those of the op, reads after the step."""
+    wide = torch.promote_types(op.common_dtype(x), torch.float32)
+    return ScanAttrs("after", x.erase is not None, wide, out_dtype, state_dtype)
+
+
+def facts_of_call(x: Operands) -> ScanFacts:
+    """What a call selects its kernel by: a number for every size, also while it is traced."""
+    sizes = ScanSizes._make(map(contexts.known_size, op.sizes_of(x)))
+    return replace(op.facts_of(x), **sizes._asdict())
+
+
+_RESULTS = tuple[torch.Tensor, torch.Tensor]
+_OTHERS = {"out_dtype": torch.dtype, "state_dtype": torch.dtype, "source": str}
+_LIBRARY = torch.library.Library("layerzero", "FRAGMENT")
+_LIBRARY.define(
+    "scan" + torch.library.infer_schema(signed(_operator, op, {}, _OTHERS, _RESULTS), mutates_args=()),
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+)
+_LIBRARY.impl("scan", _operator, "CompositeImplicitAutograd")

@@ -1,0 +1,1 @@
+"""The stages of a compile, its options, and what holds them together."""

@@ -1,0 +1,131 @@
+"""One graph from Dynamo to Inductor: the stages, their failure and what is told of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from lz_compile.compile import pipeline
+from lz_compile.compile.options import Options, split
+from lz_compile.compile.verification import keep
+from lz_compile.errors import USER_ERRORS, RewriteFailedError
+from lz_compile.ground import events
+from lz_compile.ground.fingerprint import source_hash
+from lz_compile.ground.isolation import isolated
+from lz_compile.lowering import inductor
+from lz_compile.passes.graph.attachment import note_as_handed_in
+from lz_compile.passes.rewriting.snapshot import Snapshot
+from lz_compile.report.dump import Dump
+from lz_compile.report.report import GraphReport, new_report
+from lz_compile.runtime.policy import policy
+
+Runner = Callable[[fx.GraphModule, Sequence[Any], GraphReport], Callable[..., Any]]
+
+
+def compile_with_inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | None
+) -> Callable[..., Any]:
+    """Rewrite ``module`` in place and compile it; on failure of the rewritten graph, compile the original one."""
+    ours, rest = split(options, mode)
+    with inductor.compiling_with(inductor.config_of(mode, rest)):
+        return process(module, inputs, ours, inductor_runner(mode, rest))
+
+
+def inductor_runner(mode: str | None, options: dict[str, Any]) -> Runner:
+    """Compiles a rewritten graph with Inductor, under its mode and options; the decisions are part of its cache keys."""
+    config = inductor.config_of(mode, options)
+
+    def run(graph: fx.GraphModule, inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
+        return inductor.compile_graph(graph, inputs, config, _cache_key(report))
+
+    return run
+
+
+def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run: Runner) -> Callable[..., Any]:
+    """Rewrite ``module`` and pass it to ``run``; report, dump and count what happened."""
+    report = new_report()
+    dump = Dump(options.dump, report.graph_id)
+    with events.collect() as happened:
+        try:
+            note_as_handed_in(module.graph, inputs)
+            snapshot = Snapshot(module)
+            original = None if options.verify == "off" else keep(module)
+            _rewrite(module, options, report, dump, snapshot)
+            start = time.perf_counter()
+            try:
+                compiled = run(module, inputs, report)
+                if original is None or not _is_changed(report, snapshot):
+                    return compiled
+                return original.verifying(compiled, report, options)
+            except inductor.RESTARTS:
+                raise
+            except Exception as error:
+                if not snapshot.differs():
+                    raise
+                text = "compiling the rewritten graph"
+                if options.strict:
+                    raise RewriteFailedError(f"{text}: {type(error).__name__}: {error}") from error
+                events.record("COMPILE_FAILED", f"{text}; the original one is compiled", error)
+                snapshot.restore()
+                _unmark(report)
+                return run(module, inputs, report)
+            finally:
+                report.seconds["compile"] = time.perf_counter() - start
+        finally:
+            report.events.extend(happened)
+            dump.report(report)
+            _count(report)
+
+
+def _rewrite(module: fx.GraphModule, options: Options, report: GraphReport, dump: Dump, snapshot: Snapshot) -> None:
+    """Rewrite in place; whatever fails here leaves the graph as it was."""
+    try:
+        dump.graph("before", module)
+        with isolated() as outside, outside.entered():  # example values are computed, which hooks and modes would see
+            pipeline.rewrite(module, options, report)
+        dump.graph("after", module)
+    except USER_ERRORS:
+        raise
+    except Exception as error:
+        text = "rewriting the graph"
+        if options.strict:
+            raise RewriteFailedError(f"{text}: {type(error).__name__}: {error}") from error
+        events.record("REWRITE_FAILED", f"{text}; the original one is compiled", error)
+        snapshot.restore()
+        _unmark(report)
+
+
+def _is_changed(report: GraphReport, snapshot: Snapshot) -> bool:
+    return snapshot.differs() or any(match.rewritten for match in report.matches)
+
+
+def _unmark(report: GraphReport) -> None:
+    for match in report.matches:
+        match.rewritten, match.kernel = False, "inductor"
+    for loop in report.loops:
+        loop.rolled = False
+
+
+def _cache_key(report: GraphReport) -> str:
+    """Our source and our decisions: what Inductor's caches must not confuse."""
+    decisions = [(match.op, match.kernel, match.rewritten, match.attributes) for match in report.matches]
+    return hashlib.sha256((source_hash() + json.dumps(decisions, sort_keys=True, default=str)).encode()).hexdigest()
+
+
+def _count(report: GraphReport) -> None:
+    level = logging.WARNING if policy.current().settings.log_selections else logging.INFO
+    for match in report.matches:
+        state = "rewritten" if match.rewritten else "left as it is"
+        events.logger.log(level, "%s at %s: %s, %s (%s)", match.op, match.where, match.kernel, state, match.why)
+        inductor.count(match.op)
+        if match.rewritten:
+            inductor.count(f"{match.op}.rewritten")
+    for miss in report.near_misses:
+        events.logger.info("%s at %s: near miss, %s; %s", miss.op, miss.where, miss.reason, miss.edit)
+        inductor.count(f"{miss.op}.near_miss")

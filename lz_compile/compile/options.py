@@ -1,0 +1,114 @@
+"""The options of this backend, split from those that belong to Inductor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from lz_compile.errors import OptionError, UnknownKernelError, nearest
+from lz_compile.runtime.kernels.registry import kernels
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.policy.names import kernel_named
+from lz_compile.runtime.problem.context import operations
+
+if TYPE_CHECKING:
+    from lz_compile.runtime.policy.resolved import Policy
+
+PREFIX = "layerzero."
+
+
+@dataclass(frozen=True)
+class Options:
+    """``options={"layerzero.<name>": value}``.
+
+    ``strict`` raises where a fault of ours would fall back to Inductor; ``dump`` is a directory for graphs and reports
+    (default: ``$LAYERZERO_DUMP``); ``assume_finite`` promises operands without NaN and infinities, so that kernels need not
+    treat them as the source does; ``lock`` names a kernel per op, as in ``{"attention": "torch.sdpa"}``. With ``tune``
+    ``"on-miss"`` (the default of ``mode="max-autotune"``), what was never measured at these sizes is measured while
+    compiling, for ``tune_budget_s`` seconds per graph at most; ``"off"`` measures nothing. ``dispatch_table`` is the path of
+    a table (:func:`lz_compile.solve`) or lock file (:func:`lz_compile.save_decisions`) whose decisions are followed.
+    ``loops`` says which loops over time become one step that is run again and again: ``"auto"`` those for whose step there
+    are kernels and those that compile faster so, ``"roll"`` all, ``"keep"`` only those for which there are kernels.
+    With ``verify`` ``"first-call"``, the first call of every rewritten graph also runs that graph as it was, on the real
+    inputs, and compares the results; after a difference, which is an event, the graph as it was runs instead. ``"always"``
+    compares every call, ``"off"`` none.
+    """
+
+    strict: bool = False
+    dump: str | None = None
+    assume_finite: bool = False
+    lock: Mapping[str, str] = field(default_factory=dict)
+    tune: str | None = None
+    tune_budget_s: float = 60.0
+    dispatch_table: str | os.PathLike[str] | None = None
+    loops: str = "auto"
+    verify: str = "off"
+
+    def tunes(self, policy: Policy) -> bool:
+        """Whether what was never measured is measured while compiling."""
+        settings = policy.settings
+        wanted = settings.perfdb.auto_tune if self.tune is None else self.tune == "on-miss"
+        return wanted and settings.enabled and settings.perfdb.enabled
+
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "strict": (bool,),
+    "dump": (str, os.PathLike),
+    "assume_finite": (bool,),
+    "lock": (Mapping,),
+    "tune": (str,),
+    "tune_budget_s": (int, float),
+    "dispatch_table": (str, os.PathLike),
+    "loops": (str,),
+    "verify": (str,),
+}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "tune": ("off", "on-miss"),
+    "loops": ("auto", "roll", "keep"),
+    "verify": ("off", "first-call", "always"),
+}
+
+
+def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[Options, dict[str, Any]]:
+    """Our options, and the rest for Inductor (which checks its own).
+
+    Args:
+        options: as given to ``torch.compile``.
+        mode: as given to ``torch.compile``; the autotuning ones measure what was never measured.
+
+    Raises:
+        OptionError: an unknown ``layerzero.*`` name, or a value of the wrong type.
+    """
+    rest = {name: value for name, value in (options or {}).items() if not name.startswith(PREFIX)}
+    ours = {name.removeprefix(PREFIX): value for name, value in (options or {}).items() if name.startswith(PREFIX)}
+    valid = [field_.name for field_ in fields(Options)]
+    for name, value in ours.items():
+        if name not in valid:
+            names = ", ".join(PREFIX + option for option in valid)
+            raise OptionError(f"reading options: no option '{PREFIX}{name}'{nearest(name, valid)}; valid are {names}")
+        if not isinstance(value, _TYPES[name]):
+            wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
+            raise OptionError(f"reading options: '{PREFIX}{name}' takes {wanted}, not {type(value).__name__} {value!r}")
+    for name, choices in _CHOICES.items():
+        if ours.get(name, choices[0]) not in choices:
+            hint, valid_text = nearest(ours[name], choices), ", ".join(choices)
+            raise OptionError(
+                f"reading options: '{PREFIX}{name}' cannot be '{ours[name]}'{hint}; valid are {valid_text}"
+            )
+    for op, kernel_id in ours.get("lock", {}).items():
+        if op not in operations():
+            valid_text = ", ".join(operations())
+            raise OptionError(
+                f"reading options: no op '{op}' to lock{nearest(op, operations())}; valid are {valid_text}"
+            )
+        if not isinstance(kernel_id, str) or kernel_named(kernel_id) not in kernels(op):
+            raise UnknownKernelError(op, kernel_id, list(kernels(op)))
+    if "lock" in ours:
+        ours["lock"] = {op: kernel_named(kernel_id) for op, kernel_id in ours["lock"].items()}
+    ours.setdefault("dump", os.environ.get("LAYERZERO_DUMP"))
+    ours.setdefault("strict", policy.current().settings.strict_mode)
+    if mode is not None and mode.startswith("max-autotune"):
+        ours.setdefault("tune", "on-miss")
+    return Options(**ours), rest

@@ -1,0 +1,42 @@
+"""Which kernel calls of our own functions in a graph select by themselves, where nobody replaces them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lz_compile.api import eager
+from lz_compile.api.scan_calls import facts_of_call
+from lz_compile.lowering import ops
+from lz_compile.lowering.ops.scan import Operands
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.sampling.calls import SamplingCallEmitter
+from lz_compile.passes.scan.calls import ScanCallEmitter
+from lz_compile.runtime.problem import context as contexts
+
+_CALLS = (ScanCallEmitter, SamplingCallEmitter)
+
+
+def selects_itself(match: Match) -> bool:
+    """Whether what was matched is such a call."""
+    return isinstance(match.emitter, _CALLS)
+
+
+def with_own_kernel(match: Match) -> Match:
+    """A match; of such a call, with the kernel that it selects when it is traced as the one that the source calls."""
+    if not isinstance(match.emitter, _CALLS):
+        return match
+    tensors = {name: tensor_of(node) for name, node in match.emitter.given.items()}
+    device = next(tensor.device for tensor in tensors.values() if tensor is not None)
+    facts: Any = match.facts
+    if isinstance(match.emitter, ScanCallEmitter):
+        facts = replace(facts_of_call(Operands(**tensors)), needs_grad=match.facts.needs_grad)
+    else:
+        logits = tensors["logits"]
+        assert logits is not None, "a sampling has logits"
+        rows, vocab = map(contexts.known_size, logits.shape)
+        facts = replace(match.facts, num_rows=rows, vocab_size=vocab)
+    kernel = eager.kernel_for(match.op, match.attributes, facts, device)
+    own = ops.module(match.op).EAGER_KERNEL
+    return replace(match, source_kernel=own if kernel is None or kernel.call is None else kernel.kernel_id)

@@ -1,0 +1,1 @@
+"""What everything stands on: events, isolation, stores, the machine. Knows nothing above it."""

@@ -1,0 +1,61 @@
+"""Things that happened and that somebody may want to know: fallbacks, refusals by faults, quarantined kernels.
+
+Events of a compile are collected into its report; all of them are logged (``TORCH_LOGS="+lz_compile"``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lz_compile.ground.records import Record
+
+logger = logging.getLogger("lz_compile")
+
+
+@dataclass(frozen=True)
+class Event(Record):
+    """``code`` is stable, ``message`` says what happened with the values."""
+
+    code: str
+    message: str
+
+
+class _Sinks(threading.local):
+    def __init__(self) -> None:
+        self.open: list[list[Event]] = []
+
+
+_sinks = _Sinks()
+
+
+def record(code: str, message: str, error: BaseException | None = None, *, level: int = logging.WARNING) -> None:
+    """Note an event; with ``error``, its type and text are part of the message and its traceback goes to the log.
+
+    ``level`` is that of the log: CRITICAL for what must stop whoever listens.
+    """
+    text = message if error is None else f"{message}: {type(error).__name__}: {error}"
+    logger.log(level, "[%s] %s", code, text, exc_info=error)
+    for sink in _sinks.open:
+        sink.append(Event(code, text))
+
+
+def pass_on(happened: Iterable[tuple[str, str]]) -> None:
+    """Hand over events, as codes and messages, that another process has recorded (and logged) already."""
+    found = [Event(code, message) for code, message in happened]
+    for sink in _sinks.open:
+        sink.extend(found)
+
+
+@contextmanager
+def collect() -> Iterator[list[Event]]:
+    """The events of this thread that happen inside."""
+    found: list[Event] = []
+    _sinks.open.append(found)
+    try:
+        yield found
+    finally:
+        _sinks.open.pop()

@@ -1,0 +1,18 @@
+"""Reasons: why something was not done, as a code for machines and a sentence for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lz_compile.ground.records import Record
+
+
+@dataclass(frozen=True)
+class Reason(Record):
+    """``code`` is stable and machine-readable, ``message`` names the values that led to it."""
+
+    code: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.message}"

@@ -1,0 +1,56 @@
+"""Small JSON records on disk, safe under many processes: one file per key, written whole and renamed into place."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from lz_compile.ground import events
+from lz_compile.ground.directories import cache_directory
+from lz_compile.ground.fingerprint import source_hash
+
+__all__ = ["Store", "cache_directory"]
+
+Record = TypeVar("Record")
+#: A file with more bytes is none of ours.
+_MOST_BYTES = 1 << 20
+
+
+class Store:
+    """Records of one ``kind``, valid for one version of this package's source and of torch.
+
+    Disk trouble is never fatal: what cannot be read or written is an event, and the record is computed again.
+    """
+
+    def __init__(self, kind: str, directory: Path | None = None) -> None:
+        version = f"{torch.__version__}-{source_hash()[:16]}"
+        self.directory = (directory or cache_directory()) / kind / version
+
+    def load(self, key: str, kind: type[Record]) -> Record | None:
+        """The record, None where there is none, or none that is of that ``kind`` (an event): nothing is converted."""
+        try:
+            with (self.directory / f"{key}.json").open("rb") as file:
+                text = file.read(_MOST_BYTES + 1)
+            if len(text) > _MOST_BYTES:
+                raise ValueError(f"{key}.json has more than {_MOST_BYTES} bytes")
+            return msgspec.json.decode(text, type=kind)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors too
+            events.record("STORE_UNREADABLE", f"{self.directory.parent.name}: {error}; it is made again")
+            return None
+
+    def save(self, key: str, record: dict[str, Any]) -> None:
+        """Write the record; the last of several writers wins."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.directory, suffix=".tmp", delete=False) as file:
+                json.dump(record, file)
+            Path(file.name).replace(self.directory / f"{key}.json")
+        except OSError as error:
+            events.record("STORE_UNWRITABLE", f"{self.directory.parent.name}: {error}")

@@ -1,1 +1,0 @@
-"""Kernels in Triton. Importing one of these modules imports Triton, so adapters do that when they are first called."""

@@ -1,0 +1,317 @@
+"""One attention that was read: brings its operands into a kernel's layout, the result back, and says what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.ground.reasons import Reason
+from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Operands
+from lz_compile.passes.attention.operand import Operand
+from lz_compile.passes.formula.algebra import INFINITY, Leaf, Region, indicators
+from lz_compile.passes.formula.axes import Axis, Dims, Size, axes_of, product
+from lz_compile.passes.graph.core import Core
+from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.masks import finite as masks_finite
+from lz_compile.passes.masks.implied import Implied, near
+from lz_compile.passes.masks.reading import Documents, Slopes
+from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.match import Match
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The axes of an attention by what they mean, most significant first."""
+
+    batch: tuple[Axis, ...]
+    kv_heads: tuple[Axis, ...]
+    group: tuple[Axis, ...]
+    queries: tuple[Axis, ...]
+    keys: tuple[Axis, ...]
+    features: tuple[Axis, ...]
+    value_features: tuple[Axis, ...]
+
+    @property
+    def heads(self) -> tuple[Axis, ...]:
+        """Query heads: those of the key, each with its group."""
+        return self.kv_heads + self.group
+
+    @property
+    def rows(self) -> tuple[tuple[Axis, ...], ...]:
+        """The groups of axes of a row of scores."""
+        return (self.batch, self.heads, self.queries)
+
+
+@dataclass(frozen=True)
+class AttentionEmitter:
+    """Brings the operands of one attention into the canonical layout, and the result back."""
+
+    region: Region
+    roles: Roles
+    query: Operand
+    key: Operand
+    value: Operand
+    query_gain: sympy.Expr
+    key_gain: sympy.Expr
+    keep: sympy.Expr
+    bias: sympy.Expr
+    output_gain: sympy.Expr
+    sinks: Leaf | None
+    output: fx.Node
+    output_dims: Dims
+    dtype: torch.dtype
+    attrs: AttentionAttrs
+    passed: Mapping[fx.Node, Dims]
+    floor: float | None = None
+    fill: sympy.Expr = sympy.S.Zero
+    is_undefined_when_masked: bool = False
+    slopes: Slopes | None = None
+    documents: Documents | None = None
+    implied: Mapping[fx.Node, Implied] = field(default_factory=dict)
+    buffers: tuple[fx.Node, ...] = ()
+    sees_keys: bool = False
+    mask_label: str = ""
+    mask_reasons: tuple[Reason, ...] = ()
+
+    def edge(self) -> dict[fx.Node, Dims]:
+        """The nodes that the replacement reads, with their axes."""
+        found: dict[fx.Node, Dims] = {operand.node: operand.dims for operand in (self.query, self.key, self.value)}
+        fill = self.fill if self.attrs.masked_rows == "fill" else sympy.S.Zero
+        for expression in (self.query_gain, self.key_gain, self.keep, self.bias, self.output_gain, fill):
+            for symbol in expression.free_symbols - {INFINITY}:
+                leaf = self.region.leaves[symbol]
+                found.setdefault(leaf.node, leaf.dims)
+        if self.sinks is not None:
+            found.setdefault(self.sinks.node, self.sinks.dims)
+        if self.slopes is not None:
+            found.setdefault(self.slopes.node, self.slopes.dims)
+        if self.documents is not None:
+            found.setdefault(self.documents.query, self.documents.query_dims)
+            found.setdefault(self.documents.key, self.documents.key_dims)
+        return found
+
+    def lengths(self) -> tuple[Size, Size]:
+        """How many queries and keys there are."""
+        return product(axis.size for axis in self.roles.queries), product(axis.size for axis in self.roles.keys)
+
+    def needs_grad(self) -> bool:
+        """Whether gradients may be asked of any operand."""
+        enabled = grad_enabled(self.region.effects.ambient(self.output))
+        return enabled and any(_requires_grad(node) for node in self.edge())
+
+    def attributes_at(self, sizes: Mapping[Axis, int]) -> AttentionAttrs:
+        """The attributes for a proof at other sizes."""
+        queries, keys = (Builder(lambda node: node, sizes=sizes).size(group) for group in self.groups()[2:])
+        # Documents of a proof are random, and reach what they please; a mask tensor can be made to fit any reach.
+        has_tensor = any(each.reaches for each in self.implied.values())
+        return near(self.attrs if has_tensor else replace(self.attrs, reach=None), queries, keys)
+
+    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
+        """What a mask that was proven holds at other sizes; ``given`` is a random tensor in its place."""
+        attrs = self.attributes_at(sizes)
+        return self.implied[node].value(builder, self.groups(), attrs, given, sees_keys=self.sees_keys)
+
+    def groups(self) -> tuple[tuple[Axis, ...], ...]:
+        """The axes of scores: batch, heads, queries and keys."""
+        return (*self.roles.rows, self.roles.keys)
+
+    def operands(self, builder: Builder) -> Operands:
+        """Query, key, value, and mask, bias or sinks where there are any, in the canonical layout."""
+        roles = self.roles
+        row_groups = (*roles.rows, ())
+        query = self._tensor(builder, self.query, (*roles.rows, roles.features))
+        key = self._tensor(builder, self.key, (roles.batch, roles.kv_heads, roles.keys, roles.features))
+        value = self._tensor(builder, self.value, (roles.batch, roles.kv_heads, roles.keys, roles.value_features))
+        if self.query_gain != 1:
+            query = (query * builder.evaluate(self.query_gain, self.region, row_groups, self.dtype)).to(self.dtype)
+        if self.key_gain != 1:
+            groups = (roles.batch, roles.kv_heads, roles.keys, ())
+            key = (key * builder.evaluate(self.key_gain, self.region, groups, self.dtype)).to(self.dtype)
+        found = {"query": query, "key": key, "value": value}
+        score_groups = (*roles.rows, roles.keys)
+        if self.keep != 1:
+            found["mask"] = self._mask(builder, score_groups)
+        if self.bias != 0:
+            found["bias"] = self._bias(builder, score_groups, query)
+        if self.floor is not None:
+            found["bias"] = found["bias"].clamp(min=self.floor)
+        if self.attrs.masked_rows == "fill":
+            found["fill"] = self._piecewise(builder, self.fill, score_groups)
+        if self.sinks is not None:
+            found["sinks"] = self._sinks(builder)
+        if self.slopes is not None:
+            given = builder.value(self.slopes.node)
+            linear = builder.arrange(given, self.slopes.dims, (roles.batch, roles.heads, (), ()))
+            found["slopes"] = linear if self.slopes.factor == 1 else linear * self.slopes.factor
+        if self.documents is not None:
+            found |= self._documents(builder, self.documents)
+        return Operands(**found)
+
+    def _bias(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...], query: Any) -> Any:
+        """The bias; one number for all scores, Python's or a tensor's, as a tensor of the rank of scores."""
+        value = builder.evaluate(self.bias, self.region, groups, self._wide())
+        tensors = (tensor_of(self.region.leaves[symbol].node) for symbol in self.bias.free_symbols - {INFINITY})
+        if any(tensor is not None and tensor.dim() for tensor in tensors):
+            return value
+        return query.new_zeros((1,) * len(groups), dtype=self._wide()) + value
+
+    def _documents(self, builder: Builder, documents: Documents) -> dict[str, Any]:
+        query, key = builder.value(documents.query), builder.value(documents.key)
+        return {
+            "query_documents": builder.arrange(query, documents.query_dims, (self.roles.batch, self.roles.queries)),
+            "key_documents": builder.arrange(key, documents.key_dims, (self.roles.batch, self.roles.keys)),
+        }
+
+    def _tensor(self, builder: Builder, operand: Operand, groups: tuple[tuple[Axis, ...], ...]) -> Any:
+        value = builder.arrange(builder.value(operand.node), operand.dims, groups, expand=True)
+        return value if operand.dtype == self.dtype else value.to(self.dtype)
+
+    def _mask(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...]) -> Any:
+        parts = []
+        for factor in sympy.Mul.make_args(self.keep):
+            flag = next(iter(factor.free_symbols))
+            value = builder.arrange(builder.value(self.region.leaves[flag].node), self.region.leaves[flag].dims, groups)
+            parts.append(value if factor == flag else torch.logical_not(value))
+        mask = parts[0]
+        for part in parts[1:]:
+            mask = torch.logical_and(mask, part)
+        return mask
+
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self.attrs.score_dtype, torch.float32)
+
+    def _piecewise(self, builder: Builder, expression: sympy.Expr, groups: tuple[tuple[Axis, ...], ...]) -> Any:
+        """An expression that branches on masks, as nested selections."""
+        flags = indicators(expression)
+        if not flags:
+            return builder.evaluate(expression, self.region, groups, self._wide())
+        leaf = self.region.leaves[flags[0]]
+        on, off = (
+            self._piecewise(builder, sympy.expand(expression.xreplace({flags[0]: value})), groups)
+            for value in (sympy.S.One, sympy.S.Zero)
+        )
+        return torch.where(builder.arrange(builder.value(leaf.node), leaf.dims, groups), on, off)
+
+    def _sinks(self, builder: Builder) -> Any:
+        assert self.sinks is not None, "asked for only where there are sinks"
+        value = builder.arrange(builder.value(self.sinks.node), self.sinks.dims, (*self.roles.rows, ()))
+        return value
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The kernel's ``[B, H, S, E]`` in the layout and dtype of the node that it replaces."""
+        roles = self.roles
+        if self.output_gain != 1:
+            value = self._weighted(builder, value)
+        target = tensor_of(self.output).dtype  # type: ignore[union-attr]
+        if target != self.dtype or self.output_gain != 1:
+            value = value.to(target)
+        return builder.restore(value, (*roles.rows, roles.value_features), self.output_dims)
+
+    def _weighted(self, builder: Builder, value: Any) -> Any:
+        gain = builder.evaluate(self.output_gain, self.region, (*self.roles.rows, ()), self.dtype)
+        return value * gain
+
+    def match(self, op: str, core: Core, source_kernel: str | None = None) -> Match:
+        """The finished match."""
+        operands = {"query": self.query.node, "key": self.key.node, "value": self.value.node}
+        if self.documents is not None:
+            operands |= {"query_documents": self.documents.query, "key_documents": self.documents.key}
+        biases = {
+            self.region.leaves[symbol].node
+            for symbol in self.bias.free_symbols
+            if sympy.diff(self.bias, symbol).is_number and not masks_finite.is_bounded(self.region, symbol)
+        }
+        biases -= set(self.implied) if self.sees_keys else set()
+        read = dict(self.region.interior) | dict(self.passed)
+        return Match(
+            op=op,
+            attributes=self.attrs,
+            facts=self._facts(grad_enabled(core.ambient)),
+            inputs=self._inputs(),
+            implied={node: str(each) for node, each in self.implied.items()},
+            buffers=self.buffers,
+            masks_mean=self.mask_label,
+            mask_reasons=self.mask_reasons,
+            operands=operands,
+            fills=dict.fromkeys(biases, self.attrs.bias_is_finite or self.region.multiplies_masks),
+            masks=self._polarities(),
+            rows=self._rows(),
+            dropped=self._dropped(),
+            selecting=self._selecting(),
+            masked_rows_count=not (self.is_undefined_when_masked or self.sees_keys),
+            # What SDPA's own backward gives for rows that a finite bias masks completely depends on its implementation.
+            masked_rows_are_finite=self.floor is None
+            and (source_kernel is None or self.bias == 0)
+            and (self.keep == 1 or self.attrs.masked_rows in ("mean", "fill", "zero")),
+            output=self.output,
+            output_dims=self.output_dims,
+            core=core.nodes,
+            read=read,
+            emitter=self,
+            ambient=core.ambient,
+            where=where_of(self.output),
+            source_kernel=source_kernel,
+            limited=frozenset((*self.roles.features, *self.roles.value_features)),
+        )
+
+    def _inputs(self) -> dict[fx.Node, Dims]:
+        """What the replacement reads, and the masks that it need not read."""
+        return {**self.edge(), **{node: each.dims for node, each in self.implied.items()}}
+
+    def _selecting(self) -> frozenset[fx.Node]:
+        flags = self.keep.free_symbols & self.region.selecting
+        return frozenset(self.region.leaves[flag].node for flag in flags)
+
+    def _rows(self) -> dict[fx.Node, tuple[Axis, ...]]:
+        """The query, where it is nothing else as well and NaN does not come from exponentials that overflow."""
+        rows = {axis for group in self.roles.rows for axis in group}
+        own = tuple(axis for axis in axes_of(self.query.dims) if axis in rows)
+        is_shared = self.query.node in (self.key.node, self.value.node)
+        is_open = self.attrs.nan_is_open or self.is_undefined_when_masked
+        return {} if is_shared or is_open or not own else {self.query.node: own}
+
+    def _dropped(self) -> dict[fx.Node, tuple[Axis, ...]]:
+        """The key, where a mask selects among its positions, it is nothing else as well, and NaN counts as above."""
+        masks = self.keep.free_symbols & self.region.selecting
+        is_selected = any(self.region.leaves[flag].axes & set(self.roles.keys) for flag in masks)
+        is_shared = self.key.node in (self.query.node, self.value.node)
+        if is_shared or self.is_undefined_when_masked or not is_selected:
+            return {}
+        return {self.key.node: self.roles.keys}
+
+    def _polarities(self) -> dict[fx.Node, bool]:
+        """The boolean masks, True for one whose True keeps."""
+        factors = [
+            (factor, next(iter(factor.free_symbols))) for factor in sympy.Mul.make_args(self.keep) if factor != 1
+        ]
+        return {self.region.leaves[flag].node: factor == flag for factor, flag in factors}
+
+    def _facts(self, enabled: bool) -> AttentionFacts:
+        roles = self.roles
+        grads = [tensor_of(node) for node in self.edge()]
+        bias = [self.region.leaves[symbol].node for symbol in self.bias.free_symbols]
+        bias += [] if self.slopes is None else [self.slopes.node]
+        return AttentionFacts(
+            batch=product(axis.size for axis in roles.batch),
+            heads=product(axis.size for axis in roles.heads),
+            kv_heads=product(axis.size for axis in roles.kv_heads),
+            query_len=product(axis.size for axis in roles.queries),
+            key_len=product(axis.size for axis in roles.keys),
+            head_dim=product(axis.size for axis in roles.features),
+            value_dim=product(axis.size for axis in roles.value_features),
+            dtype=self.dtype,
+            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
+            needs_grad=enabled and any(tensor is not None and tensor.requires_grad for tensor in grads),
+            bias_needs_grad=enabled and any(_requires_grad(node) for node in bias),
+        )
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.requires_grad

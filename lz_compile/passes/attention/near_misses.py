@@ -1,0 +1,259 @@
+"""Softmaxes that look like attention and were read as none: each is told, with what stood in the way.
+
+What looks like attention is a normalisation of something made of a product of two computed tensors, whose result meets
+another product. Routers and classifiers do not: they normalise a product with a weight, or pick from the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+from torch import fx
+
+from lz_compile.ground.reasons import Reason
+from lz_compile.passes.attention import mixed_heads, scores
+from lz_compile.passes.attention.distances import is_distance
+from lz_compile.passes.attention.weights import is_weight
+from lz_compile.passes.formula import contraction, layout
+from lz_compile.passes.formula.algebra import Region, is_pointwise
+from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh, shape_of
+from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.view import Call, tensor_of, where_of
+from lz_compile.passes.rewriting.builder import EMITTED
+from lz_compile.passes.rewriting.match import NearMiss, RefusedError
+
+_NORMALISED = frozenset({"softmax", "log_softmax"})
+_EXPONENTIALS = frozenset({"exp", "exp2"})
+_SUMS = frozenset({"sum", "logsumexp"})
+#: What picks from probabilities, or measures them, instead of weighing values by them.
+_PICKS = frozenset(
+    "topk argmax argmin sort argsort multinomial one_hot nll_loss cross_entropy kl_div bincount histc cumsum".split()
+)
+#: How far from a softmax its scores and its values are looked for, in nodes.
+_FAR = 64
+
+
+def unread(op: str, graph: fx.Graph, effects: Effects, covered: Collection[fx.Node]) -> Iterator[NearMiss]:
+    """A near miss for every normalisation outside of ``covered`` that looks like the one of an attention."""
+    for node in graph.nodes:
+        call = effects.calls[node]
+        if call is None or not _normalises(effects, call) or node in covered or EMITTED in node.meta:
+            continue
+        tensor = tensor_of(node)
+        if tensor is None or tensor_of(call.input) is None or not tensor.dim() or 0 in shape_of(tensor):
+            continue
+        found = _reason(effects, call, covered)
+        if found is not None:
+            yield NearMiss(op, node, *found, where_of(node))
+
+
+def _normalises(effects: Effects, call: Call) -> bool:
+    """Whether the call is a softmax, or an exponential that is summed."""
+    if call.name in _NORMALISED:
+        return True
+    users = [effects.calls.get(user) for user in call.node.users]
+    return call.name in _EXPONENTIALS and any(user is not None and user.name in _SUMS for user in users)
+
+
+def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple[Reason, str] | None:
+    region = Region(effects)
+    keys = _normalised_axes(call)
+    if not keys:  # of one element: the softmax gives one
+        return None
+    inner, refused = _read(region, call, keys)
+    after = _path(
+        [call.node], lambda node: node.users, lambda node: _is_product(region, node, call.node), _picks(effects)
+    )
+    if inner is not None:
+        if any(is_weight(factor.node) for factor in (inner.query, inner.key)):
+            is_mixed = after is not None and _holds(mixed_heads.mixed_scores, region, inner, keys)
+            return mixed_heads.refusal("scores") if is_mixed else None
+        if after is not None and _holds(mixed_heads.mixes_probabilities, region, after[-1], call.node):
+            return mixed_heads.refusal("probabilities")
+        if after is not None:
+            return _through(effects, "probabilities", after[1:])
+        is_picked = _path([call.node], lambda node: node.users, _is_pick(effects), lambda _node: False) is not None
+        return None if is_picked else _without_values()
+    before = _scores_behind(region, call.input, lambda node: node in covered or _normalised(effects, node))
+    if after is None:
+        return None
+    if before is None:
+        return _from_outside() if _holds(_is_from_outside, region, call, after[-1]) else None
+    return refused or (_distances() if is_distance(effects, before[-1]) else _through(effects, "scores", before))
+
+
+def _normalised_axes(call: Call) -> tuple[Axis, ...]:
+    """New axes for what a softmax runs over, or an exponential is most likely summed over."""
+    shape = shape_of(tensor_of(call.node))  # type: ignore[arg-type]
+    dim = call.get("dim") if call.name in _NORMALISED else None
+    return atoms(fresh(shape)[-1 if dim is None else dim])
+
+
+def _holds(question: Callable[..., bool], *arguments: Any) -> bool:
+    """The answer, no where what it is about cannot be read."""
+    try:
+        return question(*arguments)
+    except (RefusedError, MutatedError, LayoutError):
+        return False
+
+
+def _read(region: Region, call: Call, keys: tuple[Axis, ...]) -> tuple[scores.Scores | None, tuple[Reason, str] | None]:
+    """The scores that are normalised over ``keys``, or why there are none."""
+    dims = list(fresh(shape_of(tensor_of(call.node))))  # type: ignore[arg-type]
+    dim = call.get("dim") if call.name in _NORMALISED else None
+    dims[-1 if dim is None else dim] = keys
+    if region.effects.reshapes:
+        return None, None
+    try:
+        return scores.read(region, region.express(call.input, tuple(dims), call.node), keys), None
+    except RefusedError as refusal:
+        return None, (refusal.reason, refusal.edit)
+    except MutatedError as error:
+        text = f"a value is {error}"
+        return None, (Reason("OPERAND_MUTATED", text), "use the out-of-place form of that operation")
+    except LayoutError as error:
+        text = f"the dimensions do not come apart into axes: {error}"
+        return None, (Reason("LAYOUT_UNCLEAR", text), "reshape along whole heads and positions")
+
+
+def _distances() -> tuple[Reason, str]:
+    reason = Reason("SCORES_ARE_DISTANCES", "the scores are distances between queries and keys, no products")
+    edit = "score by squares, written as 2 * q @ k.T - |k|**2: what all keys share goes away in the softmax"
+    return reason, edit
+
+
+def _from_outside() -> tuple[Reason, str]:
+    text = "the scores are an input of this graph: they were computed outside of it, as before a graph break"
+    return Reason(
+        "SCORES_FROM_OUTSIDE", text
+    ), "have both products in one graph (TORCH_LOGS=graph_breaks says what broke it)"
+
+
+def _is_from_outside(region: Region, call: Call, product: fx.Node) -> bool:
+    """Whether values are weighed for every query by a softmax of what was made of inputs of the graph, element by element."""
+    last, tensor = region.effects.calls[product], tensor_of(product)
+    outer = None if last is None or tensor is None else contraction.read(region, last, fresh(shape_of(tensor)))
+    if outer is None or any(is_weight(factor.node) for factor in (outer.left, outer.right)):
+        return False
+    is_left = region.reaches(outer.left.node, _NORMALISED | _EXPONENTIALS)
+    weights, values = (outer.left, outer.right) if is_left else (outer.right, outer.left)
+    sources = _made_of(region.effects, call.input)
+    return (
+        bool(set(axes_of(weights.dims)) - {*atoms(outer.summed), *axes_of(values.dims)})
+        and all(node.op == "placeholder" for node in sources)
+        and any(_is_whole(node, call.node) and not is_weight(node) for node in sources)
+    )
+
+
+def _made_of(effects: Effects, node: fx.Node) -> set[fx.Node]:
+    """What a value is computed from, behind pointwise and layout operations that read floating-point values."""
+    found, queue, seen = set(), [node], {node}
+    while queue and len(seen) < _FAR:
+        current = queue.pop()
+        call, tensor = effects.calls.get(current), tensor_of(current)
+        if tensor is None or not tensor.is_floating_point():
+            continue
+        if call is None or not (is_pointwise(call) or layout.rearranges(call)):
+            found.add(current)
+            continue
+        queue.extend(each for each in current.all_input_nodes if each not in seen)
+        seen.update(current.all_input_nodes)
+    return found
+
+
+def _is_whole(node: fx.Node, scores: fx.Node) -> bool:
+    """Whether a tensor has an element for every score."""
+    given, wanted = (tensor_of(each) for each in (node, scores))
+    return given is not None and wanted is not None and shape_of(given) == shape_of(wanted)
+
+
+def _without_values() -> tuple[Reason, str]:
+    reason = Reason("NO_VALUES", "the probabilities meet no values in this graph")
+    return reason, "multiply values by them in the same graph"
+
+
+def _through(effects: Effects, what: str, path: list[fx.Node]) -> tuple[Reason, str]:
+    """What the scores, or the probabilities, pass through between their products."""
+    calls = [effects.calls[node] for node in path[:-1]]
+    if any(call is not None and mixed_heads.is_pointwise_convolution(call) for call in calls):
+        return mixed_heads.refusal(what)
+    names = [c.name for c in calls if c is not None and not is_pointwise(c) and not layout.rearranges(c)]
+    names = names or [c.name for c in calls if c is not None and not layout.rearranges(c)]
+    text = f"the {what} pass through {', '.join(dict.fromkeys(names)) or 'a layout'}, which has no reading here"
+    edit = "scale, mask, bias or cap the scores" if what == "scores" else "multiply the values by the softmax itself"
+    return Reason(f"{what.upper()}_NOT_READ", text), edit
+
+
+def _path(
+    start: list[fx.Node],
+    following: Callable[[fx.Node], Iterable[fx.Node]],
+    is_goal: Callable[[fx.Node], bool],
+    is_end: Callable[[fx.Node], bool],
+) -> list[fx.Node] | None:
+    """The shortest way from ``start`` to a goal, past floating-point values (and tuples) only, not far."""
+    previous: dict[fx.Node, fx.Node | None] = dict.fromkeys(start)
+    queue = list(start)
+    while queue and len(previous) < _FAR:
+        node = queue.pop(0)
+        if is_goal(node):
+            path = [node]
+            while (parent := previous[path[-1]]) is not None:
+                path.append(parent)
+            return path[::-1]
+        if is_end(node):
+            continue
+        for each in following(node):
+            tensor = tensor_of(each)
+            if each not in previous and (tensor is None or tensor.is_floating_point()):
+                previous[each] = node
+                queue.append(each)
+    return None
+
+
+def _is_product(region: Region, node: fx.Node, besides: fx.Node | None = None) -> bool:
+    call = region.effects.calls.get(node)
+    if call is None or node is besides:
+        return False
+    is_call = call.name in contraction.PRODUCTS or call.name == "scaled_dot_product_attention"
+    return is_call or (call.name == "sum" and contraction.is_product_sum(region, call))
+
+
+def _factors(effects: Effects, node: fx.Node) -> list[fx.Node]:
+    call = effects.calls[node]
+    given = [] if call is None else [call.get(name) for name in ("batch1", "batch2")]
+    return [x for x in given if isinstance(x, fx.Node)] or list(node.all_input_nodes)
+
+
+def has_scores(region: Region, node: fx.Node) -> bool:
+    """Whether ``node`` was made, in any way, of a product of two computed tensors, no product with a weight between."""
+    return _scores_behind(region, node, lambda _: False) is not None
+
+
+def _scores_behind(region: Region, node: fx.Node, is_end: Callable[[fx.Node], bool]) -> list[fx.Node] | None:
+    return _path(
+        [node],
+        lambda each: each.all_input_nodes,
+        lambda each: (
+            (_is_product(region, each) or is_distance(region.effects, each))
+            and not any(map(is_weight, _factors(region.effects, each)))
+        ),
+        lambda each: is_end(each) or _is_product(region, each),
+    )
+
+
+def _normalised(effects: Effects, node: fx.Node) -> bool:
+    call = effects.calls.get(node)
+    return call is not None and call.name in _NORMALISED
+
+
+def _picks(effects: Effects) -> Callable[[fx.Node], bool]:
+    return lambda node: effects.calls.get(node) is None or _is_pick(effects)(node)
+
+
+def _is_pick(effects: Effects) -> Callable[[fx.Node], bool]:
+    def is_pick(node: fx.Node) -> bool:
+        call = effects.calls.get(node)
+        return call is not None and call.name in _PICKS
+
+    return is_pick

@@ -1,0 +1,176 @@
+"""Which axis of an attention is a batch, a head, a query or a key, and how a kernel's layout is reached.
+
+Every axis of the probabilities other than the keys is a *row* axis. A row axis that neither key nor value has is a
+query position or a head of a group that shares its key (GQA, MQA); one that they have is a batch or a head. That is all
+that is needed to bring operands into ``[B, H, S, D]`` and the result back, whatever the model's own layout.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.attention import AttentionAttrs, MaskedRows
+from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
+from lz_compile.passes.attention.operand import Operand, is_lossless, peel
+from lz_compile.passes.attention.probabilities import Probabilities
+from lz_compile.passes.attention.scores import Scores
+from lz_compile.passes.formula.algebra import INFINITY, Region, tidy
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
+from lz_compile.passes.formula.contraction import Factor
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.masks import finite as masks_finite
+from lz_compile.passes.rewriting.match import RefusedError
+
+
+def assign_roles(
+    region: Region,
+    inner: Scores,
+    found: Probabilities,
+    keys: tuple[Axis, ...],
+    value: Factor,
+    output: fx.Node,
+    output_dims: Dims,
+    gain: sympy.Expr,
+) -> AttentionEmitter:
+    """Name the axes of an attention that was read, and choose the dtype that its kernel computes in.
+
+    Raises:
+        RefusedError: an axis plays two roles, or a gain depends on query and key together.
+    """
+    reader = inner.leaf.node
+    passed: dict[fx.Node, Dims] = {}
+    query = peel(region, inner.query, reader, passed)
+    key = peel(region, inner.key, reader, passed)
+    values = peel(region, value, output, passed)
+    roles = _roles(region, inner, found, atoms(keys), query, key, values, output_dims)
+    scale, query_gain, key_gain = _place_gain(region, inner.gain * query.factor * key.factor, query, key, roles)
+    if scale is None:
+        raise RefusedError("SCALE_BY_SCORE", "the scale of the scores depends on query and key together", "use a bias")
+    dtype = _kernel_dtype(inner, query, key, values, output)
+    if query_gain != 1 or key_gain != 1:  # the operands are scaled instead of the scores: not in fewer digits
+        dtype = _score_dtype(inner, dtype)
+    keep = sympy.factor(inner.keep * found.keep)
+    masked_rows = _masked_rows(region, inner, found)
+    # A number that is added to every score goes away in the softmax, except beside a sink, or fills that are compared.
+    is_shift_free = found.sinks is None and masked_rows != "fill"
+    bias = inner.bias.as_coeff_Add()[1] if is_shift_free else inner.bias
+    attrs = AttentionAttrs(
+        scale=scale,
+        dropout_p=found.dropout_p,
+        softcap=inner.softcap,
+        masked_rows=masked_rows,
+        has_mask=keep != 1,
+        has_bias=bias != 0,
+        has_sinks=found.sinks is not None,
+        bias_is_finite=inner.is_floored or masks_finite.is_finite(region, bias),
+        bias_can_mask=not masks_finite.is_bounded(region, bias),
+        enable_gqa=bool(roles.group),
+        selects_masked=bool(keep.free_symbols & region.selecting),
+        zeroes_nan=found.zero_rows,
+        score_dtype=_score_dtype(inner, dtype),
+    )
+    output_gain = tidy(sympy.expand(gain * values.factor))
+    floor = torch.finfo(torch.float32).min if inner.is_floored and bias != 0 else None
+    return AttentionEmitter(
+        region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
+        output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
+        found.rounds_masked_rows or (found.is_exponential and not inner.is_shifted),
+    )  # fmt: skip
+
+
+def _roles(
+    region: Region,
+    inner: Scores,
+    found: Probabilities,
+    keys: tuple[Axis, ...],
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    output_dims: Dims,
+) -> Roles:
+    in_query, in_key, in_value = (set(axes_of(operand.dims)) for operand in (query, key, value))
+    features = atoms(inner.summed)
+    weights = set(axes_of(found.dims))
+    order = axes_of(output_dims)
+    value_features = tuple(axis for axis in order if axis in in_value and axis not in weights)
+    rows = [axis for axis in order if axis in weights and axis not in keys]
+    if (in_query | in_key | in_value) - {*features, *keys, *value_features, *rows} or len(set(features)) != len(
+        features
+    ):
+        raise RefusedError("AXES_UNCLEAR", "an axis of the operands has no role in an attention", "write it plainly")
+    own = [axis for axis in rows if axis in in_query and axis not in in_key and axis not in in_value]
+    shared = [axis for axis in rows if axis not in own]
+    queries = _query_axis(region, inner, own, set(keys))
+    group = tuple(axis for axis in own if axis not in queries)
+    shared = [axis for axis in axes_of(found.dims) if axis in shared]
+    # A single axis is the heads (of a batch of one), unless query heads share it: then it is the batch (MQA).
+    kv_heads = tuple(shared[-1:]) if len(shared) > 1 or not group else ()
+    return Roles(tuple(shared[: len(shared) - len(kv_heads)]), kv_heads, group, queries, keys, features, value_features)
+
+
+def _query_axis(region: Region, inner: Scores, own: list[Axis], keys: set[Axis]) -> tuple[Axis, ...]:
+    """Of the axes that only the query has, the query positions: the axis that a mask pairs with the keys, or the largest."""
+    if len(own) < 2:
+        return tuple(own)
+    leaves = [region.leaves[s].axes for e in (inner.keep, inner.bias) for s in e.free_symbols if s in region.leaves]
+    paired = [axis for axis in own if any(axis in axes and keys & axes for axes in leaves)]
+    candidates = paired if len(paired) == 1 else own
+    sizes = [axis.size if isinstance(axis.size, int) else float("inf") for axis in candidates]
+    return (candidates[sizes.index(max(sizes))],)
+
+
+def _place_gain(
+    region: Region, gain: sympy.Expr, query: Operand, key: Operand, roles: Roles
+) -> tuple[float | None, sympy.Expr, sympy.Expr]:
+    """Split a gain into a number, a factor of the query's rows and one of the keys."""
+    number, rest = tidy(sympy.expand(gain)).as_coeff_Mul() if not isinstance(gain, sympy.Add) else (sympy.S.One, gain)
+    query_gain, key_gain = sympy.S.One, sympy.S.One
+    rows = {axis for group in roles.rows for axis in group}
+    for factor in sympy.Mul.make_args(rest):
+        axes = {axis for symbol in factor.free_symbols for axis in region.leaves[symbol].axes}
+        if axes <= rows:
+            query_gain *= factor
+        elif axes <= {*roles.batch, *roles.kv_heads, *roles.keys}:
+            key_gain *= factor
+        else:
+            return None, query_gain, key_gain
+    return float(number), query_gain, key_gain
+
+
+def _kernel_dtype(inner: Scores, query: Operand, key: Operand, value: Operand, output: fx.Node) -> torch.dtype:
+    """The narrowest dtype in which a kernel rounds nowhere more than the source does."""
+    weights = tensor_of(output).dtype  # type: ignore[union-attr]
+    if value.entered != weights:  # autocast multiplied in another dtype than the operand has
+        entered = weights
+    else:
+        entered = value.entered
+    if all(is_lossless(operand.dtype, entered) for operand in (query, key, value)):
+        return entered
+    scores = tensor_of(inner.leaf.node).dtype  # type: ignore[union-attr]
+    return torch.promote_types(entered, scores)
+
+
+def _score_dtype(inner: Scores, dtype: torch.dtype) -> torch.dtype:
+    scores = tensor_of(inner.leaf.node).dtype  # type: ignore[union-attr]
+    return torch.promote_types(dtype, scores)
+
+
+def _masked_rows(region: Region, inner: Scores, found: Probabilities) -> MaskedRows:
+    """What a row without any kept key comes to in the source."""
+    mode = _before_nan_to_num(region, inner, found)
+    return "zero" if found.zero_rows and mode == "nan" else mode
+
+
+def _before_nan_to_num(region: Region, inner: Scores, found: Probabilities) -> MaskedRows:
+    if inner.fill is None or found.keep != 1:
+        return "mean" if inner.is_floored and found.keep == 1 else "nan"
+    if all(fill.coeff(INFINITY) != 0 for fill in inner.fills):
+        return "mean" if inner.is_floored else "nan"
+    values = {float(fill) for fill in inner.fills if fill.is_number}
+    is_uniform = len(inner.fills) == len(values) == 1
+    lowest = torch.finfo(tensor_of(inner.leaf.node).dtype).min  # type: ignore[union-attr]
+    if is_uniform and (masks_finite.is_bounded(region, inner.bias) or min(values) <= 0.99 * lowest):
+        return "mean"
+    return "fill"

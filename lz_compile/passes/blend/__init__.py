@@ -1,0 +1,1 @@
+"""Blends of a seed and a host."""

@@ -1,0 +1,298 @@
+"""A recognised blend, or a margin alone: its operands in the op's canonical layout, and its result in the source's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.blend import BlendAttrs, BlendFacts, Operands
+from lz_compile.passes.blend.gate import Gate, Logits
+from lz_compile.passes.blend.replay import reached, replay
+from lz_compile.passes.formula.algebra import Leaf, Region
+from lz_compile.passes.formula.axes import Axis, Dims, as_size, atoms, axes_of, product
+from lz_compile.passes.graph.core import Core
+from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.match import Match, NothingImplied
+
+Run = tuple[Axis, ...]
+_LARGE = 8192
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The axes of a blend's canonical layout."""
+
+    rows: Run
+    channels: Run
+    inner: Run
+
+    @property
+    def all(self) -> tuple[Run, Run, Run]:
+        """As dimensions."""
+        return self.rows, self.channels, self.inner
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a blend is weighed by, as expressions over the leaves of a region."""
+
+    region: Region
+    seed: sympy.Expr
+    host: sympy.Expr | None
+    gate: Gate | None
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """The tensors that are read for them, without the logits."""
+        pairs = [(self.region, each) for each in (self.seed, self.host) if each is not None and self.gate is None]
+        if self.gate is not None:
+            parts = (self.gate.alpha, self.gate.gain, self.gate.offset, self.gate.low, self.gate.high)
+            pairs = [(self.gate.region, each) for each in parts if each is not None]
+        found = {}
+        for region, expression in pairs:
+            for symbol in expression.free_symbols & region.leaves.keys():
+                leaf = region.leaves[symbol]
+                found[leaf.node, leaf.dims] = leaf
+        return list(found.values())
+
+    @property
+    def axes(self) -> set[Axis]:
+        """Everything that alpha depends on; not the gate."""
+        return {axis for leaf in self.leaves for axis in atoms(leaf.axes)}
+
+
+@dataclass(frozen=True)
+class BlendEmitter(NothingImplied):
+    """``op(host, seed, alpha, ...)`` over rows, channels and the rest, in the order in which they lie in memory."""
+
+    host: Leaf
+    seed: Leaf
+    weights: Weights
+    groups: Groups
+    output: fx.Node
+    output_dims: Dims
+    attrs: BlendAttrs
+    edges: Mapping[fx.Node, Dims]
+    again: frozenset[fx.Node]
+
+    def operands(self, builder: Builder) -> Operands:
+        """Host, seed, alpha, and what is there of a host's weight, logits and a gate's numbers."""
+        whole, dtype, weights = self.groups.all, self.attrs.compute_dtype, self.weights
+        builder = self._replaying(builder)
+        found: dict[str, Any] = {
+            "host": builder.arrange(builder.value(self.host.node), self.host.dims, whole),
+            "seed": builder.arrange(builder.value(self.seed.node), self.seed.dims, whole, expand=True),
+        }
+        gate = weights.gate
+        if gate is None:
+            found["alpha"] = builder.evaluate(weights.seed, weights.region, whole, dtype)
+            if weights.host is not None:
+                found["host_weight"] = builder.evaluate(weights.host, weights.region, whole, dtype)
+            return Operands(**found)
+        found["alpha"] = builder.evaluate(gate.alpha, gate.region, whole, dtype)
+        logits = gate.logits
+        rows = (self.groups.rows, logits.classes)
+        value = builder.arrange(builder.value(logits.node), logits.dims, rows)
+        found["logits"] = value.detach() if logits.is_detached else value
+        for name in ("gain", "offset", "low", "high"):
+            expression = getattr(gate, name)
+            if expression is not None:
+                found[name] = builder.evaluate(expression, gate.region, (), dtype)
+        return Operands(**found)
+
+    def _replaying(self, builder: Builder) -> Builder:
+        """The builder with the values that are computed again."""
+        known, replaying = builder.value, copy.copy(builder)
+        replaying.value = lambda node: replay(node, known, self.edges) if node in self.again else known(node)
+        return replaying
+
+    def _inputs(self, leaf: Leaf) -> Mapping[fx.Node, Dims]:
+        """A leaf at the edge, or what it is computed from."""
+        if leaf.node not in self.again:
+            return {leaf.node: leaf.dims}
+        return {node: self.edges[node] for node in reached(leaf.node, self.edges)}
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The kernel's ``[N, C, S]`` in the layout of the node that it replaces."""
+        return builder.restore(value, self.groups.all, self.output_dims)
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> BlendAttrs:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+    def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
+        """The finished match."""
+        gate = self.weights.gate
+        weighing = {node: own for leaf in self.weights.leaves for node, own in self._inputs(leaf).items()}
+        inputs = {**self._inputs(self.seed), **self._inputs(self.host), **weighing}
+        inputs = inputs if gate is None else {gate.logits.node: gate.logits.dims, **inputs}
+        operands = {"seed": self.seed.node, "host": self.host.node}
+        operands = {name: node for name, node in operands.items() if node in inputs}
+        if gate is not None:
+            operands["logits"] = gate.logits.node
+        if gate is not None and not gate.logits.is_detached:
+            weighing[gate.logits.node] = gate.logits.dims
+        facts = BlendFacts(
+            num_rows=product(axis.size for axis in self.groups.rows),
+            num_channels=product(axis.size for axis in self.groups.channels),
+            inner_size=product(axis.size for axis in self.groups.inner),
+            num_classes=1 if gate is None else product(axis.size for axis in gate.logits.classes),
+            dtype=tensor_of(self.seed.node).dtype,  # type: ignore[union-attr]  # a seed is a tensor
+            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]  # so is a result
+            needs_grad=wants_grad(core, inputs),
+            alpha_needs_grad=wants_grad(core, weighing),
+        )
+        return _match(op, self, core, facts, inputs, operands, read, None if gate is None else gate.logits)
+
+
+@dataclass(frozen=True)
+class MarginEmitter:
+    """``op(logits)`` over the axes of a margin, and the classes."""
+
+    logits: Logits
+    output: fx.Node
+    output_dims: Dims
+    attrs: BlendAttrs
+
+    @property
+    def rows(self) -> Run:
+        """All axes but the classes."""
+        return axes_of(self.output_dims)
+
+    def operands(self, builder: Builder) -> Operands:
+        """The logits."""
+        value = builder.value(self.logits.node)
+        return Operands(logits=builder.arrange(value, self.logits.dims, (self.rows, self.logits.classes)))
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The kernel's ``[N]`` in the layout of the node that it replaces."""
+        return builder.restore(value, (self.rows,), self.output_dims)
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> BlendAttrs:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
+        """Nothing is implied here.
+
+        Raises:
+            LookupError: always.
+        """
+        raise LookupError(f"{node.name} is implied by no attribute of a margin")
+
+    def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
+        """The finished match."""
+        inputs = {self.logits.node: self.logits.dims}
+        needs_grad = wants_grad(core, inputs)
+        facts = BlendFacts(
+            num_rows=product(axis.size for axis in self.rows),
+            num_channels=1,
+            inner_size=1,
+            num_classes=product(axis.size for axis in self.logits.classes),
+            dtype=tensor_of(self.logits.node).dtype,  # type: ignore[union-attr]  # logits are a tensor
+            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]  # so is a margin
+            needs_grad=needs_grad,
+            alpha_needs_grad=needs_grad,
+        )
+        return _match(op, self, core, facts, inputs, {"logits": self.logits.node}, read, self.logits)
+
+
+def wants_grad(core: Core, nodes: Iterable[fx.Node]) -> bool:
+    """Whether gradients are recorded, and any of the nodes wants one."""
+    tensors = [tensor_of(node) for node in nodes]
+    return grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors)
+
+
+def _match(
+    op: str,
+    emitter: BlendEmitter | MarginEmitter,
+    core: Core,
+    facts: BlendFacts,
+    inputs: Mapping[fx.Node, Dims],
+    operands: Mapping[str, fx.Node],
+    read: Mapping[fx.Node, Dims],
+    logits: Logits | None,
+) -> Match:
+    return Match(
+        op=op,
+        attributes=emitter.attrs,
+        facts=facts,
+        inputs=inputs,
+        operands=operands,
+        fills={},
+        masks={},
+        output=emitter.output,
+        output_dims=emitter.output_dims,
+        core=core.nodes,
+        read=dict(read),
+        emitter=emitter,
+        ambient=core.ambient,
+        where=where_of(emitter.output),
+        masked_rows_count=False,
+        fixed=frozenset(atoms(logits.classes)) if logits is not None and logits.is_spelled else frozenset(),
+    )
+
+
+def group(output: fx.Node, dims: Dims, alpha: set[Axis], rows: set[Axis] | None, channels: set[Axis]) -> Groups | None:
+    """The axes of a result as rows, channels and the rest, each of them next to one another in memory.
+
+    Args:
+        output: the result.
+        dims: its axes.
+        alpha: the axes of what it is weighed by.
+        rows: those of a gate, of which there may be one only; None without a gate.
+        channels: those over which the blend is normalised.
+
+    Returns:
+        None where there are no such runs.
+    """
+    order = _in_memory(output, dims)
+    places = {axis: place for place, axis in enumerate(order)}
+    if channels:
+        start, stop = _run(places, channels)
+        if (
+            stop - start != len(channels)
+            or any(places[axis] >= stop for axis in alpha)
+            or _run(places, rows or set())[1] > start
+        ):
+            return None
+        return Groups(order[:start], order[start:stop], order[stop:])
+    if rows is not None:
+        stop = _run(places, rows)[1]
+        if stop != len(rows):
+            return None
+        last = max(stop, _run(places, alpha - rows)[1])
+        return Groups(order[:stop], order[stop:last], order[last:])
+    if not alpha:
+        return Groups(order, (), ())
+    start, stop = _run(places, alpha)
+    return Groups(order[:start], order[start:stop], order[stop:]) if start else Groups(order[:stop], (), order[stop:])
+
+
+def _run(places: Mapping[Axis, int], axes: set[Axis]) -> tuple[int, int]:
+    """The first place of some axes, and the one after the last."""
+    own = [places[axis] for axis in axes]
+    return (min(own), max(own) + 1) if own else (0, 0)
+
+
+def _in_memory(output: fx.Node, dims: Dims) -> Run:
+    """The axes of a tensor, those that are far apart in memory first."""
+    tensor = tensor_of(output)
+    assert tensor is not None, "a blend gives a tensor"
+    strides = [_number(as_size(stride)) for stride in tensor.stride()]
+    order: Sequence[int] = sorted(range(len(dims)), key=lambda dim: -strides[dim])
+    return tuple(axis for dim in order for axis in atoms(dims[dim]))
+
+
+def _number(stride: Any) -> int:
+    if isinstance(stride, int):
+        return stride
+    return int(stride.xreplace(dict.fromkeys(stride.free_symbols, sympy.Integer(_LARGE))))

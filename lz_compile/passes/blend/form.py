@@ -1,0 +1,264 @@
+"""Which values of a graph look like a blend: two tensors, their weights, and which of the two is the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from lz_compile.passes.blend.bounds import Bound
+from lz_compile.passes.blend.conditions import CASTS, integers_of
+from lz_compile.passes.blend.gate import Gates
+from lz_compile.passes.blend.pairs import vanishing
+from lz_compile.passes.blend.pieces import piece
+from lz_compile.passes.blend.ranks import Ranks
+from lz_compile.passes.blend.terms import ANCHORS, NEAR, Sums, Terms, plus
+from lz_compile.passes.formula.activations import is_read
+from lz_compile.passes.formula.algebra import is_cast, is_constant
+from lz_compile.passes.formula.axes import Size, product, shape_of
+from lz_compile.passes.formula.projections import rearranges
+from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.view import tensor_of, value_of
+from lz_compile.passes.rewriting.builder import EMITTED
+
+#: Calls that pick or repeat parts of what is given, beside pointwise and layout operations.
+_PICKS = frozenset({"select", "index_select", "narrow", "chunk", "split", "unbind", "gather", "stack", "cat", "detach"})
+
+#: ``x.detach()``, and ``x.data`` as Dynamo writes it.
+_DETACHING = frozenset({"detach", "_get_data_attr"})
+
+
+@dataclass(frozen=True)
+class Form:
+    """``weight * seed + host_weight * host``, the weights by their factors.
+
+    ``is_residual`` says that the host's weight is one, ``is_soft`` that both are shares of a softmax over two (the seed's the
+    second where it ``is_reversed``), otherwise they add up to one. ``is_isolated`` says that no gradient flows to the host.
+    ``is_strict`` says that they do so for every number, without it ``integers`` are the dtypes of sums that may wrap around.
+    ``bounds`` holds the bounded values that are read as others.
+    """
+
+    seed: fx.Node
+    host: fx.Node
+    weight: Terms
+    host_weight: Terms
+    is_residual: bool
+    is_soft: bool
+    is_isolated: bool
+    is_reversed: bool = False
+    is_strict: bool = True
+    integers: frozenset[torch.dtype] = frozenset()
+    bounds: Mapping[fx.Node, Bound] = field(default_factory=dict, compare=False)
+
+    @property
+    def factors(self) -> set[fx.Node]:
+        """Everything that the weights are made of."""
+        return {factor for terms in (self.weight, self.host_weight) for factors in terms for factor in factors}
+
+
+@dataclass
+class Forms:
+    """The blends of one graph, by a look at their terms."""
+
+    effects: Effects
+    sums: Sums
+    gates: Gates | None
+    _given: dict[fx.Node, bool] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, effects: Effects, ranks: Ranks | None) -> Forms:
+        """The forms of a graph; ``ranks`` is None where it has no order statistics."""
+        return cls(effects, Sums(effects), None if ranks is None else Gates(effects, ranks))
+
+    def at(self, node: fx.Node) -> Form | None:
+        """The blend that ends in ``node``; None where that is clearly none."""
+        call, tensor = self.effects.calls.get(node), tensor_of(node)
+        if call is None or call.name not in ANCHORS or EMITTED in node.meta or tensor is None:
+            return None
+        if not tensor.dim() or not tensor.is_floating_point() or 0 in shape_of(tensor):
+            return None
+        behind = self.sums.behind(node)
+        if not self.sums.has_product(node, behind) or not any(map(self._tells, behind)):
+            return None
+        shape, size = shape_of(tensor), product(shape_of(tensor))
+        places = {
+            self.sums.first(each): place
+            for place, each in reversed(list(enumerate(behind)))
+            if _spreads(each, shape, size) and not self.sums.is_moved(each)
+        }
+        pairs = vanishing(self.sums, node, behind, sorted(places, key=places.__getitem__))
+        found = [self._form(node, seed, host) for seed, host in pairs]
+        if not any(found) and self.sums.is_lax(behind):
+            lax = [self._form(node, seed, host, is_strict=False) for seed, host in pairs]
+            found = [form and replace(form, integers=integers_of(behind)) for form in lax]
+        forms = [form for form in found if form is not None and self._is_meant(form)]
+
+        def order(form: Form) -> tuple[bool, bool, bool, int, bool, int]:
+            near, is_small = places[form.seed] + places[form.host], not _is_row(form.seed, size)
+            return not form.is_isolated, form.is_residual, is_small, near, form.is_reversed, len(form.weight)
+
+        return min(forms, key=order, default=None)
+
+    def _tells(self, node: fx.Node) -> bool:
+        """Whether a value is what only blends are made of: a host that is detached, or a weight that is given."""
+        call = self.effects.calls.get(node)
+        if call is not None and call.name in _DETACHING:
+            return True
+        if self.gates is not None and self.gates.depends(node):
+            return True
+        picked = None if call is None else piece(self.effects, call)
+        source = None if picked is None else self.effects.calls.get(picked[0])
+        return (source is not None and source.name == "softmax") or self._is_given(node)
+
+    def _form(self, node: fx.Node, seed: fx.Node, host: fx.Node, *, is_strict: bool = True) -> Form | None:
+        terms = self.sums.of(node, (seed, host), is_lenient=not is_strict)
+        found = None if terms is None else _weights(terms, seed, host)
+        if found is None:
+            return None
+        of_seed, of_host = found
+        is_residual = _is_one(of_host)
+        shares = self._shares(of_seed, of_host)
+        is_soft = shares is not None
+        if is_residual and (not is_strict or self._are_spread(node, seed, host) or self._is_scaled(host)):
+            return None
+        if not is_residual and not is_soft and not _is_one(plus(of_seed, of_host)):
+            return None
+        if set(of_seed) == {()} and abs(of_seed[()]) == 1:  # a sum or a difference
+            return None
+        records = grad_enabled(self.effects.ambient(node))
+        wants = [records and tensor_of(each).requires_grad for each in (seed, host)]  # type: ignore[union-attr]
+        if wants == [False, True]:
+            return None
+        is_reversed = shares == (1, 0)
+        bounds = self.sums.bounds(node, (seed, host)) if is_strict else {}
+        return Form(
+            seed, host, of_seed, of_host, is_residual, is_soft, not wants[1], is_reversed, is_strict, bounds=bounds
+        )
+
+    def _are_spread(self, node: fx.Node, *operands: fx.Node) -> bool:
+        """Whether any of them is smaller than the result: then it is a factor or a summand as any other."""
+        size = product(shape_of(tensor_of(node)))  # type: ignore[arg-type]  # an anchor is a tensor
+        return not all(_is_row(each, size) for each in operands)
+
+    def _is_scaled(self, host: fx.Node) -> bool:
+        """Whether a host is another one times a weight: then that weight is the host's."""
+        terms = self.sums.of(host, ())
+        if not terms or terms == {(self.sums.first(host),): 1.0}:
+            return False
+        return bool(set.intersection(*map(set, terms)))
+
+    def _shares(self, of_seed: Terms, of_host: Terms) -> tuple[int, int] | None:
+        """Which of the two numbers of a softmax over two the weights are; None where they are no such."""
+        factors = [factor for terms in (of_seed, of_host) for factor in terms]
+        if len(of_seed) != 1 or len(of_host) != 1 or any(len(each) != 1 for each in factors):
+            return None
+        if any(number != 1 for terms in (of_seed, of_host) for number in terms.values()):
+            return None
+        picked = []
+        for (factor,) in factors:
+            call = self.effects.calls.get(factor)
+            picked.append(None if call is None else piece(self.effects, call))
+        first, second = picked
+        if first is None or second is None or first[1] != second[1] or self._differ(first[0], second[0]):
+            return None
+        source, shares = self.effects.calls.get(first[0]), tensor_of(first[0])
+        if source is None or shares is None or source.name != "softmax":
+            return None
+        is_along = source.get("dim") is not None and source.get("dim") % shares.dim() == first[1]
+        if not is_along or shape_of(shares)[first[1]] != 2 or first[2] % 2 == second[2] % 2:
+            return None
+        return first[2] % 2, second[2] % 2
+
+    def _differ(self, one: fx.Node, other: fx.Node) -> bool:
+        return self.sums.first(one) is not self.sums.first(other)
+
+    # ---- what is meant -----------------------------------------------------------------------------------------------
+
+    def _is_meant(self, form: Form) -> bool:
+        """Whether it is a blend and no other sum: a host that was detached, or weights that nothing was trained to give."""
+        records = tensor_of(form.seed).requires_grad  # type: ignore[union-attr]  # a seed is a tensor
+        if form.is_isolated and (records or not form.is_residual) and self.is_detached(form.host):
+            return True
+        if form.is_soft:
+            return True
+        if self.gates is not None and any(self.gates.depends(factor) for factor in form.factors):
+            return True
+        if not form.factors or not all(self._is_given(factor) for factor in form.factors):
+            return False
+        if not form.is_residual:
+            return True
+        size = product(shape_of(tensor_of(form.seed)))  # type: ignore[arg-type]  # a seed is a tensor
+        if any(_is_row(factor, size) for factor in form.factors):  # the product of two tensors
+            return False
+        return form.is_isolated or all(_is_number_like(each) for each in form.factors)
+
+    def is_detached(self, node: fx.Node) -> bool:
+        """Whether a value was cut off from its gradient: by ``detach``, or as ``data``."""
+        call = self.effects.calls.get(node)
+        while call is not None and (is_cast(call) or rearranges(call)):
+            if call.name == "getattr" and call.arguments.get("#1") == "data":
+                return True
+            call = self.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+        return call is not None and call.name in _DETACHING
+
+    def _is_given(self, node: fx.Node) -> bool:
+        """Whether a weight is a number or tensor that the graph is given, or a function of such: no parameter."""
+        if node not in self._given:
+            self._given[node] = False
+            self._given[node] = self._read_given(node)
+        return self._given[node]
+
+    def _read_given(self, node: fx.Node) -> bool:
+        call, value = self.effects.calls.get(node), value_of(node)
+        if isinstance(value, torch.Tensor) and (isinstance(value, torch.nn.Parameter) or value.requires_grad):
+            return False
+        if call is None:
+            return node.op in ("placeholder", "get_attr")
+        if is_constant(call) or not isinstance(value, (torch.Tensor, tuple, list)):
+            return True
+        is_plain = is_read(call) or is_cast(call) or rearranges(call) or call.name in _PICKS | CASTS | {"softmax"}
+        given = [call.input] if rearranges(call) else node.all_input_nodes  # others give no more than a shape
+        tensors = [each for each in given if isinstance(value_of(each), (torch.Tensor, tuple, list))]
+        return is_plain and all(map(self._is_given, tensors))
+
+
+def _spreads(node: fx.Node, shape: Sequence[Size], size: object) -> bool:
+    """Whether it is a tensor that is as large as a result, or is repeated to be so."""
+    tensor = tensor_of(node)
+    if tensor is None or not tensor.is_floating_point() or _is_row(node, size):
+        return tensor is not None and _is_row(node, size)
+    own = shape_of(tensor)
+    pairs = zip(reversed(own), reversed(shape), strict=False)
+    return len(own) <= len(shape) and all(one in (1, other) for one, other in pairs)
+
+
+def _is_row(node: fx.Node, size: object) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.is_floating_point() and product(shape_of(tensor)) == size
+
+
+def _is_number_like(node: fx.Node) -> bool:
+    """Whether a weight is one number, or a row of them."""
+    tensor = tensor_of(node)
+    return tensor is None or (tensor.is_floating_point() and sum(size != 1 for size in tensor.shape) <= 1)
+
+
+def _weights(terms: Terms, seed: fx.Node, host: fx.Node) -> tuple[Terms, Terms] | None:
+    """What ``seed`` and ``host`` are multiplied by, if every product holds exactly one of them, once."""
+    found: tuple[dict[tuple[fx.Node, ...], float], ...] = ({}, {})
+    for factors, number in terms.items():
+        counts = factors.count(seed), factors.count(host)
+        if counts not in ((1, 0), (0, 1)):
+            return None
+        of_host = counts == (0, 1)
+        rest = list(factors)
+        rest.remove(host if of_host else seed)
+        found[of_host][tuple(rest)] = number
+    return found if all(found) else None  # type: ignore[return-value]  # a pair
+
+
+def _is_one(terms: Terms) -> bool:
+    """Whether terms are the number one."""
+    return set(terms) == {()} and abs(terms[()] - 1.0) < NEAR

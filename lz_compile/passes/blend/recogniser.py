@@ -1,0 +1,127 @@
+"""Blends of a seed with a detached host, in all of their spellings, and margins of logits that are found by sorting.
+
+The anchor is the last operation of a sum of two products. Its terms say whether it can be a blend (:mod:`blend_form`); what
+can is read again in axes. In a graph that records gradients the host must want none; where nothing does, the weights must be
+given: what a network computed them from is a gate of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from lz_compile.passes.blend.form import Form, Forms
+from lz_compile.passes.blend.ranks import Ranks, has_ranks
+from lz_compile.passes.blend.reading import read_blend, read_margin
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import is_cast, is_pointwise
+from lz_compile.passes.formula.axes import LayoutError, Size, shape_of
+from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.builder import EMITTED
+from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+
+OP = "blend"
+#: The last operation of a margin.
+_MARGINS = frozenset({"sub", "rsub", "add", "neg"})
+#: Calls between one step of a loop and the next that are looked at.
+_REACH = 64
+
+
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+    """Every blend in ``graph``, every margin of no blend, and every blend that was refused, with the reason."""
+    ranks = Ranks(effects) if has_ranks(effects) else None
+    reader = _Reader(effects, Forms.of(effects, ranks))
+    covered: set[fx.Node] = set()
+    missed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):  # the last operation of a blend is met first
+        form = reader.forms.at(node) if node not in covered and node not in missed else None
+        is_step = form is not None and reader.is_of_recurrence(node, form)
+        found = None if form is None or is_step else attempt(OP, node, reader.blend, node, form)
+        if isinstance(found, Match):
+            covered.update(found.core)
+        if found is not None:
+            yield found
+        if is_step or isinstance(found, NearMiss):  # what it is made of is no blend of its own
+            missed.update(reader.forms.sums.behind(node))
+    for node in reversed(graph.nodes) if ranks is not None else ():
+        if node in covered or not reader.is_margin(node):
+            continue
+        margin = attempt(OP, node, reader.margin, node)
+        if isinstance(margin, Match):
+            covered.update(margin.core)
+        if margin is not None:
+            yield margin
+
+
+@dataclass
+class _Reader:
+    """Blends and margins of one graph."""
+
+    effects: Effects
+    forms: Forms
+
+    def blend(self, anchor: fx.Node, form: Form) -> Match | NearMiss | None:
+        """The blend that ends in ``anchor``, or what stands in its way; None where it is none."""
+        try:
+            emitter, core, read = read_blend(self.effects, self.forms, anchor, form)
+        except RefusedError as refusal:
+            return _missed(anchor, refusal)
+        except MutatedError as error:
+            return _missed(anchor, RefusedError("OPERAND_MUTATED", f"a value is {error}", "use its out-of-place form"))
+        except LayoutError:
+            return None
+        return emitter.match(OP, core, read)
+
+    def is_of_recurrence(self, anchor: fx.Node, form: Form) -> bool:
+        """Whether a sum follows, by pointwise operations, from that of another step of the same loop, and detaches nothing.
+
+        A membrane that leaks and resets, a moving average or a running softmax weigh what they hold; they blend no branches.
+        """
+        if self.forms.is_detached(form.host):
+            return False
+        directions = (lambda node: node.all_input_nodes), (lambda node: list(node.users))
+        return any(self.forms.at(node) for each in directions for node in _alike(self.effects, anchor, each))
+
+    def is_margin(self, node: fx.Node) -> bool:
+        """Whether a value is computed from two order statistics by its last operation."""
+        call, tensor = self.effects.calls.get(node), tensor_of(node)
+        gates = self.forms.gates
+        if call is None or gates is None or tensor is None or call.is_inplace or EMITTED in node.meta:
+            return False
+        return call.name in _MARGINS and gates.depends(node)
+
+    def margin(self, anchor: fx.Node) -> Match | None:
+        """The margin that ends in ``anchor``; None where it is none, or not a margin alone."""
+        try:
+            emitter, core, read = read_margin(self.effects, self.forms, anchor)
+        except (RefusedError, MutatedError, LayoutError):  # the values that were sorted are wanted themselves
+            return None
+        return emitter.match(OP, core, read)
+
+
+def _alike(effects: Effects, anchor: fx.Node, neighbours: Callable[[fx.Node], list[fx.Node]]) -> Iterator[fx.Node]:
+    """Calls like this one, of the same source line and shape, that are reached through pointwise operations."""
+    name, where = effects.calls[anchor].name, where_of(anchor)  # type: ignore[union-attr]  # an anchor is a call
+    seen, queue = {anchor}, neighbours(anchor)
+    while queue and len(seen) < _REACH:
+        node = queue.pop(0)
+        call = effects.calls.get(node)
+        passes = call is not None and (is_pointwise(call) or is_cast(call) or layout.is_view(call))
+        if node in seen or call is None or not passes:
+            continue
+        if call.name == name and where_of(node) == where and _shape(node) == _shape(anchor):
+            yield node
+        seen.add(node)
+        queue += neighbours(node)
+
+
+def _shape(node: fx.Node) -> tuple[Size, ...] | None:
+    tensor = tensor_of(node)
+    return None if tensor is None else shape_of(tensor)
+
+
+def _missed(anchor: fx.Node, refusal: RefusedError) -> NearMiss:
+    return NearMiss(OP, anchor, refusal.reason, refusal.edit, where_of(anchor))

@@ -1,1 +1,0 @@
-"""Blends of a host with a seed, by their coefficients."""

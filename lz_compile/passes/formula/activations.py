@@ -1,0 +1,260 @@
+"""Activation functions by what they compute: an expression is an activation if it has its values.
+
+``x * sigmoid(x)``, ``x / (1 + exp(-x))`` and ``F.silu(x)`` have the same values at every point, so they are one function;
+no list of spellings is kept. Values are compared in float64 at points that are dense where activations bend and that reach
+far to both sides, where clamps show.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, reduce
+from typing import Any
+
+import sympy
+import torch
+
+from lz_compile.lowering.ops.mlp import ACTIVATIONS
+from lz_compile.passes.formula.algebra import Region, is_cast, is_pointwise, number
+from lz_compile.passes.formula.axes import Dims, shape_of
+from lz_compile.passes.graph.view import Call, tensor_of
+
+#: Stay unevaluated in expressions: ``max(x, c)``, ``min(x, c)``, ``1 if x > y else 0`` and ``a if c else b``.
+AT_LEAST = sympy.Function("at_least")
+AT_MOST = sympy.Function("at_most")
+ABOVE = sympy.Function("above")
+CHOICE = sympy.Function("choice")
+
+#: Values differ where they differ by more than this, relative to their size: constants in sources have few digits.
+TOLERANCE = 1e-6
+_REACH = 12.0
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def points() -> torch.Tensor:
+    """Where functions are compared, in float64: none of them zero, where a choice between two equal values is free."""
+    near = torch.linspace(-_REACH, _REACH, 44, dtype=torch.float64, device="cpu")
+    bends = [sign * 10.0**power for sign in (-1, 1) for power in (-3, -2, -1)]
+    far = [sign * size for sign in (-1, 1) for size in (31.0, 257.0, 3e3, 7e4)]
+    return torch.cat([near, torch.tensor([*bends, *far], dtype=torch.float64, device="cpu")])
+
+
+@cache
+def _table() -> Mapping[str, torch.Tensor]:
+    """The values of every activation."""
+    return {name: function(points()) for name, function in ACTIVATIONS.items()}
+
+
+def evaluate(expression: sympy.Expr, values: Mapping[sympy.Symbol, Any]) -> Any:
+    """The value of an expression, each symbol a float64 tensor or a number.
+
+    Raises:
+        LookupError: it holds a symbol without a value, or a function that is none of one value.
+    """
+    if expression.is_Symbol:
+        return values[expression]
+    if not expression.args:
+        return float(expression)
+    operands = [evaluate(argument, values) for argument in expression.args]
+    if isinstance(expression, sympy.Add):
+        return reduce(operator.add, operands)
+    if isinstance(expression, sympy.Mul):
+        return reduce(operator.mul, operands)
+    function = _TORCH.get(expression.func)
+    if function is None:
+        raise LookupError(f"no value for {expression.func}")
+    return function(*(_tensor(operand) for operand in operands))
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+_TORCH: Mapping[Any, Callable[..., torch.Tensor]] = {
+    sympy.Pow: torch.pow,
+    sympy.exp: torch.exp,
+    sympy.log: torch.log,
+    sympy.tanh: torch.tanh,
+    sympy.erf: torch.erf,
+    sympy.Abs: torch.abs,
+    AT_LEAST: torch.maximum,
+    AT_MOST: torch.minimum,
+    ABOVE: lambda x, y: (x > y).double(),
+    CHOICE: lambda c, a, b: torch.where(c != 0, a, b),
+}
+
+
+def agree(first: Any, second: torch.Tensor, where: torch.Tensor | None = None) -> bool:
+    """Whether values are equal. A value that overflows on its way may be anything, where ``where`` (the point) is far."""
+    first = _tensor(first).expand(second.shape)
+    near = (first - second).abs() <= TOLERANCE * (1 + second.abs())
+    if where is not None:
+        near |= ~first.isfinite() & (where.abs() > _REACH)
+    return bool(near.all())
+
+
+def name_of_values(values: Any, limits: Iterable[float] = ()) -> tuple[str, float | None] | None:
+    """The activation that has these values at :func:`points`, and the one of ``limits`` that its argument is held to."""
+    for name, known in _table().items():
+        if agree(values, known, points()):
+            return name, None
+    for limit in limits:
+        for name, function in ACTIVATIONS.items():
+            if agree(values, function(points().clamp(max=limit)), points()):
+                return name, limit
+    return None
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+Rule = Callable[[Region, Call, Dims], "sympy.Expr | None"]
+
+
+def _sigmoid(x: sympy.Expr) -> sympy.Expr:
+    return 1 / (1 + sympy.exp(-x))
+
+
+def _relu(x: sympy.Expr) -> sympy.Expr:
+    return AT_LEAST(x, sympy.S.Zero)
+
+
+def _softplus(x: sympy.Expr) -> sympy.Expr:
+    return AT_LEAST(x, sympy.S.Zero) + sympy.log(1 + sympy.exp(-sympy.Abs(x)))
+
+
+def _ndtr(x: sympy.Expr) -> sympy.Expr:
+    return (1 + sympy.erf(x / math.sqrt(2.0))) / 2
+
+
+def _of_one(function: Callable[[sympy.Expr], sympy.Expr]) -> Rule:
+    return lambda region, call, dims: function(region.operand(call, "input", dims))
+
+
+def _gelu(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    x = region.operand(call, "input", dims)
+    if call.get("approximate", "none") == "none":
+        return x * _ndtr(x)
+    return x * (1 + sympy.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def _softplus_call(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+    if call.get("beta", 1) != 1 or call.get("threshold", 20) < 20:
+        return None
+    return _softplus(region.operand(call, "input", dims))
+
+
+def _elu(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    x, alpha = region.operand(call, "input", dims), number(call.get("alpha", 1.0))
+    return _relu(x) + alpha * (sympy.exp(AT_MOST(x, sympy.S.Zero)) - 1)
+
+
+def _leaky_relu(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    x = region.operand(call, "input", dims)
+    return _relu(x) + number(call.get("negative_slope", 0.01)) * AT_MOST(x, sympy.S.Zero)
+
+
+def _threshold(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    x, floor, otherwise = (region.operand(call, name, dims) for name in ("input", "threshold", "value"))
+    return CHOICE(ABOVE(x, floor), x, otherwise)
+
+
+def _bounded(low: str, high: str, defaults: tuple[float | None, float | None]) -> Rule:
+    """``max(x, low)`` and ``min(x, high)``, each where it is given."""
+
+    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+        x = region.operand(call, "input", dims)
+        for name, default, function in ((low, defaults[0], AT_LEAST), (high, defaults[1], AT_MOST)):
+            if call.get(name, default) is not None:
+                bound = region.operand(call, name, dims) if name in call.arguments else number(default)
+                x = function(x, bound)
+        return x
+
+    return rule
+
+
+def _extremum(function: Any, name: str) -> Rule:
+    """``maximum(x, y)``, and ``max(x, y)`` with a tensor where a dimension may stand."""
+
+    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+        other = call.get(name, call.get("other"))
+        if tensor_of(other) is None:
+            return None
+        given = name if call.get(name) is not None else "other"
+        return function(region.operand(call, "input", dims), region.operand(call, given, dims))
+
+    return rule
+
+
+def _comparison(is_swapped: bool) -> Rule:
+    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+        first, second = (region.operand(call, name, dims) for name in ("input", "other"))
+        return ABOVE(second, first) if is_swapped else ABOVE(first, second)
+
+    return rule
+
+
+def _where(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+    if call.get("input") is None or call.get("other") is None:
+        return None
+    return CHOICE(*(region.operand(call, name, dims) for name in ("condition", "input", "other")))
+
+
+def _masked_fill(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    return CHOICE(*(region.operand(call, name, dims) for name in ("mask", "value", "input")))
+
+
+#: How calls are read here, beside those that every region reads. What bends is an activation or part of one.
+BENDS: Mapping[str, Rule] = {
+    "sigmoid": _of_one(_sigmoid),
+    "logsigmoid": _of_one(lambda x: -_softplus(-x)),
+    "silu": _of_one(lambda x: x * _sigmoid(x)),
+    "gelu": _gelu,
+    "mish": _of_one(lambda x: x * sympy.tanh(_softplus(x))),
+    "hardswish": _of_one(lambda x: x * AT_MOST(_relu(x + 3), sympy.Integer(6)) / 6),
+    "hardsigmoid": _of_one(lambda x: AT_MOST(_relu(x + 3), sympy.Integer(6)) / 6),
+    "relu": _of_one(_relu),
+    "relu6": _of_one(lambda x: AT_MOST(_relu(x), sympy.Integer(6))),
+    "softplus": _softplus_call,
+    "elu": _elu,
+    "leaky_relu": _leaky_relu,
+    "threshold": _threshold,
+    "erf": _of_one(sympy.erf),
+    "erfc": _of_one(lambda x: 1 - sympy.erf(x)),
+    "ndtr": _of_one(_ndtr),
+    "expm1": _of_one(lambda x: sympy.exp(x) - 1),
+    "log1p": _of_one(lambda x: sympy.log(1 + x)),
+    "abs": _of_one(sympy.Abs),
+    "clamp": _bounded("min", "max", (None, None)),
+    "clamp_min": _bounded("min", "max", (None, None)),
+    "clamp_max": _bounded("min", "max", (None, None)),
+    "hardtanh": _bounded("min_val", "max_val", (-1.0, 1.0)),
+    "maximum": _extremum(AT_LEAST, "other"),
+    "minimum": _extremum(AT_MOST, "other"),
+    "max": _extremum(AT_LEAST, "dim"),
+    "min": _extremum(AT_MOST, "dim"),
+    "where": _where,
+    "masked_fill": _masked_fill,
+    **dict.fromkeys(("gt", "ge"), _comparison(is_swapped=False)),
+    **dict.fromkeys(("lt", "le"), _comparison(is_swapped=True)),
+}
+#: Those of every region that bend as well.
+_OWN_BENDS = frozenset({"tanh", "exp", "exp2"})
+
+
+def bends(call: Call) -> bool:
+    """Whether a call is no polynomial of its operands."""
+    return call.name in BENDS or call.name in _OWN_BENDS
+
+
+def is_read(call: Call) -> bool:
+    """Whether a call is pointwise and has a reading."""
+    tensor, source = tensor_of(call.node), tensor_of(call.input)
+    if tensor is None or (call.name in ("max", "min") and tensor_of(call.get("dim", call.get("other"))) is None):
+        return False
+    if call.name in BENDS or (is_pointwise(call) and not is_cast(call)):
+        return True
+    return is_cast(call) and source is not None and shape_of(source) == shape_of(tensor)

@@ -1,0 +1,200 @@
+"""Sums of products with named axes: ``matmul``, ``@``, ``bmm``, ``baddbmm``, ``linear``, ``einsum``, multiply-and-sum.
+
+Given the axes of a result, :func:`read` tells the axes of both factors and the axes summed over. Which spelling it was,
+which operand came first and how either was transposed does not show in the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import sympy
+from torch import fx
+
+from lz_compile.passes.formula.axes import Axis, Dims, Shape, broadcast_from, shape_of
+from lz_compile.passes.graph.effects import MutatedError
+from lz_compile.passes.graph.view import Call, tensor_of
+
+if TYPE_CHECKING:
+    from lz_compile.passes.formula.algebra import Region
+
+#: Names of calls that are contractions by themselves (a ``sum`` is one when its input is a product).
+PRODUCTS = frozenset({"matmul", "bmm", "mm", "baddbmm", "addmm", "linear", "einsum", "inner", "mv", "dot"})
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One side of a contraction: the tensor as it enters, and the axes of its dimensions."""
+
+    node: fx.Node
+    dims: Dims
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """``coefficient * sum over summed (left * right) + weight * addend``.
+
+    ``dims`` are the axes of the result; ``addend`` is ``(node, dims, weight)`` where the call adds a tensor.
+    """
+
+    call: Call
+    dims: Dims
+    left: Factor
+    right: Factor
+    summed: tuple[Axis, ...]
+    coefficient: sympy.Expr = sympy.S.One
+    addend: tuple[fx.Node, Dims, sympy.Expr] | None = None
+
+
+def read(region: Region, call: Call, dims: Dims) -> Contraction | None:
+    """The contraction that ``call`` computes, given the axes of its result; None where it is none."""
+    if call.name == "einsum":
+        return _einsum(region, call, dims)
+    if call.name == "sum":
+        return _multiply_sum(region, call, dims)
+    names = {"baddbmm": ("batch1", "batch2"), "addmm": ("batch1", "batch2"), "linear": ("input", "weight")}
+    left, right = (call.get(name) for name in names.get(call.name, ("input", "other")))
+    if tensor_of(left) is None or tensor_of(right) is None:
+        return None
+    left, right = region.seen_by(call.node, left), region.seen_by(call.node, right)
+    if call.name == "linear":
+        return _linear(call, dims, left, right)
+    if call.name in ("inner", "mv", "dot"):
+        return None
+    product = _matmul(call, dims, left, right)
+    return _with_addend(region, call, dims, product) if call.name in ("baddbmm", "addmm") else product
+
+
+def _matmul(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Contraction | None:
+    left_shape, right_shape = shape_of(tensor_of(left)), shape_of(tensor_of(right))  # type: ignore[arg-type]
+    if len(left_shape) < 2 or len(right_shape) < 2:
+        return None
+    summed = () if left_shape[-1] == 1 else (Axis(left_shape[-1]),)
+    batch = dims[:-2]
+    left_dims = (*broadcast_from(batch, left_shape[:-2]), dims[-2], summed)
+    right_dims = (*broadcast_from(batch, right_shape[:-2]), summed, dims[-1])
+    return Contraction(call, dims, Factor(left, left_dims), Factor(right, right_dims), summed)
+
+
+def _with_addend(region: Region, call: Call, dims: Dims, product: Contraction | None) -> Contraction | None:
+    added = call.input
+    if product is None or tensor_of(added) is None:
+        return None
+    weight, coefficient = region.scalar(call.get("beta", 1)), region.scalar(call.get("alpha", 1))
+    added_dims = broadcast_from(dims, shape_of(tensor_of(added)))  # type: ignore[arg-type]
+    if weight == 0:
+        region.interior.setdefault(added, added_dims)
+    addend = None if weight == 0 else (added, added_dims, weight)
+    return Contraction(call, dims, product.left, product.right, product.summed, coefficient, addend)
+
+
+def _linear(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Contraction | None:
+    if call.get("bias") is not None or len(shape_of(tensor_of(right))) != 2:  # type: ignore[arg-type]
+        return None
+    size = shape_of(tensor_of(left))[-1]  # type: ignore[arg-type]
+    summed = () if size == 1 else (Axis(size),)
+    return Contraction(call, dims, Factor(left, (*dims[:-1], summed)), Factor(right, (dims[-1], summed)), summed)
+
+
+def _einsum(region: Region, call: Call, dims: Dims) -> Contraction | None:
+    equation, operands = call.input, [value for name, value in call.arguments.items() if name != "input"]
+    if not isinstance(equation, str):
+        return None
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    if len(operands) != 2 or any(tensor_of(operand) is None for operand in operands):
+        return None
+    factors = [region.seen_by(call.node, operand) for operand in operands]
+    shapes = [shape_of(tensor_of(factor)) for factor in factors]  # type: ignore[arg-type]
+    labels, result = _parse(equation, [len(shape) for shape in shapes])
+    if any(len(set(label)) != len(label) for label in labels) or len(result) != len(dims):
+        return None
+    axes: dict[str, tuple[Axis, ...]] = {label: dim for label, dim in zip(result, dims, strict=True) if dim}
+    summed: list[Axis] = []
+    for names, shape in zip(labels, shapes, strict=True):
+        for name, size in zip(names, shape, strict=True):
+            if name not in axes and name not in result and size != 1:
+                axes[name] = (Axis(size),)
+                summed.extend(axes[name])
+    placed = [
+        tuple(() if size == 1 else axes[name] for name, size in zip(names, shape, strict=True))
+        for names, shape in zip(labels, shapes, strict=True)
+    ]
+    left, right = (Factor(factor, factor_dims) for factor, factor_dims in zip(factors, placed, strict=True))
+    return Contraction(call, dims, left, right, tuple(summed))
+
+
+def _parse(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[str]]:
+    """Labels per operand and of the result; the dims of an ellipsis are labelled ``.0``, ``.1``, ... from the right."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    labels = [_labels(term, rank) for term, rank in zip(terms, ranks, strict=True)]
+    if not arrow:
+        plain = [label for term in labels for label in term if not label.startswith(".")]
+        output = "..." * ("..." in inputs) + "".join(sorted(label for label in set(plain) if plain.count(label) == 1))
+    hidden = max((sum(label.startswith(".") for label in term) for term in labels), default=0)
+    return labels, _labels(output, len(output.replace("...", "")) + (hidden if "..." in output else 0))
+
+
+def _labels(term: str, rank: int) -> list[str]:
+    head, dots, tail = term.partition("...")
+    count = rank - len(head) - len(tail)
+    return list(head) + ([f".{count - 1 - i}" for i in range(count)] if dots else []) + list(tail)
+
+
+def is_product_sum(region: Region, call: Call) -> bool:
+    """Whether a ``sum`` adds up products of two tensors (a quick look; :func:`read` decides)."""
+    source = region.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+    return source is not None and _is_product(source)
+
+
+def _is_product(call: Call) -> bool:
+    return call.name == "mul" and tensor_of(call.input) is not None and tensor_of(call.get("other")) is not None
+
+
+def _multiply_sum(region: Region, call: Call, dims: Dims) -> Contraction | None:
+    """``(a[..., None, :] * b[..., None, :, :]).sum(-1)``."""
+    if call.get("dtype") is not None:
+        return None
+    inner = reduction_dims(call, dims)
+    if inner is None:
+        return None
+    source, summed = inner
+    product = region.effects.calls[region.seen_by(call.node, call.input)]
+    if product is None or product.is_inplace or not _is_product(product):
+        return None
+    if region.effects.is_opaque(product.node, call.node):
+        raise MutatedError(product.node)
+    factors: list[Factor] = []
+    for name in ("input", "other"):
+        node = region.seen_by(product.node, product.get(name))
+        factors.append(Factor(node, broadcast_from(source, shape_of(tensor_of(node)))))  # type: ignore[arg-type]
+    region.interior.setdefault(product.node, source)
+    return Contraction(call, dims, factors[0], factors[1], summed)
+
+
+def reduction_dims(
+    call: Call, dims: Dims, summed: tuple[Axis, ...] | None = None
+) -> tuple[Dims, tuple[Axis, ...]] | None:
+    """The dims of a reduction's input, with new axes (or the given ones) for the reduced dimensions, and those axes."""
+    tensor = tensor_of(call.input)
+    reduced = call.get("dim")
+    if tensor is None or reduced is None:
+        return None
+    shape: Shape = shape_of(tensor)
+    positions = {d % len(shape) for d in (reduced if isinstance(reduced, (tuple, list)) else (reduced,))}
+    if summed is not None and len(positions) != 1:
+        return None
+    kept = iter(dims if not call.get("keepdim", False) else [d for i, d in enumerate(dims) if i not in positions])
+    source: list[Any] = []
+    new: list[Axis] = []
+    for position, size in enumerate(shape):
+        if position not in positions:
+            source.append(next(kept))
+            continue
+        axes = summed if summed is not None else (() if size == 1 else (Axis(size),))
+        source.append(axes)
+        new.extend(axes)
+    return tuple(source), tuple(new)

@@ -1,0 +1,267 @@
+"""Layout operations read backwards: from the axes of a result to the axes of its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.passes.formula.axes import (
+    Dims,
+    LayoutError,
+    Shape,
+    Size,
+    atoms,
+    broadcast_from,
+    product,
+    regroup,
+    shape_of,
+    take,
+)
+from lz_compile.passes.graph.view import Call, read, tensor_of, value_of
+
+Reader = Callable[[Call, Shape, Dims], Dims]
+
+
+def _wrap(dim: int, rank: int) -> int:
+    return dim + rank if dim < 0 else dim
+
+
+def _permuted(order: tuple[int, ...], dims: Dims) -> Dims:
+    source = [()] * len(order)  # type: list[tuple[Any, ...]]
+    for position, origin in enumerate(order):
+        source[_wrap(origin, len(order))] = dims[position]
+    return tuple(source)
+
+
+def _transpose(call: Call, shape: Shape, dims: Dims) -> Dims:
+    rank = len(shape)
+    first, second = _wrap(call.get("dim0"), rank), _wrap(call.get("dim1"), rank)
+    swapped = list(dims)
+    swapped[first], swapped[second] = swapped[second], swapped[first]
+    return tuple(swapped)
+
+
+def _matrix_transpose(_call: Call, _shape: Shape, dims: Dims) -> Dims:
+    return (*dims[:-2], dims[-1], dims[-2]) if len(dims) > 1 else dims
+
+
+def _reverse(_call: Call, _shape: Shape, dims: Dims) -> Dims:
+    return dims[::-1]
+
+
+def _permute(call: Call, _shape: Shape, dims: Dims) -> Dims:
+    order = call.get("dims") or call.positional()
+    return _permuted(tuple(order), dims)
+
+
+def _movedim(call: Call, shape: Shape, dims: Dims) -> Dims:
+    rank = len(shape)
+    source, destination = call.get("source"), call.get("destination")
+    sources = [_wrap(d, rank) for d in (source if isinstance(source, (tuple, list)) else (source,))]
+    targets = [_wrap(d, rank) for d in (destination if isinstance(destination, (tuple, list)) else (destination,))]
+    placed = dict(zip(targets, sources, strict=True))
+    others = iter(d for d in range(rank) if d not in sources)
+    order = tuple(placed[position] if position in placed else next(others) for position in range(rank))
+    return _permuted(order, dims)
+
+
+def _regroup(_call: Call, shape: Shape, dims: Dims) -> Dims:
+    return regroup((axis for dim in dims for axis in dim), shape)
+
+
+def _expand(_call: Call, shape: Shape, dims: Dims) -> Dims:
+    return broadcast_from(dims, shape)
+
+
+def _same(_call: Call, _shape: Shape, dims: Dims) -> Dims:
+    return dims
+
+
+def _unsqueeze(call: Call, shape: Shape, dims: Dims) -> Dims:
+    position = _wrap(call.get("dim"), len(shape) + 1)
+    return dims[:position] + dims[position + 1 :]
+
+
+def _squeeze(_call: Call, shape: Shape, dims: Dims) -> Dims:
+    return _regroup(_call, shape, dims)
+
+
+def _repeat_interleave(call: Call, shape: Shape, dims: Dims) -> Dims:
+    repeats, dim = call.get("repeats"), call.get("dim")
+    if shape_of_symbol(value_of(repeats)) is None or not isinstance(dim, int):
+        raise LayoutError("repeat_interleave by a tensor or without a dim")
+    position = _wrap(dim, len(shape))
+    kept = take(list(atoms(dims[position])), shape[position])
+    return (*dims[:position], kept, *dims[position + 1 :])
+
+
+def _repeat(call: Call, shape: Shape, dims: Dims) -> Dims:
+    source = []
+    for dim, size in zip(dims[len(dims) - len(shape) :], shape, strict=True):
+        queue = list(atoms(dim))
+        take(queue, _exact(product(axis.size for axis in queue), size))
+        source.append(tuple(queue))
+    return tuple(source)
+
+
+def _exact(total: Any, size: Any) -> Any:
+    repeats = total // size if isinstance(total, int) and isinstance(size, int) else total / size
+    if repeats * size != total:
+        raise LayoutError(f"{size} does not divide {total}")
+    return repeats
+
+
+def _getitem(call: Call, shape: Shape, dims: Dims) -> Dims:
+    index = call.arguments.get("#1")
+    items = list(index) if isinstance(index, tuple) else [index]
+    named = sum(1 for item in items if item is not None and item is not Ellipsis)
+    if Ellipsis in [item for item in items if not isinstance(item, fx.Node)]:
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (len(shape) - named)
+    source: list[Any] = []
+    position = 0
+    for item in items:
+        if item is None:
+            position += 1
+        elif isinstance(item, slice) and _is_whole(item, shape[len(source)]):
+            source.append(dims[position])
+            position += 1
+        else:
+            raise LayoutError("an index that selects")
+    return (*source, *dims[position:])
+
+
+def _is_whole(item: slice, size: Any) -> bool:
+    stop = item.stop
+    if isinstance(stop, fx.Node):
+        value = stop.meta.get("example_value")
+        stop = shape_of_symbol(value)
+    covers = stop is None or stop == size or (isinstance(stop, int) and isinstance(size, int) and stop >= size)
+    return item.start in (None, 0) and item.step in (None, 1) and covers
+
+
+def shape_of_symbol(value: Any) -> Any:
+    """The extent that a symbolic integer stands for, None for anything else."""
+    if isinstance(value, torch.SymInt):
+        expr = value.node.expr
+        return int(expr) if expr.is_Integer else expr
+    return value if isinstance(value, int) else None
+
+
+_READERS: Mapping[str, Reader] = {
+    "transpose": _transpose,
+    "t": _matrix_transpose,
+    "mT": _matrix_transpose,
+    "T": _reverse,
+    "permute": _permute,
+    "movedim": _movedim,
+    "view": _regroup,
+    "reshape": _regroup,
+    "flatten": _regroup,
+    "unflatten": _regroup,
+    "ravel": _regroup,
+    "view_as": _regroup,
+    "reshape_as": _regroup,
+    "expand": _expand,
+    "expand_as": _expand,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "repeat_interleave": _repeat_interleave,
+    "repeat": _repeat,
+    "tile": _repeat,
+    "contiguous": _same,
+    "clone": _same,
+    "alias": _same,
+    "positive": _same,
+    "getitem": _getitem,
+}
+
+#: Operations whose arguments hold extents; re-running them at other sizes needs new ones.
+SIZED = frozenset(
+    {
+        "view",
+        "reshape",
+        "unflatten",
+        "expand",
+        "repeat",
+        "tile",
+        "repeat_interleave",
+        "view_as",
+        "reshape_as",
+        "expand_as",
+    }
+)
+
+
+def is_view(call: Call) -> bool:
+    """Whether the call only rearranges, and its result may share memory with its input."""
+    return call.name in _READERS and call.name not in ("contiguous", "clone", "repeat", "tile", "repeat_interleave")
+
+
+def stride_order(strides: Sequence[Size]) -> tuple[list[int], list[int]]:
+    """The dimensions from the farthest to the nearest step in memory, and the order that takes a tensor back from there."""
+    order = sorted(range(len(strides)), key=lambda dim: -_number(strides[dim]))
+    return order, [order.index(dim) for dim in range(len(strides))]
+
+
+def _number(stride: Size) -> int:
+    """A stride, or what it is where every symbol is large: to be compared, which must add no guard."""
+    if isinstance(stride, int):
+        return stride
+    return int(stride.xreplace(dict.fromkeys(stride.free_symbols, sympy.Integer(8192))))
+
+
+def is_returned(node: fx.Node) -> bool:
+    """Whether a tensor, or one that may be a view of it, leaves the graph."""
+    stack, seen = [node], {node}
+    while stack:
+        for user in stack.pop().users:
+            call = read(user)
+            if user.op == "output":
+                return True
+            if user not in seen and call is not None and (call.is_inplace or rearranges(call)):
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def rearranges(call: Call) -> bool:
+    """Whether the call is a layout operation by its name."""
+    return call.name in _READERS or call.name == "getattr"
+
+
+def read_input_dims(call: Call, dims: Dims) -> Dims | None:
+    """The dims of ``call.input`` where ``call`` only rearranges, given the dims of its result; None where it does more.
+
+    Raises:
+        LayoutError: it rearranges, but the axes do not factor.
+    """
+    source = tensor_of(call.input)
+    if source is None:
+        return None
+    name = call.name
+    if name == "getattr" and call.arguments.get("#1") in ("mT", "T"):
+        name = str(call.arguments["#1"])
+    reader = _READERS.get(name)
+    is_cast = name == "view" and any(isinstance(value, torch.dtype) for value in call.arguments.values())
+    if reader is None or is_cast or call.is_inplace:  # in place, the input's shape is no longer known
+        return None
+    if name == "getitem" and not _indexes_layout(call):
+        return None
+    return reader(call, shape_of(source), dims)
+
+
+def _indexes_layout(call: Call) -> bool:
+    """Whether a getitem only inserts dimensions and keeps whole ones."""
+    source = tensor_of(call.input)
+    if source is None:
+        return False
+    try:
+        _getitem(call, shape_of(source), tuple(() for _ in range(source.dim() + 8)))
+    except (LayoutError, IndexError):
+        return False
+    return True

@@ -1,0 +1,417 @@
+"""Statistics of rows as polynomials in moments: what a mean, a sum of squares, a variance or a norm says of one tensor.
+
+Over the axes that are reduced, with ``x`` the tensor, ``M1`` is the mean of ``x`` and ``M2`` the mean of its squares. Every
+reduction of a polynomial in ``x`` is a polynomial in these: ``mean((x - mean(x)) ** 2)``, ``var(x)`` and
+``mean(x * x) - mean(x) ** 2`` are all ``M2 - M1 ** 2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.passes.formula import contraction, layout
+from lz_compile.passes.formula.algebra import Leaf, Region, is_cast, is_constant, is_pointwise, tidy
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of, product, regroup, shape_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call, tensor_of, value_of
+from lz_compile.passes.rewriting.match import RefusedError
+
+ROW = sympy.Symbol("row", real=True)
+MEAN = sympy.Symbol("mean", real=True)
+MEAN_SQUARE = sympy.Symbol("mean_square", positive=True)
+#: ``max(value, floor)``, unevaluated.
+AT_LEAST = sympy.Function("at_least")
+
+_BY_DEGREE = (sympy.S.One, MEAN, MEAN_SQUARE)
+_HALF = sympy.Rational(1, 2)
+#: How deep statistics may depend on statistics: a variance on a mean.
+_NESTED = 2
+#: How many operations may lie between a weight as it is given and its use.
+_DEPTH = 4
+#: How many operations may lie between a row and what is computed from it.
+_CHAIN = 40
+
+
+@dataclass
+class Moments:
+    """Reads expressions in one row, the tensor ``source``.
+
+    ``region`` holds what is read, up to ``edge``; ``dims`` are the axes of ``source`` in the result that was read first,
+    ``reduced`` those of them that all statistics reduce, ``squared`` the nodes that hold second moments.
+    """
+
+    effects: Effects
+    source: fx.Node
+    dims: Dims = ()
+    reduced: tuple[Axis, ...] = ()
+    squared: list[fx.Node] = field(default_factory=list)
+    _depth: int = 0
+
+    def __post_init__(self) -> None:
+        self.edge = Edge(self.effects, self.source)
+        self.region = Region(self.effects, expand_masks=True, stops=self.edge, functions=FUNCTIONS)
+
+    def read(self, node: fx.Node, dims: Dims) -> sympy.Expr:
+        """The value of ``node`` in :data:`ROW`, its moments and other leaves.
+
+        Raises:
+            RefusedError: a reduction of the source has no reading in moments.
+            LayoutError: the layout has no exact form in axes.
+        """
+        expression = self.region.express(node, dims)
+        symbols = sorted(expression.free_symbols & self.region.leaves.keys(), key=str)
+        own = [symbol for symbol in symbols if self.region.leaves[symbol].node is self.source]
+        whole = [symbol for symbol in symbols if self._is_whole(self.region.leaves[symbol])]
+        if len(own) + len(whole) > 1:
+            raise RefusedError("ROWS_DIFFER", "it is computed from several places of one tensor", "use one layout")
+        if not own and not whole:
+            return expression
+        self.dims = self.region.leaves[(own or whole)[0]].dims
+        return self._normal(expression.xreplace(dict.fromkeys(own, ROW)))
+
+    def _is_whole(self, leaf: Leaf) -> bool:
+        """Whether a leaf is a call that normalises the source by itself."""
+        call = self.region.effects.calls.get(leaf.node)
+        if call is None or call.name not in CALLS:
+            return False
+        return call.input is self.source or behind_casts(self.effects, call.input) is self.source
+
+    def _normal(self, expression: sympy.Expr) -> sympy.Expr:
+        """The expression with every statistic of the source in moments, and half powers as such."""
+        found = {}
+        for symbol in sorted(expression.free_symbols & self.region.leaves.keys(), key=str):
+            value = self._statistic(self.region.leaves[symbol])
+            if value is not None:
+                found[symbol] = value
+            size = self._size(self.region.leaves[symbol])
+            if size is not None:
+                found[symbol] = size
+        expression = expression.xreplace(found) if found else expression
+        return halves(expression)
+
+    def _size(self, leaf: Leaf) -> sympy.Expr | None:
+        """What a symbolic size is by the symbols of torch, in which the extents of axes are, too."""
+        size = value_of(leaf.node)
+        return size.node.expr if isinstance(size, torch.SymInt) else None
+
+    def by_leaves(self, expression: sympy.Expr) -> sympy.Expr:
+        """The expression with every symbol of a size as the graph's own input of that size.
+
+        Raises:
+            RefusedError: the graph has no such input.
+        """
+        found = {}
+        for symbol in sorted(expression.free_symbols - self.region.leaves.keys(), key=str):
+            node = next((node for node in self.source.graph.nodes if _is_size(node, symbol)), None)
+            if node is None:
+                raise RefusedError("SIZE_UNKNOWN", f"the result depends on the size {symbol}", "give it as a number")
+            found[symbol] = self.region.leaf(node, ())
+        return expression.xreplace(found) if found else expression
+
+    def _statistic(self, leaf: Leaf) -> sympy.Expr | None:
+        """The moments that a leaf is, None where it is no statistic of the source."""
+        call = self.region.effects.calls.get(leaf.node)
+        if call is not None and call.name == "getitem":
+            return self._of_pair(call, leaf)
+        if call is not None and self._is_whole(leaf):
+            return CALLS[call.name](self, call, leaf.dims)
+        reader = None if call is None else _REDUCTIONS.get(call.name)
+        if reader is None or call is None or not self.edge.depends(call.node):
+            return None
+        if self._depth == _NESTED:
+            raise RefusedError("NO_NORM", "statistics of what was normalised already", "read each norm by itself")
+        self._depth += 1
+        try:
+            return reader(self, call, leaf.dims)
+        finally:
+            self._depth -= 1
+
+    def _of_pair(self, call: Call, leaf: Leaf) -> sympy.Expr | None:
+        """``torch.var_mean(x)[0]`` and the like."""
+        source = self.region.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+        index = call.arguments.get("#1")
+        if source is None or source.name not in ("var_mean", "std_mean") or index not in (0, 1):
+            return None
+        if not self.edge.depends(source.node):
+            return None
+        reader = _REDUCTIONS["mean" if index else source.name.partition("_")[0]]
+        self.region.interior.setdefault(source.node, leaf.dims)
+        return reader(self, source, leaf.dims)
+
+    # ---- reductions ---------------------------------------------------------------------------------------------
+
+    def inner(self, call: Call, dims: Dims) -> tuple[sympy.Expr, sympy.Expr]:
+        """What a reduction reduces, in rows and moments, and how many elements that are."""
+        given = contraction.reduction_dims(call, dims)
+        if given is None:
+            raise RefusedError("REDUCTION_UNCLEAR", f"{call.name} reduces unnamed dimensions", "name the dimensions")
+        source_dims, new = given
+        expression = self.region.express(call.input, source_dims, call.node)
+        own = [
+            s for s in expression.free_symbols & self.region.leaves.keys() if self.region.leaves[s].node is self.source
+        ]
+        for symbol in own:
+            self._unify(self.region.leaves[symbol].dims, new)
+        expression = self._normal(expression.xreplace(dict.fromkeys(own, ROW)))
+        rest = {
+            s
+            for s in expression.free_symbols & self.region.leaves.keys()
+            if self.region.leaves[s].axes & set(atoms(new))
+        }
+        if rest:
+            raise RefusedError(
+                "ROW_WEIGHTED", f"{call.name} reduces a weighted row, or part of it", "weight it after it is normalised"
+            )
+        return expression, sympy.sympify(product(axis.size for axis in new))
+
+    def _unify(self, dims: Dims, new: tuple[Axis, ...]) -> None:
+        """Note which axes of the source the new axes of a reduction stand for."""
+        pairs = [pair for own, other in zip(self.dims, dims, strict=True) for pair in _aligned(own, other)]
+        own = set(atoms(new))
+        if any(twin is not axis and (twin not in own or axis in own or axis.size != twin.size) for axis, twin in pairs):
+            text = "statistics are of other rows than those they are used for"
+            raise RefusedError("ROWS_DIFFER", text, "use those of the same")
+        self.reduce(tuple(axis for axis, twin in pairs if twin in own and axis not in own), len(own))
+
+    def reduce(self, reduced: tuple[Axis, ...], count: int) -> None:
+        """Note the axes of the source that a statistic reduces; all of them must reduce the same."""
+        if len(reduced) != count or (self.reduced and set(self.hidden) != set(atoms(reduced))):
+            raise RefusedError("STATISTICS_DIFFER", "mean and variance are over different dimensions", "use the same")
+        self.reduced = self.reduced or reduced
+
+    @property
+    def hidden(self) -> tuple[Axis, ...]:
+        """What is reduced, in axes as they are cut by now."""
+        return atoms(self.reduced)
+
+    def mean_of(self, expression: sympy.Expr, node: fx.Node) -> sympy.Expr:
+        """The mean of a polynomial in the row."""
+        if not expression.is_polynomial(ROW):
+            raise RefusedError("NOT_A_MOMENT", "what is reduced is no polynomial of the row", "reduce squares")
+        polynomial = sympy.Poly(expression, ROW)
+        if polynomial.degree() >= len(_BY_DEGREE):
+            raise RefusedError("NOT_A_MOMENT", f"a moment of degree {polynomial.degree()} is reduced", "reduce squares")
+        if polynomial.degree() == 2:
+            self.squared.append(node)
+        return tidy(sum((c * _BY_DEGREE[power[0]] for power, c in polynomial.terms()), start=sympy.S.Zero))
+
+
+def behind_casts(effects: Effects, node: fx.Node) -> fx.Node:
+    """The tensor of which ``node`` is a wider copy."""
+    while True:
+        call, tensor = effects.calls.get(node), tensor_of(node)
+        source = tensor_of(call.input) if call is not None else None
+        if call is None or source is None or tensor is None or not is_cast(call) or not source.is_floating_point():
+            return node
+        if source.dtype.itemsize >= tensor.dtype.itemsize:  # it rounds the row, or is the last step of another op
+            return node
+        node = call.input
+
+
+def _aligned(own: tuple[Axis, ...], other: tuple[Axis, ...]) -> Iterator[tuple[Axis, Axis]]:
+    """The axes of one dimension, read in two places, in pairs; what is cut in one place is cut in the other."""
+    mine, theirs = atoms(own), atoms(other)
+    if len(mine) < len(theirs):
+        mine = axes_of(regroup(mine, [axis.size for axis in theirs]))
+    elif len(theirs) < len(mine):
+        theirs = axes_of(regroup(theirs, [axis.size for axis in mine]))
+    yield from zip(mine, theirs, strict=True)
+
+
+def _is_size(node: fx.Node, symbol: sympy.Symbol) -> bool:
+    size = value_of(node) if node.op == "placeholder" else None
+    return isinstance(size, torch.SymInt) and size.node.expr == symbol
+
+
+def halves(expression: sympy.Expr) -> sympy.Expr:
+    """Floating exponents of a half as fractions, so that all spellings of a root are one."""
+    powers = {
+        power: sympy.Pow(power.base, sympy.Rational(round(2 * float(power.exp)), 2))
+        for power in expression.atoms(sympy.Pow)
+        if power.exp.is_Float and 2 * float(power.exp) == round(2 * float(power.exp))
+    }
+    return tidy(expression.xreplace(powers) if powers else expression)
+
+
+@dataclass
+class Edge:
+    """Where reading stops: at the source, and at what is neither computed from it nor from weights alone."""
+
+    effects: Effects
+    source: fx.Node
+    _depends: dict[fx.Node, bool] = field(default_factory=dict)
+    _encloses: dict[fx.Node, bool] = field(default_factory=dict)
+
+    def __contains__(self, node: object) -> bool:
+        return node is self.source or (
+            isinstance(node, fx.Node) and not self.depends(node) and not self.is_weight(node)
+        )
+
+    def depends(self, node: fx.Node) -> bool:
+        """Whether a value is computed from the source."""
+        known, first = self._depends, self.effects.position[self.source]
+        stack = [node]  # what lies between may be a whole model: too deep for calls of calls
+        while stack:
+            top = stack[-1]
+            operands = top.all_input_nodes if self.effects.position[top] > first else []
+            if top is self.source or any(known.get(operand) for operand in operands):
+                known[top] = True
+            elif top not in known and (unknown := [operand for operand in operands if operand not in known]):
+                stack.extend(unknown)
+                continue
+            known.setdefault(top, False)
+            stack.pop()
+        return known[node]
+
+    def encloses(self, node: fx.Node, depth: int = _CHAIN) -> bool:
+        """Whether a value is computed from the source and from weights alone."""
+        if node is self.source:
+            return True
+        known = self._encloses.get(node)
+        if known is None:
+            operands = [operand for operand in self._data(node) if tensor_of(operand) is not None]
+            known = self._encloses[node] = (depth > 0 and self.depends(node)) and all(
+                self.encloses(operand, depth - 1) or (not self.depends(operand) and self.is_weight(operand))
+                for operand in operands
+            )
+        return known
+
+    def _data(self, node: fx.Node) -> list[fx.Node]:
+        """The operands of which values are read, not just a shape or a dtype."""
+        call = self.effects.calls.get(node)
+        return [call.input] if call is not None and (is_cast(call) or layout.rearranges(call)) else node.all_input_nodes
+
+    def is_weight(self, node: fx.Node, depth: int = _DEPTH) -> bool:
+        """Whether a value is given, or a pointwise function of what is."""
+        call = self.effects.calls.get(node)
+        if call is None:
+            return True
+        is_read = depth > 0 and (is_pointwise(call) or is_constant(call) or layout.rearranges(call))
+        return is_read and all(self.is_weight(operand, depth - 1) for operand in self._data(node))
+
+
+Reduction: TypeAlias = Callable[[Moments, Call, Dims], sympy.Expr]
+
+
+def _mean(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
+    return moments.mean_of(moments.inner(call, dims)[0], call.node)
+
+
+def _sum(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
+    expression, count = moments.inner(call, dims)
+    return count * moments.mean_of(expression, call.node)
+
+
+def _var(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
+    correction = call.get("correction", call.get("unbiased", 1))
+    if isinstance(call.get("dim"), bool) or not isinstance(correction, (bool, int, float)):
+        raise RefusedError("REDUCTION_UNCLEAR", f"{call.name} reduces unnamed dimensions", "name the dimensions")
+    expression, count = moments.inner(call, dims)
+    mean, square = (moments.mean_of(sympy.expand(each), call.node) for each in (expression, expression**2))
+    return (square - mean**2) * (count / (count - correction) if correction else 1)
+
+
+def _std(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
+    return sympy.sqrt(_var(moments, call, dims))
+
+
+def _norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
+    order = call.get("p", call.get("ord"))
+    if order not in (None, 2, 2.0, "fro"):
+        raise RefusedError("NO_NORM", f"a norm of order {order}", "use the Euclidean norm")
+    expression, count = moments.inner(call, dims)
+    return sympy.sqrt(count * moments.mean_of(sympy.expand(expression**2), call.node))
+
+
+_REDUCTIONS: Mapping[str, Reduction] = {
+    "mean": _mean,
+    "sum": _sum,
+    "var": _var,
+    "std": _std,
+    "norm": _norm,
+    "vector_norm": _norm,
+    "linalg_vector_norm": _norm,
+    "linalg_norm": _norm,
+}
+#: Calls by which a reading may begin: statistics, and calls that normalise by themselves.
+STATISTICS = frozenset(_REDUCTIONS) | {"var_mean", "std_mean"}
+
+
+# ---- calls that normalise by themselves ------------------------------------------------------------------------------
+
+
+def _trailing(moments: Moments, call: Call, dims: Dims) -> Dims:
+    """The dimensions that a call normalises over, the last ones."""
+    shape = call.get("normalized_shape")
+    count = len(shape) if isinstance(shape, (tuple, list)) else 1
+    axes = axes_of(dims[-count:])
+    moments.reduce(axes, len(axes))
+    moments.squared.append(call.node)
+    return dims[-count:]
+
+
+def _affine(moments: Moments, call: Call, row: sympy.Expr, trailing: Dims) -> sympy.Expr:
+    weight, bias = (call.get(name) for name in ("weight", "bias"))
+    if weight is not None:
+        row = row * moments.region.express(weight, trailing, call.node)
+    return row if bias is None else row + moments.region.express(bias, trailing, call.node)
+
+
+def _layer_norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
+    trailing = _trailing(moments, call, dims)
+    variance = MEAN_SQUARE - MEAN**2 + moments.region.scalar(call.get("eps", 1e-5))
+    return _affine(moments, call, (ROW - MEAN) * variance**-_HALF, trailing)
+
+
+def _rms_norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
+    trailing, eps = _trailing(moments, call, dims), call.get("eps")
+    if eps is None:
+        eps = torch.finfo(tensor_of(call.input).dtype).eps  # type: ignore[union-attr]
+    return _affine(moments, call, ROW * (MEAN_SQUARE + moments.region.scalar(eps)) ** -_HALF, trailing)
+
+
+def _normalize(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
+    order, position = call.get("p", 2.0), call.get("dim", 1)
+    if order != 2 or not isinstance(position, int):
+        raise RefusedError("NO_NORM", f"a norm of order {order}", "use the Euclidean norm")
+    axes = axes_of((dims[position],))
+    moments.reduce(axes, len(axes))
+    moments.squared.append(call.node)
+    count = sympy.sympify(product(axis.size for axis in axes))
+    return ROW / AT_LEAST(sympy.sqrt(count * MEAN_SQUARE), moments.region.scalar(call.get("eps", 1e-12)))
+
+
+CALLS: Mapping[str, Reduction] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm, "normalize": _normalize}
+
+
+# ---- pointwise -------------------------------------------------------------------------------------------------------
+
+
+def at_least(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+    """``clamp(x, min=c)`` and ``maximum(x, c)`` with a number ``c``."""
+    if call.get("max") is not None:
+        return None
+    name = "min" if call.name.startswith("clamp") else "other"
+    bound = call.get(name)
+    if bound is None or (tensor_of(bound) is not None and shape_of(tensor_of(bound)) != ()):  # type: ignore[arg-type]
+        return None
+    floor = region.operand(call, name, dims)
+    return AT_LEAST(region.operand(call, "input", dims), floor) if floor.is_number else None
+
+
+def absolute(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    """``abs(x)``."""
+    return sympy.Abs(region.operand(call, "input", dims))
+
+
+#: Calls that are read here beside those of every region.
+FUNCTIONS: Mapping[str, Any] = {
+    **dict.fromkeys(("clamp", "clamp_min", "maximum"), at_least),
+    "abs": absolute,
+}

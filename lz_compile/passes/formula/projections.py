@@ -1,0 +1,174 @@
+"""What is a pointwise function of one or two projections: where an activation of an MLP may be.
+
+One walk over the graph notes, for every value, the *rows* that it is computed from by pointwise and layout operations only,
+the tensors that are given (weights and inputs), and whether anything on the way bends. What has more than two rows is a row
+itself: nothing is followed through residual streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from lz_compile.passes.formula import contraction, layout
+from lz_compile.passes.formula.activations import bends, is_read
+from lz_compile.passes.formula.algebra import is_cast, is_constant
+from lz_compile.passes.formula.axes import LayoutError, fresh, shape_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.rewriting.builder import EMITTED
+
+#: Products that are projections; the last ones with weights of several experts, or over neighbours.
+PRODUCTS = contraction.PRODUCTS | {"grouped_mm", "_grouped_mm", "grouped_mm_fallback", "scaled_mm", "_scaled_mm"}
+CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+_SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "getitem", "narrow", "select"})
+#: How weights are put together, and experts' picked.
+_MADE = _SPLITS | {"index_select", "cat", "stack"}
+_ROWS, _GIVEN, _SIZE, _DEPTH = 2, 3, 48, 10
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a value is a pointwise function of; ``size`` counts the operations, each as often as it is used."""
+
+    rows: frozenset[fx.Node] = frozenset()
+    given: frozenset[fx.Node] = frozenset()
+    is_bent: bool = False
+    size: int = 0
+
+
+@dataclass
+class Supports:
+    """The support of every tensor of a graph; contains the nodes at which reading stops."""
+
+    effects: Effects
+    _found: dict[fx.Node, Support] = field(default_factory=dict)
+    _stops: set[fx.Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for node, call in self.effects.calls.items():
+            if tensor_of(node) is not None:
+                self._found[node] = self._read(node, call)
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._stops
+
+    def of(self, node: fx.Node) -> Support:
+        """The support of a node."""
+        return self._found.get(node, Support())
+
+    def behind(self, node: fx.Node) -> set[fx.Node]:
+        """Everything between a value and what it is a pointwise function of."""
+        found: set[fx.Node] = set()
+        queue = [node]
+        while queue:
+            inner = [each for each in queue.pop().all_input_nodes if each not in found and each not in self._stops]
+            found.update(inner)
+            queue.extend(inner)
+        return found
+
+    def _read(self, node: fx.Node, call: Call | None) -> Support:
+        if call is None:
+            return Support(given=frozenset({node}))
+        if is_constant(call):
+            return Support()
+        if EMITTED not in node.meta and (is_read(call) or rearranges(call)):
+            inner = [self._of_operand(each, node) for each in _operands(node)]
+            rows = frozenset[fx.Node]().union(*(each.rows for each in inner))
+            given = frozenset[fx.Node]().union(*(each.given for each in inner))
+            size = 1 + sum(each.size for each in inner)
+            if len(rows) <= _ROWS and len(given) <= _GIVEN and size <= _SIZE:
+                return Support(rows, given, bends(call) or any(each.is_bent for each in inner), size)
+        self._stops.add(node)
+        return Support(rows=frozenset({node}))
+
+    def _gates(self, node: fx.Node) -> bool:
+        """Whether a value is multiplied by another row: by what is computed, and not from the same."""
+        own, users = self.of(node).rows, list(node.users)
+        for user in users:
+            call = self.effects.calls.get(user)
+            if call is not None and (rearranges(call) or is_cast(call)):
+                users += user.users
+            elif call is not None and call.name in ("mul", "addcmul"):
+                rows = [self._of_operand(each, user).rows for each in _operands(user)]
+                if any(each and not each <= own for each in rows):
+                    return True
+        return False
+
+    def _of_operand(self, node: fx.Node, reader: fx.Node) -> Support:
+        return self._found.get(self.effects.current(node, reader)) or Support(rows=frozenset({node}))
+
+    def is_candidate(self, node: fx.Node) -> bool:
+        """Whether a value may be an activation: the last operation of a bent function of one or two projections."""
+        call, tensor, support = self.effects.calls.get(node), tensor_of(node), self.of(node)
+        if call is None or tensor is None or not tensor.is_floating_point() or 0 in shape_of(tensor):
+            return False
+        if not support.is_bent or not support.rows or not is_read(call):
+            return False
+        source = tensor_of(call.input)
+        if is_cast(call) and (source is None or source.dtype.itemsize <= tensor.dtype.itemsize):
+            return False  # what follows wants another precision
+        products = PRODUCTS | CONVOLUTIONS
+        if len(support.rows) == 1:
+            products = PRODUCTS
+            if self._gates(node):
+                return False
+        return all(projection(self.effects, row, products) is not None for row in support.rows)
+
+
+def rearranges(call: Call) -> bool:
+    """Whether a call changes the layout of a tensor and nothing else, in a way that axes can tell."""
+    tensor = tensor_of(call.node)
+    if tensor is None or not layout.rearranges(call):
+        return False
+    try:
+        return layout.read_input_dims(call, fresh(shape_of(tensor))) is not None
+    except (LayoutError, IndexError):
+        return False
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    return [each for each in node.all_input_nodes if tensor_of(each) is not None]
+
+
+def projection(effects: Effects, node: fx.Node, products: frozenset[str] = PRODUCTS) -> fx.Node | None:
+    """The product with a weight that a row is, or is cut out of; None where it is none."""
+    for _ in range(_DEPTH):
+        call = effects.calls.get(node)
+        if call is None:
+            return None
+        if call.name in products:
+            is_own = call.name == "linear" or call.name in CONVOLUTIONS
+            return node if is_own or any(_is_weight(effects, each) for each in node.all_input_nodes) else None
+        if call.name == "add":
+            terms = [each for each in node.all_input_nodes if not _is_weight(effects, each)]
+            following = terms[0] if len(terms) == 1 else None
+        elif call.name == "cat":  # of the parts of several experts
+            parts = [effects.calls.get(each) for each in _first(call)]
+            is_whole = all(part is not None and part.name in products for part in parts)
+            following = parts[0].node if parts and parts[0] is not None and is_whole else None
+        elif call.name in ("mul", "div"):  # by a number
+            following = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
+        else:
+            is_through = call.name in _SPLITS or layout.rearranges(call) or is_cast(call)
+            following = call.input if is_through else None
+        if not isinstance(following, fx.Node):
+            return None
+        node = following
+    return None
+
+
+def _first(call: Call) -> list[fx.Node]:
+    """What a call takes its values from: not the indices, nor symbolic sizes."""
+    joined = call.get("tensors", call.input)
+    return [joined] if isinstance(joined, fx.Node) else [each for each in joined or () if isinstance(each, fx.Node)]
+
+
+def _is_weight(effects: Effects, node: fx.Node, depth: int = _DEPTH) -> bool:
+    """Whether a value is given, or is made of parts of what is."""
+    call = effects.calls.get(node)
+    if call is None:
+        return True
+    is_through = call.name in _MADE or layout.rearranges(call) or is_cast(call)
+    return is_through and depth > 0 and all(_is_weight(effects, each, depth - 1) for each in _first(call))

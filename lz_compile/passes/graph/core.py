@@ -1,0 +1,164 @@
+"""The nodes that a rewrite makes superfluous, and whether it may."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import is_pointwise
+from lz_compile.passes.graph.effects import Ambient, Effects, grad_enabled
+from lz_compile.passes.graph.view import read, where_of
+from lz_compile.passes.rewriting.match import RefusedError
+
+
+@dataclass(frozen=True)
+class Core:
+    """Everything between the first node of a subgraph and its output that depends on the first, in graph order.
+
+    No gradient flows through ``ungraded`` ones, so that the gradient mode around them makes no difference.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    ambient: Ambient
+    ungraded: frozenset[fx.Node] = frozenset()
+
+    @property
+    def output(self) -> fx.Node:
+        """The last node."""
+        return self.nodes[-1]
+
+    def check(self, effects: Effects, readers: Mapping[fx.Node, fx.Node]) -> None:
+        """Refuse where someone else needs an inner value, a mode changes inside, or an operand is overwritten.
+
+        Args:
+            effects: of the graph.
+            readers: for every input, the node that reads it first; none may change from then on.
+
+        Raises:
+            RefusedError: with the reason.
+        """
+        inside = set(self.nodes)
+        for node in self.nodes[:-1]:
+            outside = [user for user in node.users if user not in inside and not is_dead(user) and not _measures(user)]
+            if outside:
+                raise RefusedError(
+                    "INTERIOR_USED",
+                    f"{node.name} ({where_of(node)}) is also used by {outside[0].name}",
+                    "do not return or reuse the scores or probabilities (output_attentions=False)",
+                )
+        if any(self._differs(effects.ambient(node), node) for node in self.nodes):
+            raise RefusedError(
+                "MODE_CHANGES_INSIDE",
+                "autocast or gradient mode changes inside",
+                "enter or leave the mode outside of it",
+            )
+        for node in self.nodes:
+            call = effects.calls[node]
+            if call is not None and "out" in call.arguments and effects.owner(call.get("out")) not in inside:
+                raise RefusedError(
+                    "OPERAND_MUTATED", f"{node.name} writes into a given tensor (out=)", "use its result"
+                )
+            if call is not None and call.is_inplace and effects.owner(node) not in inside:
+                raise RefusedError(
+                    "OPERAND_MUTATED",
+                    f"{node.name} writes into memory of {effects.owner(node).name}, which others may read",
+                    "use the out-of-place form of that operation",
+                )
+        if any("_increment_nesting" in name for name in self.ambient.other):
+            raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
+        for node, reader in readers.items():
+            writer = reader if effects.writes(reader, node) else effects.overwritten_after(node, reader, self.output)
+            if writer is not None:
+                raise RefusedError(
+                    "OPERAND_MUTATED",
+                    f"{node.name} is overwritten by {writer.name} before the output",
+                    "use the out-of-place form of that operation",
+                )
+
+    def _differs(self, ambient: Ambient, node: fx.Node) -> bool:
+        """Whether a node runs under other modes; that gradients are on may be said in the graph, or be so from the start."""
+        is_graded = node in self.ungraded or grad_enabled(ambient) == grad_enabled(self.ambient)
+        return not is_graded or replace(ambient, grad=None) != replace(self.ambient, grad=None)
+
+
+def is_dead(node: fx.Node) -> bool:
+    """Whether nobody looks at a value: rearranged ones (models reshape just to name a thing), or one that is computed."""
+    call = read(node)
+    if call is None or call.is_inplace:
+        return False
+    if not node.users and is_pointwise(call):
+        return True
+    return layout.rearranges(call) and all(is_dead(user) for user in node.users)
+
+
+def _measures(node: fx.Node) -> bool:
+    """Whether only the size of a value is asked for, which nobody has to compute the value for."""
+    call = read(node)
+    return call is not None and call.name in ("size", "dim", "numel")
+
+
+def dead_users(node: fx.Node) -> set[fx.Node]:
+    """Everything that is made of ``node`` and that nobody looks at."""
+    return {each for user in node.users if is_dead(user) for each in {user} | dead_users(user)}
+
+
+def find_core(effects: Effects, first: fx.Node, output: fx.Node) -> Core:
+    """The nodes on a path from ``first`` to ``output``; in-place results count as the tensor they overwrite."""
+    start, depends = effects.position[first], {first: True}
+    order: list[fx.Node] = []
+
+    def visit(node: fx.Node) -> bool:
+        known = depends.get(node)
+        if known is not None:
+            return known
+        depends[node] = False
+        if effects.position[node] > start:
+            inputs = [effects.current(operand, node) for operand in node.all_input_nodes]
+            found = [visit(operand) for operand in inputs]  # all of them, for their place in the order
+            depends[node] = any(found)
+            read = next((each for each in inputs if depends[each] and effects.is_opaque(each, node)), None)
+            if read is not None:
+                raise _overwritten(effects, read, node)
+        if depends[node]:
+            order.append(node)
+        return depends[node]
+
+    visit(output)
+    dead = {user for node in (first, *order) if node is not output for user in dead_users(node)}
+    nodes = sorted({first, *order} | dead, key=effects.position.__getitem__)
+    return Core((*(node for node in nodes if node is not output), output), effects.ambient(output))
+
+
+def _overwritten(effects: Effects, read: fx.Node, reader: fx.Node) -> RefusedError:
+    """That memory of a value may have changed before it is read; of two inputs of a graph, nobody knows."""
+    writer = effects.overwritten_after(read, read, reader)
+    assert writer is not None, "somebody overwrote it"
+    text = f"{reader.name} reads {read.name}, memory of which {writer.name} overwrites, or may overwrite, before that"
+    return RefusedError(
+        "OPERAND_MUTATED", text, "overwrite it after the last use of this result, or compute a new tensor"
+    )
+
+
+def overwritten_edge(effects: Effects, core: Core) -> set[fx.Node]:
+    """What a core overwrites in place without having made it, and all that shares memory with it: nobody else may read it.
+
+    Raises:
+        RefusedError: others write into the same memory.
+    """
+    inside = set(core.nodes)
+    written = {effects.owner(node) for node in core.nodes if _is_inplace(effects, node)} - inside
+    if not written:
+        return set()
+    found = {node for node in effects.calls if effects.owner(node) in written} - inside
+    writer = next((node for node in found if _is_inplace(effects, node) or node.op == "placeholder"), None)
+    if writer is not None:
+        raise RefusedError("OPERAND_MUTATED", f"{writer.name} is overwritten", "use its out-of-place form")
+    return found
+
+
+def _is_inplace(effects: Effects, node: fx.Node) -> bool:
+    call = effects.calls.get(node)
+    return call is not None and call.is_inplace

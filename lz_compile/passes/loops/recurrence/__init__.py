@@ -1,0 +1,1 @@
+"""Reads a step as a recurrence."""

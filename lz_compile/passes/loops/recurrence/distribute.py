@@ -1,0 +1,240 @@
+"""Loops taken apart: what does not depend on the state is computed for all steps at once, and states one after the other.
+
+A loop that carries several tensors becomes a scan for each of those that depend on themselves, or on each other; what
+they read of one another, and everything that is made of reads, is computed in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.passes.graph.effects import Ambient, Effects, grad_enabled
+from lz_compile.passes.graph.view import where_of
+from lz_compile.passes.loops.recurrence.batched import Around, Batched
+from lz_compile.passes.loops.recurrence.plan import Part, Plan
+from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, own_memory, value_of, with_strides
+from lz_compile.passes.loops.recurrence.states import restated
+from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
+from lz_compile.passes.rewriting.edit import Unproven, proven
+from lz_compile.passes.rewriting.match import Failure, NearMiss, RefusedError
+from lz_compile.passes.scan.reading import Readings
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """A loop that was taken apart, ``where`` in the source: into how many scans, and states that are one step late."""
+
+    where: str
+    scans: int
+    delays: int
+
+
+def distribute(module: fx.GraphModule, unproven: Unproven | None = None) -> Iterator[Distributed | NearMiss | Failure]:
+    """Take apart every scan of a graph of which a part has a structure that kernels know; others stay as they are.
+
+    Either a whole loop is rewritten, and proven, or it is as it was.
+
+    Args:
+        module: whose graph is rewritten.
+        unproven: gets the loops that could not be proven, with the reason.
+    """
+    scans = [node for node in module.graph.nodes if node.target is SCAN and node.users]
+    effects = Effects(module.graph) if scans else None
+    ambients = {node.name: effects.ambient(node) for node in scans if effects is not None}
+    readings = Readings(follows_masks=True)
+    for name, ambient in ambients.items():
+        # by name: an edit that is taken back leaves equal nodes, not the same ones
+        node = next(each for each in module.graph.nodes if each.name == name)
+        where = where_of(node)
+        try:
+            with proven(module, f"taking the loop at {where} apart", unproven):
+                found = _taken_apart(node, ambient, readings)
+        except RefusedError as refusal:
+            yield NearMiss("scan", node, refusal.reason, refusal.edit, where)
+        except Exception as error:  # noqa: BLE001 one loop must not cost the others; the caller makes an event of it
+            yield Failure("scan", where, error)
+        else:
+            yield from [] if found is None else [found]
+
+
+def _taken_apart(node: fx.Node, ambient: Ambient, readings: Readings) -> Distributed | None:
+    """What a scan was taken apart into, None where it stays as it is (the recogniser says why)."""
+    call = scan_call(node)
+    if call is None:
+        return None
+    found = restated(call, ambient, readings)
+    plan = found.plan
+    if plan is None or not plan.pays:
+        found.undo()
+        return None
+    found.keep()
+    if plan.is_apart:
+        return _distributed(found.call, plan, ambient)
+    return Distributed(where_of(node), 1, 0) if found.tried else None
+
+
+def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
+    """Why a part of a scan has no structure that kernels know; None where all have one."""
+    call = scan_call(node)
+    try:
+        if call is None:
+            raise RefusedError("STEP_OPAQUE", "a loop reads or carries something that is no tensor", "carry tensors")
+        readings = Readings(follows_masks=True)
+        found = restated(call, ambient, readings)
+        found.undo()
+        if found.plan is not None and found.plan.is_known:
+            return None
+        raise readings.plan(call, ambient).refusal
+    except RefusedError as refusal:
+        return NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
+
+
+def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:
+    results = call.results()
+    if not all(value_of(node).is_contiguous() for node in call.init):
+        raise RefusedError("LOOP_KEPT_WHOLE", "a first state is not contiguous", "make it contiguous")
+    graph = call.node.graph
+    around = Around(graph, call.node, ambient, value_of(call.init[0]).fake_mode)  # type: ignore[attr-defined]
+    with graph.inserting_before(call.node):
+        try:
+            values = _Loop(call, plan, around).values()
+            replaced = [
+                (node, with_strides(around, values[place], value_of(node)))
+                for place, nodes in results.items()
+                for node in nodes
+            ]
+        except BaseException:
+            around.undo()
+            raise
+    for node, value in replaced:
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+    erase_scan(call)
+    delays = sum(part.is_delay for part in plan.parts)
+    return Distributed(where_of(call.node), len(plan.parts) - delays, delays)
+
+
+class _Loop:
+    """Emits the parts of one loop."""
+
+    def __init__(self, call: ScanCall, plan: Plan, around: Around) -> None:
+        self.call = call
+        self.plan = plan
+        self.around = around
+        step = plan.form.step
+        self.step = step
+        self.batched = Batched(around, plan.traces, dict(zip(step.slices, call.xs, strict=True)))
+        self.batched.always.update(zip(step.given, call.given, strict=True))
+        self.final: dict[int, fx.Node] = {}
+        self.masks = {node: around.call(aten.ne.Scalar, (self._given(node), 0)) for node in plan.form.indicators}
+        changing = {state for part in plan.parts for state in part.states}
+        read = call.results()
+        for index, state in enumerate(step.states):
+            if index not in changing:
+                self.batched.always[state] = call.init[index]
+                if index in read:  # a scan gives tensors of its own
+                    self.final[index] = around.call(aten.clone.default, (call.init[index],), CONTIGUOUS)
+
+    def _given(self, node: fx.Node) -> fx.Node:
+        return self.batched.over_time.get(node) or self.batched.always[node]
+
+    def values(self) -> list[fx.Node]:
+        """What takes the place of every result of the loop."""
+        for part in self.plan.parts:
+            self.batched.compute(part.outside)
+            if part.is_delay:
+                self._delay(part)
+            else:
+                self._scan(part)
+        self.batched.compute(self.step.results)
+        given = [self._over_time(node) for node in self.step.results]
+        return [*(self.final.get(index, state) for index, state in enumerate(self.call.init)), *given]
+
+    def _over_time(self, node: fx.Node) -> fx.Node:
+        """A value for all steps, repeated where it is the same in each."""
+        if node in self.batched.over_time:
+            return self.batched.over_time[node]
+        always = self.batched.always[node]
+        length = self.call.length
+        if not isinstance(length, int):
+            length = self.around.call(torch.Tensor.size, (self.call.xs[0], 0))
+        shape = [length, *(-1 for _ in value_of(always).shape)]
+        whole = self.around.call(aten.expand.default, (always, shape))
+        return self.around.call(aten.clone.default, (whole,), CONTIGUOUS)
+
+    def _delay(self, part: Part) -> None:
+        for state in part.states:
+            source = self._over_time(self.step.carried[state])
+            last = self.around.call(aten.select.int, (source, 0, -1))
+            self.final[state] = self.around.call(aten.clone.default, (last,), CONTIGUOUS)  # a tensor of its own
+            if self.step.states[state] in part.wanted:
+                first = self.around.call(aten.unsqueeze.default, (self.call.init[state], 0))
+                earlier = self.around.call(aten.slice.Tensor, (source, 0, 0, -1))
+                shifted = self.around.call(aten.cat.default, ([first, earlier], 0))
+                self.batched.over_time[self.step.states[state]] = shifted
+
+    def _scan(self, part: Part) -> None:
+        slices = [node for node in part.outside if node in self.batched.over_time] or [self.step.slices[0]]
+        given = [node for node in part.outside if node in self.batched.always]
+        body = self._body(part, slices, given)
+        operands = (
+            [self.call.init[state] for state in part.states],
+            [self.masks.get(node) or self.batched.over_time[node] for node in slices],
+            [self.masks.get(node) or self.batched.always[node] for node in given],
+        )
+        whole = self.around.graph.call_function(SCAN, (body, *operands))
+        wants_grad = grad_enabled(self.around.ambient) and any(
+            value_of(node).requires_grad for group in operands for node in group
+        )
+        values = [value_of(node) for node in operands[0]]
+        examples = [self.around.empty(value.shape, value, wants_grad=wants_grad) for value in values]
+        values = [self.step.example(node) for node in part.wanted]
+        length = self.call.length
+        examples += [self.around.empty((length, *v.shape), v, wants_grad=wants_grad) for v in values]
+        self.around.note(whole, tuple(examples))
+        picked = []
+        for index, example in enumerate(examples):
+            node = self.around.graph.call_function(operator.getitem, (whole, index))
+            picked.append(self.around.note(node, example))
+        self.final.update(zip(part.states, picked, strict=False))
+        self.batched.over_time.update(zip(part.wanted, picked[len(part.states) :], strict=True))
+
+    def _body(self, part: Part, slices: Sequence[fx.Node], given: Sequence[fx.Node]) -> fx.Node:
+        """The step of one part beside the graph, and the node that names it."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in (*(self.step.states[state] for state in part.states), *slices, *given):
+            copies[node] = graph.placeholder(node.name)
+        for node in self.masks.keys() & copies.keys():
+            kind = {"dtype": node.meta["val"].dtype}
+            mask = copies[node]
+            with self.around.mode:
+                mask.meta = _example(self.step.example(node).bool())
+            copies[node] = graph.call_function(aten._to_copy.default, (mask,), kind)
+        for node in part.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        for node, copy in copies.items():
+            copy.meta = _example(self.step.example(node))
+        taken: set[fx.Node] = set()
+        outputs = []
+        for node in (*(self.step.carried[state] for state in part.states), *part.wanted):
+            outputs.append(own_memory(graph, copies[node], taken))
+        graph.output(outputs)
+        owner = self.around.graph.owning_module
+        assert owner is not None, "a graph with a loop belongs to a module"
+        name = next(name for i in itertools.count() if not hasattr(owner, name := f"scan_part_{i}"))
+        owner.add_module(name, fx.GraphModule(torch.nn.Module(), graph))
+        return self.around.note(self.around.graph.get_attr(name), None)
+
+
+def _example(value: torch.Tensor) -> dict[str, Any]:
+    return {"val": value, "example_value": value}

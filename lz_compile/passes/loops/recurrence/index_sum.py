@@ -1,0 +1,371 @@
+"""Tensors as sums of products in index notation: ``beta[b,h] k[b,h,i] (k[b,h,j] S[b,h,j,v])``, summed over ``j``.
+
+An index is a number. The free ones of a sum are counted through its dimensions, most significant first, so that index 2
+is the third; those that are summed over are negative, and belong to their own product alone. There are no names, and so no
+name can be taken for another one: whatever joins two sums says where the indices of each go.
+
+A dimension may be the product of several indices (``[b, h, (k v)]``), and one of size one has none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lz_compile.passes.loops.recurrence.index_terms import (
+    IDENTITY,
+    Atom,
+    Factor,
+    Kind,
+    Term,
+    UnreadableError,
+    normal_term,
+)
+
+Dims: TypeAlias = "tuple[tuple[int, ...], ...]"
+
+#: Sums of more products are not read.
+MAX_TERMS = 200
+_CANCELS = 1e-12
+
+
+Terms: TypeAlias = "Mapping[Term, float]"
+
+
+@dataclass(frozen=True)
+class IndexSum:
+    """``sum of number * product``; ``dims`` are the sizes of the indices of every dimension. Equal sums are equal objects."""
+
+    dims: Dims
+    terms: Terms = field(hash=False)
+
+    # ---- making -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def of_atom(atom: Atom, shape: Sequence[int]) -> IndexSum:
+        """A tensor of this shape as itself."""
+        return IndexSum.of_cut_atom(atom, dims_of(shape))
+
+    @staticmethod
+    def of_cut_atom(atom: Atom, dims: Dims) -> IndexSum:
+        """A tensor as itself, with dimensions that are products of indices of these sizes."""
+        return IndexSum(dims, {Term((Factor(atom, tuple(range(_count(dims)))),)): 1.0})
+
+    @staticmethod
+    def of_number(number: float, shape: Sequence[int] = ()) -> IndexSum:
+        """The same number everywhere."""
+        return IndexSum(dims_of(shape), {Term(): float(number)} if number else {})
+
+    @staticmethod
+    def identity(size: int) -> IndexSum:
+        """The identity matrix."""
+        if size == 1:
+            return IndexSum.of_number(1, (1, 1))
+        return IndexSum(((size,), (size,)), {Term((Factor(IDENTITY, (0, 1)),)): 1.0})
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The extents of the dimensions."""
+        return tuple(_product(dim) for dim in self.dims)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The extent of every free index."""
+        return tuple(size for dim in self.dims for size in dim)
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """The free indices of every dimension."""
+        counter = itertools.count()
+        return tuple(tuple(next(counter) for _ in dim) for dim in self.dims)
+
+    @property
+    def atoms(self) -> frozenset[Atom]:
+        """Every atom of a product."""
+        return frozenset(factor.atom for term in self.terms for factor in term.factors)
+
+    def has(self, kind: Kind) -> bool:
+        """Whether there is an atom of a kind."""
+        return any(atom.kind == kind for atom in self.atoms)
+
+    # ---- arithmetic ---------------------------------------------------------------------------------------------
+
+    def scaled(self, number: float) -> IndexSum:
+        """Times a number."""
+        return IndexSum(self.dims, {term: value * number for term, value in self.terms.items()} if number else {})
+
+    def plus(self, other: IndexSum, scale: float = 1.0) -> IndexSum:
+        """``self + scale * other``, broadcast."""
+        one, two, joined = _aligned(self, other)
+        found = _Collector(_count(joined))
+        for each, factor in ((one, 1.0), (two, scale)):
+            for term, number in each.terms.items():
+                found.add(term.factors, term.bound, number * factor)
+        return IndexSum(joined, found.terms)
+
+    def times(self, other: IndexSum) -> IndexSum:
+        """The elementwise product, broadcast."""
+        one, two, joined = _aligned(self, other)
+        found = _Collector(_count(joined))
+        for (first, number), (second, scale) in itertools.product(one.terms.items(), two.terms.items()):
+            shifted = _shifted(second, len(first.bound))
+            found.add(first.factors + shifted, first.bound + second.bound, number * scale)
+        return IndexSum(joined, found.terms)
+
+    def power(self, exponent: int) -> IndexSum:
+        """To a whole power of at least one."""
+        result = self
+        for _ in range(exponent - 1):
+            result = result.times(self)
+        return result
+
+    def matmul(self, other: IndexSum) -> IndexSum:
+        """``self @ other`` of matrices, with batch dimensions that broadcast."""
+        columns = other.permuted([*range(len(other.dims) - 2), len(other.dims) - 1, len(other.dims) - 2])
+        return self.unsqueezed(-2).times(columns.unsqueezed(-3)).summed([-1])
+
+    def summed(self, dims: Iterable[int], *, keeps: bool = False) -> IndexSum:
+        """The sum over dimensions, which stay with size one where ``keeps``."""
+        rank = len(self.dims)
+        gone = {dim % rank for dim in dims}
+        kept = tuple(() if d in gone else own for d, own in enumerate(self.dims) if keeps or d not in gone)
+        places, place, sizes = self.places, {}, []
+        counter = itertools.count()
+        for dim, own in enumerate(places):
+            for index in own:
+                if dim in gone:
+                    sizes.append(self.sizes[index])
+                    place[index] = -len(sizes)
+                else:
+                    place[index] = next(counter)
+        found = _Collector(_count(kept))
+        for term, number in self.terms.items():
+            shift = {-1 - i: -1 - i - len(sizes) for i in range(len(term.bound))}
+            factors = tuple(factor.at({**place, **shift}) for factor in term.factors)
+            found.add(factors, (*sizes, *term.bound), number)
+        return IndexSum(kept, found.terms)
+
+    # ---- layout -------------------------------------------------------------------------------------------------
+
+    def permuted(self, order: Sequence[int]) -> IndexSum:
+        """With dimensions in another order."""
+        places = self.places
+        order = [dim % len(self.dims) for dim in order]
+        moved = [index for dim in order for index in places[dim]]
+        place = {index: position for position, index in enumerate(moved)}
+        return self._placed(tuple(self.dims[dim] for dim in order), place)
+
+    def unsqueezed(self, dim: int) -> IndexSum:
+        """With a new dimension of size one."""
+        dim %= len(self.dims) + 1
+        return IndexSum((*self.dims[:dim], (), *self.dims[dim:]), self.terms)
+
+    def squeezed(self, dims: Iterable[int]) -> IndexSum:
+        """Without those of the dimensions that have size one."""
+        gone = {dim % len(self.dims) for dim in dims} if self.dims else set()
+        return IndexSum(tuple(own for d, own in enumerate(self.dims) if own or d not in gone), self.terms)
+
+    def reshaped(self, shape: Sequence[int]) -> IndexSum:
+        """With the same elements in other dimensions.
+
+        Raises:
+            UnreadableError: the dimensions do not factor.
+        """
+        parts = refinement([size for dim in self.dims for size in dim], [size for size in shape if size != 1])
+        split = self._split([size for run in parts for size in run])
+        sizes, dims = list(split.sizes), []
+        for extent in shape:
+            own: list[int] = []
+            while _product(own) < extent:
+                own.append(sizes.pop(0))
+            dims.append(tuple(own))
+        return IndexSum(tuple(dims), split.terms)
+
+    def expanded(self, shape: Sequence[int]) -> IndexSum:
+        """Broadcast to a shape (``-1`` keeps an extent)."""
+        own = ((),) * (len(shape) - len(self.dims)) + self.dims
+        dims = tuple(dim or dims_of([max(size, 1)])[0] for dim, size in zip(own, shape, strict=True))
+        return self._widened(own, dims)
+
+    def diagonal_matrix(self) -> IndexSum:
+        """``diag_embed``: the last dimension on the diagonal of a matrix."""
+        (size,) = self.dims[-1] or (1,)
+        return self.unsqueezed(-1).times(IndexSum.identity(size))
+
+    def diagonal(self, first: int, second: int) -> IndexSum:
+        """The diagonal of two dimensions of equal size, as the last dimension."""
+        rank = len(self.dims)
+        first, second = first % rank, second % rank
+        moved = self.permuted([dim for dim in range(rank) if dim not in (first, second)] + [first, second])
+        if len(moved.dims[-1]) > 1 or moved.dims[-1] != moved.dims[-2]:
+            raise UnreadableError("the diagonal of what is not square")
+        place = {index: index for index in range(_count(moved.dims))}
+        if moved.dims[-1]:
+            place[len(place) - 1] = len(place) - 2
+        return moved._placed(moved.dims[:-1], place)
+
+    def _placed(self, dims: Dims, place: Mapping[int, int]) -> IndexSum:
+        """With free indices moved to other places."""
+        found = _Collector(_count(dims))
+        for term, number in self.terms.items():
+            own = {**place, **{-1 - i: -1 - i for i in range(len(term.bound))}}
+            found.add(tuple(factor.at(own) for factor in term.factors), term.bound, number)
+        return IndexSum(dims, found.terms)
+
+    def _widened(self, own: Dims, dims: Dims) -> IndexSum:
+        """With ``own`` dims (some of which are empty) in the places of those of a larger sum."""
+        place, here, there = {}, 0, 0
+        for mine, other in zip(own, dims, strict=True):
+            for offset in range(len(mine)):
+                place[here + offset] = there + offset
+            here, there = here + len(mine), there + len(other)
+        return self._placed(dims, place)
+
+    def _split(self, sizes: Sequence[int]) -> IndexSum:
+        """With free indices cut into factors, so that they have these sizes."""
+        if tuple(sizes) == self.sizes:
+            return self
+        runs: dict[int, tuple[int, ...]] = {}
+        queue, dims = list(enumerate(sizes)), []
+        for dim, own in zip(self.places, self.dims, strict=True):
+            cut: list[int] = []
+            for index, size in zip(dim, own, strict=True):
+                run: list[int] = []
+                while _product(sizes[position] for position in run) < size:
+                    run.append(queue.pop(0)[0])
+                runs[index] = tuple(run)
+                cut.extend(sizes[position] for position in run)
+            dims.append(tuple(cut))
+        found = _Collector(len(sizes))
+        for term, number in self.terms.items():
+            cut_factors = tuple(_cut(factor, runs) for factor in term.factors)
+            found.add(cut_factors, term.bound, number)
+        return IndexSum(tuple(dims), found.terms)
+
+
+def dims_of(shape: Sequence[int]) -> Dims:
+    """One index for every dimension, none for those of size one."""
+    return tuple(() if size == 1 else (size,) for size in shape)
+
+
+def refinement(first: Sequence[int], second: Sequence[int]) -> list[tuple[int, ...]]:
+    """For every size of ``first``, the factors in which it has to be cut for those of ``second`` to be products of them.
+
+    Raises:
+        UnreadableError: there are none.
+    """
+    runs, rest = [], list(second)
+    for size in first:
+        run, left = [], size
+        while left > 1:
+            if not rest:
+                raise UnreadableError(f"{tuple(first)} does not regroup as {tuple(second)}")
+            part = min(left, rest[0])
+            if left % part or rest[0] % part:
+                raise UnreadableError(f"{tuple(first)} does not regroup as {tuple(second)}")
+            run.append(part)
+            left //= part
+            rest[0] //= part
+            if rest[0] == 1:
+                rest.pop(0)
+        runs.append(tuple(run))
+    if rest:
+        raise UnreadableError(f"{tuple(first)} does not regroup as {tuple(second)}")
+    return runs
+
+
+def substituted(whole: IndexSum, atom: Atom, value: IndexSum) -> IndexSum:
+    """``whole``, in every product of which ``atom`` occurs at most once, with ``value`` in the place of ``atom``."""
+    found = _Collector(_count(whole.dims))
+    for term, number in whole.terms.items():
+        own = next((factor for factor in term.factors if factor.atom == atom), None)
+        if own is None:
+            found.add(term.factors, term.bound, number)
+            continue
+        if len(own.indices) != len(value.sizes):
+            raise UnreadableError(f"{atom.name} is cut in other pieces")
+        rest = term.without([own])
+        for inner, scale in value.terms.items():
+            shift = {-1 - i: -1 - i - len(term.bound) for i in range(len(inner.bound))}
+            place = {**dict(enumerate(own.indices)), **shift}
+            factors = tuple(factor.at(place) for factor in inner.factors)
+            found.add(rest.factors + factors, term.bound + inner.bound, number * scale)
+    return IndexSum(whole.dims, found.terms)
+
+
+class _Collector:
+    """Adds up products in their normal form."""
+
+    def __init__(self, free: int) -> None:
+        self._free = free
+        self.terms: dict[Term, float] = {}
+
+    def add(self, factors: tuple[Factor, ...], bound: tuple[int, ...], number: float) -> None:
+        term, scale = normal_term(factors, bound)
+        added = number * scale
+        before = self.terms.pop(term, 0.0)
+        total = before + added
+        if abs(total) > _CANCELS * max(abs(before), abs(added)):
+            self.terms[term] = total
+        if len(self.terms) > MAX_TERMS:
+            raise UnreadableError(f"more than {MAX_TERMS} products")
+
+
+def _aligned(one: IndexSum, two: IndexSum) -> tuple[IndexSum, IndexSum, Dims]:
+    """Both with the same free indices, as broadcasting joins their dimensions."""
+    rank = max(len(one.dims), len(two.dims))
+    pairs = [((),) * (rank - len(each.dims)) + each.dims for each in (one, two)]
+    cuts: list[list[int]] = [[], []]
+    for first, second in zip(*pairs, strict=True):
+        runs = (first, second)
+        if first and second and first != second:
+            runs = (_flat(refinement(first, second)), _flat(refinement(second, first)))
+        for cut, run in zip(cuts, runs, strict=True):
+            cut.extend(run)
+    parts = [each._split(cut) for each, cut in zip((one, two), cuts, strict=True)]
+    owns = [((),) * (rank - len(each.dims)) + each.dims for each in parts]
+    joined = tuple(first or second for first, second in zip(*owns, strict=True))
+    first, second = (part._widened(own, joined) for part, own in zip(parts, owns, strict=True))
+    return first, second, joined
+
+
+def _cut(factor: Factor, runs: Mapping[int, tuple[int, ...]]) -> Factor:
+    if factor.atom is IDENTITY and any(len(runs.get(index, (index,))) > 1 for index in factor.indices):
+        raise UnreadableError("an identity that is cut in pieces")
+    return Factor(factor.atom, tuple(part for index in factor.indices for part in runs.get(index, (index,))))
+
+
+def _shifted(term: Term, by: int) -> tuple[Factor, ...]:
+    def shift(index: int) -> int:
+        return index - by if index < 0 else index
+
+    return tuple(Factor(factor.atom, tuple(map(shift, factor.indices))) for factor in term.factors)
+
+
+def _flat(runs: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    return tuple(size for run in runs for size in run)
+
+
+def _count(dims: Dims) -> int:
+    return sum(map(len, dims))
+
+
+def _product(sizes: Iterable[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def mapped(whole: IndexSum, change: Callable[[Term], Term | None]) -> IndexSum:
+    """The sum of the products that ``change`` gives for those of ``whole``; those with None are left out."""
+    found = _Collector(_count(whole.dims))
+    for term, number in whole.terms.items():
+        changed = change(term)
+        if changed is not None:
+            found.add(changed.factors, changed.bound, number)
+    return IndexSum(whole.dims, found.terms)

@@ -1,0 +1,286 @@
+"""How a loop comes apart: a scan for every component, and what is computed for all steps at once before, between and after.
+
+A component that reads nothing of itself is a *delay*: its states are what others were a step ago. Of one that has a known
+structure, values are read as early as they can be: what follows is computed for all steps at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from lz_compile.passes.loops.recurrence.step_form import StepForm
+from lz_compile.passes.loops.recurrence.step_homes import FREE
+from lz_compile.passes.loops.recurrence.step_rules import moves_only
+from lz_compile.passes.loops.recurrence.transition import Transition, transition_of
+from lz_compile.passes.proof.subgraph import needed
+from lz_compile.passes.rewriting.match import RefusedError
+
+
+@dataclass(frozen=True)
+class Part:
+    """One component: the values that others need of it, the nodes of its step, and those that it takes from outside.
+
+    ``transition`` is None where it has no known structure, ``reason`` says why. A delay has no nodes.
+    """
+
+    component: int
+    states: tuple[int, ...]
+    wanted: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    outside: tuple[fx.Node, ...]
+    transition: Transition | None
+    reason: RefusedError | None = None
+    is_delay: bool = False
+
+
+#: Operations for all steps at once, by the operations of a step and what is known of their operands.
+Traces: TypeAlias = "dict[Any, fx.GraphModule]"
+
+
+@dataclass
+class Plan:
+    """The parts of a loop, in the order in which they run; ``traces`` are those of what is computed around them."""
+
+    form: StepForm
+    parts: list[Part] = field(default_factory=list)
+    traces: Traces = field(default_factory=dict)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the loop is more than one part, or does more than that part."""
+        step = self.form.step
+        if len(self.parts) != 1 or self.parts[0].is_delay or len(self.parts[0].states) != len(step.states):
+            return True
+        (part,) = self.parts
+        given = {*step.slices, *step.given} - self.form.indicators
+        return not set(part.outside) <= given or set(part.wanted) != set(step.results)
+
+    @property
+    def refusal(self) -> RefusedError:
+        """Why there is nothing but parts without a known structure."""
+        found = [part.reason for part in self.parts if part.reason is not None]
+        nothing = RefusedError("NO_RECURRENCE", "no state of the loop depends on the step before", "no loop is needed")
+        return found[0] if found else nothing
+
+    @property
+    def pays(self) -> bool:
+        """Whether a part has a structure that kernels know."""
+        return any(part.transition is not None for part in self.parts)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all parts have one: no step is left to run by itself."""
+        return self.pays and all(part.transition is not None or part.is_delay for part in self.parts)
+
+
+def plan_of(form: StepForm) -> Plan:
+    """Take a loop apart, from what it gives back to what it is given."""
+    return _Planner(form).plan()
+
+
+class _Planner:
+    def __init__(self, form: StepForm) -> None:
+        self.form = form
+        self.step = form.step
+        self.requested: dict[int, dict[fx.Node, None]] = {i: {} for i in range(len(form.components))}
+        self._seen: set[fx.Node] = set()
+
+    def plan(self) -> Plan:
+        for node in self.step.results:
+            self._need(node)
+        parts = [self._part(component) for component in reversed(range(len(self.form.components)))]
+        return Plan(self.form, parts[::-1])
+
+    def _need(self, node: fx.Node) -> None:
+        """Note that a value is needed outside of any scan."""
+        if node in self._seen:
+            return
+        self._seen.add(node)
+        home = self.form.home[node]
+        if home != FREE:
+            self.requested[home][node] = None
+            return
+        for operand in node.all_input_nodes:
+            self._need(operand)
+
+    def _part(self, component: int) -> Part:
+        states = self.form.components[component]
+        carried = [self.step.carried[state] for state in states]
+        before = {self.step.states[state] for state in states}
+        if component in self.form.delays:
+            late = self._follow(component, self.requested[component], before)
+            for node in carried:
+                self._need(node)
+            wanted = tuple(sorted(late))
+            return Part(component, states, wanted, (), tuple(carried), None, is_delay=True)
+        transition, reason = None, None
+        try:
+            wanted, transition = self._reads(component)
+        except RefusedError as refusal:
+            reason = refusal
+            wanted = self._looked_at(component)
+        self._follow(component, self.requested[component], set(wanted))
+        nodes, outside = self._inside(component, [*carried, *wanted])
+        for node in outside:
+            self._need(node)
+        return Part(component, states, wanted, nodes, outside, transition, reason)
+
+    # ---- what is read of a part -----------------------------------------------------------------------------------
+
+    def _reads(self, component: int) -> tuple[tuple[fx.Node, ...], Transition]:
+        """Where the values that others need of a component are best read, and the component's structure.
+
+        Raises:
+            RefusedError: it has none that is known.
+        """
+        transition_of(self.form, component, ())
+        wanted = self._affine(component)
+        best = tuple(dict.fromkeys(self._best(component, node) for node in wanted))
+        options = [best, tuple(wanted), *self._whole(component, wanted)]
+        refused: RefusedError | None = None
+        for option in dict.fromkeys(options):
+            if not self._is_enough(component, option):
+                continue
+            try:
+                found = transition_of(self.form, component, option)
+            except RefusedError as refusal:
+                refused = refused or refusal
+                continue
+            return self._as_vector(component, found) or (option, found)
+        if refused is None:
+            text = "what follows from the state needs it in several forms"
+            refused = RefusedError("READ_UNKNOWN", text, "read the state in one form")
+        raise refused
+
+    def _is_enough(self, component: int, edge: tuple[fx.Node, ...]) -> bool:
+        """Whether everything that others need follows from the values at the edge."""
+        queue, seen = list(self.requested[component]), set(edge)
+        while queue:
+            node = queue.pop()
+            if node in seen or self.form.home[node] != component:
+                continue
+            if node.op != "call_function":
+                return False
+            seen.add(node)
+            queue.extend(node.all_input_nodes)
+        return True
+
+    def _as_vector(self, component: int, found: Transition) -> tuple[tuple[fx.Node, ...], Transition] | None:
+        """A state without values, each element of which goes its own way, as a vector that is read whole."""
+        (state,) = self.form.components[component]
+        option = (self.step.carried[state],)
+        is_whole = all(read.query is None for read in found.reads)
+        if found.values or is_whole or not self._is_enough(component, option):
+            return None
+        if found.mode == "before" or any(update.erase is not None for update in found.updates):
+            return None
+        try:
+            vector = transition_of(self.form, component, option)
+        except RefusedError:
+            return None
+        return (option, vector) if vector.reads[0].query is None else None
+
+    def _affine(self, component: int) -> list[fx.Node]:
+        """The last values that have a form, of those that others need."""
+        found: dict[fx.Node, None] = {}
+        queue, seen = list(self.requested[component]), set[fx.Node]()
+        while queue:
+            node = queue.pop(0)
+            if node in seen or self.form.home[node] != component:
+                continue
+            seen.add(node)
+            if node in self.form.values:
+                found[node] = None
+            else:
+                queue.extend(node.all_input_nodes)
+        return list(found)
+
+    def _best(self, component: int, node: fx.Node) -> fx.Node:
+        """The earliest value from which ``node`` follows without the state, and which is a read without a summand."""
+        new = {self.step.carried[state] for state in self.form.components[component]}
+        best, score, current, computes = node, self._score(component, node), node, False
+        while current not in new and current.op == "call_function":
+            operands = [each for each in current.all_input_nodes if self.form.home[each] == component]
+            computes = computes or not moves_only(current)
+            if len(operands) != 1:
+                break
+            current = operands[0]
+            if current.meta["val"].numel() > node.meta["val"].numel():
+                break
+            found = self._score(component, current)
+            if found > score or (found == score and computes):
+                best, score, computes = current, found, False
+        return best
+
+    def _score(self, component: int, node: fx.Node) -> int:
+        try:
+            found = transition_of(self.form, component, (node,))
+        except RefusedError:
+            return 0
+        return 1 if found.reads[0].rest.terms else 2
+
+    def _whole(self, component: int, wanted: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
+        """The state itself for every read, where it is not larger than what is read."""
+        (state,) = self.form.components[component]
+        old, new = self.step.states[state], self.step.carried[state]
+        largest = max((node.meta["val"].numel() for node in wanted), default=0)
+        return [(new,)] if largest >= new.meta["val"].numel() and old not in wanted else []
+
+    def _looked_at(self, component: int) -> tuple[fx.Node, ...]:
+        """What others need of a step without a known structure: of what it computes anyway, the last."""
+        states = self.form.components[component]
+        inside = set(needed([self.step.carried[state] for state in states], ()))
+        inside |= {self.step.states[state] for state in states}
+        found: dict[fx.Node, None] = {}
+        queue, seen = list(self.requested[component]), set[fx.Node]()
+        while queue:
+            node = queue.pop(0)
+            if node in seen or self.form.home[node] != component:
+                continue
+            seen.add(node)
+            if node in inside:
+                found[node] = None
+            else:
+                queue.extend(node.all_input_nodes)
+        return tuple(found)
+
+    def _follow(self, component: int, nodes: Iterable[fx.Node], edge: set[fx.Node]) -> set[fx.Node]:
+        """Note what else is needed to compute these from the values at the edge; those of them that are."""
+        queue, seen = list(nodes), set[fx.Node]()
+        while queue:
+            node = queue.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node not in edge and self.form.home[node] == component:
+                queue.extend(node.all_input_nodes)
+            elif node not in edge:
+                self._need(node)
+        return seen & edge
+
+    # ---- what is in a part ----------------------------------------------------------------------------------------
+
+    def _inside(self, component: int, outputs: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+        """The nodes of a component's step, and what it takes from outside."""
+        inside, outside = set[fx.Node](), set[fx.Node]()
+        states = {self.step.states[state] for state in self.form.components[component]}
+        queue = list(outputs)
+        while queue:
+            node = queue.pop()
+            if node in inside or node in outside or node in states:
+                continue
+            if self._is_outside(component, node):
+                outside.add(node)
+                continue
+            inside.add(node)
+            queue.extend(node.all_input_nodes)
+        return tuple(sorted(inside)), tuple(sorted(outside))
+
+    def _is_outside(self, component: int, node: fx.Node) -> bool:
+        if node.op != "call_function":
+            return True
+        return self.form.home[node] != component and self.form.is_atom(node)

@@ -1,0 +1,307 @@
+"""Recurrences ``h_t = a_t h_{t-1} + b_t`` that the source computes in logarithmic depth, by combining neighbours.
+
+PyTorch's ``associative_scan`` and what people write themselves (doubling, up and down sweeps) differ in every detail, but
+are made of nothing but slices and joins along time, sums and products. Such arithmetic is a polynomial of what goes in, and
+two polynomials that agree at a random point are the same but for bad luck: the region is evaluated on random numbers in
+float64 and held against the recurrence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from lz_compile.ground.isolation import isolated
+from lz_compile.passes.formula.axes import Axis, Dims, Size, as_size
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call, tensor_of, where_of
+from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
+from lz_compile.passes.proof.agreement import agree
+from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.passes.rewriting.match import NearMiss, RefusedError
+
+_ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "addcmul"})
+_SLICES = frozenset({"slice", "getitem", "narrow", "select"})
+_JOINS = frozenset({"cat", "concat", "concatenate", "stack", "pad"})
+_CONSTANTS = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"})
+_LAYOUT = frozenset({"flatten", "reshape", "view", "contiguous", "clone", "flip", "unsqueeze", "squeeze"})
+_MIXING = _SLICES | _JOINS | {"flatten", "reshape", "view", "flip"}
+#: Reading is linear in the number of calls (about 0.1 ms each), but once for every result.
+_MOST_CALLS = 20_000
+SMALL = 2
+
+
+@dataclass(frozen=True)
+class PrefixScan:
+    """``output[t] = decay[t] * output[t - 1] + drive[t]`` along dimension ``dim``; without a decay, a sum.
+
+    ``core`` are the nodes between, in graph order, ``output`` last. ``dims`` are the axes of all three. With ``logs`` decay
+    and drive are given as logarithms, the decay that of each step, or of the product of all up to it (``"sums"``).
+    """
+
+    output: fx.Node
+    core: tuple[fx.Node, ...]
+    dim: int
+    drive: fx.Node
+    decay: fx.Node | None
+    dims: Mapping[fx.Node, Dims]
+    logs: Literal["none", "steps", "sums"] = "none"
+
+    @property
+    def time(self) -> Axis:
+        """The axis of time."""
+        return self.dims[self.output][self.dim][0]
+
+
+def prefix_scans(graph: fx.Graph, effects: Effects) -> Iterator[PrefixScan | NearMiss]:
+    """Every such recurrence of a graph; what looks like one and is none is a near miss."""
+    reader = _Reader(graph, effects)
+    found: list[PrefixScan] = []
+    misses: list[NearMiss] = []
+    for node in graph.nodes:
+        try:
+            scan = reader.read(node)
+        except RefusedError as refusal:
+            pieces = frozenset(reader.core(node))
+            misses.append(NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node), pieces, is_whole=True))
+            continue
+        if scan is not None:
+            found.append(scan)
+    yield from found
+    known = {node for scan in found for node in scan.core}
+    for miss in misses:  # one for each, though it may have several results
+        if known.isdisjoint(miss.pieces):
+            known |= miss.pieces
+            yield miss
+
+
+class _Reader:
+    def __init__(self, graph: fx.Graph, effects: Effects) -> None:
+        self._graph = graph
+        self._effects = effects
+        self._live: set[fx.Node] | None = None
+        self._moved: set[fx.Node] = set()
+        for node in graph.nodes:
+            if self._allowed(node) and (self._moves(node) or not self._moved.isdisjoint(node.all_input_nodes)):
+                self._moved.add(node)
+
+    def read(self, output: fx.Node) -> PrefixScan | None:
+        """The recurrence that ends at a node.
+
+        Raises:
+            RefusedError: it is built like one, and computes something else.
+        """
+        if output not in self._moved or not self._may_end(output):
+            return None
+        core = self.core(output)
+        for dim, steps in enumerate(tensor_of(output).shape):  # type: ignore[union-attr]
+            if not isinstance(steps, int) or steps < LEAST_POINTWISE:
+                continue
+            mixing = sum(self._mixes(node, dim) for node in core)
+            leaves = self._leaves(core, dim, steps)
+            if mixing >= 2 * math.log2(steps) and leaves is not None:
+                if len(core) > _MOST_CALLS:
+                    text = f"{output.name} is put together of pieces over time by {len(core):,} calls: too many are not read"
+                    edit = f"use associative_scan, or fewer levels: up to {_MOST_CALLS:,} calls are read"
+                    raise RefusedError("PREFIX_SCAN_LONG", text, edit)
+                return self._proven(output, core, dim, leaves)
+        return None
+
+    # ---- what is read ---------------------------------------------------------------------------------------------
+
+    def _may_end(self, node: fx.Node) -> bool:
+        """Whether a node joins or adds up pieces, and nobody goes on doing so with it."""
+        if not node.users or self._effects.has_mutations or node not in self._alive():
+            return False
+        if any("_increment_nesting" in name for name in self._effects.ambient(node).other):
+            return False
+        return not any(self._goes_on(node, user) for user in node.users if user in self._alive())
+
+    def _goes_on(self, node: fx.Node, user: fx.Node) -> bool:
+        call = self._allowed(user)
+        if call is None:
+            return False
+        if call.name in _ARITHMETIC:
+            return any(other in self._moved for other in user.all_input_nodes if other is not node)
+        if call.name in _SLICES:
+            return any(self._goes_on(user, each) for each in user.users if each in self._alive())
+        return call.name in _MIXING
+
+    def _allowed(self, node: fx.Node) -> Call | None:
+        """A call that arithmetic over time may be made of."""
+        call = self._effects.calls.get(node)
+        tensor = tensor_of(node)
+        if call is None or call.is_inplace or tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+            return None
+        return call if call.name in _ARITHMETIC | _MIXING | _LAYOUT | _CONSTANTS else None
+
+    def _alive(self) -> set[fx.Node]:
+        """What the graph's results depend on."""
+        if self._live is None:
+            stack = [node for node in self._graph.nodes if node.op == "output" or node.is_impure()]
+            self._live = set(stack)
+            while stack:
+                for operand in stack.pop().all_input_nodes:
+                    if operand not in self._live:
+                        self._live.add(operand)
+                        stack.append(operand)
+        return self._live
+
+    def core(self, output: fx.Node) -> list[fx.Node]:
+        """All allowed calls that a node depends on through allowed calls, in graph order."""
+        found, stack = {output}, [output]
+        while stack:
+            for operand in stack.pop().all_input_nodes:
+                if operand not in found and self._allowed(operand) is not None:
+                    found.add(operand)
+                    stack.append(operand)
+        return sorted(found, key=self._effects.position.__getitem__)
+
+    def _moves(self, node: fx.Node) -> bool:
+        """Whether a call moves values along any dimension."""
+        tensor = tensor_of(node)
+        return tensor is not None and any(self._mixes(node, dim) for dim in range(tensor.dim()))
+
+    def _mixes(self, node: fx.Node, dim: int) -> bool:
+        """Whether a call moves values along a dimension."""
+        call, tensor = self._effects.calls[node], tensor_of(node)
+        if call is None or tensor is None or call.name not in _SLICES | _JOINS:
+            return False
+        sources = [tensor_of(operand) for operand in node.all_input_nodes]
+        return any(source is not None and _extent(source, dim) != _extent(tensor, dim) for source in sources)
+
+    def _leaves(self, core: Sequence[fx.Node], dim: int, steps: int) -> list[fx.Node] | None:
+        """The tensors of all steps that pieces are cut off, before anything is cut; None where there are others."""
+        is_cut: dict[fx.Node, bool] = {}
+        leaves: dict[fx.Node, None] = {}
+        for node in core:
+            operands = node.all_input_nodes
+            mixed = self._mixes(node, dim)
+            is_cut[node] = mixed or any(is_cut.get(operand, False) for operand in operands)
+            if is_cut[node]:
+                leaves.update(dict.fromkeys(operand for operand in operands if not is_cut.get(operand, False)))
+        for leaf in leaves:
+            tensor = tensor_of(leaf)
+            if tensor is None or tensor.dim() <= dim or as_size(tensor.shape[dim]) != steps:
+                return None
+        return list(leaves)
+
+    # ---- proof ----------------------------------------------------------------------------------------------------
+
+    def _proven(self, output: fx.Node, core: list[fx.Node], dim: int, leaves: list[fx.Node]) -> PrefixScan:
+        inside = set(needed([output], leaves))
+        between = [node for node in core if node in inside]
+        if any(tensor_of(leaf).dim() != tensor_of(output).dim() for leaf in leaves):  # type: ignore[union-attr]
+            raise _unknown(output, f"made of {len(leaves)} tensors of different ranks")
+        generator = torch.Generator().manual_seed(0)
+        given = {leaf: _random(leaf, dim, generator) for leaf in leaves}
+        if len(leaves) > 2:
+            raise self._coupled(output, between, given, dim)
+        computed = _evaluated(output, between, given)
+        choices = [(None, leaves[0])] if len(leaves) == 1 else itertools.permutations(leaves)
+        for decay, drive in choices:
+            if agree(recurrence(None if decay is None else given[decay], given[drive], dim), computed):
+                if computed.is_complex():
+                    raise _complex("over complex numbers")
+                self._check(output, between)
+                return PrefixScan(output, tuple(between), dim, drive, decay, dims_of(output, leaves))
+        raise _unknown(output, "something else than h[t] = a[t] * h[t - 1] + b[t]")
+
+    def _coupled(
+        self, output: fx.Node, between: Sequence[fx.Node], given: Mapping[fx.Node, torch.Tensor], dim: int
+    ) -> RefusedError:
+        """Why a recurrence over several tensors is none that a kernel knows."""
+        if len(given) == 4 and not any(value.is_complex() for value in given.values()):
+            computed = _evaluated(output, between, given)
+            for parts in itertools.permutations(given.values()):
+                states = recurrence(torch.complex(*parts[:2]), torch.complex(*parts[2:]), dim)
+                if agree(states.real, computed) or agree(states.imag, computed):
+                    return _complex("over complex numbers, as pairs of real ones")
+        return _unknown(output, f"made of {len(given)} tensors, which is more than decays and summands")
+
+    def _check(self, output: fx.Node, ordered: Sequence[fx.Node]) -> None:
+        """Refuse a region of which someone else reads a part.
+
+        Raises:
+            RefusedError: someone else reads one of its nodes, or a mode changes inside.
+        """
+        found = set(ordered)
+        ambient = self._effects.ambient(output)
+        for node in ordered:
+            users = [user for user in node.users if user not in found and user in self._alive()]
+            if node is not output and users:
+                text = f"{node.name} is also used by {users[0].name}"
+                raise RefusedError("INTERIOR_USED", text, "use the result of the scan instead")
+            if self._effects.ambient(node) != ambient:
+                text = "autocast or gradient mode changes inside"
+                raise RefusedError("MODE_CHANGES_INSIDE", text, "enter or leave the mode outside of it")
+
+
+def _complex(what: str) -> RefusedError:
+    text = f"it is h[t] = a[t] * h[t - 1] + b[t] {what}, and kernels for recurrences in logarithmic depth are for real ones"
+    edit = "a loop over time that carries real and imaginary parts has kernels"
+    return RefusedError("COMPLEX_STATE", text, edit)
+
+
+def _unknown(output: fx.Node, text: str) -> RefusedError:
+    reason = f"{output.name} is put together of pieces over time, and is {text}"
+    return RefusedError("PREFIX_SCAN_UNKNOWN", reason, "a recurrence that is affine in its state has a kernel")
+
+
+def _random(leaf: fx.Node, dim: int, generator: torch.Generator) -> torch.Tensor:
+    """Numbers below one, with few elements in other dimensions than time."""
+    shape = tensor_of(leaf).shape  # type: ignore[union-attr]
+    sizes = [int(size) if place == dim else 1 if _is_one(size) else SMALL for place, size in enumerate(shape)]
+    kind = torch.complex128 if tensor_of(leaf).is_complex() else torch.float64  # type: ignore[union-attr]
+    return torch.rand(sizes, generator=generator, dtype=kind) * 2 - 1
+
+
+def _extent(tensor: torch.Tensor, dim: int) -> tuple[int, Size | None]:
+    """The rank, and the size of a dimension (adds no guard)."""
+    return tensor.dim(), as_size(tensor.shape[dim]) if dim < tensor.dim() else None
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _evaluated(output: fx.Node, between: Sequence[fx.Node], given: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
+    """The region's result for given values."""
+    region = Subgraph(inputs=dict.fromkeys(given, ()), nodes=tuple(between), outputs=(output,))
+    try:
+        with isolated():
+            result: torch.Tensor
+            (result,) = region.run(*given.values())
+    except Exception as error:
+        raise _unknown(output, f"not read at other sizes ({type(error).__name__}: {error})") from error
+    return result
+
+
+def recurrence(decay: torch.Tensor | None, drive: torch.Tensor, dim: int) -> torch.Tensor:
+    """``h[t] = decay[t] * h[t - 1] + drive[t]`` along a dimension, step by step; without a decay, a running sum."""
+    if decay is not None:
+        decay, drive = torch.broadcast_tensors(decay, drive)
+    states = list(drive.unbind(dim))
+    for step in range(1, len(states)):
+        before = states[step - 1] if decay is None else decay.select(dim, step) * states[step - 1]
+        states[step] = before + states[step]
+    return torch.stack(states, dim)
+
+
+def dims_of(output: fx.Node, leaves: Sequence[fx.Node]) -> dict[fx.Node, Dims]:
+    """One axis for each dimension of the output, and the same for the leaves where they do not broadcast."""
+    shape = [as_size(size) for size in tensor_of(output).shape]  # type: ignore[union-attr]
+    axes = [Axis(size) for size in shape]
+    found: dict[fx.Node, Dims] = {
+        output: tuple(() if size == 1 else (axis,) for size, axis in zip(shape, axes, strict=True))
+    }
+    for leaf in leaves:
+        sizes = [as_size(size) for size in tensor_of(leaf).shape]  # type: ignore[union-attr]
+        found[leaf] = tuple(() if size == 1 else (axis,) for size, axis in zip(sizes, axes, strict=True))
+    return found

@@ -1,0 +1,132 @@
+"""A recurrence that the source computes in logarithmic depth, as a match of the op ``scan``: a state without keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.scan import DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
+from lz_compile.passes.formula.algebra import is_constant
+from lz_compile.passes.formula.axes import Axis, Dims, as_size, axes_of, product
+from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan
+from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.match import Match, NothingImplied
+
+_Groups = tuple[tuple[Axis, ...], ...]
+
+#: Of logarithms of decays in a proof: sums of many larger ones leave the source no digits.
+_GENTLE = 0.1
+
+
+@dataclass(frozen=True)
+class PrefixScanEmitter(NothingImplied):
+    """Every dimension but time is one of columns; ``dims`` are the axes of the result and of what goes in."""
+
+    scan: PrefixScan
+    attrs: ScanAttrs
+
+    def operands(self, builder: Builder) -> Operands:
+        """``decay`` and ``drive`` ``[1, 1, T, 1, V]``."""
+        given = {"drive": self.scan.drive} | ({} if self.scan.decay is None else {"decay": self.scan.decay})
+        found = {
+            name: builder.arrange(builder.value(node), self.scan.dims[node], self._groups, expand=True)
+            for name, node in given.items()
+        }
+        x = Operands(**found)
+        return x if self.scan.logs == "none" else _of_logs(x.decay, x.drive, are_sums=self.scan.logs == "sums")
+
+    @property
+    def _groups(self) -> _Groups:
+        scan = self.scan
+        columns = tuple(axis for dim in scan.dims[scan.output] for axis in dim if axis is not scan.time)
+        return ((), (), (scan.time,), (), columns)
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The states of all steps, where the source has them."""
+        states, _ = value
+        found = builder.restore(states.reshape([builder.extent(self.scan.time), -1]), self._groups[2::2], self._flat)
+        shape = [builder.size(dim) for dim in self.scan.dims[self.scan.output]]
+        return found.reshape(shape).to(tensor_of(self.scan.output).dtype)  # type: ignore[union-attr]
+
+    @property
+    def _flat(self) -> Dims:
+        return tuple(dim for dim in self.scan.dims[self.scan.output] if dim)
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+
+def _of_logs(decay: Any, drive: Any, *, are_sums: bool) -> Operands:
+    """The operands from their logarithms ``[1, 1, T, 1, V]``.
+
+    From a decay of zero on, whose logarithm is infinite, the source has no number, and neither has this.
+    """
+    lost = torch.where(decay == -torch.inf, torch.nan, 0.0)
+    if are_sums:
+        first = torch.zeros_like(decay[:, :, :1])
+        decay = torch.cat((first, decay[:, :, 1:] - decay[:, :, :-1]), 2)
+    return Operands(decay=torch.exp(decay), drive=torch.exp(drive) + lost)
+
+
+def match_of(scan: PrefixScan, effects: Effects) -> Match:
+    """The match of such a recurrence; proofs keep the number of steps, which the source has spelled out."""
+    leaves = [scan.drive] if scan.decay is None else [scan.decay, scan.drive]
+    tensors = [tensor_of(node) for node in leaves]
+    result = tensor_of(scan.output)
+    assert result is not None, "a recurrence is over tensors"
+    dtype = result.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    ambient = effects.ambient(scan.output)
+    attrs = ScanAttrs(compute_dtype=wide, out_dtype=dtype, state_dtype=dtype)
+    emitter = PrefixScanEmitter(scan, attrs)
+    columns = product(axis.size for axis in emitter._groups[-1])
+    needs_grad = grad_enabled(ambient) and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    decay: DecayKind = "none" if scan.decay is None else "value"
+    own = set(axes_of(scan.dims[scan.output]))
+    calls = {node: effects.calls[node] for node in scan.core}
+    constants = {node: _constant_dims(node, scan) for node, call in calls.items() if call and is_constant(call)}
+    return Match(
+        op="scan",
+        attributes=attrs,
+        facts=ScanFacts(
+            *(1, 1, scan.time.size, 1, columns, 0, 1),
+            structure=ScanStructure(decay=decay, has_drive=True),
+            dtype=dtype,
+            device=result.device.type,
+            needs_grad=needs_grad,
+        ),
+        inputs={node: scan.dims[node] for node in leaves},
+        operands={},
+        fills={},
+        masks={},
+        output=scan.output,
+        output_dims=scan.dims[scan.output],
+        core=scan.core,
+        read=constants,
+        emitter=emitter,
+        ambient=ambient,
+        where=where_of(scan.output),
+        fixed=frozenset(
+            {scan.time, *(axis for dims in constants.values() for axis in axes_of(dims) if axis not in own)}
+        ),
+        scales={scan.decay: _GENTLE} if scan.logs == "steps" and scan.decay is not None else {},
+        formula="h[t] = h[t-1] + b[t]" if scan.decay is None else "h[t] = a[t] * h[t-1] + b[t]",
+    )
+
+
+def _constant_dims(node: fx.Node, scan: PrefixScan) -> Dims:
+    """The axes of a constant inside: those of the result, but along time, where it has a size of its own."""
+    result = scan.dims[scan.output]
+    found = []
+    for place, size in enumerate(map(as_size, tensor_of(node).shape)):  # type: ignore[union-attr]
+        own = result[place] if place < len(result) and place != scan.dim else ()
+        is_own = len(own) == 1 and own[0].size == size
+        found.append(() if size == 1 else own if is_own else (Axis(size),))
+    return tuple(found)

@@ -1,0 +1,96 @@
+"""Sums of outer products with as few summands as shared factors allow, and summands that share one side joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, mapped
+from lz_compile.passes.loops.recurrence.index_terms import Factor, Term
+
+#: A number times two products of disjoint indices.
+Product: TypeAlias = "tuple[Term, Term, float]"
+Outer: TypeAlias = "tuple[IndexSum, IndexSum]"
+
+
+def products_of(products: Iterable[Product], dims: Dims) -> list[Outer]:
+    """The sum of ``number * first * second`` as few pairs of sums: parallel rows of its matrix of numbers are one."""
+    rows: dict[Term, dict[Term, float]] = {}
+    columns: dict[Term, dict[Term, float]] = {}
+    for first, second, number in products:
+        rows.setdefault(first, {})[second] = rows.get(first, {}).get(second, 0.0) + number
+        columns.setdefault(second, {})[first] = columns.get(second, {}).get(first, 0.0) + number
+    by_row = _parallel(rows, dims)
+    by_column = [(first, second) for second, first in _parallel(columns, dims)]
+    return by_row if len(by_row) <= len(by_column) else by_column
+
+
+def _parallel(rows: Mapping[Term, Mapping[Term, float]], dims: Dims) -> list[Outer]:
+    found: dict[tuple[tuple[Term, float], ...], dict[Term, float]] = {}
+    for term, row in rows.items():
+        entries = sorted(row.items(), key=lambda entry: (entry[0].factors, entry[0].bound))
+        lead = entries[0][1]
+        direction = tuple((other, number / lead) for other, number in entries)
+        found.setdefault(direction, {})[term] = lead
+    return [(IndexSum(dims, first), IndexSum(dims, dict(second))) for second, first in found.items()]
+
+
+def paired(
+    erasures: Sequence[Outer], writes: Sequence[Outer], keys: frozenset[int]
+) -> list[tuple[IndexSum, IndexSum | None, IndexSum | None]]:
+    """``(left, right, erase)`` for ``left (right - erase S)``: what is erased and what is written under one key together.
+
+    ``erasures`` are added to the state as they are, and so have the sign of a write.
+    """
+    found: list[tuple[IndexSum, IndexSum | None, IndexSum | None]] = []
+    left = list(writes)
+    for under, erase in erasures:
+        scale, factors, core = _content(under, keys)
+        for candidate in left:
+            other_scale, other_factors, other_core = _content(candidate[0], keys)
+            if other_core != core:
+                continue
+            left.remove(candidate)
+            common, more, others = _shared(factors, other_factors)
+            whole = _times(core, common, other_scale)
+            found.append((whole, _times(candidate[1], others, 1.0), _times(erase, more, -scale / other_scale)))
+            break
+        else:
+            found.append((under, None, erase.scaled(-1)))
+    return found + [(under, right, None) for under, right in left]
+
+
+def _content(whole: IndexSum, keys: frozenset[int]) -> tuple[float, tuple[Factor, ...], IndexSum]:
+    """A number and the factors without keys that all products share, and what is left."""
+    terms = sorted(whole.terms, key=lambda term: (term.factors, term.bound))
+    shared = list(terms[0].factors)
+    for term in terms[1:]:
+        own, common = list(term.factors), []
+        for factor in shared:
+            if factor in own:
+                own.remove(factor)
+                common.append(factor)
+        shared = common
+    outside = [each for each in shared if min(each.indices, default=0) >= 0 and not keys & set(each.indices)]
+    core = mapped(whole, lambda term: term.without(outside))
+    lead = core.terms[min(core.terms, key=lambda term: (term.factors, term.bound))]
+    return lead, tuple(outside), core.scaled(1 / lead)
+
+
+def _shared(
+    one: Sequence[Factor], other: Sequence[Factor]
+) -> tuple[tuple[Factor, ...], tuple[Factor, ...], tuple[Factor, ...]]:
+    """What both have, what only the first has, and what only the second has."""
+    common, rest = [], list(other)
+    for factor in one:
+        if factor in rest:
+            rest.remove(factor)
+            common.append(factor)
+    more = list(one)
+    for factor in common:
+        more.remove(factor)
+    return tuple(common), tuple(more), tuple(rest)
+
+
+def _times(whole: IndexSum, factors: tuple[Factor, ...], number: float) -> IndexSum:
+    return mapped(whole, lambda term: Term(term.factors + factors, term.bound)).scaled(number)

@@ -1,0 +1,329 @@
+"""What ATen operations are in index notation: a rule for each, over sums of products and numbers.
+
+Only operations that are linear in each of their operands, and those that move elements about, have a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from lz_compile.passes.loops.recurrence.index_sum import IndexSum
+from lz_compile.passes.loops.recurrence.index_terms import UnreadableError
+
+aten = torch.ops.aten
+Value: TypeAlias = "IndexSum | float"
+#: A rule takes the node and its arguments, by position, with sums in the place of tensors.
+Rule: TypeAlias = Callable[..., IndexSum]
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of the result."""
+    return tuple(node.meta["val"].shape)
+
+
+def as_sum(value: Any) -> IndexSum:
+    """A number as a sum.
+
+    Raises:
+        UnreadableError: it is neither.
+    """
+    if isinstance(value, IndexSum):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return IndexSum.of_number(float(value))
+    raise UnreadableError(f"an argument {value!r}")
+
+
+def _add(_: fx.Node, one: Value, other: Value, alpha: float = 1) -> IndexSum:
+    return as_sum(one).plus(as_sum(other), alpha)
+
+
+def _sub(_: fx.Node, one: Value, other: Value, alpha: float = 1) -> IndexSum:
+    return as_sum(one).plus(as_sum(other), -alpha)
+
+
+def _rsub(_: fx.Node, one: Value, other: Value, alpha: float = 1) -> IndexSum:
+    return as_sum(other).plus(as_sum(one), -alpha)
+
+
+def _mul(_: fx.Node, one: Value, other: Value) -> IndexSum:
+    return as_sum(one).times(as_sum(other))
+
+
+def _div(_: fx.Node, one: Value, other: Value) -> IndexSum:
+    if isinstance(other, IndexSum):
+        numbers = [number for term, number in other.terms.items() if not term.factors]
+        if other.atoms or len(numbers) != 1:
+            raise UnreadableError("a quotient of tensors")
+        other = numbers[0]
+    return as_sum(one).scaled(1 / other)
+
+
+def _pow(_: fx.Node, base: IndexSum, exponent: Value) -> IndexSum:
+    if not isinstance(exponent, (int, float)) or exponent not in (1, 2, 3, 4):
+        raise UnreadableError("a power that is no small whole number")
+    return base.power(int(exponent))
+
+
+def _addcmul(_: fx.Node, base: IndexSum, one: IndexSum, other: IndexSum, value: float = 1) -> IndexSum:
+    return base.plus(one.times(other), value)
+
+
+def _lerp(_: fx.Node, start: IndexSum, end: IndexSum, weight: Value) -> IndexSum:
+    return start.plus(as_sum(weight).times(end.plus(start, -1)))
+
+
+def _where(_: fx.Node, condition: IndexSum, one: Value, other: Value) -> IndexSum:
+    chosen = condition.times(as_sum(one))
+    return chosen.plus(_not(condition).times(as_sum(other)))
+
+
+def _masked_fill(_: fx.Node, base: IndexSum, mask: IndexSum, value: Value) -> IndexSum:
+    return _not(mask).times(base).plus(mask.times(as_sum(value)))
+
+
+def _not(mask: IndexSum) -> IndexSum:
+    return IndexSum.of_number(1).plus(mask, -1)
+
+
+def _xor(_: fx.Node, one: IndexSum, other: IndexSum) -> IndexSum:
+    return one.plus(other).plus(one.times(other), -2)
+
+
+def _or(_: fx.Node, one: IndexSum, other: IndexSum) -> IndexSum:
+    return one.plus(other).plus(one.times(other), -1)
+
+
+def _matmul(_: fx.Node, one: IndexSum, other: IndexSum) -> IndexSum:
+    return one.matmul(other)
+
+
+def _addmm(
+    _: fx.Node, base: IndexSum, one: IndexSum, other: IndexSum, *, beta: float = 1, alpha: float = 1
+) -> IndexSum:
+    return base.scaled(beta).plus(one.matmul(other), alpha)
+
+
+def _mv(_: fx.Node, matrix: IndexSum, vector: IndexSum) -> IndexSum:
+    return matrix.times(vector).summed([-1])
+
+
+def _addr(_: fx.Node, base: IndexSum, one: IndexSum, other: IndexSum, *, beta: float = 1, alpha: float = 1) -> IndexSum:
+    return base.scaled(beta).plus(one.unsqueezed(-1).times(other), alpha)
+
+
+def _sum(node: fx.Node, value: IndexSum, dims: Sequence[int] | None = None, keepdim: bool = False) -> IndexSum:
+    return value.summed(dims or range(len(value.dims)), keeps=keepdim).expanded(shape_of(node))
+
+
+def _mean(node: fx.Node, value: IndexSum, dims: Sequence[int] | None = None, keepdim: bool = False) -> IndexSum:
+    found = _sum(node, value, dims, keepdim)
+    count = 1
+    for dim in {each % len(value.dims) for each in dims or range(len(value.dims))}:
+        count *= value.shape[dim]
+    return found.scaled(1 / count)
+
+
+def _same(_: fx.Node, value: IndexSum) -> IndexSum:
+    return value
+
+
+def _cast(node: fx.Node, value: IndexSum) -> IndexSum:
+    source, target = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
+    if source == target or (target.is_floating_point and (source.is_floating_point or source == torch.bool)):
+        return value
+    raise UnreadableError(f"a cast from {source} to {target}")
+
+
+def _copy(node: fx.Node, _target: IndexSum, source: IndexSum) -> IndexSum:
+    return source.expanded(shape_of(node))
+
+
+def _reshape(node: fx.Node, value: IndexSum, _shape: Sequence[int]) -> IndexSum:
+    return value.reshaped(shape_of(node))
+
+
+def _expand(node: fx.Node, value: IndexSum, _shape: Sequence[int]) -> IndexSum:
+    return value.expanded(shape_of(node))
+
+
+def _permute(_: fx.Node, value: IndexSum, order: Sequence[int]) -> IndexSum:
+    return value.permuted(order)
+
+
+def _transpose(_: fx.Node, value: IndexSum, first: int = 0, second: int = -1) -> IndexSum:
+    order = list(range(len(value.dims)))
+    if order:
+        order[first], order[second] = order[second], order[first]
+    return value.permuted(order)
+
+
+def _unsqueeze(_: fx.Node, value: IndexSum, dim: int) -> IndexSum:
+    return value.unsqueezed(dim)
+
+
+def _squeeze(_: fx.Node, value: IndexSum, dims: int | Sequence[int] | None = None) -> IndexSum:
+    given = range(len(value.dims)) if dims is None else [dims] if isinstance(dims, int) else dims
+    return value.squeezed(given)
+
+
+def _select(_: fx.Node, value: IndexSum, dim: int, _index: int) -> IndexSum:
+    if value.dims[dim]:
+        raise UnreadableError("it takes one of several elements")
+    return value.squeezed([dim])
+
+
+def _slice(node: fx.Node, value: IndexSum, *_: Any) -> IndexSum:
+    if shape_of(node) != value.shape:
+        raise UnreadableError("it takes some of the elements")
+    return value
+
+
+def _cat(_: fx.Node, values: Sequence[IndexSum], _dim: int = 0) -> IndexSum:
+    if len(values) != 1:
+        raise UnreadableError("it joins several tensors")
+    return values[0]
+
+
+def _stack(_: fx.Node, values: Sequence[IndexSum], dim: int = 0) -> IndexSum:
+    if len(values) != 1:
+        raise UnreadableError("it joins several tensors")
+    return values[0].unsqueezed(dim)
+
+
+def _diag_embed(_: fx.Node, value: IndexSum, offset: int = 0, first: int = -2, second: int = -1) -> IndexSum:
+    rank = len(value.dims) + 1
+    if offset or {first % rank, second % rank} != {rank - 2, rank - 1} or len(value.dims[-1]) > 1:
+        raise UnreadableError("a diagonal beside the main one")
+    return value.diagonal_matrix()
+
+
+def _diagonal(_: fx.Node, value: IndexSum, offset: int = 0, first: int = 0, second: int = 1) -> IndexSum:
+    if offset:
+        raise UnreadableError("a diagonal beside the main one")
+    return value.diagonal(first, second)
+
+
+def _eye(node: fx.Node, *_: int) -> IndexSum:
+    rows, columns = shape_of(node)
+    if rows != columns:
+        raise UnreadableError("a part of an identity")
+    return IndexSum.identity(rows)
+
+
+def _number(number: float) -> Rule:
+    return lambda node, *_: IndexSum.of_number(number, shape_of(node))
+
+
+def _full(node: fx.Node, _given: Any, value: float) -> IndexSum:
+    return IndexSum.of_number(float(value), shape_of(node))
+
+
+def _scalar(_: fx.Node, value: float) -> IndexSum:
+    return IndexSum.of_number(float(value))
+
+
+RULES: Mapping[Any, Rule] = {
+    aten.add.Tensor: _add,
+    aten.add.Scalar: _add,
+    aten.sub.Tensor: _sub,
+    aten.sub.Scalar: _sub,
+    aten.rsub.Tensor: _rsub,
+    aten.rsub.Scalar: _rsub,
+    aten.mul.Tensor: _mul,
+    aten.mul.Scalar: _mul,
+    aten.div.Tensor: _div,
+    aten.div.Scalar: _div,
+    aten.neg.default: lambda _, value: value.scaled(-1),
+    aten.pow.Tensor_Scalar: _pow,
+    aten.addcmul.default: _addcmul,
+    aten.lerp.Scalar: _lerp,
+    aten.lerp.Tensor: _lerp,
+    aten.where.self: _where,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.mm.default: _matmul,
+    aten.bmm.default: _matmul,
+    aten.addmm.default: _addmm,
+    aten.baddbmm.default: _addmm,
+    aten.mv.default: _mv,
+    aten.dot.default: _mv,
+    aten.addr.default: _addr,
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.clone.default: _same,
+    aten.alias.default: _same,
+    aten.lift_fresh_copy.default: _same,
+    aten.contiguous.default: _same,
+    aten._to_copy.default: _cast,
+    aten.copy.default: _copy,
+    aten.reshape.default: _reshape,
+    aten.expand.default: _expand,
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
+    aten.t.default: _transpose,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.diag_embed.default: _diag_embed,
+    aten.diagonal.default: _diagonal,
+    aten.eye.default: _eye,
+    aten.eye.m: _eye,
+    aten.zeros.default: _number(0),
+    aten.zeros_like.default: _number(0),
+    aten.new_zeros.default: _number(0),
+    aten.ones.default: _number(1),
+    aten.ones_like.default: _number(1),
+    aten.new_ones.default: _number(1),
+    aten.full.default: _full,
+    aten.full_like.default: _full,
+    aten.scalar_tensor.default: _scalar,
+}
+
+#: Rules of operations on truth values.
+LOGICAL: Mapping[Any, Rule] = {
+    aten.logical_not.default: lambda _, mask: _not(mask),
+    aten.bitwise_not.default: lambda _, mask: _not(mask),
+    aten.logical_and.default: _mul,
+    aten.bitwise_and.Tensor: _mul,
+    aten.logical_or.default: _or,
+    aten.bitwise_or.Tensor: _or,
+    aten.logical_xor.default: _xor,
+    aten.bitwise_xor.Tensor: _xor,
+}
+
+#: Rules of calls that compute nothing.
+_MOVES: frozenset[Rule] = frozenset(
+    {_same, _cast, _reshape, _expand, _permute, _transpose, _unsqueeze, _squeeze, _select, _slice, _cat, _stack}
+)
+#: Rules that hold for truth values too.
+OF_TRUTH_VALUES: frozenset[Rule] = _MOVES | {_mul, _where, _copy, _full, _diagonal, _scalar}
+
+
+def moves_only(node: fx.Node) -> bool:
+    """Whether a call moves or casts numbers, and computes none."""
+    return RULES.get(node.target) in _MOVES
+
+
+#: Operations without a rule that are linear all the same.
+_LINEAR = frozenset(
+    "getitem split split_with_sizes unbind chunk select slice index index_select gather cat stack roll flip cumsum tril triu "
+    "select_scatter slice_scatter scatter convolution constant_pad_nd unfold as_strided repeat".split()
+)
+
+
+def is_curved(node: fx.Node) -> bool:
+    """Whether a call is none of those that are linear."""
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", getattr(node.target, "__name__", ""))
+    return node.target not in RULES and name not in _LINEAR

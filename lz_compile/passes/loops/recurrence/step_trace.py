@@ -1,0 +1,333 @@
+"""One step of a scan as ATen operations without side effects, or why there is no such thing.
+
+Where sizes are symbolic, numbers stand for them (:mod:`stand_ins`), and the operations that take sizes as arguments get them
+from operands of the step (:mod:`step_sizes`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import constant_value
+from lz_compile.passes.formula.axes import as_size
+from lz_compile.passes.graph.effects import Ambient, ambient_context
+from lz_compile.passes.graph.view import read, tensor_of, value_of
+from lz_compile.passes.loops.recurrence.size_placeholders import (
+    ATTEMPTS,
+    NO_SYMBOLS,
+    Place,
+    StandIns,
+    is_ambiguous,
+    symbolic,
+)
+from lz_compile.passes.loops.recurrence.step_sizes import check_twins, name_sizes, unchanged_sizes
+from lz_compile.passes.loops.roll.fakes import faking
+from lz_compile.passes.rewriting.match import RefusedError
+
+aten = torch.ops.aten
+SCAN = torch.ops.higher_order.scan
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_CHANGES_GRADIENTS = frozenset({"_set_grad_enabled", "inference_mode", "_enter_inference_mode"})
+
+
+@dataclass(frozen=True)
+class ScanCall:
+    """A node that calls ``scan``: its step, what the step carries, what it takes apart over time, and what stays.
+
+    What stays may be a number: a size that is symbolic.
+    """
+
+    node: fx.Node
+    body: fx.GraphModule
+    init: tuple[fx.Node, ...]
+    xs: tuple[fx.Node, ...]
+    given: tuple[fx.Node, ...]
+
+    @property
+    def operands(self) -> tuple[fx.Node, ...]:
+        """In the order in which the step takes them."""
+        return (*self.init, *self.xs, *self.given)
+
+    @property
+    def length(self) -> Any:
+        """The number of steps."""
+        return _tensor(self.xs[0]).shape[0]
+
+    def results(self) -> dict[int, list[fx.Node]]:
+        """The nodes that pick a result, by its place: final states, then what the steps give."""
+        found: dict[int, list[fx.Node]] = {}
+        for user in self.node.users:
+            if user.target is not operator.getitem or not isinstance(user.args[1], int):
+                raise RefusedError("SCAN_USED_WHOLE", f"{user.name} takes all results of a scan", "unpack them")
+            found.setdefault(user.args[1], []).append(user)
+        return found
+
+
+def scan_call(node: fx.Node) -> ScanCall | None:
+    """The parts of a node that calls ``scan``; None where it is none, or carries something other than tensors."""
+    if node.op != "call_function" or node.target is not SCAN:
+        return None
+    names = ("combine_fn", "init", "xs", "additional_inputs")
+    values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    target, owner = values["combine_fn"], node.graph.owning_module
+    body = getattr(owner, str(target.target), None) if isinstance(target, fx.Node) else None
+    groups: list[tuple[Any, ...]] = [tuple(values.get(name, ())) for name in names[1:]]  # type: ignore[arg-type]
+    init, xs, given = groups
+    is_plain = all(tensor_of(each) is not None for each in (*init, *xs)) and all(
+        _is_tensor_or_size(each) for each in given
+    )
+    if not isinstance(body, fx.GraphModule) or not is_plain or not xs:
+        return None
+    return ScanCall(node, body, init, xs, given)
+
+
+def _is_tensor_or_size(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(value_of(node), (torch.Tensor, torch.SymInt, int))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as a graph of ATen operations with example values in ``meta["val"]``.
+
+    ``states``, ``slices`` and ``given`` are its inputs: what is carried, what time takes apart, what stays the same.
+    ``names`` are what the source calls them. Where there are symbolic ``sizes``, the example values have numbers in their
+    places, ``operands`` are the example values of the inputs as they are, and ``twin`` is the same step with other numbers.
+    """
+
+    module: fx.GraphModule
+    states: tuple[fx.Node, ...]
+    slices: tuple[fx.Node, ...]
+    given: tuple[fx.Node, ...]
+    names: Mapping[fx.Node, str]
+    sizes: StandIns = NO_SYMBOLS
+    operands: tuple[Any, ...] = ()
+    twin: Step | None = None
+
+    @property
+    def graph(self) -> fx.Graph:
+        """Its operations."""
+        return self.module.graph
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The states after the step, and what the step gives."""
+        (found,) = self.graph.output_node().args
+        return tuple(found)  # type: ignore[arg-type]
+
+    @property
+    def carried(self) -> tuple[fx.Node, ...]:
+        """The states after the step."""
+        return self.outputs[: len(self.states)]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """What the step gives besides."""
+        return self.outputs[len(self.states) :]
+
+    def example(self, node: fx.Node) -> Any:
+        """The example value of a node with its sizes as they are."""
+        value = node.meta["val"]
+        if not self.sizes.symbols:
+            return value
+        numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
+        extents = [self.sizes.extent(size, self._at) for size in numbers]
+        if not isinstance(value, torch.Tensor):
+            return extents[0]
+        mode = next(each.fake_mode for each in self.operands if isinstance(each, torch.Tensor))  # type: ignore[attr-defined]
+        with mode:
+            return in_order(torch.empty, extents, value.stride(), dtype=value.dtype, device=value.device)
+
+    def _at(self, place: Place) -> Any:
+        operand = self.operands[place.operand]
+        return operand if place.dim is None else operand.shape[place.dim]
+
+
+def trace_step(call: ScanCall, ambient: Ambient) -> Step:
+    """The step of a scan in ATen operations, without writes and with equal ones merged.
+
+    Raises:
+        RefusedError: it does something that cannot be moved in time, or a size is no product of sizes of what it is given.
+    """
+    _check_body(call.body)
+    values = [_tensor(node) for node in call.init]
+    values += [_slice(_tensor(node)) for node in call.xs]
+    values += [value_of(node) for node in call.given]
+    shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
+    if any(size == 0 for shape in shapes if isinstance(shape, tuple) for size in shape if isinstance(size, int)):
+        raise RefusedError("STEP_SIZES", "sizes inside of a step are zero", "skip the loop where there is nothing")
+    if not any(map(symbolic, values)):
+        return _step(call, _module(call.body, values, ambient, values[0].fake_mode))  # type: ignore[attr-defined]
+    taken = list(_numbers(call.body))
+    for attempt in range(ATTEMPTS):
+        sizes = StandIns.of(shapes, taken, attempt)
+        module, other = (_at(call.body, values, sizes, ambient, second=second) for second in (False, True))
+        check_twins(module, other, sizes)
+        if not any(is_ambiguous(sizes, size) for size in unchanged_sizes(module, other)):
+            break
+    else:
+        raise RefusedError("STEP_SIZES", "no numbers can stand for the symbolic sizes", "compile with dynamic=False")
+    name_sizes(module, other, len(call.init), sizes)
+    return replace(_step(call, module), sizes=sizes, operands=tuple(values), twin=_step(call, other))
+
+
+def _at(
+    body: fx.GraphModule, values: Sequence[Any], sizes: StandIns, ambient: Ambient, *, second: bool
+) -> fx.GraphModule:
+    """The trace of a step with numbers for its symbolic sizes."""
+    mode = FakeTensorMode()
+    found: list[Any] = []
+    with mode:
+        for value in values:
+            if not isinstance(value, torch.Tensor):
+                found.append(sizes.number(as_size(value), second=second))
+                continue
+            shape = [sizes.number(as_size(size), second=second) for size in value.shape]
+            strides = [_hint(stride) for stride in value.stride()]
+            found.append(in_order(torch.empty, shape, strides, dtype=value.dtype, device=value.device))
+    return _module(body, found, ambient, mode)
+
+
+def in_order(
+    make: Callable[..., torch.Tensor], shape: Sequence[Any], strides: Sequence[int], **kind: Any
+) -> torch.Tensor:
+    """A tensor without gaps, with its dimensions in memory in the order of ``strides``."""
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    whole = make([shape[dim] for dim in order], **kind)
+    return whole if order == sorted(order) else whole.permute([order.index(dim) for dim in range(len(order))])
+
+
+def _hint(number: Any) -> int:
+    return number if isinstance(number, int) else int(number.node.hint or 0)
+
+
+def _numbers(body: fx.GraphModule) -> Iterator[int]:
+    """Every whole number among the arguments of a step."""
+    for node in body.graph.nodes:
+        for value in pytree.tree_leaves((node.args, node.kwargs)):
+            parts = (value.start, value.stop, value.step) if isinstance(value, slice) else (value,)
+            yield from (part for part in parts if isinstance(part, int))
+
+
+def _module(body: fx.GraphModule, values: Sequence[Any], ambient: Ambient, mode: Any) -> fx.GraphModule:
+    """A step as operations of ATen."""
+    module = traced(torch.func.functionalize(body), values, ambient, mode)
+    if any(_writes(node) for node in module.graph.nodes):  # some compound operations write into tensors of their own
+        module = traced(torch.func.functionalize(module), values, ambient, mode)
+    for node in module.graph.nodes:
+        _check(node)
+        if node.target in _VIEWS:
+            node.target = aten.reshape.default
+    _merge_equal(module.graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _step(call: ScanCall, module: fx.GraphModule) -> Step:
+    """A traced step with its inputs by their roles."""
+    inputs = list(module.graph.find_nodes(op="placeholder"))
+    first, second = len(call.init), len(call.init) + len(call.xs)
+    names = {inner: _source_name(outer) for inner, outer in zip(inputs, call.operands, strict=True)}
+    names |= {state: "state" for state, outer in zip(inputs, call.init, strict=False) if is_filled(outer)}
+    step = Step(module, tuple(inputs[:first]), tuple(inputs[first:second]), tuple(inputs[second:]), names)
+    if not all(isinstance(each, fx.Node) for each in step.outputs):
+        raise RefusedError("STEP_RESULTS", "a step gives something that is no tensor", "return tensors")
+    return step
+
+
+def traced(function: Callable[..., Any], values: Sequence[Any], ambient: Ambient, mode: Any) -> fx.GraphModule:
+    """``function`` over example values of a fake mode as ATen operations, under the modes of ``ambient``."""
+    with ExitStack() as stack:
+        for manager in ambient_context(ambient):
+            stack.enter_context(manager)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(faking(mode))
+        return make_fx(function)(*values)
+
+
+def is_filled(node: fx.Node, number: float | None = None) -> bool:
+    """Whether a tensor is known to hold one number everywhere (this one)."""
+    call = read(node)
+    while call is not None and layout.rearranges(call) and isinstance(call.input, fx.Node) and not call.is_inplace:
+        call = read(call.input)
+    found = None if call is None or call.is_inplace else constant_value(call)
+    return found is not None and number in (None, found)
+
+
+def _source_name(node: fx.Node) -> str:
+    """What the source calls a tensor, or what it was moved from."""
+    found = read(node)
+    while found is not None and layout.rearranges(found) and isinstance(found.input, fx.Node):
+        node = found.input
+        found = read(node)
+    name = node.name.removesuffix("_") if node.op == "placeholder" else node.name
+    for prefix in ("l_self_modules_", "l_self_", "l_stack0_", "l_", "g_"):
+        if node.op == "placeholder" and name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+def _slice(value: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return value.select(0, 0)
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    value = tensor_of(node)
+    assert value is not None, f"{node.name} is no tensor"
+    return value
+
+
+def _check_body(body: fx.GraphModule) -> None:
+    """Refuse what a trace would hide."""
+    for node in body.graph.nodes:
+        call = read(node)
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            text = f"a step calls {node.target.name()}, which is not looked into"
+            raise RefusedError("STEP_OPAQUE", text, "write the step in plain operations")
+        if call is not None and call.name in _CHANGES_GRADIENTS:
+            text = "a step turns gradients on or off inside"
+            raise RefusedError("STEP_GRADIENTS", text, "detach the values instead")
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _check(node: fx.Node) -> None:
+    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            text = f"a step draws random numbers ({node.target.overloadpacket.__name__})"
+            raise RefusedError("STEP_RANDOM", text, "draw them for all steps before the loop")
+        if _writes(node) or node.target.namespace not in ("aten", "prims"):
+            text = f"a step calls {node.target.name()}, which is no plain operation of PyTorch"
+            raise RefusedError("STEP_OPAQUE", text, "write the step in plain operations")
+    elif node.op == "get_attr":
+        text = f"a step holds the constant tensor {node.target}"
+        raise RefusedError("STEP_CONSTANT", text, "make it before the loop")
+    elif node.op == "call_function" and node.target is not operator.getitem:
+        raise RefusedError("STEP_OPAQUE", f"a step calls {node.name}, which is not looked into", "write it out")
+
+
+def _merge_equal(graph: fx.Graph) -> None:
+    """Operations with equal arguments are done once."""
+    known: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)

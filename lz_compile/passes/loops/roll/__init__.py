@@ -1,0 +1,1 @@
+"""Finds repeated calls, and puts a loop in their place."""

@@ -1,0 +1,189 @@
+"""Everything that there is to know of a loop before it is rolled."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.passes.graph.effects import Ambient, grad_enabled
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.loops.roll.body import Body, Numbers, Stream
+from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use, buffers_of, collector_of, uses_of
+from lz_compile.passes.loops.roll.purity import refuse_impure
+from lz_compile.passes.loops.roll.step_graph import Emitter, Result, StepGraph, step_graph
+from lz_compile.passes.loops.roll.steps import Steps
+from lz_compile.passes.loops.roll.streams import stacked
+from lz_compile.passes.rewriting.match import RefusedError
+
+
+@dataclass
+class Loop:
+    """A loop and all that is read of it."""
+
+    steps: Steps
+    body: Body
+    buffers: list[Buffer]
+    collectors: list[Collector]
+    uses: list[Use]
+    ambient: Ambient
+    step: StepGraph
+    results: Mapping[Any, int]
+    finals: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Its first call and size: the same in a graph of equal nodes."""
+        return f"{self.steps.node(0, 0).name} x {self.steps.count}"
+
+    @property
+    def readers(self) -> set[fx.Node]:
+        """Who reads it."""
+        buffers = {user for buffer in self.buffers for user in buffer.node.users}
+        return {use.reader for use in self.uses} | buffers - set(self.steps.nodes)
+
+    @property
+    def replaced(self) -> set[fx.Node]:
+        """The nodes that are gone, or read something else, once it is rolled."""
+        nodes = {collector.node for collector in self.collectors} | set(self.steps.nodes)
+        return nodes | self.readers | {user for collector in self.collectors for user in collector.node.users}
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether steps read something that moves on."""
+        return any(not isinstance(self.body.streams[number], Numbers) for number in self.step.streams)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward will run through it."""
+        return _has_gradient(self.steps, self.ambient)
+
+
+def read_loop(steps: Steps, ambient: Ambient) -> Loop:
+    """Everything that is needed to roll a loop; changes nothing.
+
+    Raises:
+        RefusedError: it is no scan.
+    """
+    for index in range(steps.period):
+        refuse_impure(steps.node(0, index))
+    _refuse_unclear(steps)
+    buffers = buffers_of(steps)
+    written = frozenset(each.index for buffer in buffers for each in buffer.assignments)
+    body = Body(steps, written)
+    uses = [use for use in uses_of(steps, written) if _is_in_step(body, use.index)]
+    collectors = _collectors(steps, uses)
+    finals = _finals(body)
+    results: dict[Any, Result] = {
+        each.index: Result(body.assigned[each.index], _slot(steps, buffer, each))
+        for buffer in buffers
+        for each in buffer.assignments
+    }
+    collected = {collector.node for collector in collectors}
+    for index in sorted({index for collector in collectors for index in collector.indices}):
+        results["value", index] = Result(body.refs[index])
+    for use in uses:
+        if use.reader not in collected and not (use.step == steps.count - 1 and use.index in finals):
+            results.setdefault(("value", use.index), Result(body.refs[use.index]))
+    last = {use.index for use in uses if use.step == steps.count - 1 and use.index in finals}
+    emitter = Emitters(steps, ambient)
+    step = step_graph(
+        body,
+        list(results.values()),
+        [finals[index] for index in last],
+        lambda number: emitter.entry(body.streams[number]),
+        emitter,
+        has_gradient=_has_gradient(steps, ambient),
+    )
+    if not step.slots:
+        raise RefusedError("NO_STATE", "no step reads what the one before it made", "run all steps at once, as a batch")
+    numbers = {key: number for number, key in enumerate(results)}
+    return Loop(steps, body, buffers, collectors, uses, ambient, step, numbers, finals)
+
+
+def _has_gradient(steps: Steps, ambient: Ambient) -> bool:
+    tensors = (tensor_of(node) for node in steps.nodes)
+    return grad_enabled(ambient) and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _refuse_unclear(steps: Steps) -> None:
+    versions, inside = steps.versions, set(steps.nodes)
+    for node in steps.nodes:
+        if node in versions.unclear:
+            text = f"{versions.unclear[node]} ({where_of(node)})"
+            raise RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")
+    written = [versions.writes[node] for node in steps.nodes if node in versions.writes]
+    for node, text in versions.unclear.items():
+        if node not in inside and any(versions.shares(node_read, written) for node_read in node.all_input_nodes):
+            raise RefusedError("OPERAND_MUTATED", f"{text} ({where_of(node)})", "copy it before the loop")
+
+
+def _is_in_step(body: Body, index: int) -> bool:
+    """Whether the step computes a call; slices and what is the same in every step stay where they are."""
+    return index not in body.hoisted and index not in body.cuts
+
+
+def _finals(body: Body) -> dict[int, int]:
+    """By the index of a call, the slot that holds its value at the end."""
+    return {index: slot for slot, index in body.made_by.items()}
+
+
+def _collectors(steps: Steps, uses: Sequence[Use]) -> list[Collector]:
+    by_reader: dict[fx.Node, list[Use]] = {}
+    for use in uses:
+        by_reader.setdefault(use.reader, []).append(use)
+    found = [collector_of(steps, reader, mine) for reader, mine in by_reader.items() if len(mine) > 1]
+    return [collector for collector in found if collector is not None]
+
+
+def _slot(steps: Steps, buffer: Buffer, assignment: Assignment) -> torch.Tensor:
+    """What one assignment writes to, as an example value."""
+    tensor = tensor_of(buffer.node)
+    assert tensor is not None, "what is assigned to is a tensor"
+    width, pace = assignment.cut.length or 1, assignment.cut.pace
+    if pace is None or width not in (1, abs(pace)):
+        raise RefusedError("BUFFER_READ", f"what is assigned to {buffer.node.name} leaves gaps", "assign to all of it")
+    return Emitters(steps, Ambient()).plain(steps.node(0, 0)).compute(operator.getitem, tensor, assignment.elements)  # type: ignore[no-any-return]
+
+
+class Emitters:
+    """Makes emitters for the graphs of one loop."""
+
+    def __init__(self, steps: Steps, ambient: Ambient) -> None:
+        self._steps = steps
+        self._ambient = ambient
+        modes = (getattr(tensor_of(node), "fake_mode", None) for node in steps.nodes)
+        self._fake_mode = next((mode for mode in modes if mode is not None), None)
+        if self._fake_mode is None:
+            raise RefusedError("NO_STATE", "no step computes a tensor", "store all of them at once, by torch.stack")
+
+    def __call__(self, graph: fx.Graph, like: fx.Node) -> Emitter:
+        """An emitter for a graph, beginning with calls that come from ``like``."""
+        return Emitter(graph, self._fake_mode, self._ambient, like)
+
+    def plain(self, like: fx.Node) -> Emitter:
+        """For example values only."""
+        return self(fx.Graph(), like)
+
+    def entry(self, stream: Stream) -> torch.Tensor:
+        """The example value of a stream in one step."""
+        graph = fx.Graph()
+        emit = self(graph, self._steps.node(0, 0))
+
+        def stand_in(node: fx.Node) -> fx.Node:
+            placeholder = graph.placeholder(node.name)
+            placeholder.meta["example_value"] = node.meta["example_value"]
+            return placeholder
+
+        whole = tensor_of(stacked(emit, stream, stand_in))
+        assert whole is not None, "a stream is a tensor"
+        return emit.compute(torch.select, whole, 0, 0)  # type: ignore[no-any-return]
+
+
+def emitter_of(loop: Loop, graph: fx.Graph) -> Emitter:
+    """Appends to a graph what belongs to a loop."""
+    return Emitters(loop.steps, loop.ambient)(graph, loop.steps.node(0, 0))

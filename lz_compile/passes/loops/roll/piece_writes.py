@@ -1,0 +1,226 @@
+"""Pieces of a tensor that are overwritten through a view of them, as stores into that tensor.
+
+``x[:, t] += y`` reads a piece, computes, and stores; ``x[:, t].add_(y)`` does the same through a view. Told as a value that
+is stored, both are what :mod:`forward_stores` follows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from lz_compile.passes.graph.effects import Ambient, Effects, ambient_context
+from lz_compile.passes.graph.view import memory_of, read, tensor_of, value_of
+from lz_compile.passes.loops.roll.fakes import faking
+from lz_compile.passes.loops.roll.search import LEAST_STEPS
+from lz_compile.passes.rewriting.edit import MayEdit
+
+#: For every dimension from where to where, or None for all of it.
+Piece: TypeAlias = "tuple[tuple[int, int] | None, ...]"
+
+_OPERATORS: Mapping[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+_METHODS = frozenset({"add_", "sub_", "mul_", "div_", "addcmul_", "lerp_", "copy_", "neg_", "clamp_", "relu_"})
+
+
+def piece_of(index: Any, tensor: torch.Tensor | None) -> Piece | None:
+    """What an index of plain numbers, plain slices and whole dimensions selects; None for any other."""
+    elements = index if isinstance(index, tuple) else (index,)
+    if tensor is None:
+        return None
+    rest = tensor.dim() - sum(each is not Ellipsis for each in elements)
+    if rest < 0 or sum(each is Ellipsis for each in elements) > 1:
+        return None
+    if not any(each is Ellipsis for each in elements):
+        elements = (*elements, Ellipsis)
+    found: list[tuple[int, int] | None] = []
+    for each in elements:
+        if each is Ellipsis:
+            found.extend([None] * rest)
+            continue
+        if isinstance(each, slice) and (each.start, each.stop, each.step) == (None, None, None):
+            found.append(None)
+            continue
+        span = _span(each, tensor.shape[len(found)])
+        if span is None:
+            return None
+        found.append(span)
+    return tuple(found)
+
+
+def _span(element: Any, size: Any) -> tuple[int, int] | None:
+    if not isinstance(size, int):
+        return None
+    if isinstance(element, int) and not isinstance(element, bool):
+        return element % size, element % size + 1
+    if not isinstance(element, slice) or element.step not in (None, 1):
+        return None
+    if not all(part is None or isinstance(part, int) for part in (element.start, element.stop)):
+        return None
+    start, stop, _ = element.indices(size)
+    return (start, stop) if start < stop else None
+
+
+def overlap(one: Piece, two: Piece) -> bool:
+    """Whether two pieces of one tensor have an element in common."""
+    pairs = zip(one, two, strict=True)
+    return all(a is None or b is None or (a[0] < b[1] and b[0] < a[1]) for a, b in pairs)
+
+
+def store_pieces(graph: fx.Graph, may_edit: MayEdit) -> int:
+    """Spell such calls as stores, in place, where a tensor has as many of them as a loop has steps; how many there were."""
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if _target(node, found) is not None:
+            found[node] = None
+    buffers = Counter(_buffer(node, found) for node in found)
+    candidates = [node for node in found if buffers[_buffer(node, found)] >= LEAST_STEPS]
+    if not candidates:
+        return 0
+    for node in candidates:
+        node.replace_all_uses_with(node.all_input_nodes[0])  # what overwrites a tensor gives that tensor
+    effects = Effects(graph)
+    return sum(
+        _stored(node, effects, may_edit) for node in reversed(candidates)
+    )  # of several calls on one view the last is first
+
+
+def _buffer(node: fx.Node, chained: Collection[fx.Node]) -> fx.Node:
+    """The tensor of which a call overwrites a piece."""
+    view = node.all_input_nodes[0]
+    while view in chained:
+        view = view.all_input_nodes[0]
+    return view.all_input_nodes[0]
+
+
+def _target(node: fx.Node, chained: Collection[fx.Node] = ()) -> Any:
+    """The call that gives what ``node`` leaves in the piece that it overwrites; None for what overwrites no piece."""
+    view = node.args[0] if node.args else None
+    if not isinstance(view, fx.Node) or "out" in node.kwargs:
+        return None
+    if view not in chained and (view.target is not operator.getitem or tensor_of(view.args[0]) is None):
+        return None
+    if node.op == "call_method" and node.target in _METHODS:
+        return str(node.target).removesuffix("_")
+    return _OPERATORS.get(node.target) if node.op == "call_function" else None
+
+
+def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
+    """Rewrite one call, unless somebody looks at the piece through another view afterwards."""
+    view, target = node.args[0], _target(node)
+    if target is None or not isinstance(view, fx.Node):
+        return False
+    buffer = view.args[0]
+    index = view.args[1]
+    if piece_of(index, tensor_of(buffer)) is None or _is_seen_later(view, node, effects):
+        return False
+    if _is_written_later(view, node, effects) or _changes_later(view, node, effects) or not may_edit(node):
+        return False
+    graph, ambient = node.graph, effects.ambient(node)
+    with graph.inserting_before(node):
+        value = node.args[1] if target == "copy" else _computed(graph, node, target, ambient)
+        if not isinstance(value, fx.Node) or not _is_like(value, view):
+            if isinstance(value, fx.Node) and value not in effects.position:
+                graph.erase_node(value)
+            return False
+        followers = [user for user in view.users if user not in (node, value) and _is_after(user, node, effects)]
+        is_stored = any(_stores(user, buffer, index, view) for user in followers)
+        if not is_stored:
+            store = graph.call_function(operator.setitem, (buffer, index, value))
+            store.meta.update({key: node.meta[key] for key in _ORIGIN if key in node.meta}, example_value=None)
+    for user in followers:
+        user.replace_input_with(view, value)
+    graph.erase_node(node)
+    return True
+
+
+_ORIGIN = ("stack_trace", "nn_module_stack")
+
+
+def _computed(graph: fx.Graph, node: fx.Node, target: Any, ambient: Ambient) -> fx.Node:
+    """The same out of place."""
+    value = graph.create_node(node.op, target, node.args, node.kwargs)
+    value.meta.update({key: node.meta[key] for key in _ORIGIN if key in node.meta})
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    mode = next(each.fake_mode for each in args if isinstance(each, torch.Tensor))  # type: ignore[attr-defined]
+    with ExitStack() as stack:
+        for manager in ambient_context(ambient):
+            stack.enter_context(manager)
+        stack.enter_context(faking(mode))
+        run = getattr(torch.Tensor, target) if isinstance(target, str) else target
+        value.meta["example_value"] = run(*args, **kwargs)
+    return value
+
+
+def _is_like(value: fx.Node, view: fx.Node) -> bool:
+    one, other = tensor_of(value), tensor_of(view)
+    if one is None or other is None:
+        return False
+    return (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+
+
+def _stores(user: fx.Node, buffer: Any, index: Any, value: fx.Node) -> bool:
+    if user.target is not operator.setitem or user.args[0] is not buffer or user.args[2] is not value:
+        return False
+    return str(user.args[1]) == str(index)
+
+
+def _is_seen_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
+    """Whether a view of the piece is read after the call that overwrites it."""
+    memory = memory_of(view)
+    inner = [user for user in view.users if user is not node and memory_of(user) == memory and _target(user) is None]
+    while inner:
+        each = inner.pop()
+        for user in each.users:
+            if _is_after(user, node, effects):
+                return True
+            if memory_of(user) == memory:
+                inner.append(user)
+    return False
+
+
+def _is_written_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
+    """Whether a later call overwrites the piece through the same view, and was not spelled as a store."""
+    memory, queue = (
+        memory_of(view),
+        [user for user in view.users if user is not node and _is_after(user, node, effects)],
+    )
+    while queue:
+        user = queue.pop()
+        call = read(user)
+        schema = getattr(user.target, "_schema", None)
+        is_store = call is not None and call.name == "setitem" and memory_of(user.args[0]) == memory
+        if is_store and user.args[0] is view.args[0] and user.args[2] is view:
+            continue  # the piece is put where it is
+        if is_store or (call is not None and (call.is_inplace or "out" in call.arguments)):
+            return True
+        if schema is not None and schema.is_mutable:
+            return True
+        if memory_of(user) == memory:
+            queue.extend(user.users)
+    return False
+
+
+def _changes_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
+    """Whether the piece, or what is copied into it, is overwritten by another name before the last that reads the view."""
+    readers = [user for user in view.users if user is not node and user in effects.position]
+    last = max(readers, key=effects.position.__getitem__, default=node)
+    if not _is_after(last, node, effects):
+        return False
+    copied = [each for each in node.args[1:2] if isinstance(each, fx.Node)]
+    return any(effects.overwritten_after(each, node, last) is not None for each in (view, *copied))
+
+
+def _is_after(user: fx.Node, node: fx.Node, effects: Effects) -> bool:
+    """Whether a node comes after one; new ones take the place of what did."""
+    return effects.position.get(user, len(effects.position)) > effects.position[node]

@@ -1,0 +1,305 @@
+"""Loops that Dynamo has unrolled, found and rolled again into ``torch.ops.higher_order.scan``.
+
+:mod:`loop_search` finds calls that repeat, :mod:`loop_steps` compares the steps, :mod:`loop_body` reads one of them as a
+function of the state, of slices and of what stays the same, :mod:`loop_outputs` finds what is read of them, :mod:`roll`
+puts the scan in their place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from lz_compile.ground.reasons import Reason
+from lz_compile.passes.formula import contraction
+from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.graph.view import read, tensor_of, where_of
+from lz_compile.passes.loops.roll.constant_loops import reads_data
+from lz_compile.passes.loops.roll.facts import Loop, read_loop
+from lz_compile.passes.loops.roll.roll import roll
+from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, phases, runs
+from lz_compile.passes.loops.roll.steps import Grid, Made, Steps, parameters_of
+from lz_compile.passes.loops.roll.trial_scan import trial_scan
+from lz_compile.passes.loops.roll.versions import Versions
+from lz_compile.passes.rewriting.edit import Unproven, proven
+from lz_compile.passes.rewriting.match import Failure, NearMiss, RefusedError
+
+#: Calls of a graph from which on Inductor takes minutes (about 40 ms each, and more the more there are: 1 to 2.5 minutes for
+#: 1,500, over 7 for 3,000; a backward is as much again). Loops of at least so many calls are rolled then.
+MANY_CALLS = 2_000
+WORTHWHILE_CALLS = 256
+WORTHWHILE_STEPS = 8
+#: The same for loops that read nothing that moves on: iterations of the same function rather than over time.
+WORTHWHILE_ITERATIONS = 32
+
+_PHASES = 3
+_MULTIPLES = 4
+_MOST_TRIED = 64
+
+#: Steps from which on a loop whose steps contract something is rolled because there is a kernel for it. Every such step is
+#: two launches or more, of 2 us or more, and calling a kernel costs 15.
+LEAST_CONTRACTIONS = 8
+#: The same for loops that contract nothing, where somebody asks for kernels (``"keep"``). By default they stay: what
+#: Inductor makes of them is one pass over memory, with all that is computed before and after, and no kernel can do with less.
+LEAST_POINTWISE = 16
+
+#: Whether a scan under these modes is one that there are kernels for.
+IsSpecial = Callable[[fx.Node, Ambient], bool]
+
+
+@dataclass(frozen=True)
+class RolledLoop:
+    """A loop that was found, and whether it was rolled (``scan``) or why not (``kept``)."""
+
+    where: str
+    steps: int
+    calls: int
+    carried: tuple[str, ...]
+    streams: tuple[str, ...]
+    around: int
+    outputs: tuple[str, ...]
+    scan: fx.Node | None
+    kept: Reason | None
+
+
+def never(_scan: fx.Node, _ambient: Ambient) -> bool:
+    """No scan is special."""
+    return False
+
+
+def reroll(
+    module: fx.GraphModule,
+    policy: str = "auto",
+    is_special: IsSpecial = never,
+    unproven: Unproven | None = None,
+    confined: Reason | None = None,
+) -> list[RolledLoop | NearMiss | Failure]:
+    """Roll the loops of a graph, in place, each of them proven; recompiling is the caller's.
+
+    Args:
+        module: its graph is rewritten; the steps become submodules.
+        policy: ``"auto"`` rolls what is special or long, ``"roll"`` every loop, ``"keep"`` what is special.
+        is_special: asked with a scan in a graph of its own, with placeholders for all that the loop reads.
+        unproven: gets the loops that were rolled and could not be proven, with the reason.
+        confined: why only what is special may be rolled, where that is not for the policy.
+
+    Returns:
+        the loops, in order of size, what looks like one and is none, with the reason, and faults of ours; what they
+        concern is as it was.
+    """
+    rolled: list[RolledLoop | NearMiss | Failure] = []
+    failed: dict[str, Failure] = {}
+    while True:
+        loops, misses = _loops_of(module.graph)
+        found: list[RolledLoop | NearMiss | Failure] = []
+        replaced: set[fx.Node] = set()
+        is_outdated, graph = False, module.graph
+        for loop in sorted(loops, key=lambda loop: -loop.steps.start):
+            if loop.name in failed:
+                continue
+            if graph is not module.graph or not replaced.isdisjoint(loop.readers):
+                is_outdated = True  # a later loop, or its results, read this one, or an edit was taken back: look again
+                continue
+            result = _rolled(module, loop, policy, is_special, unproven, confined)
+            if isinstance(result, Failure):
+                failed[loop.name] = result
+                continue
+            found.append(result)
+            if isinstance(result, RolledLoop) and result.scan is not None:
+                replaced |= loop.replaced
+        if not is_outdated:
+            return [*rolled, *reversed(found), *misses, *failed.values()]
+        rolled.extend(each for each in reversed(found) if isinstance(each, RolledLoop) and each.scan is not None)
+
+
+def _loops_of(graph: fx.Graph) -> tuple[list[Loop], list[NearMiss]]:
+    program = Program(graph)
+    stretches = runs(program.kinds)
+    return _Search(program).loops(stretches) if stretches else ([], [])
+
+
+def _rolled(
+    module: fx.GraphModule,
+    loop: Loop,
+    policy: str,
+    is_special: IsSpecial,
+    unproven: Unproven | None,
+    confined: Reason | None,
+) -> RolledLoop | NearMiss | Failure:
+    kept = confined or (None if policy == "roll" else _too_short(loop, policy))
+    scan = None
+    try:
+        if kept is not None and _may_be_special(loop, policy) and is_special(trial_scan(loop), loop.ambient):
+            kept = None
+        if kept is None:
+            with proven(module, f"rolling the loop at {loop.steps.where}", unproven):
+                scan = roll(loop, module)
+    except RefusedError as refusal:
+        return NearMiss("scan", loop.steps.node(0, 0), refusal.reason, refusal.edit, loop.steps.where)
+    except Exception as error:  # noqa: BLE001 one loop must not cost the others; the caller makes an event of it
+        return Failure("scan", loop.steps.where, error)
+    return _described(loop, scan, kept)
+
+
+def _may_be_special(loop: Loop, policy: str) -> bool:
+    """Whether a kernel may be worth it."""
+    calls = [call for call in map(read, loop.step.module.graph.nodes) if call is not None]
+    if any(call.name in contraction.PRODUCTS | {"sum", "mean", "linear"} for call in calls):
+        return loop.has_streams and loop.steps.count >= LEAST_CONTRACTIONS
+    return policy == "keep" and loop.has_streams and loop.steps.count >= LEAST_POINTWISE
+
+
+def _too_short(loop: Loop, policy: str) -> Reason | None:
+    if policy == "keep":
+        return Reason("LOOPS_KEPT", "layerzero.loops is 'keep', and nothing is known of its step")
+    calls, steps = loop.steps.count * loop.step.calls, loop.steps.count
+    graph = len(loop.steps.program.nodes) * (2 if loop.has_gradient else 1)
+    least = WORTHWHILE_STEPS if loop.has_streams else WORTHWHILE_ITERATIONS
+    if calls >= WORTHWHILE_CALLS and steps >= least and graph >= MANY_CALLS:
+        return None
+    text = f"{steps} steps of {loop.step.calls} calls, in a graph of {graph:,}, run as fast or faster one by one"
+    return Reason("LOOP_SHORT", f"{text}, and do not take minutes to compile")
+
+
+def _described(loop: Loop, scan: fx.Node | None, kept: Reason | None) -> RolledLoop:
+    body, step, steps = loop.body, loop.step, loop.steps
+    return RolledLoop(
+        where=steps.where,
+        steps=steps.count,
+        calls=step.calls,
+        carried=tuple(_text(body.slots[slot].like) for slot in step.slots),
+        streams=tuple(type(body.streams[number]).__name__.lower() for number in step.streams),
+        around=len(step.around),
+        outputs=tuple(str(list(result.shape)) for result in step.results),
+        scan=scan,
+        kept=kept,
+    )
+
+
+def _text(node: fx.Node) -> str:
+    tensor = tensor_of(node)
+    return "" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+class _Search:
+    """Reads stretches of repeated calls as loops, the largest first; what is part of a loop is not looked at again."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._versions: Versions | None = None
+        self._taken = bytearray(len(program.nodes))
+
+    def loops(self, stretches: list[Run]) -> tuple[list[Loop], list[NearMiss]]:
+        """The loops among stretches, and near misses where no loop was found in a stretch that looks like one."""
+        found: list[Loop] = []
+        misses: dict[int, NearMiss] = {}
+        pending = [free for stretch in stretches[_MOST_TRIED - 1 :: -1] for free in self._free(stretch)]
+        while pending:
+            run = pending.pop()
+            if any(self._taken[run.start : run.stop]):
+                pending.extend(self._free(run))
+                continue
+            loop, refusal = self._loop(run)
+            if loop is not None:
+                found.append(loop)
+                self._taken[loop.steps.start : loop.steps.stop] = b"\1" * (loop.steps.stop - loop.steps.start)
+                pending.extend(self._free(run))
+            elif refusal is not None and reads_data(self._program.nodes[run.start : run.stop]):
+                node = self._program.nodes[run.start]
+                pieces = frozenset(self._program.nodes[run.start : run.stop])
+                misses[run.start] = NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node), pieces)
+        kept = [miss for start, miss in misses.items() if not self._taken[start]]
+        return found, kept
+
+    def _free(self, run: Run) -> Iterator[Run]:
+        """The parts of a stretch that belong to no loop yet."""
+        start = run.start
+        while run.stop - start >= LEAST_STEPS * run.period:
+            stop = self._taken.find(1, start, run.stop)
+            stop = run.stop if stop < 0 else stop
+            if stop - start >= LEAST_STEPS * run.period:
+                yield Run(start, stop, run.period)
+            after = self._taken.find(0, stop, run.stop)
+            start = run.stop if after < 0 else after
+
+    def _loop(self, run: Run) -> tuple[Loop | None, RefusedError | None]:
+        refusal: RefusedError | None = None
+        for multiple in range(1, _MULTIPLES + 1):
+            longer = Run(run.start, run.stop, run.period * multiple)
+            try:
+                for steps in self._phases(longer):
+                    try:
+                        return self._untangled(self._read(steps)), None
+                    except RefusedError as error:
+                        refusal = refusal or error
+                        if error.reason.code in _FINAL:
+                            raise
+            except RefusedError as error:
+                refusal = refusal or error
+                if error.reason.code in _FINAL:
+                    break
+        return None, refusal if refusal is not None and refusal.reason.code not in _SILENT else None
+
+    def _untangled(self, loop: Loop) -> Loop:
+        """Of a loop whose steps read only what was made two (or more) steps ago, the loop of twice as many calls.
+
+        Its steps belong to two recurrences in turns, as those of a loop that walks a sequence in both directions do.
+        """
+        lags = {made.lag for row in loop.steps.wiring for made in row if isinstance(made, Made) and made.lag}
+        apart = math.gcd(*lags)
+        if apart < 2:
+            return loop
+        period = loop.steps.period * apart
+        try:
+            found = [self._read(steps) for steps in self._phases(Run(loop.steps.start, loop.steps.stop, period))[:1]]
+        except RefusedError:
+            return loop  # as it was read
+        covered = [each for each in found if (each.steps.count + 2) * period > loop.steps.stop - loop.steps.start]
+        return covered[0] if covered else loop
+
+    def _phases(self, run: Run) -> list[Steps]:
+        """The loops that the likeliest beginnings of a step give, the longest first.
+
+        Raises:
+            RefusedError: there is none.
+        """
+        if run.steps < LEAST_STEPS:
+            return []
+        if self._versions is None:
+            self._versions = Versions(self._program)
+        found: list[Steps] = []
+        refusal: RefusedError | None = None
+        for phase in phases(self._program, run)[:_PHASES]:
+            try:
+                found.append(Grid(self._program, self._versions, phase).steps())
+                if found[-1].count == phase.steps:
+                    break
+            except RefusedError as error:
+                refusal = refusal or error
+                if error.reason.code in _FINAL:
+                    break
+        if refusal is not None and (not found or refusal.reason.code in _FINAL):
+            raise refusal
+        return sorted(found, key=lambda steps: -steps.count)
+
+    def _read(self, steps: Steps) -> Loop:
+        columns = (
+            steps.column(index, leaf)
+            for index, row in enumerate(steps.wiring)
+            for leaf, made in enumerate(row)
+            if made is None
+        )
+        if parameters_of([column for column in columns if column[0] is not column[-1]]):
+            raise RefusedError("LAYERS", "every step has parameters of its own", "share them")
+        return read_loop(steps, steps.versions.effects.ambient(steps.node(0, 0)))
+
+
+#: Refusals that hold wherever a step is taken to begin.
+_FINAL = frozenset(
+    {"LAYERS", "NO_STATE", "RANDOM", "MODE_CHANGES_INSIDE", "DATA_DEPENDENT", "NESTED_GRAPH", "INPUT_OVERWRITTEN"}
+)
+#: Refusals of what is no loop over anything: the same calls on different things.
+_SILENT = frozenset({"LAYERS", "NO_STATE"})

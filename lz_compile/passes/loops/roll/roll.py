@@ -1,0 +1,207 @@
+"""A loop that was found becomes one ``torch.ops.higher_order.scan`` in the place of its calls."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.passes.formula.axes import as_size
+from lz_compile.passes.formula.layout import is_returned, stride_order
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.loops.recurrence.scan import emit_scan
+from lz_compile.passes.loops.roll.facts import Loop, emitter_of
+from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector
+from lz_compile.passes.loops.roll.purity import is_pure
+from lz_compile.passes.loops.roll.step_graph import Emitter
+from lz_compile.passes.loops.roll.steps import Steps, kind_of
+from lz_compile.passes.rewriting.match import RefusedError
+from lz_compile.passes.rewriting.rewrite import strides_matter
+
+
+def roll(loop: Loop, owner: fx.GraphModule) -> fx.Node:
+    """Put the scan in the place of the loop; recompiling is the caller's.
+
+    Raises:
+        RefusedError: something of it cannot be spelled out. The graph is as it was, then.
+    """
+    graph, steps = owner.graph, loop.steps
+    before = set(graph.nodes)
+    emit = emitter_of(loop, graph)
+    try:
+        with graph.inserting_before(steps.nodes[-1].next):
+            scan = emit_scan(loop, emit, owner, lambda node: node)
+            replaced = _Readers(loop, emit, scan).replacements()
+    except BaseException:
+        for node in [node for node in reversed(graph.nodes) if node not in before]:
+            graph.erase_node(node)
+        raise
+    for reader, operand, value in replaced:
+        if reader is None:
+            operand.replace_all_uses_with(value)
+        else:
+            reader.replace_input_with(operand, value)
+    for collector in loop.collectors:
+        graph.erase_node(collector.node)
+    _erase(graph, steps)
+    return scan
+
+
+class _Readers:
+    """What is read behind a loop, read from the scan."""
+
+    def __init__(self, loop: Loop, emit: Emitter, scan: fx.Node) -> None:
+        self._loop = loop
+        self._emit = emit
+        self._scan = scan
+        self._items: dict[int, fx.Node] = {}
+        self._entries: dict[tuple[int, int], fx.Node] = {}
+        self._handed: set[int] = set()
+        self._laid: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+
+    def replacements(self) -> list[tuple[fx.Node | None, fx.Node, fx.Node]]:
+        """Pairs of old and new, with the reader concerned (None: all of them). Emits the new ones."""
+        loop, found = self._loop, list[tuple[fx.Node | None, fx.Node, fx.Node]]()
+        for buffer in loop.buffers:
+            found.extend(self._filled(buffer))
+        for collector in loop.collectors:
+            self._emit.like = collector.node
+            values = [self._values(("value", index)) for index in collector.indices]
+            with self._emit.graph.inserting_before(collector.node):  # behind what else it joins
+                value = self._as_it_lay(self._collected(collector, values), collector.node)
+                if not self._handed.isdisjoint(
+                    collector.indices
+                ):  # whoever joins the same again has a tensor of their own
+                    value = self._emit.call("clone", value)
+                self._handed.update(collector.indices)
+            if kind_of(value) != kind_of(collector.node):
+                raise RefusedError("SHAPE_CHANGES", f"{collector.node.name} joins something else", "stack tensors")
+            found.append((None, collector.node, value))
+        collected = {collector.node for collector in loop.collectors}
+        for use in loop.uses:
+            if use.reader not in collected:
+                self._emit.like = use.operand
+                pair = self._entry(use.step, use.index), use.operand
+                if pair not in self._laid:  # whoever read one tensor reads one tensor
+                    self._laid[pair] = self._as_it_lay(*pair)
+                found.append((use.reader, use.operand, self._laid[pair]))
+        return found
+
+    def _as_it_lay(self, value: fx.Node, operand: fx.Node) -> fx.Node:
+        """A value with the strides of what it replaces, where they matter to someone, and no gradient if that has none."""
+        one, other = tensor_of(operand), tensor_of(value)
+        if one is not None and other is not None and other.requires_grad and not one.requires_grad:
+            value = self._emit.call("detach", value)
+        old, new = ([as_size(stride) for stride in each.stride()] for each in (one, other) if each is not None)
+        if one is None or old == new or not strides_matter(operand):
+            return value
+        is_static = all(isinstance(size, int) for size in (*one.shape, *one.stride()))
+        if is_static and is_returned(operand):  # AOTAutograd replays views of what is returned
+            blank = self._emit.call(torch.empty_strided, one.shape, one.stride(), dtype=one.dtype, device=one.device)
+            return self._emit.call("copy_", blank, value)
+        order, back = stride_order(old)
+        return self._emit.call("permute", self._emit.call("contiguous", self._emit.call("permute", value, order)), back)
+
+    def _item(self, number: int) -> fx.Node:
+        if number not in self._items:
+            self._items[number] = self._emit.call(operator.getitem, self._scan, number)
+        return self._items[number]
+
+    def _values(self, key: Any) -> fx.Node:
+        return self._item(len(self._loop.step.slots) + self._loop.results[key])
+
+    def _entry(self, step: int, index: int) -> fx.Node:
+        loop = self._loop
+        if step == loop.steps.count - 1 and index in loop.finals:
+            return self._item(loop.step.slots.index(loop.finals[index]))
+        if (step, index) not in self._entries:
+            entry = self._emit.call("select", self._values(("value", index)), 0, step)
+            self._entries[step, index] = self._emit.call("clone", entry)  # a tensor of its own, as it was
+        return self._entries[step, index]
+
+    def _collected(self, collector: Collector, found: list[fx.Node]) -> fx.Node:
+        emit, dim = self._emit, collector.dim
+        value = found[0]
+        if len(found) > 1:
+            value = emit.call("flatten", emit.call(torch.stack, found, 1), 0, 1)
+        value = self._ordered(value, collector)
+        value = emit.call("movedim", value, 0, dim) if dim else value
+        if collector.joins == "cat":
+            value = emit.call("flatten", value, dim, dim + 1)
+        if not (collector.before or collector.after):
+            tensor = tensor_of(value)
+            return value if tensor is None or tensor.is_contiguous() else emit.call("contiguous", value)
+        parts = [self._joined(collector, nodes) for nodes in (collector.before, collector.after)]
+        return emit.call(torch.cat, [*parts[0], value, *parts[1]], dim)
+
+    def _ordered(self, value: fx.Node, collector: Collector) -> fx.Node:
+        width, count = len(collector.indices), self._loop.steps.count
+        first, last = collector.first, collector.last
+        low, high = min(first, last), max(first, last)
+        if (low, high) != (0, count - 1):
+            value = self._emit.call("narrow", value, 0, low * width, (high + 1 - low) * width)
+        if first <= last:
+            return value
+        if width == 1:
+            return self._emit.call("flip", value, 0)
+        split = self._emit.call("unflatten", value, 0, (high + 1 - low, width))
+        return self._emit.call("flatten", self._emit.call("flip", split, 0), 0, 1)
+
+    def _joined(self, collector: Collector, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
+        if not nodes or collector.joins == "cat":
+            return list(nodes)
+        return [self._emit.call(torch.stack, list(nodes), collector.dim)]
+
+    def _filled(self, buffer: Buffer) -> list[tuple[fx.Node | None, fx.Node, fx.Node]]:
+        """Assign all steps at once; a buffer that is new and filled completely is what is assigned."""
+        values = [(each, self._arranged(each)) for each in buffer.assignments]
+        tensor = tensor_of(buffer.node)
+        if buffer.is_filled() and tensor is not None and tensor.is_contiguous():
+            value = values[0][1]
+            example = tensor_of(value)
+            if example is not None and not example.is_contiguous():
+                value = self._emit.call("contiguous", value)
+            position, stop = self._loop.steps.program.position, self._loop.steps.stop
+            readers = [user for user in buffer.node.users if position.get(user, stop) >= stop]
+            return [(reader, buffer.node, value) for reader in readers]
+        for assignment, value in values:
+            low, width = min(assignment.cut.starts), assignment.cut.length or 1
+            pace = abs(assignment.cut.pace or 1) if width == 1 else 1
+            span = slice(low, max(assignment.cut.starts) + width, None if pace == 1 else pace)
+            index = list(assignment.elements)
+            index[assignment.place] = span
+            self._emit.like = self._loop.steps.node(0, assignment.index)
+            node = self._emit.graph.call_function(operator.setitem, (buffer.node, tuple(index), value))
+            node.meta.update(self._emit.origin())
+            node.meta["example_value"] = None
+        return []
+
+    def _arranged(self, assignment: Assignment) -> fx.Node:
+        """All that is assigned, as one tensor in the place of the moving slice."""
+        emit = self._emit
+        emit.like = self._loop.steps.node(0, assignment.index)
+        value = self._values(assignment.index)
+        if (assignment.cut.pace or 1) < 0:
+            value = emit.call("flip", value, 0)
+        dim = sum(isinstance(element, slice) for element in assignment.elements[: assignment.place])
+        value = emit.call("movedim", value, 0, dim) if dim else value
+        return value if assignment.cut.length is None else emit.call("flatten", value, dim, dim + 1)
+
+
+def _erase(graph: fx.Graph, steps: Steps) -> None:
+    """Erase the calls of a loop, and what was made for nothing but it."""
+    pending = list(reversed(steps.nodes))
+    operands = {operand for node in pending for operand in node.all_input_nodes}
+    for node in pending:
+        if not node.users:
+            graph.erase_node(node)
+    gone = set(steps.nodes)
+    unread = [node for node in operands if node not in gone]
+    while unread:
+        node = unread.pop()
+        if node.op in ("call_function", "call_method") and not node.users and node not in gone and is_pure(node):
+            gone.add(node)
+            unread.extend(node.all_input_nodes)
+            graph.erase_node(node)

@@ -1,0 +1,336 @@
+"""The step of a loop as a graph module that ``torch.ops.higher_order.scan`` can call, every node with its example value."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from lz_compile.passes.graph.effects import Ambient, ambient_context
+from lz_compile.passes.graph.view import memory_of, read, tensor_of, value_of, where_of
+from lz_compile.passes.loops.roll.body import Around, Body, Carried, Entry, Part, Ref, Streamed
+from lz_compile.passes.loops.roll.fakes import faking
+from lz_compile.passes.loops.roll.search import is_number
+from lz_compile.passes.loops.roll.steps import Steps, kind_of, kind_of_value
+from lz_compile.passes.rewriting.match import RefusedError
+
+_ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+class Emitter:
+    """Appends calls to a graph at its insertion point, with metadata. ``like`` is where they come from in the source."""
+
+    def __init__(self, graph: fx.Graph, fake_mode: Any, ambient: Ambient, like: fx.Node) -> None:
+        self.graph = graph
+        self.like = like
+        self._fake_mode = fake_mode
+        self._ambient = ambient
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A function, or a method by its name."""
+        op = "call_method" if isinstance(target, str) else "call_function"
+        node = self.graph.create_node(op, target, args, kwargs)
+        node.meta.update(self.origin())
+        given, named = fx.map_arg((node.args, node.kwargs), value_of)
+        node.meta["example_value"] = self.compute(_function(target), *given, **named)
+        return node
+
+    def origin(self) -> dict[str, Any]:
+        """The metadata that says where in the source a call comes from."""
+        return {key: self.like.meta[key] for key in _ORIGIN if key in self.like.meta}
+
+    def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The example value of a call."""
+        with ExitStack() as stack:
+            for manager in ambient_context(self._ambient):
+                stack.enter_context(manager)
+            stack.enter_context(faking(self._fake_mode))
+            return function(*pytree.tree_map(readable, args), **pytree.tree_map(readable, kwargs))
+
+
+def readable(value: Any) -> Any:
+    """A tensor, or one in other memory for a view that PyTorch does not read again, for its base was written to since."""
+    if isinstance(value, torch.Tensor) and value._is_view():
+        try:
+            value.grad_fn  # noqa: B018  what is asked of a view before it is read
+        except RuntimeError:
+            empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+            return empty.requires_grad_(value.requires_grad)
+    return value
+
+
+def _function(target: Any) -> Callable[..., Any]:
+    if not isinstance(target, str):
+        return target  # type: ignore[no-any-return]
+    return lambda self, *args, **kwargs: getattr(self, target)(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step gives besides the state; with ``slot`` (a tensor), in its shape and dtype."""
+
+    ref: Any
+    slot: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """A step: ``module(*carried, *streamed, *around) -> [*carried, *results]``; the numbers are those of the body."""
+
+    module: fx.GraphModule
+    slots: tuple[int, ...]
+    streams: tuple[int, ...]
+    around: tuple[int, ...]
+    results: tuple[torch.Tensor, ...]
+    #: What gradients flow to from results and states.
+    reached: frozenset[Ref]
+
+    @property
+    def calls(self) -> int:
+        """How many calls a step makes."""
+        return sum(node.op in ("call_function", "call_method") for node in self.module.graph.nodes)
+
+
+def step_graph(
+    body: Body,
+    results: Sequence[Result],
+    finals: Sequence[int],
+    streamed: Callable[[int], torch.Tensor],
+    emitter: Callable[[fx.Graph, fx.Node], Emitter],
+    *,
+    has_gradient: bool,
+) -> StepGraph:
+    """Build the graph of a step.
+
+    Args:
+        body: the step.
+        results: what is read of each step.
+        finals: the slots whose last value is read.
+        streamed: the example value of a step's entry of a stream.
+        emitter: makes an emitter for a graph.
+        has_gradient: whether the loop is differentiated; what is saved for that must not be what is handed on.
+
+    Raises:
+        RefusedError: what a call gives in the loop is something else than without.
+    """
+    used = _used(body, [result.ref for result in results], finals)
+    slots, streams, around = (sorted(ref.number for ref in used if isinstance(ref, kind)) for kind in _HANDED)
+    graph = fx.Graph()
+    emit = emitter(graph, body.steps.node(0, 0))
+    values: dict[Ref, fx.Node] = {}
+    stopped: set[fx.Node] = set()
+    for slot in slots:
+        like = tensor_of(body.slots[slot].like)
+        assert like is not None, "what is carried is a tensor"
+        blank = emit.compute(torch.empty, tuple(like.shape), dtype=like.dtype, device=like.device)
+        values[Carried(slot)] = _placeholder(graph, f"carry_{slot}", blank)
+    for number in streams:
+        values[Streamed(number)] = _placeholder(graph, f"x_{number}", streamed(number))
+    for number in around:
+        node, value = body.around[number], value_of(body.around[number])
+        if isinstance(value, torch.SymFloat) and slots:  # a scan takes no such number, but a tensor of it
+            device = values[Carried(slots[0])].meta["example_value"].device
+            value = emit.compute(torch.empty, (), dtype=torch.float64, device=device)
+        if not isinstance(value, (torch.Tensor, torch.SymInt, int)):
+            raise RefusedError("STEP_DIFFERS", f"{node.name} is no tensor", "let steps read tensors only")
+        values[Around(number)] = _placeholder(graph, f"around_{number}", value)
+    for number, entry in enumerate(body.entries):
+        if Part(number) in used:
+            emit.like = entry.like
+            values[Part(number)] = _emit(emit, entry, values)
+            if not _has_gradient(entry.like, body.steps):
+                stopped.add(values[Part(number)])
+    outputs = [values[body.slots[slot].source] for slot in slots]
+    outputs += [_shaped(emit, result, values) for result in results]
+    taken = values.values() if has_gradient else [values[ref] for ref in values if not isinstance(ref, Part)]
+    outputs = _apart(emit, outputs, len(slots), taken)
+    _refuse_without_gradient(outputs, has_gradient)
+    graph.output(outputs)
+    examples = tuple(tensor for tensor in map(tensor_of, outputs[len(slots) :]) if tensor is not None)
+    flowing = _flowing(outputs, stopped)
+    reached = frozenset(ref for ref in values if not isinstance(ref, Part) and values[ref] in flowing)
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return StepGraph(module, tuple(slots), tuple(streams), tuple(around), examples, reached)
+
+
+def _has_gradient(like: fx.Node, steps: Steps) -> bool:
+    """Whether a call has a gradient in any step, by what Dynamo says: in the first one a state may have none yet."""
+    place = steps.place(like)
+    nodes = [like] if place is None else [like, steps.node(steps.count - 1, place[1])]
+    values = [value for node in nodes for value in pytree.tree_leaves(value_of(node))]
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+def _flowing(outputs: Sequence[fx.Node], stopped: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes of a step that gradients of its outputs flow to."""
+    found: set[fx.Node] = set()
+    queue = list(outputs)
+    while queue:
+        node = queue.pop()
+        if node in found or node in stopped:
+            continue
+        found.add(node)
+        writers = [user for user in node.users if user.args[:1] == (node,) and _overwrites(user)]
+        queue.extend(each for maker in (node, *writers) for each in maker.all_input_nodes)
+    return found
+
+
+def _overwrites(node: fx.Node) -> bool:
+    call = read(node)
+    return call is not None and (call.is_inplace or call.name == "setitem")
+
+
+_HANDED = (Carried, Streamed, Around)
+
+
+def _used(body: Body, roots: Sequence[Any], finals: Sequence[int]) -> set[Ref]:
+    """Everything that results, and the state that they depend on, are made of."""
+    used: set[Ref] = set()
+    pending: list[Ref] = [ref for root in roots for ref in refs_in(root)] + [Carried(slot) for slot in finals]
+    while pending:
+        ref = pending.pop()
+        if ref in used:
+            continue
+        used.add(ref)
+        if isinstance(ref, Carried):
+            pending.append(body.slots[ref.number].source)
+        elif isinstance(ref, Part):
+            entry = body.entries[ref.number]
+            pending.extend(refs_in((entry.args, entry.kwargs)))
+    return used
+
+
+def refs_in(value: Any) -> list[Ref]:
+    """The refs in an argument."""
+    if isinstance(value, (Part, Carried, Streamed, Around)):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [ref for each in value for ref in refs_in(each)]
+    if isinstance(value, dict):
+        return refs_in(list(value.values()))
+    return refs_in((value.start, value.stop, value.step)) if isinstance(value, slice) else []
+
+
+def _mapped(value: Any, values: dict[Ref, fx.Node]) -> Any:
+    if isinstance(value, (Part, Carried, Streamed, Around)):
+        return values[value]
+    if isinstance(value, (tuple, list)):
+        items = [_mapped(each, values) for each in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {key: _mapped(each, values) for key, each in value.items()}
+    if isinstance(value, slice):
+        return slice(*[_mapped(each, values) for each in (value.start, value.stop, value.step)])
+    return value
+
+
+def _placeholder(graph: fx.Graph, name: str, value: Any) -> fx.Node:
+    node = graph.placeholder(name)
+    node.meta["example_value"] = value
+    return node
+
+
+def _emit(emit: Emitter, entry: Entry, values: dict[Ref, fx.Node]) -> fx.Node:
+    args, kwargs = _mapped(entry.args, values), _mapped(entry.kwargs, values)
+    try:
+        node = _overwriting(emit, entry, args, kwargs) if entry.overwrites else emit.call(entry.target, *args, **kwargs)
+    except (RuntimeError, TypeError, IndexError) as error:
+        text = f"{entry.like.name} at {where_of(entry.like)} fails on the loop's own operands: {error}"
+        raise RefusedError("STEP_DIFFERS", text, "let every step be the same") from error
+    wanted = tensor_of(entry.like)
+    if wanted is not None and kind_of(node) != kind_of(entry.like):
+        text = f"{entry.like.name} at {where_of(entry.like)} gives another dtype or shape in a loop"
+        raise RefusedError("SHAPE_CHANGES", text, "keep shapes and dtypes the same in every step")
+    return node
+
+
+def _overwriting(emit: Emitter, entry: Entry, args: Any, kwargs: Any) -> fx.Node:
+    """A call that overwrites its first operand, on a copy of that, or spelled so that it need not."""
+    function = _out_of_place(entry)
+    if function is not None:
+        node = emit.call(function, *args, **kwargs)
+        if kind_of(node) == kind_of(args[0]):
+            return node
+        emit.graph.erase_node(node)
+    copied = emit.call("clone", args[0])
+    emit.call(entry.target, copied, *args[1:], **kwargs)
+    return copied
+
+
+def _out_of_place(entry: Entry) -> Any:
+    call = read(entry.like)
+    if call is None or call.name == "setitem":
+        return None
+    if entry.op == "call_method":
+        name = str(entry.target).removesuffix("_")
+        return name if name != "copy" and callable(getattr(torch.Tensor, name, None)) else None
+    name = getattr(entry.target, "__name__", "")
+    if getattr(operator, name, None) is not entry.target:
+        return None
+    return getattr(operator, name[1:], None) or getattr(operator, f"{name[1:]}_", None)
+
+
+def _shaped(emit: Emitter, result: Result, values: dict[Ref, fx.Node]) -> fx.Node:
+    node = _mapped(result.ref, values)
+    if result.slot is None:
+        return node  # type: ignore[no-any-return]
+    tensor = tensor_of(node)
+    if is_number(node) or tensor is None:
+        raise RefusedError("BUFFER_READ", "a number is assigned in each step", "assign tensors")
+    if tensor.dtype != result.slot.dtype:
+        node = emit.call("to", node, result.slot.dtype)
+    if kind_of(node) != kind_of_value(result.slot):
+        sizes = tuple(result.slot.shape)
+        if not all(isinstance(size, int) for size in sizes):
+            raise RefusedError("SHAPE_CHANGES", "what is assigned in each step is broadcast", "expand it before")
+        node = emit.call("expand", node, sizes)
+    return node  # type: ignore[no-any-return]
+
+
+def in_order(emit: Emitter, node: fx.Node) -> fx.Node:
+    """A tensor with the strides of a new one: the operator compares even those of dimensions of size one."""
+    tensor = tensor_of(node)
+    assert tensor is not None, "what is carried is a tensor"
+    if not tensor.is_contiguous():
+        return emit.call("contiguous", node)
+    step: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if isinstance(size, int) and isinstance(step, int) and size == 1 and stride != step:
+            return emit.call("clone", node, memory_format=torch.contiguous_format)
+        step = step * size
+    return node
+
+
+def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, others: Iterable[fx.Node]) -> list[fx.Node]:
+    """The outputs, none of which shares memory with another or with others; what is carried is contiguous."""
+    taken = {memory_of(node) for node in others}
+    found = []
+    for number, output in enumerate(outputs):
+        tensor = tensor_of(output)
+        assert tensor is not None, "a step gives tensors"
+        node = output
+        if memory_of(node) in taken:
+            node = emit.call("clone", node, memory_format=torch.contiguous_format)
+        elif number < carried:
+            node = in_order(emit, node)
+        taken.add(memory_of(node))
+        found.append(node)
+    return found
+
+
+def _refuse_without_gradient(outputs: Sequence[fx.Node], has_gradient: bool) -> None:
+    """PyTorch's scan has no gradient where any of what a step gives has none (2.13)."""
+    for node in outputs:
+        tensor = tensor_of(node)
+        if has_gradient and tensor is not None and tensor.is_complex():
+            text = f"each step gives complex numbers ({where_of(node)}), and the loop is differentiated"
+            raise RefusedError("NO_GRADIENT", text, "carry real and imaginary parts as real tensors")
+        if has_gradient and tensor is not None and not tensor.is_floating_point():
+            text = f"each step gives {tensor.dtype} ({where_of(node)}), and the loop is differentiated"
+            raise RefusedError("NO_GRADIENT", text, "compute what has no gradient in a loop of its own, under no_grad")

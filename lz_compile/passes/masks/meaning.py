@@ -1,0 +1,80 @@
+"""What masks are found to mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from lz_compile.lowering.ops.attention import Band, Reach
+from lz_compile.passes.formula.axes import Axis, Dims, atoms
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of scores, most significant first; each group may have none or several."""
+
+    batch: tuple[Axis, ...]
+    heads: tuple[Axis, ...]
+    queries: tuple[Axis, ...]
+    keys: tuple[Axis, ...]
+
+    def resolved(self) -> Axes:
+        """The same in atomic axes."""
+        return Axes(*map(atoms, self.groups))
+
+    @property
+    def groups(self) -> tuple[tuple[Axis, ...], ...]:
+        """Batch, heads, queries and keys."""
+        return (self.batch, self.heads, self.queries, self.keys)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A boolean tensor that keeps where it is ``keeps``. It does not depend on both queries and keys."""
+
+    node: fx.Node
+    dims: Dims
+    keeps: bool
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Integers: a query sees the keys for which they are equal."""
+
+    query: fx.Node
+    query_dims: Dims
+    key: fx.Node
+    key_dims: Dims
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """``factor * tensor * (key position - query position)`` is added, up to what is the same for all keys of a query."""
+
+    node: fx.Node
+    dims: Dims
+    factor: float
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """A mask tensor: it holds ``kept`` where a query sees a key, and ``dropped`` elsewhere (None: nothing is dropped).
+
+    A boolean one holds 1.0 and 0.0, whichever of them True says. With ``is_exact``, ``band``, ``flags`` and ``documents``
+    together say where it keeps, and ``slopes`` are added there. Otherwise these are conditions without which it drops, and
+    what it holds elsewhere is not known. ``reach`` says no more than the rest, of what is of fixed size and no band.
+
+    Every query sees a key under the band. ``buffers`` are placeholders on whose values this rests.
+    """
+
+    kept: float
+    dropped: float | None
+    band: Band | None = None
+    flags: tuple[Flag, ...] = ()
+    documents: Documents | None = None
+    slopes: Slopes | None = None
+    is_exact: bool = True
+    reach: Reach | None = None
+    buffers: tuple[fx.Node, ...] = ()
+    label: str = ""

@@ -1,0 +1,308 @@
+"""What a mask means: causal, a window, padding, documents, a slope in the distance, or nothing of the kind.
+
+A mask is read as a function of the indices of batch, head, query and key (:mod:`index_reading`). What remains of it is a
+conjunction of conditions. Those on the distance of key and query are a band (:mod:`mask_bands`), equal numbers of a query and
+a key are documents (:mod:`mask_documents`), what depends on keys alone is padding. An additive mask is a number by cases:
+what it adds where it keeps, and where it drops. Nothing is said that does not hold at every size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+
+import torch
+from torch import fx
+
+from lz_compile.ground.reasons import Reason
+from lz_compile.lowering.ops.attention import Reach
+from lz_compile.passes.formula.axes import Axis, Dims, product, resolve, shape_of
+from lz_compile.passes.graph.constants import Constant, Constants
+from lz_compile.passes.graph.effects import Effects, Look
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.masks import bands as mask_bands
+from lz_compile.passes.masks import constant_patterns
+from lz_compile.passes.masks import reach as mask_reach
+from lz_compile.passes.masks.bands import Positions
+from lz_compile.passes.masks.index_reading import Reader, Source
+from lz_compile.passes.masks.meaning import Axes, Documents, Flag, Meaning, Slopes
+from lz_compile.passes.masks.parts import Parts, is_stable
+from lz_compile.passes.masks.piecewise import Number, Piecewise, Value
+from lz_compile.passes.masks.polynomial import Polynomial
+from lz_compile.passes.masks.predicates import (
+    FALSE,
+    TRUE,
+    Predicate,
+    both,
+    conjuncts,
+    negation,
+    variables,
+)
+
+#: Of what is understood in part, the values of larger masks are not looked at.
+_LARGE = 2**24
+
+
+class Masks:
+    """The meanings of one graph's masks, each read once."""
+
+    def __init__(self, effects: Effects) -> None:
+        self._effects = effects
+        self._constants = Constants(effects)
+        self._known: dict[tuple[object, ...], tuple[Meaning | Reason, Look, tuple[Axis, ...]]] = {}
+
+    def read(self, node: fx.Node, dims: Dims, axes: Axes, *, keeps: bool = True) -> Meaning | Reason:
+        """What a mask means.
+
+        Args:
+            node: a boolean mask, or a float one that is added to scores.
+            dims: the axes of its dimensions.
+            axes: those of the scores.
+            keeps: whether True keeps, of a boolean mask.
+        """
+        axes, dims = axes.resolved(), resolve(dims)
+        order = tuple(axis for group in axes.groups for axis in group)
+        if any(axis not in order for dim in dims for axis in dim):
+            return Reason("MASK_GENERAL", f"{node.name} has axes that scores have not")
+        numbers = {axis: number for number, axis in enumerate(order)}
+        pattern = tuple(tuple(numbers[axis] for axis in dim) for dim in dims)
+        shape = tuple(tuple(axis.size for axis in group) for group in axes.groups)
+        key = (node, pattern, shape, keeps)
+        if key not in self._known:
+            own = {axis: Axis(axis.size) for axis in order}  # nobody else cuts these
+            with self._effects.watched() as look:
+                reading = _Reading(self._effects, self._constants, Axes(*(_with(own, group) for group in axes.groups)))
+                found = reading.meaning(node, tuple(_with(own, dim) for dim in dims), keeps=keeps)
+            self._known[key] = (found, look, tuple(own.values()))
+        found, look, own_order = self._known[key]
+        self._effects.note(look)
+        return found if isinstance(found, Reason) else _renamed(found, dict(zip(own_order, order, strict=True)))
+
+    def values(self, node: fx.Node) -> torch.Tensor | None:
+        """What a mask holds where that depends on constants only."""
+        found = self._constants.value(node)
+        return None if isinstance(found, Reason) or found.buffers else found.value
+
+
+def _with(names: Mapping[Axis, Axis], dim: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    return tuple(names[axis] for axis in dim)
+
+
+def _renamed(meaning: Meaning, axes: Mapping[Axis, Axis]) -> Meaning:
+    """The same of another mask that reads the same tensor alike."""
+
+    def dims_of(dims: Dims) -> Dims:
+        return tuple(_with(axes, dim) for dim in dims)
+
+    documents, slopes = meaning.documents, meaning.slopes
+    if documents is not None:
+        own, other = dims_of(documents.query_dims), dims_of(documents.key_dims)
+        documents = replace(documents, query_dims=own, key_dims=other)
+    if slopes is not None:
+        slopes = replace(slopes, dims=dims_of(slopes.dims))
+    flags = tuple(replace(flag, dims=dims_of(flag.dims)) for flag in meaning.flags)
+    return replace(meaning, flags=flags, documents=documents, slopes=slopes)
+
+
+class _Reading:
+    """One mask."""
+
+    def __init__(self, effects: Effects, constants: Constants, axes: Axes) -> None:
+        self.axes = axes
+        self.effects = effects
+        self.constants = constants
+        self.reader = Reader(effects, constants, (*axes.queries, *axes.keys))
+        for group in axes.groups:
+            self.reader.give((group,))
+        sizes = [self.reader.size(product(axis.size for axis in group)) for group in (axes.queries, axes.keys)]
+        places = [self.reader.place(group) for group in (axes.queries, axes.keys)]
+        self.at = Positions(places[0], places[1], sizes[0], sizes[1], axes.queries, axes.keys)
+
+    def meaning(self, node: fx.Node, dims: Dims, *, keeps: bool) -> Meaning | Reason:
+        """What a mask means."""
+        user = None
+        if self.effects.reshapes:
+            return Reason("MASK_OVERWRITTEN", f"{self.effects.reshapes[0].node.name} changes a shape in place")
+        if self.effects.is_overwritten(node):
+            user = self._first_user(node)
+            if user is None:
+                return Reason("MASK_OVERWRITTEN", f"{node.name} is overwritten in place after it is used")
+        found = self._of(node, self.reader.read(node, dims, user), keeps=keeps)
+        if isinstance(found, Meaning) and found.is_exact:
+            return found
+        return self._by_values(node, dims, user, found, keeps=keeps)
+
+    def _first_user(self, node: fx.Node) -> fx.Node | None:
+        """The first node that uses one that is overwritten, where all of that has happened by then."""
+        users = [user for user in node.users if not self.effects.writes(user, node)]
+        first = min(users, key=self.effects.position.__getitem__, default=None)
+        if first is None:
+            return None
+        last = [*self.effects.position][-1]
+        return None if self.effects.overwritten_after(node, first, last) is not None else first
+
+    def _by_values(
+        self, node: fx.Node, dims: Dims, user: fx.Node | None, read: Meaning | Reason, *, keeps: bool
+    ) -> Meaning | Reason:
+        """What the values of a constant tell beyond what was read of the graph."""
+        elements = product(shape_of(tensor_of(node)))  # type: ignore[arg-type]
+        is_large = not isinstance(elements, int) or elements > _LARGE
+        constant = read if is_large and isinstance(read, Meaning) else self.constants.value(node, user)
+        if not isinstance(constant, Constant):
+            return read
+        value = constant_patterns.read(constant.value, [self.reader.place(dim) for dim in dims])
+        found = read if value is None else self._of(node, value, keeps=keeps)
+        if isinstance(found, Meaning) and found.is_exact:
+            return replace(found, buffers=constant.buffers)
+        reach = self._reach_of(constant.value, dims, keeps=keeps)
+        if reach is None:
+            return read
+        levels = (1.0, 0.0) if constant.value.dtype == torch.bool else (0.0, float(constant.value.min()))
+        part = read if isinstance(read, Meaning) else Meaning(*levels, is_exact=False, label="mask")
+        return replace(
+            part, reach=part.reach or reach, buffers=tuple(dict.fromkeys((*part.buffers, *constant.buffers)))
+        )
+
+    def _reach_of(self, value: torch.Tensor, dims: Dims, *, keeps: bool) -> Reach | None:
+        """The reach of a constant mask whose queries and keys are one dimension each."""
+        places = [next((i for i, dim in enumerate(dims) if dim == group), None) for group in self.axes.groups[2:]]
+        if places[1] is None or (places[0] is None and self.axes.queries):
+            return None
+        if value.dtype == torch.bool:
+            kept = value == keeps
+        else:
+            kept = value > value.min()
+            if bool(value.isnan().any()) or float(value.min()) > -1e4 or len(value.unique()) > 2:
+                return None
+        return mask_reach.of_values(kept, places[0], places[1])
+
+    # ---- from values to meanings ------------------------------------------------------------------------------
+
+    def _of(self, node: fx.Node, value: Value, *, keeps: bool) -> Meaning | Reason:
+        if not isinstance(value, Piecewise):
+            return self._conditions(node, value if keeps else negation(value), 1.0, 0.0)
+        tensor = tensor_of(node)
+        if tensor is None or not tensor.is_floating_point():
+            return Reason("MASK_GENERAL", f"{node.name} is neither a condition nor a number that is added")
+        cases = [(where, _swallowed(each)) for where, each in value.cases]
+        if any(isinstance(each, float) and math.isnan(each) for _, each in cases):
+            return Reason("BIAS_GENERAL", f"{node.name} holds NaN")
+        return self._cases(node, cases)
+
+    def _cases(self, node: fx.Node, cases: list[tuple[Predicate, Number]]) -> Meaning | Reason:
+        """An additive mask: one case is kept, the others are dropped."""
+        general = [(where, each) for where, each in cases if isinstance(each, Polynomial) and each.constant is None]
+        constants = [(where, _float(each)) for where, each in cases if (where, each) not in general]
+        if len(general) > 1:
+            return Reason("BIAS_GENERAL", f"{node.name} adds different numbers in different places")
+        constants.sort(key=lambda case: -case[1])
+        kept_where, kept = general[0] if general else constants.pop(0)
+        levels = [value for _, value in constants]
+        dropped = max(levels, default=None)
+        slopes = self._slopes(kept) if isinstance(kept, Polynomial) else None
+        level = 0.0 if isinstance(kept, Polynomial) else kept
+        is_open = isinstance(kept, Polynomial) and (dropped is None if slopes is None else False)
+        if level == -math.inf or is_open or (general and dropped is not None and dropped >= 0):
+            return Reason("BIAS_GENERAL", f"{node.name} is a bias that is no mask and not linear in the distance")
+        found = self._conditions(node, kept_where, level, dropped)
+        if isinstance(found, Reason):
+            return found
+        if isinstance(kept, Polynomial) and slopes is None:
+            found = _partial(found)
+        elif len(set(levels)) > 1 and (found.flags or found.documents is not None):
+            found = _partial(found)  # what a row gives that sees no key depends on where it drops which value
+        elif slopes is not None:
+            labels = [each for each in (found.label, "alibi") if each != "none"]
+            found = replace(found, slopes=slopes if found.is_exact else None, label=" and ".join(labels))
+        if found.is_exact or found.band is not None or found.reach is not None:
+            return found
+        return Reason("BIAS_GENERAL", f"{node.name} is a bias that is no mask alone")
+
+    def _conditions(self, node: fx.Node, where: Predicate, kept: float, dropped: float | None) -> Meaning | Reason:
+        """The meaning of a mask that keeps where a condition holds."""
+        if where == FALSE:
+            return Reason("MASK_GENERAL", f"{node.name} drops everything")
+        parts = Parts(self.reader, self.axes, self.at, where)
+        band, is_whole = mask_bands.band(parts.bounds, self.at)
+        is_exact = is_whole and not parts.rest and len(parts.documents) < 2
+        sides = parts.documents[0] if parts.documents else None
+        positional = [each for each in conjuncts(parts.where) if mask_bands.bounds(each, self.at) is None]
+        found = Meaning(
+            kept,
+            None if where == TRUE else dropped,
+            band,
+            parts.flags,
+            None if sides is None else Documents(sides.query.node, sides.query.dims, sides.key.node, sides.key.dims),
+            is_exact=is_exact,
+            reach=mask_reach.of_predicate(both(*positional), self.at) if positional else None,
+            buffers=tuple(self.reader.buffers),
+            label=parts.label(band),
+        )
+        found = found if is_exact else _partial(found)
+        if is_exact or band is not None or found.reach is not None:
+            return found
+        return self._refusal(node, parts)
+
+    def _slopes(self, value: Polynomial) -> Slopes | None:
+        """The slopes of a bias that is linear in the key's position, up to what is the same for all keys."""
+        keys = frozenset(self.axes.keys)
+        steep = Polynomial({m: c for m, c in value.terms.items() if any(not each.axes.isdisjoint(keys) for each in m)})
+        floats = [each for each in steep.variables if each.is_float]
+        source = floats[0].source if len(floats) == 1 else None
+        if not isinstance(source, Source) or not is_stable(self.reader, source):
+            return None
+        across = frozenset((*self.axes.batch, *self.axes.heads))
+        unit = Polynomial({(floats[0],): 1}) * self.at.key
+        if not floats[0].axes <= across or not unit.terms:
+            return None
+        first = next(iter(unit.terms))
+        factor = Fraction(steep.terms.get(first, 0)) / unit.terms[first]
+        if not factor or steep != unit.scaled(factor):
+            return None
+        return Slopes(source.node, source.dims, float(factor))
+
+    def _refusal(self, node: fx.Node, parts: Parts) -> Reason:
+        """Why a mask stays a general one."""
+        data = sorted(
+            {
+                each.source.node.name
+                for part in parts.rest
+                for each in variables(part)
+                if isinstance(each.source, Source)
+            }
+        )
+        if parts.bounds and not parts.rest:
+            return Reason("MASK_GENERAL", f"{node.name} is a band under which a query may see no key")
+        if data == [node.name] and self.effects.calls.get(node) is not None:
+            return Reason("MASK_GENERAL", f"{node.name} is no function of positions that is understood")
+        if data:
+            return Reason("MASK_GENERAL", f"{node.name} depends on {', '.join(data)}, which only data tell")
+        return Reason("MASK_GENERAL", f"{node.name} is no conjunction of a band, padding and documents")
+
+
+def _partial(meaning: Meaning) -> Meaning:
+    """The same as conditions without which the mask drops."""
+    return replace(meaning, is_exact=False, flags=(), documents=None, slopes=None)
+
+
+def _swallowed(value: Number) -> Number:
+    """A number of the size of a float's least, to which slopes are added, as that: they are lost in rounding."""
+    if isinstance(value, Polynomial) and value.terms.get((), 0) <= _LOWEST:
+        return Polynomial({(): value.terms[()]}) if any(each.is_float for each in value.variables) else value
+    return value
+
+
+_LOWEST = -1e30
+
+
+def _float(value: Number) -> float:
+    if isinstance(value, Polynomial):
+        constant = value.constant
+        assert constant is not None, "asked of constants only"
+        return float(constant)
+    return value
+
+
+__all__ = ["Axes", "Documents", "Flag", "Masks", "Meaning", "Slopes"]

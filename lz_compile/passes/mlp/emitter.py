@@ -1,0 +1,168 @@
+"""A recognised activation of an MLP: its operands in the op's canonical layout, and its result in the source's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from lz_compile.lowering.ops.mlp import MlpAttrs, MlpFacts, Operands
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import Leaf, constant_value, is_cast
+from lz_compile.passes.formula.axes import Axis, Dims, as_size, axes_of, product
+from lz_compile.passes.graph.core import Core
+from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.view import memory_of, read, tensor_of, where_of
+from lz_compile.passes.mlp.gated_form import Form
+from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.match import Match, NothingImplied
+
+#: Numbers beyond this are no bounds that are met.
+_LARGEST = 1e6
+
+
+@dataclass(frozen=True)
+class MlpEmitter(NothingImplied):
+    """``op(gate, up, gate_bias, up_bias)`` over ``rows`` and ``hidden``, the axes of the gate.
+
+    With ``halves`` the operand ``gate`` holds both: first what is multiplied, then the gate, along that axis.
+    """
+
+    leaves: Mapping[str, Leaf]
+    rows: tuple[Axis, ...]
+    hidden: tuple[Axis, ...]
+    output: fx.Node
+    output_dims: Dims
+    attrs: MlpAttrs
+    halves: Axis | None = None
+
+    @classmethod
+    def of(cls, effects: Effects, form: Form, leaves: Mapping[str, Leaf], output_dims: Dims, core: Core) -> MlpEmitter:
+        """What was read, over the axes of the gate; the last dimension's are the columns."""
+        dims = leaves["gate"].dims
+        hidden = axes_of(dims[-1:])
+        rows = tuple(axis for axis in axes_of(dims) if axis not in hidden)
+        attrs = MlpAttrs(
+            activation=form.activation,
+            is_gated="up" in leaves,
+            has_gate_bias="gate_bias" in leaves,
+            has_up_bias="up_bias" in leaves,
+            limit=form.limit,
+            up_offset=form.up_offset,
+            **_packing(leaves),
+            compute_dtype=_compute_dtype(effects, core, {leaf.node for leaf in leaves.values()}),
+            out_dtype=tensor_of(core.output).dtype,  # type: ignore[union-attr]
+        )
+        return cls(leaves, rows, hidden, core.output, output_dims, attrs)
+
+    @classmethod
+    def of_halves(cls, leaf: Leaf, halves: Axis, dims: Dims, at: int, output: fx.Node) -> MlpEmitter:
+        """A tensor of which the first half along dimension ``at`` is multiplied by the sigmoid of the second."""
+        dtype = tensor_of(output).dtype  # type: ignore[union-attr]
+        wide = torch.promote_types(dtype, torch.float32)  # the call rounds once, at its end
+        attrs = MlpAttrs("sigmoid", is_packed=True, is_up_first=True, compute_dtype=wide, out_dtype=dtype)
+        return cls({"gate": leaf}, axes_of(dims[:at]), axes_of(dims[at:]), output, dims, attrs, halves)
+
+    def operands(self, builder: Builder) -> Operands:
+        """What is there of gate, up and their biases, in the canonical layout."""
+        if self.halves is not None:
+            leaf = self.leaves["gate"]
+            both = builder.arrange(builder.value(leaf.node), leaf.dims, (self.rows, (self.halves,), self.hidden))
+            return Operands(both.select(1, 1), both.select(1, 0))
+        whole, row = (self.rows, self.hidden), (self.hidden,)
+        groups: Mapping[str, Groups] = {"gate": whole, "up": whole, "gate_bias": row, "up_bias": row}
+        found = {
+            name: builder.arrange(builder.value(leaf.node), leaf.dims, groups[name], expand=True)
+            for name, leaf in self.leaves.items()
+        }
+        return Operands(**found)
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The kernel's ``[N, F]`` in the layout of the node that it replaces."""
+        return builder.restore(value, (self.rows, self.hidden), self.output_dims)
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> MlpAttrs:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+    def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
+        """The finished match."""
+        inputs = {leaf.node: leaf.dims for leaf in self.leaves.values()}
+        tensors = [tensor_of(node) for node in inputs]
+        gate = self.leaves["gate"].node
+        return Match(
+            op=op,
+            attributes=self.attrs,
+            facts=MlpFacts(
+                num_rows=product(axis.size for axis in self.rows),
+                intermediate_size=product(axis.size for axis in self.hidden),
+                dtype=tensor_of(gate).dtype,  # type: ignore[union-attr]
+                device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
+                needs_grad=grad_enabled(core.ambient)
+                and any(each is not None and each.requires_grad for each in tensors),
+            ),
+            inputs=inputs,
+            operands={name: leaf.node for name, leaf in self.leaves.items() if not name.endswith("bias")},
+            fills={},
+            masks={},
+            output=self.output,
+            output_dims=self.output_dims,
+            core=core.nodes,
+            read=dict(read),
+            emitter=self,
+            ambient=core.ambient,
+            where=where_of(self.output),
+            masked_rows_count=False,
+            rows=self._rows(),
+            magnitudes=() if self.attrs.limit is None else (2 * self.attrs.limit,),
+            points=_corners(core),
+        )
+
+    def _rows(self) -> dict[fx.Node, tuple[Axis, ...]]:
+        """The operand, of which a row may be NaN: what the source makes of that is what the kernel must make of it."""
+        leaf = self.leaves["gate"]
+        own = tuple(axis for axis in axes_of(leaf.dims) if axis in set(self.rows))
+        return {leaf.node: own} if own else {}
+
+
+def _corners(core: Core) -> tuple[float, ...]:
+    """Where the source may have corners: at zero, and at the numbers that it spells out and beside them."""
+    numbers = {0.0}
+    for node in core.nodes:
+        calls = [call for call in map(read, node.all_input_nodes) if call is not None]
+        given = [*pytree.tree_leaves((node.args, node.kwargs)), *map(constant_value, calls)]
+        for value in given:
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+                numbers |= {sign * value * beside for sign in (-1.0, 1.0) for beside in (1.0, 0.96875, 1.03125)}
+    return tuple(sorted(number for number in numbers if abs(number) < _LARGEST))
+
+
+def _packing(leaves: Mapping[str, Leaf]) -> dict[str, bool]:
+    """Whether gate and up are parts of one tensor, and in which order."""
+    gate, up = (tensor_of(leaves[name].node) if name in leaves else None for name in ("gate", "up"))
+    if gate is None or up is None or memory_of(gate) is None or memory_of(gate) != memory_of(up):
+        return {}
+    distance = sympy.sympify(as_size(gate.storage_offset()) - as_size(up.storage_offset()))
+    large = distance.xreplace(dict.fromkeys(distance.free_symbols, sympy.Integer(8192)))
+    is_interleaved = gate.dim() > 0 and as_size(gate.stride(-1)) == 2 == as_size(up.stride(-1))
+    return {"is_packed": True, "is_up_first": bool(large > 0), "is_interleaved": is_interleaved}
+
+
+def _compute_dtype(effects: Effects, core: Core, operands: set[fx.Node]) -> torch.dtype:
+    """The widest dtype of what is computed before the result; that of the result where nothing is."""
+    same = set(operands)  # what only holds an operand
+    found: list[torch.dtype] = []
+    for node in core.nodes[:-1]:
+        call, tensor = effects.calls[node], tensor_of(node)
+        is_moved = call is not None and (is_cast(call) or layout.rearranges(call))
+        if is_moved and isinstance(call.input, fx.Node) and call.input in same:  # type: ignore[union-attr]
+            same.add(node)
+        elif tensor is not None and tensor.is_floating_point():
+            found.append(tensor.dtype)
+    return max(found, key=lambda kind: kind.itemsize, default=tensor_of(core.output).dtype)  # type: ignore[union-attr]

@@ -1,0 +1,211 @@
+"""A recognised normalisation: its operands in the op's canonical layout, and its result in the source's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.norm import NormAttrs, NormFacts, Operands
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import Leaf, Region, is_cast
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of, product
+from lz_compile.passes.formula.moments import CALLS, Moments
+from lz_compile.passes.formula.normal_form import NormalForm
+from lz_compile.passes.graph.core import Core
+from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.match import Match, NothingImplied
+
+
+@dataclass(frozen=True)
+class NormEmitter(NothingImplied):
+    """``after_gain * op(input, weight, bias) + after_shift``; the last two hold what no kernel takes as weights.
+
+    ``rows`` and ``hidden`` are the axes of ``input``: those that stay by themselves, and those that are normalised over.
+    """
+
+    region: Region
+    source: Leaf
+    rows: tuple[Axis, ...]
+    hidden: tuple[Axis, ...]
+    weight: sympy.Expr
+    bias: sympy.Expr
+    after_gain: sympy.Expr
+    after_shift: sympy.Expr
+    output: fx.Node
+    output_dims: Dims
+    attrs: NormAttrs
+
+    @classmethod
+    def of(
+        cls, region: Region, moments: Moments, form: NormalForm, output: fx.Node, output_dims: Dims, core: Core
+    ) -> NormEmitter:
+        """What was read, with gain and shift told apart into operands of kernels and what comes after."""
+        own = axes_of(moments.dims)
+        hidden = tuple(axis for axis in own if axis in moments.hidden)
+        spans = _Spans(region, frozenset(hidden))
+        takes_gain = spans.all_of(form.gain)
+        takes_shift = spans.all_of(form.shift) and (takes_gain or form.gain == 1)
+        offset, weight = _without_offset(form.gain) if takes_gain else (0.0, sympy.S.One)
+        after_gain = sympy.S.One if takes_gain else form.gain
+        after_shift = sympy.S.Zero if takes_shift else form.shift
+        bias = form.shift if takes_shift else sympy.S.Zero
+        target = tensor_of(output).dtype  # type: ignore[union-attr]
+        is_last = after_gain == 1 and after_shift == 0
+        attrs = NormAttrs(
+            is_centred=form.is_centred,
+            eps=form.eps,
+            eps_at=form.eps_at,
+            has_weight=takes_gain,
+            has_bias=bool(takes_shift),
+            weight_offset=offset,
+            compute_dtype=_compute_dtype(region, moments),
+            rounded_to=_rounded_to(region, form, moments, core),
+            out_dtype=target if is_last else torch.promote_types(target, torch.float32),
+        )
+        source = Leaf(moments.source, moments.dims)
+        rows = tuple(axis for axis in own if axis not in moments.hidden)
+        return cls(region, source, rows, hidden, weight, bias, after_gain, after_shift, output, output_dims, attrs)
+
+    def edge(self) -> dict[fx.Node, Dims]:
+        """The nodes that the replacement reads, with their axes."""
+        found = {self.source.node: self.source.dims}
+        for expression in (self.weight, self.bias, self.after_gain, self.after_shift):
+            for symbol in sorted(expression.free_symbols, key=str):
+                leaf = self.region.leaves[symbol]
+                found.setdefault(leaf.node, leaf.dims)
+        return found
+
+    def operands(self, builder: Builder) -> Operands:
+        """Input, and weight and bias where there are any, in the canonical layout."""
+        given = builder.value(self.source.node)
+        found = {"input": builder.arrange(given, self.source.dims, (self.rows, self.hidden), expand=True)}
+        if self.attrs.has_weight:
+            found["weight"] = self._evaluate(builder, self.weight, (self.hidden,))
+        if self.attrs.has_bias:
+            found["bias"] = self._evaluate(builder, self.bias, (self.hidden,))
+        return Operands(**found)
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The kernel's ``[N, D]`` in the layout and dtype of the node that it replaces."""
+        target = tensor_of(self.output).dtype  # type: ignore[union-attr]
+        if self.after_gain == 1 and self.after_shift == 0:
+            return builder.restore(value, (self.rows, self.hidden), self.output_dims)
+        each = tuple((axis,) for axis in (*self.rows, *self.hidden))
+        value = builder.restore(value, (self.rows, self.hidden), each)
+        if self.after_gain != 1:
+            value = value * self._evaluate(builder, self.after_gain, each)
+        if self.after_shift != 0:
+            value = value + self._evaluate(builder, self.after_shift, each)
+        return builder.restore(value.to(target), each, self.output_dims)
+
+    def _evaluate(self, builder: Builder, expression: sympy.Expr, groups: tuple[tuple[Axis, ...], ...]) -> Any:
+        kinds = [tensor_of(self.region.leaves[symbol].node) for symbol in expression.free_symbols]
+        wide = torch.promote_types(torch.float32, self.attrs.out_dtype)
+        for kind in kinds:
+            wide = wide if kind is None else torch.promote_types(wide, kind.dtype)
+        return builder.evaluate(expression, self.region, groups, wide)
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> NormAttrs:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+    def _is_one_call(self, core: Core) -> bool:
+        """Whether the source calls PyTorch's kernel itself, and nothing else happens but moving and casting."""
+        calls = [call for call in map(self.region.effects.calls.get, core.nodes) if call is not None]
+        others = [call for call in calls if call.name not in ("layer_norm", "rms_norm")]
+        is_plain = all(layout.rearranges(call) or is_cast(call) or call.name == "dropout" for call in others)
+        return len(others) == len(calls) - 1 and is_plain
+
+    def match(self, op: str, core: Core) -> Match:
+        """The finished match."""
+        inputs = self.edge()
+        tensors = [tensor_of(node) for node in inputs]
+        needs_grad = grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors)
+        source_dtype = tensor_of(self.source.node).dtype  # type: ignore[union-attr]
+        eps = math.sqrt(self.attrs.eps) if self.attrs.eps_at == "inside" else self.attrs.eps
+        tiny = max(torch.finfo(source_dtype).tiny, torch.finfo(self.attrs.compute_dtype).tiny ** 0.5)
+        return Match(
+            op=op,
+            attributes=self.attrs,
+            facts=NormFacts(
+                num_rows=product(axis.size for axis in self.rows),
+                hidden_size=product(axis.size for axis in self.hidden),
+                dtype=source_dtype,
+                device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
+                needs_grad=needs_grad,
+            ),
+            inputs=inputs,
+            operands={"input": self.source.node},
+            fills={},
+            masks={},
+            output=self.output,
+            output_dims=self.output_dims,
+            core=core.nodes,
+            read=dict(self.region.interior),
+            emitter=self,
+            ambient=core.ambient,
+            where=where_of(self.output),
+            source_kernel="torch.norm" if self._is_one_call(core) else None,
+            masked_rows_count=False,
+            fixed=frozenset(self.hidden),
+            magnitudes=(eps,) if eps > tiny else (),
+        )
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Says of expressions whether they have one number for each element of a row, and the same for all rows."""
+
+    region: Region
+    hidden: frozenset[Axis]
+
+    def all_of(self, expression: sympy.Expr) -> bool:
+        symbols = expression.free_symbols
+        axes = {axis for symbol in symbols for axis in axes_of(self.region.leaves[symbol].dims)}
+        return bool(symbols) and axes == self.hidden
+
+
+def _without_offset(gain: sympy.Expr) -> tuple[float, sympy.Expr]:
+    """``(1.0, w)`` for ``1 + w``, where the rest is a tensor as it is given."""
+    number, rest = gain.as_coeff_Add()
+    return (float(number), rest) if rest.is_Symbol else (0.0, gain)
+
+
+def _compute_dtype(region: Region, moments: Moments) -> torch.dtype:
+    """The dtype in which squares are summed; calls that normalise by themselves use float32 at least."""
+    node = moments.squared[0]
+    call, tensor = region.effects.calls.get(node), tensor_of(node)
+    if tensor is None:  # a pair of statistics
+        tensor = tensor_of(moments.source)
+    assert tensor is not None, "a statistic is of a tensor"
+    is_wide = call is not None and call.name in CALLS and call.name != "normalize"
+    return torch.promote_types(tensor.dtype, torch.float32) if is_wide else tensor.dtype
+
+
+def _rounded_to(region: Region, form: NormalForm, moments: Moments, core: Core) -> torch.dtype:
+    """The narrowest dtype that the normalised row passes through before the first weight."""
+    narrowest = _compute_dtype(region, moments)
+    position = region.effects.position
+    has_weights = bool((form.gain.free_symbols | form.shift.free_symbols) & region.leaves.keys())
+    for node in core.nodes:
+        tensor = tensor_of(node)
+        if tensor is None or position[node] <= position[moments.squared[0]] or not tensor.is_floating_point():
+            continue
+        if has_weights and any(_is_given(moments, operand) for operand in node.all_input_nodes):
+            break
+        if tensor.dtype.itemsize < narrowest.itemsize:
+            narrowest = tensor.dtype
+    return narrowest
+
+
+def _is_given(moments: Moments, node: fx.Node) -> bool:
+    """Whether a tensor is a weight, or computed from weights alone."""
+    return tensor_of(node) is not None and not moments.edge.depends(node) and moments.edge.is_weight(node)

@@ -1,0 +1,228 @@
+"""Whether an edit changed what a graph computes: the calls that differ are run before and after, at their real sizes.
+
+Values, memory that was written, gradients, dtypes, strides and flags have to be the same. What is computed in another
+order may differ by rounding; where it differs by more, both are run in float64, where it may not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.ground import machine
+from lz_compile.ground.isolation import Outside, isolated
+from lz_compile.ground.store import Store
+from lz_compile.passes.graph.dead import is_torchs
+from lz_compile.passes.graph.effects import ambient_behind, overwritten
+from lz_compile.passes.graph.view import read
+from lz_compile.passes.proof.comparison import comparable, differences, exact, of_sums
+from lz_compile.passes.proof.running import NotRunnableError
+from lz_compile.passes.proof.shared_memory import WrittenBehind, memories_of, tensors_in, written
+from lz_compile.passes.proof.stretch import Stretch, edited_stretch, operands_of
+from lz_compile.passes.proof.trial_run import Ran, random_inputs, run, sizes_of
+from lz_compile.passes.rewriting.snapshot import Snapshot, Was
+
+#: Of all inputs and results of a stretch together; what is larger is not run.
+_MOST_BYTES = 1 << 32
+#: Verdicts on graphs with so many nodes are kept on disk.
+_REMEMBERED = 4000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``differs`` says what is another one after the edit (empty: nothing), ``unproven`` why it could not be run."""
+
+    differs: str = ""
+    unproven: str = ""
+
+
+def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
+    """Hold a graph against what it was, on random inputs; remembered on disk by all that decides about it."""
+    if not before.differs():
+        return Verdict()
+    after = Snapshot(module)
+    has_others = any(not is_torchs(was.target) for was in (*before.nodes, *after.nodes))
+    if len(before.nodes) < _REMEMBERED or has_others:  # running takes as long as describing; others' code may change
+        return _difference(before, after)
+    store, key = Store("edits"), _key(before, after)
+    verdict = store.load(key, Verdict)
+    if verdict is None:
+        verdict = _difference(before, after)
+        store.save(key, asdict(verdict))
+    return verdict
+
+
+def _key(before: Snapshot, after: Snapshot) -> str:
+    devices = {value.device for value in tensors_in([was.meta.get("example_value") for was in before.nodes])}
+    lines = [*sorted(map(machine.proven_on, devices)), repr(Outside.now())]
+    lines += [str(torch.is_grad_enabled()), *before.lines(), "becomes", *after.lines()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _difference(before: Snapshot, after: Snapshot) -> Verdict:
+    ahead = behind = len(before.nodes)
+    refuted, first = "", sum(was.op == "placeholder" for was in before.nodes)
+    touched, is_whole = written(before.nodes), True
+    while (stretch := edited_stretch(before.nodes, after.nodes, ahead, behind)) is not None:
+        made = _made_ahead(stretch, touched) if is_whole else None
+        if made is not None:
+            ahead = made
+            continue
+        try:
+            trial = _Trial(stretch, before, after)
+            differs = trial.difference(positive=False)
+            if (
+                not differs and trial.is_special
+            ):  # roots and logarithms of negative numbers hide what is computed of them
+                differs = trial.difference(positive=True)
+        except NotRunnableError as error:
+            if is_whole and not refuted and ahead < len(before.nodes):
+                ahead, is_whole = len(before.nodes), False
+                continue
+            return Verdict(refuted, "" if refuted else str(error))
+        except WrittenBehind as error:
+            behind = error.behind
+            continue
+        except (RuntimeError, TypeError) as error:  # dtypes without arithmetic, out of memory
+            return Verdict(refuted, "" if refuted else f"its results cannot be compared ({error})")
+        if not differs or len(stretch.ahead) <= first:
+            return Verdict(differs)
+        # What was made up may be related: memory holds what others know by name, a call gives what another one gave.
+        refuted, start = differs, len(stretch.ahead)
+        write = _first_write(stretch.ahead, trial.edge)
+        ahead = max(start - max(len(stretch.before), 1), first) if write is None else min(write, start - 1)
+    return Verdict()
+
+
+class _Trial:
+    """One edit, run before and after."""
+
+    def __init__(self, stretch: Stretch, before: Snapshot, after: Snapshot) -> None:
+        self._stretch = stretch
+        self._sides = (
+            (stretch.before, [old for old, _ in stretch.read], before.attribute),
+            (stretch.after, [new for _, new in stretch.read], after.attribute),
+        )
+        self._ambient = ambient_behind([was.node for was in stretch.ahead])
+        inside = next((name for name in self._ambient.other if "_nesting" in name), None)
+        if inside is not None:
+            raise NotRunnableError(f"it lies inside of a transform ({inside})")
+        self.edge = _edge(stretch)
+        self._seen = _seen_behind(stretch, self.edge)
+        #: Whether anything was NaN or infinite before the edit.
+        self.is_special = False
+        examples = [was.meta.get("example_value") for was in stretch.before]
+        _refuse_large([*examples, *map(_noted, self.edge)])
+
+    def difference(self, *, positive: bool) -> str:
+        """What is another one after the edit, empty if nothing is."""
+        sides = self._both(positive, doubled=False)
+        found = list(differences(self._stretch, *sides, of_sums))
+        text = next((each.text for each in found if not each.may_be_rounding), "")
+        if text or not found:
+            return text
+        try:
+            sides = self._both(positive, doubled=True)
+        except NotRunnableError:  # dtypes are spelled out in between
+            kinds = sides[0].kinds | sides[1].kinds
+        else:
+            kinds = (sides[0].kinds | sides[1].kinds) - {torch.float64}
+        coarsest = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+        rounding = partial(of_sums, least=coarsest) if coarsest else exact
+        left = (each for each in differences(self._stretch, *sides, rounding) if each.may_be_rounding)
+        return next((each.text for each in left), "")
+
+    def _both(self, positive: bool, *, doubled: bool) -> tuple[Ran, Ran]:
+        original = self._run(0, positive, doubled)
+        if isinstance(original, Exception):
+            text = f"it does not run on random inputs ({type(original).__name__}: {original})"
+            raise NotRunnableError(text) from original
+        numbers = [*tensors_in(original.values), *(original.gradients or ())]
+        self.is_special |= any(each is not None and not bool(comparable(each).isfinite().all()) for each in numbers)
+        edited = self._run(1, positive, doubled, original.raising)
+        if isinstance(edited, NotRunnableError):
+            raise edited
+        if isinstance(edited, Exception):
+            edited = Ran([], {}, None, error=f"{type(edited).__name__}: {edited}")
+        return original, edited
+
+    def _run(self, side: int, positive: bool, doubled: bool, without: frozenset[int] = frozenset()) -> Ran | Exception:
+        calls, read, attribute = self._sides[side]
+        records = torch.is_grad_enabled()
+        inputs = random_inputs(self.edge, 0, positive=positive, doubled=doubled, with_grad=records)
+        named = {operand for was in calls for operand in operands_of(was)}
+        given = [was for was in self._stretch.ahead if was.op == "get_attr" and was.node in named]
+        try:
+            with isolated() as outside, outside.entered(), torch.set_grad_enabled(records):
+                return run(
+                    [*given, *calls],
+                    read,
+                    inputs,
+                    self._ambient,
+                    attribute,
+                    seen=self._seen,
+                    without=without,
+                    as_operators=side == 1,
+                )
+        except Exception as error:  # noqa: BLE001 what a run raises is its result; the caller tells
+            return error
+
+
+def _edge(stretch: Stretch) -> list[fx.Node]:
+    """What both sides read of the calls ahead, and what shares memory with that."""
+    inside = {was.node for was in (*stretch.before, *stretch.after)}
+    calls = (*stretch.before, *stretch.after)
+    found = dict.fromkeys(node for was in calls for node in operands_of(was) if node not in inside)
+    found.update(dict.fromkeys(node for pair in stretch.read for node in pair if node not in inside))
+    return [node for node in found if node.op != "get_attr"]
+
+
+def _made_ahead(stretch: Stretch, touched: set[int]) -> int | None:
+    """Where memory was made that is written to and requires a gradient by then: its making tells whether it did before."""
+    attached = [node for node in _edge(stretch) if any(each.requires_grad for each in tensors_in(_noted(node)))]
+    memory = {each for node in attached for each in memories_of(node)} & touched
+    return next(
+        (
+            place
+            for place, was in enumerate(stretch.ahead)
+            if was.op not in ("placeholder", "get_attr") and not memory.isdisjoint(memories_of(was.node))
+        ),
+        None,
+    )
+
+
+def _noted(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _seen_behind(stretch: Stretch, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Which of ``nodes`` are read behind by a name that was made ahead, or are the caller's and written to."""
+    ahead = {was.node for was in stretch.ahead}
+    behind = {operand for was in stretch.behind for operand in operands_of(was)} & ahead
+    memory = {each for node in behind for each in memories_of(node)}
+    given = {each for was in stretch.ahead if was.op == "placeholder" for each in memories_of(was.node)}
+    memory |= given & written([*stretch.before, *stretch.after])
+    return [node for node in nodes if node in behind or not memory.isdisjoint(memories_of(node))]
+
+
+def _first_write(calls: Sequence[Was], nodes: Sequence[fx.Node]) -> int | None:
+    """The place of the first call that writes to memory of one of ``nodes``."""
+    memory = {each for node in nodes for each in memories_of(node)}
+    for index, was in enumerate(calls):
+        call = read(was.node)
+        if call is not None and any(not memory.isdisjoint(memories_of(node)) for node in overwritten(call)):
+            return index
+    return None
+
+
+def _refuse_large(examples: Sequence[Any]) -> None:
+    total = sum(math.prod(sizes_of(each.shape)) * each.element_size() for each in tensors_in(examples))
+    if total > _MOST_BYTES:
+        raise NotRunnableError(f"a run would take {total >> 20} MiB")

@@ -1,0 +1,1 @@
+"""Matches, emitted nodes, and edits that happen whole or not at all."""

@@ -1,0 +1,261 @@
+"""Splice a kernel into a graph in place of a match; the graph is untouched everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+
+from lz_compile.passes.formula import contraction, layout
+from lz_compile.passes.formula.algebra import is_pointwise
+from lz_compile.passes.formula.axes import as_size
+from lz_compile.passes.graph.view import read, tensor_of
+from lz_compile.passes.rewriting.builder import Builder, GraphBuilder, provenance
+from lz_compile.passes.rewriting.match import Attributes, Match
+
+KernelCall = Callable[..., Any]
+
+
+class RewriteError(Exception):
+    """The replacement does not look like what it replaces (shape, dtype or device)."""
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """The nodes that were emitted for one match; ``given`` are the prototype's names of what they read."""
+
+    steps: tuple[tuple[fx.Node, Any, Any], ...]
+    results: tuple[fx.Node, ...]
+    given: Mapping[fx.Node, fx.Node]
+    shows_strides: tuple[bool, ...]
+
+
+class Recipes:
+    """What was emitted in one graph for matches that have twins, by match and kernel."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, KernelCall], _Recipe] = {}
+
+    def keep(
+        self,
+        match: Match,
+        call: KernelCall,
+        created: Sequence[fx.Node],
+        results: tuple[fx.Node, ...],
+        shows: tuple[bool, ...],
+    ) -> None:
+        """Note what was emitted, if it reads nothing but the match's own nodes and inputs of the graph."""
+        own = {mine: node for node, mine in match.renamed.items()} or {n: n for n in {**match.inputs, **match.read}}
+        read = {operand for node in created for operand in node.all_input_nodes}.difference(created)
+        if all(node in own or node.op == "placeholder" for node in read):
+            steps = tuple((node, node.args, node.kwargs) for node in created)
+            self._found[id(match.kind), call] = _Recipe(steps, results, own, shows)
+
+    def follow(
+        self, graph: fx.Graph, match: Match, call: KernelCall, shows: tuple[bool, ...]
+    ) -> tuple[fx.Node, ...] | None:
+        """The nodes again for a twin, at the graph's insertion point; None where there is no recipe that fits."""
+        recipe = self._found.get((id(match.kind), call))
+        if recipe is None or recipe.shows_strides != shows:
+            return None
+        made: dict[fx.Node, fx.Node] = {}
+
+        def local(node: fx.Node) -> fx.Node:
+            named = recipe.given.get(node, node)
+            return made.get(node) or match.renamed.get(named, named)
+
+        try:
+            for node, *arguments in recipe.steps:
+                args, kwargs = fx.map_arg(arguments, local)
+                made[node] = graph.create_node(node.op, node.target, args, kwargs)
+                made[node].meta = {**node.meta, **provenance(match.output)}
+        except BaseException:
+            _unmade(graph, list(made.values()))
+            raise
+        return tuple(local(node) for node in recipe.results)
+
+
+def splice(
+    graph: fx.Graph,
+    match: Match,
+    call: KernelCall,
+    recipes: Recipes,
+    *,
+    original: tuple[fx.Node, ...] | None = None,
+    overwritten: Collection[fx.Node] = (),
+) -> None:
+    """Replace the outputs of ``match`` by the kernel's nodes and erase what became superfluous.
+
+    The kernel goes where the first of the outputs is, for others may read that one directly afterwards; what the match
+    names as brought goes before it.
+
+    Either the whole replacement is made or, on any exception, the graph computes what it did.
+
+    Args:
+        graph: the graph that the match was found in.
+        match: what to replace.
+        call: the kernel, a function of the op's canonical operands and ``attrs`` (see ``lowering/ops``).
+        recipes: what was emitted for equal matches of this graph.
+        original: of a match in an excerpt, its outputs in the whole graph, whose readers decide about strides.
+        overwritten: outputs that are overwritten later, and are copies then: a kernel may keep its result for the backward.
+
+    Raises:
+        RewriteError: the replacement's shape, dtype or device differs, or it reads what is computed later.
+    """
+    shows_strides = tuple(strides_matter(node) for node in original or match.outputs)
+    place = min(match.outputs)
+    moved = [(node, node.next) for node in match.brought if node > place]
+    try:
+        for node, _ in moved:
+            place.prepend(node)
+        late = [node for node in match.inputs if node > place]
+        if late:
+            raise RewriteError(f"rewriting {match.op} at {match.where}: {late[0].name} is computed after {place.name}")
+        with graph.inserting_before(place):
+            results = recipes.follow(graph, match, call, shows_strides)
+            if results is None:
+                results, created = _emit(graph, match, call, place, shows_strides)
+                recipes.keep(match, call, created, results, shows_strides)
+            results = tuple(
+                _copied(graph, result) if node in overwritten else result
+                for node, result in zip(match.outputs, results, strict=True)
+            )
+    except BaseException:
+        for node, behind in reversed(moved):
+            behind.prepend(node)
+        raise
+    for node, result in zip(match.outputs, results, strict=True):
+        node.replace_all_uses_with(result)
+    superfluous = set(match.core)
+    for node in reversed(match.core):
+        _erase_if_unused(graph, node)
+    for node in reversed(list(match.read)):
+        step = None if node in superfluous or node.users else read(node)
+        if step is not None and layout.rearranges(step) and not step.is_inplace:
+            graph.erase_node(node)
+
+
+def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A copy of a new node."""
+    copy, tensor = graph.call_method("clone", (node,)), tensor_of(node)
+    with tensor.fake_mode, enable_python_dispatcher():  # type: ignore[union-attr]  # what a match gives is a tensor
+        copy.meta = {**node.meta, "example_value": tensor.clone()}  # type: ignore[union-attr]
+    return copy
+
+
+def emit(builder: Builder, match: Match, call: KernelCall, attributes: Attributes) -> Any:
+    """Operands, kernel and result, over the tensors or proxies of ``builder``."""
+    operands = match.emitter.operands(builder)
+    value = call(operands, attributes) if not isinstance(operands, dict) else call(**operands, attrs=attributes)
+    return match.emitter.result(builder, value)
+
+
+def _emit(
+    graph: fx.Graph, match: Match, call: KernelCall, place: fx.Node, shows_strides: tuple[bool, ...]
+) -> tuple[tuple[fx.Node, ...], list[fx.Node]]:
+    """The nodes that replace the match's outputs, and every node that was made for them."""
+    kind = match.kind
+    outside = {node: dims for node, dims in kind.read.items() if node not in kind.core}
+    early = {node: dims for node, dims in outside.items() if match.renamed.get(node, node) < place}
+    sources = {**kind.inputs, **early}
+    builder = GraphBuilder(graph, place, match.ambient, sources, match.renamed)
+    try:
+        results = _replacements(builder, match, call, shows_strides)
+    except BaseException:
+        _unmade(graph, builder.created)
+        raise
+    needed = {*results, *(node for node in builder.created if node.is_impure(impure_random=False))}
+    unused = [node for node in reversed(builder.created) if node not in needed and _erase_if_unused(graph, node)]
+    return results, [node for node in builder.created if node not in unused]
+
+
+def _unmade(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """As if nodes had never been made, nor the graphs beside this one that they name."""
+    owner = graph.owning_module
+    for node in reversed(nodes):
+        graph.erase_node(node)
+        is_named = any(each.target == node.target for each in graph.find_nodes(op="get_attr"))
+        if node.op == "get_attr" and owner is not None and not is_named:
+            owner.delete_submodule(str(node.target))
+
+
+def _replacements(
+    builder: GraphBuilder, match: Match, call: KernelCall, shows_strides: tuple[bool, ...]
+) -> tuple[fx.Node, ...]:
+    value = emit(builder, match, call, match.attributes)
+    results = value if match.also else (value,)
+    return tuple(
+        _as_before(match, node, result, shows)
+        for node, result, shows in zip(match.outputs, results, shows_strides, strict=True)
+    )
+
+
+def _as_before(match: Match, output: fx.Node, result: fx.Proxy, shows_strides: bool) -> fx.Node:
+    """A result with the strides of the node that it replaces, where they matter to someone."""
+    old, new = tensor_of(output), tensor_of(result.node)
+    if old is None or new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
+        raise RewriteError(
+            f"rewriting {match.op} at {match.where}: expected a {_describe(old)}, the kernel gives a {_describe(new)}"
+        )
+    strides = [as_size(stride) for stride in old.stride()]
+    if shows_strides and [as_size(stride) for stride in new.stride()] != strides:
+        order, back = layout.stride_order(strides)
+        result = result.permute(order).contiguous().permute(back)
+    return result.node
+
+
+def _describe(tensor: torch.Tensor | None) -> str:
+    return (
+        "value that is no tensor"
+        if tensor is None
+        else f"{tensor.dtype} tensor {tuple(tensor.shape)} on {tensor.device}"
+    )
+
+
+#: Readers to which the strides of what they read make no difference that anyone can see.
+_AGNOSTIC = contraction.PRODUCTS | {"contiguous", "layer_norm", "rms_norm", "sum", "mean"}
+
+
+def strides_matter(node: fx.Node) -> bool:
+    """Whether strides of ``node`` matter to someone: a ``view`` that needs them, an output, or who knows what."""
+    queue, seen = list(node.users), set()
+    while queue:
+        user = queue.pop()
+        call = None if user in seen else read(user)
+        if user in seen or (call is not None and call.name in _AGNOSTIC):
+            continue
+        seen.add(user)
+        if call is None or call.is_inplace or call.name in ("view", "view_as"):
+            return True
+        if (
+            not layout.is_view(call)
+            and not is_pointwise(call)
+            and call.name not in ("chunk", "split", "unbind", "getitem")
+        ):
+            return True
+        queue.extend(user.users)
+    return False
+
+
+def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erase those of ``nodes`` that nobody reads, and what only they read."""
+    stack = [node for node in dict.fromkeys(nodes) if not node.users]
+    while stack:
+        node = stack.pop()
+        call = read(node)
+        if node.users or call is None or call.is_inplace or node._erased or node.is_impure():
+            continue
+        operands = node.all_input_nodes
+        graph.erase_node(node)
+        stack.extend(operand for operand in operands if not operand.users)
+
+
+def _erase_if_unused(graph: fx.Graph, node: fx.Node) -> bool:
+    if node.users:
+        return False
+    graph.erase_node(node)
+    return True

@@ -1,0 +1,181 @@
+"""Equal layers are recognised once: a subgraph that looks like one that was read before has the same reading.
+
+While an anchor is read, every node that the recogniser looks at is noted. Another anchor is its *twin* if the same walk
+from it meets equal nodes: equal calls with equal constants on tensors of equal shape, strides and dtype, used by the
+same number of others. What was not looked at cannot have made a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.lowering import inductor
+from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.axes import as_size
+from lz_compile.passes.graph.effects import Effects, Look
+from lz_compile.passes.graph.view import value_of, where_of
+from lz_compile.passes.rewriting.match import Match
+
+
+@dataclass(frozen=True)
+class _Prototype:
+    match: Match
+    look: Look
+
+
+class Twins:
+    """The matches of one graph that others may be twins of. Off where anything is overwritten in place."""
+
+    def __init__(self, effects: Effects) -> None:
+        self._effects = effects
+        self._prototypes: list[_Prototype] = []
+        self._signatures: dict[fx.Node, Any] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[Look]:
+        """Note what a recogniser looks at."""
+        with self._effects.watched() as look:
+            yield look
+
+    def remember(self, match: Match, anchor: fx.Node, look: Look) -> None:
+        """A match that was read from ``anchor`` by looking at ``look``."""
+        if match.output is anchor and not self._effects.has_mutations:
+            look.nodes.add(anchor)
+            self._prototypes.append(_Prototype(match, look))
+
+    def find(self, anchor: fx.Node) -> Match | None:
+        """The match that ``anchor`` gives, if it is a twin of one that is known."""
+        for prototype in self._prototypes:
+            if prototype.match.output.target != anchor.target:
+                continue
+            renamed = _Walk(self._effects, prototype.look, self._signatures).follow(prototype.match.output, anchor)
+            if renamed is not None and self._uses_agree(prototype, renamed):
+                return _renamed(prototype.match, renamed)
+        return None
+
+    def _uses_agree(self, prototype: _Prototype, renamed: Mapping[fx.Node, fx.Node]) -> bool:
+        """Whether inner values are used alike, and everything that the recogniser asked has the same answer."""
+        match, position = prototype.match, self._effects.position
+        if any(node not in renamed for node in (*match.core, *match.inputs, *match.read, *match.also)):
+            return False
+        if any(node not in renamed or not _hold_the_same(node, renamed[node]) for node in match.buffers):
+            return False
+        core = [renamed[node] for node in match.core]
+        if any(position[first] >= position[second] for first, second in pairwise(core)):
+            return False
+        for node in match.core:
+            if node in match.outputs:
+                continue
+            if any(user not in renamed for user in node.users):
+                return False
+            if {renamed[user] for user in node.users} != set(renamed[node].users):
+                return False
+        region = Region(self._effects)
+        return all(
+            node in renamed and region.reaches(node, goal) == region.reaches(renamed[node], goal)
+            for node, goal in prototype.look.reached
+        )
+
+
+def _hold_the_same(buffer: fx.Node, other: fx.Node) -> bool:
+    """Whether two buffers have equal values, so that what was proven of one by its value holds for the other."""
+    first, second = inductor.buffer_value(buffer), inductor.buffer_value(other)
+    return buffer is other or (first is not None and second is not None and torch.equal(first, second))
+
+
+def _renamed(match: Match, renamed: Mapping[fx.Node, fx.Node]) -> Match:
+    return replace(
+        match,
+        inputs={renamed[node]: dims for node, dims in match.inputs.items()},
+        operands={name: renamed[node] for name, node in match.operands.items()},
+        fills={renamed[node]: is_finite for node, is_finite in match.fills.items()},
+        masks={renamed[node]: keeps for node, keeps in match.masks.items()},
+        output=renamed[match.output],
+        also=tuple(renamed[node] for node in match.also),
+        core=tuple(renamed[node] for node in match.core),
+        read={renamed[node]: dims for node, dims in match.read.items()},
+        rows={renamed[node]: axes for node, axes in match.rows.items()},
+        dropped={renamed[node]: axes for node, axes in match.dropped.items()},
+        selecting=frozenset(renamed[node] for node in match.selecting),
+        where=where_of(renamed[match.output]),
+        scales={renamed[node]: scale for node, scale in match.scales.items()},
+        implied={renamed[node]: text for node, text in match.implied.items()},
+        buffers=tuple(renamed[node] for node in match.buffers),
+        prototype=match,
+        renamed=renamed,
+    )
+
+
+class _Walk:
+    """Pairs of nodes, one to one, as far as the recogniser looked."""
+
+    def __init__(self, effects: Effects, look: Look, signatures: dict[fx.Node, Any]) -> None:
+        self._effects = effects
+        self._look = look
+        self._signatures = signatures
+        self._there: dict[fx.Node, fx.Node] = {}
+        self._back: dict[fx.Node, fx.Node] = {}
+
+    def follow(self, node: fx.Node, other: fx.Node) -> Mapping[fx.Node, fx.Node] | None:
+        """The pairs met on the way up from ``node`` and ``other``; None where they differ."""
+        stack = [(node, other)]
+        while stack:
+            one, two = stack.pop()
+            if one in self._there or two in self._back:
+                if self._there.get(one) is not two or self._back.get(two) is not one:
+                    return None
+                continue
+            self._there[one], self._back[two] = two, one
+            if self._signature(one) != self._signature(two) or self._effects.ambient(one) != self._effects.ambient(two):
+                return None
+            if one not in self._look.nodes:
+                continue
+            if one.op != two.op or not _same_target(one, two):
+                return None
+            if not _pair((one.args, one.kwargs), (two.args, two.kwargs), stack):
+                return None
+        return self._there
+
+    def _signature(self, node: fx.Node) -> Any:
+        if node not in self._signatures:
+            self._signatures[node] = _signature(node)
+        return self._signatures[node]
+
+
+def _same_target(one: fx.Node, two: fx.Node) -> bool:
+    return one.op == "placeholder" or one.target == two.target
+
+
+def _pair(one: Any, two: Any, stack: list[tuple[fx.Node, fx.Node]]) -> bool:
+    """Whether arguments are equal but for their nodes, which are put on the stack in pairs."""
+    if isinstance(one, fx.Node):
+        stack.append((one, two))
+        return isinstance(two, fx.Node)
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(two) and all(_pair(a, b, stack) for a, b in zip(one, two, strict=True))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_pair(value, two[name], stack) for name, value in one.items())
+    if isinstance(one, slice):
+        return _pair((one.start, one.stop, one.step), (two.start, two.stop, two.step), stack)
+    return bool(one == two or (one != one and two != two))  # noqa: PLR0124 NaN is a constant like any other
+
+
+def _signature(node: fx.Node) -> Any:
+    value = value_of(node)
+    if isinstance(value, torch.Tensor):
+        strides = value.stride() if value.layout == torch.strided else ()
+        sizes = tuple(as_size(size) for size in (*value.shape, *strides))
+        kind = isinstance(value, torch.nn.Parameter)
+        return sizes, value.dtype, value.device, value.requires_grad, kind, value.layout
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return str(value.node.expr)
+    return value if isinstance(value, (bool, int, float, str)) else type(value)

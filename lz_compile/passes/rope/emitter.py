@@ -1,0 +1,257 @@
+"""A recognised rotary embedding: its operands in the op's canonical layout, and its result in the source's."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.rope import Operands, RopeAttrs, RopeFacts, joined
+from lz_compile.passes.formula.algebra import Leaf
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, product
+from lz_compile.passes.graph.core import Core
+from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.places import Still, affine, has_still
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.rope.rotations import Rotation, Table, moving
+
+_PRODUCTS = frozenset({"mul", "add", "sub", "addcmul", "rsub", "complex"})
+
+
+@dataclass(frozen=True)
+class RopeEmitter(NothingImplied):
+    """``op(input, cos, sin)``; ``batch``, ``heads`` and ``positions`` are the rows: tables have no heads."""
+
+    rotation: Rotation
+    batch: tuple[Axis, ...]
+    heads: tuple[Axis, ...]
+    positions: tuple[Axis, ...]
+    attrs: RopeAttrs
+    _plain: dict[Still, Axis] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rotation: Rotation, core: Core) -> RopeEmitter:
+        """What was read, with the rows told apart by whether the tables have them."""
+        tables = (rotation.cos, rotation.sin)
+        own = {axis for table in tables for leaf in table.leaves.values() for axis in moving(leaf.dims)}
+        first, rest = rotation.rows[:1], rotation.rows[1:]
+        positions = tuple(axis for axis in rest if axis in own)
+        if not positions and first and first[0] in own:
+            first, positions = (), first
+        attrs = RopeAttrs(
+            is_interleaved=rotation.is_interleaved,
+            rotary_dim=2 * product(axis.size for axis in atoms((rotation.pairs,))),
+            rotary_start=rotation.start,
+            has_half_tables=all(table.is_half for table in tables),
+            compute_dtype=_compute_dtype(rotation, core),
+            out_dtype=tensor_of(rotation.output).dtype,  # type: ignore[union-attr]
+        )
+        heads = tuple(axis for axis in rest if axis not in own)
+        return cls(rotation, first, heads, positions, attrs)
+
+    @property
+    def groups(self) -> tuple[Sequence[Axis], ...]:
+        """The axes of the canonical input."""
+        return (self.batch, self.heads, self.positions, self.rotation.features)
+
+    def edge(self) -> dict[fx.Node, Dims]:
+        """The nodes that the replacement reads, with their axes."""
+        found = {self.rotation.source: self.rotation.dims}
+        for table in (self.rotation.cos, self.rotation.sin):
+            for symbol in sorted(table.leaves, key=str):
+                leaf = table.leaves[symbol]
+                tensor = tensor_of(leaf.node)
+                dims = leaf.dims if tensor is None else leaf.dims[: tensor.dim()]
+                found.setdefault(leaf.node, self.plain(dims))
+        return found
+
+    def plain(self, dims: Dims) -> Dims:
+        """The dims with every place that stands still as an axis of its own."""
+        found = []
+        for dim in dims:
+            own = atoms(dim)
+            found.append(tuple(self._axis(axis) if isinstance(axis, Still) else axis for axis in own))
+        return tuple(found)
+
+    def _axis(self, place: Still) -> Axis:
+        return self._plain.setdefault(place, Axis(place.size))
+
+    def operands(self, builder: Builder) -> Operands:
+        """Input and tables in the canonical layout."""
+        rotation = self.rotation
+        given = builder.arrange(builder.value(rotation.source), rotation.dims, self.groups)
+        return Operands(given, self._table(builder, rotation.cos), self._table(builder, rotation.sin))
+
+    def _table(self, builder: Builder, table: Table) -> Any:
+        rows: Groups = (self.batch, (), self.positions)
+        wide = _wide(table)
+        if table.second is not None:
+            groups = (*rows, (self.rotation.pairs,))
+            first, second = (
+                self._compute(builder, each, table.leaves, groups, wide) for each in (table.expression, table.second)
+            )
+            return joined(first, second, self.attrs.is_interleaved)
+        groups = (*rows, (self.rotation.pairs,) if self.attrs.has_half_tables else self.rotation.turned)
+        return self._compute(builder, table.expression, table.leaves, groups, wide)
+
+    def _compute(
+        self,
+        builder: Builder,
+        expression: sympy.Expr,
+        leaves: Mapping[sympy.Symbol, Leaf],
+        groups: Groups,
+        wide: torch.dtype,
+    ) -> Any:
+        """A polynomial of leaves; a leaf by itself keeps its dtype."""
+        if isinstance(expression, sympy.Symbol):
+            return _leaf(builder, leaves[expression], groups)
+        if not expression.free_symbols:
+            return float(expression)
+        values = [self._compute(builder, each, leaves, groups, wide) for each in expression.args]
+        values.sort(key=lambda value: isinstance(value, float))
+        if len(values) == 2 and isinstance(values[1], float) and values[1] == -1.0 and expression.is_Mul:
+            return -values[0]
+        values = [value if isinstance(value, float) or not hasattr(value, "to") else value.to(wide) for value in values]
+        return reduce(operator.add if expression.is_Add else operator.mul, values)
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The kernel's ``[B, H, S, D]`` in the layout of the node that it replaces."""
+        return builder.restore(value, self.groups, self.rotation.output_dims)
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> RopeAttrs:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+    def match(self, op: str, core: Core) -> Match:
+        """The finished match."""
+        rotation, inputs = self.rotation, self.edge()
+        read = {node: self.plain(dims) for node, dims in rotation.region.interior.items()}
+        features = {*atoms((*rotation.features, *rotation.turned, *rotation.region.features)), *self._plain.values()}
+        cos, sin = (sorted(table.leaves, key=str)[0] for table in (rotation.cos, rotation.sin))
+        operands = {
+            "input": rotation.source,
+            "cos": rotation.cos.leaves[cos].node,
+            "sin": rotation.sin.leaves[sin].node,
+        }
+        return Match(
+            op=op,
+            attributes=self.attrs,
+            facts=self._facts(core, inputs),
+            inputs=inputs,
+            operands=operands,
+            fills={},
+            masks={},
+            output=rotation.output,
+            output_dims=rotation.output_dims,
+            core=core.nodes,
+            read=read,
+            emitter=self,
+            ambient=core.ambient,
+            where=where_of(rotation.output),
+            masked_rows_count=False,
+            fixed=frozenset(features),
+        )
+
+    def _facts(self, core: Core, inputs: Mapping[fx.Node, Dims]) -> RopeFacts:
+        rotation, with_grad = self.rotation, grad_enabled(core.ambient)
+        tables = [tensor_of(node) for node in inputs if node is not rotation.source]
+        source = tensor_of(rotation.source)
+        assert source is not None, "a source is a tensor"
+        tables_need_grad = with_grad and any(each is not None and each.requires_grad for each in tables)
+        return RopeFacts(
+            batch=product(axis.size for axis in self.batch),
+            heads=product(axis.size for axis in self.heads),
+            query_len=product(axis.size for axis in self.positions),
+            head_dim=product(axis.size for axis in atoms(rotation.features)),
+            rotary_dim=self.attrs.rotary_dim,
+            dtype=source.dtype,
+            device=source.device.type,
+            table_dtype=torch.promote_types(_dtype(rotation.cos), _dtype(rotation.sin)),
+            needs_grad=tables_need_grad or (with_grad and source.requires_grad),
+            tables_need_grad=tables_need_grad,
+        )
+
+
+def _leaf(builder: Builder, leaf: Leaf, groups: Groups) -> Any:
+    """The part of a tensor at a place, in the layout of ``groups``."""
+    value, tensor = builder.value(leaf.node), tensor_of(leaf.node)
+    if tensor is None or not leaf.dims:
+        return value
+    dims = leaf.dims
+    if tensor.is_complex():
+        value = torch.imag(value) if affine(dims[-1])[0] else torch.real(value)
+        dims = dims[:-1]
+    found = []
+    for position, dim in enumerate(dims):
+        if not has_still(dim):
+            found.append(dim)
+            continue
+        offset, terms = affine(dim)
+        step, stop = _run(terms)
+        index = [slice(None)] * len(dims)
+        index[position] = slice(offset, offset + stop, step)
+        value = value[tuple(index)]
+        found.append(tuple(axis for axis, _ in terms))
+    return builder.arrange(value, tuple(found), groups)
+
+
+def _run(terms: tuple[tuple[Axis, int], ...]) -> tuple[int, int]:
+    """Step and extent of elements that are evenly spaced.
+
+    Raises:
+        LayoutError: they are not.
+    """
+    step = distance = terms[-1][1] if terms else 1
+    for axis, stride in reversed(terms):
+        if stride != distance:
+            raise LayoutError("a part that is no slice")
+        distance = stride * axis.size
+    return step, distance - step + 1 if terms else 1
+
+
+def check(rotation: Rotation) -> None:
+    """That every table can be cut out of what holds it.
+
+    Raises:
+        LayoutError: one cannot.
+    """
+    for table in (rotation.cos, rotation.sin):
+        for leaf in table.leaves.values():
+            for dim in leaf.dims:
+                _run(affine(dim)[1] if has_still(dim) else ())
+
+
+def _dtype(table: Table) -> torch.dtype:
+    """The dtype of a table as an operand."""
+    return _leaf_dtype(table) if table.expression.is_Symbol or table.expression == -_only(table) else _wide(table)
+
+
+def _only(table: Table) -> sympy.Expr:
+    return next(iter(table.leaves))
+
+
+def _leaf_dtype(table: Table) -> torch.dtype:
+    tensors = [tensor for tensor in (tensor_of(leaf.node) for leaf in table.leaves.values()) if tensor is not None]
+    kinds = [tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype for tensor in tensors]
+    return reduce(torch.promote_types, kinds)
+
+
+def _wide(table: Table) -> torch.dtype:
+    """The dtype in which a table is computed from several leaves."""
+    return torch.promote_types(_leaf_dtype(table), torch.float32)
+
+
+def _compute_dtype(rotation: Rotation, core: Core) -> torch.dtype:
+    """The widest dtype in which the source multiplies and adds."""
+    calls = {node: rotation.region.effects.calls.get(node) for node in core.nodes}
+    tensors = [tensor_of(node) for node, call in calls.items() if call is not None and call.name in _PRODUCTS]
+    kinds = [each.dtype.to_real() if each.is_complex() else each.dtype for each in tensors if each is not None]
+    return reduce(torch.promote_types, kinds, tensor_of(rotation.source).dtype)  # type: ignore[union-attr]

@@ -1,0 +1,196 @@
+"""Rotary position embedding in all of its spellings.
+
+The anchor is the last node: a sum, a join of features, or a cast of one. Behind it, a tensor is looked for of which
+features are taken apart; the result is an embedding if it is a rotation of that tensor's pairs (:mod:`rotations`). Graphs are
+read from their end, so that the widest subgraph is found first: with the features that are not turned, and the final cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import fx
+
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import is_cast, is_pointwise
+from lz_compile.passes.formula.axes import LayoutError, product, shape_of
+from lz_compile.passes.formula.moments import CALLS, STATISTICS
+from lz_compile.passes.formula.parts import SPLITS, is_read
+from lz_compile.passes.graph.core import Core, find_core
+from lz_compile.passes.graph.effects import Effects, MutatedError, grad_enabled
+from lz_compile.passes.graph.view import Call, tensor_of, where_of
+from lz_compile.passes.rewriting.builder import EMITTED
+from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.rewriting.twins import Twins
+from lz_compile.passes.rope.emitter import RopeEmitter, check
+from lz_compile.passes.rope.rotations import Rotation, read
+
+OP = "rope"
+#: How many operations may lie between a tensor and what is made of its features.
+_BEHIND = 16
+_MANY = 80
+_LAST = frozenset({"add", "sub", "addcmul", "cat", "stack", "view_as_real", "sum"})
+_APART = SPLITS | {"getitem", "narrow", "select", "view_as_complex", "flip", "roll"}
+_PRODUCTS = frozenset({"mul", "addcmul"})
+
+
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+    """Every rotary embedding in ``graph``, and every one that is there but cannot be replaced, with the reason."""
+    covered: set[fx.Node] = set()
+    twins = Twins(effects)
+    for node in reversed(graph.nodes):
+        if node in covered or EMITTED in node.meta or not _may_be_last(effects, node):
+            continue
+        found = attempt(OP, node, _found, effects, node, twins)
+        if isinstance(found, Match):
+            covered.update(found.core)
+        elif found is not None:
+            covered.add(node)
+        if found is not None:
+            yield found
+
+
+def _found(effects: Effects, node: fx.Node, twins: Twins) -> Match | NearMiss | None:
+    if not _sources(effects, node):
+        return None
+    twin = twins.find(node)
+    if twin is not None:
+        return twin
+    with twins.watch() as look:
+        found = _read(effects, node)
+    if isinstance(found, Match):
+        twins.remember(found, node, look)
+    return found
+
+
+def _may_be_last(effects: Effects, node: fx.Node) -> bool:
+    call, tensor = effects.calls[node], tensor_of(node)
+    if call is None or tensor is None or not tensor.is_floating_point() or tensor.dim() < 2 or call.is_inplace:
+        return False
+    if 0 in shape_of(tensor) or not node.users:
+        return False
+    return call.name in _LAST or (is_cast(call) and _rounds(call))
+
+
+def _rounds(call: Call) -> bool:
+    """Whether a cast is to a narrower dtype; others are not part of what was computed before."""
+    source, result = tensor_of(call.input), tensor_of(call.node)
+    return source is not None and result is not None and source.dtype.itemsize > result.dtype.itemsize
+
+
+def _read(effects: Effects, output: fx.Node) -> Match | NearMiss | None:
+    for source in _sources(effects, output):
+        try:
+            core = find_core(effects, source, output)
+            nodes = tuple(node for node in core.nodes if node is not source)
+            if not nodes or not all(is_read(effects.calls[node]) for node in nodes):
+                continue
+            rotation = read(effects, source, output)
+            if rotation is None:
+                continue
+            check(rotation)
+        except (RefusedError, MutatedError, LayoutError):
+            continue
+        return _checked(effects, rotation, replace(core, nodes=nodes))
+    return None
+
+
+def _checked(effects: Effects, rotation: Rotation, core: Core) -> Match | NearMiss:
+    emitter = RopeEmitter.of(rotation, core)
+    readers = {node: rotation.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
+    try:
+        core.check(effects, readers)
+        _check_tables(emitter, core)
+    except RefusedError as refusal:
+        edit = "use the result of the rotation only" if refusal.reason.code == "INTERIOR_USED" else refusal.edit
+        return NearMiss(OP, rotation.output, refusal.reason, edit, where_of(rotation.output))
+    return emitter.match(OP, core)
+
+
+def _check_tables(emitter: RopeEmitter, core: Core) -> None:
+    """Refuse complex tables that are learned: proofs compare real gradients."""
+    for node in emitter.edge():
+        tensor = tensor_of(node)
+        if tensor is not None and tensor.is_complex() and tensor.requires_grad and grad_enabled(core.ambient):
+            raise RefusedError("COMPLEX_GRADIENT", f"{node.name} is complex and needs a gradient", "learn real tables")
+
+
+def _sources(effects: Effects, output: fx.Node) -> list[fx.Node]:
+    """What may be turned: tensors of which features are taken apart behind ``output``, the nearest first."""
+    uses: dict[fx.Node, int] = {output: 1}
+    level, apart = [output], set()
+    for _ in range(_BEHIND):
+        following: dict[fx.Node, None] = {}
+        for node in level:
+            call = effects.calls[node]
+            if call is None or not is_read(call):
+                continue
+            if call.name in _APART and isinstance(call.input, fx.Node):
+                apart.add(call.input)
+            if call.name == "sum" and isinstance(call.input, fx.Node):
+                apart.update(call.input.all_input_nodes)  # the factors: pairs and rotation matrices
+            for operand in node.all_input_nodes:
+                if operand not in uses and (tensor_of(operand) is not None or _is_split(effects, operand)):
+                    following[operand] = None
+                uses[operand] = uses.get(operand, 0) + 1
+        level = list(following)
+        if not level or len(uses) > _MANY:
+            break
+    count = product(shape_of(tensor_of(output)))  # type: ignore[arg-type]
+    order = sorted(uses, key=effects.position.__getitem__) if apart else []
+    found: dict[fx.Node, None] = {}
+    for node in uses if apart else ():
+        tensor = tensor_of(node)
+        is_taken = node in apart or uses[node] > 1
+        if not is_taken or node is output or tensor is None or not tensor.is_floating_point() or tensor.dim() < 2:
+            continue
+        if product(shape_of(tensor)) == count and _is_apart(effects, node, order):
+            found.update(dict.fromkeys((_narrower(effects, node), node)))
+    return list(found)
+
+
+def _is_apart(effects: Effects, source: fx.Node, order: list[fx.Node]) -> bool:
+    """Whether features are taken apart of what is computed from ``source``, and multiplied."""
+    made, names = {source}, set()
+    for node in order:
+        if node is not source and not made.isdisjoint(node.all_input_nodes):
+            made.add(node)
+            call = effects.calls[node]
+            names.add("" if call is None else call.name)
+    return not names.isdisjoint(_APART | {"sum"}) and not names.isdisjoint(_PRODUCTS)
+
+
+def _is_split(effects: Effects, node: fx.Node) -> bool:
+    call = effects.calls[node]
+    return call is not None and call.name in SPLITS
+
+
+def _is_normalised(effects: Effects, node: fx.Node, depth: int = 8) -> bool:
+    """Whether a tensor is a normalised one: its wider copy belongs to the norm, whose kernel writes it directly."""
+    call = effects.calls[node]
+    if call is None or depth == 0:
+        return False
+    if call.name in CALLS or call.name in STATISTICS:
+        return True
+    is_passed = is_pointwise(call) or layout.rearranges(call)
+    return is_passed and any(_is_normalised(effects, operand, depth - 1) for operand in node.all_input_nodes)
+
+
+def _narrower(effects: Effects, node: fx.Node) -> fx.Node:
+    """The tensor of fewer bytes that ``node`` is another precision and layout of, ``node`` itself where there is none."""
+    found, inner = node, node
+    while True:
+        call = effects.calls[inner]
+        source, tensor = tensor_of(call.input) if call is not None else None, tensor_of(inner)
+        if call is None or source is None or tensor is None or not source.is_floating_point():
+            return found
+        if not is_cast(call) and not (layout.is_view(call) and call.name not in ("getitem", "getattr")):
+            return found
+        if source.dtype.itemsize > tensor.dtype.itemsize:
+            return found
+        inner = call.input
+        if source.dtype.itemsize < tensor.dtype.itemsize:
+            if _is_normalised(effects, inner):
+                return found
+            found = inner

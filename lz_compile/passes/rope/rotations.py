@@ -1,0 +1,288 @@
+"""A rotation of pairs of features, read at the two places of a pair.
+
+A feature axis is cut into a pair axis ``p`` of two and an axis ``j`` of pairs, in either order. The result at ``p = 0`` and
+at ``p = 1`` is an expression each (:mod:`parts`); with ``a`` and ``b`` the source at two places they are ``a * c - b * s``
+and ``b * c + a * s``, whatever is sliced, stacked and joined on the way. ``c`` and ``s`` are expressions over the leaves
+that are left, which do not depend on the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+from torch import fx
+
+from lz_compile.passes.formula.algebra import Leaf, is_cast
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, Shape, atoms, axes_of, fresh, shape_of
+from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.places import Fixed, Still, affine, canonical, has_still, paired, placed
+from lz_compile.passes.graph.view import tensor_of
+
+
+@dataclass(frozen=True)
+class Table:
+    """What every feature is multiplied by: an expression over ``leaves``, which have the pair axis where halves differ.
+
+    Where the second of a pair has another expression, that is ``second``, and no leaf has the pair axis.
+    """
+
+    expression: sympy.Expr
+    leaves: dict[sympy.Symbol, Leaf]
+    is_half: bool
+    second: sympy.Expr | None = None
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """``source * cos + rotated(source) * sin``; the source has axes ``dims``, the result ``output_dims``.
+
+    ``rows`` are the axes that stay by themselves, ``features`` those of the last dimension of input and result in their
+    order, ``pair`` and ``pairs`` those of the features that are turned (the same where all of them are).
+    """
+
+    region: Parts
+    source: fx.Node
+    dims: Dims
+    output: fx.Node
+    output_dims: Dims
+    rows: tuple[Axis, ...]
+    features: tuple[Axis, ...]
+    pair: Axis
+    pairs: Axis
+    cos: Table
+    sin: Table
+    is_interleaved: bool
+    start: int
+
+    @property
+    def turned(self) -> tuple[Axis, ...]:
+        """The axes of the features that are turned, in their order."""
+        return (self.pairs, self.pair) if self.is_interleaved else (self.pair, self.pairs)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The result at both places of a pair, and as it is where all of its features are turned.
+
+    Otherwise they are turned from ``start`` on; ``kept`` has the starts of those that are not, with an axis for each run.
+    """
+
+    rows: Dims
+    pairs: Axis
+    halves: tuple[Dims, Dims]
+    pair: Axis
+    is_interleaved: bool
+    whole: Dims | None = None
+    start: int = 0
+    width: int = 0
+    kept: Mapping[int, Axis] = field(default_factory=dict)
+
+    @property
+    def kept_places(self) -> Iterator[tuple[Axis, ...]]:
+        """Where the features are that are not turned."""
+        return (placed(start, ((axis, 1),), self.width) for start, axis in self.kept.items())
+
+
+def read(effects: Effects, source: fx.Node, output: fx.Node) -> Rotation | None:
+    """The rotation of ``source`` that ``output`` is, None where it is none."""
+    shape = shape_of(tensor_of(output))  # type: ignore[arg-type]
+    edge = Edge(effects, source)
+    kept = _kept(effects, edge, output, shape)
+    cuts = _cuts(shape) if not kept else _cuts_of_part(shape, kept)
+    found = (_try(_parts(effects, edge, cut), source, output, cut) for cut in cuts)
+    return next((each for each in found if each is not None), None)
+
+
+def _parts(effects: Effects, edge: Edge, cut: _Cut) -> Parts:
+    """A region of its own for each way to cut, so that all of its axes belong together."""
+    axes = [cut.pairs, *(axis for axis in cut.kept.values())]
+    return Parts(effects, expand_masks=True, stops=edge, functions=FUNCTIONS, features=axes)
+
+
+def _try(region: Parts, source: fx.Node, output: fx.Node, cut: _Cut) -> Rotation | None:
+    try:
+        first, second = (sympy.expand(region.express(output, dims)) for dims in cut.halves)
+    except LayoutError:
+        return None
+    symbols = (first.free_symbols | second.free_symbols) & region.leaves.keys()
+    own = [symbol for symbol in symbols if region.leaves[symbol].node is source]
+    if len(own) != 2 or any(_is_inner(region, source, symbol) for symbol in symbols.difference(own)):
+        return None
+    for a, b in (own, own[::-1]):
+        dims = paired(region.leaves[a].dims, region.leaves[b].dims, cut.pair)
+        if dims is not None:
+            break
+    else:
+        return None
+    of_first, of_second = _factors(first, a, b), _factors(second, b, a)
+    if of_first is None or of_second is None:
+        return None
+    cos = _table(region, of_first[0], of_second[0], cut.pair)
+    sin = _table(region, -of_first[1], of_second[1], cut.pair)
+    if cos is None or sin is None or not _spans(cos, cut) or not _spans(sin, cut):
+        return None
+    rows, features = axes_of(cut.rows), tuple[Axis, ...]()
+    if cut.whole is not None:
+        if any(has_still(dim) for dim in dims) or set(axes_of(dims)) != {*rows, *atoms((cut.pairs,)), cut.pair}:
+            return None
+        features = (cut.pairs, cut.pair) if cut.is_interleaved else (cut.pair, cut.pairs)
+        output_dims: Dims = cut.whole
+    else:
+        places = tuple(half[-1] for half in cut.halves)
+        is_same = canonical(tuple(region.leaves[symbol].dims[-1] for symbol in (a, b))) == canonical(places)
+        if not is_same or any(has_still(dim) for dim in dims[:-1]) or set(axes_of(dims[:-1])) != set(rows):
+            return None
+        if not all(_is_kept(region, source, output, (*cut.rows, place)) for place in cut.kept_places):
+            return None
+        features = (Axis(cut.width),)
+        dims, output_dims = (*dims[:-1], features), (*cut.rows, features)
+    return Rotation(
+        region,
+        source,
+        dims,
+        output,
+        output_dims,
+        rows,
+        features,
+        cut.pair,
+        cut.pairs,
+        cos,
+        sin,
+        cut.is_interleaved,
+        cut.start,
+    )
+
+
+def _is_inner(region: Parts, source: fx.Node, symbol: sympy.Symbol) -> bool:
+    """Whether a leaf is computed from the source in a way that has no reading."""
+    assert isinstance(region.stops, Edge), "parts are of a source"
+    return region.stops.depends(region.leaves[symbol].node)
+
+
+def _factors(expression: sympy.Expr, own: sympy.Symbol, other: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr] | None:
+    """``(c, s)`` of ``own * c + other * s``."""
+    factors = expression.coeff(own), expression.coeff(other)
+    if sympy.expand(expression - own * factors[0] - other * factors[1]) != 0:
+        return None
+    if any(factor == 0 or factor.has(own, other, sympy.I) for factor in factors):
+        return None
+    return factors
+
+
+def _table(region: Parts, first: sympy.Expr, second: sympy.Expr, pair: Axis) -> Table | None:
+    """One table for both places of a pair."""
+    symbols = sorted(first.free_symbols | second.free_symbols, key=str)
+    kinds = (sympy.Add, sympy.Mul, sympy.Symbol, sympy.Number)
+    if not all(isinstance(each, kinds) for both in (first, second) for each in sympy.preorder_traversal(both)):
+        return None
+    leaves = {symbol: region.leaves[symbol] for symbol in symbols}
+    if first == second:
+        return Table(first, leaves, True)
+    joined: dict[sympy.Symbol, sympy.Symbol] = {}
+    for a in sorted(first.free_symbols, key=str):
+        for b in sorted(second.free_symbols, key=str):
+            dims = None if leaves[a].node is not leaves[b].node else paired(leaves[a].dims, leaves[b].dims, pair)
+            if dims is not None and (a == b or dims != leaves[a].dims):
+                joined[a] = b
+                leaves[a] = Leaf(leaves[a].node, dims)
+                break
+    if first.xreplace(joined) == second:
+        return Table(first, {symbol: leaves[symbol] for symbol in first.free_symbols}, False)
+    apart = {symbol: region.leaves[symbol] for symbol in symbols}
+    axes = [{axis for s in each.free_symbols for axis in moving(apart[s].dims)} for each in (first, second)]
+    return Table(first, apart, False, second) if axes[0] == axes[1] else None
+
+
+def _spans(table: Table, cut: _Cut) -> bool:
+    """Whether a table differs between pairs (it may repeat), and has no axes that the result lacks."""
+    axes = {axis for leaf in table.leaves.values() for axis in moving(leaf.dims)}
+    own = {*axes_of(cut.rows), *atoms((cut.pairs,)), cut.pair}
+    return not axes.isdisjoint(atoms((cut.pairs,))) and axes <= own
+
+
+def moving(dims: Dims) -> set[Axis]:
+    """The axes of a place, without what stands still."""
+    found = {axis for dim in dims for axis in atoms(dim) if not isinstance(axis, Still)}
+    return found | {axis for dim in dims if has_still(dim) for axis, _ in affine(dim)[1]}
+
+
+# ---- where a pair may be -------------------------------------------------------------------------------------------------
+
+
+def _cuts(shape: Shape) -> Iterator[_Cut]:
+    """The ways in which the last dimension, or the last two, may be pairs."""
+    last = shape[-1]
+    before = shape[-2] if len(shape) > 1 else 1
+    if isinstance(last, int) and last >= 4 and last % 2 == 0:
+        yield _cut(shape[:-1], last // 2, False, False)
+        yield _cut(shape[:-1], last // 2, True, False)
+    if last == 2 and isinstance(before, int) and before > 1:
+        yield _cut(shape[:-2], before, True, True)
+    if before == 2 and isinstance(last, int) and last > 1:
+        yield _cut(shape[:-2], last, False, True)
+
+
+def _cut(rows: Shape, count: int, is_interleaved: bool, is_apart: bool) -> _Cut:
+    given, pairs, pair = fresh(rows), Axis(count), Axis(2)
+
+    def dims(own: Axis) -> Dims:
+        order = (pairs, own) if is_interleaved else (own, pairs)
+        return (*given, (order[0],), (order[1],)) if is_apart else (*given, order)
+
+    return _Cut(given, pairs, (dims(Fixed(2, 0)), dims(Fixed(2, 1))), pair, is_interleaved, dims(pair))
+
+
+def _cuts_of_part(shape: Shape, kept: Sequence[range]) -> Iterator[_Cut]:
+    """The ways in which the features that are not ``kept`` may be pairs, if these are one run."""
+    width = shape[-1]
+    assert isinstance(width, int), "features are counted"
+    bounds = [0, *(bound for part in kept for bound in (part.start, part.stop)), width]
+    runs = [range(*run) for run in zip(bounds[::2], bounds[1::2], strict=True) if run[0] != run[1]]
+    if len(runs) != 1 or len(runs[0]) % 2 or len(runs[0]) < 4:
+        return
+    start, count = runs[0].start, len(runs[0]) // 2
+    for is_interleaved in (False, True):
+        rows, pairs = fresh(shape[:-1]), Axis(count)
+        step, apart = (2, 1) if is_interleaved else (1, count)
+        first, second = ((*rows, placed(start + apart * i, ((pairs, step),), width)) for i in (0, 1))
+        axes = {part.start: Axis(len(part)) for part in kept}
+        yield _Cut(rows, pairs, (first, second), Axis(2), is_interleaved, None, start, width, axes)
+
+
+def _kept(effects: Effects, edge: Edge, output: fx.Node, shape: Shape) -> list[range]:
+    """The features that are as in the source, where the result is joined from several."""
+    node = output
+    while (call := effects.calls.get(node)) is not None and is_cast(call):
+        node = call.input
+    tensors = call.get("tensors") if call is not None and call.name == "cat" else None
+    own = shape_of(tensor_of(edge.source))[-1:]  # type: ignore[arg-type]
+    is_last = call is not None and call.get("dim", 0) in (-1, len(shape) - 1)
+    if not isinstance(tensors, (tuple, list)) or not is_last or own != shape[-1:] or not isinstance(shape[-1], int):
+        return []
+    start, found = 0, []
+    for part in tensors:
+        tensor = tensor_of(part)
+        size = None if tensor is None else shape_of(tensor)[-1]
+        if not isinstance(size, int):
+            return []
+        if size == 0:
+            continue
+        rows, axis = fresh(shape[:-1]), Axis(size)
+        region = Parts(effects, expand_masks=True, stops=edge, functions=FUNCTIONS, features=[axis])
+        if _is_kept(region, edge.source, output, (*rows, placed(start, ((axis, 1),), shape[-1]))):
+            found.append(range(start, start + size))
+        start += size
+    return found
+
+
+def _is_kept(region: Parts, source: fx.Node, output: fx.Node, dims: Dims) -> bool:
+    """Whether the result at a place is the source there."""
+    try:
+        expression = region.express(output, dims)
+    except LayoutError:
+        return False
+    leaf = region.leaves.get(expression) if isinstance(expression, sympy.Symbol) else None
+    return leaf is not None and leaf.node is source and leaf.dims[-1] == dims[-1] and len(leaf.dims) == len(dims)

@@ -1,0 +1,241 @@
+"""A recognised routed adapter: its operands in the op's canonical layout, and its result in the source's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.routing import Operands, RoutingAttrs, RoutingFacts
+from lz_compile.passes.formula.algebra import Leaf
+from lz_compile.passes.formula.axes import Axis, Dims, Size, atoms, axes_of, product
+from lz_compile.passes.graph.core import Core
+from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.routing.cosine_mask import Cosine
+
+Run = tuple[Axis, ...]
+#: Operands that are multiplied as matrices, in one dtype.
+_MATRICES = ("x", "vh", "u", "a_q", "b_q", "weight")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One of the tensors that make up an operand, times a number; ``is_detached``: without its gradient."""
+
+    leaf: Leaf
+    is_detached: bool
+    number: float = 1.0
+
+
+@dataclass(frozen=True)
+class Places:
+    """The axes of the canonical layout."""
+
+    rollouts: Run
+    tokens: Run
+    features: Run
+    outputs: Run
+    rank: Run
+    quarantine_rank: Run
+
+    def groups(self, name: str, dims: Dims) -> Groups:
+        """The dimensions of an operand."""
+        rank, few, out, features = self.rank, self.quarantine_rank, self.outputs, self.features
+        found: Mapping[str, Groups] = {
+            "x": (self.rollouts, self.tokens, features),
+            "vh": (rank, features),
+            "u": (out, rank),
+            "delta": (rank,),
+            "a_q": (few, features),
+            "b_q": (out, few),
+            "v": (rank,),
+            "weight": (out, features),
+            "bias": (out,),
+            "base": (self.rollouts, self.tokens, out),
+            "gate": (self.rollouts, self.tokens, rank) if self.are_tokens(dims) else (self.rollouts, rank),
+        }
+        return found[name]
+
+    def are_tokens(self, dims: Dims) -> bool:
+        """Whether something differs between the tokens of a rollout."""
+        return bool(set(self.tokens) & set(axes_of(dims)))
+
+
+@dataclass(frozen=True)
+class RoutingEmitter(NothingImplied):
+    """``op(x, vh, u, delta, a_q, b_q, ...)``; every operand is a product of tensors (the base: a sum).
+
+    ``ties`` are axes that are others by another name: each product has its own for what it sums over. ``unread`` is what the
+    source reads although it makes no difference.
+    """
+
+    parts: Mapping[str, tuple[Operand, ...]]
+    places: Places
+    output: fx.Node
+    output_dims: Dims
+    matrix_dtype: torch.dtype
+    attrs: RoutingAttrs
+    ties: Mapping[Axis, Axis]
+    unread: Mapping[fx.Node, Dims]
+
+    @classmethod
+    def of(
+        cls,
+        effects: Effects,
+        parts: Mapping[str, tuple[Operand, ...]],
+        output_dims: Dims,
+        output: fx.Node,
+        core: Core,
+        products: Sequence[fx.Node],
+        ties: Mapping[Axis, Axis],
+        cosine: Cosine | None,
+        unread: Mapping[fx.Node, Dims],
+    ) -> RoutingEmitter:
+        """What was read, over the axes of the result."""
+        parts = {name: own for name, own in parts.items() if own}
+        places = _places(parts, output_dims)
+        kinds = [tensor.dtype for tensor in map(tensor_of, products) if tensor is not None]
+        gate = parts.get("gate")
+        is_per_token = gate is not None and places.are_tokens(gate[0].leaf.dims)
+        out = tensor_of(output)
+        assert out is not None, "a sum is a tensor"
+        attrs = RoutingAttrs(
+            arm="none" if cosine is None else "act",
+            gate="none" if gate is None else "token" if is_per_token else "rollout",
+            has_weight="weight" in parts,
+            threshold=0.0 if cosine is None else cosine.threshold,
+            compute_dtype=_widest(effects, core),
+            out_dtype=out.dtype,
+        )
+        matrix_dtype = max(kinds, key=lambda kind: kind.itemsize)
+        return cls(parts, places, output, output_dims, matrix_dtype, attrs, ties, unread)
+
+    def operands(self, builder: Builder) -> Operands:
+        """Everything that there is, in the canonical layout."""
+        return Operands(**{name: self._operand(builder, name, parts) for name, parts in self.parts.items()})
+
+    def _operand(self, builder: Builder, name: str, parts: tuple[Operand, ...]) -> Any:
+        total: Any = None
+        for part in parts:
+            value = builder.value(part.leaf.node)
+            if tensor_of(part.leaf.node) is not None:
+                value = value.detach() if part.is_detached else value
+                is_other = name in _MATRICES and value.dtype != self.matrix_dtype
+                value = value.to(self.matrix_dtype) if is_other else value
+            if axes_of(part.leaf.dims) or name == "base":
+                groups = self.places.groups(name, part.leaf.dims)
+                value = builder.arrange(value, part.leaf.dims, groups, expand=True)
+            value = value if part.number == 1 else value * part.number
+            if total is None:
+                total = value
+            else:
+                total = total + value if name == "base" else total * value
+        return total
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The kernel's ``[G, S, E]`` in the layout of the node that it replaces."""
+        places = self.places
+        return builder.restore(value, (places.rollouts, places.tokens, places.outputs), self.output_dims)
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> RoutingAttrs:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+    def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
+        """The finished match."""
+        inputs = {part.leaf.node: part.leaf.dims for parts in self.parts.values() for part in parts}
+        inputs |= self.unread
+        x = self.parts["x"][0].leaf.node
+        return Match(
+            op=op,
+            attributes=self.attrs,
+            facts=self._facts(core),
+            inputs=inputs,
+            operands={"x": x},
+            fills={},
+            masks={},
+            output=self.output,
+            output_dims=self.output_dims,
+            core=core.nodes,
+            read=dict(read),
+            emitter=self,
+            ambient=core.ambient,
+            where=where_of(self.output),
+            masked_rows_count=False,
+            ties=self.ties,
+            formula=self._formula(),
+        )
+
+    def _facts(self, core: Core) -> RoutingFacts:
+        places = self.places
+        records = grad_enabled(core.ambient)
+
+        def wants_grad(*names: str) -> bool:
+            tensors = [tensor_of(part.leaf.node) for name in names for part in self.parts.get(name, ())]
+            return records and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+        x, out = tensor_of(self.parts["x"][0].leaf.node), tensor_of(self.output)
+        assert x is not None, "the input of an adapter is a tensor"
+        assert out is not None, "a sum is a tensor"
+        return RoutingFacts(
+            num_rollouts=_count(places.rollouts),
+            rollout_length=_count(places.tokens),
+            in_features=_count(places.features),
+            out_features=_count(places.outputs),
+            rank=_count(places.rank),
+            quarantine_rank=_count(places.quarantine_rank),
+            dtype=self.matrix_dtype,
+            device=out.device.type,
+            needs_grad=wants_grad(*self.parts),
+            basis_needs_grad=wants_grad("vh", "u"),
+        )
+
+    def _formula(self) -> str:
+        gate = {"none": "", "rollout": " * c[rollout]", "token": " * c[token]"}[self.attrs.gate]
+        stopped = f", detached where cos(a, v) > {self.attrs.threshold:g}" if self.attrs.arm == "act" else ""
+        layer = "W x + " if self.attrs.has_weight else "base + " if "base" in self.parts else ""
+        return f"{layer}U ((Vh x{gate}) * delta){stopped} + B (A x)"
+
+
+def _count(axes: Run) -> Size:
+    return product(axis.size for axis in axes)
+
+
+def _places(parts: Mapping[str, tuple[Operand, ...]], output_dims: Dims) -> Places:
+    x = axes_of(parts["x"][0].leaf.dims)
+    every = axes_of(output_dims)
+    tokens = tuple(axis for axis in every if axis in set(x))
+    outputs = tuple(axis for axis in every if axis not in set(x))
+    features = tuple(axis for axis in x if axis not in set(every))
+    down, few = (axes_of(parts[name][0].leaf.dims) for name in ("vh", "a_q"))
+    rank = tuple(axis for axis in down if axis not in set(features))
+    gate = parts.get("gate")
+    gated = set() if gate is None else set(axes_of(gate[0].leaf.dims)) & set(tokens)
+    rollouts = tuple(axis for axis in tokens if axis in gated)
+    if len(rollouts) in (
+        0,
+        len(tokens),
+    ):  # nothing, or every token for itself: rollouts are what the first dimension counts
+        first = set(atoms(output_dims[0])) if len(output_dims) > 2 else set(tokens[: len(tokens) - 1])
+        rollouts = tuple(axis for axis in tokens if axis in first)
+    return Places(
+        rollouts,
+        tuple(axis for axis in tokens if axis not in set(rollouts)),
+        features,
+        outputs,
+        rank,
+        tuple(axis for axis in few if axis not in set(features)),
+    )
+
+
+def _widest(effects: Effects, core: Core) -> torch.dtype:
+    """The widest dtype in which anything is computed."""
+    tensors = [tensor_of(node) for node in core.nodes if effects.calls[node] is not None]
+    kinds = [tensor.dtype for tensor in tensors if tensor is not None and tensor.is_floating_point()]
+    return max(kinds, key=lambda kind: kind.itemsize)

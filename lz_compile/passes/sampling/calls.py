@@ -1,0 +1,118 @@
+"""Calls of ``lz.sample`` and its kin, which graphs hold as the operator ``layerzero::sampling``: the op itself.
+
+Which kernel such a call selects by itself is not asked here, but where kernels are chosen (``own_calls.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts
+from lz_compile.lowering.token_bits import WORD, word_count
+from lz_compile.passes.formula.axes import Axis, Dims, as_size
+from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, NothingImplied, RefusedError
+from lz_compile.passes.rewriting.op_calls import op_calls
+
+_OP = "sampling"
+#: Between what numbers operands are.
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "bitmask": (-(2.0**31), 2.0**31 - 1),
+    "temperature": (0.3, 2.0),
+    "top_k": (0.0, 8.0),
+    "top_p": (0.05, 1.0),
+    "min_p": (0.0, 0.5),
+    "seeds": (0.0, 2.0**62),
+}
+
+
+def sampling_calls(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+    """Every such call."""
+    return op_calls(_OP, graph, effects, _match)
+
+
+@dataclass(frozen=True)
+class SamplingCallEmitter(NothingImplied):
+    """Operands and result are in the op's canonical layout already."""
+
+    given: Mapping[str, fx.Node]
+    attrs: SamplingAttrs
+
+    def operands(self, builder: Builder) -> Operands:
+        """As they are."""
+        return Operands(**{name: builder.value(node) for name, node in self.given.items()})
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """As it is."""
+        return value
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> SamplingAttrs:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+
+def _match(node: fx.Node, effects: Effects) -> Match:
+    """The match of one call.
+
+    Raises:
+        RefusedError: it is mapped over a dimension.
+    """
+    ambient = effects.ambient(node)
+    if any("_increment_nesting" in name for name in ambient.other):
+        raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
+    arguments: dict[str, Any] = (
+        dict(zip((*Operands.names, "result", "out_dtype"), node.args, strict=False)) | node.kwargs
+    )
+    given: dict[str, fx.Node] = {
+        name: each for name in Operands.names if isinstance(each := arguments.get(name), fx.Node)
+    }
+    tensors = {name: tensor for name, each in given.items() if (tensor := tensor_of(each)) is not None}
+    attrs = SamplingAttrs.of(given, arguments["result"], arguments["out_dtype"])
+    logits = tensors["logits"]
+    rows, vocab = (as_size(size) for size in logits.shape)
+    axes = _Axes(rows, vocab)
+    needs_grad = grad_enabled(ambient) and any(tensor.requires_grad for tensor in tensors.values())
+    return Match(
+        op=_OP,
+        attributes=attrs,
+        facts=SamplingFacts(rows, vocab, logits.dtype, logits.device.type, needs_grad),
+        inputs={each: axes.dims(name, tensors[name]) for name, each in given.items()},
+        operands={"logits": given["logits"]},
+        fills={},
+        masks={},
+        output=node,
+        output_dims=(axes.rows,) if attrs.result == "ids" else (axes.rows, axes.vocab),
+        core=(node,),
+        read={},
+        emitter=SamplingCallEmitter(given, attrs),
+        ambient=ambient,
+        where=where_of(node),
+        fixed=axes.fixed,
+        ranges={given[name]: _RANGES[name] for name in given if name in _RANGES},
+        formula=f"{attrs.result} of {', '.join(given)}",
+    )
+
+
+class _Axes:
+    """Rows and tokens; tokens are words times bits, where they fill the last word."""
+
+    def __init__(self, rows: Any, vocab: Any) -> None:
+        self.rows = () if rows == 1 else (Axis(rows),)
+        is_whole = isinstance(vocab, int) and vocab % WORD == 0 and vocab > WORD
+        self.words = (Axis(vocab // WORD if is_whole else word_count(vocab)),)
+        bits = Axis(WORD)
+        self.vocab = (*self.words, bits) if is_whole else (Axis(vocab),)
+        self.fixed = frozenset({bits} if is_whole else {*self.vocab, *self.words})
+
+    def dims(self, name: str, tensor: torch.Tensor) -> Dims:
+        """The dimensions of an operand; of a single row it has none."""
+        last = {"logits": self.vocab, "bias": self.vocab, "bitmask": self.words}.get(name)
+        rows = () if as_size(tensor.shape[0]) == 1 else self.rows
+        return (rows,) if last is None else (rows, last)

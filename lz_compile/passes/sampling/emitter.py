@@ -1,0 +1,221 @@
+"""Recognised filters of scores: their operands in the op's canonical layout, and the result in the source's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts, Ties
+from lz_compile.lowering.token_bits import pack
+from lz_compile.passes.formula.axes import Axis, Dims, Size, axes_of, product
+from lz_compile.passes.graph.core import Core
+from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.view import hint_of, is_symbolic, tensor_of, where_of
+from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.sampling.excerpt import Excerpt, Scores
+from lz_compile.passes.sampling.kept import Limit, Limits
+from lz_compile.passes.sampling.logit_processors import Part, Warps
+from lz_compile.passes.sampling.verbatim import filled
+
+Groups = tuple[tuple[Axis, ...], tuple[Axis, ...]]
+
+
+@dataclass(frozen=True)
+class SamplingEmitter(NothingImplied):
+    """``op(logits, bitmask, bias, temperature, top_k, top_p, min_p)`` over rows and tokens."""
+
+    warps: Warps
+    limits: Limits
+    found: Excerpt
+    output: Scores
+    attrs: SamplingAttrs
+
+    @classmethod
+    def of(cls, warps: Warps, limits: Limits, found: Excerpt, output: Scores) -> SamplingEmitter:
+        """What was read."""
+        out = tensor_of(output.node)
+        assert out is not None, "scores are a tensor"
+        assert limits.result != "parts", "probabilities are divided by their sum"
+        warped = {
+            "bitmask": bool(warps.masks),
+            "bias": bool(warps.bias),
+            "temperature": warps.temperature != 1 or bool(warps.divisors),
+        }
+        given = {*limits.named, *(name for name, is_there in warped.items() if is_there)}
+
+        def ties(own: Ties) -> Ties:
+            return "open" if limits.is_any and own != "all" else own
+
+        attrs = replace(
+            SamplingAttrs.of(given, limits.result, out.dtype),
+            top_k_ties=ties(limits.top_k_ties),
+            top_p_ties=ties(limits.top_p_ties),
+        )
+        return cls(warps, limits, found, output, attrs)
+
+    @property
+    def _groups(self) -> Groups:
+        return self.output.rows, (self.output.vocab,)
+
+    def operands(self, builder: Builder) -> Operands:
+        """Logits, and what there is besides."""
+        warps = self.warps
+        logits = builder.arrange(builder.value(warps.logits.node), warps.logits.dims, self._groups)
+        kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        found: dict[str, Any] = {"logits": logits}
+        if warps.masks:
+            found["bitmask"] = pack(self._allowed(builder))
+        if warps.bias:
+            found["bias"] = self._sum(builder)
+        if self.attrs.has_temperature:
+            found["temperature"] = self._temperature(builder, logits, kind)
+        for name, limit in self.limits.named.items():
+            found[name] = self._limit(builder, limit, logits, torch.int32 if name == "top_k" else kind)
+        return Operands(**found)
+
+    def _allowed(self, builder: Builder) -> Any:
+        """One intersection of all masks."""
+        total: Any = None
+        for part in self.warps.masks:
+            value = self._by_row(builder, part, is_wide=True)
+            value = value.logical_not() if part.is_inverted else value
+            total = value if total is None else total.logical_and(value)
+        return total
+
+    def _sum(self, builder: Builder) -> Any:
+        total: Any = None
+        for part in self.warps.bias:
+            value = self._by_row(builder, part)
+            value = -value if part.is_inverted else value
+            total = value if total is None else total + value
+        return total
+
+    def _by_row(self, builder: Builder, part: Part, *, is_wide: bool = False) -> Any:
+        """``[N or 1, V]``."""
+        rows, tokens = self._groups
+        own = set(axes_of(part.dims))
+        value = builder.arrange(builder.value(part.node), part.dims, (rows, tokens))
+        if is_wide and not own & set(tokens):
+            value = value.expand(-1, builder.size(tokens))
+        return value
+
+    def _temperature(self, builder: Builder, logits: Any, kind: torch.dtype) -> Any:
+        """``[N or 1]``; a row that the source divides by zero is no distribution."""
+        warps = self.warps
+        total = logits.new_full((1,), warps.temperature, dtype=kind)
+        for part in warps.divisors:
+            value = builder.value(part.node)
+            if axes_of(part.dims):
+                dims = tuple(dim for dim in part.dims if self.output.vocab not in dim)
+                value = builder.arrange(
+                    value.reshape(self._extents(builder, dims)), dims, (self.output.rows,), expand=True
+                )
+            else:
+                value = value.reshape(1)
+            total = total * value.to(kind)
+        if warps.divisors:
+            is_one = total > 0 if warps.masks else total != 0
+            total = torch.where(is_one, total, float("nan"))
+        return total
+
+    @staticmethod
+    def _extents(builder: Builder, dims: Dims) -> list[Any]:
+        return [builder.size(dim) if dim else 1 for dim in dims]
+
+    def _limit(self, builder: Builder, limit: Limit, logits: Any, kind: torch.dtype) -> Any:
+        """``[N or 1]``."""
+        if limit.leaf is None:
+            return logits.new_full((1,), int(limit.number) if kind == torch.int32 else limit.number, dtype=kind)
+        value = builder.value(limit.leaf)
+        if tensor_of(limit.leaf) is None:
+            value = logits.new_full((1,), value, dtype=kind)
+        else:
+            dims = self.found.leaves[limit.leaf]
+            own = tuple(dim for dim in dims if dim)
+            value = value.reshape(self._extents(builder, own)) if own else value.reshape(1)
+            value = builder.arrange(value, own, (self.output.rows,), expand=True) if own else value
+        before = builder.size((self.output.vocab,)) if limit.of_vocab else limit.number
+        before = int(before) if kind == torch.int32 and isinstance(before, float) else before
+        value = before - value if limit.sign < 0 else value + before if before else value
+        return value.to(kind)
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The kernel's ``[N, V]`` in the layout of the node that it replaces."""
+        restored = builder.restore(value, self._groups, self.output.dims)
+        if not self.attrs.leaves_ties_open:
+            return restored
+        dim = next(at for at, each in enumerate(self.output.dims) if self.output.vocab in each)
+        return filled(self.found, builder, restored, dim)
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> SamplingAttrs:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+    def match(self, op: str, core: Core) -> Match:
+        """The finished match."""
+        output, inputs = self.output, self.found.inputs
+        vocab = self._proof_vocab()
+        return Match(
+            op=op,
+            attributes=self.attrs,
+            facts=self._facts(core),
+            inputs=inputs,
+            operands={
+                "logits": self.warps.logits.node,
+                **{f"bias{i}": each.node for i, each in enumerate(self.warps.bias)},
+            },
+            fills={},
+            masks={part.node: not part.is_inverted for part in self.warps.masks},
+            output=output.node,
+            output_dims=output.dims,
+            core=core.nodes,
+            read=self.found.read,
+            emitter=self,
+            ambient=core.ambient,
+            where=where_of(output.node),
+            at_least={output.vocab: vocab},
+            spelled=self.found.spelled,
+            ranges=self._ranges(vocab),
+            formula=self._formula(),
+        )
+
+    def _proof_vocab(self) -> int:
+        """As many tokens as the limits were seen at, and more than a symbolic number keeps."""
+        counts = [int(hint_of(leaf)) for leaf in self.found.leaves if is_symbolic(leaf)]
+        size = self.output.vocab.size
+        least = max([self.limits.vocab, *(2 * count + 1 for count in counts)])
+        return min(least, size) if isinstance(size, int) else least
+
+    def _ranges(self, vocab: int) -> dict[fx.Node, tuple[float, float]]:
+        found = {part.node: (0.3, 2.0) for part in self.warps.divisors}
+        for name, limit in self.limits.named.items():
+            if limit.leaf is not None:
+                found[limit.leaf] = (2.0, vocab / 2) if name == "top_k" else (0.05, 0.95)
+        return found
+
+    def _facts(self, core: Core) -> SamplingFacts:
+        logits = tensor_of(self.warps.logits.node)
+        assert logits is not None, "logits are a tensor"
+        inputs = (tensor_of(node) for node in self.found.inputs)
+        wants_grad = grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in inputs)
+        rows: Size = product(axis.size for axis in self.output.rows)
+        return SamplingFacts(rows, self.output.vocab.size, logits.dtype, logits.device.type, wants_grad)
+
+    def _formula(self) -> str:
+        warps = self.warps
+        text = "logits" + "".join(f" {'-' if part.is_inverted else '+'} {part.node.name}" for part in warps.bias)
+        if self.attrs.has_temperature:
+            names = [*(part.node.name for part in warps.divisors)]
+            number = [f"{warps.temperature:g}"] if warps.temperature != 1 else []
+            text = f"({text})" if warps.bias else text
+            text = f"{text} / {' * '.join([*number, *names])}"
+        if warps.masks:
+            text = f"{text} where {' and '.join(f'{chr(126) if p.is_inverted else str()}{p.node.name}' for p in warps.masks)}"
+        for name, limit in self.limits.named.items():
+            text = f"{name}({text}, {limit})"
+        return f"softmax({text})" if self.attrs.result == "probs" else text

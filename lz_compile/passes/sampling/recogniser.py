@@ -1,0 +1,147 @@
+"""What is done to the scores of the next token before it is drawn: masks, temperature, top-k, top-p, min-p and the softmax.
+
+Filters (:mod:`~lz_compile.passes.sampling.filters`) are found by what they do. Those that follow each other become one, with
+what was done to the scores before (:mod:`~lz_compile.passes.sampling.logit_processors`) and the softmax that follows. The draw itself
+stays: PyTorch's generator would give other tokens to another kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from lz_compile.passes.graph.core import Core
+from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.rewriting.builder import EMITTED
+from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.sampling.calls import sampling_calls
+from lz_compile.passes.sampling.emitter import SamplingEmitter
+from lz_compile.passes.sampling.excerpt import Affected, Excerpt, excerpt
+from lz_compile.passes.sampling.filters import OP, SOFTMAXES, Filter, FilterReader, missed, softmax_input
+from lz_compile.passes.sampling.kept import Limits
+from lz_compile.passes.sampling.logit_processors import warps_of
+from lz_compile.passes.sampling.masked import masked_softmax
+from lz_compile.passes.sampling.sorted_draws import sorted_draw
+from lz_compile.passes.sampling.verbatim import check_repeatable
+
+
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+    """Every chain of filters in ``graph``, masks before a softmax, and every filter that was refused, with the reason."""
+    yield from sampling_calls(graph, effects)
+    reader, matcher = FilterReader(effects), _Matcher(effects)
+    for node in graph.nodes:
+        if node in reader.covered or EMITTED in node.meta or not reader.is_anchor(node):
+            continue
+        refused = attempt(OP, node, reader.filter, node)
+        if refused is not None:
+            yield refused
+    covered: set[fx.Node] = set()
+    for chain in reader.chains():
+        found = attempt(OP, chain.exit, matcher.match, chain)
+        if isinstance(found, Match):
+            covered.update(found.core)
+        if found is not None:
+            yield found
+    for node in graph.nodes:
+        if node not in covered and EMITTED not in node.meta:
+            found = attempt(OP, node, matcher.unfiltered, node)
+            if found is not None:
+                yield found
+
+
+@dataclass
+class _Matcher:
+    """Makes matches of chains of filters, and of masks that no filter follows."""
+
+    effects: Effects
+
+    def match(self, chain: Filter) -> Match | NearMiss | None:
+        """The match of a chain, or what stands in its way."""
+        try:
+            return self._match(chain)
+        except RefusedError as refusal:
+            return missed(chain.exit, refusal)
+        except MutatedError as error:
+            return missed(
+                chain.exit, RefusedError("OPERAND_MUTATED", f"a value is {error}", "use its out-of-place form")
+            )
+
+    def _match(self, chain: Filter) -> Match:
+        """The match of a chain.
+
+        Raises:
+            RefusedError: what stands in its way.
+        """
+        if chain.limits.result == "scores" and chain.limits.fill != -math.inf:
+            raise RefusedError(
+                "FILL_FINITE",
+                f"what is not kept becomes {chain.limits.fill:g}, and is read as a score",
+                "fill with -inf, or take the softmax of it at once",
+            )
+        entry = chain.entry
+        if chain.form == "probs":
+            entry = softmax_input(self.effects, entry) or entry
+        warps = warps_of(self.effects, entry, {chain.exit, *chain.core})
+        logits = warps.logits
+        affected = Affected(self.effects, logits.node)
+        stops = frozenset(part.node for part in warps.parts)
+        found = excerpt(self.effects, logits, affected, chain.exit, stops)
+        if found is None:
+            raise RefusedError("OPERANDS_UNKNOWN", "it reads tensors of other shapes", "compute them before")
+        self._check_leaves(found, chain.limits, stops)
+        output = entry.at(chain.exit)
+        core = self._core(found, chain.exit)
+        match = SamplingEmitter.of(warps, chain.limits, found, output).match(OP, core)
+        if chain.limits.is_any:
+            check_repeatable(found, wants_grad=match.facts.needs_grad)
+        return match
+
+    @staticmethod
+    def _check_leaves(found: Excerpt, limits: Limits, stops: frozenset[fx.Node]) -> None:
+        known = stops | {limit.leaf for limit in limits.named.values() if limit.leaf is not None}
+        other = next((leaf for leaf in found.leaves if leaf not in known), None)
+        if other is not None:
+            raise RefusedError("OPERANDS_UNKNOWN", f"it also reads {other.name}", "compute that before")
+
+    def _core(self, found: Excerpt, exit_: fx.Node) -> Core:
+        """What becomes superfluous.
+
+        Raises:
+            RefusedError: it may not.
+        """
+        effects, nodes = self.effects, list(found.core)
+        for node in [each for each in nodes if self._is_softmax_for_others(each, set(nodes))]:
+            nodes.remove(node)
+        inside = set(nodes)
+        for writer, target in effects.writes_made:
+            if (effects.owner(target) in inside) != (writer in inside):
+                raise RefusedError(
+                    "OPERAND_MUTATED", f"{writer.name} overwrites part of it", "use the out-of-place form"
+                )
+        core = Core((*(node for node in nodes if node is not exit_), exit_), effects.ambient(exit_))
+        readers = {
+            node: min(
+                (user for user in node.users if user in found.core or user in found.read),
+                key=effects.position.__getitem__,
+                default=exit_,
+            )
+            for node in found.inputs
+        }
+        core.check(effects, readers)
+        return core
+
+    def _is_softmax_for_others(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        """Whether a softmax that a filter starts from is read by others, too: it stays for them."""
+        call = self.effects.calls[node]
+        return call is not None and call.name in SOFTMAXES and any(user not in inside for user in node.users)
+
+    def unfiltered(self, node: fx.Node) -> Match | NearMiss | None:
+        """Masks before a softmax that no filter stands between, and draws that no filter can be taken from."""
+        call = self.effects.calls[node]
+        if call is not None and call.name == "multinomial":
+            return sorted_draw(OP, self.effects, node)
+        masked = masked_softmax(self.effects, node)
+        return None if masked is None else self.match(masked)

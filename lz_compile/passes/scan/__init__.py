@@ -1,0 +1,1 @@
+"""Recurrences that became a scan, as kernels."""

@@ -1,0 +1,132 @@
+"""Calls of ``lz.kda`` and ``lz.linear_scan``, which graphs hold as the operator ``layerzero::scan``: the op itself.
+
+Which kernel such a call selects by itself is not asked here, but where kernels are chosen (``own_calls.py``).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops import scan as scan_op
+from lz_compile.lowering.ops.scan import DIMS, RESULTS, Operands, ScanAttrs
+from lz_compile.passes.formula.axes import Axis, Dims, as_size
+from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, NothingImplied, RefusedError
+from lz_compile.passes.rewriting.op_calls import op_calls
+
+_OP = "scan"
+_ERASING = "S[k,v] <- decay S[k,v] + left[k] (right[v] - sum over k' of erase[k'] S[k',v])"
+_PLAIN = "S[k,v] <- decay S[k,v] + left[k] right[v] + drive[k,v]"
+
+
+def scan_calls(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+    """Every such call whose results are taken apart."""
+    return op_calls(_OP, graph, effects, _match)
+
+
+@dataclass(frozen=True)
+class ScanCallEmitter(NothingImplied):
+    """Operands are in the op's canonical layout already; ``places`` are those of the outputs among its two results."""
+
+    given: Mapping[str, fx.Node]
+    places: tuple[int, ...]
+    attrs: ScanAttrs
+
+    def operands(self, builder: Builder) -> Operands:
+        """As they are."""
+        return Operands(**{name: builder.value(node) for name, node in self.given.items()})
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """Reads, last state, or both, as they are."""
+        found = tuple(value[place] for place in self.places)
+        return found if len(found) > 1 else found[0]
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+
+def _match(node: fx.Node, effects: Effects) -> Match:
+    """The match of one call.
+
+    Raises:
+        RefusedError: its results are not taken apart, it is mapped over a dimension, or an operand is overwritten.
+    """
+    arguments: dict[str, Any] = (
+        dict(zip((*Operands.names, "out_dtype", "state_dtype"), node.args, strict=False)) | node.kwargs
+    )
+    given: dict[str, fx.Node] = {
+        name: each for name in Operands.names if isinstance(each := arguments.get(name), fx.Node)
+    }
+    outputs = _outputs(node, effects, given)
+    tensors = {name: tensor for name, each in given.items() if (tensor := tensor_of(each)) is not None}
+    x = Operands(**tensors)
+    wide = torch.promote_types(scan_op.common_dtype(x), torch.float32)
+    attrs = ScanAttrs("after", "erase" in given, wide, arguments["out_dtype"], arguments["state_dtype"])
+    axes = {letter: Axis(as_size(size)) for letter, size in scan_op.sizes_of(x).by_dim().items()}
+    inputs = {each: _dims(name, tensors[name], axes) for name, each in given.items()}
+    ambient = effects.ambient(node)
+    sizes: dict[str, Any] = {name: as_size(size) for name, size in scan_op.sizes_of(x)._asdict().items()}
+    needs_grad = grad_enabled(ambient) and any(tensor.requires_grad for tensor in tensors.values())
+    facts = replace(scan_op.facts_of(x), **sizes, needs_grad=needs_grad)
+    places = {place: tuple(axes[letter] for letter in letters) for place, letters in enumerate(RESULTS)}
+    dims = {each: tuple(() if axis.size == 1 else (axis,) for axis in places[place]) for each, place in outputs.items()}
+    ordered = sorted(outputs)
+    return Match(
+        op=_OP,
+        attributes=attrs,
+        facts=facts,
+        inputs=inputs,
+        operands={},
+        fills={},
+        masks={},
+        output=ordered[0],
+        also=tuple(ordered[1:]),
+        output_dims=dims[ordered[0]],
+        core=(node, *ordered[1:], ordered[0]),
+        read={},
+        emitter=ScanCallEmitter(given, tuple(outputs[each] for each in ordered), attrs),
+        ambient=ambient,
+        where=where_of(node),
+        formula=f"{_ERASING if attrs.erases else _PLAIN}; y[q,v] = sum over k of query[q,k] S[k,v]",
+        masked_rows_count=False,
+        scales=_scales(given, axes["K"]),
+    )
+
+
+def _outputs(node: fx.Node, effects: Effects, given: Mapping[str, fx.Node]) -> dict[fx.Node, int]:
+    """The nodes that pick a result, with its place."""
+    if any("_increment_nesting" in name for name in effects.ambient(node).other):
+        raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
+    found: dict[fx.Node, int] = {}
+    for user in node.users:
+        if user.target is not operator.getitem or not isinstance(user.args[1], int):
+            raise RefusedError("SCAN_USED_WHOLE", f"{user.name} takes all results of a scan", "unpack them")
+        found[user] = user.args[1] % 2
+    read = {user: place for user, place in found.items() if user.users}
+    for each in given.values():
+        writer = effects.overwritten_after(each, node, max(read or found))
+        if writer is not None:
+            text = f"{each.name} is overwritten by {writer.name} before the results are taken"
+            raise RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")
+    return read or found
+
+
+def _dims(name: str, tensor: torch.Tensor, axes: Mapping[str, Axis]) -> Dims:
+    """Every dimension of an operand is one axis, or broadcasts."""
+    sizes = [as_size(size) for size in tensor.shape]
+    return tuple(() if size == 1 else (axes[letter],) for letter, size in zip(DIMS[name], sizes, strict=True))
+
+
+def _scales(given: Mapping[str, fx.Node], keys: Axis) -> dict[fx.Node, float]:
+    """For keys that erase: their length is about one, or a state would grow."""
+    size = keys.size if isinstance(keys.size, int) else 64
+    return {given[name]: size**-0.5 for name in ("left", "erase") if "erase" in given}

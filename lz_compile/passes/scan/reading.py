@@ -1,0 +1,68 @@
+"""The loops of one graph, taken apart; equal loops (those of equal layers) are read once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.passes.formula.axes import as_size
+from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.graph.view import value_of
+from lz_compile.passes.loops.recurrence.indicators import indicators_of, is_indicator
+from lz_compile.passes.loops.recurrence.plan import Plan, plan_of
+from lz_compile.passes.loops.recurrence.step_form import read_step
+from lz_compile.passes.loops.recurrence.step_trace import ScanCall, trace_step
+from lz_compile.passes.rewriting.match import RefusedError
+
+
+@dataclass
+class Readings:
+    """Plans by what they depend on. ``follows_masks``: inputs that are casts of truth values are taken for such."""
+
+    follows_masks: bool
+    _known: dict[str, Plan | RefusedError] = field(default_factory=dict)
+
+    def plan(self, call: ScanCall, ambient: Ambient) -> Plan:
+        """How a loop comes apart.
+
+        Raises:
+            RefusedError: its step cannot be read.
+        """
+        key = self._key(call, ambient)
+        if key not in self._known:
+            try:
+                step = trace_step(call, ambient)
+                masks = indicators_of(call, step) if self.follows_masks else frozenset[fx.Node]()
+                self._known[key] = plan_of(read_step(step, masks))
+            except RefusedError as refusal:
+                self._known[key] = refusal
+        found = self._known[key]
+        if isinstance(found, RefusedError):
+            raise found
+        return found
+
+    def _key(self, call: ScanCall, ambient: Ambient) -> str:
+        masks = [is_indicator(node) for node in (*call.xs, *call.given)] if self.follows_masks else []
+        values = [_described(value_of(node)) for node in call.operands]
+        sizes = len(call.init), len(call.xs)
+        return "\n".join([f"{sizes} {ambient} {masks}", *values, *_written(call.body)])
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return str(as_size(value))
+    shape, strides = ([as_size(each) for each in sizes] for sizes in (value.shape, value.stride()))
+    return f"{value.dtype} {value.device} {shape} {strides}"
+
+
+def _written(body: fx.GraphModule) -> list[str]:
+    names = {node: f"n{index}" for index, node in enumerate(body.graph.nodes)}
+    lines = []
+    for node, name in names.items():
+        arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
+        target = "" if node.op == "placeholder" else node.target
+        lines.append(f"{name} {node.op} {target} {arguments}")
+    return lines

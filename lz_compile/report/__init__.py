@@ -1,0 +1,1 @@
+"""What happened, as objects, as text and as files."""

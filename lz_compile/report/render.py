@@ -1,0 +1,322 @@
+"""Reports as tables, readable at 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.padding import Padding
+from rich.text import Text
+
+from lz_compile.report.layout import Rows, amount, facts, places, short
+from lz_compile.report.summary import grouped, summary
+
+if TYPE_CHECKING:
+    from lz_compile.report.report import LoopReport, MatchReport, Report
+    from lz_compile.runtime.kernels.registry import KernelInfo
+    from lz_compile.tools.diagnosis import DoctorReport
+    from lz_compile.tools.inspection import SelectionReport
+    from lz_compile.tools.installation import Compilers, Measurements
+    from lz_compile.tools.readiness import ReadinessReport
+    from lz_compile.tools.tuning import TuneReport
+
+_STYLES: Mapping[str, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def tables(report: Report) -> Iterator[Any]:
+    """What a screen shows, then every kind of match with its candidates, loops, events and time."""
+    yield from summary(report, is_cut=False)
+    if report.matches:
+        yield from _matches(report)
+    if report.loops:
+        yield Rows("Loops", ("where", "steps", "carried", "each step"), [_loop(loop) for loop in report.loops])
+    if report.unproven:
+        rows = [(reason.code, short(reason.message)) for reason in report.unproven]
+        yield Rows("Edits that could not be run before and after", ("code", "why"), rows)
+    if report.events:
+        yield Rows("Events", ("code", "message"), [(event.code, short(event.message)) for event in report.events])
+    yield _times(report)
+
+
+# ---- matches ---------------------------------------------------------------------------------------------------------
+
+
+def _matches(report: Report) -> Iterator[Any]:
+    """Every kind of match: layers that differ in nothing but their place and how they were proven stand together."""
+
+    def kind(match: MatchReport) -> str:
+        return repr({**match.to_dict(), "where": "", "graph": "", "validation": _proof(match)})
+
+    for matches in grouped(report.matches, kind):
+        yield ""
+        yield from _kind(matches)
+    yield ""
+
+
+def _kind(matches: Sequence[MatchReport]) -> Iterator[Any]:
+    first = matches[0]
+    count = f"{len(matches)} x " if len(matches) > 1 else ""
+    state = "rewritten" if first.rewritten else "not rewritten"
+    yield Text(f"{count}{first.op}: {first.kernel}, {state}", style="bold")
+    yield facts(
+        {
+            "where": places([match.where for match in matches]),
+            "problem": "" if first.context is None else _problem(first.context),
+            "attributes": _attributes(first.attributes),
+            "masks": _masks(first),
+            "formula": first.formula,
+            "why": first.why,
+            "guards": ", ".join(first.guards),
+            "reasons": "\n".join(str(reason) for reason in first.all_reasons),
+            "proof": _proof(first),
+        }
+    )
+    yield from candidates(first.candidates, first.kernel, first.context)
+
+
+def _loop(loop: LoopReport) -> tuple[str, ...]:
+    counts = {name: loop.streams.count(name) for name in dict.fromkeys(loop.streams)}
+    reads = [f"{count} {name}" for name, count in counts.items()]
+    reads.append(f"{loop.around} from around" if loop.around else "")
+    step = f"{loop.calls} calls; reads {', '.join(filter(None, reads)) or 'nothing else'}; gives {len(loop.outputs)}"
+    state = "rolled" if loop.rolled else f"kept: {loop.reason}"
+    return short(loop.where), str(loop.steps), "\n".join(loop.carried), f"{step}\n{state}"
+
+
+def _masks(match: MatchReport) -> str:
+    """What the masks mean, and why one of them is no more than a tensor."""
+    return "\n".join([match.mask, *map(str, match.mask_reasons)]) if match.mask else ""
+
+
+def _proof(match: MatchReport) -> str:
+    found = match.validation or {}
+    if not found.get("ok") or not match.rewritten:
+        return ""
+    return f"error {found['error']:.1e} against float64, the source's is {found['source_error']:.1e}"
+
+
+def _attributes(attributes: Mapping[str, Any]) -> str:
+    return ", ".join(
+        name if value is True else f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in attributes.items()
+    )
+
+
+def _problem(context: Mapping[str, Any]) -> str:
+    """Operation, dtype, sizes, features and device in one line."""
+    sizes = _sizes(context["dims"])
+    features = ", ".join(context["features"].values())
+    device = f"{context['hardware']['device_name']} ({context['hardware']['signature']})"
+    parts = (f"{context['operation']} {context['dtype']} {sizes}", features and f"with {features}", f"on {device}")
+    return "\n".join(part for part in parts if part)
+
+
+def _sizes(dims: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={_size(size)}" for name, size in sorted(dims.items()))
+
+
+def _size(size: Any) -> str:
+    return f"{size['hint']}({size['name']})" if isinstance(size, dict) else str(size)
+
+
+# ---- candidates ------------------------------------------------------------------------------------------------------
+
+
+def candidates(found: Sequence[Mapping[str, Any]], chosen: str, context: Mapping[str, Any] | None) -> Iterator[Any]:
+    """A row for each kernel that could be considered here; those of other platforms, and missing ones, in one line."""
+    elsewhere, missing, rows = [], [], []
+    for candidate in found:
+        codes = [reason["code"] for reason in candidate["against"]]
+        if "PLATFORM_MISMATCH" in codes:
+            elsewhere.append(candidate["kernel"])
+        elif codes == ["NOT_INSTALLED"]:
+            missing.append(candidate["kernel"])
+        else:
+            rows.append(candidate)
+    if rows:
+        styles = ["bold" if row["kernel"] == chosen else None for row in rows]
+        columns = ("kernel", "score", "latency", "against, notes")
+        table = Rows("", columns, [_candidate(row, context) for row in rows], styles)
+        yield Padding(table, (0, 0, 0, 2))
+    platform = "this platform" if context is None else context["hardware"]["platform"]
+    yield facts({f"not for {platform}": ", ".join(elsewhere), "not installed": ", ".join(missing)})
+
+
+def _candidate(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) -> tuple[str, ...]:
+    against = [reason["message"] for reason in candidate["against"]]
+    notes = [reason["message"] for reason in candidate.get("notes", ())]
+    score = "-" if against else f"{candidate['score']:.0f}"
+    return candidate["kernel"], score, "-" if against else _latency(candidate, context), "\n".join([*against, *notes])
+
+
+def _latency(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) -> str:
+    ratio = f"{candidate['relative_latency']:.3g} of Inductor's"
+    if candidate["origin"] != "measured":
+        return f"{ratio} ({candidate['origin']})"
+    own = {} if context is None else context["dims"]
+    there = [f"{name}={size}" for name, size in candidate["measured_at"].items() if own.get(name, size) != size]
+    at = f" at {', '.join(there)}" if there else ""
+    return f"{candidate['median_us']:.4g} µs, {ratio} (measured{at}, ±{candidate['noise']:.1%})"
+
+
+def selection(report: SelectionReport) -> Iterator[Any]:
+    """The choice for one problem: what was asked, what was chosen and why, every candidate."""
+    told = report.to_dict()
+    yield Text(f"{told['operation']}: {told['kernel_id']} (score {told['score']:.0f})", style="bold")
+    wishes = [
+        f"{verb} {entry['kernel']} ({entry['origin']})"
+        for kind, verb in (("prefer", "prefers"), ("avoid", "avoids"), ("exclude", "forbids"))
+        for entry in told["policy"][kind]
+    ]
+    lock = told["policy"]["lock"]
+    if lock is not None:
+        wishes.insert(0, f"locks {lock['kernel']} ({lock['origin']})")
+    yield facts(
+        {
+            "why": told["why"],
+            "problem": _problem(told["context"]),
+            "policy": "\n".join(wishes),
+            "refused": "\n".join(str(reason) for reason in report.refused),
+            "events": "\n".join(f"[{event['code']}] {event['message']}" for event in told["events"]),
+        }
+    )
+    yield from candidates(told["candidates"], told["kernel_id"], told["context"])
+
+
+# ---- the installation ------------------------------------------------------------------------------------------------
+
+
+def diagnosis(report: DoctorReport) -> Iterator[Any]:
+    """Issues first, then what there is."""
+    if report.issues:
+        rows = [(issue.code, f"{issue.message}\n-> {issue.advice}") for issue in report.issues]
+        yield Rows(amount(len(report.issues), "issue"), ("code", "what is found, and what to do"), rows)
+    else:
+        yield Text("No issues.", style="bold green")
+    found = report.compilers
+    yield Text("Machine", style="bold")
+    yield facts(
+        {
+            "software": ", ".join(f"{name} {version}" for name, version in report.software.items()),
+            **{device: f"{each.device_name} ({each.signature()})" for device, each in report.hardware},
+            **({} if found is None else _compilers(found)),
+        }
+    )
+    yield _kernels(report)
+    yield Rows("Caches", ("what", "where", "files", "size"), [
+        (cache.name, cache.path, str(cache.files), cache.problem or _bytes(cache.size_bytes)) for cache in report.caches
+    ])  # fmt: skip
+    if report.measurements is not None:
+        yield Text("Measurements", style="bold")
+        yield facts(_measurements(report.measurements))
+    yield Text("Policy", style="bold")
+    yield facts(_policy(report.configuration.to_dict()))
+    failures = [(each.kernel_id, str(each.count), each.last_error) for each in report.failures]
+    if failures:
+        yield Rows("Kernels that failed in this process", ("kernel", "times", "last error"), failures)
+    if report.events:
+        yield Rows("Events", ("code", "message"), [(event.code, event.message) for event in report.events])
+
+
+def _kernels(report: DoctorReport) -> Rows:
+    rows = [
+        (
+            kernel.kernel_id,
+            kernel.operation,
+            kernel.source if kernel.version is None else f"{kernel.package} {kernel.version}",
+            ", ".join(kernel.devices) or "\n".join(reason.message for reason in kernel.reasons),
+        )
+        for kernel in report.kernels
+    ]
+    return Rows("Kernels", ("kernel", "operation", "from", "runs on, or why not"), rows)
+
+
+def _compilers(found: Compilers) -> dict[str, str]:
+    return {
+        "C++ compiler": found.cxx_version or f"{found.cxx}: not found",
+        "Inductor": found.error or f"compiles ({found.seconds:.1f} s for a small function)",
+    }
+
+
+def _measurements(found: Measurements) -> dict[str, str]:
+    rows, size = found.statistics.get("rows", 0), _bytes(found.statistics.get("bytes", 0))
+    here = ", ".join(f"{count} of {operation}" for operation, count in found.here.items())
+    return {
+        "database": f"{found.path} ({rows} measurements, {size})" if found.exists else f"{found.path}: none yet",
+        "of this environment": here or "none",
+        "environment": found.environment,
+    }
+
+
+def _policy(policy: Mapping[str, Any]) -> dict[str, str]:
+    given = {
+        name: f"{entry['value']} ({entry['origin']})"
+        for name, entry in policy["settings"].items()
+        if entry["origin"] != "default"
+    }
+    wishes = {
+        kind: ", ".join(f"{entry['name']} ({entry['origin']})" for entry in policy[kind])
+        for kind in ("prefer", "avoid")
+    }
+    locks = "\n".join(f"{lock['operation']} to {lock['kernel']} ({lock['origin']})" for lock in policy["locks"])
+    file = policy["error"] or policy["file"] or "none"
+    rules = str(len(policy["rules"])) if policy["rules"] else ""
+    return {"file": file, **given, "locks": locks, **wishes, "rules": rules}
+
+
+def tuned(report: TuneReport) -> Iterator[Any]:
+    """A row for each problem that was measured, the fastest kernel first."""
+    rows = [
+        (each.context.operation, each.context.dtype_name, _sizes(each.context.hints()), _latencies(each.latency_us))
+        for each in report.measured
+    ]
+    if rows:
+        yield Rows("", ("operation", "dtype", "sizes", "latency in µs"), rows)
+    counts = f"{len(report.measured)} measured, {report.known} known before, {report.remaining} remain"
+    yield Text(f"{counts}; {report.seconds:.1f} s")
+    if report.remaining:
+        yield Text("The budget is used up; the same command goes on from here.")
+
+
+def _latencies(latency_us: Mapping[str, float]) -> str:
+    ordered = sorted(latency_us.items(), key=lambda each: each[1])
+    return "\n".join(f"{kernel} {latency:,.1f}" for kernel, latency in ordered)
+
+
+def kernel_list(found: Sequence[KernelInfo]) -> Rows:
+    """A row for each kernel, and whether it can be used here."""
+    rows = [
+        (
+            kernel.kernel_id,
+            kernel.operation,
+            ", ".join(kernel.platforms),
+            ", ".join(kernel.dtypes),
+            ", ".join(kernel.supports),
+            (kernel.version or "yes") if kernel.unavailable is None else kernel.unavailable.message,
+        )
+        for kernel in found
+    ]
+    return Rows("Kernels", ("kernel", "operation", "platforms", "dtypes", "supports", "installed"), rows)
+
+
+def readiness(report: ReadinessReport) -> Iterator[Any]:
+    """The verdict and a row for each check."""
+    rows = [(check.name, check.status, check.text) for check in report.checks]
+    styles = [None if check.status == "pass" else _STYLES[check.status] for check in report.checks]
+    yield Rows("", ("check", "status", "found"), rows, styles)
+    yield Text("Ready." if report.ok else "Not ready.", style=_STYLES["pass" if report.ok else "fail"])
+
+
+def _bytes(count: int) -> str:
+    return (
+        f"{count} B"
+        if count < 1024
+        else f"{count / 1024:.1f} KiB"
+        if count < 1 << 20
+        else f"{count / (1 << 20):.1f} MiB"
+    )
+
+
+def _times(report: Report) -> Rows:
+    rows = [(stage, f"{seconds * 1e3:.1f}") for stage, seconds in report.seconds.items()]
+    return Rows(f"Time over {amount(len(report.graphs), 'graph')}", ("stage", "ms"), rows)

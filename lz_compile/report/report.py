@@ -1,0 +1,252 @@
+"""What was done to every compiled graph, and why: for people (rich) and for machines (stable JSON)."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lz_compile.ground import health
+from lz_compile.ground.events import Event
+from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Record, plain
+from lz_compile.runtime.policy import policy
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, Group, RenderResult
+
+    from lz_compile.passes.loops.roll.reroll import RolledLoop
+    from lz_compile.passes.rewriting.match import Match, NearMiss
+    from lz_compile.runtime.choose.select import Decision, Problem
+
+SCHEMA_VERSION = "1.0"
+
+
+@dataclass
+class MatchReport(Record):
+    """One recognised op: where it is, which kernel runs it and why, and how its rewrite was proven.
+
+    ``graph`` is the path of the nested graph it was found in ("" for the outermost); ``context`` is what the kernel was
+    chosen for, ``guards`` are the questions about symbolic sizes that the choice depends on. ``mask`` says what the masks
+    mean ("causal and key padding"; "mask" and "bias" stand for what is a tensor like any other), ``mask_reasons`` why a
+    mask is no more than that. ``validation`` is the last proof, with the kernel that ran in it.
+    ``formula`` is what is computed, where the attributes alone would not say it.
+    """
+
+    op: str
+    kernel: str = field(default="inductor", kw_only=True)
+    rewritten: bool = field(default=False, kw_only=True)
+    where: str
+    graph: str
+    attributes: dict[str, Any]
+    formula: str = ""
+    mask: str = ""
+    mask_reasons: list[Reason] = field(default_factory=list)
+    why: str = ""
+    reasons: list[Reason] = field(default_factory=list)
+    context: dict[str, Any] | None = None
+    guards: list[str] = field(default_factory=list)
+    candidates: list[dict[str, Any]] = field(default_factory=list)
+    validation: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, match: Match, graph: str) -> MatchReport:
+        """The report of a match, before anything is decided."""
+        return cls(
+            op=match.op,
+            where=match.where,
+            graph=graph,
+            attributes=match.attributes.to_dict(),
+            mask=match.masks_mean,
+            mask_reasons=list(match.mask_reasons),
+            formula=match.formula,
+        )
+
+    def decide(self, decision: Decision, problem: Problem) -> None:
+        """Note a decision, what it was made for and every candidate's reasons."""
+        self.kernel = decision.kernel.kernel_id
+        self.why = decision.why
+        self.context = problem.to_dict()
+        self.guards = list(decision.asked)
+        self.candidates = [candidate.to_dict() for candidate in decision.candidates]
+
+    @property
+    def all_reasons(self) -> list[Reason]:
+        """The reasons, and what happened to the kernel afterwards."""
+        since = health.retired(self.kernel) if self.rewritten else None
+        text = f"{self.kernel} failed after it had been put in; where it is one call, its fallback computes this"
+        return self.reasons if since is None else [*self.reasons, Reason(since.code, f"{text}: {since.message}")]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {**super().to_dict(), "reasons": plain(self.all_reasons)}
+
+
+@dataclass(frozen=True)
+class MissReport(Record):
+    """A subgraph that looks like an op and was refused; ``edit`` is the smallest change that would make it match."""
+
+    op: str
+    where: str
+    reason: Reason
+    edit: str
+
+    @classmethod
+    def of(cls, miss: NearMiss) -> MissReport:
+        """The report of a near miss."""
+        return cls(miss.op, miss.where, miss.reason, miss.edit)
+
+
+@dataclass
+class LoopReport(Record):
+    """A loop that Dynamo unrolled: ``steps`` of ``calls`` each, and whether it is one step again, run ``steps`` times.
+
+    ``carried`` are the tensors that a step hands on, ``streams`` says where what moves on comes from, ``around`` is how many
+    tensors every step reads, ``outputs`` are the shapes of what each step gives besides.
+    """
+
+    where: str
+    graph: str
+    steps: int
+    calls: int
+    carried: tuple[str, ...]
+    streams: tuple[str, ...]
+    around: int
+    outputs: tuple[str, ...]
+    rolled: bool
+    reason: Reason | None = None
+
+    @classmethod
+    def of(cls, loop: RolledLoop, graph: str) -> LoopReport:
+        """The report of a loop that was found in the nested graph at a path."""
+        return cls(
+            where=loop.where,
+            graph=graph,
+            steps=loop.steps,
+            calls=loop.calls,
+            carried=loop.carried,
+            streams=loop.streams,
+            around=loop.around,
+            outputs=loop.outputs,
+            rolled=loop.scan is not None,
+            reason=loop.kept,
+        )
+
+
+@dataclass
+class GraphReport(Record):
+    """One compiled graph. ``seconds`` is the time by stage, ``compile`` being what Inductor took.
+
+    ``unproven`` are edits of the graph that could not be run before and after, and why.
+    """
+
+    graph_id: int
+    matches: list[MatchReport] = field(default_factory=list)
+    loops: list[LoopReport] = field(default_factory=list, kw_only=True)
+    near_misses: list[MissReport] = field(default_factory=list)
+    unproven: list[Reason] = field(default_factory=list, kw_only=True)
+    events: list[Event] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, part: GraphReport) -> None:
+        """What is told of a part of the graph belongs to it."""
+        self.matches += part.matches
+        self.near_misses += part.near_misses
+        self.loops += part.loops
+        self.unproven += part.unproven
+        for stage, seconds in part.seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {**super().to_dict(), "seconds": {stage: round(seconds, 6) for stage, seconds in self.seconds.items()}}
+
+
+@dataclass
+class Report(Record):
+    """The reports of several graphs; ``rich.print(report)`` prints a screen, ``rich.print(report.in_full())`` everything."""
+
+    graphs: list[GraphReport]
+
+    @property
+    def matches(self) -> list[MatchReport]:
+        """Every match of every graph."""
+        return [match for graph in self.graphs for match in graph.matches]
+
+    @property
+    def loops(self) -> list[LoopReport]:
+        """Every loop of every graph."""
+        return [loop for graph in self.graphs for loop in graph.loops]
+
+    @property
+    def near_misses(self) -> list[MissReport]:
+        """Every near miss of every graph."""
+        return [miss for graph in self.graphs for miss in graph.near_misses]
+
+    @property
+    def unproven(self) -> list[Reason]:
+        """Every edit of every graph that could not be run before and after, and why."""
+        return [reason for graph in self.graphs for reason in graph.unproven]
+
+    @property
+    def events(self) -> list[Event]:
+        """Every event of every graph."""
+        return [event for graph in self.graphs for event in graph.events]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The time of every stage, over all graphs."""
+        found: dict[str, float] = {}
+        for graph in self.graphs:
+            for stage, seconds in graph.seconds.items():
+                found[stage] = found.get(stage, 0.0) + seconds
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {"schema_version": SCHEMA_VERSION, **super().to_dict()}
+
+    def in_full(self) -> Group:
+        """Every kind of match with its candidates, and all else, to be printed with rich."""
+        from rich.console import Group
+
+        from lz_compile.report.render import tables
+
+        return Group(*tables(self))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """A line for each kind of match, near misses by cause, loops, events and time."""
+        from lz_compile.report.summary import summary
+
+        yield from summary(self)
+
+
+_reports: list[GraphReport] = []
+_ids = itertools.count()
+_lock = threading.Lock()
+
+
+def new_report() -> GraphReport:
+    """A report for the next graph, kept with the others."""
+    most = policy.current().settings.max_reports
+    with _lock:
+        report = GraphReport(graph_id=next(_ids))
+        _reports.append(report)
+        del _reports[:-most]
+    return report
+
+
+def reports() -> list[GraphReport]:
+    """The reports of what was compiled in this process since it began (or was cleared), in order.
+
+    The last 1,000 are kept; ``lz.configure(max_reports=...)`` says otherwise.
+    """
+    with _lock:
+        return list(_reports)
+
+
+def clear_reports() -> None:
+    """Forget all reports."""
+    with _lock:
+        _reports.clear()

@@ -1,0 +1,1 @@
+"""The decision, in a compile and in eager code."""

@@ -1,0 +1,1 @@
+"""Which kernels there are, what they can do, and which have failed."""

@@ -1,0 +1,302 @@
+"""The kernels that there are: those of this package, those of plugins, and those that a program registered.
+
+``lowering/kernels/<name>.json`` says what kernels can do (fail closed: what is not listed is not supported) and
+``lowering/kernels/<name>.py`` holds their functions, named like the op. Adding a kernel edits no list. Neither adapters
+nor libraries are imported before a kernel is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lz_compile.errors import RegistrationError, UnknownOperationError
+from lz_compile.ground import events
+from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Record
+from lz_compile.runtime.kernels import libraries
+from lz_compile.runtime.kernels.kernel import ADAPTERS, GridLayoutSpec, KernelSpec, Prior
+from lz_compile.runtime.kernels.libraries import LazyFunction
+from lz_compile.runtime.problem.context import operations
+
+if TYPE_CHECKING:
+    from lz_compile.runtime.kernels.capabilities import Descriptor, Kernel
+
+__all__ = [
+    "KERNELS", "GridLayoutSpec", "KernelInfo", "KernelSpec", "Prior", "digest", "kernels", "list_kernels", "register",
+    "register_descriptor", "reload", "unregister_kernel", "version",
+]  # fmt: skip
+
+KERNELS = Path(__file__).resolve().parent.parent / "lowering" / "kernels"
+
+#: By op and kernel id, in the order in which they were found.
+_Table = dict[tuple[str, str], KernelSpec]
+
+
+class _State:
+    """What was found and what was registered. Every change counts ``version`` up and starts ``views`` anew."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.found: _Table | None = None
+        self.plugged: _Table = {}
+        self.registered: _Table = {}
+        self.is_loading_plugins = False
+        self.version = 0
+        self.views: dict[str, Mapping[str, KernelSpec]] = {}
+        self.digest: str | None = None
+
+    def everything(self) -> _Table:
+        return {**_found(), **self.plugged, **self.registered}
+
+    def open_table(self) -> _Table:
+        """Where a kernel goes that is registered now."""
+        return self.plugged if self.is_loading_plugins else self.registered
+
+    def changed(self) -> None:
+        self.version += 1
+        self.views = {}
+        self.digest = None
+
+
+_state = _State()
+
+
+def kernels(operation: str) -> Mapping[str, KernelSpec]:
+    """Every kernel for an operation by its id, ``inductor`` first.
+
+    Of an op with variants, these are those of all variants; of a variant (``attention.causal``), its own and the op's.
+    A descriptor or plugin that fails is an event.
+    """
+    known = _state.views.get(operation)
+    if known is not None:
+        return known
+    op = operation.partition(".")[0]
+    with _state.lock:
+        view = {
+            kernel_id: spec
+            for (of, kernel_id), spec in _state.everything().items()
+            if of == op and (operation == op or spec.operation in (op, operation))
+        }
+        _state.views[operation] = view
+    return view
+
+
+def version() -> int:
+    """A number that changes whenever a kernel comes or goes: part of the keys of what was decided in this process."""
+    return _state.version
+
+
+def digest() -> str:
+    """A hash of every kernel, its limits and the version installed, the same in every process that has the same ones."""
+    with _state.lock:
+        if _state.digest is None:
+            everything = _state.everything().items()
+            lines = sorted(f"{op}/{name}/{spec.capabilities_hash}/{spec.version}" for (op, name), spec in everything)
+            _state.digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return _state.digest
+
+
+def reload() -> None:
+    """Read descriptors, plugins and installed libraries again; what the program itself registered stays."""
+    with _state.lock:
+        libraries.forget()
+        _state.found = None
+        _state.plugged = {}
+        _state.changed()
+
+
+# ---- finding ---------------------------------------------------------------------------------------------------------
+
+
+def _found() -> _Table:
+    if _state.found is None:
+        _state.found = {}
+        for path in sorted(KERNELS.glob("*.json"), key=lambda path: (path.stem != "inductor", path.stem)):
+            _add_descriptor(_state.found, path, f"{ADAPTERS}.{path.stem}")
+        _load_plugins()
+    return _state.found
+
+
+def _load_plugins() -> None:
+    from lz_compile.runtime.kernels import plugins
+
+    _state.is_loading_plugins = True
+    try:
+        for plugin in plugins.found():
+            before = dict(_state.plugged)
+            try:
+                for path, module in plugin.run():
+                    register_descriptor(path, module)
+            except Exception as error:  # noqa: BLE001 a broken plugin disables itself, never the compiler
+                _state.plugged = before
+                events.record("BACKEND_IMPORT_FAILED", f"{plugin} is disabled", error)
+    finally:
+        _state.is_loading_plugins = False
+        _state.changed()
+
+
+def register_descriptor(path: str | Path, module: str) -> None:
+    """Add the kernels of a descriptor; one that is wrong is an event, and none of its kernels is added.
+
+    Args:
+        path: the JSON file (see ``lowering/kernels.schema.json``).
+        module: the adapter's dotted name; it holds a function for every op, named like it, and is imported on first use.
+    """
+    with _state.lock:
+        _found()
+        _add_descriptor(_state.open_table(), Path(path), module)
+        _state.changed()
+
+
+def _add_descriptor(table: _Table, path: Path, module: str) -> None:
+    from lz_compile.runtime.kernels import capabilities
+
+    try:
+        specs = specs_of(capabilities.read(path), module)
+        taken = _state.everything()
+        for key, spec in specs.items():
+            if key in taken:
+                raise RegistrationError(spec.kernel_id, f"{taken[key].source} has a kernel of that name for {key[0]}")
+    except Exception as error:  # noqa: BLE001 a broken descriptor disables itself, never the compiler
+        events.record("CAPABILITIES_SCHEMA_MISMATCH", f"kernel descriptor {path.name} is disabled", error)
+        return
+    table.update(specs)
+
+
+def specs_of(descriptor: Descriptor, module: str) -> _Table:
+    """The kernels that a descriptor describes, by op and id, with their functions in ``module``."""
+    from lz_compile.runtime.kernels import capabilities
+
+    found: _Table = {}
+    capabilities_hash = capabilities.digest(descriptor)
+    for operation, kernel in descriptor.kernels():
+        op = operation.partition(".")[0]
+        found[op, kernel.kernel_id] = _spec(descriptor, operation, kernel, capabilities_hash, module)
+    return found
+
+
+def _spec(descriptor: Descriptor, operation: str, kernel: Kernel, capabilities_hash: str, module: str) -> KernelSpec:
+    names = ("x", "y", "z", "threads")
+    grid, function = kernel.grid, kernel.function
+    name = function if function is None or isinstance(function, str) else operation.partition(".")[0]
+    special = ("kernel_id", "function", "grid", "prior")
+    limits: dict[str, Any] = {
+        field: getattr(kernel, field) for field in kernel.__struct_fields__ if field not in special
+    }
+    return KernelSpec(
+        kernel_id=kernel.kernel_id,
+        operation=operation,
+        source=descriptor.backend,
+        provenance=descriptor.source,
+        package=descriptor.package,
+        backend_version=descriptor.backend_version,
+        implementation=None if name is None else LazyFunction(module, name, descriptor.module),
+        grid=None if grid is None else GridLayoutSpec(*(getattr(grid, axis) for axis in names)),
+        prior=tuple(Prior(**{name: getattr(row, name) for name in row.__struct_fields__}) for row in kernel.prior),
+        capabilities_hash=capabilities_hash,
+        **limits,
+    )
+
+
+# ---- registering -----------------------------------------------------------------------------------------------------
+
+
+def register(spec: KernelSpec) -> None:
+    """Add a kernel; one of the same id is replaced, which is an event.
+
+    Raises:
+        UnknownOperationError: there is no such operation.
+        RegistrationError: the id is ``inductor``, which always leaves an operation to Inductor.
+    """
+    doing = f"registering kernel '{spec.kernel_id}'"
+    if spec.operation not in operations():
+        raise UnknownOperationError(doing, spec.operation, operations())
+    if spec.kernel_id == "inductor":
+        raise RegistrationError(spec.kernel_id, "that name leaves an operation to Inductor. Choose another one")
+    key = (spec.operation.partition(".")[0], spec.kernel_id)
+    with _state.lock:
+        old = _state.everything().get(key)
+        if old is not None:
+            events.record("KERNEL_REPLACED", f"{spec.kernel_id} for {old.operation} of {old.source} is replaced")
+        _state.open_table()[key] = spec
+        _state.changed()
+
+
+def unregister_kernel(kernel_id: str) -> None:
+    """Take a registered kernel away again, whatever operation it is for; one of this package that it replaced is back.
+
+    Raises:
+        RegistrationError: no kernel of that id was registered.
+    """
+    with _state.lock:
+        _found()
+        tables = [table for table in (_state.plugged, _state.registered) if any(key[1] == kernel_id for key in table)]
+        if not tables:
+            known = ", ".join(sorted({name for _, name in (*_state.plugged, *_state.registered)})) or "none"
+            raise RegistrationError(kernel_id, f"it is to be removed, but was not registered; registered are: {known}")
+        for table in tables:
+            for key in [key for key in table if key[1] == kernel_id]:
+                del table[key]
+        _state.changed()
+
+
+# ---- telling ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelInfo(Record):
+    """One kernel, for people: ``version`` is the installed one, ``unavailable`` why it cannot be used here (None: it can)."""
+
+    kernel_id: str
+    operation: str
+    source: str
+    version: str | None
+    platforms: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    supports: tuple[str, ...]
+    priority: int
+    is_opaque: bool
+    provenance: str
+    unavailable: Reason | None
+
+    @property
+    def is_available(self) -> bool:
+        """Whether its library is there, as far as can be told without importing it."""
+        return self.unavailable is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {**super().to_dict(), "is_available": self.is_available}
+
+
+def list_kernels(operation: str | None = None) -> list[KernelInfo]:
+    """Every kernel there is for an operation (an op, or a variant of one), or for all of them.
+
+    Raises:
+        UnknownOperationError: there is no such operation.
+    """
+    if operation is not None and operation not in operations():
+        raise UnknownOperationError("listing kernels", operation, operations())
+    wanted = [name for name in operations() if "." not in name] if operation is None else [operation]
+    return [_info(spec) for name in wanted for spec in kernels(name).values()]
+
+
+def _info(spec: KernelSpec) -> KernelInfo:
+    return KernelInfo(
+        kernel_id=spec.kernel_id,
+        operation=spec.operation,
+        source=spec.source,
+        version=spec.version,
+        platforms=tuple(sorted(spec.platforms)),
+        dtypes=tuple(sorted(spec.dtypes)),
+        supports=tuple(sorted(spec.supports)),
+        priority=spec.priority,
+        is_opaque=spec.is_opaque,
+        provenance=spec.provenance,
+        unavailable=spec.availability(),
+    )

@@ -1,0 +1,1 @@
+"""Latencies: measured, kept, estimated."""

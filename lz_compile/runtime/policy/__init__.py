@@ -1,0 +1,1 @@
+"""What the user wants: locks, preferences, rules, settings."""

@@ -1,0 +1,1 @@
+"""One problem: operation, device, dtype, sizes, features."""

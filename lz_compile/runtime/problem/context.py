@@ -1,0 +1,389 @@
+"""What a kernel is chosen for: device, dtype, sizes, features and surroundings of one call or match of an operation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from lz_compile.ground.hardware import Hardware, hardware
+from lz_compile.ground.records import Record, plain
+from lz_compile.lowering import ops
+
+if TYPE_CHECKING:
+    from lz_compile.passes.formula.axes import Size
+    from lz_compile.passes.rewriting.match import Match
+
+__all__ = ["Dim", "Hardware", "SelectionContext", "SymbolicDim", "from_tensors", "hardware", "hint", "of_match"]
+
+#: Our ops' names of sizes, and those that descriptors, rules and reports use.
+_DIM_NAMES: Mapping[str, str] = {
+    "batch": "batch_size",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "query_len": "seq_len_q",
+    "key_len": "seq_len_k",
+}
+#: The hint of a size that nothing is known of while compiling (as Inductor's ``unbacked_symint_fallback``).
+UNKNOWN_SIZE = 8192
+
+
+@dataclass(frozen=True)
+class SymbolicDim:
+    """A size that is a symbol while compiling.
+
+    ``hint`` is the size that the graph was traced with; every size from ``lower`` to ``upper`` (None: without end) may
+    come. ``name`` is the expression (``s77``), ``divisor`` a number that divides it whatever the symbol's value.
+    """
+
+    hint: int
+    lower: int = 0
+    upper: int | None = None
+    name: str = ""
+    divisor: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.name or 'a symbol'} ({self.lower} to {'any' if self.upper is None else self.upper})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        return {"hint": self.hint, "lower": self.lower, "upper": self.upper, "name": self.name}
+
+
+Dim: TypeAlias = "int | SymbolicDim"
+
+
+def hint(dim: Dim) -> int:
+    """The size itself, or the one that it was traced with."""
+    return dim if isinstance(dim, int) else dim.hint
+
+
+def known_size(size: int | torch.SymInt) -> int:
+    """A tensor's size, or while tracing the one to choose for."""
+    if isinstance(size, int):
+        return size
+    from lz_compile.lowering import inductor
+
+    known = inductor.range_of(size)
+    return UNKNOWN_SIZE if known.hint is None else known.hint
+
+
+def lower(dim: Dim) -> int:
+    """The smallest size that may come."""
+    return dim if isinstance(dim, int) else dim.lower
+
+
+def upper(dim: Dim) -> int | None:
+    """The largest size that may come; None where there is no largest."""
+    return dim if isinstance(dim, int) else dim.upper
+
+
+@dataclass(frozen=True)
+class SelectionContext(Record):
+    """One problem to choose a kernel for.
+
+    ``operation`` is an op with its variant (``attention.causal``); ``features`` names what a kernel must support and what
+    asks for it; ``layout`` is that of the operands, ``attn_mask_type`` one of ``none``, ``bool`` and ``float``.
+    ``memory_headroom_bytes`` is what a kernel may use beside its operands and result (None: whatever it likes). ``fusable``
+    are the ops directly before this one, which a kernel may compute along.
+    """
+
+    operation: str
+    hardware: Hardware
+    dtype: torch.dtype
+    dims: Mapping[str, Dim]
+    features: Mapping[str, str] = field(default_factory=dict)
+    layout: str = "BHSD"
+    is_last_dim_contiguous: bool = True
+    attn_mask_type: str = "none"
+    has_custom_scale: bool = False
+    is_training: bool = False
+    requires_deterministic: bool = False
+    is_cuda_graph_capturing: bool = False
+    memory_headroom_bytes: int | None = None
+    fusable: tuple[str, ...] = ()
+
+    @property
+    def op(self) -> str:
+        """The operation without its variant."""
+        return self.operation.partition(".")[0]
+
+    @property
+    def dtype_name(self) -> str:
+        """``float16`` for ``torch.float16``."""
+        return name_of(self.dtype)
+
+    @property
+    def device_type(self) -> str:
+        """As torch calls it."""
+        return "cuda" if self.hardware.platform == "rocm" else self.hardware.platform
+
+    def hints(self) -> dict[str, int]:
+        """Every size as a number: a symbolic one as it was traced."""
+        return {name: hint(dim) for name, dim in self.dims.items()}
+
+    def sizes(self) -> dict[str, int]:
+        """Every size and ``dtype_bytes`` as numbers, the largest that may come where that is known."""
+        largest = {name: upper(dim) for name, dim in self.dims.items()}
+        found = {name: hint(self.dims[name]) if size is None else size for name, size in largest.items()}
+        return {**found, "dtype_bytes": self.dtype.itemsize}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stable JSON."""
+        dims, features = (dict(sorted(each.items())) for each in (self.dims, self.features))
+        told = {**super().to_dict(), "dtype": self.dtype_name, "dims": plain(dims), "features": features}
+        return told if self.fusable else {name: value for name, value in told.items() if name != "fusable"}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``float16`` for ``torch.float16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def dim_names(op: str) -> tuple[str, ...]:
+    """The names of an op's sizes, as descriptors, rules and reports use them."""
+    return tuple(_DIM_NAMES.get(name, name) for name in _size_fields(op))
+
+
+def sizes_of(op: str, facts: Any) -> dict[str, Size]:
+    """The sizes in an op's facts by their names in a context: numbers, or expressions over symbols."""
+    return {_DIM_NAMES.get(name, name): getattr(facts, name) for name in _size_fields(op)}
+
+
+@cache
+def operations() -> tuple[str, ...]:
+    """Every operation: each op and its variants."""
+    return tuple(name for op in ops.names() for name in (op, *(f"{op}.{variant}" for variant in variants(op))))
+
+
+@cache
+def variants(op: str) -> tuple[str, ...]:
+    """The variants of an op, as ``causal`` and ``full`` of attention; its attributes say which one they are."""
+    return tuple(getattr(ops.module(op), "VARIANTS", ()))
+
+
+def _operation(op: str, attributes: Any) -> str:
+    return f"{op}.{attributes.variant}" if variants(op) else op
+
+
+@cache
+def _size_fields(op: str) -> tuple[str, ...]:
+    return tuple(name for name, kind in _field_names(op, "Facts").items() if kind == "Size")
+
+
+def _field_names(op: str, suffix: str) -> dict[str, Any]:
+    """The fields, and their types as written, of an op's attributes (``Attrs``) or ``Facts``."""
+    owned = (value for name, value in vars(ops.module(op)).items() if name.endswith(suffix) and is_dataclass(value))
+    return {each.name: each.type for kind in owned for each in fields(kind)}
+
+
+# ---- from a match ----------------------------------------------------------------------------------------------------
+
+
+def of_match(match: Match, *, deterministic: bool = False, is_cuda_graph_capturing: bool = False) -> SelectionContext:
+    """The context of a match, from its facts and the fake tensors of its operands; adds no guard.
+
+    Args:
+        match: what was recognised.
+        deterministic: kernels must give the same bits for the same inputs (also where torch itself is set so).
+        is_cuda_graph_capturing: the compiled graph will be captured.
+    """
+    from lz_compile.passes.graph.view import tensor_of
+
+    facts = match.facts
+    tensors = [tensor for tensor in map(tensor_of, match.operands.values()) if tensor is not None]
+    device = next((tensor.device for tensor in tensors if tensor.device.type == facts.device), facts.device)
+    context = of_facts(match.op, match.attributes, facts, device=device, tensors=tensors, deterministic=deterministic)
+    return replace(
+        context,
+        is_last_dim_contiguous=_is_last_dim_contiguous(match),
+        is_cuda_graph_capturing=is_cuda_graph_capturing,
+    )
+
+
+def of_facts(
+    op: str,
+    attributes: Any,
+    facts: Any,
+    *,
+    device: torch.device | str | None = None,
+    tensors: Sequence[torch.Tensor] | None = None,
+    deterministic: bool = False,
+) -> SelectionContext:
+    """The context of an op with these attributes and facts; ``tensors`` know what may be known of symbolic sizes."""
+    dims = {name: _dim(size, tensors or ()) for name, size in sizes_of(op, facts).items()}
+    return SelectionContext(
+        operation=_operation(op, attributes),
+        hardware=hardware(facts.device if device is None else device),
+        dtype=facts.dtype,
+        dims=dims,
+        features=ops.module(op).features(attributes, facts),
+        layout=ops.module(op).LAYOUT,
+        attn_mask_type=_mask_type(attributes),
+        has_custom_scale=_has_custom_scale(attributes, dims),
+        is_training=bool(getattr(facts, "needs_grad", False)),
+        requires_deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _dim(size: Size, tensors: Sequence[torch.Tensor]) -> Dim:
+    if isinstance(size, int):
+        return size
+    from lz_compile.lowering import inductor
+
+    known = inductor.symbolic_size(size, tensors)
+    least, most = known.lower, known.upper
+    if least == most:
+        return least
+    guess = UNKNOWN_SIZE if most is None else min(UNKNOWN_SIZE, most)
+    found = max(least, guess) if known.hint is None else known.hint
+    coefficient = size.as_coeff_Mul()[0]
+    divisor = int(coefficient) if coefficient.is_Integer and coefficient > 0 else 1
+    return SymbolicDim(found, least, most, str(size), divisor)
+
+
+def _mask_type(attributes: Any) -> str:
+    if not hasattr(attributes, "has_mask"):  # an op without masks: its bias is none, either
+        return "none"
+    if getattr(attributes, "has_bias", False):
+        return "float"
+    return "bool" if getattr(attributes, "has_mask", False) else "none"
+
+
+def _has_custom_scale(attributes: Any, dims: Mapping[str, Dim]) -> bool:
+    """Whether an attention's scale is another than ``head_dim ** -0.5``."""
+    scale, head_dim = getattr(attributes, "scale", None), dims.get("head_dim")
+    if scale is None:
+        return False
+    if not isinstance(head_dim, int) or head_dim == 0:
+        return True
+    return abs(float(scale) * math.sqrt(head_dim) - 1.0) > 1e-6
+
+
+def _is_last_dim_contiguous(match: Match) -> bool:
+    """Whether the features of query, key and value each lie next to one another in memory.
+
+    The features of query and key are the axes that these two share and value does not; those of value are the axes that
+    it shares with the result and not with query.
+    """
+    from lz_compile.passes.formula.axes import axes_of
+
+    roles = [match.operands.get(name) for name in ("query", "key", "value")]
+    if any(node is None or node not in match.inputs for node in roles):
+        return True
+    query, key, value = (match.inputs[node] for node in roles if node is not None)
+    features = (set(axes_of(query)) & set(axes_of(key))) - set(axes_of(value))
+    value_features = (set(axes_of(value)) & set(axes_of(match.output_dims))) - set(axes_of(query))
+    wanted = (features, features, value_features)
+    return all(_is_innermost(match, node, axes) for node, axes in zip(roles, wanted, strict=True))
+
+
+def _is_innermost(match: Match, node: Any, axes: set[Any]) -> bool:
+    """Whether a dimension of stride one ends with one of ``axes``."""
+    from lz_compile.passes.formula.axes import as_size, atoms
+    from lz_compile.passes.graph.view import tensor_of
+
+    tensor = tensor_of(node)
+    if tensor is None or not axes:
+        return True
+    return any(
+        as_size(stride) == 1 and set(atoms(dim)[-1:]) & axes
+        for stride, dim in zip(tensor.stride(), match.inputs[node], strict=True)
+    )
+
+
+# ---- from tensors ----------------------------------------------------------------------------------------------------
+
+
+def from_tensors(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    layout: str = "BHSD",
+) -> SelectionContext:
+    """The context of an attention over real tensors.
+
+    What rows give that hold NaN, or whose every key is masked, is not asked for.
+
+    Args:
+        query: ``[B, Hq, Sq, D]``, or ``[B, Sq, Hq, D]`` in layout ``BSHD``.
+        key: ``[B, Hk, Sk, D]``, or ``[B, Sk, Hk, D]``.
+        value: ``[B, Hk, Sk, E]``, or ``[B, Sk, Hk, E]``.
+        causal: query ``i`` sees the keys up to ``i`` only.
+        mask: boolean (True keeps) or additive.
+        scale: of the scores, by default ``D ** -0.5``.
+        dropout_p: probability of dropout.
+        layout: ``BHSD`` or ``BSHD``.
+
+    Raises:
+        ValueError: the tensors are no attention's, or the layout has another name.
+    """
+    from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
+
+    batch, heads, query_len, head_dim = _sizes("query", query, layout)
+    _, kv_heads, key_len, _ = _sizes("key", key, layout)
+    value_dim = _sizes("value", value, layout)[3]
+    _check_heads(heads, kv_heads)
+    is_bool = mask is not None and mask.dtype == torch.bool
+    attributes = AttentionAttrs(
+        scale=scale,
+        is_causal=causal,
+        dropout_p=dropout_p,
+        has_mask=is_bool,
+        has_bias=mask is not None and not is_bool,
+        enable_gqa=heads != kv_heads,
+        nan_is_open=True,
+    )
+    wants_grad = [tensor is not None and tensor.requires_grad for tensor in (query, key, value, mask)]
+    facts = AttentionFacts(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        query_len=query_len,
+        key_len=key_len,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=query.dtype,
+        device=query.device.type,
+        needs_grad=torch.is_grad_enabled() and any(wants_grad),
+        bias_needs_grad=torch.is_grad_enabled() and wants_grad[3],
+    )
+    return replace(
+        of_facts("attention", attributes, facts, device=query.device),
+        layout=layout,
+        is_last_dim_contiguous=all(tensor.stride(-1) == 1 for tensor in (query, key, value)),
+        is_cuda_graph_capturing=query.is_cuda
+        and torch.cuda.is_available()
+        and torch.cuda.is_current_stream_capturing(),
+    )
+
+
+def _sizes(name: str, tensor: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
+    """Batch, heads, length and features of a tensor."""
+    if layout not in ("BHSD", "BSHD"):
+        raise ValueError(f"reading an attention's tensors: no layout '{layout}'; valid are BHSD, BSHD")
+    if tensor.dim() != 4:
+        raise ValueError(
+            f"reading an attention's tensors: expected {name} with the dimensions {layout}, received a shape of "
+            f"{tuple(tensor.shape)}. Give it four dimensions"
+        )
+    batch, first, second, features = tensor.shape
+    return (batch, first, second, features) if layout == "BHSD" else (batch, second, first, features)
+
+
+def _check_heads(heads: int, kv_heads: int) -> None:
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"reading an attention's tensors: expected query heads in a multiple of the key heads, received {heads} and "
+            f"{kv_heads}. Check the layout: BHSD is [batch, heads, length, features]"
+        )

@@ -1,0 +1,1 @@
+"""Tuning, solving, explaining, diagnosis, and their command line."""

@@ -1,0 +1,400 @@
+"""The command line: ``python -m lz_compile which attention.causal --shape 1,8,1024,64 --json``.
+
+Exit codes: 0, 1 where something is not ready, not valid or fails, 2 where the command is wrong, 130 after Ctrl-C. Errors
+are one line on the error stream; with ``LAYERZERO_DEBUG=1`` they keep their traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lz_compile.errors import LayerZeroError
+from lz_compile.tools.command_arguments import parser
+
+if TYPE_CHECKING:
+    import argparse
+
+    import torch
+
+    from lz_compile.tools.tuning import TuneReport
+
+SCHEMA_VERSION = "1.0"
+OK, NOT_OK, USAGE, INTERRUPTED = 0, 1, 2, 130
+#: Columns where the output is no terminal.
+WIDTH = 100
+
+
+class UsageError(Exception):
+    """The command, or one of its values, is wrong."""
+
+
+class ModelError(Exception):
+    """The model that was given fails by itself."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    parsed = parser().parse_args(arguments)
+    try:
+        with _events_in_one_line():
+            return _COMMANDS[parsed.command](parsed)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
+    except Exception as error:
+        if _is_debug():
+            raise
+        is_usage = isinstance(error, UsageError) or (
+            isinstance(error, LayerZeroError) and isinstance(error, ValueError)
+        )
+        sys.stderr.write(f"lz_compile: error: {_one_line(error)}\n")
+        return USAGE if is_usage else NOT_OK
+
+
+def _is_debug() -> bool:
+    return os.environ.get("LAYERZERO_DEBUG", "0").lower() not in ("", "0", "false", "no", "off")
+
+
+class _OneLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"lz_compile: {record.levelname.lower()}: {' '.join(record.getMessage().split())}"
+
+
+@contextmanager
+def _events_in_one_line() -> Iterator[None]:
+    """Events go to the error stream without their tracebacks, unless logging is set up already (``TORCH_LOGS``)."""
+    logger = logging.getLogger("lz_compile")
+    if logger.handlers or _is_debug():
+        yield
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine())
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (UsageError, ModelError, LayerZeroError)) else f"{type(error).__name__}: {text}"
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def _which(arguments: argparse.Namespace) -> int:
+    from lz_compile.tools.inspection import which
+
+    tensors, details = _tensors(arguments, are_fake=True), _details(arguments, are_fake=True)
+    with _usage():
+        found = which(_operation(arguments), *tensors, **details)
+    _show(arguments, found, f"{found['kernel_id']}: {found['why']}")
+    return OK
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from lz_compile.tools.inspection import explain
+
+    if ":" in arguments.subject:
+        return _about_model(arguments, explain)
+    arguments.operation = arguments.subject
+    tensors, details = _tensors(arguments, are_fake=True), _details(arguments, are_fake=True)
+    with _usage():
+        report = explain(_operation(arguments), *tensors, print_report=False, **details)
+    _show(arguments, report.to_dict(), report)
+    return OK
+
+
+def _dry_run(arguments: argparse.Namespace) -> int:
+    from lz_compile.tools.inspection import dry_run
+
+    return _about_model(arguments, dry_run)
+
+
+def _about_model(arguments: argparse.Namespace, ask: Callable[..., Any]) -> int:
+    model, inputs, keywords = _model(arguments.subject)
+    try:
+        report = ask(model, *inputs, dynamic=arguments.dynamic or None, print_report=False, **keywords)
+    except LayerZeroError:
+        raise
+    except Exception as error:
+        raise ModelError(f"running {arguments.subject}: {type(error).__name__}: {error}") from error
+    _show(arguments, report.to_dict(), report.in_full() if arguments.verbose else report)
+    return OK
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from lz_compile.tools.trial import validate
+
+    tensors, details = _tensors(arguments), _details(arguments)
+    with _usage():
+        ok, reasons = validate(arguments.kernel, *tensors, causal=arguments.causal, **details)
+    told = {"kernel_id": arguments.kernel, "ok": ok, "reasons": [reason.to_dict() for reason in reasons]}
+    text = "\n".join([f"{arguments.kernel}: {'valid' if ok else 'not valid'}", *(f"  {reason}" for reason in reasons)])
+    _show(arguments, told, text)
+    return OK if ok else NOT_OK
+
+
+def _list_kernels(arguments: argparse.Namespace) -> int:
+    from lz_compile.report.render import kernel_list
+    from lz_compile.runtime.kernels.registry import list_kernels
+
+    found = list_kernels(arguments.operation)
+    _show(arguments, {"kernels": [each.to_dict() for each in found]}, kernel_list(found))
+    return OK
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from lz_compile.tools.diagnosis import doctor
+
+    report = doctor(print_report=False)
+    _show(arguments, report.to_dict(), report)
+    return OK
+
+
+def _readiness_check(arguments: argparse.Namespace) -> int:
+    from lz_compile.tools.readiness import readiness_check
+
+    report = readiness_check(arguments.dispatch_table)
+    _show(arguments, report.to_dict(), report)
+    return OK if report.ok else NOT_OK
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from rich.console import Group
+
+    from lz_compile.report.render import tuned
+
+    done = [0, 0]
+    try:
+        report = _tuned(arguments, done)
+    except KeyboardInterrupt:
+        text = f"interrupted: {done[0]} of {done[1]} problems are done and kept. The same command goes on from there"
+        sys.stderr.write(f"{text}{'' if arguments.resume else ', without --no-resume'}.\n")
+        return INTERRUPTED
+    _show(arguments, report.to_dict(), Group(*tuned(report)))
+    return OK
+
+
+#: Arguments that ``tune`` calls as the command line does.
+_TUNED = (
+    *("head_dim", "seq_lens", "seq_lens_k", "batch_sizes", "num_heads", "num_kv_heads"),
+    *("mask", "training", "samples", "resume"),
+)
+
+
+def _tuned(arguments: argparse.Namespace, done: list[int]) -> TuneReport:
+    from lz_compile.tools.tuning import tune
+
+    with _interruptible() as stop_if_asked, _progress() as show:
+
+        def on_progress(finished: int, total: int, problem: str) -> None:
+            stop_if_asked()
+            done[:] = finished, total
+            show(finished, total, problem)
+
+        report = tune(
+            arguments.operation,
+            dtype=[_dtype(name) for name in arguments.dtype],
+            device=_device(arguments.device),
+            budget_s=arguments.budget,
+            on_progress=on_progress,
+            **{name: getattr(arguments, name) for name in _TUNED},
+        )
+        show(done[1] - report.remaining, done[1], "done")
+    return report
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Ctrl-C as ever, and a function that raises where it was pressed and got lost: Python drops it in a destructor."""
+    was_pressed = False
+
+    def press(_signal: int, _frame: object) -> None:
+        nonlocal was_pressed
+        was_pressed = True
+        raise KeyboardInterrupt
+
+    def stop_if_asked() -> None:
+        if was_pressed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield stop_if_asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _solve(arguments: argparse.Namespace) -> int:
+    from lz_compile.tools.solving import solve
+
+    buckets = dict(arguments.shape_buckets)
+    model, inputs, keywords = _model(arguments.subject)
+    options = {"tune": arguments.tune, "budget_s": arguments.budget, "compile_jit": arguments.compile_jit}
+    table = solve(model, *inputs, shape_buckets=buckets, dims=dict(arguments.dims) or None, **options, **keywords)
+    if arguments.output is not None:
+        table.save(arguments.output)
+    where = "" if arguments.output is None else f", written to {arguments.output}"
+    kernels = sorted({op.kernel_id for plan in table.plans for op in plan.ops}) or ["none"]
+    _show(arguments, table.to_dict(), f"{len(table.plans)} plans with kernels {', '.join(kernels)}{where}")
+    return OK
+
+
+# ---- what commands work on -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _usage() -> Iterator[None]:
+    """What is wrong with values that were given is an error of usage."""
+    try:
+        yield
+    except LayerZeroError:
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _operation(arguments: argparse.Namespace) -> str:
+    operation: str = arguments.operation
+    if not arguments.causal or operation.endswith(".causal"):
+        return operation
+    if "." in operation:
+        raise UsageError(f"--causal contradicts {operation}; ask for {operation.partition('.')[0]}.causal")
+    return f"{operation}.causal"
+
+
+def _tensors(arguments: argparse.Namespace, *, are_fake: bool = False) -> list[torch.Tensor]:
+    """Query, key and value as described; fake ones take no memory."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if arguments.shape is None:
+        raise UsageError("expected tensors: give --shape, and --kv-shape where keys and values have another one")
+    device, dtype = _device(arguments.device), _dtype(arguments.dtype)
+    shapes = [arguments.shape, *[arguments.kv_shape or arguments.shape] * 2]
+
+    def random(shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.float32).to(dtype).requires_grad_(arguments.training)
+
+    with FakeTensorMode() if are_fake else nullcontext():
+        return [random(shape) for shape in shapes]
+
+
+def _details(arguments: argparse.Namespace, *, are_fake: bool = False) -> dict[str, Any]:
+    """The keyword arguments of an attention."""
+    return {
+        "mask": _mask(arguments, are_fake=are_fake),
+        "scale": arguments.scale,
+        "dropout_p": arguments.dropout,
+        "layout": arguments.layout,
+    }
+
+
+def _mask(arguments: argparse.Namespace, *, are_fake: bool) -> torch.Tensor | None:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if arguments.mask == "none":
+        return None
+    keys = arguments.kv_shape or arguments.shape
+    if len(arguments.shape) != 4 or len(keys) != 4:
+        raise UsageError(f"expected four dimensions ({arguments.layout}), received --shape {arguments.shape}")
+    length = 2 if arguments.layout == "BHSD" else 1
+    shape = (arguments.shape[0], 1, arguments.shape[length], keys[length])
+    device, dtype = _device(arguments.device), _dtype(arguments.dtype)
+    if are_fake:
+        with FakeTensorMode():
+            return torch.empty(shape, dtype=torch.bool if arguments.mask == "bool" else dtype, device=device)
+    keep = torch.rand(shape, device=device) > 0.1
+    keep[..., 0] = True
+    return keep if arguments.mask == "bool" else torch.zeros(shape, dtype=dtype, device=device).masked_fill(~keep, -1e4)
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    from lz_compile.ground.hardware import default_device
+
+    if name is None:
+        return default_device()
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises for a device that is not there
+        raise UsageError(f"--device {name}: {' '.join(str(error).split()).partition('. ')[0]}") from error
+    return device
+
+
+def _model(subject: str) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
+    """What ``module:callable`` gives: a model with its inputs, and keyword inputs where it gives three things."""
+    module, _, name = subject.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{subject}: expected module:callable that can be imported, received {error}") from error
+    made = factory()
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
+        raise UsageError(f"{subject}: expected it to return (model, inputs) or (model, inputs, keyword inputs)")
+    model, inputs, keywords = (*made, {}) if len(made) == 2 else made
+    return model, inputs if isinstance(inputs, (tuple, list)) else (inputs,), keywords
+
+
+# ---- telling ---------------------------------------------------------------------------------------------------------
+
+
+def _show(arguments: argparse.Namespace, record: dict[str, Any], told: Any) -> None:
+    """JSON, of the version that a record says it has, or the same for people."""
+    if arguments.json:
+        sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **record}, indent=2, default=str) + "\n")
+        return
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
+    console.print(told, markup=not isinstance(told, str), highlight=False, soft_wrap=isinstance(told, str))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on the error stream: what is done of how much, what is measured now, and for how long it has been going on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda finished, total, problem: progress.update(
+            task, completed=finished, total=total, description=problem
+        )
+
+
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "which": _which,
+    "explain": _explain,
+    "list-kernels": _list_kernels,
+    "validate": _validate,
+    "dry-run": _dry_run,
+    "doctor": _doctor,
+    "readiness-check": _readiness_check,
+    "tune": _tune,
+    "solve": _solve,
+}
