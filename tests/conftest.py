@@ -24,8 +24,8 @@ from hypothesis import settings  # noqa: E402 - keeps the imports of this file t
 
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
 from lz_compile.runtime.choose import select  # noqa: E402 - reads the variables above
-from lz_compile.runtime.kernels import registry
-from lz_compile.runtime.policy import policy
+from lz_compile.runtime.kernels import registry  # noqa: E402 - reads the variables above
+from lz_compile.runtime.policy import policy  # noqa: E402 - reads the variables above
 
 logging.getLogger("torch.__trace").propagate = False  # pytest would keep and print every record of Dynamo
 

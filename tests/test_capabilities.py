@@ -16,12 +16,11 @@ from packaging.specifiers import SpecifierSet
 from lz_compile.errors import CapabilitiesError
 from lz_compile.ground.hardware import GENERATIONS, INSTRUCTION_SETS
 from lz_compile.lowering import ops
-from lz_compile.runtime.kernels import capabilities
+from lz_compile.runtime.kernels import capabilities, registry
 from lz_compile.runtime.kernels.capabilities import SCHEMA, SCHEMA_VERSION, digest, parse, read, schema
 from lz_compile.runtime.kernels.convention import FEATURES
-from lz_compile.runtime.kernels.registry import KERNELS
 
-DESCRIPTORS = sorted(KERNELS.glob("*.json"))
+DESCRIPTORS = registry.descriptors()
 TESTS = Path(__file__).resolve().parent
 every_descriptor = pytest.mark.parametrize("path", DESCRIPTORS, ids=lambda path: path.stem)
 

@@ -173,7 +173,7 @@ def test_a_retired_kernel_is_an_issue_with_its_failure():
 
 
 def test_a_broken_descriptor_is_an_issue(tmp_path, monkeypatch):
-    for path in registry.KERNELS.glob("*.json"):
+    for path in registry.descriptors():
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "xformers.json").write_text('{"schema_version": "9"}')
     monkeypatch.setattr(registry, "KERNELS", tmp_path)

@@ -291,7 +291,7 @@ def test_a_kernel_that_no_cuda_graph_may_capture_tells_inductor_so(name):
 
 
 def test_a_descriptor_names_the_source_of_its_limits():
-    found = json.loads((KERNELS / "fla_scan.json").read_text())
+    found = json.loads((KERNELS / "scan" / "fla_scan.json").read_text())
     assert found["package"] in found["source"]
     assert VERSION in found["backend_version"]
     for _, _, file in SIGNATURES.values():

@@ -71,7 +71,7 @@ for_every_library = pytest.mark.parametrize("name", LIBRARIES)
 
 
 def adapter(name: str) -> Callable[..., Tensor]:
-    return importlib.import_module(f"lz_compile.lowering.kernels.{name}").attention
+    return importlib.import_module(f"lz_compile.lowering.kernels.attention.{name}").attention
 
 
 def supports(name: str) -> set[str]:
@@ -705,7 +705,7 @@ _CANONICAL = list(inspect.signature(reference).parameters)
 @pytest.mark.parametrize(("name", "kernel"), ENTRIES, ids=[kernel["kernel_id"] for _, kernel in ENTRIES])
 def test_every_kernel_has_an_adapter_with_the_ops_signature_and_a_source(name, kernel):
     assert len(DESCRIPTORS[name]["source"]) > 10
-    module = importlib.import_module(f"lz_compile.lowering.kernels.{name}")
+    module = importlib.import_module(f"lz_compile.lowering.kernels.attention.{name}")
     function = getattr(module, kernel.get("function") or "attention", None)
     parameters = inspect.signature(function).parameters
     taken = [each for each in parameters if each in _CANONICAL]
@@ -725,7 +725,7 @@ def test_a_kernel_behind_an_opaque_op_claims_no_gradients(name):
 @for_every_library
 def test_a_kernel_that_no_cuda_graph_may_capture_tells_inductor_so(name):
     (kernel,) = DESCRIPTORS[name]["ops"]["attention"]
-    operator = importlib.import_module(f"lz_compile.lowering.kernels.{name}")._operator
+    operator = importlib.import_module(f"lz_compile.lowering.kernels.attention.{name}")._operator
     inner = getattr(torch.ops.layerzero, f"{operator._schema.name.partition('::')[2]}_kernel").default
     assert (torch.Tag.cudagraph_unsafe not in inner.tags) == kernel["is_cuda_graph_safe"]
 
@@ -746,7 +746,7 @@ def test_a_library_that_is_not_installed_is_the_reason_why_its_kernel_is_not_use
 
 
 def test_importing_an_adapter_imports_no_library():
-    modules = [f"lz_compile.lowering.kernels.{name}" for name in DESCRIPTORS]
+    modules = [f"lz_compile.lowering.kernels.attention.{name}" for name in DESCRIPTORS]
     libraries = [found["module"].partition(".")[0] for found in DESCRIPTORS.values() if found.get("module")]
     program = (
         f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"

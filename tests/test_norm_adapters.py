@@ -77,7 +77,7 @@ def _nothing_is_remembered() -> Iterator[None]:
 
 def adapter(kernel: str) -> Callable[..., Tensor]:
     module, function, _ = ADAPTERS[kernel]
-    return getattr(importlib.import_module(f"lz_compile.lowering.kernels.{module}"), function)
+    return getattr(importlib.import_module(f"lz_compile.lowering.kernels.norm.{module}"), function)
 
 
 def library(kernel: str) -> Library:
@@ -286,7 +286,7 @@ def test_an_operator_is_what_pytorch_asks_of_one(kernel):
 
 
 def test_importing_an_adapter_imports_no_library():
-    modules = sorted({f"lz_compile.lowering.kernels.{module}" for module, _, _ in ADAPTERS.values()})
+    modules = sorted({f"lz_compile.lowering.kernels.norm.{module}" for module, _, _ in ADAPTERS.values()})
     program = (
         f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
         "print([name for name in ('liger_kernel', 'flashinfer', 'quack', 'apex', 'triton') if name in sys.modules])"

@@ -31,7 +31,7 @@ from lz_compile.runtime.kernels.libraries import LazyFunction
 from lz_compile.runtime.kernels.registry import KERNELS, GridLayoutSpec, KernelSpec, Prior, kernels
 from lz_compile.runtime.problem.context import SelectionContext, SymbolicDim
 
-DESCRIPTORS = sorted(KERNELS.glob("*.json"))
+DESCRIPTORS = registry.descriptors()
 TESTS = Path(__file__).resolve().parent
 OURS = ["inductor", "blocked", "torch_sdpa"]
 
@@ -45,7 +45,8 @@ def directory(tmp_path, monkeypatch) -> Path:
     """A registry of its own, with a copy of those descriptors that need nothing but torch."""
     for path in DESCRIPTORS:
         if path.stem in OURS:
-            (tmp_path / path.name).write_text(path.read_text())
+            (tmp_path / path.relative_to(KERNELS)).parent.mkdir(exist_ok=True)
+            (tmp_path / path.relative_to(KERNELS)).write_text(path.read_text())
     monkeypatch.setattr(registry, "KERNELS", tmp_path)
     registry.reload()
     yield tmp_path
@@ -68,7 +69,7 @@ def _descriptor(*entries: dict[str, Any], **changes: Any) -> str:
 
 @pytest.mark.parametrize("path", DESCRIPTORS, ids=stem)
 def test_a_descriptor_has_an_adapter_of_the_same_name(path):
-    adapter = importlib.import_module(f"lz_compile.lowering.kernels.{path.stem}")
+    adapter = importlib.import_module(registry.adapter(path))
     assert adapter.__doc__
     for spec in kernels("attention").values():
         if spec.implementation is not None and spec.implementation.module == adapter.__name__:
@@ -76,8 +77,8 @@ def test_a_descriptor_has_an_adapter_of_the_same_name(path):
 
 
 def test_every_adapter_has_a_descriptor():
-    modules = {path.stem for path in KERNELS.glob("*.py")} - {"__init__"}
-    assert modules == {path.stem for path in DESCRIPTORS}
+    adapters = {path for path in KERNELS.glob("*/*.py") if f"\ndef {path.parent.name}(" in path.read_text()}
+    assert adapters <= {path.with_suffix(".py") for path in DESCRIPTORS}
 
 
 def test_inductor_comes_first_takes_everything_and_has_no_call():
@@ -102,7 +103,7 @@ def test_a_kernel_has_the_fields_of_its_descriptor(directory):
         supports=["gqa"], grid={"x": "num_heads"}, workspace="batch_size * 8", deterministic=True,
         prior=[{"platform": "cuda", "dtypes": ["float32"], "relative_latency": 0.5}],
     )  # fmt: skip
-    (directory / "blocked.json").write_text(_descriptor(entry, package="torch", backend_version=">=2"))
+    (directory / "attention" / "blocked.json").write_text(_descriptor(entry, package="torch", backend_version=">=2"))
     spec = kernels("attention")["new.kernel"]
     assert (spec.operation, spec.source, spec.provenance) == ("attention", "new", "a test of this file")
     assert (spec.min_sm, spec.max_sm, spec.max_head_dim, spec.priority) == (80, 100, 128, 90)
@@ -114,7 +115,7 @@ def test_a_kernel_has_the_fields_of_its_descriptor(directory):
 
 
 def test_a_function_of_another_name_may_be_named(directory):
-    (directory / "blocked.json").write_text(_descriptor(_entry(function="block_bounds")))
+    (directory / "attention" / "blocked.json").write_text(_descriptor(_entry(function="block_bounds")))
     assert kernels("attention")["new.kernel"].call(10, 20) == [(0, 10)]
 
 
@@ -148,7 +149,7 @@ def test_a_broken_descriptor_disables_all_of_itself_and_nothing_else(directory, 
 
 def test_a_descriptor_without_the_op_adds_nothing_to_it(directory, monkeypatch):
     monkeypatch.setattr(registry, "operations", lambda: ("attention", "no_such_op"))
-    (directory / "blocked.json").unlink()
+    (directory / "attention" / "blocked.json").unlink()
     assert set(kernels("attention")) == {"inductor", "torch.sdpa"}
     assert kernels("no_such_op") == {}
 

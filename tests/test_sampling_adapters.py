@@ -72,7 +72,7 @@ def _nothing_is_remembered() -> Iterator[None]:
 
 def adapter(kernel: str) -> Callable[..., Tensor]:
     module, function, *_ = ADAPTERS[kernel]
-    return getattr(importlib.import_module(f"lz_compile.lowering.kernels.{module}"), function)
+    return getattr(importlib.import_module(f"lz_compile.lowering.kernels.sampling.{module}"), function)
 
 
 def library(kernel: str) -> Library:
@@ -389,7 +389,7 @@ def test_a_kernel_that_no_cuda_graph_may_capture_tells_inductor_so(kernel):
 
 
 def test_importing_an_adapter_imports_no_library():
-    modules = sorted({f"lz_compile.lowering.kernels.{module}" for module, *_ in ADAPTERS.values()})
+    modules = sorted({f"lz_compile.lowering.kernels.sampling.{module}" for module, *_ in ADAPTERS.values()})
     program = (
         f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
         "print([name for name in ('flashinfer', 'xgrammar', 'triton') if name in sys.modules])"

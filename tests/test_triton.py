@@ -87,35 +87,39 @@ _TURN = {"ROTARY": 64, "IS_INTERLEAVED": True, "HAS_HALF_TABLES": False, "IS_BAC
 _ACTIVATION = {"ACTIVATION": "gelu_tanh", "IS_GATED": True, "BLOCK": 1024}
 #: Kernel: its module, the types of its arguments (``x`` a tensor, ``w`` one of sums, ``i`` a size), and its constants.
 _COMPILED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "norm.forward": ("norm_kernels", "xxxxxxiiii", {**_FORM, **_WEIGHTS, **_TILE, "HAS_OTHER": True}),
+    "norm.forward": ("norm.triton_kernels", "xxxxxxiiii", {**_FORM, **_WEIGHTS, **_TILE, "HAS_OTHER": True}),
     "norm.forward_long": (
-        "norm_kernels",
+        "norm.triton_kernels",
         "xxxxxxiii",
         {**_FORM, **_WEIGHTS, "EPS_AT": "floor", "HAS_OTHER": True, "BLOCK": 4096},
     ),
     "norm.backward": (
-        "norm_kernels",
+        "norm.triton_kernels",
         "xxxxxwiiiii",
         {**_FORM, **_WEIGHTS, **_TILE, "EPS_AT": "outside", "HAS_TOTAL": True},
     ),
     "norm.backward_long": (
-        "norm_kernels",
+        "norm.triton_kernels",
         "xxxxxwiiii",
         {**_FORM, "HAS_TOTAL": True, "HAS_WEIGHT": True, "BLOCK": 4096},
     ),
-    "norm.weights_long": ("norm_kernels", "xxwwiiii", {**_WEIGHTS, "ROWS": 16, "BLOCK": 128}),
-    "norm.column_sums": ("norm_kernels", "wxii", {"ROWS": 64, "BLOCK": 32}),
-    "rope._turn": ("rope", "x" * 6 + "i" * 26, {**_TURN, "ROWS": 16, "PAIRS": 32, "BLOCK": 128}),
+    "norm.weights_long": ("norm.triton_kernels", "xxwwiiii", {**_WEIGHTS, "ROWS": 16, "BLOCK": 128}),
+    "norm.column_sums": ("norm.triton_kernels", "wxii", {"ROWS": 64, "BLOCK": 32}),
+    "rope._turn": ("rope.triton_source", "x" * 6 + "i" * 26, {**_TURN, "ROWS": 16, "PAIRS": 32, "BLOCK": 128}),
     # Triton makes a constant of every size and stride that is one.
     "ones.forward": (
-        "norm_kernels",
+        "norm.triton_kernels",
         "xxxxxx",
         {**_FORM, **_WEIGHTS, **_TILE, "HAS_OTHER": True, "BLOCK": 1, **_ones("forward")},
     ),
-    "ones.backward": ("norm_kernels", "xxxxxw", {**_FORM, **_WEIGHTS, **_TILE, "HAS_TOTAL": True, **_ones("backward")}),
-    "ones._turn": ("rope", "x" * 6, {**_TURN, "ROWS": 16, "PAIRS": 32, "BLOCK": 128, **_ones("_turn")}),
-    "mlp._forward": ("mlp", "xxxiiii", _ACTIVATION),
-    "mlp._backward": ("mlp", "xxxxxiiiii", _ACTIVATION),
+    "ones.backward": (
+        "norm.triton_kernels",
+        "xxxxxw",
+        {**_FORM, **_WEIGHTS, **_TILE, "HAS_TOTAL": True, **_ones("backward")},
+    ),
+    "ones._turn": ("rope.triton_source", "x" * 6, {**_TURN, "ROWS": 16, "PAIRS": 32, "BLOCK": 128, **_ones("_turn")}),
+    "mlp._forward": ("mlp.triton_source", "xxxiiii", _ACTIVATION),
+    "mlp._backward": ("mlp.triton_source", "xxxxxiiiii", _ACTIVATION),
 }
 
 
@@ -138,7 +142,7 @@ def test_a_kernel_compiles_for_a_gpu(name, backend, arch, warp, dtype):
     from triton.compiler import ASTSource
 
     module, types, constants = _COMPILED[name]
-    kernel = getattr(importlib.import_module(f"lz_compile.lowering.triton.{module}"), name.rpartition(".")[2])
+    kernel = getattr(importlib.import_module(f"lz_compile.lowering.kernels.{module}"), name.rpartition(".")[2])
     constants = {**constants, "WIDE": tl.float64 if dtype == "fp64" else tl.float32}
     kinds = {"x": f"*{dtype}", "w": "*fp64" if dtype == "fp64" else "*fp32", "i": "i32"}
     given = iter(types)
@@ -165,7 +169,7 @@ def test_tiles_are_timed_once_each(block, rows):
 
 
 def test_importing_the_adapters_imports_no_triton():
-    modules = [f"lz_compile.lowering.kernels.triton_{op}" for op in {*KERNELS.values()}]
+    modules = [f"lz_compile.lowering.kernels.{op}.triton_{op}" for op in {*KERNELS.values()}]
     program = (
         f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nprint('triton' in sys.modules)"
     )

@@ -63,15 +63,15 @@ _PASS = {
 _FORWARD, _BACKWARD = ("x" * 9 + "i" * 38, "x" * 9 + "w" * 9 + "i" * 38)
 #: Kernel: its module, the types of its arguments (``x`` a tensor, ``w`` one in the wide dtype, ``i`` a size), and constants.
 _COMPILED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "kda.forward": ("scan_kernels", _FORWARD, _STEP),
-    "kda.backward": ("scan_kernels", _BACKWARD, {**_STEP, "SPAN": 32}),
-    "everything.forward": ("scan_kernels", _FORWARD, _FULL),
-    "everything.backward": ("scan_kernels", _BACKWARD, {**_FULL, "SPAN": 32}),
-    "channels.forward": ("scan_kernels", _FORWARD, _CHANNELS),
-    "channels.backward": ("scan_kernels", _BACKWARD, {**_CHANNELS, "SPAN": 32}),
-    "chunks.pass_on": ("scan_chunks", "wwwwwiiii", _PASS),
-    "gradients.pass_on": ("scan_chunks", "wwwwwiiii", {**_PASS, "HAS_WRITTEN": False, "IS_BACK": True}),
-    "diagonal.pass_on": ("scan_chunks", "wwwwwiiii", {**_PASS, "HAS_READING": False, "PRECISION": "ieee"}),
+    "kda.forward": ("scan.triton_kernels", _FORWARD, _STEP),
+    "kda.backward": ("scan.triton_kernels", _BACKWARD, {**_STEP, "SPAN": 32}),
+    "everything.forward": ("scan.triton_kernels", _FORWARD, _FULL),
+    "everything.backward": ("scan.triton_kernels", _BACKWARD, {**_FULL, "SPAN": 32}),
+    "channels.forward": ("scan.triton_kernels", _FORWARD, _CHANNELS),
+    "channels.backward": ("scan.triton_kernels", _BACKWARD, {**_CHANNELS, "SPAN": 32}),
+    "chunks.pass_on": ("scan.triton_chunks", "wwwwwiiii", _PASS),
+    "gradients.pass_on": ("scan.triton_chunks", "wwwwwiiii", {**_PASS, "HAS_WRITTEN": False, "IS_BACK": True}),
+    "diagonal.pass_on": ("scan.triton_chunks", "wwwwwiiii", {**_PASS, "HAS_READING": False, "PRECISION": "ieee"}),
     "diagonal_gradients.pass_on": (
         "scan_chunks",
         "wwwwwiiii",
@@ -101,7 +101,7 @@ def test_a_kernel_compiles_for_a_gpu(name, backend, arch, warp, dtype):
     from triton.compiler import ASTSource
 
     module, types, constants = _COMPILED[name]
-    kernel = getattr(importlib.import_module(f"lz_compile.lowering.triton.{module}"), name.rpartition(".")[2])
+    kernel = getattr(importlib.import_module(f"lz_compile.lowering.kernels.{module}"), name.rpartition(".")[2])
     constants = {**constants, "WIDE": tl.float64 if dtype == "fp64" else tl.float32}
     if dtype == "fp64" and "PRECISION" in constants:
         constants["PRECISION"] = "ieee"

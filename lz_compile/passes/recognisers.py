@@ -1,4 +1,4 @@
-"""One recogniser per op. Every module here with a ``recognise(graph, effects)`` is one; the file name is the op.
+"""One recogniser per op: the ``recognise(graph, effects)`` of the module ``recogniser`` in the room named like the op.
 
 An anchor is read by way of :func:`~lz_compile.passes.rewriting.match.attempt`, so that one that fails costs no other one.
 """
@@ -6,9 +6,9 @@ An anchor is read by way of :func:`~lz_compile.passes.rewriting.match.attempt`, 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 
 from torch import fx
 
@@ -21,8 +21,9 @@ Recogniser = Callable[[fx.Graph, Effects], "Iterator[Match | NearMiss | Failure]
 @cache
 def recognisers() -> Mapping[str, Recogniser]:
     """All recognisers by op, in alphabetical order."""
-    modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
-    return {module.__name__.rpartition(".")[2]: module.recognise for module in modules if hasattr(module, "recognise")}
+    rooms = Path(__file__).parent.glob("*/recogniser.py")
+    ops = sorted(path.parent.name for path in rooms)
+    return {op: importlib.import_module(f"{__package__}.{op}.recogniser").recognise for op in ops}
 
 
 recognisers()  # imported with the package: the first compile does not pay for it

@@ -86,7 +86,7 @@ def read_again() -> list[Event]:
 
 def broken_descriptors() -> tuple[int, list[CapabilitiesError]]:
     """How many descriptors this package has, and what is wrong with those that are broken."""
-    paths, errors = sorted(registry.KERNELS.glob("*.json")), []
+    paths, errors = registry.descriptors(), []
     for path in paths:
         try:
             capabilities.read(path)

@@ -323,4 +323,4 @@ def where_of(node: fx.Node) -> str:
 
 
 #: Where this package is.
-_OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+_OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"

@@ -24,7 +24,7 @@ from lz_compile.runtime.problem.context import dim_names, operations
 SCHEMA_VERSION = "1.0"
 #: Of a descriptor.
 MAX_BYTES = 4 << 20
-SCHEMA = Path(__file__).resolve().parent.parent / "lowering" / "kernels.schema.json"
+SCHEMA = Path(__file__).resolve().parents[2] / "lowering" / "kernels.schema.json"
 
 ANY = "*"
 Platform: TypeAlias = Literal["cpu", "cuda", "rocm", "xpu", "mps", "*"]

@@ -1,6 +1,6 @@
 """Kernels of other distributions, announced under the entry-point group ``layerzero.backends``.
 
-An entry point is a function that takes the registry (:mod:`lz_compile.runtime.kernels.registry`) or nothing. It registers kernels,
+An entry point is a function that takes the registry (``registry.py``) or nothing. It registers kernels,
 or returns a descriptor and its adapter's module, ``(path, "my_package.adapter")``, or a list of such pairs. One that fails,
 as it does where what it needs is not installed, is an event and adds nothing.
 """

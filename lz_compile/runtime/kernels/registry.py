@@ -31,7 +31,7 @@ __all__ = [
     "register_descriptor", "reload", "unregister_kernel", "version",
 ]  # fmt: skip
 
-KERNELS = Path(__file__).resolve().parent.parent / "lowering" / "kernels"
+KERNELS = Path(__file__).resolve().parents[2] / "lowering" / "kernels"
 
 #: By op and kernel id, in the order in which they were found.
 _Table = dict[tuple[str, str], KernelSpec]
@@ -113,11 +113,21 @@ def reload() -> None:
 # ---- finding ---------------------------------------------------------------------------------------------------------
 
 
+def descriptors() -> list[Path]:
+    """Those of this package, Inductor's first, then by file name."""
+    return sorted(KERNELS.rglob("*.json"), key=lambda path: (path.stem != "inductor", path.stem))
+
+
+def adapter(path: Path) -> str:
+    """The dotted name of the module beside a descriptor of this package."""
+    return ".".join([ADAPTERS, *path.relative_to(KERNELS).with_suffix("").parts])
+
+
 def _found() -> _Table:
     if _state.found is None:
         _state.found = {}
-        for path in sorted(KERNELS.glob("*.json"), key=lambda path: (path.stem != "inductor", path.stem)):
-            _add_descriptor(_state.found, path, f"{ADAPTERS}.{path.stem}")
+        for path in descriptors():
+            _add_descriptor(_state.found, path, adapter(path))
         _load_plugins()
     return _state.found
 

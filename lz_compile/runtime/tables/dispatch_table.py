@@ -59,7 +59,7 @@ class KindTree(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The decisions for one kind of problem, over the sizes in which its problems differ.
 
     ``dims`` are the sizes that a problem must have exactly, ``symbolic`` those that must be symbols (None: does not
-    matter). ``tree`` is a :mod:`~lz_compile.runtime.problem.decision_tree`; where its leaf has no kernel, the table does not speak.
+    matter). ``tree`` is a decision tree; where its leaf has no kernel, the table does not speak.
     """
 
     op: str

@@ -1,4 +1,4 @@
-"""Gated blends on CPUs in C++ of our own (``lowering/kernels/blend/cpp_source.py``): a row is blended while its logits are in the cache."""
+"""Gated blends on CPUs in C++ of our own (``cpp_source.py``): a row is blended while its logits are in the cache."""
 
 from __future__ import annotations
 

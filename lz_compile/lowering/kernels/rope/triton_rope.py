@@ -1,4 +1,4 @@
-"""Rotary position embedding in Triton (see ``lowering/kernels/rope/triton_source.py``), which is imported when it is called."""
+"""Rotary position embedding in Triton (see ``triton_source.py``), which is imported when it is called."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def _cosines(
     tl.store(result + token, cosine.to(result.dtype.element_ty), mask=token < tokens)
 
 
-# ---- launches: shapes and meaning as in lowering/kernels/routing/steps.py ----------------------------------------------------
+# ---- launches: shapes and meaning as in steps.py -------------------------------------------------------------------------
 
 
 def project(rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

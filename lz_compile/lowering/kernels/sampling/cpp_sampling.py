@@ -1,4 +1,4 @@
-"""Sampling on CPUs in C++ of our own (``lowering/kernels/sampling/cpp_source.py``): one pass over a row, and limits without a sort."""
+"""Sampling on CPUs in C++ of our own (``cpp_source.py``): one pass over a row, and limits without a sort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scan in chunks (``lowering/kernels/scan/chunk_form.py``), in plain PyTorch that autograd differentiates and Inductor fuses.
+"""A scan in chunks (``chunk_form.py``), in plain PyTorch that autograd differentiates and Inductor fuses.
 
 Few chunks follow one another in a loop; more of them are combined pairwise, so that depth and nodes stay logarithmic in the
 length, at the price of products of ``K x K`` matrices where a step erases.

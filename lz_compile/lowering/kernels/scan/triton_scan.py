@@ -1,4 +1,4 @@
-"""A scan in Triton: step by step (``lowering/kernels/scan/triton_source.py``), or in chunks, where only what passes from one to the next is.
+"""A scan in Triton: step by step (``triton_source.py``), or in chunks, where only what passes from one to the next is.
 
 Triton is imported when a kernel is called.
 """
