@@ -25,6 +25,7 @@ lint: $(STAMP) ## check style, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 fmt: $(STAMP) ## format, and mend what ruff can mend
 	$(PY) -m ruff check --fix .

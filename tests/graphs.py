@@ -10,7 +10,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from lz_compile.passes.formula.axes import Axis, Dims, atoms, shape_of
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, read, tensor_of
 

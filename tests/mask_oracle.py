@@ -12,7 +12,8 @@ from graphs import Symbols, at, capture, effects_of, in_order, number_of, output
 from torch import Tensor, fx
 
 from lz_compile.ground.reasons import Reason
-from lz_compile.passes.formula.axes import Axis, Dims, Size, product, shape_of
+from lz_compile.ground.sizes import Size, product, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks.reading import Axes, Masks, Meaning
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.algebra import (
     DROPOUT,
     FLOORED,
@@ -29,7 +30,7 @@ from lz_compile.passes.formula.algebra import (
     reduce_indicators,
     tidy,
 )
-from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh, shape_of
+from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.layout import read_input_dims
 from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.rewriting.builder import Builder

@@ -12,18 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lz_compile.ground.sizes import as_size, product, shape_of
 from lz_compile.passes.formula.axes import (
     Axis,
     LayoutError,
-    as_size,
     atoms,
     axes_of,
     broadcast_from,
     fresh,
-    product,
     regroup,
     resolve,
-    shape_of,
     take,
 )
 from tests.graphs import at, capture, placeholders

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula.algebra import INFINITY, Leaf, Region
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, as_size, fresh, regroup, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, fresh, regroup
 from lz_compile.passes.graph.effects import Ambient, Effects
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, GraphBuilder, TensorProxy

@@ -12,7 +12,8 @@ from mask_oracle import SIZES, asked, check, told
 from torch import Tensor, fx, nn
 
 from lz_compile.ground.reasons import Reason
-from lz_compile.passes.formula.axes import fresh, shape_of
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.graph.constants import Constant, Constants, evaluate
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of

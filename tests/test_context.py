@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
+from lz_compile.compile.problems import of_match
 from lz_compile.ground import hardware as hardware_module
 from lz_compile.ground.hardware import GENERATIONS, Hardware, generation_of, hardware
 from lz_compile.lowering import inductor
@@ -28,7 +29,6 @@ from lz_compile.runtime.problem.context import (
     from_tensors,
     hint,
     of_facts,
-    of_match,
     operations,
 )
 

@@ -16,9 +16,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import Dims, atoms, axes_of, fresh, shape_of
+from lz_compile.passes.formula.axes import Dims, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.graph.effects import MutatedError
 from lz_compile.passes.graph.view import read, tensor_of

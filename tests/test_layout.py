@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, fresh, shape_of
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, fresh
 from lz_compile.passes.formula.layout import is_view, read_input_dims, rearranges
 from lz_compile.passes.graph.view import read, tensor_of
 from tests.graphs import at, calls, capture, output_of, outputs_of, placeholders, symbols

@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from transformers import masking_utils
 
 from lz_compile.ground.reasons import Reason
-from lz_compile.passes.formula.axes import Axis, fresh, shape_of
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.axes import Axis, fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks.reading import Axes, Masks, Meaning

@@ -12,7 +12,8 @@ from backends import shipped
 from torch import fx
 from torch._higher_order_ops.scan import scan
 
-from lz_compile.passes.formula.axes import axes_of, fresh, shape_of
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.axes import axes_of, fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.proof.surroundings import surrounded

@@ -15,6 +15,7 @@ from graphs import capture, in_order, parameters_of, placeholders, run
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, fx
 
+from lz_compile.compile.problems import of_match
 from lz_compile.passes.attention.recogniser import recognise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import read, value_of
@@ -22,7 +23,6 @@ from lz_compile.passes.proof.surroundings import Surrounded, surrounded, symbols
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import Recipes, splice
 from lz_compile.runtime.kernels.registry import kernels
-from lz_compile.runtime.problem.context import of_match
 
 OPAQUE, VISIBLE = "torch.sdpa", "lz.blocked"
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from lz_compile.api.attention_arguments import Call, check
 from lz_compile.errors import KernelExecutionError, NoKernelFoundError
-from lz_compile.ground import events, health, memory
+from lz_compile.ground import events, health, hooks, memory
 from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
 from lz_compile.runtime.choose.calls import SDPA, eager_kernel, needs_compile
 from lz_compile.runtime.choose.decision_cache import DecisionCache, SelectionCacheConfig
@@ -377,3 +377,11 @@ def _guarded(
         if isinstance(error.__cause__, KernelExecutionError):  # opaque operators say it themselves
             raise error.__cause__ from error.__cause__.__cause__
         raise
+
+
+def _attend(x: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+    mask = x.bias if x.mask is None else x.mask
+    return plan(Call(x.query, x.key, x.value, mask, is_causal, scale, 0.0, "BSHD"))(x.query, x.key, x.value, mask)
+
+
+hooks.answer(attend=_attend)

@@ -11,6 +11,7 @@ from torch import fx
 
 from lz_compile.compile.options import Options
 from lz_compile.compile.own_calls import selects_itself, with_own_kernel
+from lz_compile.compile.problems import of_match
 from lz_compile.compile.reading import Reading, Scans, fail, graphs, timed
 from lz_compile.compile.symbolic_sizes import symbolic_sizes
 from lz_compile.errors import RewriteFailedError
@@ -36,7 +37,6 @@ from lz_compile.runtime.kernels.registry import KernelSpec, kernels
 from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.resolved import Policy
-from lz_compile.runtime.problem.context import of_match
 from lz_compile.runtime.tables import loaded as loaded_tables
 from lz_compile.runtime.tables.loaded import Loaded
 
@@ -265,7 +265,7 @@ class _Known:
 
 def _tune(matches: list[Match], effects: Effects, known: _Known, options: Options) -> None:
     """Measure what is not measured yet, each kind of match with its surroundings, while the budget lasts."""
-    from lz_compile.tools import tuning
+    from lz_compile.compile import tune_match as tuning
 
     deadline = time.perf_counter() + options.tune_budget_s
     for match in {known.key(match): match for match in reversed(matches)}.values():

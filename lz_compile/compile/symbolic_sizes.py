@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lz_compile.ground.sizes import Size, as_size
 from lz_compile.lowering import inductor
-from lz_compile.passes.formula.axes import Size, as_size
 from lz_compile.passes.graph.view import tensor_of, value_of
 from lz_compile.runtime.problem.context import UNKNOWN_SIZE, sizes_of
 

@@ -25,10 +25,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lz_compile.errors import ArgumentError, KernelExecutionError
-from lz_compile.ground import events
+from lz_compile.ground import events, hooks
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.records import Record
-from lz_compile.runtime.policy import policy
 
 T = TypeVar("T")
 
@@ -130,7 +129,7 @@ class CircuitBreaker:
         """
         try:
             result = call(*args, **kwargs)
-            if policy.debugging():
+            if hooks.is_debugging():
                 wait(args, kwargs, result)
             return result
         except ArgumentError:  # the caller's, whichever kernel it meets

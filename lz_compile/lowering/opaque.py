@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lz_compile.errors import GradientUnsupportedError, KernelExecutionError, OperatorRedefinedError
+from lz_compile.ground import health, hooks
 
 _NAMESPACE = "layerzero"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -115,11 +116,8 @@ def _waiting(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``; with ``LAYERZERO_DEBUG``, errors of the device are raised by the call that caused them."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        from lz_compile.ground import health
-        from lz_compile.runtime.policy import policy
-
         result = run(*args, **kwargs)
-        if policy.debugging():
+        if hooks.is_debugging():
             health.wait(args, kwargs, result)
         return result
 
@@ -242,17 +240,13 @@ def guarded(kernel_id: str, function: Callable[..., Any], fallback: Callable[...
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        from lz_compile.ground import health
-
         if health.retired(kernel_id) is not None:
             return fallback(*args, **kwargs)
         return health.guarded(kernel_id, function, complete, *args, **kwargs)
 
     def complete(*args: Any, **kwargs: Any) -> Any:
-        from lz_compile.runtime.policy import policy
-
         error = sys.exc_info()[1]  # function's: that is when this is called
-        if error is not None and not policy.current().settings.fallback_enabled:
+        if error is not None and not hooks.falls_back():
             raise KernelExecutionError(kernel_id, error) from error
         return fallback(*args, **kwargs)
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lz_compile.passes.rewriting.match import Match
+from typing import Any
 
 
 def names() -> list[str]:
@@ -18,9 +15,3 @@ def names() -> list[str]:
 def module(op: str) -> Any:
     """The module that defines an op."""
     return importlib.import_module(f"{__name__}.{op}")
-
-
-def features(match: Match) -> dict[str, str]:
-    """What a kernel must support to run a match, by feature name, and what asks for it."""
-    found: dict[str, str] = module(match.op).features(match.attributes, match.facts)
-    return found

@@ -27,7 +27,7 @@ from lz_compile.lowering import operands as base
 from lz_compile.lowering.operands import operands
 
 if TYPE_CHECKING:
-    from lz_compile.passes.formula.axes import Size
+    from lz_compile.ground.sizes import Size
 
 #: What a row gives whose every key is masked: NaN (softmax over ``-inf``), the mean of all values (softmax over equal
 #: finite fills), zero, or the softmax over fills that differ (given as the operand ``fill``).

@@ -27,7 +27,7 @@ from lz_compile.lowering import operands as base
 from lz_compile.lowering.operands import operands
 
 if TYPE_CHECKING:
-    from lz_compile.passes.formula.axes import Size
+    from lz_compile.ground.sizes import Size
 
 #: Names of modes; ``margin`` is the difference of the two largest logits alone.
 Mode: TypeAlias = Literal["convex", "residual", "channel", "confidence", "logit", "soft_gate", "margin"]

@@ -26,7 +26,7 @@ from lz_compile.lowering import operands as base
 from lz_compile.lowering.operands import operands
 
 if TYPE_CHECKING:
-    from lz_compile.passes.formula.axes import Size
+    from lz_compile.ground.sizes import Size
 
 #: Every activation by name, as a function of one tensor.
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -22,7 +22,7 @@ from lz_compile.lowering import operands as base
 from lz_compile.lowering.operands import operands
 
 if TYPE_CHECKING:
-    from lz_compile.passes.formula.axes import Size
+    from lz_compile.ground.sizes import Size
 
 #: Where ``eps`` stands: ``1 / sqrt(variance + eps)``, ``1 / (sqrt(variance) + eps)`` or ``1 / max(sqrt(variance), eps)``.
 EpsAt: TypeAlias = Literal["inside", "outside", "floor"]

@@ -31,7 +31,7 @@ from lz_compile.lowering import operands as base
 from lz_compile.lowering.operands import operands
 
 if TYPE_CHECKING:
-    from lz_compile.passes.formula.axes import Size
+    from lz_compile.ground.sizes import Size
 
 LAYOUT = "BHSD"
 EXACT_DIMS = ("head_dim", "rotary_dim")

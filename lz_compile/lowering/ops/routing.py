@@ -43,7 +43,7 @@ from lz_compile.lowering import operands as base_operands
 from lz_compile.lowering.operands import operands
 
 if TYPE_CHECKING:
-    from lz_compile.passes.formula.axes import Size
+    from lz_compile.ground.sizes import Size
 
 #: What is routed: nothing, the gradient of a rollout, or the activations of a token.
 Arm: TypeAlias = Literal["none", "grad", "act"]
@@ -109,7 +109,7 @@ class RoutingAttrs:
 
 #: What operators encode as text.
 Attributes = RoutingAttrs
-#: The operands that opaque kernels give gradients of: those of a step's, see ``lowering/kernels/routing/function.py``, are traced.
+#: The operands that opaque kernels give gradients of: those of a step's are traced (``kernels/routing/function.py``).
 DIFFERENTIABLE: tuple[str, ...] = ()
 
 

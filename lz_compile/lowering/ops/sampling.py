@@ -41,7 +41,7 @@ from lz_compile.lowering.operands import operands
 from lz_compile.lowering.token_bits import unpack, word_count
 
 if TYPE_CHECKING:
-    from lz_compile.passes.formula.axes import Size
+    from lz_compile.ground.sizes import Size
 
 #: What is given back: a token for each row, the scores with minus infinity for what is not kept, or their softmax.
 Result: TypeAlias = Literal["ids", "scores", "probs"]

@@ -40,7 +40,7 @@ from lz_compile.lowering.operands import operands
 from lz_compile.lowering.scan_products import product
 
 if TYPE_CHECKING:
-    from lz_compile.passes.formula.axes import Size
+    from lz_compile.ground.sizes import Size
 
 #: Whether a step reads the state that it leaves behind, or the one that it found.
 Reads: TypeAlias = Literal["after", "before"]

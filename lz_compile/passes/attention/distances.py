@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.axes import shape_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 

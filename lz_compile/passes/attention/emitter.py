@@ -11,10 +11,11 @@ import torch
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
+from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Operands
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.formula.algebra import INFINITY, Leaf, Region, indicators
-from lz_compile.passes.formula.axes import Axis, Dims, Size, axes_of, product
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.graph.view import tensor_of, where_of

@@ -9,12 +9,13 @@ from __future__ import annotations
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import scores
 from lz_compile.passes.attention.scores import Scores
 from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import Axis, atoms, axes_of, fresh, shape_of
+from lz_compile.passes.formula.axes import Axis, atoms, axes_of, fresh
 from lz_compile.passes.graph.view import Call, tensor_of
 
 _EDIT = "mix the heads of the output instead; as it is, no kernel can do better than Inductor's own code"

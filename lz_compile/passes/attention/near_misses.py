@@ -12,12 +12,13 @@ from typing import Any
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import mixed_heads, scores
 from lz_compile.passes.attention.distances import is_distance
 from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region, is_pointwise
-from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh, shape_of
+from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.rewriting.builder import EMITTED

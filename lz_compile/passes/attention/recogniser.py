@@ -14,6 +14,7 @@ import sympy
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.blocks import Blocks, Missed
 from lz_compile.passes.attention.mixed_heads import mixed_scores
@@ -23,7 +24,7 @@ from lz_compile.passes.attention.sdpa_call import match_sdpa_call
 from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import INFINITY, Region, tidy
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, fresh, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.graph.core import Core, find_core
 from lz_compile.passes.graph.effects import Effects, MutatedError

@@ -6,11 +6,12 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import Shape, Size, shape_of
 from lz_compile.lowering.ops.attention import AttentionAttrs
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import Axis, Dims, Shape, Size, axes_of, broadcast_from, fresh, regroup, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from, fresh, regroup
 from lz_compile.passes.graph.core import find_core
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, tensor_of

@@ -11,11 +11,12 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import as_size, product
 from lz_compile.lowering.ops.blend import BlendAttrs, BlendFacts, Operands
 from lz_compile.passes.blend.gate import Gate, Logits
 from lz_compile.passes.blend.replay import reached, replay
 from lz_compile.passes.formula.algebra import Leaf, Region
-from lz_compile.passes.formula.axes import Axis, Dims, as_size, atoms, axes_of, product
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.graph.view import tensor_of, where_of

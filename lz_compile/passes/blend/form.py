@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import Size, product, shape_of
 from lz_compile.passes.blend.bounds import Bound
 from lz_compile.passes.blend.conditions import CASTS, integers_of
 from lz_compile.passes.blend.gate import Gates
@@ -17,7 +18,6 @@ from lz_compile.passes.blend.ranks import Ranks
 from lz_compile.passes.blend.terms import ANCHORS, NEAR, Sums, Terms, plus
 from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.algebra import is_cast, is_constant
-from lz_compile.passes.formula.axes import Size, product, shape_of
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects, grad_enabled
 from lz_compile.passes.graph.view import tensor_of, value_of

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lz_compile.passes.formula.axes import shape_of
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, tensor_of
 

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
-from lz_compile.passes.formula.axes import Dims, fresh, shape_of
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.axes import Dims, fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.proof.verdict_keys import described

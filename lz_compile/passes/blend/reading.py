@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.blend import BlendAttrs, Mode
 from lz_compile.passes.blend.bounds import BoundReader
 from lz_compile.passes.blend.conditions import CASTS, is_count
@@ -18,7 +19,7 @@ from lz_compile.passes.blend.form import Form, Forms
 from lz_compile.passes.blend.gate import Gate, is_margin, is_zero, logits_of, margin_in
 from lz_compile.passes.blend.replay import reached, shared_inputs
 from lz_compile.passes.formula.algebra import Leaf, Region, reduce_indicators
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh, resolve, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh, resolve
 from lz_compile.passes.graph.core import Core, find_core, is_dead
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, tensor_of

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from lz_compile.ground.sizes import Size, shape_of
 from lz_compile.passes.blend.form import Form, Forms
 from lz_compile.passes.blend.ranks import Ranks, has_ranks
 from lz_compile.passes.blend.reading import read_blend, read_margin
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import is_cast, is_pointwise
-from lz_compile.passes.formula.axes import LayoutError, Size, shape_of
+from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.rewriting.builder import EMITTED

@@ -12,12 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.blend.bounds import BOUNDING, Affine, Bound, Interval, Limits, Twin, limits_of, product, reach_of
 from lz_compile.passes.blend.conditions import CASTS, chooses_numbers, integers_of, is_condition, is_count, is_integer
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.algebra import constant_value, is_cast, specialised
-from lz_compile.passes.formula.axes import LayoutError, fresh, shape_of
+from lz_compile.passes.formula.axes import LayoutError, fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
 from lz_compile.passes.rewriting.builder import EMITTED

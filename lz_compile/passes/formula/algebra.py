@@ -22,8 +22,9 @@ import torch
 from torch import fx
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, broadcast_from, resolve, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, broadcast_from, resolve
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
 

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import sympy
-import torch
 from torch.utils._sympy.functions import FloorDiv
 
-Size: TypeAlias = "int | sympy.Expr"
-Shape: TypeAlias = "tuple[Size, ...]"
+from lz_compile.ground.sizes import Size
 
 
 @dataclass(eq=False)
@@ -40,27 +38,6 @@ Dims: TypeAlias = tuple[tuple[Axis, ...], ...]
 
 class LayoutError(Exception):
     """A regrouping of axes that has no exact form, such as 6 into (4, ...)."""
-
-
-def as_size(value: int | torch.SymInt) -> Size:
-    """An extent as a plain ``int``, or as the sympy expression behind a ``SymInt`` (adds no guard)."""
-    if isinstance(value, int):
-        return value
-    expr: sympy.Expr = value.node.expr
-    return int(expr) if expr.is_Integer else expr
-
-
-def shape_of(tensor: torch.Tensor) -> Shape:
-    """The shape of a (fake) tensor without guarding on symbolic extents."""
-    return tuple(as_size(size) for size in tensor.shape)
-
-
-def product(sizes: Iterable[Size]) -> Size:
-    """The product of extents; an ``int`` where all of them are."""
-    total: Size = 1
-    for size in sizes:
-        total = total * size
-    return total
 
 
 def atoms(axes: Iterable[Axis]) -> tuple[Axis, ...]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import sympy
 from torch import fx
 
-from lz_compile.passes.formula.axes import Axis, Dims, Shape, broadcast_from, shape_of
+from lz_compile.ground.sizes import Shape, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from
 from lz_compile.passes.graph.effects import MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of
 

@@ -9,18 +9,8 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.passes.formula.axes import (
-    Dims,
-    LayoutError,
-    Shape,
-    Size,
-    atoms,
-    broadcast_from,
-    product,
-    regroup,
-    shape_of,
-    take,
-)
+from lz_compile.ground.sizes import Shape, Size, product, shape_of
+from lz_compile.passes.formula.axes import Dims, LayoutError, atoms, broadcast_from, regroup, take
 from lz_compile.passes.graph.view import Call, read, tensor_of, value_of
 
 Reader = Callable[[Call, Shape, Dims], Dims]

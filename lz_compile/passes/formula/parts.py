@@ -13,9 +13,10 @@ from typing import Any
 import sympy
 from torch import fx
 
+from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region, is_pointwise
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, as_size, atoms, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.places import Fixed, affine, canonical, has_still, moved, reach
 from lz_compile.passes.graph.view import Call, tensor_of, value_of

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, Size, atoms, product
+from lz_compile.ground.sizes import Size, product
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 
 #: Axes with the distance between their neighbours in a dimension, the largest distance first.
 Terms = tuple[tuple[Axis, int], ...]

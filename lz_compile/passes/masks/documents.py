@@ -8,7 +8,8 @@ from fractions import Fraction
 
 import torch
 
-from lz_compile.passes.formula.axes import Axis, as_size, atoms
+from lz_compile.ground.sizes import as_size
+from lz_compile.passes.formula.axes import Axis, atoms
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks.index_reading import Reader, Source
 from lz_compile.passes.masks.piecewise import Piecewise

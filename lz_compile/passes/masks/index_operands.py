@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from lz_compile.passes.formula.axes import Dims, broadcast_from, shape_of
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.axes import Dims, broadcast_from
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks import piecewise
 from lz_compile.passes.masks.piecewise import Piecewise, Value, compared, everywhere, indicator, selection

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from lz_compile.passes.formula.axes import Dims, shape_of
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.axes import Dims
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks import indexing, piecewise, position_rules
 from lz_compile.passes.masks.index_operands import boolean, merged, numeric, operand

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from lz_compile.passes.formula.axes import Axis, Dims, Size, as_size, broadcast_from, shape_of
+from lz_compile.ground.sizes import Size, as_size, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks.index_operands import boolean, merged, numeric, operand
 from lz_compile.passes.masks.piecewise import Piecewise, Value

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from lz_compile.passes.formula.axes import Axis, Dims, as_size
+from lz_compile.ground.sizes import as_size
+from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks import piecewise
 from lz_compile.passes.masks.index_operands import merged, numeric, operand

@@ -17,10 +17,10 @@ from torch import fx
 
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
+from lz_compile.ground.sizes import Size
 from lz_compile.lowering.ops.attention import CAUSAL, AttentionAttrs, Band, Reach
 from lz_compile.passes.attention.emitter import AttentionEmitter
 from lz_compile.passes.attention.scores import MASKING_FILL
-from lz_compile.passes.formula.axes import Size
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.implied import Implied

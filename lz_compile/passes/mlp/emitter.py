@@ -12,10 +12,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from lz_compile.ground.sizes import as_size, product
 from lz_compile.lowering.ops.mlp import MlpAttrs, MlpFacts, Operands
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, constant_value, is_cast
-from lz_compile.passes.formula.axes import Axis, Dims, as_size, axes_of, product
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import Effects, grad_enabled
 from lz_compile.passes.graph.view import memory_of, read, tensor_of, where_of

@@ -8,9 +8,10 @@ from typing import TypeAlias
 
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.activations import BENDS
 from lz_compile.passes.formula.algebra import Leaf, Region, is_cast
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh
 from lz_compile.passes.formula.projections import Supports, rearranges
 from lz_compile.passes.graph.core import Core, find_core, is_dead, overwritten_edge
 from lz_compile.passes.graph.effects import Effects

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from lz_compile.passes.formula.axes import LayoutError, shape_of
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.formula.projections import Supports, projection
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of

@@ -11,10 +11,11 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import product
 from lz_compile.lowering.ops.norm import NormAttrs, NormFacts, Operands
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, Region, is_cast
-from lz_compile.passes.formula.axes import Axis, Dims, axes_of, product
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.moments import CALLS, Moments
 from lz_compile.passes.formula.normal_form import NormalForm
 from lz_compile.passes.graph.core import Core

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 import sympy
 from torch import fx
 
+from lz_compile.ground.sizes import Size, product, shape_of
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import LayoutError, Size, axes_of, fresh, product, shape_of
+from lz_compile.passes.formula.axes import LayoutError, axes_of, fresh
 from lz_compile.passes.formula.moments import CALLS, STATISTICS, Edge, Moments
 from lz_compile.passes.formula.normal_form import NormalForm, normal_form
 from lz_compile.passes.graph.core import Core, find_core

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from lz_compile.errors import KernelExecutionError, TrialError
-from lz_compile.ground import events, health, machine
+from lz_compile.ground import events, health, hooks, machine
 from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.store import Store
@@ -27,8 +27,9 @@ from lz_compile.lowering.ops import scan
 from lz_compile.passes.proof.agreement import TOLERANCE, compare
 from lz_compile.passes.proof.sides import ProofRun, is_same, run_kernel
 from lz_compile.passes.proof.validate import Validation, recalled
-from lz_compile.runtime.kernels.kernel import KernelSpec
-from lz_compile.runtime.policy import policy
+
+if TYPE_CHECKING:
+    from lz_compile.runtime.kernels.kernel import KernelSpec
 
 #: By name, in the op's canonical layout; None for those that there are not.
 Operands: TypeAlias = Mapping[str, Any]
@@ -75,7 +76,7 @@ class _UndefinedError(Exception):
 
 def _failed(op: str, kernel: KernelSpec, error: Exception, text: str) -> Reason:
     """The kernel is retired, unless memory was full."""
-    if not policy.current().settings.fallback_enabled:
+    if not hooks.falls_back():
         raise KernelExecutionError(kernel.kernel_id, error) from error
     reason = _refused("KERNEL_FAILED", op, kernel, text)
     if not health.is_out_of_memory(RuntimeError(text)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,9 @@ from lz_compile.passes.graph.effects import ambient_context
 from lz_compile.passes.proof.subgraph import Sizes
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Match
-from lz_compile.runtime.kernels.kernel import KernelSpec
+
+if TYPE_CHECKING:
+    from lz_compile.runtime.kernels.kernel import KernelSpec
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -31,7 +31,9 @@ from lz_compile.passes.proof.subgraph import Sizes, Subgraph
 from lz_compile.passes.proof.verdict_keys import devices_of, verdict_key
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import KernelCall
-from lz_compile.runtime.kernels.kernel import KernelSpec
+
+if TYPE_CHECKING:
+    from lz_compile.runtime.kernels.kernel import KernelSpec
 
 _Error = Annotated[float, msgspec.Meta(ge=0)]
 

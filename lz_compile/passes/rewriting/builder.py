@@ -22,8 +22,9 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
+from lz_compile.ground.sizes import as_size, product
 from lz_compile.passes.formula.algebra import INFINITY, Leaf, Region
-from lz_compile.passes.formula.axes import Axis, Dims, as_size, atoms, product
+from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.graph.effects import Ambient, ambient_context
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.proof.running import called

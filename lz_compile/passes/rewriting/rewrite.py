@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import is_pointwise
-from lz_compile.passes.formula.axes import as_size
 from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, GraphBuilder, provenance
 from lz_compile.passes.rewriting.match import Attributes, Match

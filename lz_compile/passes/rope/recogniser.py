@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from torch import fx
 
+from lz_compile.ground.sizes import product, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import is_cast, is_pointwise
-from lz_compile.passes.formula.axes import LayoutError, product, shape_of
+from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
 from lz_compile.passes.formula.parts import SPLITS, is_read
 from lz_compile.passes.graph.core import Core, find_core

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import sympy
 from torch import fx
 
+from lz_compile.ground.sizes import Shape, shape_of
 from lz_compile.passes.formula.algebra import Leaf, is_cast
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, Shape, atoms, axes_of, fresh, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.places import Fixed, Still, affine, canonical, has_still, paired, placed

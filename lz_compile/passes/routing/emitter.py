@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.ops.routing import Operands, RoutingAttrs, RoutingFacts
 from lz_compile.passes.formula.algebra import Leaf
-from lz_compile.passes.formula.axes import Axis, Dims, Size, atoms, axes_of, product
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import Effects, grad_enabled
 from lz_compile.passes.graph.view import tensor_of, where_of

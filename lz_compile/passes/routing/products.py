@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 import sympy
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import DROPOUT, Leaf, Region, Rule, reduce_indicators
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of
 from lz_compile.passes.graph.view import Call, tensor_of
 
 #: The kind of a leaf through which no gradient flows.

@@ -10,9 +10,10 @@ from typing import TypeAlias
 import sympy
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, is_cast
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh, resolve, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh, resolve
 from lz_compile.passes.formula.parts import Edge
 from lz_compile.passes.graph.core import Core, find_core, is_dead, overwritten_edge
 from lz_compile.passes.graph.effects import Effects, MutatedError, grad_enabled

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region, is_cast
-from lz_compile.passes.formula.axes import shape_of
 from lz_compile.passes.graph.core import is_dead
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, tensor_of

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import as_size
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts
 from lz_compile.lowering.token_bits import WORD, word_count
-from lz_compile.passes.formula.axes import Axis, Dims, as_size
+from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects, grad_enabled
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.rewriting.builder import Builder

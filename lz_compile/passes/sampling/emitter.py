@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts, Ties
 from lz_compile.lowering.token_bits import pack
-from lz_compile.passes.formula.axes import Axis, Dims, Size, axes_of, product
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.graph.view import hint_of, is_symbolic, tensor_of, where_of

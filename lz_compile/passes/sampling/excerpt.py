@@ -16,9 +16,10 @@ import torch
 from torch import fx
 
 from lz_compile.ground import events
+from lz_compile.ground.sizes import product, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import is_constant, is_pointwise
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, product, regroup, resolve, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, regroup, resolve
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, is_symbolic, tensor_of, value_of
 from lz_compile.passes.proof.resize import resized, shape, whole

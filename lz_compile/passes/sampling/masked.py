@@ -6,7 +6,8 @@ import math
 
 from torch import fx
 
-from lz_compile.passes.formula.axes import fresh, shape_of
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.sampling.drawn import draws

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import Size
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, reference
-from lz_compile.passes.formula.axes import Size, axes_of
+from lz_compile.passes.formula.axes import axes_of
 from lz_compile.passes.proof.agreement import agree
 from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.sampling.excerpt import Excerpt, random_leaves, sizes_for

@@ -1,7 +1,7 @@
 """What is done to the scores of the next token before it is drawn: masks, temperature, top-k, top-p, min-p and the softmax.
 
 Filters (:mod:`~lz_compile.passes.sampling.filters`) are found by what they do. Those that follow each other become one, with
-what was done to the scores before (:mod:`~lz_compile.passes.sampling.logit_processors`) and the softmax that follows. The draw itself
+what was done to the scores before (``logit_processors.py``) and the softmax that follows. The draw itself
 stays: PyTorch's generator would give other tokens to another kernel.
 """
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.axes import Size, as_size, shape_of
 from lz_compile.passes.graph.effects import Ambient, Effects, grad_enabled
 from lz_compile.passes.graph.view import Call, hint_of, memory_of, read, tensor_of, value_of
 from lz_compile.passes.loops.roll.step_graph import Emitter

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import Size
 from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure, is_one
-from lz_compile.passes.formula.axes import Axis, Size
+from lz_compile.passes.formula.axes import Axis
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.loops.recurrence.dropped_states import factors_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum, mapped

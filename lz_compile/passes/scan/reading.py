@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.formula.axes import as_size
+from lz_compile.ground.sizes import as_size
 from lz_compile.passes.graph.effects import Ambient
 from lz_compile.passes.graph.view import value_of
 from lz_compile.passes.loops.recurrence.indicators import indicators_of, is_indicator

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import platformdirs
 
 from lz_compile.errors import ConfigError
-from lz_compile.ground import events
+from lz_compile.ground import events, hooks
 from lz_compile.runtime.policy import environment, names
 from lz_compile.runtime.policy.names import Invalid
 from lz_compile.runtime.policy.resolved import Policy, Verdict
@@ -368,3 +368,6 @@ def _file(loaded: str | None, configured: str | None) -> tuple[Layer, str | None
     except ConfigError as error:
         events.record("CONFIG_INVALID", "the user's configuration is not followed, defaults hold", error)
         return Layer(), None
+
+
+hooks.answer(is_debugging=debugging, falls_back=lambda: current().settings.fallback_enabled)

@@ -15,10 +15,9 @@ from lz_compile.ground.records import Record, plain
 from lz_compile.lowering import ops
 
 if TYPE_CHECKING:
-    from lz_compile.passes.formula.axes import Size
-    from lz_compile.passes.rewriting.match import Match
+    from lz_compile.ground.sizes import Size
 
-__all__ = ["Dim", "Hardware", "SelectionContext", "SymbolicDim", "from_tensors", "hardware", "hint", "of_match"]
+__all__ = ["Dim", "Hardware", "SelectionContext", "SymbolicDim", "from_tensors", "hardware", "hint"]
 
 #: Our ops' names of sizes, and those that descriptors, rules and reports use.
 _DIM_NAMES: Mapping[str, str] = {
@@ -182,28 +181,7 @@ def _field_names(op: str, suffix: str) -> dict[str, Any]:
     return {each.name: each.type for kind in owned for each in fields(kind)}
 
 
-# ---- from a match ----------------------------------------------------------------------------------------------------
-
-
-def of_match(match: Match, *, deterministic: bool = False, is_cuda_graph_capturing: bool = False) -> SelectionContext:
-    """The context of a match, from its facts and the fake tensors of its operands; adds no guard.
-
-    Args:
-        match: what was recognised.
-        deterministic: kernels must give the same bits for the same inputs (also where torch itself is set so).
-        is_cuda_graph_capturing: the compiled graph will be captured.
-    """
-    from lz_compile.passes.graph.view import tensor_of
-
-    facts = match.facts
-    tensors = [tensor for tensor in map(tensor_of, match.operands.values()) if tensor is not None]
-    device = next((tensor.device for tensor in tensors if tensor.device.type == facts.device), facts.device)
-    context = of_facts(match.op, match.attributes, facts, device=device, tensors=tensors, deterministic=deterministic)
-    return replace(
-        context,
-        is_last_dim_contiguous=_is_last_dim_contiguous(match),
-        is_cuda_graph_capturing=is_cuda_graph_capturing,
-    )
+# ---- from facts ----------------------------------------------------------------------------------------------------
 
 
 def of_facts(
@@ -263,38 +241,6 @@ def _has_custom_scale(attributes: Any, dims: Mapping[str, Dim]) -> bool:
     if not isinstance(head_dim, int) or head_dim == 0:
         return True
     return abs(float(scale) * math.sqrt(head_dim) - 1.0) > 1e-6
-
-
-def _is_last_dim_contiguous(match: Match) -> bool:
-    """Whether the features of query, key and value each lie next to one another in memory.
-
-    The features of query and key are the axes that these two share and value does not; those of value are the axes that
-    it shares with the result and not with query.
-    """
-    from lz_compile.passes.formula.axes import axes_of
-
-    roles = [match.operands.get(name) for name in ("query", "key", "value")]
-    if any(node is None or node not in match.inputs for node in roles):
-        return True
-    query, key, value = (match.inputs[node] for node in roles if node is not None)
-    features = (set(axes_of(query)) & set(axes_of(key))) - set(axes_of(value))
-    value_features = (set(axes_of(value)) & set(axes_of(match.output_dims))) - set(axes_of(query))
-    wanted = (features, features, value_features)
-    return all(_is_innermost(match, node, axes) for node, axes in zip(roles, wanted, strict=True))
-
-
-def _is_innermost(match: Match, node: Any, axes: set[Any]) -> bool:
-    """Whether a dimension of stride one ends with one of ``axes``."""
-    from lz_compile.passes.formula.axes import as_size, atoms
-    from lz_compile.passes.graph.view import tensor_of
-
-    tensor = tensor_of(node)
-    if tensor is None or not axes:
-        return True
-    return any(
-        as_size(stride) == 1 and set(atoms(dim)[-1:]) & axes
-        for stride, dim in zip(tensor.stride(), match.inputs[node], strict=True)
-    )
 
 
 # ---- from tensors ----------------------------------------------------------------------------------------------------

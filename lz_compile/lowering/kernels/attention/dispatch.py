@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import torch
 
+from lz_compile.ground import hooks
 from lz_compile.lowering.kernel_operator import kernel_operator
 from lz_compile.lowering.kernels.attention import token_major, torch_sdpa
 from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
 
 
 def _dispatch(x: token_major.Operands, attrs: AttentionAttrs) -> torch.Tensor:
-    from lz_compile.api import eager
-    from lz_compile.api.attention_arguments import Call
-
-    mask = x.bias if x.mask is None else x.mask
-    run = eager.plan(Call(x.query, x.key, x.value, mask, attrs.is_causal, attrs.scale, 0.0, "BSHD"))
-    return run(x.query, x.key, x.value, mask).contiguous()
+    result: torch.Tensor = hooks.attend(x, attrs.is_causal, attrs.scale)
+    return result.contiguous()
 
 
 # Every call falls back by itself, as it was chosen.

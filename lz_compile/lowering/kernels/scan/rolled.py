@@ -119,7 +119,7 @@ def _wanted(wanted: Sequence[bool]) -> frozenset[str]:
 def _bind(
     x: Operands, attrs: ScanAttrs, reads: Sequence[int] | None = None, last: Sequence[int] | None = None
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """One call of C++ for operands like these, without gradients (see :func:`lz_compile.lowering.kernels.scan.cpp_launch.by_address`)."""
+    """One call of C++ for operands like these, without gradients (see :func:`cpp_launch.by_address`)."""
     return launch.by_address(x, attrs, CHUNK, reads, last)
 
 

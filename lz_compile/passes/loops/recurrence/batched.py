@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.formula.axes import Size, as_size, shape_of
+from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.graph.effects import Ambient, ambient_context
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.loops.recurrence.plan import Traces

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
-from lz_compile.passes.formula.axes import Axis, Dims, Size, as_size
+from lz_compile.ground.sizes import Size, as_size
+from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import as_size, product
 from lz_compile.lowering.ops.scan import DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
 from lz_compile.passes.formula.algebra import is_constant
-from lz_compile.passes.formula.axes import Axis, Dims, as_size, axes_of, product
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.effects import Effects, grad_enabled
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan

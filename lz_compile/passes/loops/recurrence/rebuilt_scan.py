@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.formula.axes import as_size
+from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.graph.view import tensor_of

@@ -17,7 +17,7 @@ from typing import Any
 import sympy
 import torch
 
-from lz_compile.passes.formula.axes import Size, as_size
+from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.rewriting.match import RefusedError
 
 #: How often other primes are tried.

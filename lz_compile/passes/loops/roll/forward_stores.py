@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from lz_compile.passes.formula.axes import as_size
+from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.attachment import is_made_attached
 from lz_compile.passes.graph.effects import Effects, grad_enabled

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.formula.axes import as_size
+from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import is_returned, stride_order
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.loops.recurrence.scan import emit_scan

@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.passes.formula.axes import as_size
+from lz_compile.ground.sizes import as_size
 from lz_compile.passes.graph.view import tensor_of, value_of
 
 _SCAN = torch.ops.higher_order.scan

@@ -1,0 +1,137 @@
+"""Measuring the kernels that a match may become, in the code around it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lz_compile.compile.measuring import is_measured, may_differ, measure_forms, runnable
+from lz_compile.ground import events
+from lz_compile.ground.isolation import isolated
+from lz_compile.lowering import inductor, ops
+from lz_compile.passes.graph.view import value_of
+from lz_compile.passes.proof.surroundings import Binding, Surrounded, surrounded, symbols
+from lz_compile.runtime.choose.select import POWERS, Problem, Symbols
+
+if TYPE_CHECKING:
+    from lz_compile.passes.graph.effects import Effects
+    from lz_compile.passes.rewriting.fusion import Fusion
+    from lz_compile.passes.rewriting.match import Match
+    from lz_compile.runtime.kernels.kernel import KernelSpec
+    from lz_compile.runtime.policy.resolved import Policy
+
+__all__ = ["MAX_ELEMENTS", "may_differ", "tune_match"]
+
+Sizes = Mapping[str, int]
+#: A size that nobody has run here is measured up to this product of all sizes (scores of 256 MiB in float32), or four times
+#: that of the traced sizes: the memory for more may not be there.
+MAX_ELEMENTS = 1 << 26
+
+
+def tune_match(
+    match: Match, effects: Effects, problem: Problem, policy_: Policy, deadline: float, fusion: Fusion | None = None
+) -> Problem:
+    """Measure a match with its surroundings, where that is not done yet and no lock decides.
+
+    Where sizes are symbolic it is measured at powers of two around those that it was traced with, the nearest first, as far
+    as memory certainly goes.
+
+    Args:
+        match: what was recognised.
+        effects: of its graph.
+        problem: what to choose a kernel for.
+        policy_: forbids some kernels, and says how many samples to take.
+        deadline: on the clock of ``time.perf_counter``; nothing is begun after it.
+        fusion: what kernels may compute along: every kernel is measured on all of it then.
+
+    Returns:
+        the problem with its surroundings.
+    """
+    along = () if fusion is None else fusion.ops
+    found = surrounded(match if fusion is None else fusion.of(along), effects)
+    found = replace(found, surroundings=" ".join((*along, found.surroundings)))
+    problem = replace(problem, surroundings=found.surroundings)
+    verdict = policy_.verdict(problem.context)
+    candidates = [spec for spec in runnable(problem.context) if verdict.excluded(spec.kernel_id) is None]
+    specs = [spec for spec in candidates if spec.kernel_id != problem.source_kernel]
+    if len(specs) == 1 or verdict.lock in [spec.kernel_id for spec in candidates]:
+        return problem
+    for binding, sizes in _bindings(match, found, problem):
+        if is_measured(
+            problem.context, specs, sizes, source_kernel=problem.source_kernel, surroundings=found.surroundings
+        ):
+            continue
+        if time.perf_counter() > deadline:
+            text = f"{match.op} at {match.where} at {dict(sizes)}: the tuning budget is used up"
+            events.record("NOT_MEASURED", text)
+            break
+        with isolated() as outside, outside.entered(), torch.set_grad_enabled(problem.context.is_training):
+            measure_forms(
+                problem.context,
+                specs,
+                partial(_form, found, match, fusion, specs),
+                found.make_inputs(binding),
+                sizes,
+                source_kernel=problem.source_kernel,
+                surroundings=found.surroundings,
+                budget_s=max(deadline - time.perf_counter(), 1.0),
+            )
+    return problem
+
+
+def _form(
+    found: Surrounded, match: Match, fusion: Fusion | None, specs: Sequence[KernelSpec], call: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """The surroundings with a kernel in place of the match, and of what it computes along."""
+    if fusion is None or call is None:
+        return found.function(call)
+    spec = next(spec for spec in specs if spec.call is call)
+    return found.function(call, fusion.of(spec.fuses_ops) if spec.fuses_ops else match)
+
+
+def _bindings(match: Match, found: Surrounded, problem: Problem) -> Iterator[tuple[Binding, Sizes]]:
+    """Numbers for every symbol, with the sizes that they give."""
+    values = [value_of(node) for node in found.inputs]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    hints = {symbol: inductor.symbolic_size(symbol, tensors).hint for symbol in symbols(values)}
+    traced: dict[Any, int] = {symbol: size for symbol, size in hints.items() if size is not None}
+    if problem.symbols is None:
+        yield traced, problem.context.hints()
+        return
+    known = {**problem.symbols.symbols, **problem.symbols.hidden}
+    traced |= {symbol.expression: symbol.hint for symbol in known.values()}
+    bucketed = ops.module(match.op).BUCKETED_DIMS
+    moving = [known[name] for name in _moving(problem.symbols, known, bucketed)]
+    largest = max(4 * _elements(bucketed, problem.symbols.at({})), MAX_ELEMENTS)
+    for size in _around(moving) if moving else [None]:
+        binding = {**traced, **{symbol.expression: size for symbol in moving if size is not None}}
+        sizes = problem.symbols.at({str(symbol): value for symbol, value in binding.items()})
+        if size in (None, moving[0].hint) or _elements(bucketed, sizes) <= largest:
+            yield binding, sizes
+
+
+def _moving(sizes: Symbols, known: Mapping[str, Any], bucketed: Iterable[tuple[str, ...]]) -> list[str]:
+    """The symbol to be varied, lengths first, with the other lengths that were traced equal: those of self-attention are."""
+    groups = sorted(bucketed, key=len)
+    names = list(dict.fromkeys(name for dims in groups for name in sizes.names_in(dims)))
+    lengths = {name for dims in groups if len(dims) == 1 for name in sizes.names_in(dims)}
+    equal = [name for name in names if {name, names[0]} <= lengths and known[name].hint == known[names[0]].hint]
+    return equal or names[:1]
+
+
+def _elements(bucketed: Iterable[Iterable[str]], sizes: Sizes) -> int:
+    return math.prod(sizes[name] for names in bucketed for name in names)
+
+
+def _around(symbols: Sequence[Any]) -> list[int]:
+    """Powers of two in the range of symbols that were traced with one size, the nearest to that first."""
+    lower = max(symbol.lower for symbol in symbols)
+    upper = min(POWERS[-1] if symbol.upper is None else symbol.upper for symbol in symbols)
+    inside, hint = [size for size in POWERS if lower <= size <= upper], symbols[0].hint
+    return sorted(inside or [hint], key=lambda size: abs(math.log2(size / max(hint, 1))))
