@@ -486,7 +486,7 @@ def test_a_path_of_another_type_is_refused():
 def test_what_a_table_decides_is_not_measured(path, monkeypatch):
     measured: list[Any] = []
     monkeypatch.setattr(
-        "lz_compile.tools.tuning.tune_match", lambda _m, _e, problem, *_: measured.append(problem) or problem
+        "lz_compile.compile.match_tuning.tune_match", lambda _m, _e, problem, *_: measured.append(problem) or problem
     )
     explained(64, dispatch_table=path, tune="on-miss")
     assert measured == []

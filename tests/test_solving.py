@@ -161,7 +161,7 @@ def test_what_was_never_measured_is_measured_within_the_budget(tmp_path, monkeyp
         seen.append((problem.context.dims["seq_len_q"], deadline - solving.time.perf_counter()))
         return problem
 
-    monkeypatch.setattr("lz_compile.tools.tuning.tune_match", tune_match)
+    monkeypatch.setattr("lz_compile.compile.match_tuning.tune_match", tune_match)
     given = {"shape_buckets": {"length": [16, 32]}, "dims": {"length": 2}}
     lz.solve(attention, *operands(8), **given, budget_s=1000)
     assert [length for length, _ in seen] == [16, 32]

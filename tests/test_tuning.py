@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lz_compile as lz
 from lz_compile.backend import layerzero
-from lz_compile.compile import measuring
+from lz_compile.compile import match_tuning, measuring
 from lz_compile.compile.measuring import is_measured, runnable
 from lz_compile.errors import UnknownOperationError
 from lz_compile.ground import events, health
@@ -430,7 +430,7 @@ def test_a_fault_of_measuring_breaks_no_compile(monkeypatch):
 
 @pytest.mark.usefixtures("eagerly")
 def test_dynamic_sizes_are_measured_at_powers_of_two_the_nearest_first(timed, monkeypatch):
-    monkeypatch.setattr(tuning, "MAX_ELEMENTS", 6 * 256 * 256)
+    monkeypatch.setattr(match_tuning, "MAX_ELEMENTS", 6 * 256 * 256)
     sizes: list[int] = []
     original = measuring.keep
 
@@ -453,7 +453,7 @@ def test_dynamic_sizes_are_measured_at_powers_of_two_the_nearest_first(timed, mo
 
 @pytest.mark.usefixtures("eagerly")
 def test_a_cache_of_dynamic_length_is_measured_at_powers_of_two_too(timed, monkeypatch):
-    monkeypatch.setattr(tuning, "MAX_ELEMENTS", 6 * 128)
+    monkeypatch.setattr(match_tuning, "MAX_ELEMENTS", 6 * 128)
     query, key, value = torch.randn(2, 3, 1, 16), *(torch.randn(2, 3, 40, 16) for _ in range(2))
     for each in (key, value):
         torch._dynamo.mark_dynamic(each, 2)
@@ -618,7 +618,7 @@ def test_training_and_dynamic_sizes_are_measured_as_inductor_compiles_them(monke
         return {name: Timing((1.0, 1.0)) for name in calls}
 
     monkeypatch.setattr(measuring, "measure", timings)
-    monkeypatch.setattr(tuning, "MAX_ELEMENTS", 1)
+    monkeypatch.setattr(match_tuning, "MAX_ELEMENTS", 1)
     model, mask = Grouped(checkpoints=True), torch.ones(2, 24, dtype=torch.bool)
     x = torch.randn(2, 24, 32, requires_grad=True)
     options = {**ON_MISS, "layerzero.tune_budget_s": 600.0}  # a loaded machine compiles slowly

@@ -265,7 +265,7 @@ class _Known:
 
 def _tune(matches: list[Match], effects: Effects, known: _Known, options: Options) -> None:
     """Measure what is not measured yet, each kind of match with its surroundings, while the budget lasts."""
-    from lz_compile.compile import tune_match as tuning
+    from lz_compile.compile import match_tuning
 
     deadline = time.perf_counter() + options.tune_budget_s
     for match in {known.key(match): match for match in reversed(matches)}.values():
@@ -274,10 +274,10 @@ def _tune(matches: list[Match], effects: Effects, known: _Known, options: Option
         try:
             problem = known.problem(match)
             is_decided = loaded_tables.covers(problem.context, problem.source_kernel, known.tables)
-            if is_decided or not tuning.may_differ(problem.context):
+            if is_decided or not match_tuning.may_differ(problem.context):
                 continue
             subject = match.kind if fusion is None else match
-            tuned = tuning.tune_match(subject, effects, problem, known.policy, deadline, fusion)
+            tuned = match_tuning.tune_match(subject, effects, problem, known.policy, deadline, fusion)
             known.problems[known.key(match)] = tuned
         except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
             fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error, options)
