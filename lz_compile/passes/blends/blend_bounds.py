@@ -19,7 +19,7 @@ from lz_compile.passes.activations import AT_LEAST, AT_MOST, BENDS, Rule
 from lz_compile.passes.algebra import Region, constant_value, number
 from lz_compile.passes.axes import Dims, LayoutError, broadcast_from, fresh, shape_of
 from lz_compile.passes.blends.blend_gate import is_zero
-from lz_compile.passes.effects import Effects
+from lz_compile.passes.effects import Effects, MutatedError
 from lz_compile.passes.view import Call, tensor_of
 
 Interval: TypeAlias = tuple[float, float]
@@ -100,7 +100,7 @@ def limits_of(effects: Effects, call: Call) -> Limits | None:
     region = Region(effects, expand_masks=True, stops=_AllBut(effects, call.node), functions=BENDS)
     try:
         inner = region.express(call.node, fresh(shape_of(tensor)))
-    except LayoutError:
+    except (LayoutError, MutatedError):
         return None
     low, high = EVERYWHERE
     while inner.func in (AT_LEAST, AT_MOST):
