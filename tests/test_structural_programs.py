@@ -420,6 +420,18 @@ for t in range(T):
 return h, h * b""",
         lock={"scan": "inductor"},
     ),
+    "a maximum of what is overwritten in place afterwards": program(
+        """
+x[:, 1:] = y[:, :-1]
+h = torch.zeros(B, D, dtype=x.dtype)
+for t in reversed(range(T)):
+    h = torch.maximum(h, h @ w.T).clone()
+    h[:, 0] = y[:, t - 1][:, 0]
+    x[:, t].mul_(h)
+return x, h""",
+        (2, 8, 1),
+        is_graded=False,
+    ),
     "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
 }
 

@@ -20,7 +20,7 @@ from lz_compile.passes.blend.gate import is_zero
 from lz_compile.passes.formula.activations import AT_LEAST, AT_MOST, BENDS, Rule
 from lz_compile.passes.formula.algebra import Region, constant_value, number
 from lz_compile.passes.formula.axes import Dims, LayoutError, broadcast_from, fresh
-from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of
 
 Interval: TypeAlias = tuple[float, float]
@@ -101,7 +101,7 @@ def limits_of(effects: Effects, call: Call) -> Limits | None:
     region = Region(effects, expand_masks=True, stops=_AllBut(effects, call.node), functions=BENDS)
     try:
         inner = region.express(call.node, fresh(shape_of(tensor)))
-    except LayoutError:
+    except (LayoutError, MutatedError):
         return None
     low, high = EVERYWHERE
     while inner.func in (AT_LEAST, AT_MOST):
