@@ -394,10 +394,7 @@ def forgetting(op: str, name: str) -> Callable[..., Any]:
     """The op's definition without one of its operands."""
     definition = ops.module(op).reference
 
-    def call(*operands: Any, **named: Any) -> Any:
-        if named:  # an op whose operands are none of its own class
-            return definition(*operands, **{**named, name: torch.zeros_like(named[name])})
-        x, attrs = operands
+    def call(x: Any, attrs: Any) -> Any:
         return definition(replace(x, **{name: torch.zeros_like(getattr(x, name))}), attrs)
 
     return call

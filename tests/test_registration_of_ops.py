@@ -15,12 +15,11 @@ import lz_compile as lz
 from lz_compile.errors import RegistrationError
 from lz_compile.ground import events, health
 from lz_compile.lowering import ops
-from lz_compile.lowering.operands import are_one
 from lz_compile.runtime.kernels.registry import KernelSpec, kernels
 from lz_compile.runtime.problem import context
 
 ID = "new.kernel"
-OPS = [op for op in ops.names() if are_one(ops.module(op))]
+OPS = ops.names()
 #: Sizes at which every op's sample is one that a graph's recogniser takes.
 SIZES = {"num_kv_heads": 2, "num_heads": 4, "rotary_dim": 8}
 

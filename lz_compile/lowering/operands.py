@@ -7,8 +7,7 @@ knows the classes as trees, so that whatever maps over tensors maps over them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -42,17 +41,6 @@ class Operands:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The operands that are tensors, without those that are not given."""
         return tuple(each for each in self.flat() if isinstance(each, torch.Tensor))
-
-
-def are_one(op: ModuleType) -> bool:
-    """Whether the operands of an op are one object, not yet given one by one."""
-    kind = getattr(op, "Operands", None)
-    return isinstance(kind, type) and issubclass(kind, Operands)
-
-
-def called(op: ModuleType, function: Callable[..., Any], given: Mapping[str, Any], attrs: Any) -> Any:
-    """A kernel of an op, or its reference, over operands by name."""
-    return function(op.Operands(**given), attrs) if are_one(op) else function(**given, attrs=attrs)
 
 
 @dataclass_transform(frozen_default=True)

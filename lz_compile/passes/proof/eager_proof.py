@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -22,7 +23,6 @@ from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.store import Store
 from lz_compile.lowering import ops
-from lz_compile.lowering.operands import called
 from lz_compile.lowering.ops import scan
 from lz_compile.passes.proof.agreement import TOLERANCE, compare
 from lz_compile.passes.proof.sides import ProofRun, is_same, run_kernel
@@ -178,13 +178,12 @@ class _Problem:
     def _case(self, total: Validation, name: str, operands: dict[str, Any], outside: Outside) -> Validation:
         call, module = self.kernel.call, ops.module(self.op)
         assert call is not None, f"{self.kernel.kernel_id} cannot be called eagerly"
-        ours = run_kernel(
-            self.kernel, self._devices, partial(self._run, partial(called, module, call), operands, outside)
-        )
+        definition = partial(_definition, module)
+        ours = run_kernel(self.kernel, self._devices, partial(self._run, call, operands, outside))
         wide = {key: _wide(each) for key, each in operands.items()}
         try:
-            given = self._run(partial(_definition, self.op), operands, outside)
-            truth = replace(self, attrs=_in_float64(self.attrs))._run(partial(_definition, self.op), wide)
+            given = self._run(definition, operands, outside)
+            truth = replace(self, attrs=_in_float64(self.attrs))._run(definition, wide)
         except Exception as error:
             raise _UndefinedError(f"{type(error).__name__}: {error}") from error
         found = replace(total, cases=total.cases + 1)
@@ -207,7 +206,7 @@ class _Problem:
             if isinstance(each, torch.Tensor) and each.requires_grad and self.needs_grad
         ]
         with nullcontext() if outside is None else outside.entered(), torch.set_grad_enabled(bool(leaves)):
-            found = call({name: each for name, each in given.items() if each is not None}, self.attrs)
+            found = call(ops.module(self.op).Operands(**given), self.attrs)
         outputs = [each for each in (found if isinstance(found, (tuple, list)) else [found]) if each is not None]
         values = [each.detach() for each in outputs]
         reached = [each for each in outputs if each.requires_grad]
@@ -255,12 +254,11 @@ def _varied(name: str, like: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _definition(op: str, operands: Mapping[str, Any], attrs: Any) -> Any:
+def _definition(op: ModuleType, x: Any, attrs: Any) -> Any:
     """The op's own, in parts where it can be too large for memory; rows without keys are those in which kernels differ."""
-    module = ops.module(op)
-    if op == "attention":
+    if hasattr(attrs, "masked_rows"):
         attrs = replace(attrs, masked_rows="nan")
-    return called(module, getattr(module, "reference_in_parts", module.reference), operands, attrs)
+    return getattr(op, "reference_in_parts", op.reference)(x, attrs)
 
 
 def _wide(value: Any) -> Any:

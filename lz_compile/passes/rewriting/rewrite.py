@@ -149,9 +149,7 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def emit(builder: Builder, match: Match, call: KernelCall, attributes: Attributes) -> Any:
     """Operands, kernel and result, over the tensors or proxies of ``builder``."""
-    operands = match.emitter.operands(builder)
-    value = call(operands, attributes) if not isinstance(operands, dict) else call(**operands, attrs=attributes)
-    return match.emitter.result(builder, value)
+    return match.emitter.result(builder, call(match.emitter.operands(builder), attributes))
 
 
 def _emit(

@@ -21,7 +21,6 @@ from lz_compile.errors import RegistrationError, nearest
 from lz_compile.lowering import ops
 from lz_compile.lowering.kernel_operator import Kernel, kernel_operator
 from lz_compile.lowering.kernels.attention import token_major
-from lz_compile.lowering.operands import are_one
 from lz_compile.lowering.ops import attention
 from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
 
@@ -84,8 +83,6 @@ class Form:
             ) from None
         needed = [each for each in parameters if each.default is each.empty and each.kind not in _VARIADIC]
         op = operation.partition(".")[0]
-        if not are_one(ops.module(op)) and is_traceable and "attrs" in (each.name for each in parameters):
-            return cls(kernel_id, operation, None, is_traceable)  # an op whose operands are still given one by one
         if [each.name for each in needed][1:] == ["attrs"] and all(each.kind in _POSITIONAL for each in needed):
             return cls(kernel_id, operation, None, is_traceable)
         if op != "attention" or "attrs" in (each.name for each in parameters):
@@ -143,7 +140,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _about_form(op: str, function: Callable[..., Any]) -> str:
-    names = ", ".join(f"x.{name}" for name in ops.module(op).Operands.names) if are_one(ops.module(op)) else "..."
+    names = ", ".join(f"x.{name}" for name in ops.module(op).Operands.names)
     other = ", or def kernel(q, k, v, scale=None, causal=True, attn_mask=None, ...)" if op == "attention" else ""
     received = f"def kernel{inspect.signature(function)}"
     return (
