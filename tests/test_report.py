@@ -611,7 +611,7 @@ def test_every_error_is_public():
     }
     assert classes <= set(lz_compile.__all__)
     assert all(issubclass(getattr(lz_compile, name), lz_compile.LayerZeroError) for name in classes)
-    documented = (ROOT / "docs" / "asking_why.md").read_text()
+    documented = (ROOT / "docs" / "explaining.md").read_text()
     assert {name for name in classes if f"`{name}`" not in documented} == set()
 
 
