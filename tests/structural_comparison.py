@@ -15,10 +15,18 @@ _TIMES, _ROUNDING = 4.0, 0.05
 
 @dataclass(frozen=True)
 class Open:
-    """What may differ: what infinities add up to, as that depends on the order of a sum, and what is given for eager's NaN."""
+    """What may differ: what infinities add up to, as that depends on the order of a sum, and what is given for eager's NaN.
+
+    ``nan_gradients``: the latter in gradients alone.
+    """
 
     sums: bool = False
     nan: bool = False
+    nan_gradients: bool = False
+
+    def in_gradients(self) -> Open:
+        """What may differ there, all of which are sums."""
+        return Open(sums=True, nan=self.nan or self.nan_gradients)
 
 
 def tolerance_of(text: str) -> float:
