@@ -138,10 +138,8 @@ def test_a_compiled_call_is_the_same(arm):
     problem = Problem(arm, "rollout")
     operands, attrs = problem.operands(torch.float32), problem.attrs(torch.float32)
 
-    def call(attrs, **operands):
-        given = [operands.get(name) for name in Operands.names]
-        assert len(given) == 14
-        return OPS.triton_routing.default(*given, attrs) * 2.0
+    def call(x, attrs):
+        return OPS.triton_routing.default(*x.flat(), attrs) * 2.0
 
     step = torch.compile(call, backend="aot_eager", fullgraph=True)
     found, wanted = (with_gradients(each, operands, encode(attrs)) for each in (step, call))

@@ -22,6 +22,9 @@ from typing import Any
 
 import torch
 
+from lz_compile.lowering import operands as base
+from lz_compile.lowering.operands import operands
+
 LAYOUT = "N"
 EXACT_DIMS = ()
 BUCKETED_DIMS = (("num_elements",),)
@@ -50,8 +53,20 @@ class SoftplusFacts:
     needs_grad: bool = False
 
 
-def reference(input: torch.Tensor, *, attrs: SoftplusAttrs) -> torch.Tensor:
-    return torch.log1p(torch.exp(input)).to(attrs.out_dtype)
+Attributes = SoftplusAttrs
+
+
+@operands
+class Operands(base.Operands):
+    input: torch.Tensor
+
+
+def fake(x: Operands, attrs: SoftplusAttrs) -> torch.Tensor:
+    return torch.empty_like(x.input, dtype=attrs.out_dtype)
+
+
+def reference(x: Operands, attrs: SoftplusAttrs) -> torch.Tensor:
+    return torch.log1p(torch.exp(x.input)).to(attrs.out_dtype)
 
 
 def features(attrs: SoftplusAttrs, facts: SoftplusFacts) -> dict[str, str]:
@@ -65,9 +80,10 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from lz_compile.lowering.ops.softplus import SoftplusAttrs, SoftplusFacts
+from lz_compile.ground.sizes import product, shape_of
+from lz_compile.lowering.ops.softplus import Operands, SoftplusAttrs, SoftplusFacts
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import axes_of, fresh, product, shape_of
+from lz_compile.passes.formula.axes import axes_of, fresh
 from lz_compile.passes.graph.core import find_core
 from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
@@ -81,7 +97,7 @@ class Emitter:
     attrs: SoftplusAttrs
 
     def operands(self, builder):
-        return {"input": builder.value(self.source)}
+        return Operands(builder.value(self.source))
 
     def result(self, builder, value):
         return value
@@ -144,8 +160,8 @@ KERNEL = '''
 import torch.nn.functional as F
 
 
-def softplus(input, *, attrs):
-    return F.softplus(input).to(attrs.out_dtype)
+def softplus(x, attrs):
+    return F.softplus(x.input).to(attrs.out_dtype)
 '''
 
 DESCRIPTOR: dict[str, Any] = {
@@ -219,9 +235,11 @@ def package(tmp_path: Path) -> Path:
     source, copy = Path(lz_compile.__file__).parent, tmp_path / "lz_compile"
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "lowering/ops/softplus.py").write_text(OP)
-    (copy / "passes/patterns/softplus.py").write_text(RECOGNISER)
-    (copy / "lowering/kernels/torch_softplus.py").write_text(KERNEL)
-    (copy / "lowering/kernels/torch_softplus.json").write_text(json.dumps(DESCRIPTOR))
+    for room in ("passes/softplus", "lowering/kernels/softplus"):
+        (copy / room).mkdir()
+    (copy / "passes/softplus/recogniser.py").write_text(RECOGNISER)
+    (copy / "lowering/kernels/softplus/torch_softplus.py").write_text(KERNEL)
+    (copy / "lowering/kernels/softplus/torch_softplus.json").write_text(json.dumps(DESCRIPTOR))
     return tmp_path
 
 

@@ -551,8 +551,8 @@ def test_a_compile_tells_of_a_lock_that_cannot_be_followed_and_rewrites_with_the
 def test_a_kernel_that_proves_wrong_gives_way_to_the_next(monkeypatch):
     found = registry.kernels("attention")
 
-    def wrong(query, key, value, **options):
-        return found["torch.sdpa"].call(query, key, value, **options) * 1.5
+    def wrong(x, attrs):
+        return found["torch.sdpa"].call(x, attrs) * 1.5
 
     def listed(slower: float):
         specs = {

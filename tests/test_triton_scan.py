@@ -73,7 +73,7 @@ _COMPILED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gradients.pass_on": ("scan.triton_chunks", "wwwwwiiii", {**_PASS, "HAS_WRITTEN": False, "IS_BACK": True}),
     "diagonal.pass_on": ("scan.triton_chunks", "wwwwwiiii", {**_PASS, "HAS_READING": False, "PRECISION": "ieee"}),
     "diagonal_gradients.pass_on": (
-        "scan_chunks",
+        "scan.triton_chunks",
         "wwwwwiiii",
         {**_PASS, "HAS_READING": False, "HAS_WRITTEN": False, "IS_BACK": True, "TOTAL_K": False},
     ),

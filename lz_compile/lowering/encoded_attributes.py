@@ -20,6 +20,10 @@ def encode(attrs: Any) -> str:
     return json.dumps(asdict(attrs), default=str)
 
 
+# Dynamo cannot trace ``json``. As ``torch.compiler.assume_constant_result`` does, which would import Dynamo and Triton.
+vars(encode)["_dynamo_marked_constant"] = True
+
+
 @lru_cache(maxsize=1024)
 def decode(kind: type[Attributes], text: str) -> Attributes:
     """The inverse of :func:`encode`."""
