@@ -291,6 +291,6 @@ def test_the_module_is_a_program(tmp_path):
 
 def test_help_imports_no_torch(tmp_path):
     given = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code = "import sys; from lz_compile.tools.command_arguments import parser; import lz_compile.command_line; print('torch' in sys.modules)"
+    code = "import sys; from lz_compile.tools.command_arguments import parser; import lz_compile.tools.command_line; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"

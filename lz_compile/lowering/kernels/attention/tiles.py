@@ -1,4 +1,4 @@
-"""Tiles of attention scores: which there are, and what is done to one; ``kernels/tiled.py`` goes through them.
+"""Tiles of attention scores: which there are, and what is done to one; ``tiled.py`` goes through them.
 
 A tile is some queries of the heads that share some key heads, and the keys that these queries may see. Its tensors are
 
