@@ -18,7 +18,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.blocks import Blocks, Missed
 from lz_compile.passes.attention.mixed_heads import mixed_scores
-from lz_compile.passes.attention.near_misses import has_scores, unread
+from lz_compile.passes.attention.near_misses import OUT_OF_PLACE, has_scores, unread
 from lz_compile.passes.attention.roles import assign_roles
 from lz_compile.passes.attention.sdpa_call import match_sdpa_call
 from lz_compile.passes.attention.weights import is_weight
@@ -32,8 +32,8 @@ from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.proven_masks import simplify
 from lz_compile.passes.masks.reading import Masks
-from lz_compile.passes.rewriting.builder import EMITTED
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.rewriting.driver import Driver, Found, refusal_of
+from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 from lz_compile.passes.rewriting.twins import Twins
 
 OP = "attention"
@@ -43,42 +43,33 @@ _LAST = contraction.PRODUCTS | {"sum", "scaled_dot_product_attention"}
 _SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
     """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
-    covered: set[fx.Node] = set()
     missed: list[Missed] = []
-    twins, masks = Twins(effects), Masks(effects)
-    for node in graph.nodes:
-        call = effects.calls[node]
-        if call is None or call.name not in _LAST or EMITTED in node.meta:
-            continue
-        tensor = tensor_of(node)
-        if tensor is None or 0 in shape_of(tensor):
-            continue
-        found = attempt(OP, node, _from_call, effects, call, twins, masks)
-        if isinstance(found, Match):
-            covered.update(found.core)
+    driver, twins, masks = Driver(OP), Twins(effects), Masks(effects)
+
+    def once(node: fx.Node) -> Match | NearMiss | None:
+        return twins.read((node,), lambda: _read_unless_reshaped(effects, node, masks))
+
+    for found in driver.walk(graph.nodes, lambda node: _may_be_last(effects, node), once):
         if isinstance(found, NearMiss):
-            missed.append(Missed(found, frozenset(_softmaxes_behind(effects, node))))
-        elif found is not None:
+            missed.append(Missed(found, frozenset(_softmaxes_behind(effects, found.node))))
+        else:
             yield found
     told = Blocks(effects).told(missed)
     yield from told
-    covered.update(*(each.softmaxes for each in missed), *(miss.pieces for miss in told))
-    yield from unread(OP, graph, effects, covered)
+    driver.covered.update(*(each.softmaxes for each in missed), *(miss.pieces for miss in told))
+    yield from unread(OP, graph, effects, driver.covered)
 
 
-def _from_call(effects: Effects, call: Call, twins: Twins, masks: Masks) -> Match | NearMiss | None:
-    found: Match | NearMiss | None = twins.find(call.node)
-    if found is None:
-        with twins.watch() as look:
-            found = _read_unless_reshaped(effects, call, masks)
-        if isinstance(found, Match):
-            twins.remember(found, call.node, look)
-    return found
+def _may_be_last(effects: Effects, node: fx.Node) -> bool:
+    call, tensor = effects.calls[node], tensor_of(node)
+    return call is not None and call.name in _LAST and tensor is not None and 0 not in shape_of(tensor)
 
 
-def _read_unless_reshaped(effects: Effects, call: Call, masks: Masks) -> Match | NearMiss | None:
+def _read_unless_reshaped(effects: Effects, node: fx.Node, masks: Masks) -> Match | NearMiss | None:
+    call = effects.calls[node]
+    assert call is not None, "an anchor is a call"
     reshaped = effects.reshaped_after_read(_behind(effects, call.node), call.node)
     if reshaped is not None:
         return _reshaped(effects, call, *reshaped)
@@ -98,9 +89,9 @@ def _read(effects: Effects, call: Call, masks: Masks) -> Match | NearMiss | None
         try:
             found = _Reader(region, call, masks).match()
         except RefusedError as refusal:
-            refused = refused or NearMiss(OP, call.node, refusal.reason, refusal.edit, where_of(call.node))
+            refused = refused or NearMiss.of(OP, call.node, refusal)
         except MutatedError as error:
-            return NearMiss(OP, call.node, *_mutated(error), where_of(call.node))
+            return NearMiss.of(OP, call.node, refusal_of(error, OUT_OF_PLACE))
         except LayoutError as error:
             return refused or _unclear(region, call, error)
         else:
@@ -145,11 +136,6 @@ def _behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
         if products <= 2:
             queue.extend((operand, products) for operand in current.all_input_nodes)
     return found
-
-
-def _mutated(error: MutatedError) -> tuple[Reason, str]:
-    refusal = RefusedError("OPERAND_MUTATED", f"a value is {error}", "use the out-of-place form of that operation")
-    return refusal.reason, refusal.edit
 
 
 @dataclass

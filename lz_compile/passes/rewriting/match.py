@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx
@@ -146,6 +146,15 @@ class Match:
         return replace(self, attributes=self.attributes.assuming_finite(), rows={}, dropped={}, selecting=frozenset())
 
 
+class RefusedError(Exception):
+    """Raised inside a recogniser where it gives up on an anchor; becomes a :class:`NearMiss`."""
+
+    def __init__(self, code: str, message: str, edit: str) -> None:
+        super().__init__(message)
+        self.reason = Reason(code, message)
+        self.edit = edit
+
+
 @dataclass(frozen=True)
 class NearMiss:
     """A subgraph with the op's anchor that was refused, and the smallest edit that would make it match.
@@ -162,6 +171,11 @@ class NearMiss:
     pieces: frozenset[fx.Node] = frozenset()
     is_whole: bool = False
 
+    @classmethod
+    def of(cls, op: str, node: fx.Node, refusal: RefusedError, edit: str | None = None) -> NearMiss:
+        """What was refused at ``node``; with an edit of one's own."""
+        return cls(op, node, refusal.reason, refusal.edit if edit is None else edit, where_of(node))
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -170,23 +184,3 @@ class Failure:
     op: str
     where: str
     error: Exception
-
-
-Found = TypeVar("Found")
-
-
-def attempt(op: str, anchor: fx.Node, read: Callable[..., Found], *arguments: Any) -> Found | Failure:
-    """What ``read`` gives of an anchor; whatever it raises, as a failure of this anchor alone."""
-    try:
-        return read(*arguments)
-    except Exception as error:  # noqa: BLE001 the pipeline makes an event of it, or raises it where that is wanted
-        return Failure(op, where_of(anchor), error)
-
-
-class RefusedError(Exception):
-    """Raised inside a recogniser where it gives up on an anchor; becomes a :class:`NearMiss`."""
-
-    def __init__(self, code: str, message: str, edit: str) -> None:
-        super().__init__(message)
-        self.reason = Reason(code, message)
-        self.edit = edit

@@ -7,24 +7,15 @@ from collections.abc import Callable, Iterator
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import where_of
-from lz_compile.passes.rewriting.builder import EMITTED
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.rewriting.driver import Driver, Found
+from lz_compile.passes.rewriting.match import Match
 
 
-def op_calls(
-    op: str, graph: fx.Graph, effects: Effects, match: Callable[[fx.Node, Effects], Match]
-) -> Iterator[Match | NearMiss | Failure]:
+def op_calls(op: str, graph: fx.Graph, effects: Effects, match: Callable[[fx.Node, Effects], Match]) -> Iterator[Found]:
     """Every call of ``layerzero::<op>`` that somebody reads, as ``match`` has it, and what it refuses."""
 
-    def found(node: fx.Node) -> Match | NearMiss:
-        try:
-            return match(node, effects)
-        except RefusedError as refusal:
-            return NearMiss(op, node, refusal.reason, refusal.edit, where_of(node))
-
-    for node in graph.nodes:
+    def is_own(node: fx.Node) -> bool:
         packet = getattr(node.target, "overloadpacket", node.target) if node.op == "call_function" else None
-        is_own = getattr(packet, "_qualified_op_name", "") == f"layerzero::{op}"
-        if is_own and node.users and EMITTED not in node.meta:
-            yield attempt(op, node, found, node)
+        return bool(node.users) and getattr(packet, "_qualified_op_name", "") == f"layerzero::{op}"
+
+    return Driver(op).walk(graph.nodes, is_own, lambda node: match(node, effects))

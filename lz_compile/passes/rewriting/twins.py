@@ -7,8 +7,7 @@ same number of others. What was not looked at cannot have made a difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -21,7 +20,7 @@ from lz_compile.lowering import inductor
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.view import value_of, where_of
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Match, NearMiss
 
 
 @dataclass(frozen=True)
@@ -38,19 +37,30 @@ class Twins:
         self._prototypes: list[_Prototype] = []
         self._signatures: dict[fx.Node, Any] = {}
 
-    @contextmanager
-    def watch(self) -> Iterator[Look]:
-        """Note what a recogniser looks at."""
+    def read(
+        self,
+        anchors: Sequence[fx.Node],
+        read: Callable[[], Match | NearMiss | None],
+        accepts: Callable[[Match], bool] = lambda _twin: True,
+    ) -> Match | NearMiss | None:
+        """The first twin that one of ``anchors`` gives and ``accepts`` takes, or what ``read`` gives, which is remembered."""
+        for anchor in anchors:
+            twin = self._find(anchor)
+            if twin is not None and accepts(twin):
+                return twin
         with self._effects.watched() as look:
-            yield look
+            found = read()
+        if isinstance(found, Match) and found.output in anchors:
+            self._remember(found, look)
+        return found
 
-    def remember(self, match: Match, anchor: fx.Node, look: Look) -> None:
-        """A match that was read from ``anchor`` by looking at ``look``."""
-        if match.output is anchor and not self._effects.has_mutations:
-            look.nodes.add(anchor)
+    def _remember(self, match: Match, look: Look) -> None:
+        """A match that was read by looking at ``look``."""
+        if not self._effects.has_mutations:
+            look.nodes.add(match.output)
             self._prototypes.append(_Prototype(match, look))
 
-    def find(self, anchor: fx.Node) -> Match | None:
+    def _find(self, anchor: fx.Node) -> Match | None:
         """The match that ``anchor`` gives, if it is a twin of one that is known."""
         for prototype in self._prototypes:
             if prototype.match.output.target != anchor.target:

@@ -19,7 +19,8 @@ from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects, grad_enabled
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, NothingImplied, RefusedError
+from lz_compile.passes.rewriting.driver import Found
+from lz_compile.passes.rewriting.match import Match, NothingImplied, RefusedError
 from lz_compile.passes.rewriting.op_calls import op_calls
 
 _OP = "sampling"
@@ -34,7 +35,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 }
 
 
-def sampling_calls(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def sampling_calls(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
     """Every such call."""
     return op_calls(_OP, graph, effects, _match)
 

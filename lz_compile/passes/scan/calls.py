@@ -20,7 +20,8 @@ from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects, grad_enabled
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, NothingImplied, RefusedError
+from lz_compile.passes.rewriting.driver import Found
+from lz_compile.passes.rewriting.match import Match, NothingImplied, RefusedError
 from lz_compile.passes.rewriting.op_calls import op_calls
 
 _OP = "scan"
@@ -28,7 +29,7 @@ _ERASING = "S[k,v] <- decay S[k,v] + left[k] (right[v] - sum over k' of erase[k'
 _PLAIN = "S[k,v] <- decay S[k,v] + left[k] right[v] + drive[k,v]"
 
 
-def scan_calls(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def scan_calls(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
     """Every such call whose results are taken apart."""
     return op_calls(_OP, graph, effects, _match)
 

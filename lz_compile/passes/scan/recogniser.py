@@ -33,7 +33,8 @@ from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, is_fil
 from lz_compile.passes.loops.recurrence.text import text_of
 from lz_compile.passes.loops.recurrence.transition import Transition
 from lz_compile.passes.proof.special_values import may_be_special
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.rewriting.driver import Driver, Found
+from lz_compile.passes.rewriting.match import Match, RefusedError
 from lz_compile.passes.scan.calls import scan_calls
 from lz_compile.passes.scan.emitter import Given, ScanEmitter
 from lz_compile.passes.scan.reading import Readings
@@ -41,16 +42,13 @@ from lz_compile.passes.scan.reading import Readings
 OP = "scan"
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
     """Every scan in ``graph`` whose step has a structure that the op knows; of the others, why it has none."""
-    readings = Readings(follows_masks=False)
+    driver, readings = Driver(OP), Readings(follows_masks=False)
     checked: dict[int, Transition] = {}
-    for node in graph.nodes:
-        if node.target is not SCAN or not node.users:
-            continue
-        call = scan_call(node)
+    for call in (scan_call(node) for node in graph.nodes if node.target is SCAN and node.users):
         if call is not None:
-            yield attempt(OP, node, _found, call, effects, readings, checked)
+            yield from driver.at(call.node, _match, call, effects, readings, checked)
     yield from scan_calls(graph, effects)
     known: set[fx.Node] = set()
     for found in (*prefix_scans(graph, effects), *log_scans(graph, effects)):
@@ -59,14 +57,9 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | 
     yield from chunked_forms(graph, effects, known)
 
 
-def _found(call: ScanCall, effects: Effects, readings: Readings, checked: dict[int, Transition]) -> Match | NearMiss:
-    try:
-        return _match(call, effects, readings, checked)
-    except RefusedError as refusal:
-        return NearMiss(OP, call.node, refusal.reason, refusal.edit, where_of(call.node))
-
-
-def _match(call: ScanCall, effects: Effects, readings: Readings, checked: dict[int, Transition]) -> Match:
+def _match(
+    _anchor: fx.Node, call: ScanCall, effects: Effects, readings: Readings, checked: dict[int, Transition]
+) -> Match:
     """The match of one scan; ``checked`` are the transitions that were compared with their steps already, by identity.
 
     Raises:
