@@ -47,18 +47,6 @@ class Emitter(Protocol):
         """What an implied input holds at other sizes; ``given`` is a random tensor in its place."""
 
 
-class NothingImplied:
-    """The part of an emitter that every one has whose attributes say nothing about the values of inputs."""
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute")
-
-
 @dataclass(frozen=True)
 class Match:
     """A subgraph that computes ``op``.

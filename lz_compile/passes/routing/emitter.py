@@ -17,7 +17,8 @@ from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import Effects, grad_enabled
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
-from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.rewriting.emitter import TableEmitter
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.routing.cosine_mask import Cosine
 
 Run = tuple[Axis, ...]
@@ -69,7 +70,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class RoutingEmitter(NothingImplied):
+class RoutingEmitter(TableEmitter):
     """``op(x, vh, u, delta, a_q, b_q, ...)``; every operand is a product of tensors (the base: a sum).
 
     ``ties`` are axes that are others by another name: each product has its own for what it sums over. ``unread`` is what the
@@ -139,14 +140,10 @@ class RoutingEmitter(NothingImplied):
                 total = total + value if name == "base" else total * value
         return total
 
-    def result(self, builder: Builder, value: Any) -> Any:
-        """The kernel's ``[G, S, E]`` in the layout of the node that it replaces."""
-        places = self.places
-        return builder.restore(value, (places.rollouts, places.tokens, places.outputs), self.output_dims)
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> RoutingAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
+    @property
+    def groups(self) -> Groups:
+        """Rollouts, tokens and outputs."""
+        return (self.places.rollouts, self.places.tokens, self.places.outputs)
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""

@@ -6,7 +6,6 @@ Which kernel such a call selects by itself is not asked here, but where kernels 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from lz_compile.lowering.token_bits import WORD, word_count
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects, grad_enabled
 from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.driver import Found
-from lz_compile.passes.rewriting.match import Match, NothingImplied, RefusedError
-from lz_compile.passes.rewriting.op_calls import op_calls
+from lz_compile.passes.rewriting.match import Match, RefusedError
+from lz_compile.passes.rewriting.op_calls import CallEmitter, op_calls
 
 _OP = "sampling"
 #: Between what numbers operands are.
@@ -38,26 +36,6 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 def sampling_calls(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
     """Every such call."""
     return op_calls(_OP, graph, effects, _match)
-
-
-@dataclass(frozen=True)
-class SamplingCallEmitter(NothingImplied):
-    """Operands and result are in the op's canonical layout already."""
-
-    given: Mapping[str, fx.Node]
-    attrs: SamplingAttrs
-
-    def operands(self, builder: Builder) -> Operands:
-        """As they are."""
-        return Operands(**{name: builder.value(node) for name, node in self.given.items()})
-
-    def result(self, builder: Builder, value: Any) -> Any:
-        """As it is."""
-        return value
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> SamplingAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
 
 
 def _match(node: fx.Node, effects: Effects) -> Match:
@@ -93,7 +71,7 @@ def _match(node: fx.Node, effects: Effects) -> Match:
         output_dims=(axes.rows,) if attrs.result == "ids" else (axes.rows, axes.vocab),
         core=(node,),
         read={},
-        emitter=SamplingCallEmitter(given, attrs),
+        emitter=CallEmitter(given, attrs, Operands),
         ambient=ambient,
         where=where_of(node),
         fixed=axes.fixed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,8 @@ from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.graph.view import hint_of, is_symbolic, tensor_of, where_of
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.rewriting.emitter import TableEmitter
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.sampling.excerpt import Excerpt, Scores
 from lz_compile.passes.sampling.kept import Limit, Limits
 from lz_compile.passes.sampling.logit_processors import Part, Warps
@@ -27,7 +27,7 @@ Groups = tuple[tuple[Axis, ...], tuple[Axis, ...]]
 
 
 @dataclass(frozen=True)
-class SamplingEmitter(NothingImplied):
+class SamplingEmitter(TableEmitter):
     """``op(logits, bitmask, bias, temperature, top_k, top_p, min_p)`` over rows and tokens."""
 
     warps: Warps
@@ -152,10 +152,6 @@ class SamplingEmitter(NothingImplied):
             return restored
         dim = next(at for at, each in enumerate(self.output.dims) if self.output.vocab in each)
         return filled(self.found, builder, restored, dim)
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> SamplingAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
 
     def match(self, op: str, core: Core) -> Match:
         """The finished match."""

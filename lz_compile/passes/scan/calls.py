@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from lz_compile.lowering.ops.scan import DIMS, RESULTS, Operands, ScanAttrs
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects, grad_enabled
 from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.driver import Found
-from lz_compile.passes.rewriting.match import Match, NothingImplied, RefusedError
-from lz_compile.passes.rewriting.op_calls import op_calls
+from lz_compile.passes.rewriting.match import Match, RefusedError
+from lz_compile.passes.rewriting.op_calls import CallEmitter, op_calls
 
 _OP = "scan"
 _ERASING = "S[k,v] <- decay S[k,v] + left[k] (right[v] - sum over k' of erase[k'] S[k',v])"
@@ -32,28 +31,6 @@ _PLAIN = "S[k,v] <- decay S[k,v] + left[k] right[v] + drive[k,v]"
 def scan_calls(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
     """Every such call whose results are taken apart."""
     return op_calls(_OP, graph, effects, _match)
-
-
-@dataclass(frozen=True)
-class ScanCallEmitter(NothingImplied):
-    """Operands are in the op's canonical layout already; ``places`` are those of the outputs among its two results."""
-
-    given: Mapping[str, fx.Node]
-    places: tuple[int, ...]
-    attrs: ScanAttrs
-
-    def operands(self, builder: Builder) -> Operands:
-        """As they are."""
-        return Operands(**{name: builder.value(node) for name, node in self.given.items()})
-
-    def result(self, builder: Builder, value: Any) -> Any:
-        """Reads, last state, or both, as they are."""
-        found = tuple(value[place] for place in self.places)
-        return found if len(found) > 1 else found[0]
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
 
 
 def _match(node: fx.Node, effects: Effects) -> Match:
@@ -95,7 +72,7 @@ def _match(node: fx.Node, effects: Effects) -> Match:
         output_dims=dims[ordered[0]],
         core=(node, *ordered[1:], ordered[0]),
         read={},
-        emitter=ScanCallEmitter(given, tuple(outputs[each] for each in ordered), attrs),
+        emitter=CallEmitter(given, attrs, Operands, tuple(outputs[each] for each in ordered)),
         ambient=ambient,
         where=where_of(node),
         formula=f"{_ERASING if attrs.erases else _PLAIN}; y[q,v] = sum over k of query[q,k] S[k,v]",

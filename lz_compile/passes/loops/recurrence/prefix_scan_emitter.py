@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size, product
 from lz_compile.lowering.ops.scan import DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
-from lz_compile.passes.formula.algebra import is_constant
+from lz_compile.passes.formula.algebra import Leaf, is_constant
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.effects import Effects, grad_enabled
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
+from lz_compile.passes.rewriting.match import Match
 
 _Groups = tuple[tuple[Axis, ...], ...]
 
@@ -26,20 +26,24 @@ _GENTLE = 0.1
 
 
 @dataclass(frozen=True)
-class PrefixScanEmitter(NothingImplied):
+class PrefixScanEmitter(TableEmitter):
     """Every dimension but time is one of columns; ``dims`` are the axes of the result and of what goes in."""
+
+    kind: ClassVar = Operands
 
     scan: PrefixScan
     attrs: ScanAttrs
 
-    def operands(self, builder: Builder) -> Operands:
-        """``decay`` and ``drive`` ``[1, 1, T, 1, V]``."""
+    def table(self) -> dict[str, Cell]:
+        """``decay`` and ``drive`` ``[1, 1, T, 1, V]``, or their logarithms."""
         given = {"drive": self.scan.drive} | ({} if self.scan.decay is None else {"decay": self.scan.decay})
-        found = {
-            name: builder.arrange(builder.value(node), self.scan.dims[node], self._groups, expand=True)
-            for name, node in given.items()
+        return {
+            name: Cell(Leaf(node, self.scan.dims[node]), self._groups, is_whole=True) for name, node in given.items()
         }
-        x = Operands(**found)
+
+    def operands(self, builder: Builder) -> Any:
+        """Those of the table, from logarithms where the source has these."""
+        x = super().operands(builder)
         return x if self.scan.logs == "none" else _of_logs(x.decay, x.drive, are_sums=self.scan.logs == "sums")
 
     @property
@@ -58,10 +62,6 @@ class PrefixScanEmitter(NothingImplied):
     @property
     def _flat(self) -> Dims:
         return tuple(dim for dim in self.scan.dims[self.scan.output] if dim)
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
 
 
 def _of_logs(decay: Any, drive: Any, *, are_sums: bool) -> Operands:
