@@ -45,7 +45,7 @@ class Twins:
     ) -> Match | NearMiss | None:
         """The first twin that one of ``anchors`` gives and ``accepts`` takes, or what ``read`` gives, which is remembered."""
         for anchor in anchors:
-            twin = self._find(anchor)
+            twin = self.find(anchor)
             if twin is not None and accepts(twin):
                 return twin
         with self._effects.watched() as look:
@@ -60,7 +60,7 @@ class Twins:
             look.nodes.add(match.output)
             self._prototypes.append(_Prototype(match, look))
 
-    def _find(self, anchor: fx.Node) -> Match | None:
+    def find(self, anchor: fx.Node) -> Match | None:
         """The match that ``anchor`` gives, if it is a twin of one that is known."""
         for prototype in self._prototypes:
             if prototype.match.output.target != anchor.target:
