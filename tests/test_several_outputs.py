@@ -18,7 +18,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.proof.surroundings import surrounded
 from lz_compile.passes.proof.validate import forget, validate
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.rewriting.rewrite import Recipes, RewriteError, splice
 
 
@@ -65,25 +65,18 @@ def _captured(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphMo
 
 def _match(module: fx.GraphModule, core: list[fx.Node], outputs: list[fx.Node], sources: list[fx.Node]) -> Match:
     dims = {source: fresh(shape_of(tensor_of(source))) for source in sources}
-    fixed = frozenset(axis for each in dims.values() for axis in axes_of(each))
-    return Match(
-        op="norm",
-        attributes=_Attrs(),
-        facts=None,
-        inputs=dims,
-        operands={f"input{index}": source for index, source in enumerate(sources)},
-        fills={},
-        masks={},
+    pinned = frozenset(axis for each in dims.values() for axis in axes_of(each))
+    inputs = {source: Input(each) for source, each in dims.items()}
+    operands = {f"input{index}": source for index, source in enumerate(sources)}
+    site = Site(
         output=outputs[0],
         output_dims=fresh(shape_of(tensor_of(outputs[0]))),
         core=tuple(core),
-        read={},
-        emitter=_Emitter(tuple(sources)),
         ambient=Effects(module.graph).ambient(outputs[0]),
         where="here",
-        also=tuple(outputs[1:]),
-        fixed=fixed,
+        extra_outputs=tuple(outputs[1:]),
     )
+    return Match("norm", site, Found(_Attrs(), None, inputs, operands, _Emitter(tuple(sources))), Trial(pinned=pinned))
 
 
 def _waves(x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +137,8 @@ def test_all_outputs_are_replaced_where_the_first_was() -> None:
 def test_what_is_computed_after_the_first_output_cannot_be_read() -> None:
     module, match = _found()
     doubled = next(node for node in module.graph.nodes if node.name == "c")
-    late = replace(match, inputs={**match.inputs, doubled: match.output_dims})
+    inputs = {**match.found.inputs, doubled: Input(match.output_dims)}
+    late = replace(match, found=replace(match.found, inputs=inputs))
     before = str(module.graph)
     with pytest.raises(RewriteError, match="c is computed after"):
         splice(module.graph, late, _both, Recipes())

@@ -36,4 +36,5 @@ def with_own_kernel(match: Match) -> Match:
         facts = replace(match.facts, num_rows=rows, vocab_size=vocab)
     kernel = eager.kernel_for(match.op, match.attributes, facts, device)
     own = ops.module(match.op).EAGER_KERNEL
-    return replace(match, source_kernel=own if kernel is None or kernel.call is None else kernel.kernel_id)
+    name = own if kernel is None or kernel.call is None else kernel.kernel_id
+    return replace(match, found=replace(match.found, source_kernel=name))

@@ -13,9 +13,9 @@ from pathlib import Path
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.rewriting.driver import Found
+from lz_compile.passes.rewriting.driver import Outcome
 
-Recogniser = Callable[[fx.Graph, Effects], Iterator[Found]]
+Recogniser = Callable[[fx.Graph, Effects], Iterator[Outcome]]
 
 
 @cache

@@ -32,7 +32,7 @@ from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.proven_masks import simplify
 from lz_compile.passes.masks.reading import Masks
-from lz_compile.passes.rewriting.driver import Driver, Found, refusal_of
+from lz_compile.passes.rewriting.driver import Driver, Outcome, refusal_of
 from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 from lz_compile.passes.rewriting.twins import Twins
 
@@ -43,7 +43,7 @@ _LAST = contraction.PRODUCTS | {"sum", "scaled_dot_product_attention"}
 _SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
     missed: list[Missed] = []
     driver, twins, masks = Driver(OP), Twins(effects), Masks(effects)

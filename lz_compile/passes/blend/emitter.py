@@ -18,10 +18,10 @@ from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
 Run = tuple[Axis, ...]
 _LARGE = 8192
@@ -208,23 +208,13 @@ def _match(
     read: Mapping[fx.Node, Dims],
     logits: Logits | None,
 ) -> Match:
+    classes = atoms(logits.classes) if logits is not None and logits.is_spelled else ()
+    known = {node: Input(dims) for node, dims in inputs.items()}
     return Match(
-        op=op,
-        attributes=emitter.attrs,
-        facts=facts,
-        inputs=inputs,
-        operands=operands,
-        fills={},
-        masks={},
-        output=emitter.output,
-        output_dims=emitter.output_dims,
-        core=core.nodes,
-        read=dict(read),
-        emitter=emitter,
-        ambient=core.ambient,
-        where=where_of(emitter.output),
-        masked_rows_count=False,
-        fixed=frozenset(atoms(logits.classes)) if logits is not None and logits.is_spelled else frozenset(),
+        op,
+        Site.of(core, emitter.output_dims, read),
+        Found(emitter.attrs, facts, known, operands, emitter),
+        Trial(pinned=frozenset(classes), masked_rows_count=False),
     )
 
 

@@ -21,7 +21,7 @@ from lz_compile.passes.formula.algebra import is_cast, is_pointwise
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.rewriting.driver import Driver, Found
+from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 
 OP = "blend"
@@ -31,7 +31,7 @@ _MARGINS = frozenset({"sub", "rsub", "add", "neg"})
 _REACH = 64
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every blend in ``graph``, every margin of no blend, and every blend that was refused, with the reason."""
     ranks = Ranks(effects) if has_ranks(effects) else None
     reader = _Reader(effects, Forms.of(effects, ranks))

@@ -22,7 +22,7 @@ from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.mlp.joint import operands_of, with_values
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.emitter import TableEmitter
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site
 
 
 @dataclass(frozen=True)
@@ -145,20 +145,18 @@ def _match(
     region: Region,
 ) -> Match:
     read, total = next(iter(chain)), next(iter(reversed(chain)))
+    inputs = {leaf.node: Input(leaf.dims) for leaf in summands}
+    operands = dict(zip(("input", RESIDUAL), (leaf.node for leaf in summands), strict=True))
     return Match(
-        op=RESIDUAL,
-        attributes=SumAttributes(),
-        facts=reader.facts,
-        inputs={leaf.node: leaf.dims for leaf in summands},
-        operands=dict(zip(("input", RESIDUAL), (leaf.node for leaf in summands), strict=True)),
-        fills={},
-        masks={},
-        output=read,
-        output_dims=chain[read],
-        core=tuple(reversed(chain)),
-        read={**region.interior, **chain},
-        emitter=SumEmitter(reader, name, summands, chain),
-        ambient=effects.ambient(total),
-        where=where_of(total),
-        also=tuple(chain)[1:],
+        RESIDUAL,
+        Site(
+            output=read,
+            output_dims=chain[read],
+            core=tuple(reversed(chain)),
+            ambient=effects.ambient(total),
+            where=where_of(total),
+            read={**region.interior, **chain},
+            extra_outputs=tuple(chain)[1:],
+        ),
+        Found(SumAttributes(), reader.facts, inputs, operands, SumEmitter(reader, name, summands, chain)),
     )

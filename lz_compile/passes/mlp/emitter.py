@@ -19,11 +19,11 @@ from lz_compile.passes.formula.algebra import Leaf, constant_value, is_cast
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import Effects, grad_enabled
-from lz_compile.passes.graph.view import memory_of, read, tensor_of, where_of
+from lz_compile.passes.graph.view import memory_of, read, tensor_of
 from lz_compile.passes.mlp.gated_form import Form
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
 #: Numbers beyond this are no bounds that are met.
 _LARGEST = 1e6
@@ -93,35 +93,24 @@ class MlpEmitter(TableEmitter):
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
-        inputs = {leaf.node: leaf.dims for leaf in self.leaves.values()}
+        rows = self._rows()
+        inputs = {leaf.node: Input(leaf.dims, rows=rows.get(leaf.node, ())) for leaf in self.leaves.values()}
         tensors = [tensor_of(node) for node in inputs]
         gate = self.leaves["gate"].node
+        facts = MlpFacts(
+            num_rows=product(axis.size for axis in self.rows),
+            intermediate_size=product(axis.size for axis in self.hidden),
+            dtype=tensor_of(gate).dtype,  # type: ignore[union-attr]
+            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
+            needs_grad=grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors),
+        )
+        operands = {name: leaf.node for name, leaf in self.leaves.items() if not name.endswith("bias")}
+        magnitudes = () if self.attrs.limit is None else (2 * self.attrs.limit,)
         return Match(
-            op=op,
-            attributes=self.attrs,
-            facts=MlpFacts(
-                num_rows=product(axis.size for axis in self.rows),
-                intermediate_size=product(axis.size for axis in self.hidden),
-                dtype=tensor_of(gate).dtype,  # type: ignore[union-attr]
-                device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
-                needs_grad=grad_enabled(core.ambient)
-                and any(each is not None and each.requires_grad for each in tensors),
-            ),
-            inputs=inputs,
-            operands={name: leaf.node for name, leaf in self.leaves.items() if not name.endswith("bias")},
-            fills={},
-            masks={},
-            output=self.output,
-            output_dims=self.output_dims,
-            core=core.nodes,
-            read=dict(read),
-            emitter=self,
-            ambient=core.ambient,
-            where=where_of(self.output),
-            masked_rows_count=False,
-            rows=self._rows(),
-            magnitudes=() if self.attrs.limit is None else (2 * self.attrs.limit,),
-            points=_corners(core),
+            op,
+            Site.of(core, self.output_dims, read),
+            Found(self.attrs, facts, inputs, operands, self),
+            Trial(magnitudes=magnitudes, points=_corners(core), masked_rows_count=False),
         )
 
     def _rows(self) -> dict[fx.Node, tuple[Axis, ...]]:

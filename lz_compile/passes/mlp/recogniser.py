@@ -17,14 +17,14 @@ from lz_compile.passes.formula.projections import Supports, projection
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.mlp.gated_reading import read_activation, read_halves
-from lz_compile.passes.rewriting.driver import Driver, Found
+from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 from lz_compile.passes.rewriting.twins import Twins
 
 OP = "mlp"
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every activation of an MLP in ``graph``, and every product that looks like a gated one's, with the reason."""
     missed: set[fx.Node] = set()
     reader = _Reader(effects, Supports(effects), Twins(effects))

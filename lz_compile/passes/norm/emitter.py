@@ -19,10 +19,10 @@ from lz_compile.passes.formula.moments import CALLS, Moments
 from lz_compile.passes.formula.normal_form import NormalForm
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
 
 @dataclass(frozen=True)
@@ -129,37 +129,26 @@ class NormEmitter(TableEmitter):
 
     def match(self, op: str, core: Core) -> Match:
         """The finished match."""
-        inputs = self.edge()
+        inputs = {node: Input(dims) for node, dims in self.edge().items()}
         tensors = [tensor_of(node) for node in inputs]
         needs_grad = grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors)
         source_dtype = tensor_of(self.source.node).dtype  # type: ignore[union-attr]
         eps = math.sqrt(self.attrs.eps) if self.attrs.eps_at == "inside" else self.attrs.eps
         tiny = max(torch.finfo(source_dtype).tiny, torch.finfo(self.attrs.compute_dtype).tiny ** 0.5)
+        facts = NormFacts(
+            num_rows=product(axis.size for axis in self.rows),
+            hidden_size=product(axis.size for axis in self.hidden),
+            dtype=source_dtype,
+            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
+            needs_grad=needs_grad,
+        )
+        own = "torch.norm" if self._is_one_call(core) else None
+        magnitudes = (eps,) if eps > tiny else ()
         return Match(
-            op=op,
-            attributes=self.attrs,
-            facts=NormFacts(
-                num_rows=product(axis.size for axis in self.rows),
-                hidden_size=product(axis.size for axis in self.hidden),
-                dtype=source_dtype,
-                device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
-                needs_grad=needs_grad,
-            ),
-            inputs=inputs,
-            operands={"input": self.source.node},
-            fills={},
-            masks={},
-            output=self.output,
-            output_dims=self.output_dims,
-            core=core.nodes,
-            read=dict(self.region.interior),
-            emitter=self,
-            ambient=core.ambient,
-            where=where_of(self.output),
-            source_kernel="torch.norm" if self._is_one_call(core) else None,
-            masked_rows_count=False,
-            fixed=frozenset(self.hidden),
-            magnitudes=(eps,) if eps > tiny else (),
+            op,
+            Site.of(core, self.output_dims, self.region.interior),
+            Found(self.attrs, facts, inputs, {"input": self.source.node}, self, source_kernel=own),
+            Trial(pinned=frozenset(self.hidden), magnitudes=magnitudes, masked_rows_count=False),
         )
 
 

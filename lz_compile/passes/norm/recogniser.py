@@ -23,7 +23,7 @@ from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.norm.emitter import NormEmitter
 from lz_compile.passes.norm.search import is_worth_reading, results_of, sources
-from lz_compile.passes.rewriting.driver import Driver, Found, refusal_of
+from lz_compile.passes.rewriting.driver import Driver, Outcome, refusal_of
 from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 from lz_compile.passes.rewriting.twins import Twins
 
@@ -32,7 +32,7 @@ OP = "norm"
 _OF_WEIGHTS = frozenset({sympy.exp, sympy.log, sympy.tanh})
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every normalisation of rows in ``graph``, and every statistic that looks like one's, with the reason."""
     missed: list[NearMiss] = []
     driver, stack = Driver(OP), _Stack(effects, Twins(effects))

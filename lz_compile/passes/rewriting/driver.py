@@ -14,7 +14,7 @@ from lz_compile.passes.graph.view import where_of
 from lz_compile.passes.rewriting.builder import EMITTED
 from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError
 
-Found = Match | NearMiss | Failure
+Outcome = Match | NearMiss | Failure
 
 
 def always(_anchor: fx.Node, _refusal: RefusedError) -> bool:
@@ -47,15 +47,15 @@ class Driver:
         nodes: Iterable[fx.Node],
         is_anchor: Callable[[fx.Node], bool],
         read: Callable[[fx.Node], Match | NearMiss | None],
-    ) -> Iterator[Found]:
+    ) -> Iterator[Outcome]:
         """What every anchor among ``nodes`` is; what kernels emitted is none."""
         for node in nodes:
             if node not in self.covered and EMITTED not in node.meta and is_anchor(node):
                 yield from self.at(node, read)
 
-    def at(self, anchor: fx.Node, read: Callable[..., Match | NearMiss | None], *arguments: Any) -> Iterator[Found]:
+    def at(self, anchor: fx.Node, read: Callable[..., Match | NearMiss | None], *arguments: Any) -> Iterator[Outcome]:
         """What ``read(anchor, *arguments)`` says that one anchor is."""
-        found: Found | None
+        found: Outcome | None
         try:
             found = read(anchor, *arguments)
         except (RefusedError, MutatedError) as error:

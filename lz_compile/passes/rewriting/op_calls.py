@@ -11,7 +11,7 @@ from torch import fx
 from lz_compile.lowering.operands import Operands
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.driver import Driver, Found
+from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.emitter import TableEmitter
 from lz_compile.passes.rewriting.match import Match
 
@@ -37,7 +37,9 @@ class CallEmitter(TableEmitter):
         return found if len(found) > 1 else found[0]
 
 
-def op_calls(op: str, graph: fx.Graph, effects: Effects, match: Callable[[fx.Node, Effects], Match]) -> Iterator[Found]:
+def op_calls(
+    op: str, graph: fx.Graph, effects: Effects, match: Callable[[fx.Node, Effects], Match]
+) -> Iterator[Outcome]:
     """Every call of ``layerzero::<op>`` that somebody reads, as ``match`` has it, and what it refuses."""
 
     def is_own(node: fx.Node) -> bool:

@@ -19,10 +19,10 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.graph.places import Still, affine, has_still
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.emitter import TableEmitter
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.rope.rotations import Rotation, Table, moving
 
 _PRODUCTS = frozenset({"mul", "add", "sub", "addcmul", "rsub", "complex"})
@@ -139,23 +139,12 @@ class RopeEmitter(TableEmitter):
             "cos": rotation.cos.leaves[cos].node,
             "sin": rotation.sin.leaves[sin].node,
         }
+        known = {node: Input(dims) for node, dims in inputs.items()}
         return Match(
-            op=op,
-            attributes=self.attrs,
-            facts=self._facts(core, inputs),
-            inputs=inputs,
-            operands=operands,
-            fills={},
-            masks={},
-            output=rotation.output,
-            output_dims=rotation.output_dims,
-            core=core.nodes,
-            read=read,
-            emitter=self,
-            ambient=core.ambient,
-            where=where_of(rotation.output),
-            masked_rows_count=False,
-            fixed=frozenset(features),
+            op,
+            Site.of(core, rotation.output_dims, read),
+            Found(self.attrs, self._facts(core, inputs), known, operands, self),
+            Trial(pinned=frozenset(features), masked_rows_count=False),
         )
 
     def _facts(self, core: Core, inputs: Mapping[fx.Node, Dims]) -> RopeFacts:

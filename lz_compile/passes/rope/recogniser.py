@@ -21,7 +21,7 @@ from lz_compile.passes.formula.parts import SPLITS, is_read
 from lz_compile.passes.graph.core import Core, find_core
 from lz_compile.passes.graph.effects import Effects, MutatedError, grad_enabled
 from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.rewriting.driver import Driver, Found
+from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 from lz_compile.passes.rewriting.twins import Twins
 from lz_compile.passes.rope.emitter import RopeEmitter, check
@@ -36,7 +36,7 @@ _APART = SPLITS | {"getitem", "narrow", "select", "view_as_complex", "flip", "ro
 _PRODUCTS = frozenset({"mul", "addcmul"})
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every rotary embedding in ``graph``, and every one that is there but cannot be replaced, with the reason."""
     twins = Twins(effects)
 

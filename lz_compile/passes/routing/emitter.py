@@ -15,10 +15,10 @@ from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import Effects, grad_enabled
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.emitter import TableEmitter
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.routing.cosine_mask import Cosine
 
 Run = tuple[Axis, ...]
@@ -147,27 +147,14 @@ class RoutingEmitter(TableEmitter):
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
-        inputs = {part.leaf.node: part.leaf.dims for parts in self.parts.values() for part in parts}
-        inputs |= self.unread
-        x = self.parts["x"][0].leaf.node
+        leaves = {part.leaf.node: part.leaf.dims for parts in self.parts.values() for part in parts}
+        inputs = {node: Input(dims) for node, dims in {**leaves, **self.unread}.items()}
+        operands = {"x": self.parts["x"][0].leaf.node}
         return Match(
-            op=op,
-            attributes=self.attrs,
-            facts=self._facts(core),
-            inputs=inputs,
-            operands={"x": x},
-            fills={},
-            masks={},
-            output=self.output,
-            output_dims=self.output_dims,
-            core=core.nodes,
-            read=dict(read),
-            emitter=self,
-            ambient=core.ambient,
-            where=where_of(self.output),
-            masked_rows_count=False,
-            ties=self.ties,
-            formula=self._formula(),
+            op,
+            Site.of(core, self.output_dims, read),
+            Found(self.attrs, self._facts(core), inputs, operands, self, self._formula()),
+            Trial(ties=self.ties, masked_rows_count=False),
         )
 
     def _facts(self, core: Core) -> RoutingFacts:

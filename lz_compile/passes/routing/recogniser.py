@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.rewriting.driver import Driver, Found
+from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.match import Match, NearMiss
 from lz_compile.passes.rewriting.twins import Twins
 from lz_compile.passes.routing.gates import Gates
@@ -22,7 +22,7 @@ from lz_compile.passes.routing.summands import Summands
 OP = "routing"
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every routed adapter in ``graph``, every one that was refused, and gates of tokens where rollouts are meant."""
     summands, twins, gates, driver = Summands(effects), Twins(effects), Gates(effects), Driver(OP)
 

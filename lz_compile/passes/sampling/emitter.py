@@ -14,10 +14,10 @@ from lz_compile.lowering.token_bits import pack
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
-from lz_compile.passes.graph.view import hint_of, is_symbolic, tensor_of, where_of
+from lz_compile.passes.graph.view import hint_of, is_symbolic, tensor_of
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.emitter import TableEmitter
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.sampling.excerpt import Excerpt, Scores
 from lz_compile.passes.sampling.kept import Limit, Limits
 from lz_compile.passes.sampling.logit_processors import Part, Warps
@@ -155,30 +155,21 @@ class SamplingEmitter(TableEmitter):
 
     def match(self, op: str, core: Core) -> Match:
         """The finished match."""
-        output, inputs = self.output, self.found.inputs
         vocab = self._proof_vocab()
+        keeps = {part.node: not part.is_inverted for part in self.warps.masks}
+        ranges = self._ranges(vocab)
+        inputs = {
+            node: Input(dims, keeps=keeps.get(node), range=ranges.get(node)) for node, dims in self.found.inputs.items()
+        }
+        operands = {
+            "logits": self.warps.logits.node,
+            **{f"bias{i}": each.node for i, each in enumerate(self.warps.bias)},
+        }
         return Match(
-            op=op,
-            attributes=self.attrs,
-            facts=self._facts(core),
-            inputs=inputs,
-            operands={
-                "logits": self.warps.logits.node,
-                **{f"bias{i}": each.node for i, each in enumerate(self.warps.bias)},
-            },
-            fills={},
-            masks={part.node: not part.is_inverted for part in self.warps.masks},
-            output=output.node,
-            output_dims=output.dims,
-            core=core.nodes,
-            read=self.found.read,
-            emitter=self,
-            ambient=core.ambient,
-            where=where_of(output.node),
-            at_least={output.vocab: vocab},
-            spelled=self.found.spelled,
-            ranges=self._ranges(vocab),
-            formula=self._formula(),
+            op,
+            Site.of(core, self.output.dims, self.found.read),
+            Found(self.attrs, self._facts(core), inputs, operands, self, self._formula()),
+            Trial(least={self.output.vocab: vocab}, literal_sizes=self.found.literal_sizes),
         )
 
     def _proof_vocab(self) -> int:

@@ -15,7 +15,7 @@ from torch import fx
 
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.rewriting.driver import Driver, Found
+from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 from lz_compile.passes.sampling.calls import sampling_calls
 from lz_compile.passes.sampling.emitter import SamplingEmitter
@@ -28,7 +28,7 @@ from lz_compile.passes.sampling.sorted_draws import sorted_draw
 from lz_compile.passes.sampling.verbatim import check_repeatable
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every chain of filters in ``graph``, masks before a softmax, and every filter that was refused, with the reason."""
     yield from sampling_calls(graph, effects)
     reader, matcher = FilterReader(effects), _Matcher(effects)

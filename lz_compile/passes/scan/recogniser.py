@@ -33,8 +33,8 @@ from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, is_fil
 from lz_compile.passes.loops.recurrence.text import text_of
 from lz_compile.passes.loops.recurrence.transition import Transition
 from lz_compile.passes.proof.special_values import may_be_special
-from lz_compile.passes.rewriting.driver import Driver, Found
-from lz_compile.passes.rewriting.match import Match, RefusedError
+from lz_compile.passes.rewriting.driver import Driver, Outcome
+from lz_compile.passes.rewriting.match import Found, Input, Match, RefusedError, Site, Trial
 from lz_compile.passes.scan.calls import scan_calls
 from lz_compile.passes.scan.emitter import Given, ScanEmitter
 from lz_compile.passes.scan.reading import Readings
@@ -42,7 +42,7 @@ from lz_compile.passes.scan.reading import Readings
 OP = "scan"
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Found]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every scan in ``graph`` whose step has a structure that the op knows; of the others, why it has none."""
     driver, readings = Driver(OP), Readings(follows_masks=False)
     checked: dict[int, Transition] = {}
@@ -151,27 +151,23 @@ def _finished(
     if needs_grad:
         _refuse_special(transition, given)
     axes = {axis for each in (*inputs.values(), *interior.values(), *dims.values()) for dim in each for axis in dim}
+    scales, rows = _scales(transition, given, step.sizes), _poisoned(transition, given, time)
+    known = {node: Input(each, scale=scales.get(node, 1.0), rows=rows.get(node, ())) for node, each in inputs.items()}
+    formula = text_of(transition, {atom: step.names[form.atoms[atom]] for atom in used})
+    output, *others = emitter.outputs
     return Match(
-        op=OP,
-        attributes=emitter.attrs,
-        facts=emitter.facts(time.size, needs_grad),
-        inputs=inputs,
-        operands={},
-        fills={},
-        masks={},
-        output=emitter.outputs[0],
-        also=emitter.outputs[1:],
-        output_dims=dims[emitter.outputs[0]],
-        core=(call.node, *(node for node in ordered if node is not emitter.outputs[0]), emitter.outputs[0]),
-        read=interior,
-        emitter=emitter,
-        ambient=effects.ambient(call.node),
-        where=where_of(call.node),
-        formula=text_of(transition, {atom: step.names[form.atoms[atom]] for atom in used}),
-        masked_rows_count=False,
-        scales=_scales(transition, given, step.sizes),
-        rows=_poisoned(transition, given, time),
-        fixed=frozenset(axes - {time}),
+        OP,
+        Site(
+            output=output,
+            output_dims=dims[output],
+            core=(call.node, *(node for node in ordered if node is not output), output),
+            ambient=effects.ambient(call.node),
+            where=where_of(call.node),
+            read=interior,
+            extra_outputs=tuple(others),
+        ),
+        Found(emitter.attrs, emitter.facts(time.size, needs_grad), known, {}, emitter, formula),
+        Trial(pinned=frozenset(axes - {time}), masked_rows_count=False),
     )
 
 
