@@ -22,6 +22,9 @@ from typing import Any
 
 import torch
 
+from lz_compile.lowering import operands as base
+from lz_compile.lowering.operands import operands
+
 LAYOUT = "N"
 EXACT_DIMS = ()
 BUCKETED_DIMS = (("num_elements",),)
@@ -50,8 +53,13 @@ class SoftplusFacts:
     needs_grad: bool = False
 
 
-def reference(input: torch.Tensor, *, attrs: SoftplusAttrs) -> torch.Tensor:
-    return torch.log1p(torch.exp(input)).to(attrs.out_dtype)
+@operands
+class Operands(base.Operands):
+    input: torch.Tensor
+
+
+def reference(x: Operands, attrs: SoftplusAttrs) -> torch.Tensor:
+    return torch.log1p(torch.exp(x.input)).to(attrs.out_dtype)
 
 
 def features(attrs: SoftplusAttrs, facts: SoftplusFacts) -> dict[str, str]:
@@ -65,9 +73,10 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from lz_compile.lowering.ops.softplus import SoftplusAttrs, SoftplusFacts
+from lz_compile.lowering.ops.softplus import Operands, SoftplusAttrs, SoftplusFacts
 from lz_compile.passes.formula.algebra import Leaf, Region
-from lz_compile.passes.formula.axes import axes_of, fresh, product, shape_of
+from lz_compile.ground.sizes import product, shape_of
+from lz_compile.passes.formula.axes import axes_of, fresh
 from lz_compile.passes.graph.core import find_core
 from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.rewriting.driver import Driver
@@ -78,12 +87,15 @@ from lz_compile.passes.graph.view import tensor_of
 
 @dataclass(frozen=True)
 class Emitter(TableEmitter):
-    kind = dict
+    kind = Operands
 
     source: Leaf
-    groups: tuple
     output_dims: tuple
     attrs: SoftplusAttrs
+
+    @property
+    def groups(self):
+        return self.output_dims
 
     def table(self):
         return {"input": Cell(self.source, self.groups)}
@@ -113,7 +125,7 @@ def _read(effects, node):
     needs_grad = grad_enabled(core.ambient) and source.requires_grad
     size = product(axis.size for axis in axes_of(dims))
     facts = SoftplusFacts(size, source.dtype, source.device.type, needs_grad)
-    emitter = Emitter(leaf, dims, dims, attrs)
+    emitter = Emitter(leaf, dims, attrs)
     found = Found(attrs, facts, {leaf.node: Input(dims)}, {"input": leaf.node}, emitter)
     return Match("softplus", Site.of(core, dims, region.interior), found)
 '''
@@ -124,8 +136,8 @@ KERNEL = '''
 import torch.nn.functional as F
 
 
-def softplus(input, *, attrs):
-    return F.softplus(input).to(attrs.out_dtype)
+def softplus(x, attrs):
+    return F.softplus(x.input).to(attrs.out_dtype)
 '''
 
 DESCRIPTOR: dict[str, Any] = {
@@ -199,9 +211,12 @@ def package(tmp_path: Path) -> Path:
     source, copy = Path(lz_compile.__file__).parent, tmp_path / "lz_compile"
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "lowering/ops/softplus.py").write_text(OP)
-    (copy / "passes/patterns/softplus.py").write_text(RECOGNISER)
-    (copy / "lowering/kernels/torch_softplus.py").write_text(KERNEL)
-    (copy / "lowering/kernels/torch_softplus.json").write_text(json.dumps(DESCRIPTOR))
+    for room in ("passes/softplus", "lowering/kernels/softplus"):
+        (copy / room).mkdir()
+        (copy / room / "__init__.py").touch()
+    (copy / "passes/softplus/recogniser.py").write_text(RECOGNISER)
+    (copy / "lowering/kernels/softplus/torch_softplus.py").write_text(KERNEL)
+    (copy / "lowering/kernels/softplus/torch_softplus.json").write_text(json.dumps(DESCRIPTOR))
     return tmp_path
 
 

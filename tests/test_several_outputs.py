@@ -93,16 +93,16 @@ def _found() -> tuple[fx.GraphModule, Match]:
     return module, _match(module, [nodes["sin"], nodes["cos"]], [nodes["sin"], nodes["cos"]], [x])
 
 
-def _both(*, input0: Any, attrs: Any) -> tuple[Any, Any]:
-    return torch.sin(input0), torch.cos(input0)
+def _both(x: dict[str, Any], attrs: Any) -> tuple[Any, Any]:
+    return torch.sin(x["input0"]), torch.cos(x["input0"])
 
 
-def _second_is_wrong(*, input0: Any, attrs: Any) -> tuple[Any, Any]:
-    return torch.sin(input0), torch.cos(input0) * 1.01
+def _second_is_wrong(x: dict[str, Any], attrs: Any) -> tuple[Any, Any]:
+    return torch.sin(x["input0"]), torch.cos(x["input0"]) * 1.01
 
 
-def _second_has_no_gradient(*, input0: Any, attrs: Any) -> tuple[Any, Any]:
-    return torch.sin(input0), torch.cos(input0.detach())
+def _second_has_no_gradient(x: dict[str, Any], attrs: Any) -> tuple[Any, Any]:
+    return torch.sin(x["input0"]), torch.cos(x["input0"].detach())
 
 
 def test_all_outputs_and_their_gradients_are_proven() -> None:
@@ -162,8 +162,8 @@ def _running_sum(initial: torch.Tensor, given: torch.Tensor) -> tuple[torch.Tens
     return last + 1, all_of_them + 1
 
 
-def _summed(*, input0: Any, input1: Any, attrs: Any) -> tuple[Any, Any]:
-    sums = torch.cumsum(input1, 0) + input0
+def _summed(x: dict[str, Any], attrs: Any) -> tuple[Any, Any]:
+    sums = torch.cumsum(x["input1"], 0) + x["input0"]
     return sums[-1], sums * 2
 
 
