@@ -80,45 +80,40 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.ops.softplus import Operands, SoftplusAttrs, SoftplusFacts
-from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.algebra import Leaf, Region
+from lz_compile.ground.sizes import product, shape_of
 from lz_compile.passes.formula.axes import axes_of, fresh
 from lz_compile.passes.graph.core import find_core
 from lz_compile.passes.graph.effects import grad_enabled
-from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.driver import Driver
+from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site
+from lz_compile.passes.graph.view import tensor_of
 
 
 @dataclass(frozen=True)
-class Emitter:
-    source: object
-    dims: tuple
+class Emitter(TableEmitter):
+    kind = Operands
+
+    source: Leaf
+    output_dims: tuple
     attrs: SoftplusAttrs
 
-    def operands(self, builder):
-        return Operands(builder.value(self.source))
+    @property
+    def groups(self):
+        return self.output_dims
 
-    def result(self, builder, value):
-        return value
-
-    def attributes_at(self, sizes):
-        return self.attrs
-
-    def implied_value(self, node, builder, given, sizes):
-        raise LookupError(node.name)
+    def table(self):
+        return {"input": Cell(self.source, self.groups)}
 
 
 def recognise(graph, effects):
-    for node in graph.nodes:
+    def is_log(node):
         call = effects.calls[node]
-        if call is not None and call.name == "log":
-            try:
-                found = _read(effects, node)
-            except RefusedError as refusal:
-                found = NearMiss("softplus", node, refusal.reason, refusal.edit, where_of(node))
-            if found is not None:
-                yield found
+        return call is not None and call.name == "log"
+
+    return Driver("softplus").walk(graph.nodes, is_log, lambda node: _read(effects, node))
 
 
 def _read(effects, node):
@@ -136,22 +131,10 @@ def _read(effects, node):
     source, attrs = tensor_of(leaf.node), SoftplusAttrs(tensor.dtype)
     needs_grad = grad_enabled(core.ambient) and source.requires_grad
     size = product(axis.size for axis in axes_of(dims))
-    return Match(
-        op="softplus",
-        attributes=attrs,
-        facts=SoftplusFacts(size, source.dtype, source.device.type, needs_grad),
-        inputs={leaf.node: dims},
-        operands={"input": leaf.node},
-        fills={},
-        masks={},
-        output=node,
-        output_dims=dims,
-        core=core.nodes,
-        read=dict(region.interior),
-        emitter=Emitter(leaf.node, dims, attrs),
-        ambient=core.ambient,
-        where=where_of(node),
-    )
+    facts = SoftplusFacts(size, source.dtype, source.device.type, needs_grad)
+    emitter = Emitter(leaf, dims, attrs)
+    found = Found(attrs, facts, {leaf.node: Input(dims)}, {"input": leaf.node}, emitter)
+    return Match("softplus", Site.of(core, dims, region.interior), found)
 '''
 
 KERNEL = '''
@@ -237,6 +220,7 @@ def package(tmp_path: Path) -> Path:
     (copy / "lowering/ops/softplus.py").write_text(OP)
     for room in ("passes/softplus", "lowering/kernels/softplus"):
         (copy / room).mkdir()
+        (copy / room / "__init__.py").touch()
     (copy / "passes/softplus/recogniser.py").write_text(RECOGNISER)
     (copy / "lowering/kernels/softplus/torch_softplus.py").write_text(KERNEL)
     (copy / "lowering/kernels/softplus/torch_softplus.json").write_text(json.dumps(DESCRIPTOR))

@@ -18,7 +18,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.proof.surroundings import surrounded
 from lz_compile.passes.proof.validate import forget, validate
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.rewriting.rewrite import Recipes, RewriteError, splice
 
 
@@ -65,25 +65,18 @@ def _captured(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphMo
 
 def _match(module: fx.GraphModule, core: list[fx.Node], outputs: list[fx.Node], sources: list[fx.Node]) -> Match:
     dims = {source: fresh(shape_of(tensor_of(source))) for source in sources}
-    fixed = frozenset(axis for each in dims.values() for axis in axes_of(each))
-    return Match(
-        op="norm",
-        attributes=_Attrs(),
-        facts=None,
-        inputs=dims,
-        operands={f"input{index}": source for index, source in enumerate(sources)},
-        fills={},
-        masks={},
+    pinned = frozenset(axis for each in dims.values() for axis in axes_of(each))
+    inputs = {source: Input(each) for source, each in dims.items()}
+    operands = {f"input{index}": source for index, source in enumerate(sources)}
+    site = Site(
         output=outputs[0],
         output_dims=fresh(shape_of(tensor_of(outputs[0]))),
         core=tuple(core),
-        read={},
-        emitter=_Emitter(tuple(sources)),
         ambient=Effects(module.graph).ambient(outputs[0]),
         where="here",
-        also=tuple(outputs[1:]),
-        fixed=fixed,
+        extra_outputs=tuple(outputs[1:]),
     )
+    return Match("norm", site, Found(_Attrs(), None, inputs, operands, _Emitter(tuple(sources))), Trial(pinned=pinned))
 
 
 def _waves(x: torch.Tensor) -> torch.Tensor:
@@ -100,16 +93,16 @@ def _found() -> tuple[fx.GraphModule, Match]:
     return module, _match(module, [nodes["sin"], nodes["cos"]], [nodes["sin"], nodes["cos"]], [x])
 
 
-def _both(*, input0: Any, attrs: Any) -> tuple[Any, Any]:
-    return torch.sin(input0), torch.cos(input0)
+def _both(x: dict[str, Any], attrs: Any) -> tuple[Any, Any]:
+    return torch.sin(x["input0"]), torch.cos(x["input0"])
 
 
-def _second_is_wrong(*, input0: Any, attrs: Any) -> tuple[Any, Any]:
-    return torch.sin(input0), torch.cos(input0) * 1.01
+def _second_is_wrong(x: dict[str, Any], attrs: Any) -> tuple[Any, Any]:
+    return torch.sin(x["input0"]), torch.cos(x["input0"]) * 1.01
 
 
-def _second_has_no_gradient(*, input0: Any, attrs: Any) -> tuple[Any, Any]:
-    return torch.sin(input0), torch.cos(input0.detach())
+def _second_has_no_gradient(x: dict[str, Any], attrs: Any) -> tuple[Any, Any]:
+    return torch.sin(x["input0"]), torch.cos(x["input0"].detach())
 
 
 def test_all_outputs_and_their_gradients_are_proven() -> None:
@@ -144,7 +137,8 @@ def test_all_outputs_are_replaced_where_the_first_was() -> None:
 def test_what_is_computed_after_the_first_output_cannot_be_read() -> None:
     module, match = _found()
     doubled = next(node for node in module.graph.nodes if node.name == "c")
-    late = replace(match, inputs={**match.inputs, doubled: match.output_dims})
+    inputs = {**match.found.inputs, doubled: Input(match.output_dims)}
+    late = replace(match, found=replace(match.found, inputs=inputs))
     before = str(module.graph)
     with pytest.raises(RewriteError, match="c is computed after"):
         splice(module.graph, late, _both, Recipes())
@@ -168,8 +162,8 @@ def _running_sum(initial: torch.Tensor, given: torch.Tensor) -> tuple[torch.Tens
     return last + 1, all_of_them + 1
 
 
-def _summed(*, input0: Any, input1: Any, attrs: Any) -> tuple[Any, Any]:
-    sums = torch.cumsum(input1, 0) + input0
+def _summed(x: dict[str, Any], attrs: Any) -> tuple[Any, Any]:
+    sums = torch.cumsum(x["input1"], 0) + x["input0"]
     return sums[-1], sums * 2
 
 

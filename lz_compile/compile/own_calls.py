@@ -11,26 +11,23 @@ from lz_compile.lowering import ops
 from lz_compile.lowering.ops.scan import Operands
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.match import Match
-from lz_compile.passes.sampling.calls import SamplingCallEmitter
-from lz_compile.passes.scan.calls import ScanCallEmitter
+from lz_compile.passes.rewriting.op_calls import CallEmitter
 from lz_compile.runtime.problem import context as contexts
-
-_CALLS = (ScanCallEmitter, SamplingCallEmitter)
 
 
 def selects_itself(match: Match) -> bool:
     """Whether what was matched is such a call."""
-    return isinstance(match.emitter, _CALLS)
+    return isinstance(match.emitter, CallEmitter)
 
 
 def with_own_kernel(match: Match) -> Match:
     """A match; of such a call, with the kernel that it selects when it is traced as the one that the source calls."""
-    if not isinstance(match.emitter, _CALLS):
+    if not isinstance(match.emitter, CallEmitter):
         return match
     tensors = {name: tensor_of(node) for name, node in match.emitter.given.items()}
     device = next(tensor.device for tensor in tensors.values() if tensor is not None)
     facts: Any = match.facts
-    if isinstance(match.emitter, ScanCallEmitter):
+    if match.op == "scan":
         facts = replace(facts_of_call(Operands(**tensors)), needs_grad=match.facts.needs_grad)
     else:
         logits = tensors["logits"]
@@ -39,4 +36,5 @@ def with_own_kernel(match: Match) -> Match:
         facts = replace(match.facts, num_rows=rows, vocab_size=vocab)
     kernel = eager.kernel_for(match.op, match.attributes, facts, device)
     own = ops.module(match.op).EAGER_KERNEL
-    return replace(match, source_kernel=own if kernel is None or kernel.call is None else kernel.kernel_id)
+    name = own if kernel is None or kernel.call is None else kernel.kernel_id
+    return replace(match, found=replace(match.found, source_kernel=name))

@@ -85,7 +85,8 @@ def _tidy(found: _Found, options: Options) -> bool:
     try:
         with all_or_nothing(found.module):  # nothing of it changes a value that anybody reads
             share_equal(found.module.graph)
-            erase_unread(found.module.graph, (node for match in found.matches for node in match.implied))
+            given = [each for match in found.matches for each in match.found.inputs.items()]
+            erase_unread(found.module.graph, (node for node, known in given if known.implied is not None))
             has_results = give_results(found.module) + order_gradients(found.module) + give_symbols(found.module) > 0
             drop_steps(found.module)
             return has_results
@@ -108,7 +109,7 @@ def choose(module: fx.GraphModule, options: Options, report: GraphReport) -> Non
             decision = _decide(match, entry, found.known, report)
             entry.kernel = next(kernel.kernel_id for kernel in decision.ranking if _is_loaded(kernel, entry))
             entry.kernel = _left(match) if entry.kernel == INDUCTOR else entry.kernel
-            if entry.kernel not in (INDUCTOR, match.source_kernel):
+            if entry.kernel not in (INDUCTOR, match.found.source_kernel):
                 entry.reasons.append(Reason("NOT_PROVEN", "a dry run proves and rewrites nothing"))
 
 
@@ -226,7 +227,7 @@ class _Known:
         if key not in self.problems:
             context = of_match(match.kind, is_cuda_graph_capturing=inductor.captures_cuda_graphs(match.facts.device))
             context = replace(context, fusable=key[1])
-            self.problems[key] = Problem(context, match.source_kernel, symbols=symbolic_sizes(match.kind))
+            self.problems[key] = Problem(context, match.found.source_kernel, symbols=symbolic_sizes(match.kind))
         return self.problems[key]
 
     def key(self, match: Match) -> tuple[int, tuple[str, ...]]:
@@ -257,7 +258,9 @@ class _Known:
         if key in self.verdicts:
             return replace(self.verdicts[key], origin="memory", seconds=0.0)
         proven = functools.partial(kernel.call, **kernel.validation_arguments)
-        subject = match.kind if kernel.limits_head_dim else replace(match.kind, limited=frozenset())
+        subject = match.kind
+        if not kernel.limits_head_dim:
+            subject = replace(subject, trial=replace(subject.trial, limited=frozenset()))
         store = Store("validation") if kernel.is_reproducible else None
         self.verdicts[key] = validate(subject, kernel, proven, store)
         return self.verdicts[key]
@@ -296,7 +299,7 @@ def _decide(match: Match, entry: MatchReport, known: _Known, report: GraphReport
 
 def _left(match: Match) -> str:
     """What computes a match that is left alone: a call of an op of ours selects a kernel by itself."""
-    return INDUCTOR if match.source_kernel is None or not selects_itself(match) else match.source_kernel
+    return INDUCTOR if match.found.source_kernel is None or not selects_itself(match) else match.found.source_kernel
 
 
 def _is_loaded(kernel: KernelSpec, entry: MatchReport) -> bool:
@@ -335,8 +338,8 @@ def _apply(
                 text = "Inductor's own code is expected to be the fastest"
                 entry.reasons.append(Reason("LEFT_TO_INDUCTOR", text))
             return
-        if kernel.kernel_id == match.source_kernel:
-            entry.reasons.append(Reason("ALREADY_THIS_KERNEL", f"the source calls {match.source_kernel} itself"))
+        if kernel.kernel_id == match.found.source_kernel:
+            entry.reasons.append(Reason("ALREADY_THIS_KERNEL", f"the source calls {match.found.source_kernel} itself"))
             return
         if _settles(graph, match, kernel, entry, options, report, known):
             return
@@ -405,4 +408,4 @@ def _replaced(
 
 def _holds(match: Match) -> bool:
     """Whether what was read off buffers stays true as long as the compiled code runs: guards see to that."""
-    return not match.buffers or inductor.guard_values(match.buffers)
+    return not match.found.buffers or inductor.guard_values(match.found.buffers)

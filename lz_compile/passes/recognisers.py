@@ -1,6 +1,6 @@
 """One recogniser per op: the ``recognise(graph, effects)`` of the module ``recogniser`` in the room named like the op.
 
-An anchor is read by way of :func:`~lz_compile.passes.rewriting.match.attempt`, so that one that fails costs no other one.
+Anchors are read by a :class:`~lz_compile.passes.rewriting.driver.Driver`, so that one that fails costs no other one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss
+from lz_compile.passes.rewriting.driver import Outcome
 
-Recogniser = Callable[[fx.Graph, Effects], "Iterator[Match | NearMiss | Failure]"]
+Recogniser = Callable[[fx.Graph, Effects], Iterator[Outcome]]
 
 
 @cache

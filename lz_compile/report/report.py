@@ -58,9 +58,9 @@ class MatchReport(Record):
             where=match.where,
             graph=graph,
             attributes=match.attributes.to_dict(),
-            mask=match.masks_mean,
-            mask_reasons=list(match.mask_reasons),
-            formula=match.formula,
+            mask=match.found.masks_mean,
+            mask_reasons=list(match.found.mask_reasons),
+            formula=match.found.formula,
         )
 
     def decide(self, decision: Decision, problem: Problem) -> None:

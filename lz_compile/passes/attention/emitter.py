@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,12 +18,12 @@ from lz_compile.passes.formula.algebra import INFINITY, Leaf, Region, indicators
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.implied import Implied, near
 from lz_compile.passes.masks.reading import Documents, Slopes
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
 
 @dataclass(frozen=True)
@@ -229,41 +229,44 @@ class AttentionEmitter:
             if sympy.diff(self.bias, symbol).is_number and not masks_finite.is_bounded(self.region, symbol)
         }
         biases -= set(self.implied) if self.sees_keys else set()
-        read = dict(self.region.interior) | dict(self.passed)
-        return Match(
-            op=op,
-            attributes=self.attrs,
-            facts=self._facts(grad_enabled(core.ambient)),
-            inputs=self._inputs(),
-            implied={node: str(each) for node, each in self.implied.items()},
+        found = Found(
+            self.attrs,
+            self._facts(grad_enabled(core.ambient)),
+            self._inputs(biases),
+            operands,
+            self,
+            source_kernel=source_kernel,
             buffers=self.buffers,
             masks_mean=self.mask_label,
             mask_reasons=self.mask_reasons,
-            operands=operands,
-            fills=dict.fromkeys(biases, self.attrs.bias_is_finite or self.region.multiplies_masks),
-            masks=self._polarities(),
-            rows=self._rows(),
-            dropped=self._dropped(),
-            selecting=self._selecting(),
+        )
+        trial = Trial(
+            limited=frozenset((*self.roles.features, *self.roles.value_features)),
             masked_rows_count=not (self.is_undefined_when_masked or self.sees_keys),
             # What SDPA's own backward gives for rows that a finite bias masks completely depends on its implementation.
             masked_rows_are_finite=self.floor is None
             and (source_kernel is None or self.bias == 0)
             and (self.keep == 1 or self.attrs.masked_rows in ("mean", "fill", "zero")),
-            output=self.output,
-            output_dims=self.output_dims,
-            core=core.nodes,
-            read=read,
-            emitter=self,
-            ambient=core.ambient,
-            where=where_of(self.output),
-            source_kernel=source_kernel,
-            limited=frozenset((*self.roles.features, *self.roles.value_features)),
         )
+        return Match(op, Site.of(core, self.output_dims, {**self.region.interior, **self.passed}), found, trial)
 
-    def _inputs(self) -> dict[fx.Node, Dims]:
-        """What the replacement reads, and the masks that it need not read."""
-        return {**self.edge(), **{node: each.dims for node, each in self.implied.items()}}
+    def _inputs(self, biases: Collection[fx.Node]) -> dict[fx.Node, Input]:
+        """What the replacement reads, and the masks that it need not read, with what is known of their values."""
+        keeps, rows, dropped, selecting = self._polarities(), self._rows(), self._dropped(), self._selecting()
+        is_finite = self.attrs.bias_is_finite or self.region.multiplies_masks
+        edge = {**self.edge(), **{node: each.dims for node, each in self.implied.items()}}
+        return {
+            node: Input(
+                dims,
+                fill=is_finite if node in biases else None,
+                keeps=keeps.get(node),
+                selects=node in selecting,
+                rows=rows.get(node, ()),
+                dropped=dropped.get(node, ()),
+                implied=str(self.implied[node]) if node in self.implied else None,
+            )
+            for node, dims in edge.items()
+        }
 
     def _selecting(self) -> frozenset[fx.Node]:
         flags = self.keep.free_symbols & self.region.selecting

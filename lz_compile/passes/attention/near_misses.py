@@ -22,8 +22,11 @@ from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fr
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.rewriting.builder import EMITTED
+from lz_compile.passes.rewriting.driver import refusal_of
 from lz_compile.passes.rewriting.match import NearMiss, RefusedError
 
+#: What to do about a value that was overwritten before it is read.
+OUT_OF_PLACE = "use the out-of-place form of that operation"
 _NORMALISED = frozenset({"softmax", "log_softmax"})
 _EXPONENTIALS = frozenset({"exp", "exp2"})
 _SUMS = frozenset({"sum", "logsumexp"})
@@ -108,11 +111,9 @@ def _read(region: Region, call: Call, keys: tuple[Axis, ...]) -> tuple[scores.Sc
         return None, None
     try:
         return scores.read(region, region.express(call.input, tuple(dims), call.node), keys), None
-    except RefusedError as refusal:
+    except (RefusedError, MutatedError) as error:
+        refusal = refusal_of(error, OUT_OF_PLACE)
         return None, (refusal.reason, refusal.edit)
-    except MutatedError as error:
-        text = f"a value is {error}"
-        return None, (Reason("OPERAND_MUTATED", text), "use the out-of-place form of that operation")
     except LayoutError as error:
         text = f"the dimensions do not come apart into axes: {error}"
         return None, (Reason("LAYOUT_UNCLEAR", text), "reshape along whole heads and positions")

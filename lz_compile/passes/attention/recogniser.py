@@ -8,77 +8,56 @@ key, a head or a batch (:mod:`attention_axes`); no layout or operand order is li
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-import sympy
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.blocks import Blocks, Missed
-from lz_compile.passes.attention.mixed_heads import mixed_scores
-from lz_compile.passes.attention.near_misses import has_scores, unread
-from lz_compile.passes.attention.roles import assign_roles
+from lz_compile.passes.attention.near_misses import OUT_OF_PLACE, unread
+from lz_compile.passes.attention.reading import OP, SCORES, SOFTMAX, Reader
 from lz_compile.passes.attention.sdpa_call import match_sdpa_call
-from lz_compile.passes.attention.weights import is_weight
-from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import INFINITY, Region, tidy
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, fresh
-from lz_compile.passes.formula.contraction import Contraction, Factor
-from lz_compile.passes.graph.core import Core, find_core
+from lz_compile.passes.formula import contraction
+from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
-from lz_compile.passes.masks import finite as masks_finite
-from lz_compile.passes.masks.proven_masks import simplify
 from lz_compile.passes.masks.reading import Masks
-from lz_compile.passes.rewriting.builder import EMITTED
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.rewriting.driver import Driver, Outcome, refusal_of
+from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 from lz_compile.passes.rewriting.twins import Twins
 
-OP = "attention"
-_SCORES = contraction.PRODUCTS - {"linear", "addmm"}
 #: Calls that may be the last one of an attention (a division may follow).
 _LAST = contraction.PRODUCTS | {"sum", "scaled_dot_product_attention"}
-_SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
-    covered: set[fx.Node] = set()
     missed: list[Missed] = []
-    twins, masks = Twins(effects), Masks(effects)
-    for node in graph.nodes:
-        call = effects.calls[node]
-        if call is None or call.name not in _LAST or EMITTED in node.meta:
-            continue
-        tensor = tensor_of(node)
-        if tensor is None or 0 in shape_of(tensor):
-            continue
-        found = attempt(OP, node, _from_call, effects, call, twins, masks)
-        if isinstance(found, Match):
-            covered.update(found.core)
+    driver, twins, masks = Driver(OP), Twins(effects), Masks(effects)
+
+    def once(node: fx.Node) -> Match | NearMiss | None:
+        return twins.read((node,), lambda: _read_unless_reshaped(effects, node, masks))
+
+    for found in driver.walk(graph.nodes, lambda node: _may_be_last(effects, node), once):
         if isinstance(found, NearMiss):
-            missed.append(Missed(found, frozenset(_softmaxes_behind(effects, node))))
-        elif found is not None:
+            missed.append(Missed(found, frozenset(_softmaxes_behind(effects, found.node))))
+        else:
             yield found
     told = Blocks(effects).told(missed)
     yield from told
-    covered.update(*(each.softmaxes for each in missed), *(miss.pieces for miss in told))
-    yield from unread(OP, graph, effects, covered)
+    driver.covered.update(*(each.softmaxes for each in missed), *(miss.pieces for miss in told))
+    yield from unread(OP, graph, effects, driver.covered)
 
 
-def _from_call(effects: Effects, call: Call, twins: Twins, masks: Masks) -> Match | NearMiss | None:
-    found: Match | NearMiss | None = twins.find(call.node)
-    if found is None:
-        with twins.watch() as look:
-            found = _read_unless_reshaped(effects, call, masks)
-        if isinstance(found, Match):
-            twins.remember(found, call.node, look)
-    return found
+def _may_be_last(effects: Effects, node: fx.Node) -> bool:
+    call, tensor = effects.calls[node], tensor_of(node)
+    return call is not None and call.name in _LAST and tensor is not None and 0 not in shape_of(tensor)
 
 
-def _read_unless_reshaped(effects: Effects, call: Call, masks: Masks) -> Match | NearMiss | None:
+def _read_unless_reshaped(effects: Effects, node: fx.Node, masks: Masks) -> Match | NearMiss | None:
+    call = effects.calls[node]
+    assert call is not None, "an anchor is a call"
     reshaped = effects.reshaped_after_read(_behind(effects, call.node), call.node)
     if reshaped is not None:
         return _reshaped(effects, call, *reshaped)
@@ -96,11 +75,11 @@ def _read(effects: Effects, call: Call, masks: Masks) -> Match | NearMiss | None
     for expand_masks, expand_inplace in ((False, True), (True, True), (False, False)):
         region = Region(effects, expand_masks=expand_masks, expand_inplace=expand_inplace)
         try:
-            found = _Reader(region, call, masks).match()
+            found = Reader(region, call, masks).match()
         except RefusedError as refusal:
-            refused = refused or NearMiss(OP, call.node, refusal.reason, refusal.edit, where_of(call.node))
+            refused = refused or NearMiss.of(OP, call.node, refusal)
         except MutatedError as error:
-            return NearMiss(OP, call.node, *_mutated(error), where_of(call.node))
+            return NearMiss.of(OP, call.node, refusal_of(error, OUT_OF_PLACE))
         except LayoutError as error:
             return refused or _unclear(region, call, error)
         else:
@@ -110,7 +89,7 @@ def _read(effects: Effects, call: Call, masks: Masks) -> Match | NearMiss | None
 
 def _unclear(region: Region, call: Call, error: LayoutError) -> NearMiss | None:
     """A near miss where a softmax over a product could not be read for its layout."""
-    if not any(region.reaches(node, _SOFTMAX) and region.reaches(node, _SCORES) for node in call.node.all_input_nodes):
+    if not any(region.reaches(node, SOFTMAX) and region.reaches(node, SCORES) for node in call.node.all_input_nodes):
         return None
     reason = Reason("LAYOUT_UNCLEAR", f"the dimensions do not come apart into axes: {error}")
     return NearMiss(OP, call.node, reason, "reshape along whole heads and positions", where_of(call.node))
@@ -120,7 +99,7 @@ def _reshaped(effects: Effects, call: Call, node: fx.Node, writer: fx.Node) -> N
     """A near miss where an attention holds a tensor whose shape, as far as Dynamo tells, is a later one."""
     region = Region(effects)
     is_attention = call.name == "scaled_dot_product_attention" or any(
-        region.reaches(operand, _SOFTMAX) for operand in call.node.all_input_nodes
+        region.reaches(operand, SOFTMAX) for operand in call.node.all_input_nodes
     )
     if not is_attention:
         return None
@@ -147,170 +126,6 @@ def _behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _mutated(error: MutatedError) -> tuple[Reason, str]:
-    refusal = RefusedError("OPERAND_MUTATED", f"a value is {error}", "use the out-of-place form of that operation")
-    return refusal.reason, refusal.edit
-
-
-@dataclass
-class _Reader:
-    """Reads one contraction as the one of probabilities and values."""
-
-    region: Region
-    call: Call
-    masks: Masks
-
-    def match(self) -> Match | None:
-        if not any(
-            self.region.reaches(node, _SOFTMAX)
-            for node in self.call.node.all_input_nodes
-            if tensor_of(node) is not None
-        ):
-            return None
-        dims = fresh(shape_of(tensor_of(self.call.node)))  # type: ignore[arg-type]
-        outer = contraction.read(self.region, self.call, dims)
-        return None if outer is None else self._match_product(outer, self.call.node, dims)
-
-    def _match_product(self, outer: Contraction, output: fx.Node, output_dims: Dims) -> Match | None:
-        """Whichever factor of ``outer`` is the probabilities; the result is ``output``."""
-        for weights, value in ((outer.left, outer.right), (outer.right, outer.left)):
-            if outer.summed and self.region.reaches(weights.node, _SOFTMAX):
-                found = self._match(outer, weights, value, output, output_dims)
-                if found is not None:
-                    return found
-        return None
-
-    def _match(
-        self, outer: Contraction, weights: Factor, value: Factor, output: fx.Node, output_dims: Dims
-    ) -> Match | None:
-        keys = atoms(outer.summed)
-        try:
-            found = probabilities.read(self.region, weights.node, weights.dims, outer.call.node, keys)
-        except RefusedError as refusal:
-            is_mix = refusal.reason.code == "SOFTMAX_OTHER_AXIS" and is_weight(value.node)
-            if not is_mix and has_scores(self.region, weights.node):
-                raise
-            return None  # the softmax of a router or a classifier, or a product that mixes heads
-        if found is None:
-            return None
-        inner = scores.read(self.region, found.scores, keys)
-        if inner is None:
-            _refuse_unread_function(self.region, found.scores)
-            return None
-        if mixed_scores(self.region, inner, keys):  # told by what looks for softmaxes that were not read
-            return None
-        if outer.addend is not None:
-            raise RefusedError("OUTPUT_ACCUMULATES", "the product with the values is added to a tensor", "add it after")
-        gain = tidy(sympy.expand(found.gain * outer.coefficient))
-        if found.unnormalised is not None:
-            if output is outer.call.node:
-                return self._match_quotient(outer.call.node)
-            product = self.region.leaf(outer.call.node, outer.dims)
-            quotient = self.region.express(output, output_dims)
-            divided = probabilities.divided_by_sum(self.region, quotient, product, found, keys)
-            if divided is None:
-                return None
-            gain = divided
-        self._check_gain(gain, keys)
-        core = find_core(self.region.effects, inner.leaf.node, output)
-        return self._build(inner, found, keys, value, core, output, output_dims, gain)
-
-    def _match_quotient(self, product: fx.Node) -> Match | None:
-        """The division by the sum of the exponentials that comes after the values: read again from there."""
-        for candidate in _quotients(self.region.effects, product):
-            given = self.region
-            self.region = Region(given.effects, expand_masks=given.expand_masks, expand_inplace=given.expand_inplace)
-            dims = fresh(shape_of(tensor_of(candidate)))  # type: ignore[arg-type]
-            self.region.express(candidate, dims)
-            outer = next(
-                (x.contraction for x in self.region.leaves.values() if x.node is product and x.contraction), None
-            )
-            found = None if outer is None else self._match_product(outer, candidate, dims)
-            if found is not None:
-                return found
-        raise RefusedError(
-            "NOT_NORMALISED",
-            "nothing that could be read divides the exponentials by their own sum",
-            "divide by the sum of the same exponentials over the keys",
-        )
-
-    def _check_gain(self, gain: sympy.Expr, keys: tuple[Axis, ...]) -> None:
-        if probabilities.region_axes(self.region, gain) & set(keys) or gain.has(INFINITY):
-            raise RefusedError(
-                "PROBABILITIES_CHANGED",
-                "the probabilities are weighted along the keys after the softmax",
-                "weight the values, or mask before the softmax",
-            )
-
-    def _build(
-        self,
-        inner: scores.Scores,
-        found: probabilities.Probabilities,
-        keys: tuple[Axis, ...],
-        value: Factor,
-        core: Core,
-        output: fx.Node,
-        output_dims: Dims,
-        gain: sympy.Expr,
-    ) -> Match:
-        if inner.bias.has(INFINITY):
-            raise RefusedError(
-                "MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({inner.bias})", "use where"
-            )
-        narrowed = inner.bias.free_symbols & self.region.narrowed
-        if narrowed and not masks_finite.is_bounded(self.region, inner.bias):
-            raise RefusedError(
-                "MASK_MAY_OVERFLOW",
-                f"scores with the mask {self.region.leaves[min(narrowed, key=str)].node.name} are cast to a dtype of"
-                " smaller range, in which a finite mask may be infinite",
-                "cast the product before the mask is added",
-            )
-        emitter = assign_roles(self.region, inner, found, keys, value, output, output_dims, gain)
-        emitter = simplify(emitter, self.masks)
-        readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
-        core.check(self.region.effects, readers)
-        return emitter.match(OP, core)
-
-
-def _quotients(effects: Effects, product: fx.Node) -> list[fx.Node]:
-    """Divisions (or products with a reciprocal) of ``product``, behind layout changes and casts."""
-    found, queue = [], [product]
-    while queue:
-        for user in queue.pop().users:
-            call = effects.calls[user]
-            if call is not None and call.name in ("div", "mul"):
-                found.append(user)
-            elif call is not None and (layout.rearranges(call) or call.name in ("to", "type_as", "float")):
-                queue.append(user)
-    return found
-
-
-def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
-    """Refuse where the scores are a product of two computed tensors behind a function that has no reading here."""
-    for symbol in expression.free_symbols & region.leaves.keys():
-        node: fx.Node = region.leaves[symbol].node
-        tensor = tensor_of(node)
-        shape = None if tensor is None else shape_of(tensor)
-        call = outermost = region.effects.calls[node]
-        while (
-            outermost is not None
-            and call is not None
-            and call.name not in contraction.PRODUCTS
-            and len(node.all_input_nodes) == 1
-        ):
-            node = node.all_input_nodes[0]
-            if tensor_of(node) is None or shape_of(tensor_of(node)) != shape:  # type: ignore[arg-type]
-                break
-            inner = region.effects.calls[node]
-            if inner is not None and inner.name in _SCORES:
-                raise RefusedError(
-                    "SCORES_NOT_AFFINE",
-                    f"the scores pass through {outermost.name}",
-                    "scale, mask, bias or tanh-cap the scores; other functions have no kernel",
-                )
-            call = inner
-
-
 def _softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
     """Softmaxes that a refused contraction has been blamed for already."""
     found: set[fx.Node] = set()
@@ -322,7 +137,7 @@ def _softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
         call = effects.calls.get(current)
         if call is None or call.name in contraction.PRODUCTS:
             continue
-        if call.name in _SOFTMAX:
+        if call.name in SOFTMAX:
             found.add(current)
         queue.extend(current.all_input_nodes)
     return found

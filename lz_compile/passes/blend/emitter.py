@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import sympy
-import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size, product
@@ -19,16 +18,17 @@ from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
-from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
 Run = tuple[Axis, ...]
 _LARGE = 8192
 
 
 @dataclass(frozen=True)
-class Groups:
+class Layout:
     """The axes of a blend's canonical layout."""
 
     rows: Run
@@ -71,43 +71,47 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class BlendEmitter(NothingImplied):
+class BlendEmitter(TableEmitter):
     """``op(host, seed, alpha, ...)`` over rows, channels and the rest, in the order in which they lie in memory."""
+
+    kind: ClassVar = Operands
 
     host: Leaf
     seed: Leaf
     weights: Weights
-    groups: Groups
+    layout: Layout
     output: fx.Node
     output_dims: Dims
     attrs: BlendAttrs
     edges: Mapping[fx.Node, Dims]
     again: frozenset[fx.Node]
 
-    def operands(self, builder: Builder) -> Operands:
+    @property
+    def groups(self) -> Groups:
+        """Rows, channels and the rest."""
+        return self.layout.all
+
+    def table(self) -> dict[str, Cell]:
         """Host, seed, alpha, and what is there of a host's weight, logits and a gate's numbers."""
-        whole, dtype, weights = self.groups.all, self.attrs.compute_dtype, self.weights
-        builder = self._replaying(builder)
-        found: dict[str, Any] = {
-            "host": builder.arrange(builder.value(self.host.node), self.host.dims, whole),
-            "seed": builder.arrange(builder.value(self.seed.node), self.seed.dims, whole, expand=True),
-        }
-        gate = weights.gate
+        whole, dtype, weights, gate = self.layout.all, self.attrs.compute_dtype, self.weights, self.weights.gate
+        found = {"host": Cell(self.host, whole), "seed": Cell(self.seed, whole, is_whole=True)}
         if gate is None:
-            found["alpha"] = builder.evaluate(weights.seed, weights.region, whole, dtype)
+            found["alpha"] = Cell(weights.seed, whole, region=weights.region, dtype=dtype)
             if weights.host is not None:
-                found["host_weight"] = builder.evaluate(weights.host, weights.region, whole, dtype)
-            return Operands(**found)
-        found["alpha"] = builder.evaluate(gate.alpha, gate.region, whole, dtype)
-        logits = gate.logits
-        rows = (self.groups.rows, logits.classes)
-        value = builder.arrange(builder.value(logits.node), logits.dims, rows)
-        found["logits"] = value.detach() if logits.is_detached else value
+                found["host_weight"] = Cell(weights.host, whole, region=weights.region, dtype=dtype)
+            return found
+        found["alpha"] = Cell(gate.alpha, whole, region=gate.region, dtype=dtype)
+        logits = Leaf(gate.logits.node, gate.logits.dims)
+        found["logits"] = Cell(logits, (self.layout.rows, gate.logits.classes), is_detached=gate.logits.is_detached)
         for name in ("gain", "offset", "low", "high"):
             expression = getattr(gate, name)
             if expression is not None:
-                found[name] = builder.evaluate(expression, gate.region, (), dtype)
-        return Operands(**found)
+                found[name] = Cell(expression, (), region=gate.region, dtype=dtype)
+        return found
+
+    def operands(self, builder: Builder) -> Any:
+        """Those of the table, with values that are computed again."""
+        return super().operands(self._replaying(builder))
 
     def _replaying(self, builder: Builder) -> Builder:
         """The builder with the values that are computed again."""
@@ -120,14 +124,6 @@ class BlendEmitter(NothingImplied):
         if leaf.node not in self.again:
             return {leaf.node: leaf.dims}
         return {node: self.edges[node] for node in reached(leaf.node, self.edges)}
-
-    def result(self, builder: Builder, value: Any) -> Any:
-        """The kernel's ``[N, C, S]`` in the layout of the node that it replaces."""
-        return builder.restore(value, self.groups.all, self.output_dims)
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> BlendAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
@@ -142,9 +138,9 @@ class BlendEmitter(NothingImplied):
         if gate is not None and not gate.logits.is_detached:
             weighing[gate.logits.node] = gate.logits.dims
         facts = BlendFacts(
-            num_rows=product(axis.size for axis in self.groups.rows),
-            num_channels=product(axis.size for axis in self.groups.channels),
-            inner_size=product(axis.size for axis in self.groups.inner),
+            num_rows=product(axis.size for axis in self.layout.rows),
+            num_channels=product(axis.size for axis in self.layout.channels),
+            inner_size=product(axis.size for axis in self.layout.inner),
             num_classes=1 if gate is None else product(axis.size for axis in gate.logits.classes),
             dtype=tensor_of(self.seed.node).dtype,  # type: ignore[union-attr]  # a seed is a tensor
             device=tensor_of(self.output).device.type,  # type: ignore[union-attr]  # so is a result
@@ -155,8 +151,10 @@ class BlendEmitter(NothingImplied):
 
 
 @dataclass(frozen=True)
-class MarginEmitter:
+class MarginEmitter(TableEmitter):
     """``op(logits)`` over the axes of a margin, and the classes."""
+
+    kind: ClassVar = Operands
 
     logits: Logits
     output: fx.Node
@@ -168,26 +166,14 @@ class MarginEmitter:
         """All axes but the classes."""
         return axes_of(self.output_dims)
 
-    def operands(self, builder: Builder) -> Operands:
+    @property
+    def groups(self) -> Groups:
+        """One number for each row."""
+        return (self.rows,)
+
+    def table(self) -> dict[str, Cell]:
         """The logits."""
-        value = builder.value(self.logits.node)
-        return Operands(logits=builder.arrange(value, self.logits.dims, (self.rows, self.logits.classes)))
-
-    def result(self, builder: Builder, value: Any) -> Any:
-        """The kernel's ``[N]`` in the layout of the node that it replaces."""
-        return builder.restore(value, (self.rows,), self.output_dims)
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> BlendAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
-
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute of a margin")
+        return {"logits": Cell(Leaf(self.logits.node, self.logits.dims), (self.rows, self.logits.classes))}
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
@@ -222,27 +208,17 @@ def _match(
     read: Mapping[fx.Node, Dims],
     logits: Logits | None,
 ) -> Match:
+    classes = atoms(logits.classes) if logits is not None and logits.is_spelled else ()
+    known = {node: Input(dims) for node, dims in inputs.items()}
     return Match(
-        op=op,
-        attributes=emitter.attrs,
-        facts=facts,
-        inputs=inputs,
-        operands=operands,
-        fills={},
-        masks={},
-        output=emitter.output,
-        output_dims=emitter.output_dims,
-        core=core.nodes,
-        read=dict(read),
-        emitter=emitter,
-        ambient=core.ambient,
-        where=where_of(emitter.output),
-        masked_rows_count=False,
-        fixed=frozenset(atoms(logits.classes)) if logits is not None and logits.is_spelled else frozenset(),
+        op,
+        Site.of(core, emitter.output_dims, read),
+        Found(emitter.attrs, facts, known, operands, emitter),
+        Trial(pinned=frozenset(classes), masked_rows_count=False),
     )
 
 
-def group(output: fx.Node, dims: Dims, alpha: set[Axis], rows: set[Axis] | None, channels: set[Axis]) -> Groups | None:
+def group(output: fx.Node, dims: Dims, alpha: set[Axis], rows: set[Axis] | None, channels: set[Axis]) -> Layout | None:
     """The axes of a result as rows, channels and the rest, each of them next to one another in memory.
 
     Args:
@@ -265,17 +241,17 @@ def group(output: fx.Node, dims: Dims, alpha: set[Axis], rows: set[Axis] | None,
             or _run(places, rows or set())[1] > start
         ):
             return None
-        return Groups(order[:start], order[start:stop], order[stop:])
+        return Layout(order[:start], order[start:stop], order[stop:])
     if rows is not None:
         stop = _run(places, rows)[1]
         if stop != len(rows):
             return None
         last = max(stop, _run(places, alpha - rows)[1])
-        return Groups(order[:stop], order[stop:last], order[last:])
+        return Layout(order[:stop], order[stop:last], order[last:])
     if not alpha:
-        return Groups(order, (), ())
+        return Layout(order, (), ())
     start, stop = _run(places, alpha)
-    return Groups(order[:start], order[start:stop], order[stop:]) if start else Groups(order[:stop], (), order[stop:])
+    return Layout(order[:start], order[start:stop], order[stop:]) if start else Layout(order[:stop], (), order[stop:])
 
 
 def _run(places: Mapping[Axis, int], axes: set[Axis]) -> tuple[int, int]:

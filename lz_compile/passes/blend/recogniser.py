@@ -21,8 +21,8 @@ from lz_compile.passes.formula.algebra import is_cast, is_pointwise
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.rewriting.builder import EMITTED
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.rewriting.driver import Driver, Outcome
+from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 
 OP = "blend"
 #: The last operation of a margin.
@@ -31,30 +31,23 @@ _MARGINS = frozenset({"sub", "rsub", "add", "neg"})
 _REACH = 64
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every blend in ``graph``, every margin of no blend, and every blend that was refused, with the reason."""
     ranks = Ranks(effects) if has_ranks(effects) else None
     reader = _Reader(effects, Forms.of(effects, ranks))
-    covered: set[fx.Node] = set()
+    driver = Driver(OP)
     missed: set[fx.Node] = set()
     for node in reversed(graph.nodes):  # the last operation of a blend is met first
-        form = reader.forms.at(node) if node not in covered and node not in missed else None
-        is_step = form is not None and reader.is_of_recurrence(node, form)
-        found = None if form is None or is_step else attempt(OP, node, reader.blend, node, form)
-        if isinstance(found, Match):
-            covered.update(found.core)
-        if found is not None:
-            yield found
-        if is_step or isinstance(found, NearMiss):  # what it is made of is no blend of its own
-            missed.update(reader.forms.sums.behind(node))
-    for node in reversed(graph.nodes) if ranks is not None else ():
-        if node in covered or not reader.is_margin(node):
+        form = reader.forms.at(node) if node not in driver.covered and node not in missed else None
+        if form is None:
             continue
-        margin = attempt(OP, node, reader.margin, node)
-        if isinstance(margin, Match):
-            covered.update(margin.core)
-        if margin is not None:
-            yield margin
+        is_step = reader.is_of_recurrence(node, form)
+        found = () if is_step else tuple(driver.at(node, reader.blend, form))
+        yield from found
+        if is_step or any(isinstance(each, NearMiss) for each in found):  # what it is made of is no blend of its own
+            missed.update(reader.forms.sums.behind(node))
+    if ranks is not None:
+        yield from driver.walk(reversed(graph.nodes), reader.is_margin, reader.margin)
 
 
 @dataclass
@@ -64,16 +57,15 @@ class _Reader:
     effects: Effects
     forms: Forms
 
-    def blend(self, anchor: fx.Node, form: Form) -> Match | NearMiss | None:
-        """The blend that ends in ``anchor``, or what stands in its way; None where it is none."""
-        try:
-            emitter, core, read = read_blend(self.effects, self.forms, anchor, form)
-        except RefusedError as refusal:
-            return _missed(anchor, refusal)
-        except MutatedError as error:
-            return _missed(anchor, RefusedError("OPERAND_MUTATED", f"a value is {error}", "use its out-of-place form"))
-        except LayoutError:
-            return None
+    def blend(self, anchor: fx.Node, form: Form) -> Match:
+        """The blend that ends in ``anchor``.
+
+        Raises:
+            RefusedError: what stands in its way.
+            MutatedError: an alias of a value was overwritten before it is read.
+            LayoutError: it is none.
+        """
+        emitter, core, read = read_blend(self.effects, self.forms, anchor, form)
         return emitter.match(OP, core, read)
 
     def is_of_recurrence(self, anchor: fx.Node, form: Form) -> bool:
@@ -90,7 +82,7 @@ class _Reader:
         """Whether a value is computed from two order statistics by its last operation."""
         call, tensor = self.effects.calls.get(node), tensor_of(node)
         gates = self.forms.gates
-        if call is None or gates is None or tensor is None or call.is_inplace or EMITTED in node.meta:
+        if call is None or gates is None or tensor is None or call.is_inplace:
             return False
         return call.name in _MARGINS and gates.depends(node)
 
@@ -122,7 +114,3 @@ def _alike(effects: Effects, anchor: fx.Node, neighbours: Callable[[fx.Node], li
 def _shape(node: fx.Node) -> tuple[Size, ...] | None:
     tensor = tensor_of(node)
     return None if tensor is None else shape_of(tensor)
-
-
-def _missed(anchor: fx.Node, refusal: RefusedError) -> NearMiss:
-    return NearMiss(OP, anchor, refusal.reason, refusal.edit, where_of(anchor))

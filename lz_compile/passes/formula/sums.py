@@ -16,12 +16,13 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering.fused import RESIDUAL
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, Region, is_cast, is_pointwise
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of
+from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.mlp.joint import operands_of, with_values
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Attributes, Match, NothingImplied
+from lz_compile.passes.rewriting.emitter import TableEmitter
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class SumAttributes:
 
 
 @dataclass(frozen=True)
-class SumEmitter(NothingImplied):
+class SumEmitter(TableEmitter):
     """Both summands in the canonical layout of what reads their sum: of the operand ``name`` of ``reader``.
 
     ``outputs`` are the sum as it is read, and every node back to where it is computed, each with its axes.
@@ -52,6 +53,7 @@ class SumEmitter(NothingImplied):
     name: str
     summands: tuple[Leaf, Leaf]
     outputs: Mapping[fx.Node, Dims]
+    attrs: SumAttributes = SumAttributes()
 
     def operands(self, builder: Builder) -> dict[str, Any]:
         """The summands, each as if it were what is read."""
@@ -71,10 +73,6 @@ class SumEmitter(NothingImplied):
         each = tuple((axis,) for axis in axes)
         found = tuple(builder.restore(flat, each, dims) for dims in self.outputs.values())
         return found if len(found) > 1 else found[0]
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> Attributes:
-        """The attributes for a proof at other sizes: none."""
-        return SumAttributes()
 
 
 def sum_before(reader: Match, name: str, effects: Effects) -> Match | Reason | None:
@@ -147,20 +145,18 @@ def _match(
     region: Region,
 ) -> Match:
     read, total = next(iter(chain)), next(iter(reversed(chain)))
+    inputs = {leaf.node: Input(leaf.dims) for leaf in summands}
+    operands = dict(zip(("input", RESIDUAL), (leaf.node for leaf in summands), strict=True))
     return Match(
-        op=RESIDUAL,
-        attributes=SumAttributes(),
-        facts=reader.facts,
-        inputs={leaf.node: leaf.dims for leaf in summands},
-        operands=dict(zip(("input", RESIDUAL), (leaf.node for leaf in summands), strict=True)),
-        fills={},
-        masks={},
-        output=read,
-        output_dims=chain[read],
-        core=tuple(reversed(chain)),
-        read={**region.interior, **chain},
-        emitter=SumEmitter(reader, name, summands, chain),
-        ambient=effects.ambient(total),
-        where=where_of(total),
-        also=tuple(chain)[1:],
+        RESIDUAL,
+        Site(
+            output=read,
+            output_dims=chain[read],
+            core=tuple(reversed(chain)),
+            ambient=effects.ambient(total),
+            where=where_of(total),
+            read={**region.interior, **chain},
+            extra_outputs=tuple(chain)[1:],
+        ),
+        Found(SumAttributes(), reader.facts, inputs, operands, SumEmitter(reader, name, summands, chain)),
     )

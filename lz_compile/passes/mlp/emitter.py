@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import sympy
 import torch
@@ -19,21 +19,24 @@ from lz_compile.passes.formula.algebra import Leaf, constant_value, is_cast
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import Effects, grad_enabled
-from lz_compile.passes.graph.view import memory_of, read, tensor_of, where_of
+from lz_compile.passes.graph.view import memory_of, read, tensor_of
 from lz_compile.passes.mlp.gated_form import Form
 from lz_compile.passes.rewriting.builder import Builder, Groups
-from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
 #: Numbers beyond this are no bounds that are met.
 _LARGEST = 1e6
 
 
 @dataclass(frozen=True)
-class MlpEmitter(NothingImplied):
+class MlpEmitter(TableEmitter):
     """``op(gate, up, gate_bias, up_bias)`` over ``rows`` and ``hidden``, the axes of the gate.
 
     With ``halves`` the operand ``gate`` holds both: first what is multiplied, then the gate, along that axis.
     """
+
+    kind: ClassVar = Operands
 
     leaves: Mapping[str, Leaf]
     rows: tuple[Axis, ...]
@@ -70,59 +73,44 @@ class MlpEmitter(NothingImplied):
         attrs = MlpAttrs("sigmoid", is_packed=True, is_up_first=True, compute_dtype=wide, out_dtype=dtype)
         return cls({"gate": leaf}, axes_of(dims[:at]), axes_of(dims[at:]), output, dims, attrs, halves)
 
-    def operands(self, builder: Builder) -> Operands:
-        """What is there of gate, up and their biases, in the canonical layout."""
-        if self.halves is not None:
-            leaf = self.leaves["gate"]
-            both = builder.arrange(builder.value(leaf.node), leaf.dims, (self.rows, (self.halves,), self.hidden))
-            return Operands(both.select(1, 1), both.select(1, 0))
-        whole, row = (self.rows, self.hidden), (self.hidden,)
+    @property
+    def groups(self) -> Groups:
+        """Rows and columns."""
+        return (self.rows, self.hidden)
+
+    def table(self) -> dict[str, Cell]:
+        """What is there of gate, up and their biases."""
+        whole, row = self.groups, (self.hidden,)
         groups: Mapping[str, Groups] = {"gate": whole, "up": whole, "gate_bias": row, "up_bias": row}
-        found = {
-            name: builder.arrange(builder.value(leaf.node), leaf.dims, groups[name], expand=True)
-            for name, leaf in self.leaves.items()
-        }
-        return Operands(**found)
+        return {name: Cell(leaf, groups[name], is_whole=True) for name, leaf in self.leaves.items()}
 
-    def result(self, builder: Builder, value: Any) -> Any:
-        """The kernel's ``[N, F]`` in the layout of the node that it replaces."""
-        return builder.restore(value, (self.rows, self.hidden), self.output_dims)
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> MlpAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
+    def operands(self, builder: Builder) -> Any:
+        """Those of the table; halves are two parts of one tensor, which is arranged once."""
+        if self.halves is None:
+            return super().operands(builder)
+        both = Cell(self.leaves["gate"], (self.rows, (self.halves,), self.hidden)).value(builder)
+        return Operands(both.select(1, 1), both.select(1, 0))
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
-        inputs = {leaf.node: leaf.dims for leaf in self.leaves.values()}
+        rows = self._rows()
+        inputs = {leaf.node: Input(leaf.dims, rows=rows.get(leaf.node, ())) for leaf in self.leaves.values()}
         tensors = [tensor_of(node) for node in inputs]
         gate = self.leaves["gate"].node
+        facts = MlpFacts(
+            num_rows=product(axis.size for axis in self.rows),
+            intermediate_size=product(axis.size for axis in self.hidden),
+            dtype=tensor_of(gate).dtype,  # type: ignore[union-attr]
+            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
+            needs_grad=grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors),
+        )
+        operands = {name: leaf.node for name, leaf in self.leaves.items() if not name.endswith("bias")}
+        magnitudes = () if self.attrs.limit is None else (2 * self.attrs.limit,)
         return Match(
-            op=op,
-            attributes=self.attrs,
-            facts=MlpFacts(
-                num_rows=product(axis.size for axis in self.rows),
-                intermediate_size=product(axis.size for axis in self.hidden),
-                dtype=tensor_of(gate).dtype,  # type: ignore[union-attr]
-                device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
-                needs_grad=grad_enabled(core.ambient)
-                and any(each is not None and each.requires_grad for each in tensors),
-            ),
-            inputs=inputs,
-            operands={name: leaf.node for name, leaf in self.leaves.items() if not name.endswith("bias")},
-            fills={},
-            masks={},
-            output=self.output,
-            output_dims=self.output_dims,
-            core=core.nodes,
-            read=dict(read),
-            emitter=self,
-            ambient=core.ambient,
-            where=where_of(self.output),
-            masked_rows_count=False,
-            rows=self._rows(),
-            magnitudes=() if self.attrs.limit is None else (2 * self.attrs.limit,),
-            points=_corners(core),
+            op,
+            Site.of(core, self.output_dims, read),
+            Found(self.attrs, facts, inputs, operands, self),
+            Trial(magnitudes=magnitudes, points=_corners(core), masked_rows_count=False),
         )
 
     def _rows(self) -> dict[fx.Node, tuple[Axis, ...]]:

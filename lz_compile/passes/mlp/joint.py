@@ -32,7 +32,7 @@ def operands_of(match: Match, builder: Builder) -> Any:
 def results_of(match: Match, builder: Builder, value: Any) -> tuple[Any, ...]:
     """What a kernel's value gives for every output of a match, which may be a twin."""
     found = match.emitter.result(_own(match, builder), value)
-    return tuple(found) if match.also else (found,)
+    return tuple(found) if match.site.extra_outputs else (found,)
 
 
 def _own(match: Match, builder: Builder) -> Builder:

@@ -8,42 +8,34 @@ after it are not part of the op.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.formula.projections import Supports, projection
-from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.view import Call, tensor_of, where_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.mlp.gated_reading import read_activation, read_halves
-from lz_compile.passes.rewriting.builder import EMITTED
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.rewriting.driver import Driver, Outcome
+from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 from lz_compile.passes.rewriting.twins import Twins
 
 OP = "mlp"
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every activation of an MLP in ``graph``, and every product that looks like a gated one's, with the reason."""
-    covered: set[fx.Node] = set()
     missed: set[fx.Node] = set()
-    reader = _Reader(effects, Supports(effects))
-    for node in reversed(graph.nodes):  # the last operation of an activation is met first
-        call = effects.calls[node]
-        if call is None or node in covered or EMITTED in node.meta:
-            continue
-        if call.name != "glu" and not reader.supports.is_candidate(node):
-            continue
-        found = attempt(OP, node, reader.read, node, call)
-        if isinstance(found, Match):
-            covered.update(found.core)
-        is_part = isinstance(found, NearMiss) and node in missed  # of another one that was refused
-        if found is not None and not is_part:
+    reader = _Reader(effects, Supports(effects), Twins(effects))
+    driver = Driver(OP, reader.is_meant)
+    for found in driver.walk(reversed(graph.nodes), reader.is_last, reader.read):  # the last operation is met first
+        if not isinstance(found, NearMiss):
             yield found
-        if isinstance(found, NearMiss):
-            missed.update(reader.supports.behind(node))
+            continue
+        if found.node not in missed:  # no part of another one that was refused
+            yield found
+        missed.update(reader.supports.behind(found.node))
 
 
 @dataclass
@@ -52,45 +44,47 @@ class _Reader:
 
     effects: Effects
     supports: Supports
-    twins: Twins = field(init=False)
+    twins: Twins
 
-    def __post_init__(self) -> None:
-        self.twins = Twins(self.effects)
+    def is_last(self, node: fx.Node) -> bool:
+        """Whether a call may be the last one of an activation."""
+        return self.effects.calls[node] is not None and (self._is_glu(node) or self.supports.is_candidate(node))
 
-    def read(self, anchor: fx.Node, call: Call) -> Match | NearMiss | None:
-        """What an anchor is: a match, clearly meant to be one, or nothing."""
-        twin = self.twins.find(anchor)
-        if twin is not None:
-            return twin
-        with self.twins.watch() as look:
-            try:
-                emitter, core, read = (
-                    read_halves(self.effects, call)
-                    if call.name == "glu"
-                    else read_activation(self.effects, self.supports, anchor)
-                )
-            except RefusedError as refusal:
-                return self._missed(anchor, call, refusal)
-            except MutatedError as error:
-                mutated = RefusedError("OPERAND_MUTATED", f"a value is {error}", "use its out-of-place form")
-                return self._missed(anchor, call, mutated)
-            except LayoutError:
-                return None
-        found = emitter.match(OP, core, read)
-        self.twins.remember(found, anchor, look)
-        return found
+    def read(self, anchor: fx.Node) -> Match | NearMiss | None:
+        """What an anchor is.
 
-    def _missed(self, anchor: fx.Node, call: Call, refusal: RefusedError) -> NearMiss | None:
-        is_known = refusal.reason.code != "NO_MLP" and (call.name == "glu" or len(self.supports.of(anchor).rows) == 2)
-        if not is_known and not self._is_meant(anchor, call):
-            return None
-        return NearMiss(OP, anchor, refusal.reason, refusal.edit, where_of(anchor))
+        Raises:
+            RefusedError: it is no activation of an MLP, with the reason.
+            MutatedError: an alias of a value was overwritten before it is read.
+            LayoutError: a layout has no exact form in axes.
+        """
+        return self.twins.read((anchor,), lambda: self._match(anchor))
 
-    def _is_meant(self, anchor: fx.Node, call: Call) -> bool:
+    def _match(self, anchor: fx.Node) -> Match:
+        if self._is_glu(anchor):
+            emitter, core, read = read_halves(self.effects, self._call(anchor))
+        else:
+            emitter, core, read = read_activation(self.effects, self.supports, anchor)
+        return emitter.match(OP, core, read)
+
+    def is_meant(self, anchor: fx.Node, refusal: RefusedError) -> bool:
+        """Whether a refused anchor is clearly meant to be an activation of an MLP."""
+        is_known = self._is_glu(anchor) or len(self.supports.of(anchor).rows) == 2
+        return (refusal.reason.code != "NO_MLP" and is_known) or self._is_gated(anchor)
+
+    def _call(self, anchor: fx.Node) -> Call:
+        call = self.effects.calls[anchor]
+        assert call is not None, "an anchor is a call"
+        return call
+
+    def _is_glu(self, anchor: fx.Node) -> bool:
+        return self._call(anchor).name == "glu"
+
+    def _is_gated(self, anchor: fx.Node) -> bool:
         """Whether an anchor multiplies a bent projection by another one of the same input and size."""
         operands = anchor.all_input_nodes
         factors = [self.supports.of(node) for node in operands]
-        if call.name != "mul" or len(factors) != 2 or sum(factor.is_bent for factor in factors) != 1:
+        if self._call(anchor).name != "mul" or len(factors) != 2 or sum(factor.is_bent for factor in factors) != 1:
             return False
         if any(len(factor.rows) != 1 or factor.given for factor in factors) or factors[0].rows == factors[1].rows:
             return False

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import sympy
 import torch
@@ -20,17 +19,20 @@ from lz_compile.passes.formula.moments import CALLS, Moments
 from lz_compile.passes.formula.normal_form import NormalForm
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
-from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
 
 @dataclass(frozen=True)
-class NormEmitter(NothingImplied):
+class NormEmitter(TableEmitter):
     """``after_gain * op(input, weight, bias) + after_shift``; the last two hold what no kernel takes as weights.
 
     ``rows`` and ``hidden`` are the axes of ``input``: those that stay by themselves, and those that are normalised over.
     """
+
+    kind: ClassVar = Operands
 
     region: Region
     source: Leaf
@@ -84,39 +86,39 @@ class NormEmitter(NothingImplied):
                 found.setdefault(leaf.node, leaf.dims)
         return found
 
-    def operands(self, builder: Builder) -> Operands:
-        """Input, and weight and bias where there are any, in the canonical layout."""
-        given = builder.value(self.source.node)
-        found = {"input": builder.arrange(given, self.source.dims, (self.rows, self.hidden), expand=True)}
+    @property
+    def groups(self) -> Groups:
+        """Rows, and what is normalised over."""
+        return (self.rows, self.hidden)
+
+    def table(self) -> dict[str, Cell]:
+        """Input, and weight and bias where there are any."""
+        found = {"input": Cell(self.source, self.groups, is_whole=True)}
         if self.attrs.has_weight:
-            found["weight"] = self._evaluate(builder, self.weight, (self.hidden,))
+            found["weight"] = self._formula(self.weight, (self.hidden,))
         if self.attrs.has_bias:
-            found["bias"] = self._evaluate(builder, self.bias, (self.hidden,))
-        return Operands(**found)
+            found["bias"] = self._formula(self.bias, (self.hidden,))
+        return found
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's ``[N, D]`` in the layout and dtype of the node that it replaces."""
         target = tensor_of(self.output).dtype  # type: ignore[union-attr]
         if self.after_gain == 1 and self.after_shift == 0:
-            return builder.restore(value, (self.rows, self.hidden), self.output_dims)
+            return builder.restore(value, self.groups, self.output_dims)
         each = tuple((axis,) for axis in (*self.rows, *self.hidden))
-        value = builder.restore(value, (self.rows, self.hidden), each)
+        value = builder.restore(value, self.groups, each)
         if self.after_gain != 1:
-            value = value * self._evaluate(builder, self.after_gain, each)
+            value = value * self._formula(self.after_gain, each).value(builder)
         if self.after_shift != 0:
-            value = value + self._evaluate(builder, self.after_shift, each)
+            value = value + self._formula(self.after_shift, each).value(builder)
         return builder.restore(value.to(target), each, self.output_dims)
 
-    def _evaluate(self, builder: Builder, expression: sympy.Expr, groups: tuple[tuple[Axis, ...], ...]) -> Any:
+    def _formula(self, expression: sympy.Expr, groups: Groups) -> Cell:
         kinds = [tensor_of(self.region.leaves[symbol].node) for symbol in expression.free_symbols]
         wide = torch.promote_types(torch.float32, self.attrs.out_dtype)
         for kind in kinds:
             wide = wide if kind is None else torch.promote_types(wide, kind.dtype)
-        return builder.evaluate(expression, self.region, groups, wide)
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> NormAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
+        return Cell(expression, groups, region=self.region, dtype=wide)
 
     def _is_one_call(self, core: Core) -> bool:
         """Whether the source calls PyTorch's kernel itself, and nothing else happens but moving and casting."""
@@ -127,37 +129,26 @@ class NormEmitter(NothingImplied):
 
     def match(self, op: str, core: Core) -> Match:
         """The finished match."""
-        inputs = self.edge()
+        inputs = {node: Input(dims) for node, dims in self.edge().items()}
         tensors = [tensor_of(node) for node in inputs]
         needs_grad = grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors)
         source_dtype = tensor_of(self.source.node).dtype  # type: ignore[union-attr]
         eps = math.sqrt(self.attrs.eps) if self.attrs.eps_at == "inside" else self.attrs.eps
         tiny = max(torch.finfo(source_dtype).tiny, torch.finfo(self.attrs.compute_dtype).tiny ** 0.5)
+        facts = NormFacts(
+            num_rows=product(axis.size for axis in self.rows),
+            hidden_size=product(axis.size for axis in self.hidden),
+            dtype=source_dtype,
+            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
+            needs_grad=needs_grad,
+        )
+        own = "torch.norm" if self._is_one_call(core) else None
+        magnitudes = (eps,) if eps > tiny else ()
         return Match(
-            op=op,
-            attributes=self.attrs,
-            facts=NormFacts(
-                num_rows=product(axis.size for axis in self.rows),
-                hidden_size=product(axis.size for axis in self.hidden),
-                dtype=source_dtype,
-                device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
-                needs_grad=needs_grad,
-            ),
-            inputs=inputs,
-            operands={"input": self.source.node},
-            fills={},
-            masks={},
-            output=self.output,
-            output_dims=self.output_dims,
-            core=core.nodes,
-            read=dict(self.region.interior),
-            emitter=self,
-            ambient=core.ambient,
-            where=where_of(self.output),
-            source_kernel="torch.norm" if self._is_one_call(core) else None,
-            masked_rows_count=False,
-            fixed=frozenset(self.hidden),
-            magnitudes=(eps,) if eps > tiny else (),
+            op,
+            Site.of(core, self.output_dims, self.region.interior),
+            Found(self.attrs, facts, inputs, {"input": self.source.node}, self, source_kernel=own),
+            Trial(pinned=frozenset(self.hidden), magnitudes=magnitudes, masked_rows_count=False),
         )
 
 

@@ -20,11 +20,11 @@ from lz_compile.passes.formula.moments import CALLS, STATISTICS, Edge, Moments
 from lz_compile.passes.formula.normal_form import NormalForm, normal_form
 from lz_compile.passes.graph.core import Core, find_core
 from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.norm.emitter import NormEmitter
 from lz_compile.passes.norm.search import is_worth_reading, results_of, sources
-from lz_compile.passes.rewriting.builder import EMITTED
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.rewriting.driver import Driver, Outcome, refusal_of
+from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 from lz_compile.passes.rewriting.twins import Twins
 
 OP = "norm"
@@ -32,28 +32,16 @@ OP = "norm"
 _OF_WEIGHTS = frozenset({sympy.exp, sympy.log, sympy.tanh})
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every normalisation of rows in ``graph``, and every statistic that looks like one's, with the reason."""
-    covered: set[fx.Node] = set()
     missed: list[NearMiss] = []
-    twins = _Stack(effects)
-    for node in graph.nodes:
-        call = effects.calls[node]
-        if call is None or node in covered or EMITTED in node.meta:
-            continue
-        source = tensor_of(call.input)
-        is_anchor = call.name in STATISTICS or call.name in CALLS
-        if not is_anchor or source is None or not source.is_floating_point() or 0 in shape_of(source):
-            continue
-        found = attempt(OP, node, twins.read, node)
+    driver, stack = Driver(OP), _Stack(effects, Twins(effects))
+    for found in driver.walk(graph.nodes, stack.is_statistic, stack.read):
         if isinstance(found, NearMiss):
             missed.append(found)
-            continue
-        if isinstance(found, Match):
-            covered.update(found.core)
-        if found is not None:
+        else:
             yield found
-    yield from (miss for miss in missed if miss.node not in covered)  # one statistic may be read with the next
+    yield from (miss for miss in missed if miss.node not in driver.covered)  # one statistic may be read with the next
 
 
 @dataclass
@@ -61,30 +49,30 @@ class _Stack:
     """Normalisations of one graph; equal layers are read once."""
 
     effects: Effects
-    twins: Twins = field(init=False)
+    twins: Twins
     followed: dict[fx.Node, list[str]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.twins = Twins(self.effects)
+    def is_statistic(self, node: fx.Node) -> bool:
+        """Whether a call is a statistic of rows, or a normalisation."""
+        call = self.effects.calls[node]
+        if call is None or not (call.name in STATISTICS or call.name in CALLS):
+            return False
+        source = tensor_of(call.input)
+        return source is not None and source.is_floating_point() and 0 not in shape_of(source)
 
     def read(self, anchor: fx.Node) -> Match | NearMiss | None:
         results = results_of(self.effects, anchor)
         if not is_worth_reading(self.effects, anchor, results):
             return None
-        for candidate in reversed(results):
-            twin = self.twins.find(candidate)
-            if twin is not None and anchor in twin.core and self._is_followed_alike(twin):
-                return twin
-        with self.twins.watch() as look:
-            found = _read(self.effects, anchor, results)
+
+        def is_alike(twin: Match) -> bool:  # followed alike, too: it does not end later than its prototype
+            followers = _followers(self.effects, twin.output)
+            return anchor in twin.core and followers == self.followed.get(twin.kind.output)
+
+        found = self.twins.read(results[::-1], lambda: _read(self.effects, anchor, results), is_alike)
         if isinstance(found, Match):
             self.followed[found.output] = _followers(self.effects, found.output)
-            self.twins.remember(found, found.output, look)
         return found
-
-    def _is_followed_alike(self, twin: Match) -> bool:
-        """Whether what reads the result looks the same, so that it does not end later than its prototype."""
-        return _followers(self.effects, twin.output) == self.followed.get(twin.kind.output)
 
 
 def _followers(effects: Effects, node: fx.Node) -> list[str]:
@@ -99,14 +87,13 @@ def _read(effects: Effects, anchor: fx.Node, results: list[fx.Node]) -> Match | 
         for output in reversed([each for each in results if _size(each) == wanted and edge.encloses(each)]):
             try:
                 return _match(effects, source, output, anchor)
-            except RefusedError as refusal:
+            except (RefusedError, MutatedError) as error:
+                refusal = refusal_of(error)
                 if refusal.reason.code != "NO_NORM":
                     refused = refused or refusal
-            except MutatedError as error:
-                refused = refused or RefusedError("OPERAND_MUTATED", f"a value is {error}", "use its out-of-place form")
             except LayoutError:
                 continue
-    return None if refused is None else NearMiss(OP, anchor, refused.reason, refused.edit, where_of(anchor))
+    return None if refused is None else NearMiss.of(OP, anchor, refused)
 
 
 def _size(node: fx.Node) -> Size:

@@ -15,7 +15,7 @@ from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.graph.view import hint_of, tensor_of, value_of
 from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.proof.subgraph import Sizes
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Input, Match
 
 
 @dataclass(frozen=True)
@@ -43,31 +43,31 @@ class Case:
 def cases(match: Match) -> Iterator[Case]:
     """The input sets that a match is tried on."""
     is_trained = any(wants_grad(node) for node in match.inputs) and grad_enabled(match.ambient)
-    has_mask = any(_is_mask(node) or node in match.fills for node in match.inputs)
+    known, trial = match.found.inputs, match.trial
+    has_mask = any(_is_mask(node) or each.fill is not None for node, each in known.items())
     yield Case("plain", gradients=is_trained)
     # In half precision larger scores are rounded by whole units, and which key wins a row is a matter of luck.
     is_half = any(
         tensor.dtype.itemsize == 2 for tensor in map(tensor_of, match.operands.values()) if tensor is not None
     )
-    yield Case(
-        "large", magnitude=4.0 if is_half else 12.0, is_strided=True, is_poisoned=bool(match.rows or match.dropped)
-    )
+    is_poisoned = any(each.rows or each.dropped for each in known.values())
+    yield Case("large", magnitude=4.0 if is_half else 12.0, is_strided=True, is_poisoned=is_poisoned)
     is_apart = len(set(match.operands.values())) == len(match.operands) and "key_documents" not in match.operands
     if is_apart:  # a tensor in two roles has each extent twice, and documents are those of the same tokens
         yield Case("ones", ones=True)
-    if match.points:
-        yield Case("corners", points=match.points, gradients=is_trained)
-    yield from (Case(f"magnitude {size:.0e}", magnitude=size, gradients=is_trained) for size in match.magnitudes)
-    if has_mask and match.masked_rows_count:
+    if trial.points:
+        yield Case("corners", points=trial.points, gradients=is_trained)
+    yield from (Case(f"magnitude {size:.0e}", magnitude=size, gradients=is_trained) for size in trial.magnitudes)
+    if has_mask and trial.masked_rows_count:
         # A row that is masked by -inf has NaN gradients, whatever computes them.
-        yield Case("masked rows", masked_rows=True, gradients=is_trained and match.masked_rows_are_finite)
-    if match.masked_rows_count and any(not is_finite for is_finite in match.fills.values()):
+        yield Case("masked rows", masked_rows=True, gradients=is_trained and trial.masked_rows_are_finite)
+    if trial.masked_rows_count and any(each.fill is False for each in known.values()):
         yield Case("infinite fills", masked_rows=True, infinite=True)
 
 
 def some_axes(match: Match) -> frozenset[Axis]:
     """Half of the row axes of the output: the broadcasts that a size of one may turn on."""
-    axes = [axis for axis in axes_of(match.output_dims) if axis.size != 1 and axis not in match.fixed]
+    axes = [axis for axis in axes_of(match.output_dims) if axis.size != 1 and axis not in match.trial.pinned]
     return frozenset(axes[::2])
 
 
@@ -80,24 +80,25 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
     example = value_of(node)
     if not isinstance(example, torch.Tensor):
         return hint_of(node)
-    extents = shape(match.inputs[node], sizes)
+    known = match.found.inputs[node]
+    extents = shape(known.dims, sizes)
     if example.dtype == torch.bool:
         keep = _mask(extents, example.device, case.masked_rows)
-        if case.is_poisoned and node in match.selecting:
+        if case.is_poisoned and known.selects:
             for position in _dropped(match, sizes):
-                if position.keys() & set(axes_of(match.inputs[node])):
-                    _at(keep, match.inputs[node], position, sizes).fill_(False)
-        return keep if match.masks.get(node, True) else ~keep
+                if position.keys() & set(axes_of(known.dims)):
+                    _at(keep, known.dims, position, sizes).fill_(False)
+        return ~keep if known.keeps is False else keep
     if node in (match.operands.get("query_documents"), match.operands.get("key_documents")):
         return _documents(extents, example, is_random=case.masked_rows)
-    if node in match.ranges:
-        low, high = match.ranges[node]
+    if known.range is not None:
+        low, high = known.range
         drawn = torch.rand(extents, dtype=torch.float64) * (high - low) + low
         return drawn.to(example.device, example.dtype)
-    magnitude = (case.magnitude if node in match.operands.values() else 1.0) * match.scales.get(node, 1.0)
+    magnitude = (case.magnitude if node in match.operands.values() else 1.0) * known.scale
     value = torch.randn(extents, dtype=torch.complex64 if example.is_complex() else torch.float32) * magnitude
-    if node in match.fills and case.masked_rows:
-        fill = -math.inf if case.infinite and not match.fills[node] else _finite_fill(match, node, example.dtype)
+    if known.fill is not None and case.masked_rows:
+        fill = -math.inf if case.infinite and not known.fill else _finite_fill(match, node, example.dtype)
         value = torch.zeros(extents, dtype=torch.float64).masked_fill(~_mask(extents, value.device, True), fill)
     if case.points and node in match.operands.values():
         points = [point for point in case.points if abs(point) <= torch.finfo(example.dtype).max / 2]
@@ -105,7 +106,7 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
         corners.copy_(torch.tensor(points)[torch.randint(len(points), corners.shape)])
     value = value.to(example.device, example.dtype)
     if case.is_poisoned:
-        _poison(value, match, node, sizes)
+        _poison(value, match, known, sizes)
     if case.is_strided and value.dim() > 1:
         value = value.transpose(0, -1).contiguous().transpose(0, -1)
     if case.gradients and example.requires_grad:
@@ -124,18 +125,18 @@ def _documents(extents: tuple[int, ...], example: torch.Tensor, *, is_random: bo
     return ids.expand(extents).contiguous().to(example.device, example.dtype)
 
 
-def _poison(value: torch.Tensor, match: Match, node: fx.Node, sizes: Sizes) -> None:
+def _poison(value: torch.Tensor, match: Match, known: Input, sizes: Sizes) -> None:
     """NaN in the first of the ``rows``; NaN and infinities in what is ``dropped``."""
-    if node in match.rows:
-        _at(value, match.inputs[node], dict.fromkeys(match.rows[node], 0), sizes).fill_(math.nan)
-    if node in match.dropped:
+    if known.rows:
+        _at(value, known.dims, dict.fromkeys(known.rows, 0), sizes).fill_(math.nan)
+    if known.dropped:
         for position, number in zip(_dropped(match, sizes), (math.nan, math.inf), strict=False):
-            _at(value, match.inputs[node], position, sizes).fill_(number)
+            _at(value, known.dims, position, sizes).fill_(number)
 
 
 def _dropped(match: Match, sizes: Sizes) -> list[Mapping[Axis, int]]:
     """Positions that a selecting mask drops: the last one, and the one before where that is not the first."""
-    axes = next(iter(match.dropped.values()), ())
+    axes = next((each.dropped for each in match.found.inputs.values() if each.dropped), ())
     last = {axis: sizes[axis] - 1 for axis in axes}
     if not axes or sizes[axes[-1]] <= 2:
         return [last] if axes else []
@@ -151,9 +152,10 @@ def _at(value: torch.Tensor, dims: Dims, position: Mapping[Axis, int], sizes: Si
 def _finite_fill(match: Match, node: fx.Node, dtype: torch.dtype) -> float:
     """The lowest number for one of the masks, a usual one for others, so that they do not add up to infinity."""
     lowest = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).min
-    if dtype == torch.float16 and len(match.fills) > 1:
+    fills = [each for each, known in match.found.inputs.items() if known.fill is not None]
+    if dtype == torch.float16 and len(fills) > 1:
         lowest /= 2
-    return lowest if node is next(iter(match.fills)) else -1e4
+    return lowest if node is fills[0] else -1e4
 
 
 def _mask(extents: tuple[int, ...], device: torch.device, masked_rows: bool) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Found(Protocol):
         """The axes of those that spell out sizes."""
 
     @property
-    def spelled(self) -> Mapping[int, Axis]:
+    def literal_sizes(self) -> Mapping[int, Axis]:
         """Further numbers that are sizes."""
 
 
@@ -70,18 +70,18 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
         ones: axes that get size one, to try broadcasts.
     """
     axes = _all_axes(match)
-    unchanged = match.limited | match.fixed
+    unchanged = match.trial.limited | match.trial.pinned
     large = sorted({axis.size for axis in axes if not _is_small(axis)}, key=_by_size)
     kept = {axis.size for axis in unchanged}
     fresh = (size for size in count(2 * _SMALL, _STEP) if size not in kept)
     assigned = dict(zip(large, fresh, strict=False))
     small = {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}
-    hints = _hints(match) if any(not isinstance(axis.size, int) for axis in match.fixed) else {}
-    symbolic = {axis: hints[axis] for axis in match.fixed if axis in hints}
-    least = {axis.size: size for axis, size in match.at_least.items()}
+    hints = _hints(match) if any(not isinstance(axis.size, int) for axis in match.trial.pinned) else {}
+    symbolic = {axis: hints[axis] for axis in match.trial.pinned if axis in hints}
+    least = {axis.size: size for axis, size in match.trial.least.items()}
     grown = {axis: max(size, least.get(axis.size, 1)) for axis, size in small.items()}
     sizes = {**grown, **symbolic, **{axis: axis.size for axis in unchanged if isinstance(axis.size, int)}}
-    return {**sizes, **{axis: sizes[other] for axis, other in match.ties.items()}}
+    return {**sizes, **{axis: sizes[other] for axis, other in match.trial.ties.items()}}
 
 
 def real_sizes(match: Match) -> Sizes:
@@ -100,13 +100,13 @@ def real_sizes(match: Match) -> Sizes:
         return _UNKNOWN if known is None else known
 
     small = representative_sizes(match)
-    sizes = {axis: small[axis] if axis in match.fixed else hint(axis.size) for axis in _all_axes(match)}
+    sizes = {axis: small[axis] if axis in match.trial.pinned else hint(axis.size) for axis in _all_axes(match)}
     for axis in (*axes_of(match.output_dims), None):
-        tied = {**sizes, **{axis: sizes[other] for axis, other in match.ties.items()}}
+        tied = {**sizes, **{axis: sizes[other] for axis, other in match.trial.ties.items()}}
         needed = _bytes_needed(match, tied)
         if needed <= free / _SHARE:
             return tied
-        if axis is not None and axis not in match.ties:
+        if axis is not None and axis not in match.trial.ties:
             sizes[axis] = min(sizes[axis], small[axis])
     text = f"cannot be tried at its real sizes, of {needed >> 20} MiB with {free >> 20} MiB free"
     raise TrialError(f"a kernel for {match.op} at {match.where}", text, is_fatal=False)
@@ -165,7 +165,7 @@ def whole(found: Found) -> Subgraph:
         nodes=nodes,
         outputs=found.outputs,
         read=found.read,
-        spelled=found.spelled,
+        literal_sizes=found.literal_sizes,
         held=held_by(nodes),
     )
 
@@ -278,8 +278,8 @@ def _copy(
         return graph.call_method("narrow", (values[call.input], position, call.get("start"), extents[position]))
     if call is not None:
         args = _with_extents(graph, call, args, shape(match.read[node], sizes) if node in match.read else None)
-    if match.spelled:
-        args, kwargs = _with_sizes((args, kwargs), {size: sizes[axis] for size, axis in match.spelled.items()})
+    if match.literal_sizes:
+        args, kwargs = _with_sizes((args, kwargs), {size: sizes[axis] for size, axis in match.literal_sizes.items()})
     target = node.target
     if call is not None and call.name == "scaled_dot_product_attention":
         named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, values.__getitem__))

@@ -121,7 +121,9 @@ def _with_implied(match: Match, inputs: Sequence[Any], sizes: Sizes) -> list[Any
     values = dict(zip(match.inputs, inputs, strict=True))
     builder = Builder(values.__getitem__, sizes=sizes)
     return [
-        match.emitter.implied_value(node, builder, value, sizes) if node in match.implied else value
+        match.emitter.implied_value(node, builder, value, sizes)
+        if match.found.inputs[node].implied is not None
+        else value
         for node, value in values.items()
     ]
 

@@ -22,14 +22,14 @@ class Subgraph:
     """The calls ``nodes``, in graph order, that give ``outputs``; all else that they read is in ``inputs``.
 
     ``inputs`` have their axes where anybody asked for them, so have the nodes in ``read``, which spell out sizes;
-    ``spelled`` are further numbers that are sizes. ``held`` are the loops and tensors that ``get_attr`` nodes name.
+    ``literal_sizes`` are further numbers that are sizes. ``held`` are the loops and tensors that ``get_attr`` nodes name.
     """
 
     inputs: Mapping[fx.Node, Dims]
     nodes: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     read: Mapping[fx.Node, Dims] = field(default_factory=dict)
-    spelled: Mapping[int, Axis] = field(default_factory=dict)
+    literal_sizes: Mapping[int, Axis] = field(default_factory=dict)
     held: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, *values: Any) -> tuple[Any, ...]:

@@ -182,17 +182,20 @@ def _is_split(node: fx.Node) -> bool:
 
 def _moved(match: Match, copies: Mapping[fx.Node, fx.Node]) -> Match:
     """The match as found in a copy of its graph."""
-    kind = match.kind
+    kind, site = match.kind, match.site
     renamed = {node: copies[match.renamed.get(node, node)] for node in {**kind.inputs, **kind.read} | _all(kind)}
     return replace(
         match,
-        output=copies[match.output],
-        also=tuple(copies[node] for node in match.also),
-        brought=tuple(copies[node] for node in match.brought if node in copies and copies[node].op != "placeholder"),
-        core=tuple(copies[node] for node in match.core),
-        read={copies[node]: dims for node, dims in match.read.items() if node in copies},
-        inputs={copies[node]: dims for node, dims in match.inputs.items()},
-        where=where_of(match.output),
+        site=replace(
+            site,
+            output=copies[site.output],
+            extra_outputs=tuple(copies[node] for node in site.extra_outputs),
+            hoisted=tuple(copies[node] for node in site.hoisted if node in copies and copies[node].op != "placeholder"),
+            core=tuple(copies[node] for node in site.core),
+            read={copies[node]: dims for node, dims in site.read.items() if node in copies},
+            where=where_of(site.output),
+        ),
+        found=replace(match.found, inputs={copies[node]: each for node, each in match.found.inputs.items()}),
         prototype=kind,
         renamed=renamed,
     )

@@ -198,12 +198,13 @@ def _compared(
     """The verdict on results: float64's, the source's and the kernel's."""
     outputs = [tensor_of(node) for node in match.outputs]
     grown = max(case.magnitude, 1.0) ** getattr(ops.module(match.op), "ROUNDING_POWER", 0)
+    is_filled = any(each.fill is not None for each in match.found.inputs.values())
     verdict = Validation(ok=True)
     for index, (name, expected, base, actual) in enumerate(zip(_names(match, case), truth, given, ours, strict=True)):
         output = outputs[index] if index < len(outputs) else None
         slack = TOLERANCE.get(base.dtype if output is None else output.dtype, 0.0) * grown
         # A lowest number that is added to float16 scores may overflow by rounding; one that is filled in does not.
-        outcome = compare(expected, base, actual, slack, not case.masked_rows, not match.fills, case.is_poisoned)
+        outcome = compare(expected, base, actual, slack, not case.masked_rows, not is_filled, case.is_poisoned)
         if output is not None:
             errors = max(verdict.error, outcome[0]), max(verdict.source_error, outcome[1])
             verdict = replace(verdict, error=errors[0], source_error=errors[1])
@@ -216,7 +217,7 @@ def _compared(
 
 
 def _names(match: Match, case: Case) -> list[str]:
-    outputs = [f"output {node.name}" for node in match.outputs] if match.also else ["output"]
+    outputs = [f"output {node.name}" for node in match.outputs] if match.site.extra_outputs else ["output"]
     if not case.gradients:
         return outputs
     return [*outputs, *(f"gradient of {node.name}" for node in match.inputs if wants_grad(node))]

@@ -29,14 +29,14 @@ def verdict_key(match: Match, source: Subgraph, kernel_id: str, real: Sizes | No
     order: dict[fx.Node, str] = {}
     lines = [f"{match.op} {kernel_id} {match.attributes!r} {match.ambient!r} {grad_enabled(match.ambient)}"]
     lines += [repr(Outside.now()), *sorted({machine.proven_on(device) for device in devices_of(match)})]
-    for index, node in enumerate(match.inputs):
+    for index, (node, known) in enumerate(match.found.inputs.items()):
         order[node] = f"i{index}"
         tensor = tensor_of(node)
         kind = "number" if tensor is None else f"{tensor.dtype} {tensor.device.type} {tensor.requires_grad}"
-        lines.append(f"i{index} {kind} {shape(match.inputs[node], sizes)} {match.fills.get(node)}")
+        lines.append(f"i{index} {kind} {shape(match.inputs[node], sizes)} {known.fill}")
         lines += [] if real is None else [f"{shape(match.inputs[node], real)}"]
-        lines.append(f"{node in match.rows} {node in match.dropped} {node in match.selecting}")
-        lines.append(f"{match.masks.get(node)} {match.implied.get(node)}")
+        lines.append(f"{bool(known.rows)} {bool(known.dropped)} {known.selects}")
+        lines.append(f"{known.keeps} {known.implied}")
     calls = [*source.inputs, *source.nodes]
     lines += [*described(calls, source.held), str([calls.index(node) for node in source.outputs])]
     axes = {axis: f"a{i}" for i, axis in enumerate(sizes)}

@@ -34,7 +34,7 @@ from lz_compile.passes.mlp.joint import FusedEmitter, in_order, kind_of, operand
 from lz_compile.passes.proof.resize import representative_sizes, shape
 from lz_compile.passes.proof.subgraph import Sizes
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Input, Match
 
 #: Whole numbers up to this are exact in every dtype, bfloat16 included.
 _EXACT = 128
@@ -47,12 +47,12 @@ _Pair: TypeAlias = tuple[tuple[Axis, ...], tuple[Axis, ...], bool]
 class Fusion:
     """A match with ``others`` that a kernel may compute along: what operands of these names are, or its sibling.
 
-    ``brought`` are the nodes to be computed before, ``refused`` says of what is not among the others why.
+    ``hoisted`` are the nodes to be computed before, ``refused`` says of what is not among the others why.
     """
 
     match: Match
     others: Mapping[str, Match] = field(default_factory=dict)
-    brought: tuple[fx.Node, ...] = ()
+    hoisted: tuple[fx.Node, ...] = ()
     refused: tuple[Reason, ...] = ()
 
     @property
@@ -65,30 +65,32 @@ class Fusion:
         """The match that a kernel replaces which fuses these: everything from the first inputs to the last result."""
         others = {name: each for name, each in self.others.items() if kind_of(name, each) in fused}
         inner = {each.output for each in others.values()}
-        own = {node: dims for node, dims in self.match.inputs.items() if node not in inner}
+        own = {node: each for node, each in self.match.found.inputs.items() if node not in inner}
         operands = {name: node for name, node in self.match.operands.items() if node not in inner}
         for name, one in others.items():
             further = {f"{name}.{each}": node for each, node in one.operands.items()}
             operands |= {each: node for each, node in further.items() if node not in operands.values()}
         core = in_order((*(node for each in others.values() for node in each.core), *self.match.core))
         also = tuple(_given(others, {*core}))
-        inputs = {**{node: dims for each in others.values() for node, dims in each.inputs.items()}, **own}
-        pairs = [*_corresponding([*others.values()], self.match, inputs)]
+        inputs = {node: Input(dims) for each in others.values() for node, dims in each.inputs.items()}
+        inputs |= {node: replace(each, rows=(), dropped=()) for node, each in own.items()}
+        pairs = [*_corresponding([*others.values()], self.match, {node: each.dims for node, each in inputs.items()})]
+        read = {**self.match.read, **{one.output: one.output_dims for one in others.values()}}
+        for each in others.values():
+            read |= each.read
+        trials = [each.trial for each in (self.match, *others.values())]
         return replace(
             self.match,
-            inputs=inputs,
-            operands=operands,
-            also=also,
-            brought=self.brought,
-            rows={},
-            dropped={},
-            core=core,
-            read={**self.match.read, **{one.output: one.output_dims for one in others.values()}}
-            | {node: dims for each in others.values() for node, dims in each.read.items()},
-            emitter=FusedEmitter(self.match, others, also),
-            limited=self.match.limited.union(*(each.limited for each in others.values())),
-            fixed=self.match.fixed.union(*(each.fixed for each in others.values()), _cut_apart(pairs)),
-            ties=dict(_ties(pairs)),
+            site=replace(self.match.site, core=core, read=read, extra_outputs=also, hoisted=self.hoisted),
+            found=replace(
+                self.match.found, inputs=inputs, operands=operands, emitter=FusedEmitter(self.match, others, also)
+            ),
+            trial=replace(
+                self.match.trial,
+                limited=frozenset().union(*(each.limited for each in trials)),
+                pinned=frozenset().union(*(each.pinned for each in trials), _cut_apart(pairs)),
+                ties=dict(_ties(pairs)),
+            ),
             prototype=None,
             renamed={},
         )
@@ -135,7 +137,7 @@ class _Planner:
         if reason is None and isinstance(early, tuple):
             if first.op == RESIDUAL:
                 self._along |= dict.fromkeys(first.core, fusion.match)
-            return replace(together, brought=early)
+            return replace(together, hoisted=early)
         return replace(fusion, refused=(*fusion.refused, reason or early))  # type: ignore[arg-type]
 
     def _obstacle(self, first: Match, match: Match, name: str, what: str) -> Reason | None:
@@ -172,7 +174,7 @@ class _Planner:
         for other in self._matches:
             if id(other) in along and other is not fusion.match:
                 return Reason("NOT_FUSED", f"{what} is computed along with the {other.op} at {other.where}")
-        given = {*together.also}
+        given = {*together.site.extra_outputs}
         last, own = position[fusion.match.output], {each.output for each in fusion.others.values()}
         for other in self._matches if given else ():
             if position[other.output] >= last or other.output in own:

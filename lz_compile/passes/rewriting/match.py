@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx
@@ -15,6 +16,7 @@ from lz_compile.passes.graph.effects import Ambient
 from lz_compile.passes.graph.view import where_of
 
 if TYPE_CHECKING:
+    from lz_compile.passes.graph.core import Core
     from lz_compile.passes.rewriting.builder import Builder
 
 
@@ -47,94 +49,179 @@ class Emitter(Protocol):
         """What an implied input holds at other sizes; ``given`` is a random tensor in its place."""
 
 
-class NothingImplied:
-    """The part of an emitter that every one has whose attributes say nothing about the values of inputs."""
+@dataclass(frozen=True)
+class Input:
+    """A node at the edge of a match: its axes, and what is known of its values.
 
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """Nothing is implied here.
+    ``fill`` is set where it may hold masking constants: True if they are known to be finite. ``keeps`` is set of boolean
+    masks: True if True keeps. Any slice along the axes in ``rows`` may hold NaN without the rest of the result noticing; of
+    those in ``dropped``, one that masks drop which ``selects`` marks. ``implied`` says how the attributes imply the values:
+    the replacement reads them for the rest of what they say, or not at all.
 
-        Raises:
-            LookupError: always.
-        """
-        raise LookupError(f"{node.name} is implied by no attribute")
+    For proofs, ``range`` are the least and the largest number that it may hold, and random values are multiplied by
+    ``scale``, so that what is multiplied again and again neither grows nor dies.
+    """
+
+    dims: Dims
+    fill: bool | None = None
+    keeps: bool | None = None
+    selects: bool = False
+    rows: tuple[Axis, ...] = ()
+    dropped: tuple[Axis, ...] = ()
+    implied: str | None = None
+    range: tuple[float, float] | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """What is replaced, and where.
+
+    ``core`` are the nodes that a rewrite makes superfluous, in graph order, ``output`` last; ``read`` every node between edge
+    and output with the axes of its dimensions. ``extra_outputs`` are further nodes whose values the kernel gives: of the
+    emitter's result, ``output`` is the first then. ``hoisted`` are those that are to be computed before all of these.
+    """
+
+    output: fx.Node
+    output_dims: Dims
+    core: tuple[fx.Node, ...]
+    ambient: Ambient
+    where: str
+    read: Mapping[fx.Node, Dims] = field(default_factory=dict)
+    extra_outputs: tuple[fx.Node, ...] = ()
+    hoisted: tuple[fx.Node, ...] = ()
+
+    @classmethod
+    def of(cls, core: Core, output_dims: Dims, read: Mapping[fx.Node, Dims]) -> Site:
+        """The place of what has one output, the last node of its core."""
+        return cls(core.output, output_dims, core.nodes, core.ambient, where_of(core.output), dict(read))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found: the op's own description of sizes and dtypes for kernel selection (``facts``), and its operands.
+
+    ``formula`` says for people what is computed. ``source_kernel`` is the kernel that the source itself calls. ``buffers``
+    are those on whose values it rests that inputs are implied. ``masks_mean`` names what was proven of the masks,
+    ``mask_reasons`` say why they are general ones.
+    """
+
+    attributes: Attributes
+    facts: Any
+    inputs: Mapping[fx.Node, Input]
+    operands: Mapping[str, fx.Node]
+    emitter: Emitter
+    formula: str = ""
+    source_kernel: str | None = None
+    buffers: tuple[fx.Node, ...] = ()
+    masks_mean: str = ""
+    mask_reasons: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a proof tries, and at which sizes.
+
+    ``limited`` are the axes (of features) on whose sizes kernels put limits: a proof of such a kernel keeps them. ``pinned``
+    are those whose sizes the source may spell out as numbers: every proof keeps them. ``ties`` are axes that are others by
+    another name, and have their size. ``least`` are the smallest sizes at which a proof means anything, ``literal_sizes``
+    integers among the source's arguments that are the size of an axis, and change with it.
+
+    ``magnitudes`` are further sizes of operands, ``points`` numbers at which a function may have a corner, to be tried
+    exactly. ``masked_rows_count`` is False where the source's rounding alone decides what a row without any kept element
+    gives, ``masked_rows_are_finite`` True where such a row gives finite numbers.
+    """
+
+    limited: frozenset[Axis] = frozenset()
+    pinned: frozenset[Axis] = frozenset()
+    ties: Mapping[Axis, Axis] = field(default_factory=dict)
+    least: Mapping[Axis, int] = field(default_factory=dict)
+    literal_sizes: Mapping[int, Axis] = field(default_factory=dict)
+    magnitudes: tuple[float, ...] = ()
+    points: tuple[float, ...] = ()
+    masked_rows_count: bool = True
+    masked_rows_are_finite: bool = False
 
 
 @dataclass(frozen=True)
 class Match:
-    """A subgraph that computes ``op``.
-
-    ``inputs`` are the nodes at its edge with their axes, ``core`` the nodes that a rewrite makes superfluous (in graph
-    order, ``output`` last), ``also`` further nodes whose values the kernel gives (of the emitter's result, ``output`` is the
-    first then), ``brought`` those that are to be computed before all of these, ``read`` every node between edge and output
-    with the axes of its dimensions, and ``facts`` the op's own description of sizes and dtypes for kernel selection.
-    ``formula`` says for people what is computed. ``fills`` names the inputs that may hold masking constants, with True where
-    they are known to be finite, ``masks`` the boolean ones, with True where True keeps.
-
-    ``source_kernel`` is the kernel that the source itself calls. ``masked_rows_count`` is False where the source's
-    rounding alone decides what a row without any kept element gives, ``masked_rows_are_finite`` is True where such a row
-    gives finite numbers. ``rows`` and ``dropped`` name operands of which a slice along these axes may hold NaN
-    without the rest of the result noticing: any slice, or one that the masks in ``selecting`` drop.
-
-    ``implied`` are the inputs whose values the attributes imply, with a text that says how: the replacement reads them
-    for the rest of what they say, or not at all. ``buffers`` are the buffers on whose values that rests. ``masks_mean``
-    names what was proven of the masks, ``mask_reasons`` say why they are general ones.
-
-    ``limited`` are the axes (of features) on whose sizes kernels put limits: a proof of such a kernel keeps them. ``fixed``
-    are those whose sizes the source may spell out as numbers: every proof keeps them. ``ties`` are axes that are others by
-    another name, and have their size in a proof. ``at_least`` are the smallest sizes at which a proof means anything, and
-    ``spelled`` integers among the source's arguments that are the size of an axis, and change with it.
-
-    ``magnitudes`` are further sizes of operands to try, ``points`` numbers at which a function may have a corner, to be tried
-    exactly, ``scales`` by what random values of an input are multiplied, so that what is multiplied again and again neither
-    grows nor dies, ``ranges`` the least and the largest number that an input may hold.
+    """A subgraph that computes ``op``: what is replaced, what was found there, and how that is to be tried.
 
     A match that equals an earlier one but for its place has that as its ``prototype``; ``renamed`` gives, for the nodes of
     the prototype, its own, and the emitter speaks of the prototype's.
     """
 
     op: str
-    attributes: Attributes
-    facts: Any
-    inputs: Mapping[fx.Node, Dims]
-    operands: Mapping[str, fx.Node]
-    fills: Mapping[fx.Node, bool]
-    masks: Mapping[fx.Node, bool]
-    output: fx.Node
-    output_dims: Dims
-    core: tuple[fx.Node, ...]
-    read: Mapping[fx.Node, Dims]
-    emitter: Emitter
-    ambient: Ambient
-    where: str
-    source_kernel: str | None = None
-    masked_rows_count: bool = True
-    masked_rows_are_finite: bool = False
-    also: tuple[fx.Node, ...] = ()
-    brought: tuple[fx.Node, ...] = ()
-    rows: Mapping[fx.Node, tuple[Axis, ...]] = field(default_factory=dict)
-    dropped: Mapping[fx.Node, tuple[Axis, ...]] = field(default_factory=dict)
-    selecting: frozenset[fx.Node] = frozenset()
-    limited: frozenset[Axis] = frozenset()
-    fixed: frozenset[Axis] = frozenset()
-    ties: Mapping[Axis, Axis] = field(default_factory=dict)
-    magnitudes: tuple[float, ...] = ()
-    scales: Mapping[fx.Node, float] = field(default_factory=dict)
-    points: tuple[float, ...] = ()
-    at_least: Mapping[Axis, int] = field(default_factory=dict)
-    spelled: Mapping[int, Axis] = field(default_factory=dict)
-    ranges: Mapping[fx.Node, tuple[float, float]] = field(default_factory=dict)
-    implied: Mapping[fx.Node, str] = field(default_factory=dict)
-    buffers: tuple[fx.Node, ...] = ()
-    masks_mean: str = ""
-    mask_reasons: tuple[Reason, ...] = ()
-    formula: str = ""
+    site: Site
+    found: Found
+    trial: Trial = Trial()
     prototype: Match | None = None
     renamed: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @cached_property
+    def inputs(self) -> Mapping[fx.Node, Dims]:
+        """The nodes at its edge with their axes."""
+        return {node: each.dims for node, each in self.found.inputs.items()}
+
+    @property
+    def operands(self) -> Mapping[str, fx.Node]:
+        """The nodes that operands come from, by name."""
+        return self.found.operands
+
+    @property
+    def attributes(self) -> Attributes:
+        """Of the op."""
+        return self.found.attributes
+
+    @property
+    def facts(self) -> Any:
+        """Sizes and dtypes, for kernel selection."""
+        return self.found.facts
+
+    @property
+    def emitter(self) -> Emitter:
+        """Brings operands into the kernel's form, and its result back."""
+        return self.found.emitter
+
+    @property
+    def core(self) -> tuple[fx.Node, ...]:
+        """What a rewrite makes superfluous."""
+        return self.site.core
+
+    @property
+    def read(self) -> Mapping[fx.Node, Dims]:
+        """Every node between, with its axes."""
+        return self.site.read
+
+    @property
+    def literal_sizes(self) -> Mapping[int, Axis]:
+        """Numbers that are sizes."""
+        return self.trial.literal_sizes
+
+    @property
+    def output(self) -> fx.Node:
+        """The node whose value the kernel gives first."""
+        return self.site.output
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
         """Every node whose value the kernel gives, ``output`` first."""
-        return (self.output, *self.also)
+        return (self.site.output, *self.site.extra_outputs)
+
+    @property
+    def output_dims(self) -> Dims:
+        """The axes of ``output``."""
+        return self.site.output_dims
+
+    @property
+    def ambient(self) -> Ambient:
+        """The modes that it runs under."""
+        return self.site.ambient
+
+    @property
+    def where(self) -> str:
+        """The source line."""
+        return self.site.where
 
     @property
     def kind(self) -> Match:
@@ -143,7 +230,18 @@ class Match:
 
     def assuming_finite(self) -> Match:
         """The same for inputs without NaN and infinities."""
-        return replace(self, attributes=self.attributes.assuming_finite(), rows={}, dropped={}, selecting=frozenset())
+        inputs = {node: replace(each, rows=(), dropped=(), selects=False) for node, each in self.found.inputs.items()}
+        found = replace(self.found, attributes=self.attributes.assuming_finite(), inputs=inputs)
+        return replace(self, found=found)
+
+
+class RefusedError(Exception):
+    """Raised inside a recogniser where it gives up on an anchor; becomes a :class:`NearMiss`."""
+
+    def __init__(self, code: str, message: str, edit: str) -> None:
+        super().__init__(message)
+        self.reason = Reason(code, message)
+        self.edit = edit
 
 
 @dataclass(frozen=True)
@@ -162,6 +260,11 @@ class NearMiss:
     pieces: frozenset[fx.Node] = frozenset()
     is_whole: bool = False
 
+    @classmethod
+    def of(cls, op: str, node: fx.Node, refusal: RefusedError, edit: str | None = None) -> NearMiss:
+        """What was refused at ``node``; with an edit of one's own."""
+        return cls(op, node, refusal.reason, refusal.edit if edit is None else edit, where_of(node))
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -170,23 +273,3 @@ class Failure:
     op: str
     where: str
     error: Exception
-
-
-Found = TypeVar("Found")
-
-
-def attempt(op: str, anchor: fx.Node, read: Callable[..., Found], *arguments: Any) -> Found | Failure:
-    """What ``read`` gives of an anchor; whatever it raises, as a failure of this anchor alone."""
-    try:
-        return read(*arguments)
-    except Exception as error:  # noqa: BLE001 the pipeline makes an event of it, or raises it where that is wanted
-        return Failure(op, where_of(anchor), error)
-
-
-class RefusedError(Exception):
-    """Raised inside a recogniser where it gives up on an anchor; becomes a :class:`NearMiss`."""
-
-    def __init__(self, code: str, message: str, edit: str) -> None:
-        super().__init__(message)
-        self.reason = Reason(code, message)
-        self.edit = edit

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
+from lz_compile.lowering.operands import Operands
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import where_of
-from lz_compile.passes.rewriting.builder import EMITTED
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.driver import Driver, Outcome
+from lz_compile.passes.rewriting.emitter import TableEmitter
+from lz_compile.passes.rewriting.match import Match
+
+
+@dataclass(frozen=True)
+class CallEmitter(TableEmitter):
+    """Operands are in the op's canonical layout already; ``places`` are those of the outputs among several results."""
+
+    given: Mapping[str, fx.Node]
+    attrs: Any
+    operand_type: type[Operands]
+    places: tuple[int, ...] | None = None
+
+    def operands(self, builder: Builder) -> Operands:
+        """As they are."""
+        return self.operand_type(**{name: builder.value(node) for name, node in self.given.items()})
+
+    def result(self, _builder: Builder, value: Any) -> Any:
+        """As it is; of several results, those that are read."""
+        if self.places is None:
+            return value
+        found = tuple(value[place] for place in self.places)
+        return found if len(found) > 1 else found[0]
 
 
 def op_calls(
     op: str, graph: fx.Graph, effects: Effects, match: Callable[[fx.Node, Effects], Match]
-) -> Iterator[Match | NearMiss | Failure]:
+) -> Iterator[Outcome]:
     """Every call of ``layerzero::<op>`` that somebody reads, as ``match`` has it, and what it refuses."""
 
-    def found(node: fx.Node) -> Match | NearMiss:
-        try:
-            return match(node, effects)
-        except RefusedError as refusal:
-            return NearMiss(op, node, refusal.reason, refusal.edit, where_of(node))
-
-    for node in graph.nodes:
+    def is_own(node: fx.Node) -> bool:
         packet = getattr(node.target, "overloadpacket", node.target) if node.op == "call_function" else None
-        is_own = getattr(packet, "_qualified_op_name", "") == f"layerzero::{op}"
-        if is_own and node.users and EMITTED not in node.meta:
-            yield attempt(op, node, found, node)
+        return bool(node.users) and getattr(packet, "_qualified_op_name", "") == f"layerzero::{op}"
+
+    return Driver(op).walk(graph.nodes, is_own, lambda node: match(node, effects))

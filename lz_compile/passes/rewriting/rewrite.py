@@ -91,7 +91,7 @@ def splice(
     """Replace the outputs of ``match`` by the kernel's nodes and erase what became superfluous.
 
     The kernel goes where the first of the outputs is, for others may read that one directly afterwards; what the match
-    names as brought goes before it.
+    names as hoisted goes before it.
 
     Either the whole replacement is made or, on any exception, the graph computes what it did.
 
@@ -108,7 +108,7 @@ def splice(
     """
     shows_strides = tuple(strides_matter(node) for node in original or match.outputs)
     place = min(match.outputs)
-    moved = [(node, node.next) for node in match.brought if node > place]
+    moved = [(node, node.next) for node in match.site.hoisted if node > place]
     try:
         for node, _ in moved:
             place.prepend(node)
@@ -185,7 +185,7 @@ def _replacements(
     builder: GraphBuilder, match: Match, call: KernelCall, shows_strides: tuple[bool, ...]
 ) -> tuple[fx.Node, ...]:
     value = emit(builder, match, call, match.attributes)
-    results = value if match.also else (value,)
+    results = value if match.site.extra_outputs else (value,)
     return tuple(
         _as_before(match, node, result, shows)
         for node, result, shows in zip(match.outputs, results, shows_strides, strict=True)

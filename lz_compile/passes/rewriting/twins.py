@@ -7,8 +7,7 @@ same number of others. What was not looked at cannot have made a difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -21,7 +20,7 @@ from lz_compile.lowering import inductor
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.view import value_of, where_of
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Match, NearMiss
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,27 @@ class Twins:
         self._prototypes: list[_Prototype] = []
         self._signatures: dict[fx.Node, Any] = {}
 
-    @contextmanager
-    def watch(self) -> Iterator[Look]:
-        """Note what a recogniser looks at."""
+    def read(
+        self,
+        anchors: Sequence[fx.Node],
+        read: Callable[[], Match | NearMiss | None],
+        accepts: Callable[[Match], bool] = lambda _twin: True,
+    ) -> Match | NearMiss | None:
+        """The first twin that one of ``anchors`` gives and ``accepts`` takes, or what ``read`` gives, which is remembered."""
+        for anchor in anchors:
+            twin = self.find(anchor)
+            if twin is not None and accepts(twin):
+                return twin
         with self._effects.watched() as look:
-            yield look
+            found = read()
+        if isinstance(found, Match) and found.output in anchors:
+            self._remember(found, look)
+        return found
 
-    def remember(self, match: Match, anchor: fx.Node, look: Look) -> None:
-        """A match that was read from ``anchor`` by looking at ``look``."""
-        if match.output is anchor and not self._effects.has_mutations:
-            look.nodes.add(anchor)
+    def _remember(self, match: Match, look: Look) -> None:
+        """A match that was read by looking at ``look``."""
+        if not self._effects.has_mutations:
+            look.nodes.add(match.output)
             self._prototypes.append(_Prototype(match, look))
 
     def find(self, anchor: fx.Node) -> Match | None:
@@ -63,9 +73,9 @@ class Twins:
     def _uses_agree(self, prototype: _Prototype, renamed: Mapping[fx.Node, fx.Node]) -> bool:
         """Whether inner values are used alike, and everything that the recogniser asked has the same answer."""
         match, position = prototype.match, self._effects.position
-        if any(node not in renamed for node in (*match.core, *match.inputs, *match.read, *match.also)):
+        if any(node not in renamed for node in (*match.core, *match.inputs, *match.read, *match.outputs)):
             return False
-        if any(node not in renamed or not _hold_the_same(node, renamed[node]) for node in match.buffers):
+        if any(node not in renamed or not _hold_the_same(node, renamed[node]) for node in match.found.buffers):
             return False
         core = [renamed[node] for node in match.core]
         if any(position[first] >= position[second] for first, second in pairwise(core)):
@@ -91,23 +101,24 @@ def _hold_the_same(buffer: fx.Node, other: fx.Node) -> bool:
 
 
 def _renamed(match: Match, renamed: Mapping[fx.Node, fx.Node]) -> Match:
+    site, found = match.site, match.found
+    output = renamed[site.output]
     return replace(
         match,
-        inputs={renamed[node]: dims for node, dims in match.inputs.items()},
-        operands={name: renamed[node] for name, node in match.operands.items()},
-        fills={renamed[node]: is_finite for node, is_finite in match.fills.items()},
-        masks={renamed[node]: keeps for node, keeps in match.masks.items()},
-        output=renamed[match.output],
-        also=tuple(renamed[node] for node in match.also),
-        core=tuple(renamed[node] for node in match.core),
-        read={renamed[node]: dims for node, dims in match.read.items()},
-        rows={renamed[node]: axes for node, axes in match.rows.items()},
-        dropped={renamed[node]: axes for node, axes in match.dropped.items()},
-        selecting=frozenset(renamed[node] for node in match.selecting),
-        where=where_of(renamed[match.output]),
-        scales={renamed[node]: scale for node, scale in match.scales.items()},
-        implied={renamed[node]: text for node, text in match.implied.items()},
-        buffers=tuple(renamed[node] for node in match.buffers),
+        site=replace(
+            site,
+            output=output,
+            extra_outputs=tuple(renamed[node] for node in site.extra_outputs),
+            core=tuple(renamed[node] for node in site.core),
+            read={renamed[node]: dims for node, dims in site.read.items()},
+            where=where_of(output),
+        ),
+        found=replace(
+            found,
+            inputs={renamed[node]: each for node, each in found.inputs.items()},
+            operands={name: renamed[node] for name, node in found.operands.items()},
+            buffers=tuple(renamed[node] for node in found.buffers),
+        ),
         prototype=match,
         renamed=renamed,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -19,16 +19,17 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.graph.places import Still, affine, has_still
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
-from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.rewriting.emitter import TableEmitter
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.rope.rotations import Rotation, Table, moving
 
 _PRODUCTS = frozenset({"mul", "add", "sub", "addcmul", "rsub", "complex"})
 
 
 @dataclass(frozen=True)
-class RopeEmitter(NothingImplied):
+class RopeEmitter(TableEmitter):
     """``op(input, cos, sin)``; ``batch``, ``heads`` and ``positions`` are the rows: tables have no heads."""
 
     rotation: Rotation
@@ -59,7 +60,7 @@ class RopeEmitter(NothingImplied):
         return cls(rotation, first, heads, positions, attrs)
 
     @property
-    def groups(self) -> tuple[Sequence[Axis], ...]:
+    def groups(self) -> Groups:
         """The axes of the canonical input."""
         return (self.batch, self.heads, self.positions, self.rotation.features)
 
@@ -127,10 +128,6 @@ class RopeEmitter(NothingImplied):
         """The kernel's ``[B, H, S, D]`` in the layout of the node that it replaces."""
         return builder.restore(value, self.groups, self.rotation.output_dims)
 
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> RopeAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
-
     def match(self, op: str, core: Core) -> Match:
         """The finished match."""
         rotation, inputs = self.rotation, self.edge()
@@ -142,23 +139,12 @@ class RopeEmitter(NothingImplied):
             "cos": rotation.cos.leaves[cos].node,
             "sin": rotation.sin.leaves[sin].node,
         }
+        known = {node: Input(dims) for node, dims in inputs.items()}
         return Match(
-            op=op,
-            attributes=self.attrs,
-            facts=self._facts(core, inputs),
-            inputs=inputs,
-            operands=operands,
-            fills={},
-            masks={},
-            output=rotation.output,
-            output_dims=rotation.output_dims,
-            core=core.nodes,
-            read=read,
-            emitter=self,
-            ambient=core.ambient,
-            where=where_of(rotation.output),
-            masked_rows_count=False,
-            fixed=frozenset(features),
+            op,
+            Site.of(core, rotation.output_dims, read),
+            Found(self.attrs, self._facts(core, inputs), known, operands, self),
+            Trial(pinned=frozenset(features), masked_rows_count=False),
         )
 
     def _facts(self, core: Core, inputs: Mapping[fx.Node, Dims]) -> RopeFacts:

@@ -20,9 +20,9 @@ from lz_compile.passes.formula.moments import CALLS, STATISTICS
 from lz_compile.passes.formula.parts import SPLITS, is_read
 from lz_compile.passes.graph.core import Core, find_core
 from lz_compile.passes.graph.effects import Effects, MutatedError, grad_enabled
-from lz_compile.passes.graph.view import Call, tensor_of, where_of
-from lz_compile.passes.rewriting.builder import EMITTED
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.rewriting.driver import Driver, Outcome
+from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 from lz_compile.passes.rewriting.twins import Twins
 from lz_compile.passes.rope.emitter import RopeEmitter, check
 from lz_compile.passes.rope.rotations import Rotation, read
@@ -36,33 +36,14 @@ _APART = SPLITS | {"getitem", "narrow", "select", "view_as_complex", "flip", "ro
 _PRODUCTS = frozenset({"mul", "addcmul"})
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every rotary embedding in ``graph``, and every one that is there but cannot be replaced, with the reason."""
-    covered: set[fx.Node] = set()
     twins = Twins(effects)
-    for node in reversed(graph.nodes):
-        if node in covered or EMITTED in node.meta or not _may_be_last(effects, node):
-            continue
-        found = attempt(OP, node, _found, effects, node, twins)
-        if isinstance(found, Match):
-            covered.update(found.core)
-        elif found is not None:
-            covered.add(node)
-        if found is not None:
-            yield found
 
+    def once(node: fx.Node) -> Match | NearMiss | None:
+        return twins.read((node,), lambda: _read(effects, node)) if _sources(effects, node) else None
 
-def _found(effects: Effects, node: fx.Node, twins: Twins) -> Match | NearMiss | None:
-    if not _sources(effects, node):
-        return None
-    twin = twins.find(node)
-    if twin is not None:
-        return twin
-    with twins.watch() as look:
-        found = _read(effects, node)
-    if isinstance(found, Match):
-        twins.remember(found, node, look)
-    return found
+    return Driver(OP).walk(reversed(graph.nodes), lambda node: _may_be_last(effects, node), once)
 
 
 def _may_be_last(effects: Effects, node: fx.Node) -> bool:
@@ -105,7 +86,7 @@ def _checked(effects: Effects, rotation: Rotation, core: Core) -> Match | NearMi
         _check_tables(emitter, core)
     except RefusedError as refusal:
         edit = "use the result of the rotation only" if refusal.reason.code == "INTERIOR_USED" else refusal.edit
-        return NearMiss(OP, rotation.output, refusal.reason, edit, where_of(rotation.output))
+        return NearMiss.of(OP, rotation.output, refusal, edit)
     return emitter.match(OP, core)
 
 

@@ -15,9 +15,10 @@ from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import Effects, grad_enabled
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
-from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.rewriting.emitter import TableEmitter
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.routing.cosine_mask import Cosine
 
 Run = tuple[Axis, ...]
@@ -69,7 +70,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class RoutingEmitter(NothingImplied):
+class RoutingEmitter(TableEmitter):
     """``op(x, vh, u, delta, a_q, b_q, ...)``; every operand is a product of tensors (the base: a sum).
 
     ``ties`` are axes that are others by another name: each product has its own for what it sums over. ``unread`` is what the
@@ -139,38 +140,21 @@ class RoutingEmitter(NothingImplied):
                 total = total + value if name == "base" else total * value
         return total
 
-    def result(self, builder: Builder, value: Any) -> Any:
-        """The kernel's ``[G, S, E]`` in the layout of the node that it replaces."""
-        places = self.places
-        return builder.restore(value, (places.rollouts, places.tokens, places.outputs), self.output_dims)
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> RoutingAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
+    @property
+    def groups(self) -> Groups:
+        """Rollouts, tokens and outputs."""
+        return (self.places.rollouts, self.places.tokens, self.places.outputs)
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
-        inputs = {part.leaf.node: part.leaf.dims for parts in self.parts.values() for part in parts}
-        inputs |= self.unread
-        x = self.parts["x"][0].leaf.node
+        leaves = {part.leaf.node: part.leaf.dims for parts in self.parts.values() for part in parts}
+        inputs = {node: Input(dims) for node, dims in {**leaves, **self.unread}.items()}
+        operands = {"x": self.parts["x"][0].leaf.node}
         return Match(
-            op=op,
-            attributes=self.attrs,
-            facts=self._facts(core),
-            inputs=inputs,
-            operands={"x": x},
-            fills={},
-            masks={},
-            output=self.output,
-            output_dims=self.output_dims,
-            core=core.nodes,
-            read=dict(read),
-            emitter=self,
-            ambient=core.ambient,
-            where=where_of(self.output),
-            masked_rows_count=False,
-            ties=self.ties,
-            formula=self._formula(),
+            op,
+            Site.of(core, self.output_dims, read),
+            Found(self.attrs, self._facts(core), inputs, operands, self, self._formula()),
+            Trial(ties=self.ties, masked_rows_count=False),
         )
 
     def _facts(self, core: Core) -> RoutingFacts:

@@ -8,14 +8,12 @@ which none is scaled along its rank, is left alone without a word.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from torch import fx
 
-from lz_compile.passes.formula.axes import LayoutError
-from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.view import where_of
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.rewriting.driver import Driver, Outcome
+from lz_compile.passes.rewriting.match import Match, NearMiss
 from lz_compile.passes.rewriting.twins import Twins
 from lz_compile.passes.routing.gates import Gates
 from lz_compile.passes.routing.reading import Reader
@@ -24,53 +22,24 @@ from lz_compile.passes.routing.summands import Summands
 OP = "routing"
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every routed adapter in ``graph``, every one that was refused, and gates of tokens where rollouts are meant."""
-    reader = _Reader(effects, Summands(effects))
-    gates = Gates(effects)
-    done: set[fx.Node] = set()
-    for node in reversed(graph.nodes):  # the last addition of a sum is met first
-        if node in done or not reader.summands.is_sum(node):
-            continue
-        done.update(reader.summands.of(node)[1])
-        found = attempt(OP, node, reader.read, node)
+    summands, twins, gates, driver = Summands(effects), Twins(effects), Gates(effects), Driver(OP)
+
+    def read(anchor: fx.Node) -> Match | NearMiss | None:
+        sums = summands.of(anchor)[1]
+        driver.covered.update(sums)
+        return twins.read(sums, lambda: _read(effects, summands, anchor))
+
+    for found in driver.walk(reversed(graph.nodes), summands.is_sum, read):  # the last addition of a sum is met first
         if isinstance(found, Match):
-            done.update(found.core)
             yield from gates.notices(OP, found)
-        if found is not None:
-            yield found
+        yield found
 
 
-@dataclass
-class _Reader:
-    """Routed adapters of one graph; equal layers are read once."""
-
-    effects: Effects
-    summands: Summands
-    twins: Twins = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.twins = Twins(self.effects)
-
-    def read(self, anchor: fx.Node) -> Match | NearMiss | None:
-        """What the sum that ends in ``anchor`` is."""
-        for sum_ in self.summands.of(anchor)[1]:
-            twin = self.twins.find(sum_)
-            if twin is not None:
-                return twin
-        with self.twins.watch() as look:
-            try:
-                found = Reader(self.effects, self.summands).read(anchor)
-            except RefusedError as refusal:
-                return NearMiss(OP, anchor, refusal.reason, refusal.edit, where_of(anchor))
-            except MutatedError as error:
-                mutated = RefusedError("OPERAND_MUTATED", f"a value is {error}", "use its out-of-place form")
-                return NearMiss(OP, anchor, mutated.reason, mutated.edit, where_of(anchor))
-            except LayoutError:
-                return None
-        if found is None:
-            return None
-        emitter, core, read = found
-        match = emitter.match(OP, core, read)
-        self.twins.remember(match, match.output, look)
-        return match
+def _read(effects: Effects, summands: Summands, anchor: fx.Node) -> Match | None:
+    found = Reader(effects, summands).read(anchor)
+    if found is None:
+        return None
+    emitter, core, read = found
+    return emitter.match(OP, core, read)

@@ -6,7 +6,6 @@ Which kernel such a call selects by itself is not asked here, but where kernels 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +15,12 @@ from lz_compile.ground.sizes import as_size
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts
 from lz_compile.lowering.token_bits import WORD, word_count
 from lz_compile.passes.formula.axes import Axis, Dims
+from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import Effects, grad_enabled
-from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, NothingImplied, RefusedError
-from lz_compile.passes.rewriting.op_calls import op_calls
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.rewriting.driver import Outcome
+from lz_compile.passes.rewriting.match import Found, Input, Match, RefusedError, Site, Trial
+from lz_compile.passes.rewriting.op_calls import CallEmitter, op_calls
 
 _OP = "sampling"
 #: Between what numbers operands are.
@@ -34,29 +34,9 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 }
 
 
-def sampling_calls(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def sampling_calls(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every such call."""
     return op_calls(_OP, graph, effects, _match)
-
-
-@dataclass(frozen=True)
-class SamplingCallEmitter(NothingImplied):
-    """Operands and result are in the op's canonical layout already."""
-
-    given: Mapping[str, fx.Node]
-    attrs: SamplingAttrs
-
-    def operands(self, builder: Builder) -> Operands:
-        """As they are."""
-        return Operands(**{name: builder.value(node) for name, node in self.given.items()})
-
-    def result(self, builder: Builder, value: Any) -> Any:
-        """As it is."""
-        return value
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> SamplingAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
 
 
 def _match(node: fx.Node, effects: Effects) -> Match:
@@ -80,24 +60,14 @@ def _match(node: fx.Node, effects: Effects) -> Match:
     rows, vocab = (as_size(size) for size in logits.shape)
     axes = _Axes(rows, vocab)
     needs_grad = grad_enabled(ambient) and any(tensor.requires_grad for tensor in tensors.values())
+    facts = SamplingFacts(rows, vocab, logits.dtype, logits.device.type, needs_grad)
+    inputs = {each: Input(axes.dims(name, tensors[name]), range=_RANGES.get(name)) for name, each in given.items()}
+    emitter, formula = CallEmitter(given, attrs, Operands), f"{attrs.result} of {', '.join(given)}"
     return Match(
-        op=_OP,
-        attributes=attrs,
-        facts=SamplingFacts(rows, vocab, logits.dtype, logits.device.type, needs_grad),
-        inputs={each: axes.dims(name, tensors[name]) for name, each in given.items()},
-        operands={"logits": given["logits"]},
-        fills={},
-        masks={},
-        output=node,
-        output_dims=(axes.rows,) if attrs.result == "ids" else (axes.rows, axes.vocab),
-        core=(node,),
-        read={},
-        emitter=SamplingCallEmitter(given, attrs),
-        ambient=ambient,
-        where=where_of(node),
-        fixed=axes.fixed,
-        ranges={given[name]: _RANGES[name] for name in given if name in _RANGES},
-        formula=f"{attrs.result} of {', '.join(given)}",
+        _OP,
+        Site.of(Core((node,), ambient), (axes.rows,) if attrs.result == "ids" else (axes.rows, axes.vocab), {}),
+        Found(attrs, facts, inputs, {"logits": given["logits"]}, emitter, formula),
+        Trial(pinned=axes.pinned),
     )
 
 
@@ -110,7 +80,7 @@ class _Axes:
         self.words = (Axis(vocab // WORD if is_whole else word_count(vocab)),)
         bits = Axis(WORD)
         self.vocab = (*self.words, bits) if is_whole else (Axis(vocab),)
-        self.fixed = frozenset({bits} if is_whole else {*self.vocab, *self.words})
+        self.pinned = frozenset({bits} if is_whole else {*self.vocab, *self.words})
 
     def dims(self, name: str, tensor: torch.Tensor) -> Dims:
         """The dimensions of an operand; of a single row it has none."""

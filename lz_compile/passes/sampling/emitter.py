@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +14,10 @@ from lz_compile.lowering.token_bits import pack
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
-from lz_compile.passes.graph.view import hint_of, is_symbolic, tensor_of, where_of
+from lz_compile.passes.graph.view import hint_of, is_symbolic, tensor_of
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.rewriting.emitter import TableEmitter
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.sampling.excerpt import Excerpt, Scores
 from lz_compile.passes.sampling.kept import Limit, Limits
 from lz_compile.passes.sampling.logit_processors import Part, Warps
@@ -27,7 +27,7 @@ Groups = tuple[tuple[Axis, ...], tuple[Axis, ...]]
 
 
 @dataclass(frozen=True)
-class SamplingEmitter(NothingImplied):
+class SamplingEmitter(TableEmitter):
     """``op(logits, bitmask, bias, temperature, top_k, top_p, min_p)`` over rows and tokens."""
 
     warps: Warps
@@ -153,36 +153,23 @@ class SamplingEmitter(NothingImplied):
         dim = next(at for at, each in enumerate(self.output.dims) if self.output.vocab in each)
         return filled(self.found, builder, restored, dim)
 
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> SamplingAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
-
     def match(self, op: str, core: Core) -> Match:
         """The finished match."""
-        output, inputs = self.output, self.found.inputs
         vocab = self._proof_vocab()
+        keeps = {part.node: not part.is_inverted for part in self.warps.masks}
+        ranges = self._ranges(vocab)
+        inputs = {
+            node: Input(dims, keeps=keeps.get(node), range=ranges.get(node)) for node, dims in self.found.inputs.items()
+        }
+        operands = {
+            "logits": self.warps.logits.node,
+            **{f"bias{i}": each.node for i, each in enumerate(self.warps.bias)},
+        }
         return Match(
-            op=op,
-            attributes=self.attrs,
-            facts=self._facts(core),
-            inputs=inputs,
-            operands={
-                "logits": self.warps.logits.node,
-                **{f"bias{i}": each.node for i, each in enumerate(self.warps.bias)},
-            },
-            fills={},
-            masks={part.node: not part.is_inverted for part in self.warps.masks},
-            output=output.node,
-            output_dims=output.dims,
-            core=core.nodes,
-            read=self.found.read,
-            emitter=self,
-            ambient=core.ambient,
-            where=where_of(output.node),
-            at_least={output.vocab: vocab},
-            spelled=self.found.spelled,
-            ranges=self._ranges(vocab),
-            formula=self._formula(),
+            op,
+            Site.of(core, self.output.dims, self.found.read),
+            Found(self.attrs, self._facts(core), inputs, operands, self, self._formula()),
+            Trial(least={self.output.vocab: vocab}, literal_sizes=self.found.literal_sizes),
         )
 
     def _proof_vocab(self) -> int:

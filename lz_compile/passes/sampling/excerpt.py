@@ -100,7 +100,7 @@ class Excerpt:
         return (self.exit,)
 
     @cached_property
-    def spelled(self) -> Mapping[int, Axis]:
+    def literal_sizes(self) -> Mapping[int, Axis]:
         """The size of the vocabulary, where it is a number that means nothing else."""
         size = self.entry.vocab.size
         return {size: self.entry.vocab} if isinstance(size, int) and size > 2 else {}
@@ -139,7 +139,7 @@ class Excerpt:
     def row_numbers(self) -> tuple[float, ...]:
         """Whole numbers that may count rows: all but those that say how many tokens are wanted, and sizes."""
         nodes = [node for node in (*self.core, *self.read) if not is_ordering(node)]
-        return tuple(x for x in _numbers_of(nodes) if x == x // 1 and x not in self.spelled)
+        return tuple(x for x in _numbers_of(nodes) if x == x // 1 and x not in self.literal_sizes)
 
 
 def _numbers_of(nodes: Iterable[fx.Node]) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.algebra import is_pointwise
 from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.match import NearMiss, RefusedError
 from lz_compile.passes.sampling.drawn import weighs
 from lz_compile.passes.sampling.excerpt import Affected, Scores, excerpt, exits
@@ -79,7 +79,7 @@ class FilterReader:
             if found is not None:
                 self._note(found)
                 return None
-        return None if refused is None else missed(anchor, refused)
+        return None if refused is None else NearMiss.of(OP, anchor, refused)
 
     def _entries(self, anchor: fx.Node, source: fx.Node, place: int | None) -> Iterator[Scores]:
         """The values of the anchor's shape that it may be about, nearest first."""
@@ -216,8 +216,3 @@ def softmax_input(effects: Effects, scores: Scores) -> Scores | None:
     dim = call.get("dim")
     is_over = isinstance(dim, int) and scores.vocab in scores.dims[dim % len(scores.dims)]
     return scores.at(call.input) if is_over and isinstance(call.input, fx.Node) else None
-
-
-def missed(node: fx.Node, refusal: RefusedError) -> NearMiss:
-    """What was refused."""
-    return NearMiss(OP, node, refusal.reason, refusal.edit, where_of(node))

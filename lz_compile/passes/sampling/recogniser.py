@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from torch import fx
 
 from lz_compile.passes.graph.core import Core
-from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.rewriting.builder import EMITTED
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, RefusedError, attempt
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.rewriting.driver import Driver, Outcome
+from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
 from lz_compile.passes.sampling.calls import sampling_calls
 from lz_compile.passes.sampling.emitter import SamplingEmitter
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, excerpt
-from lz_compile.passes.sampling.filters import OP, SOFTMAXES, Filter, FilterReader, missed, softmax_input
+from lz_compile.passes.sampling.filters import OP, SOFTMAXES, Filter, FilterReader, softmax_input
 from lz_compile.passes.sampling.kept import Limits
 from lz_compile.passes.sampling.logit_processors import warps_of
 from lz_compile.passes.sampling.masked import masked_softmax
@@ -28,28 +28,15 @@ from lz_compile.passes.sampling.sorted_draws import sorted_draw
 from lz_compile.passes.sampling.verbatim import check_repeatable
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every chain of filters in ``graph``, masks before a softmax, and every filter that was refused, with the reason."""
     yield from sampling_calls(graph, effects)
     reader, matcher = FilterReader(effects), _Matcher(effects)
-    for node in graph.nodes:
-        if node in reader.covered or EMITTED in node.meta or not reader.is_anchor(node):
-            continue
-        refused = attempt(OP, node, reader.filter, node)
-        if refused is not None:
-            yield refused
-    covered: set[fx.Node] = set()
+    yield from Driver(OP, covered=reader.covered).walk(graph.nodes, reader.is_anchor, reader.filter)
+    driver = Driver(OP)
     for chain in reader.chains():
-        found = attempt(OP, chain.exit, matcher.match, chain)
-        if isinstance(found, Match):
-            covered.update(found.core)
-        if found is not None:
-            yield found
-    for node in graph.nodes:
-        if node not in covered and EMITTED not in node.meta:
-            found = attempt(OP, node, matcher.unfiltered, node)
-            if found is not None:
-                yield found
+        yield from driver.at(chain.exit, matcher.match, chain)
+    yield from driver.walk(graph.nodes, lambda node: effects.calls[node] is not None, matcher.unfiltered)
 
 
 @dataclass
@@ -58,22 +45,12 @@ class _Matcher:
 
     effects: Effects
 
-    def match(self, chain: Filter) -> Match | NearMiss | None:
-        """The match of a chain, or what stands in its way."""
-        try:
-            return self._match(chain)
-        except RefusedError as refusal:
-            return missed(chain.exit, refusal)
-        except MutatedError as error:
-            return missed(
-                chain.exit, RefusedError("OPERAND_MUTATED", f"a value is {error}", "use its out-of-place form")
-            )
-
-    def _match(self, chain: Filter) -> Match:
+    def match(self, _anchor: fx.Node, chain: Filter) -> Match:
         """The match of a chain.
 
         Raises:
             RefusedError: what stands in its way.
+            MutatedError: an alias of a value was overwritten before it is read.
         """
         if chain.limits.result == "scores" and chain.limits.fill != -math.inf:
             raise RefusedError(
@@ -144,4 +121,4 @@ class _Matcher:
         if call is not None and call.name == "multinomial":
             return sorted_draw(OP, self.effects, node)
         masked = masked_softmax(self.effects, node)
-        return None if masked is None else self.match(masked)
+        return None if masked is None else self.match(node, masked)

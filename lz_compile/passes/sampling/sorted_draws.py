@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.match import NearMiss, RefusedError
 from lz_compile.passes.sampling.stores import ORDERING
 
@@ -23,7 +23,7 @@ def sorted_draw(op: str, effects: Effects, draw: fx.Node) -> NearMiss | None:
         f"{draw.name} draws among scores in the order of {ordering.name}: in another order it would draw other tokens",
         "scatter the scores back to the order of tokens, then draw, and gather nothing",
     )
-    return NearMiss(op, draw, refusal.reason, refusal.edit, where_of(draw))
+    return NearMiss.of(op, draw, refusal)
 
 
 def _ordering(effects: Effects, draw: fx.Node) -> fx.Node | None:

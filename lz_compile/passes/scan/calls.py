@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,40 +19,18 @@ from lz_compile.lowering.ops.scan import DIMS, RESULTS, Operands, ScanAttrs
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects, grad_enabled
 from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss, NothingImplied, RefusedError
-from lz_compile.passes.rewriting.op_calls import op_calls
+from lz_compile.passes.rewriting.driver import Outcome
+from lz_compile.passes.rewriting.match import Found, Input, Match, RefusedError, Site, Trial
+from lz_compile.passes.rewriting.op_calls import CallEmitter, op_calls
 
 _OP = "scan"
 _ERASING = "S[k,v] <- decay S[k,v] + left[k] (right[v] - sum over k' of erase[k'] S[k',v])"
 _PLAIN = "S[k,v] <- decay S[k,v] + left[k] right[v] + drive[k,v]"
 
 
-def scan_calls(graph: fx.Graph, effects: Effects) -> Iterator[Match | NearMiss | Failure]:
+def scan_calls(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every such call whose results are taken apart."""
     return op_calls(_OP, graph, effects, _match)
-
-
-@dataclass(frozen=True)
-class ScanCallEmitter(NothingImplied):
-    """Operands are in the op's canonical layout already; ``places`` are those of the outputs among its two results."""
-
-    given: Mapping[str, fx.Node]
-    places: tuple[int, ...]
-    attrs: ScanAttrs
-
-    def operands(self, builder: Builder) -> Operands:
-        """As they are."""
-        return Operands(**{name: builder.value(node) for name, node in self.given.items()})
-
-    def result(self, builder: Builder, value: Any) -> Any:
-        """Reads, last state, or both, as they are."""
-        found = tuple(value[place] for place in self.places)
-        return found if len(found) > 1 else found[0]
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
 
 
 def _match(node: fx.Node, effects: Effects) -> Match:
@@ -73,33 +51,31 @@ def _match(node: fx.Node, effects: Effects) -> Match:
     wide = torch.promote_types(scan_op.common_dtype(x), torch.float32)
     attrs = ScanAttrs("after", "erase" in given, wide, arguments["out_dtype"], arguments["state_dtype"])
     axes = {letter: Axis(as_size(size)) for letter, size in scan_op.sizes_of(x).by_dim().items()}
-    inputs = {each: _dims(name, tensors[name], axes) for name, each in given.items()}
+    scales = _scales(given, axes["K"])
+    inputs = {
+        each: Input(_dims(name, tensors[name], axes), scale=scales.get(each, 1.0)) for name, each in given.items()
+    }
     ambient = effects.ambient(node)
     sizes: dict[str, Any] = {name: as_size(size) for name, size in scan_op.sizes_of(x)._asdict().items()}
     needs_grad = grad_enabled(ambient) and any(tensor.requires_grad for tensor in tensors.values())
     facts = replace(scan_op.facts_of(x), **sizes, needs_grad=needs_grad)
     places = {place: tuple(axes[letter] for letter in letters) for place, letters in enumerate(RESULTS)}
     dims = {each: tuple(() if axis.size == 1 else (axis,) for axis in places[place]) for each, place in outputs.items()}
-    ordered = sorted(outputs)
+    output, *others = sorted(outputs)
+    emitter = CallEmitter(given, attrs, Operands, tuple(outputs[each] for each in (output, *others)))
+    formula = f"{_ERASING if attrs.erases else _PLAIN}; y[q,v] = sum over k of query[q,k] S[k,v]"
     return Match(
-        op=_OP,
-        attributes=attrs,
-        facts=facts,
-        inputs=inputs,
-        operands={},
-        fills={},
-        masks={},
-        output=ordered[0],
-        also=tuple(ordered[1:]),
-        output_dims=dims[ordered[0]],
-        core=(node, *ordered[1:], ordered[0]),
-        read={},
-        emitter=ScanCallEmitter(given, tuple(outputs[each] for each in ordered), attrs),
-        ambient=ambient,
-        where=where_of(node),
-        formula=f"{_ERASING if attrs.erases else _PLAIN}; y[q,v] = sum over k of query[q,k] S[k,v]",
-        masked_rows_count=False,
-        scales=_scales(given, axes["K"]),
+        _OP,
+        Site(
+            output=output,
+            output_dims=dims[output],
+            core=(node, *others, output),
+            ambient=ambient,
+            where=where_of(node),
+            extra_outputs=tuple(others),
+        ),
+        Found(attrs, facts, inputs, {}, emitter, formula),
+        Trial(masked_rows_count=False),
     )
 
 

@@ -13,7 +13,6 @@ from torch import fx
 
 from lz_compile.ground.sizes import Size
 from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure, is_one
-from lz_compile.passes.formula.axes import Axis
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.loops.recurrence.dropped_states import factors_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum, mapped
@@ -22,7 +21,7 @@ from lz_compile.passes.loops.recurrence.index_values import TIME, Source, Values
 from lz_compile.passes.loops.recurrence.size_placeholders import NO_SYMBOLS, Place, StandIns
 from lz_compile.passes.loops.recurrence.transition import Read, Transition
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import NothingImplied
+from lz_compile.passes.rewriting.emitter import TableEmitter
 
 _ONE = {Term(): 1.0}
 
@@ -37,7 +36,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class ScanEmitter(NothingImplied):
+class ScanEmitter(TableEmitter):
     """The operands and results of one transition.
 
     ``first`` is the state before the first step (None: zeros), ``final`` and ``reads`` the nodes of the results, as ``(node,
@@ -204,11 +203,7 @@ class ScanEmitter(NothingImplied):
             value = value + own.of(read.rest, ((TIME,), *((i,) for i in range(len(read.rest.sizes)))))
         return value.reshape([length, *(extent(size) for size in read.node.meta["val"].shape)]).to(_dtype(node))
 
-    # ---- attributes -----------------------------------------------------------------------------------------------
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
+    # ---- facts ----------------------------------------------------------------------------------------------------
 
     def facts(self, length: Size, needs_grad: bool) -> ScanFacts:
         """Sizes and structure, for kernel selection."""

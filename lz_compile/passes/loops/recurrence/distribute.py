@@ -95,7 +95,7 @@ def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
             return None
         raise readings.plan(call, ambient).refusal
     except RefusedError as refusal:
-        return NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
+        return NearMiss.of("scan", node, refusal)
 
 
 def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:

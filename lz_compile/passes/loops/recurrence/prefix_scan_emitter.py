@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size, product
 from lz_compile.lowering.ops.scan import DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
-from lz_compile.passes.formula.algebra import is_constant
+from lz_compile.passes.formula.algebra import Leaf, is_constant
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
+from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import Effects, grad_enabled
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Match, NothingImplied
+from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
 _Groups = tuple[tuple[Axis, ...], ...]
 
@@ -26,20 +27,24 @@ _GENTLE = 0.1
 
 
 @dataclass(frozen=True)
-class PrefixScanEmitter(NothingImplied):
+class PrefixScanEmitter(TableEmitter):
     """Every dimension but time is one of columns; ``dims`` are the axes of the result and of what goes in."""
+
+    kind: ClassVar = Operands
 
     scan: PrefixScan
     attrs: ScanAttrs
 
-    def operands(self, builder: Builder) -> Operands:
-        """``decay`` and ``drive`` ``[1, 1, T, 1, V]``."""
+    def table(self) -> dict[str, Cell]:
+        """``decay`` and ``drive`` ``[1, 1, T, 1, V]``, or their logarithms."""
         given = {"drive": self.scan.drive} | ({} if self.scan.decay is None else {"decay": self.scan.decay})
-        found = {
-            name: builder.arrange(builder.value(node), self.scan.dims[node], self._groups, expand=True)
-            for name, node in given.items()
+        return {
+            name: Cell(Leaf(node, self.scan.dims[node]), self._groups, is_whole=True) for name, node in given.items()
         }
-        x = Operands(**found)
+
+    def operands(self, builder: Builder) -> Any:
+        """Those of the table, from logarithms where the source has these."""
+        x = super().operands(builder)
         return x if self.scan.logs == "none" else _of_logs(x.decay, x.drive, are_sums=self.scan.logs == "sums")
 
     @property
@@ -58,10 +63,6 @@ class PrefixScanEmitter(NothingImplied):
     @property
     def _flat(self) -> Dims:
         return tuple(dim for dim in self.scan.dims[self.scan.output] if dim)
-
-    def attributes_at(self, _sizes: Mapping[Axis, int]) -> ScanAttrs:
-        """The attributes for a proof at other sizes: the same."""
-        return self.attrs
 
 
 def _of_logs(decay: Any, drive: Any, *, are_sums: bool) -> Operands:
@@ -93,32 +94,22 @@ def match_of(scan: PrefixScan, effects: Effects) -> Match:
     own = set(axes_of(scan.dims[scan.output]))
     calls = {node: effects.calls[node] for node in scan.core}
     constants = {node: _constant_dims(node, scan) for node, call in calls.items() if call and is_constant(call)}
+    facts = ScanFacts(
+        *(1, 1, scan.time.size, 1, columns, 0, 1),
+        structure=ScanStructure(decay=decay, has_drive=True),
+        dtype=dtype,
+        device=result.device.type,
+        needs_grad=needs_grad,
+    )
+    gentle = scan.decay if scan.logs == "steps" else None
+    inputs = {node: Input(scan.dims[node], scale=_GENTLE if node is gentle else 1.0) for node in leaves}
+    formula = "h[t] = h[t-1] + b[t]" if scan.decay is None else "h[t] = a[t] * h[t-1] + b[t]"
+    spelled = {axis for dims in constants.values() for axis in axes_of(dims) if axis not in own}
     return Match(
-        op="scan",
-        attributes=attrs,
-        facts=ScanFacts(
-            *(1, 1, scan.time.size, 1, columns, 0, 1),
-            structure=ScanStructure(decay=decay, has_drive=True),
-            dtype=dtype,
-            device=result.device.type,
-            needs_grad=needs_grad,
-        ),
-        inputs={node: scan.dims[node] for node in leaves},
-        operands={},
-        fills={},
-        masks={},
-        output=scan.output,
-        output_dims=scan.dims[scan.output],
-        core=scan.core,
-        read=constants,
-        emitter=emitter,
-        ambient=ambient,
-        where=where_of(scan.output),
-        fixed=frozenset(
-            {scan.time, *(axis for dims in constants.values() for axis in axes_of(dims) if axis not in own)}
-        ),
-        scales={scan.decay: _GENTLE} if scan.logs == "steps" and scan.decay is not None else {},
-        formula="h[t] = h[t-1] + b[t]" if scan.decay is None else "h[t] = a[t] * h[t-1] + b[t]",
+        "scan",
+        Site.of(Core(scan.core, ambient), scan.dims[scan.output], constants),
+        Found(attrs, facts, inputs, {}, emitter, formula),
+        Trial(pinned=frozenset({scan.time, *spelled})),
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, tensor_of, where_of
+from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
 from lz_compile.passes.rewriting.match import NearMiss, RefusedError
@@ -31,7 +31,7 @@ def log_scans(graph: fx.Graph, effects: Effects) -> Iterator[PrefixScan | NearMi
         try:
             scan = _read(call, effects)
         except RefusedError as refusal:
-            yield NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node))
+            yield NearMiss.of("scan", node, refusal)
             continue
         if scan is not None:
             yield scan

@@ -1,0 +1,194 @@
+"""One contraction, read upwards as that of probabilities and values: the softmax, its scores, and what is around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.attention import probabilities, scores
+from lz_compile.passes.attention.mixed_heads import mixed_scores
+from lz_compile.passes.attention.near_misses import has_scores
+from lz_compile.passes.attention.roles import assign_roles
+from lz_compile.passes.attention.weights import is_weight
+from lz_compile.passes.formula import contraction, layout
+from lz_compile.passes.formula.algebra import INFINITY, Region, tidy
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, fresh
+from lz_compile.passes.formula.contraction import Contraction, Factor
+from lz_compile.passes.graph.core import Core, find_core
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.masks import finite as masks_finite
+from lz_compile.passes.masks.proven_masks import simplify
+from lz_compile.passes.masks.reading import Masks
+from lz_compile.passes.rewriting.match import Match, RefusedError
+
+OP = "attention"
+SCORES = contraction.PRODUCTS - {"linear", "addmm"}
+SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
+
+
+@dataclass
+class Reader:
+    """Reads one contraction as the one of probabilities and values."""
+
+    region: Region
+    call: Call
+    masks: Masks
+
+    def match(self) -> Match | None:
+        """The attention that ends here; None where it is none.
+
+        Raises:
+            RefusedError: it is clearly meant to be one, with what stands in the way.
+            MutatedError: an alias of a value was overwritten before it is read.
+            LayoutError: a layout has no exact form in axes.
+        """
+        if not any(
+            self.region.reaches(node, SOFTMAX) for node in self.call.node.all_input_nodes if tensor_of(node) is not None
+        ):
+            return None
+        dims = fresh(shape_of(tensor_of(self.call.node)))  # type: ignore[arg-type]
+        outer = contraction.read(self.region, self.call, dims)
+        return None if outer is None else self._match_product(outer, self.call.node, dims)
+
+    def _match_product(self, outer: Contraction, output: fx.Node, output_dims: Dims) -> Match | None:
+        """Whichever factor of ``outer`` is the probabilities; the result is ``output``."""
+        for weights, value in ((outer.left, outer.right), (outer.right, outer.left)):
+            if outer.summed and self.region.reaches(weights.node, SOFTMAX):
+                found = self._match(outer, weights, value, output, output_dims)
+                if found is not None:
+                    return found
+        return None
+
+    def _match(
+        self, outer: Contraction, weights: Factor, value: Factor, output: fx.Node, output_dims: Dims
+    ) -> Match | None:
+        keys = atoms(outer.summed)
+        try:
+            found = probabilities.read(self.region, weights.node, weights.dims, outer.call.node, keys)
+        except RefusedError as refusal:
+            is_mix = refusal.reason.code == "SOFTMAX_OTHER_AXIS" and is_weight(value.node)
+            if not is_mix and has_scores(self.region, weights.node):
+                raise
+            return None  # the softmax of a router or a classifier, or a product that mixes heads
+        if found is None:
+            return None
+        inner = scores.read(self.region, found.scores, keys)
+        if inner is None:
+            _refuse_unread_function(self.region, found.scores)
+            return None
+        if mixed_scores(self.region, inner, keys):  # told by what looks for softmaxes that were not read
+            return None
+        if outer.addend is not None:
+            raise RefusedError("OUTPUT_ACCUMULATES", "the product with the values is added to a tensor", "add it after")
+        gain = tidy(sympy.expand(found.gain * outer.coefficient))
+        if found.unnormalised is not None:
+            if output is outer.call.node:
+                return self._match_quotient(outer.call.node)
+            product = self.region.leaf(outer.call.node, outer.dims)
+            quotient = self.region.express(output, output_dims)
+            divided = probabilities.divided_by_sum(self.region, quotient, product, found, keys)
+            if divided is None:
+                return None
+            gain = divided
+        self._check_gain(gain, keys)
+        core = find_core(self.region.effects, inner.leaf.node, output)
+        return self._build(inner, found, keys, value, core, output, output_dims, gain)
+
+    def _match_quotient(self, product: fx.Node) -> Match | None:
+        """The division by the sum of the exponentials that comes after the values: read again from there."""
+        for candidate in _quotients(self.region.effects, product):
+            given = self.region
+            self.region = Region(given.effects, expand_masks=given.expand_masks, expand_inplace=given.expand_inplace)
+            dims = fresh(shape_of(tensor_of(candidate)))  # type: ignore[arg-type]
+            self.region.express(candidate, dims)
+            outer = next(
+                (x.contraction for x in self.region.leaves.values() if x.node is product and x.contraction), None
+            )
+            found = None if outer is None else self._match_product(outer, candidate, dims)
+            if found is not None:
+                return found
+        raise RefusedError(
+            "NOT_NORMALISED",
+            "nothing that could be read divides the exponentials by their own sum",
+            "divide by the sum of the same exponentials over the keys",
+        )
+
+    def _check_gain(self, gain: sympy.Expr, keys: tuple[Axis, ...]) -> None:
+        if probabilities.region_axes(self.region, gain) & set(keys) or gain.has(INFINITY):
+            raise RefusedError(
+                "PROBABILITIES_CHANGED",
+                "the probabilities are weighted along the keys after the softmax",
+                "weight the values, or mask before the softmax",
+            )
+
+    def _build(
+        self,
+        inner: scores.Scores,
+        found: probabilities.Probabilities,
+        keys: tuple[Axis, ...],
+        value: Factor,
+        core: Core,
+        output: fx.Node,
+        output_dims: Dims,
+        gain: sympy.Expr,
+    ) -> Match:
+        if inner.bias.has(INFINITY):
+            raise RefusedError(
+                "MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({inner.bias})", "use where"
+            )
+        narrowed = inner.bias.free_symbols & self.region.narrowed
+        if narrowed and not masks_finite.is_bounded(self.region, inner.bias):
+            raise RefusedError(
+                "MASK_MAY_OVERFLOW",
+                f"scores with the mask {self.region.leaves[min(narrowed, key=str)].node.name} are cast to a dtype of"
+                " smaller range, in which a finite mask may be infinite",
+                "cast the product before the mask is added",
+            )
+        emitter = assign_roles(self.region, inner, found, keys, value, output, output_dims, gain)
+        emitter = simplify(emitter, self.masks)
+        readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
+        core.check(self.region.effects, readers)
+        return emitter.match(OP, core)
+
+
+def _quotients(effects: Effects, product: fx.Node) -> list[fx.Node]:
+    """Divisions (or products with a reciprocal) of ``product``, behind layout changes and casts."""
+    found, queue = [], [product]
+    while queue:
+        for user in queue.pop().users:
+            call = effects.calls[user]
+            if call is not None and call.name in ("div", "mul"):
+                found.append(user)
+            elif call is not None and (layout.rearranges(call) or call.name in ("to", "type_as", "float")):
+                queue.append(user)
+    return found
+
+
+def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
+    """Refuse where the scores are a product of two computed tensors behind a function that has no reading here."""
+    for symbol in expression.free_symbols & region.leaves.keys():
+        node: fx.Node = region.leaves[symbol].node
+        tensor = tensor_of(node)
+        shape = None if tensor is None else shape_of(tensor)
+        call = outermost = region.effects.calls[node]
+        while (
+            outermost is not None
+            and call is not None
+            and call.name not in contraction.PRODUCTS
+            and len(node.all_input_nodes) == 1
+        ):
+            node = node.all_input_nodes[0]
+            if tensor_of(node) is None or shape_of(tensor_of(node)) != shape:  # type: ignore[arg-type]
+                break
+            inner = region.effects.calls[node]
+            if inner is not None and inner.name in SCORES:
+                raise RefusedError(
+                    "SCORES_NOT_AFFINE",
+                    f"the scores pass through {outermost.name}",
+                    "scale, mask, bias or tanh-cap the scores; other functions have no kernel",
+                )
+            call = inner
