@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
-from lz_compile.api.arguments import Arguments
+from lz_compile.api.arguments import Arguments, Kind
 from lz_compile.errors import ArgumentError, UnknownOperationError, nearest
 from lz_compile.lowering import ops
 from lz_compile.lowering.operands import MisfitError
 from lz_compile.runtime.problem import context as contexts
 from lz_compile.runtime.problem.context import SelectionContext
 
+#: What elements are, by an op's name for it; integers of another width are taken, too.
+_ELEMENTS: Mapping[str, Kind] = {"boolean": "boolean", "int32": "integer", "int64": "integer"}
 #: The operands whose layout in memory kernels ask for.
 _LAID_OUT = ("query", "key", "value")
 
@@ -153,7 +155,7 @@ class _Reader(Arguments):
             else:
                 is_scalar = kind == "scalar" and value.dim() == 0
                 dims = "" if is_scalar else self.module.SHAPES[name]
-                self.tensor(name, value, dims, "floating" if kind == "scalar" else kind, anywhere=is_scalar)
+                self.tensor(name, value, dims, _ELEMENTS.get(kind, "floating"), anywhere=is_scalar)
         if not any(isinstance(each, torch.Tensor) for each in operands.values()):
             raise self.wrong("operands", f"of {self.op}, one at least", "none")
 
@@ -189,7 +191,9 @@ def operand_shapes(op: str) -> dict[str, str]:
     def shown(name: str) -> str:
         dims, kind = ", ".join(module.SHAPES[name].split()), kinds.get(name, "")
         text = "a number" if kind == "count" or (kind == "scalar" and not dims) else f"[{dims}]"
-        return f"{text} or a number" if kind == "scalar" and dims else text
+        if kind == "scalar" and dims:
+            return f"{text} or a number"
+        return f"{text} {kind}" if kind in _ELEMENTS else text
 
     return {name: shown(name) for name in module.Operands.names}
 

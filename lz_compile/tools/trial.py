@@ -41,7 +41,7 @@ def validate(kernel_id: str, *tensors: Any, operation: str | None = None, **name
         UnknownOperationError: there is no such operation.
         ArgumentError: an operand or attribute is unknown or missing, or does not fit.
     """
-    spec, operation = _kernel(kernel_id, operation)
+    spec, operation = kernel_asked_for(kernel_id, operation)
     given = read("validate", operation, tensors, named)
     reasons = _against(spec, given)
     if not reasons:
@@ -49,8 +49,13 @@ def validate(kernel_id: str, *tensors: Any, operation: str | None = None, **name
     return not reasons, reasons
 
 
-def _kernel(named: str, operation: str | None) -> tuple[KernelSpec, str]:
-    """The kernel, and the operation that it is asked for."""
+def kernel_asked_for(named: str, operation: str | None) -> tuple[KernelSpec, str]:
+    """The kernel of a name, and the operation that it is asked for.
+
+    Raises:
+        UnknownKernelError: there is no such kernel.
+        UnknownOperationError: there is no such operation.
+    """
     if operation is not None:
         check_operation("calling lz.validate", operation)
     kernel_id = kernel_named(named)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lz_compile.api.given import check_operation
 from lz_compile.api.sampled import SizedProblem, Sizes, grid
 from lz_compile.compile.measuring import Measured, is_measured, measure_forms, runnable
 from lz_compile.errors import ArgumentError, nearest
@@ -101,6 +102,7 @@ def tune(
         "head_dim": head_dim,
     }
     given: dict[str, int | Sequence[int]] = {name: value for name, value in named.items() if value is not None}
+    check_operation("tuning", operation)
     dtypes = dtype if isinstance(dtype, Sequence) else (dtype,)
     problems = grid("tune", operation, dtypes, _sizes(operation, given, sizes or {}))
     if samples is not None and samples < 1:

@@ -229,7 +229,7 @@ SHAPES: Mapping[str, str] = {
     "key_documents": "B|1 Sk",
 }
 #: What the elements of operands are that are no floating-point numbers.
-KINDS: Mapping[str, str] = {"mask": "boolean", "query_documents": "integer", "key_documents": "integer"}
+KINDS: Mapping[str, str] = {"mask": "boolean", "query_documents": "int64", "key_documents": "int64"}
 #: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
 LENGTHS = ("Sq", "Sk")
 #: Layouts beside the canonical one in which callers may have query, key and value.

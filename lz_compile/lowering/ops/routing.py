@@ -151,7 +151,7 @@ SHAPES: Mapping[str, str] = {
     "record": "... C",
 }
 #: What operands are that are no tensors of floating-point numbers.
-KINDS: Mapping[str, str] = {"rollout": "integer", "num_rollouts": "count"}
+KINDS: Mapping[str, str] = {"rollout": "int64", "num_rollouts": "count"}
 #: What makes each variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"arm": each} for each in VARIANTS}
 #: Sizes that are measured where no others are asked for.

@@ -149,7 +149,7 @@ SHAPES: Mapping[str, str] = {
     "seeds": "N",
 }
 #: What the elements of operands are that are no floating-point numbers.
-KINDS: Mapping[str, str] = dict.fromkeys(("bitmask", "top_k", "seeds"), "integer")
+KINDS: Mapping[str, str] = {"bitmask": "int32", "top_k": "int32", "seeds": "int64"}
 #: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
 LENGTHS = ("N",)
 #: What makes each variant.
