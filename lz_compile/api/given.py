@@ -153,7 +153,7 @@ class _Reader(Arguments):
             elif kind == "scalar" and not isinstance(value, torch.Tensor):
                 self.number(name, value)
             else:
-                is_scalar = kind == "scalar" and value.dim() == 0
+                is_scalar = kind == "scalar" and isinstance(value, torch.Tensor) and value.dim() == 0
                 dims = "" if is_scalar else self.module.SHAPES[name]
                 self.tensor(name, value, dims, _ELEMENTS.get(kind, "floating"), anywhere=is_scalar)
         if not any(isinstance(each, torch.Tensor) for each in operands.values()):

@@ -207,7 +207,7 @@ def _tuned(arguments: argparse.Namespace, done: list[int]) -> TuneReport:
             show(finished, total, problem)
 
         report = tune(
-            operation_of(arguments),
+            operation_of(arguments) or "attention",
             dtype=[dtype_of(name) for name in arguments.dtype],
             sizes=dict(arguments.sizes),
             device=device_of(arguments.device),

@@ -81,7 +81,7 @@ def _shapes(arguments: argparse.Namespace, op: str) -> dict[str, Sequence[int]]:
 def _random(op: str, name: str, shape: Sequence[int], arguments: argparse.Namespace) -> torch.Tensor:
     from lz_compile.passes.proof.eager_proof import varied_like
 
-    kind = getattr(ops.module(op), "KINDS", {}).get(name)
+    kind = getattr(ops.module(op), "KINDS", {}).get(name, "floating")
     dtype = {"boolean": torch.bool, "int32": torch.int32, "int64": torch.int64}.get(kind, dtype_of(arguments.dtype))
     return varied_like(name, torch.zeros(shape, dtype=dtype, device=device_of(arguments.device)))
 

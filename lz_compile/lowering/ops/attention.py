@@ -296,7 +296,7 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
         raise MisfitError("attention", "query", f"heads in a multiple of the key heads, {kv_heads}", heads, advice)
     if (x.query_documents is None) != (x.key_documents is None):
         raise MisfitError("attention", "query_documents", "and key_documents together", "one of them")
-    told = {
+    told: dict[str, Any] = {
         "has_mask": x.mask is not None,
         "has_bias": x.bias is not None,
         "has_sinks": x.sinks is not None,
@@ -306,7 +306,8 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     }
     told |= {} if x.fill is None else {"masked_rows": "fill"}
     attrs = AttentionAttrs(**{"nan_is_open": True, "score_dtype": x.query.dtype, **given, **told})
-    lengths = (sizes[each] for each in ("B", "Hq", "Hk", "Sq", "Sk", "D", "E"))
+    batch, queries, keys, width, value_width = (sizes[each] for each in ("B", "Sq", "Sk", "D", "E"))
+    lengths = (batch, heads, kv_heads, queries, keys, width, value_width)
     wants = x.wants_gradient(), x.wants_gradient("bias")
     return attrs, AttentionFacts(*lengths, x.query.dtype, x.query.device.type, *wants)
 

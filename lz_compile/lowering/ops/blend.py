@@ -172,9 +172,10 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     found.setdefault("is_residual", mode == "residual")
     found.setdefault("normalised", "softmax" if mode == "logit" else "none")
     told = {"mode": mode, "has_gate": x.logits is not None, "has_host_weight": x.host_weight is not None}
-    lengths = (sizes[each] for each in "NCSK")
+    rows, channels, inner, classes = (sizes[each] for each in "NCSK")
     wants = x.wants_gradient(), x.wants_gradient("alpha", "host_weight", "logits")
-    return BlendAttrs(**{**found, **told}), BlendFacts(*lengths, main.dtype, main.device.type, *wants)
+    facts = BlendFacts(rows, channels, inner, classes, main.dtype, main.device.type, *wants)
+    return BlendAttrs(**{**found, **told}), facts
 
 
 #: Operands that a mode has beside host and seed.

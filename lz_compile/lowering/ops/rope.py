@@ -138,9 +138,9 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     dtype = x.input.dtype
     found = {"out_dtype": dtype, **given, "rotary_dim": turned, "has_half_tables": entries != turned}
     attrs = RopeAttrs(**{"compute_dtype": x.wide(RopeAttrs()), **found})
-    lengths = (sizes[each] for each in "BHSD")
+    batch, heads, length = (sizes[each] for each in "BHS")
     wants = x.wants_gradient(), x.wants_gradient("cos", "sin")
-    return attrs, RopeFacts(*lengths, turned, dtype, x.input.device.type, x.cos.dtype, *wants)
+    return attrs, RopeFacts(batch, heads, length, width, turned, dtype, x.input.device.type, x.cos.dtype, *wants)
 
 
 def fake(x: Operands, attrs: RopeAttrs) -> torch.Tensor:

@@ -211,7 +211,8 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     wide = torch.promote_types(dtype, torch.float32)
     told = {"gate": x.gate_kind(), "has_rollout_ids": x.rollout is not None, "has_weight": x.weight is not None}
     attrs = RoutingAttrs(**{"compute_dtype": wide, "out_dtype": dtype, **given, **told})
-    lengths = (count, groups * length // max(count, 1), *(sizes[each] for each in "DERQ"))
+    wide_in, wide_out, rank, few = (sizes[each] for each in "DERQ")
+    lengths = (count, groups * length // max(count, 1), wide_in, wide_out, rank, few)
     wants = x.wants_gradient(), x.wants_gradient("vh", "u"), x.record is not None
     return attrs, RoutingFacts(*lengths, dtype, x.x.device.type, *wants)
 
