@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -95,12 +96,11 @@ def operand(op: str, name: str, *, wants: bool = False) -> torch.Tensor:
 def test_which_and_explain_answer_for_the_operation_that_is_named(operation):
     given = operands(operation)
     found = lz.which(operation, **given)
-    report = lz.explain(operation, *given.values(), print_report=False) if operation in OWN else None
     assert found["operation"].startswith(operation)
     assert found["kernel_id"] in kernels(operation.partition(".")[0])
-    if report is not None and set(list(ops.module(operation).Operands.names)[: len(given)]) == set(given):
-        assert report.summary() == found
-    json.dumps(lz.explain(operation, print_report=False, **given).to_dict())
+    report = lz.explain(operation, print_report=False, **given)
+    assert report.summary() == found
+    json.dumps(report.to_dict())
 
 
 @for_every_op
@@ -144,7 +144,7 @@ def test_attributes_are_given_by_name():
 
 @for_every_op
 def test_what_is_read_is_what_the_ops_own_sample_says(op):
-    sizes = dict.fromkeys(contexts.dim_names(op), 8)
+    sizes = {**dict.fromkeys(contexts.dim_names(op), 8), "num_classes": 1, "seq_len_k": 32}
     sample = ops.module(op).sample(sizes, torch.float32, torch.device("cpu"))
     seen: list[Any] = []
 
@@ -154,8 +154,7 @@ def test_what_is_read_is_what_the_ops_own_sample_says(op):
 
     sample.with_kernel(note)(*sample.inputs)
     variant = getattr(sample.attrs, "variant", "") if contexts.variants(op) else ""
-    said = {"sampling": {}, "blend": {}}.get(op, {})
-    given = read("which", f"{op}.{variant}".rstrip("."), (), {**seen[0].given(), **said})
+    given = read("which", f"{op}.{variant}".rstrip("."), (), seen[0].given())
     expected = contexts.of_facts(op, sample.attrs, sample.facts, device="cpu")
     assert given.context.dims == expected.dims
     assert dataclasses.replace(given.context, is_last_dim_contiguous=True) == expected
@@ -286,9 +285,9 @@ def test_a_kernel_that_is_wrong_is_told_with_figures(op, wrong_kernel):
 def test_a_kernel_is_of_the_op_that_has_it():
     with pytest.raises(UnknownKernelError, match=r"no kernel 'torch.nrom' \(did you mean 'torch.norm'"):
         lz.validate("torch.nrom", **operands("norm"))
-    with pytest.raises(UnknownKernelError, match="validating a kernel for rope: no kernel 'torch.norm'"):
+    with pytest.raises(UnknownKernelError, match=r"validating a kernel for rope: no kernel 'torch.norm'"):
         lz.validate("torch.norm", **operands("norm"), operation="rope")
-    with pytest.raises(ArgumentError, match="lz.validate: expected input"):
+    with pytest.raises(ArgumentError, match=r"lz.validate: expected input"):
         lz.validate("torch.norm")
 
 
@@ -299,7 +298,7 @@ def test_what_speaks_against_a_kernel_is_said_before_it_runs(op):
         for name, spec in kernels(op).items()
         if name != "inductor" and "cpu" not in spec.platforms and "*" not in spec.platforms
     )
-    ok, reasons = lz.validate(absent, **operands(op))
+    ok, reasons = lz.validate(absent, **operands(kernels(op)[absent].operation))
     assert not ok
     assert "PLATFORM_MISMATCH" in {reason.code for reason in reasons}
 
@@ -326,7 +325,7 @@ def timed(monkeypatch, tmp_path):
         with torch.no_grad():
             form(None)(*inputs)
         found.append((context, tuple(sizes.values())))
-        return measuring.Measured(context, sizes, {"inductor": 1.0})
+        return measuring.Measured(context, {"inductor": 1.0})
 
     monkeypatch.setattr("lz_compile.tools.tuning.measure_forms", measure_forms)
     return found
@@ -362,9 +361,9 @@ def test_sizes_that_there_are_not_are_refused(op):
 
 
 def test_what_is_attentions_is_refused_for_others():
-    with pytest.raises(ArgumentError, match="expected head_dim .* for attention only, received norm.rms"):
+    with pytest.raises(ArgumentError, match=r"expected head_dim .* for attention only, received norm.rms"):
         lz.tune("norm.rms", head_dim=8)
-    with pytest.raises(ArgumentError, match="expected mask .* for attention, received 'bool' for norm"):
+    with pytest.raises(ArgumentError, match=r"expected mask .* for attention, received 'bool' for norm"):
         lz.tune("norm", mask="bool")
     with pytest.raises(ArgumentError, match="expected shapes and layout for attention only"):
         lz.warmup("norm", shapes=[(1, 2, 3, 4)])
@@ -455,7 +454,7 @@ def test_the_command_lines_take_every_operation(op, capsys, timed):
     ],
 )
 def test_a_command_that_does_not_fit_the_operation_says_what_does(command, text, capsys):
-    with pytest.raises(SystemExit) if "eps" in command.split()[-1:] else __import__("contextlib").nullcontext():
+    with pytest.raises(SystemExit) if "eps" in command.split()[-1:] else contextlib.nullcontext():
         assert (
             main(
                 [*command.split(), *([] if command.startswith("tune") or command == "explain" else ["--device", "cpu"])]

@@ -111,7 +111,9 @@ def tune(
     details = {} if mask == "none" else {"mask": mask}
     if details and (not operation.startswith("attention") or mask not in MASKS):
         valid = f"as one of {', '.join(MASKS)}, for attention"
-        raise ArgumentError("tune", "mask", valid, f"'{mask}'{nearest(mask, MASKS)} for {operation}")
+        raise ArgumentError(
+            "tune", "mask", valid, f"'{mask}'{'' if mask in MASKS else nearest(mask, MASKS)} for {operation}"
+        )
     heads = [each.sizes for each in problems if each.op == "attention"]
     wrong = next((each for each in heads if each["num_heads"] % each["num_kv_heads"]), None)
     if wrong is not None:
