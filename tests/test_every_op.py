@@ -14,10 +14,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lz_compile as lz
+from lz_compile.api import warming
 from lz_compile.api.given import operand_shapes, read, taken
 from lz_compile.compile import measuring
 from lz_compile.errors import ArgumentError, UnknownKernelError, UnknownOperationError
-from lz_compile.ground import health
+from lz_compile.ground import events, health
 from lz_compile.lowering import ops
 from lz_compile.passes.proof.operand_trial import UndefinedError
 from lz_compile.runtime.kernels.registry import kernels
@@ -251,33 +252,33 @@ def test_a_kernel_that_is_right_is_valid(op, wants):
 
 
 @pytest.fixture
-def wrong_kernel(monkeypatch, tmp_path):
-    """Registers a kernel of an op that adds something to what the definition gives."""
+def planted(monkeypatch, tmp_path):
+    """Registers a kernel of an op that adds a number to what the definition gives."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
 
-    def register(op: str) -> str:
+    def register(op: str, summand: int = 1) -> str:
         def kernel(x: Any, attrs: Any) -> Any:
             found = ops.module(op).reference(x, attrs)
-            return (found[0] + 1, found[1]) if isinstance(found, tuple) else found + 1
+            return (found[0] + summand, found[1]) if isinstance(found, tuple) else found + summand
 
         supports = sorted({each for spec in kernels(op).values() for each in spec.supports} - {"*"})
         supports = [each for each in supports if "gradient" not in each and each != "training"]
         lz.register_kernel(
-            operation=op, kernel_id="test.wrong", platform="cpu", supported_dtypes=["float32"], supports=supports
+            operation=op, kernel_id="test.planted", platform="cpu", supported_dtypes=["float32"], supports=supports
         )(kernel)
-        return "test.wrong"
+        return "test.planted"
 
     yield register
-    lz.unregister_kernel("test.wrong")
-    health.restore("test.wrong")
+    lz.unregister_kernel("test.planted")
+    health.restore("test.planted")
 
 
 @for_every_op
-def test_a_kernel_that_is_wrong_is_told_with_figures(op, wrong_kernel):
-    ok, reasons = lz.validate(wrong_kernel(op), **operands(op))
+def test_a_kernel_that_is_wrong_is_told_with_figures(op, planted):
+    ok, reasons = lz.validate(planted(op), **operands(op))
     assert not ok
-    assert re.search(r"test.wrong: output( 0)? is off by .* elements are wrong", reasons[0].message), reasons
-    assert [reason.code for reason in lz.validate("test.wrong", **operands(op), operation=op)[1]] == [
+    assert re.search(r"test.planted: output( 0)? is off by .* elements are wrong", reasons[0].message), reasons
+    assert [reason.code for reason in lz.validate("test.planted", **operands(op), operation=op)[1]] == [
         "VALIDATION_FAILED"
     ]
 
@@ -372,26 +373,29 @@ def test_what_is_attentions_is_refused_for_others():
 
 
 @for_every_op
-def test_warming_up_runs_the_kernel_that_is_chosen(op, wrong_kernel, monkeypatch):
-    """What is locked is chosen, tried where that has to be, and run; here it is refused, for it is wrong."""
-    wrong_kernel(op)
-    called: list[Any] = []
-    spec = kernels(op)["test.wrong"]
-    inner = spec.implementation
-    monkeypatch.setattr(
-        type(spec),
-        "call",
-        property(
-            lambda self: (
-                (lambda x, attrs: called.append(self.kernel_id) or inner(x, attrs))
-                if self.kernel_id == "test.wrong"
-                else self.implementation
-            )
-        ),
+@pytest.mark.parametrize("is_right", [True, False])
+def test_warming_up_runs_the_kernel_that_is_chosen_if_it_is_right(op, is_right, planted, monkeypatch):
+    kernel_id, called = planted(op, 0 if is_right else 1), []
+    inner = kernels(op)[kernel_id].implementation
+    noted = dataclasses.replace(
+        kernels(op)[kernel_id], implementation=lambda x, attrs: called.append(x) or inner(x, attrs)
     )
-    with lz.lock(op, "test.wrong"):
-        lz.warmup(op, sizes=dict.fromkeys(contexts.dim_names(op), 8), device="cpu")
-    assert called
+    with lz.lock(op, kernel_id):
+        monkeypatch.setitem(kernels(op), kernel_id, noted)
+        monkeypatch.setattr("lz_compile.api.warming._kernel", lambda *_: noted)
+        with events.collect() as happened:
+            lz.warmup(op, sizes=dict.fromkeys(contexts.dim_names(op), 8), device="cpu")
+    assert bool(called) is is_right
+    assert ("VALIDATION_FAILED" in {event.code for event in happened}) is not is_right
+
+
+@for_every_op
+def test_warming_up_asks_the_policy(op, planted):
+    kernel_id = planted(op, 0)
+    sizes = dict.fromkeys(contexts.dim_names(op), 8)
+    sample = ops.module(op).sample(sizes, torch.float32, torch.device("cpu"))
+    with lz.lock(op, kernel_id):
+        assert warming._kernel(op, sample, torch.device("cpu")).kernel_id == kernel_id
 
 
 # ---- policy, registration --------------------------------------------------------------------------------------------
@@ -411,10 +415,10 @@ def test_locks_and_preferences_hold_for_what_is_asked(op):
 
 
 @for_every_op
-def test_a_registered_kernel_is_a_candidate(op, wrong_kernel):
-    wrong_kernel(op)
+def test_a_registered_kernel_is_a_candidate(op, planted):
+    planted(op)
     candidates = lz.explain(op, print_report=False, **operands(op)).to_dict()["candidates"]
-    (own,) = (each for each in candidates if each["kernel"] == "test.wrong")
+    (own,) = (each for each in candidates if each["kernel"] == "test.planted")
     assert own["against"] == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def warmup(
     """Choose and run kernels once, so that libraries are imported and compiled before it matters.
 
     The kernel is the one that an eager call runs; of ops without eager calls (``rope``, ``mlp``), the one that is chosen in
-    compiled functions, where that is a kernel and not Inductor's code.
+    compiled functions, where that is a kernel and not Inductor's code. What is not shipped with this package is proven first.
 
     Args:
         operation: an op (all of its variants), or a variant, as ``attention.causal``.
@@ -66,13 +67,23 @@ def warmup(
 def _run(problem: SizedProblem, device: torch.device) -> None:
     sample = problem.sample(device)
     kernel = _kernel(problem.op, sample, device)
-    if kernel is not None and kernel.call is not None:
-        sample.with_kernel(kernel.call)(*sample.inputs)
+    if kernel is None or kernel.call is None:
+        return
+    if not kernel.is_shipped:
+        from lz_compile.passes.proof import eager_proof  # which chooses kernels in turn
+
+        seen: list[Any] = []
+        sample.with_kernel(lambda x, attrs: seen.append(x) or ops.module(problem.op).reference(x, attrs))(
+            *sample.inputs
+        )
+        if eager_proof.why_not(kernel, problem.op, sample.attrs, seen[0].given()) is not None:
+            return  # which is an event
+    sample.with_kernel(kernel.call)(*sample.inputs)
 
 
-def _kernel(op: str, sample: object, device: torch.device) -> KernelSpec | None:
+def _kernel(op: str, sample: Any, device: torch.device) -> KernelSpec | None:
     """What runs the problem, imported; None where nothing but PyTorch's own operations or Inductor's code does."""
-    attrs, facts = sample.attrs, sample.facts  # type: ignore[attr-defined]  # every op's sample has them
+    attrs, facts = sample.attrs, sample.facts
     if hasattr(ops.module(op), "EAGER_KERNEL"):
         return eager.kernel_for(op, attrs, facts, device)
     decision = select(Problem(contexts.of_facts(op, attrs, facts, device=device)), policy.current())
