@@ -93,7 +93,9 @@ def _cases(dtype: torch.dtype) -> Iterator[Case]:
 
 def run_case(case: Case, device: torch.device, rounds: int, publication: Publication) -> None:
     """Time, choose, time again."""
-    sample = attention.sample(case.sizes(), case.dtype, device, is_causal=case.is_causal, mask=case.mask)
+    sample = attention.sample(
+        case.sizes(), case.dtype, device, variant="causal" if case.is_causal else "full", mask=case.mask
+    )
     context = of_facts("attention", sample.attrs, sample.facts, device=device)
     specs = measuring.runnable(context)
     untuned = _choose(context)

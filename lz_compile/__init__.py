@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lz_compile.api.attention import attention, warmup
+    from lz_compile.api.attention import attention
     from lz_compile.api.blender import Blender, SoftGate
     from lz_compile.api.blending import BlenderConfig, BlendMode, blend
     from lz_compile.api.functional import alibi, embedding, layer_norm, linear, mlp_fused, rms_norm, rope
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from lz_compile.api.scans import kda, linear_scan
     from lz_compile.api.speculation import Verification, speculative_verify
+    from lz_compile.api.warming import warmup
     from lz_compile.errors import (
         ArgumentError,
         CapabilitiesError,
@@ -145,7 +146,7 @@ __all__ = [
 
 _HOMES = {
     "attention": "lz_compile.api.attention",
-    "warmup": "lz_compile.api.attention",
+    "warmup": "lz_compile.api.warming",
     **dict.fromkeys(("Blender", "SoftGate"), "lz_compile.api.blender"),
     **dict.fromkeys(("BlendMode", "BlenderConfig", "blend"), "lz_compile.api.blending"),
     **dict.fromkeys(

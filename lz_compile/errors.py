@@ -17,6 +17,10 @@ class OptionError(LayerZeroError, ValueError):
     """An option of ours that does not exist or has a wrong value."""
 
 
+class CommandError(LayerZeroError):
+    """A command of the command line, or one of its values, is wrong."""
+
+
 class UnknownKernelError(OptionError):
     """A kernel is named (in a lock, say) that an operation does not have."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lz_compile.api.given import read
 from lz_compile.ground.machine import environment
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
 from lz_compile.runtime.kernels.kernel import KernelSpec, Prior
@@ -81,3 +82,8 @@ def measured(
         "variance_us": (noise * median_us / 2.5) ** 2 * samples,
     }
     return PerfRecord(kernel_id, median_us=median_us, samples=samples, **{**given, **changes})
+
+
+def from_tensors(*tensors: torch.Tensor, causal: bool = False, **named: Any) -> SelectionContext:
+    """The context of an attention over tensors, as ``lz.which`` reads it."""
+    return read("which", "attention", tensors, {"causal": causal, **named}).context

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from backends import Rewriting, rewritten
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import from_tensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lz_compile as lz
-from lz_compile.api import attention as api
 from lz_compile.api import eager
 from lz_compile.api.attention_arguments import Call
 from lz_compile.errors import (
@@ -42,7 +42,6 @@ from lz_compile.runtime.measure.estimate import workload
 from lz_compile.runtime.measure.perf_record import PerfRecord, canonical
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem import context
-from lz_compile.runtime.problem.context import from_tensors
 
 ID = "tests.fused"
 
@@ -632,7 +631,7 @@ def test_warming_up_selects_and_runs(fused):
     lz.warmup(shapes=[(1, 2, 8, 16)], device="cpu", layout="BSHD")
     assert [attrs.is_causal for attrs in fused.calls[2:]] == [True, False]
     with pytest.raises(UnknownOperationError, match="warming up: no operation 'attentoin' \\(did you mean 'attention'"):
-        api.warmup("attentoin", shapes=[])
+        lz.warmup("attentoin", shapes=[])
 
 
 @pytest.mark.parametrize("is_bool", [True, False])

@@ -149,7 +149,7 @@ def test_doctor_and_readiness_check(capsys, monkeypatch):
         ("which", "expected tensors: give --shape"),
         ("which --shape 1,2,x", "expected numbers with commas between them, received '1,2,x'"),
         ("which --shape 1,2,0,4", "expected numbers with commas between them"),
-        ("which --shape 1,2,3 --device cpu", "expected query with the dimensions BHSD"),
+        ("which --shape 1,2,3 --device cpu", "expected query [B, Hq, Sq, D]"),
         ("which --shape 1,2,3 --mask bool --device cpu", "expected four dimensions"),
         ("which attention.casual --shape 1,2,64,32 --device cpu", "did you mean 'attention.causal'?"),
         ("which --shape 1,2,64,32 --device nowhere", "--device nowhere"),

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import from_tensors
 from torch import fx
 
 from lz_compile.compile.problems import of_match
@@ -26,7 +27,6 @@ from lz_compile.runtime.problem.context import (
     SelectionContext,
     SymbolicDim,
     dim_names,
-    from_tensors,
     hint,
     of_facts,
     operations,
@@ -247,12 +247,15 @@ def test_a_transposed_tensor_is_not_contiguous_in_its_last_dimension():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"layout": "SBHD"}, "no layout 'SBHD'; valid are BHSD, BSHD"),
+        ({"layout": "SBHD"}, "expected layout as one of BHSD, BSHD, received .SBHD."),
         (
             {"query": torch.randn(3, 5, 16)},
-            r"expected query with the dimensions BHSD, received a shape of \(3, 5, 16\)",
+            r"expected query \[B, Hq, Sq, D\], received \(3, 5, 16\)",
         ),
-        ({"key": torch.randn(2, 2, 7, 16)}, "multiple of the key heads, received 3 and 2"),
+        (
+            {"key": torch.randn(2, 2, 7, 16), "value": torch.randn(2, 2, 7, 16)},
+            "multiple of the key heads, 2, received 3",
+        ),
     ],
 )
 def test_tensors_that_are_no_attentions_are_refused(change, text):

@@ -15,6 +15,7 @@ import torch
 from backends import Rewriting
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import from_tensors
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -27,7 +28,6 @@ from lz_compile.runtime.choose import select
 from lz_compile.runtime.choose.select import Problem
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.policy import policy
-from lz_compile.runtime.problem import context as contexts
 from lz_compile.runtime.problem.context import SymbolicDim
 from lz_compile.runtime.problem.decision_tree import Leaf, Split, choose, edges, leaves
 from lz_compile.runtime.tables import loaded as loaded_tables
@@ -108,7 +108,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def chosen(length: int, batch: int = 1) -> select.Decision:
-    context = contexts.from_tensors(*(torch.empty(batch, 2, length, 16) for _ in range(3)))
+    context = from_tensors(*(torch.empty(batch, 2, length, 16) for _ in range(3)))
     return select.select(Problem(context), policy.current())
 
 
@@ -352,7 +352,7 @@ def test_sizes_beyond_the_last_bucket_are_left_to_runtime_selection(path, length
 )
 def test_a_problem_that_differs_in_anything_else_is_not_covered(path, change):
     lz.load_dispatch_table(path)
-    context = contexts.from_tensors(*(torch.empty(1, 2, 64, 16) for _ in range(3)))
+    context = from_tensors(*(torch.empty(1, 2, 64, 16) for _ in range(3)))
     assert loaded_tables.find(context, None, loaded_tables.active())[1] == Leaf(BLOCKED)
     change = dict(change)
     source = change.pop("source_kernel", None)
@@ -566,7 +566,7 @@ def test_where_no_guard_can_be_afforded_a_table_is_not_asked(path, monkeypatch):
 
 def test_a_problem_without_symbols_to_ask_is_decided_for_the_traced_sizes(path):
     lz.load_dispatch_table(path)
-    context = contexts.from_tensors(*(torch.empty(1, 2, 64, 16) for _ in range(3)))
+    context = from_tensors(*(torch.empty(1, 2, 64, 16) for _ in range(3)))
     length = SymbolicDim(100, 2, None, "s0")
     context = replace(context, dims={**context.dims, "seq_len_q": length, "seq_len_k": length})
     assert select.select(Problem(context), policy.current()).kernel.kernel_id == SDPA

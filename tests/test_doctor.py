@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from problems import from_tensors
 from rich.console import Console
 
 import lz_compile as lz
@@ -18,8 +19,7 @@ from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.measure import perf_record
 from lz_compile.runtime.measure.estimate import workload
 from lz_compile.runtime.policy import policy
-from lz_compile.runtime.problem import context
-from lz_compile.tools import command_line, diagnosis, installation, readiness, tuning
+from lz_compile.tools import command_operands, diagnosis, installation, readiness, tuning
 from lz_compile.tools.diagnosis import DoctorReport, doctor
 from lz_compile.tools.readiness import ReadinessReport, readiness_check
 
@@ -47,7 +47,7 @@ def printed(report: object, width: int = 100) -> str:
 
 def measure_something(where: str | None = None) -> None:
     query = torch.randn(1, 2, 16, 8)
-    ctx = context.from_tensors(query, query, query)
+    ctx = from_tensors(query, query, query)
     record = perf_record.PerfRecord(
         kernel_id="inductor",
         operation=ctx.operation,
@@ -245,7 +245,7 @@ def test_a_build_for_cuda_without_a_driver_runs_on_the_cpu(monkeypatch):
     lz.tune("attention.causal", seq_lens=[16])
     lz.warmup("attention.causal", [(1, 2, 16, 8)])
     assert asked == [torch.device("cpu")]
-    assert command_line._device(None) == torch.device("cpu")
+    assert command_operands.device_of(None) == torch.device("cpu")
 
 
 # ---- readiness -------------------------------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from problems import from_tensors
 
 from lz_compile.ground import health, memory
 from lz_compile.ground.hardware import Hardware
 from lz_compile.runtime.choose.select import Problem, _with_settings, select
 from lz_compile.runtime.policy import policy
-from lz_compile.runtime.problem.context import from_tensors
 
 GIB = 2**30
 

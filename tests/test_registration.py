@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from backends import Rewriting
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import from_tensors
 from torch import Tensor
 
 import lz_compile as lz
@@ -28,7 +29,6 @@ from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Op
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.convention import FEATURES
 from lz_compile.runtime.kernels.registry import KernelSpec, kernels
-from lz_compile.runtime.problem.context import from_tensors
 
 ID = "new.kernel"
 LOCK = {"attention": ID}

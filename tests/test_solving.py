@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from backends import Rewriting
+from problems import from_tensors
 from torch import Tensor, nn
 
 import lz_compile as lz
@@ -24,7 +25,6 @@ from lz_compile.runtime.measure import perfdb
 from lz_compile.runtime.measure.estimate import workload
 from lz_compile.runtime.measure.perf_record import PerfRecord, canonical
 from lz_compile.runtime.policy import policy
-from lz_compile.runtime.problem import context as contexts
 from lz_compile.runtime.problem.decision_tree import choose, from_dict
 from lz_compile.runtime.tables import loaded as loaded_tables
 from lz_compile.runtime.tables.dispatch_table import DispatchTable
@@ -72,7 +72,7 @@ def measured(path: Path, latency_us: Mapping[int, Mapping[str, float]]) -> Path:
     """A database in which an attention of ``operands(length)`` took so long, by length and kernel."""
     with perfdb.PerfDB(path) as database:
         for length, by_kernel in latency_us.items():
-            context = contexts.from_tensors(*operands(length))
+            context = from_tensors(*operands(length))
             database.put(
                 PerfRecord(
                     kernel_id=kernel_id,

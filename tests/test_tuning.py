@@ -32,7 +32,6 @@ from lz_compile.runtime.measure.perf_record import PerfRecord
 from lz_compile.runtime.measure.timing import Timing
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem import context as contexts
-from lz_compile.tools import tuning
 
 pytestmark = pytest.mark.usefixtures("no_preference")
 
@@ -150,8 +149,16 @@ def test_progress_is_told_before_every_problem(timed, eagerly):
     told: list[tuple[int, int, str]] = []
     lz.tune("attention.causal", on_progress=lambda *each: told.append(each), **SMALL)
     assert told == [
-        (0, 2, "attention.causal float32 1x2x16x16, 16 keys"),
-        (1, 2, "attention.causal float32 1x2x32x16, 32 keys"),
+        (
+            0,
+            2,
+            "attention.causal float32 batch_size=1 num_heads=2 num_kv_heads=2 seq_len_q=16 seq_len_k=16 head_dim=16 value_dim=16",
+        ),
+        (
+            1,
+            2,
+            "attention.causal float32 batch_size=1 num_heads=2 num_kv_heads=2 seq_len_q=32 seq_len_k=32 head_dim=16 value_dim=16",
+        ),
     ]
 
 
@@ -242,8 +249,8 @@ def test_a_problem_as_written_and_with_a_kernel_gives_the_same(mask, is_causal):
         "head_dim": 8,
         "value_dim": 8,
     }
-    sample = tuning.ops.module("attention").sample(
-        sizes, torch.float64, torch.device("cpu"), is_causal=is_causal, mask=mask
+    sample = ops.module("attention").sample(
+        sizes, torch.float64, torch.device("cpu"), variant="causal" if is_causal else "full", mask=mask
     )
     written = sample.as_written()(*sample.inputs)
     for call in (torch_sdpa.attention, blocked.attention):
@@ -260,9 +267,13 @@ def test_without_a_database_latencies_are_only_reported(timed, eagerly):
     ("options", "error", "text"),
     [
         ({"operation": "atention"}, UnknownOperationError, "attention"),
-        ({"mask": "boolean"}, ValueError, r"no mask 'boolean' \(did you mean 'bool'\?\)"),
+        (
+            {"mask": "boolean"},
+            ValueError,
+            r"mask as one of none, bool, float, .* received 'boolean' \(did you mean 'bool'\?\)",
+        ),
         ({"num_kv_heads": 3}, ValueError, "query heads in a multiple of the key heads, received 2 and 3"),
-        ({"seq_lens": [16, 0]}, ValueError, "1 and more, received 0"),
+        ({"seq_lens": [16, 0]}, ValueError, r"seq_len_q of 1 and more, received \[16, 0\]"),
         ({"samples": 0}, ValueError, "1 and more, received 0"),
     ],
 )

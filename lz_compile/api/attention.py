@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,9 +11,6 @@ from torch.autograd import forward_ad
 from lz_compile.api import eager
 from lz_compile.api.arguments import PLAIN
 from lz_compile.api.attention_arguments import Call, check
-from lz_compile.errors import UnknownOperationError
-from lz_compile.ground.hardware import default_device
-from lz_compile.runtime.problem import context as contexts
 
 Layout = Literal["BHSD", "BSHD"]
 
@@ -68,37 +63,6 @@ def attention(
         check(call)
         raise
     return run(*call[:4])
-
-
-def warmup(
-    operation: str = "attention",
-    shapes: Sequence[tuple[int, int, int, int]] = (),
-    dtype: torch.dtype = torch.float32,
-    *,
-    device: torch.device | str | None = None,
-    layout: Layout = "BHSD",
-) -> None:
-    """Choose and run the kernels of eager calls once, so that libraries are imported and compiled before it matters.
-
-    Args:
-        operation: ``attention`` (both variants), ``attention.causal`` or ``attention.full``.
-        shapes: of query, key and value, in ``layout``.
-        dtype: of the tensors.
-        device: by default the accelerator, or the CPU where there is none.
-        layout: ``BHSD`` or ``BSHD``.
-
-    Raises:
-        UnknownOperationError: there is no such operation.
-    """
-    valid = ("attention", "attention.causal", "attention.full")
-    if operation not in valid:
-        raise UnknownOperationError("warming up", operation, [name for name in contexts.operations() if name in valid])
-    where = device or default_device()
-    variants = [True, False] if operation == "attention" else [operation == "attention.causal"]
-    with torch.no_grad():
-        for shape, causal in itertools.product(shapes, variants):
-            tensor = torch.zeros(shape, dtype=dtype, device=where)
-            attention(tensor, tensor, tensor, causal=causal, layout=layout)
 
 
 def _written_out(call: Call) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from lz_compile.api.attention_arguments import Call, check
+from lz_compile.api.given import read
 from lz_compile.errors import KernelExecutionError, NoKernelFoundError
 from lz_compile.ground import events, health, hooks, memory
 from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
@@ -30,7 +31,7 @@ from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.policy.settings import CacheSettings
-from lz_compile.runtime.problem.context import SelectionContext, from_tensors, of_facts
+from lz_compile.runtime.problem.context import SelectionContext, of_facts
 from lz_compile.runtime.tables import loaded as loaded_tables
 
 #: Runs an attention over query, key, value and mask: a kernel, with everything else bound to it.
@@ -258,26 +259,13 @@ class _Problem:
 
     def __init__(self, call: Call) -> None:
         check(call)
-        query, key, value, mask, causal, scale, dropout_p, layout = call
-        context = from_tensors(
-            query, key, value, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p, layout=layout
-        )
+        given = read("attention", "attention", (), call._asdict())
+        context = given.context
         if not context.is_cuda_graph_capturing:
-            context = replace(context, memory_headroom_bytes=memory.headroom_bytes(query.device))
-        self.context, self.layout = context, layout
-        self.mask_name = "mask" if context.attn_mask_type == "bool" else "bias"
-        tensors = [each if layout == "BHSD" else each.transpose(1, 2) for each in call[:3]]
-        self.operands = _operands(self.mask_name, *tensors, mask)
-        self.attrs = AttentionAttrs(
-            scale=scale,
-            is_causal=causal,
-            dropout_p=dropout_p,
-            masked_rows="zero",
-            has_mask=context.attn_mask_type == "bool",
-            has_bias=context.attn_mask_type == "float",
-            enable_gqa="gqa" in context.features,
-            nan_is_open=True,
-        )
+            context = replace(context, memory_headroom_bytes=memory.headroom_bytes(call.query.device))
+        self.context, self.layout, self.operands = context, call.layout, given.x
+        self.mask_name = "bias" if given.attrs.has_bias else "mask"
+        self.attrs = replace(given.attrs, masked_rows="zero", score_dtype=torch.float32)
 
     def plan(self, present: Policy) -> Run:
         """Choose, and bind everything but the tensors."""

@@ -17,6 +17,14 @@ from typing_extensions import Self, dataclass_transform
 Kind = TypeVar("Kind", bound="type[Operands]")
 
 
+class MisfitError(ValueError):
+    """Operands, each of a right shape, that are none of the op together; ``operand`` is the one to change."""
+
+    def __init__(self, op: str, operand: str, expected: str, received: object, advice: str = "") -> None:
+        self.operand, self.expected, self.received, self.advice = operand, expected, received, advice
+        super().__init__(f"{op}: expected {operand} {expected}, received {received}")
+
+
 class Operands:
     """The operands of an op: fields with a default are optional, None where they are not given."""
 
@@ -36,6 +44,12 @@ class Operands:
     def map(self, function: Callable[[Any], Any]) -> Self:
         """The same with a function of every operand that there is in its place."""
         return type(self)(**{name: function(each) for name, each in self.given().items()})
+
+    def wants_gradient(self, *names: str) -> bool:
+        """Whether gradients are recorded, and one of these operands (by default of all) requires one."""
+        given = self.given()
+        wanted = [given[name] for name in names if name in given] if names else list(given.values())
+        return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in wanted)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -17,14 +17,15 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="write JSON")
         return command
 
-    which = add("which", "the kernel for an attention of given shapes")
-    which.add_argument("operation", nargs="?", default="attention", help="attention.causal, attention.full")
+    which = add("which", "the kernel for an operation on operands of given shapes")
+    _add_operation(which)
     _add_tensors(which)
 
-    explain = add("explain", "how a kernel is chosen: for an attention of given shapes, or throughout a model")
-    explain.add_argument("subject", help="an operation, or module:callable that returns (model, inputs)")
+    explain = add("explain", "how a kernel is chosen: for operands of given shapes, or throughout a model")
+    explain.add_argument("subject", nargs="?", help="an operation, or module:callable that returns (model, inputs)")
     explain.add_argument("--dynamic", action="store_true", help="compile the model for any size")
     explain.add_argument("--verbose", action="store_true", help="every candidate of every kind of match in a model")
+    explain.add_argument("--op", metavar="OPERATION", help="the operation, by name instead of by position")
     _add_tensors(explain)
 
     listed = add("list-kernels", "every kernel, and why it cannot be used where it cannot")
@@ -32,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
     validate = add("validate", "run a kernel on random tensors and compare it with float64")
     validate.add_argument("kernel", help="as list-kernels tells it")
+    validate.add_argument("--op", metavar="OPERATION", help="of inductor: of which op; of others: the variant")
     _add_tensors(validate)
 
     dry_run = add("dry-run", "what is chosen throughout a model, without running it where that can be avoided")
@@ -49,30 +51,48 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
+def _add_operation(command: argparse.ArgumentParser) -> None:
+    """An operation, by its position or by name."""
+    command.add_argument("operation", nargs="?", help="attention (by default), attention.causal, norm.rms, rope, ...")
+    command.add_argument("--op", metavar="OPERATION", help="the same by name instead of by position")
+
+
 def _add_tensors(command: argparse.ArgumentParser) -> None:
-    """What describes query, key and value."""
-    tensors = command.add_argument_group("tensors")
-    tensors.add_argument("--shape", type=_numbers, help="of the query, as 1,8,1024,64 (see --layout)")
-    tensors.add_argument("--kv-shape", type=_numbers, help="of key and value; by default that of the query")
+    """What describes operands and attributes."""
+    tensors = command.add_argument_group("operands")
+    tensors.add_argument(
+        "--shape", type=_shape, action="append", default=[], metavar="[NAME=]SHAPE",
+        help="of an operand, as input=64,128, once for each; without a name of the first one",
+    )  # fmt: skip
+    tensors.add_argument(
+        "--set", type=_pair, action="append", default=[], metavar="NAME=VALUE", help="an attribute, as eps=1e-5"
+    )
     tensors.add_argument("--dtype", choices=DTYPES, default="float32")
     tensors.add_argument("--device", help="cpu, cuda, cuda:1, ...; by default the accelerator, or the CPU")
-    tensors.add_argument("--layout", choices=("BHSD", "BSHD"), default="BHSD", help="what the shapes mean")
-    tensors.add_argument("--causal", action="store_true")
-    tensors.add_argument("--mask", choices=("none", "bool", "float"), default="none")
-    tensors.add_argument("--scale", type=float, help="of the scores; by default head_dim ** -0.5")
-    tensors.add_argument("--dropout", type=float, default=0.0, metavar="P")
-    tensors.add_argument("--training", action="store_true", help="with gradients of query, key and value")
+    tensors.add_argument("--training", action="store_true", help="with gradients of all operands")
+    attention = command.add_argument_group("attention alone")
+    attention.add_argument("--kv-shape", type=_numbers, help="of key and value; by default that of the query")
+    attention.add_argument("--layout", choices=("BHSD", "BSHD"), help="what the shapes mean; by default BHSD")
+    attention.add_argument("--causal", action="store_true")
+    attention.add_argument("--mask", choices=("none", "bool", "float"), default="none")
+    attention.add_argument("--scale", type=float, help="of the scores; by default head_dim ** -0.5")
+    attention.add_argument("--dropout", type=float, metavar="P")
 
 
 def _add_tuning(command: argparse.ArgumentParser) -> None:
-    command.add_argument("operation", nargs="?", default="attention", help="attention (both), attention.causal, ...")
+    _add_operation(command)
+    command.set_defaults(causal=False)
+    command.add_argument(
+        "--sizes", type=_buckets, action="append", default=[], metavar="NAME=SIZES",
+        help="of the operation, as num_rows=512,4096; may be given several times",
+    )  # fmt: skip
     command.add_argument("--dtype", type=_dtypes, default=["float32"], help="one or more, as float32,bfloat16")
-    command.add_argument("--seq-lens", type=_numbers, default=(128, 512, 2048), help="query lengths, as 128,512")
+    command.add_argument("--seq-lens", type=_numbers, help="query lengths of an attention, as 128,512")
     command.add_argument("--seq-lens-k", type=_numbers, help="key lengths; by default those of the queries")
-    command.add_argument("--batch-sizes", type=_numbers, default=(1,))
-    command.add_argument("--num-heads", type=_number, default=8)
+    command.add_argument("--batch-sizes", type=_numbers, help="of an attention, as the next three")
+    command.add_argument("--num-heads", type=_number)
     command.add_argument("--num-kv-heads", type=_number, help="by default as many")
-    command.add_argument("--head-dim", type=_number, default=64)
+    command.add_argument("--head-dim", type=_number)
     command.add_argument("--mask", choices=("none", "bool", "float"), default="none")
     command.add_argument("--training", action="store_true", help="forward and backward")
     command.add_argument("--device", help="by default the accelerator, or the CPU")
@@ -112,6 +132,18 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(_number(part) for part in text.split(","))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"expected numbers with commas between them, received '{text}'") from None
+
+
+def _shape(text: str) -> tuple[str | None, tuple[int, ...]]:
+    name, separator, shape = text.rpartition("=")
+    return name if separator else None, _numbers(shape)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"expected a name and a value, as eps=1e-5, received '{text}'")
+    return name, value
 
 
 def _dtypes(text: str) -> list[str]:

@@ -13,16 +13,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lz_compile.errors import LayerZeroError
+from lz_compile.errors import CommandError, LayerZeroError
 from lz_compile.tools.command_arguments import parser
 
 if TYPE_CHECKING:
     import argparse
-
-    import torch
 
     from lz_compile.tools.tuning import TuneReport
 
@@ -30,10 +28,6 @@ SCHEMA_VERSION = "1.0"
 OK, NOT_OK, USAGE, INTERRUPTED = 0, 1, 2, 130
 #: Columns where the output is no terminal.
 WIDTH = 100
-
-
-class UsageError(Exception):
-    """The command, or one of its values, is wrong."""
 
 
 class ModelError(Exception):
@@ -52,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if _is_debug():
             raise
-        is_usage = isinstance(error, UsageError) or (
+        is_usage = isinstance(error, CommandError) or (
             isinstance(error, LayerZeroError) and isinstance(error, ValueError)
         )
         sys.stderr.write(f"lz_compile: error: {_one_line(error)}\n")
@@ -88,31 +82,35 @@ def _events_in_one_line() -> Iterator[None]:
 
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return text if isinstance(error, (UsageError, ModelError, LayerZeroError)) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, (CommandError, ModelError, LayerZeroError)) else f"{type(error).__name__}: {text}"
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
 def _which(arguments: argparse.Namespace) -> int:
+    from lz_compile.tools.command_operands import named_of, operation_of
     from lz_compile.tools.inspection import which
 
-    tensors, details = _tensors(arguments, are_fake=True), _details(arguments, are_fake=True)
+    operation = operation_of(arguments) or ""
     with _usage():
-        found = which(_operation(arguments), *tensors, **details)
+        found = which(operation, **named_of(arguments, operation, are_fake=True))
     _show(arguments, found, f"{found['kernel_id']}: {found['why']}")
     return OK
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    from lz_compile.tools.command_operands import named_of, operation_of
     from lz_compile.tools.inspection import explain
 
-    if ":" in arguments.subject:
+    if ":" in (arguments.subject or ""):
         return _about_model(arguments, explain)
     arguments.operation = arguments.subject
-    tensors, details = _tensors(arguments, are_fake=True), _details(arguments, are_fake=True)
+    operation = operation_of(arguments, None)
+    if operation is None:
+        raise CommandError("expected what to explain: an operation, or module:callable that returns (model, inputs)")
     with _usage():
-        report = explain(_operation(arguments), *tensors, print_report=False, **details)
+        report = explain(operation, print_report=False, **named_of(arguments, operation, are_fake=True))
     _show(arguments, report.to_dict(), report)
     return OK
 
@@ -136,11 +134,13 @@ def _about_model(arguments: argparse.Namespace, ask: Callable[..., Any]) -> int:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from lz_compile.tools.trial import validate
+    from lz_compile.tools.command_operands import named_of, operation_of
+    from lz_compile.tools.trial import kernel_asked_for, validate
 
-    tensors, details = _tensors(arguments), _details(arguments)
+    _, arguments.operation = kernel_asked_for(arguments.kernel, arguments.op)
+    operation = operation_of(arguments) or ""
     with _usage():
-        ok, reasons = validate(arguments.kernel, *tensors, causal=arguments.causal, **details)
+        ok, reasons = validate(arguments.kernel, operation=operation, **named_of(arguments, operation))
     told = {"kernel_id": arguments.kernel, "ok": ok, "reasons": [reason.to_dict() for reason in reasons]}
     text = "\n".join([f"{arguments.kernel}: {'valid' if ok else 'not valid'}", *(f"  {reason}" for reason in reasons)])
     _show(arguments, told, text)
@@ -196,6 +196,7 @@ _TUNED = (
 
 
 def _tuned(arguments: argparse.Namespace, done: list[int]) -> TuneReport:
+    from lz_compile.tools.command_operands import device_of, dtype_of, operation_of
     from lz_compile.tools.tuning import tune
 
     with _interruptible() as stop_if_asked, _progress() as show:
@@ -206,9 +207,10 @@ def _tuned(arguments: argparse.Namespace, done: list[int]) -> TuneReport:
             show(finished, total, problem)
 
         report = tune(
-            arguments.operation,
-            dtype=[_dtype(name) for name in arguments.dtype],
-            device=_device(arguments.device),
+            operation_of(arguments) or "attention",
+            dtype=[dtype_of(name) for name in arguments.dtype],
+            sizes=dict(arguments.sizes),
+            device=device_of(arguments.device),
             budget_s=arguments.budget,
             on_progress=on_progress,
             **{name: getattr(arguments, name) for name in _TUNED},
@@ -264,85 +266,7 @@ def _usage() -> Iterator[None]:
     except LayerZeroError:
         raise
     except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def _operation(arguments: argparse.Namespace) -> str:
-    operation: str = arguments.operation
-    if not arguments.causal or operation.endswith(".causal"):
-        return operation
-    if "." in operation:
-        raise UsageError(f"--causal contradicts {operation}; ask for {operation.partition('.')[0]}.causal")
-    return f"{operation}.causal"
-
-
-def _tensors(arguments: argparse.Namespace, *, are_fake: bool = False) -> list[torch.Tensor]:
-    """Query, key and value as described; fake ones take no memory."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    if arguments.shape is None:
-        raise UsageError("expected tensors: give --shape, and --kv-shape where keys and values have another one")
-    device, dtype = _device(arguments.device), _dtype(arguments.dtype)
-    shapes = [arguments.shape, *[arguments.kv_shape or arguments.shape] * 2]
-
-    def random(shape: Sequence[int]) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=torch.float32).to(dtype).requires_grad_(arguments.training)
-
-    with FakeTensorMode() if are_fake else nullcontext():
-        return [random(shape) for shape in shapes]
-
-
-def _details(arguments: argparse.Namespace, *, are_fake: bool = False) -> dict[str, Any]:
-    """The keyword arguments of an attention."""
-    return {
-        "mask": _mask(arguments, are_fake=are_fake),
-        "scale": arguments.scale,
-        "dropout_p": arguments.dropout,
-        "layout": arguments.layout,
-    }
-
-
-def _mask(arguments: argparse.Namespace, *, are_fake: bool) -> torch.Tensor | None:
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    if arguments.mask == "none":
-        return None
-    keys = arguments.kv_shape or arguments.shape
-    if len(arguments.shape) != 4 or len(keys) != 4:
-        raise UsageError(f"expected four dimensions ({arguments.layout}), received --shape {arguments.shape}")
-    length = 2 if arguments.layout == "BHSD" else 1
-    shape = (arguments.shape[0], 1, arguments.shape[length], keys[length])
-    device, dtype = _device(arguments.device), _dtype(arguments.dtype)
-    if are_fake:
-        with FakeTensorMode():
-            return torch.empty(shape, dtype=torch.bool if arguments.mask == "bool" else dtype, device=device)
-    keep = torch.rand(shape, device=device) > 0.1
-    keep[..., 0] = True
-    return keep if arguments.mask == "bool" else torch.zeros(shape, dtype=dtype, device=device).masked_fill(~keep, -1e4)
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
-def _device(name: str | None) -> torch.device:
-    import torch
-
-    from lz_compile.ground.hardware import default_device
-
-    if name is None:
-        return default_device()
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # what torch raises for a device that is not there
-        raise UsageError(f"--device {name}: {' '.join(str(error).split()).partition('. ')[0]}") from error
-    return device
+        raise CommandError(str(error)) from error
 
 
 def _model(subject: str) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
@@ -351,10 +275,10 @@ def _model(subject: str) -> tuple[Callable[..., Any], Sequence[Any], dict[str, A
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"{subject}: expected module:callable that can be imported, received {error}") from error
+        raise CommandError(f"{subject}: expected module:callable that can be imported, received {error}") from error
     made = factory()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
-        raise UsageError(f"{subject}: expected it to return (model, inputs) or (model, inputs, keyword inputs)")
+        raise CommandError(f"{subject}: expected it to return (model, inputs) or (model, inputs, keyword inputs)")
     model, inputs, keywords = (*made, {}) if len(made) == 2 else made
     return model, inputs if isinstance(inputs, (tuple, list)) else (inputs,), keywords
 

@@ -12,10 +12,11 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lz_compile.api.given import read
 from lz_compile.compile import pipeline
 from lz_compile.compile.compiler import process
 from lz_compile.compile.options import Options, split
-from lz_compile.errors import LayerZeroError, UnknownOperationError
+from lz_compile.errors import LayerZeroError
 from lz_compile.ground import events
 from lz_compile.ground.events import Event
 from lz_compile.ground.isolation import isolated
@@ -25,7 +26,6 @@ from lz_compile.report.graph_breaks import GraphBreaks
 from lz_compile.report.report import GraphReport, Report
 from lz_compile.runtime.choose.select import Candidate, Decision, Problem, select
 from lz_compile.runtime.policy import policy
-from lz_compile.runtime.problem import context as contexts
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -88,14 +88,8 @@ class SelectionReport:
 
 def which(
     operation: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    layout: str = "BHSD",
+    *tensors: Any,
+    **named: Any,
 ) -> dict[str, Any]:
     """The kernel that would be chosen for an operation on these tensors: ``kernel_id``, ``score``, ``why``, ``origin``.
 
@@ -103,27 +97,25 @@ def which(
     on this machine, is a shipped ``prior``, or is ``assumed``. Nothing runs: fake tensors do as well.
 
     Args:
-        operation: ``attention.causal`` or ``attention.full``; ``attention`` stands for the latter.
-        query: ``[B, Hq, Sq, D]``, or ``[B, Sq, Hq, D]`` in layout ``BSHD``.
-        key: ``[B, Hk, Sk, D]``, or ``[B, Sk, Hk, D]``.
-        value: ``[B, Hk, Sk, E]``, or ``[B, Sk, Hk, E]``.
-        mask: boolean (True keeps) or additive.
-        scale: of the scores, by default ``D ** -0.5``.
-        dropout_p: probability of dropout.
-        layout: ``BHSD`` or ``BSHD``.
+        operation: an op, or a variant of it, which sets what makes the variant (``norm.rms``, ``attention.causal``).
+            Without one, attributes and operands tell it: ``attention`` is ``attention.full``, ``norm`` is ``norm.rms``.
+        tensors: operands in the op's order.
+        named: other operands by name, and the op's attributes: of attention ``scale``, ``dropout_p`` and others, a ``mask``
+            that is boolean (True keeps) or additive, and ``layout="BSHD"`` for tokens before heads; of a norm ``eps``.
+
+    Shapes:
+        those of each op are in docs/ops.md, and in every error.
 
     Raises:
         UnknownOperationError: there is no such operation.
-        ValueError: the tensors are no attention's, or the layout has another name.
+        ArgumentError: an operand or attribute is unknown or missing, or does not fit.
     """
-    return _ask(operation, query, key, value, mask=mask, scale=scale, dropout_p=dropout_p, layout=layout).summary()
+    return _ask("which", operation, tensors, named).summary()
 
 
-def _ask(operation: str, *tensors: torch.Tensor, **details: Any) -> SelectionReport:
-    if operation not in contexts.operations():
-        raise UnknownOperationError("asking for a kernel", operation, contexts.operations())
+def _ask(function: str, operation: str, tensors: Sequence[Any], named: Mapping[str, Any]) -> SelectionReport:
     with events.collect() as happened:
-        context = contexts.from_tensors(*tensors, causal=operation.endswith(".causal"), **details)
+        context = read(function, operation, tensors, named).context
         current, problem = policy.current(), Problem(context)
         verdict = current.verdict(context)
         said = {
@@ -141,7 +133,7 @@ def _ask(operation: str, *tensors: torch.Tensor, **details: Any) -> SelectionRep
 
 
 @overload
-def explain(model: str, *args: torch.Tensor, print_report: bool = True, **kwargs: Any) -> SelectionReport: ...
+def explain(model: str, *args: Any, print_report: bool = True, **kwargs: Any) -> SelectionReport: ...
 
 
 @overload
@@ -169,7 +161,7 @@ def explain(
 
     The graphs are rewritten and validated as in a compile, and then run without Inductor. Nothing of an earlier
     ``torch.compile`` of the model changes. Given the name of an operation and its tensors instead
-    (``explain("attention.causal", query, key, value)``), it tells how a kernel is chosen for these; nothing runs.
+    (``explain("norm.rms", input, weight)``), it tells how a kernel is chosen for these; nothing runs.
 
     Args:
         model: a module or function; or an operation, whose other arguments are then those of :func:`which`.
@@ -185,10 +177,11 @@ def explain(
 
     Raises:
         UnknownOperationError: there is no such operation.
+        ArgumentError: of an operation, an operand or attribute does not fit.
     """
     report: Report | SelectionReport
     if isinstance(model, str):
-        report = _ask(model, *args, **kwargs)
+        report = _ask("explain", model, args, kwargs)
     else:
         report = Report(_explained(model, args, kwargs, options, dynamic))
     if print_report:

@@ -6,28 +6,24 @@ does not compile or run is an event and is left out. Nothing of the caller's is 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from lz_compile.api.given import check_operation
+from lz_compile.api.sampled import SizedProblem, Sizes, grid
 from lz_compile.compile.measuring import Measured, is_measured, measure_forms, runnable
-from lz_compile.errors import UnknownOperationError, nearest
+from lz_compile.errors import ArgumentError, nearest
 from lz_compile.ground.hardware import default_device
 from lz_compile.ground.isolation import isolated
-from lz_compile.lowering import ops
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem import context as contexts
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["MASKS", "TuneReport", "tune"]
 
-Sizes = Mapping[str, int]
 MASKS = ("none", "bool", "float")
 
 
@@ -56,11 +52,12 @@ def tune(
     operation: str = "attention",
     *,
     dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
-    head_dim: int = 64,
-    seq_lens: Sequence[int] = (128, 512, 2048),
+    sizes: Sizes | None = None,
+    head_dim: int | None = None,
+    seq_lens: Sequence[int] | None = None,
     seq_lens_k: Sequence[int] | None = None,
-    batch_sizes: Sequence[int] = (1,),
-    num_heads: int = 8,
+    batch_sizes: Sequence[int] | None = None,
+    num_heads: int | None = None,
     num_kv_heads: int | None = None,
     mask: str = "none",
     training: bool = False,
@@ -73,15 +70,17 @@ def tune(
     """Measure every kernel of an operation over a grid of problems, and keep the latencies in the database.
 
     Args:
-        operation: ``attention`` (both variants), ``attention.causal`` or ``attention.full``.
-        dtype: of query, key and value; several are measured one after the other.
-        head_dim: of query, key and value.
-        seq_lens: query lengths.
+        operation: an op (every variant of it), or a variant, as ``attention.causal`` or ``norm.rms``.
+        dtype: of the operands; several are measured one after the other.
+        sizes: one or several of each of the op's sizes by name, as ``{"num_rows": (512, 4096), "hidden_size": 1024}``; what
+            is left out is typical of the op.
+        head_dim: of query, key and value of attention, by default 64; this and the next five say of it what ``sizes`` says.
+        seq_lens: query lengths, by default 128, 512 and 2048.
         seq_lens_k: key lengths, each combined with every query length; by default that of the query.
-        batch_sizes: batch sizes.
-        num_heads: query heads.
+        batch_sizes: batch sizes, by default 1.
+        num_heads: query heads, by default 8.
         num_kv_heads: key heads, by default those of the query.
-        mask: ``none``, ``bool`` or ``float``.
+        mask: of attention: ``none``, ``bool`` or ``float``.
         training: measure forward and backward.
         device: by default the accelerator, or the CPU where there is none.
         samples: rounds for each problem (default: the policy's ``perfdb.tune_samples``).
@@ -91,53 +90,54 @@ def tune(
 
     Raises:
         UnknownOperationError: there is no such operation.
+        ArgumentError: the op has no such size, or what is attention's is given for another op.
         ValueError: there is no such mask, heads do not divide, or a size or number of samples is below 1.
     """
-    if operation not in contexts.operations():
-        raise UnknownOperationError("tuning", operation, contexts.operations())
-    if mask not in MASKS:
-        raise ValueError(f"tuning: no mask '{mask}'{nearest(mask, MASKS)}; valid are {', '.join(MASKS)}")
+    named = {
+        "batch_size": batch_sizes,
+        "seq_len_q": seq_lens,
+        "seq_len_k": seq_lens_k,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+    given: dict[str, int | Sequence[int]] = {name: value for name, value in named.items() if value is not None}
+    check_operation("tuning", operation)
+    dtypes = dtype if isinstance(dtype, Sequence) else (dtype,)
+    problems = grid("tune", operation, dtypes, _sizes(operation, given, sizes or {}))
+    if samples is not None and samples < 1:
+        raise ArgumentError("tune", "samples", "of 1 and more", samples)
     where = torch.device(device) if device is not None else default_device()
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    _check_numbers(
-        num_heads, kv_heads, head_dim, *seq_lens, *(seq_lens_k or ()), *batch_sizes, 1 if samples is None else samples
-    )
-    if num_heads % kv_heads:
-        raise ValueError(
-            f"tuning: expected query heads in a multiple of the key heads, received {num_heads} and {kv_heads}"
+    details = {} if mask == "none" else {"mask": mask}
+    if details and (not operation.startswith("attention") or mask not in MASKS):
+        valid = f"as one of {', '.join(MASKS)}, for attention"
+        raise ArgumentError(
+            "tune", "mask", valid, f"'{mask}'{'' if mask in MASKS else nearest(mask, MASKS)} for {operation}"
         )
-    shared = {"num_heads": num_heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "value_dim": head_dim}
-    grid = [
-        _Problem(op_variant, kind, {"batch_size": batch, "seq_len_q": queries, "seq_len_k": keys, **shared})
-        for kind in (dtype if isinstance(dtype, Sequence) else (dtype,))
-        for op_variant in _variants(operation)
-        for batch, (queries, keys) in itertools.product(batch_sizes, _lengths(seq_lens, seq_lens_k))
-    ]
+    heads = [each.sizes for each in problems if each.op == "attention"]
+    wrong = next((each for each in heads if each["num_heads"] % each["num_kv_heads"]), None)
+    if wrong is not None:
+        expected = "in a multiple of the key heads"
+        raise ArgumentError("tune", "query heads", expected, f"{wrong['num_heads']} and {wrong['num_kv_heads']}")
     with isolated():
-        return _tune(grid, where, mask, training, samples, budget_s, resume, on_progress)
+        return _tune(problems, where, details, training, samples, budget_s, resume, on_progress)
 
 
-def _check_numbers(*given: int) -> None:
-    wrong = [number for number in given if number < 1]
-    if wrong:
-        raise ValueError(f"tuning: expected sizes and samples of 1 and more, received {', '.join(map(str, wrong))}")
-
-
-@dataclass(frozen=True)
-class _Problem:
-    operation: str
-    dtype: torch.dtype
-    sizes: Sizes
-
-    def __str__(self) -> str:
-        sizes = "x".join(str(self.sizes[name]) for name in ("batch_size", "num_heads", "seq_len_q", "head_dim"))
-        return f"{self.operation} {str(self.dtype).removeprefix('torch.')} {sizes}, {self.sizes['seq_len_k']} keys"
+def _sizes(operation: str, given: Sizes, sizes: Sizes) -> Sizes:
+    """The sizes by name, those of attention's own arguments among them."""
+    if given and operation.partition(".")[0] != "attention":
+        expected = "(and other arguments of attention) for attention only"
+        raise ArgumentError("tune", next(iter(given)), expected, operation, "Give sizes={...}, by name")
+    twice = sorted(given.keys() & sizes.keys())
+    if twice:
+        raise ArgumentError("tune", twice[0], "once", "two, one of them in sizes")
+    return {**given, **sizes}
 
 
 def _tune(
-    grid: Sequence[_Problem],
+    grid: Sequence[SizedProblem],
     device: torch.device,
-    mask: Any,
+    details: Mapping[str, Any],
     training: bool,
     samples: int | None,
     budget_s: float | None,
@@ -152,16 +152,8 @@ def _tune(
             return TuneReport(tuple(done), known, len(grid) - index, time.perf_counter() - start)
         if on_progress is not None:
             on_progress(index, len(grid), str(problem))
-        op = problem.operation.partition(".")[0]
-        sample = ops.module(op).sample(
-            problem.sizes,
-            problem.dtype,
-            device,
-            is_causal=problem.operation.endswith(".causal"),
-            mask=mask,
-            is_training=training,
-        )
-        context = contexts.of_facts(op, sample.attrs, sample.facts, device=device)
+        sample = problem.sample(device, training=training, **details)
+        context = contexts.of_facts(problem.op, sample.attrs, sample.facts, device=device)
         excluded = policy.current().verdict(context).excluded
         specs = [spec for spec in runnable(context) if excluded(spec.kernel_id) is None]
         if resume and is_measured(context, specs, problem.sizes):
@@ -177,12 +169,3 @@ def _tune(
         if found.latency_us:
             done.append(found)
     return TuneReport(tuple(done), known, 0, time.perf_counter() - start)
-
-
-def _variants(operation: str) -> list[str]:
-    variants = () if "." in operation else contexts.variants(operation)
-    return [f"{operation}.{variant}" for variant in variants] or [operation]
-
-
-def _lengths(queries: Sequence[int], keys: Sequence[int] | None) -> list[tuple[int, int]]:
-    return [(q, q) for q in queries] if keys is None else list(itertools.product(queries, keys))

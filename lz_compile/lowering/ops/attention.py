@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from lz_compile.lowering import operands as base
-from lz_compile.lowering.operands import operands
+from lz_compile.lowering.operands import MisfitError, operands
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -215,6 +215,37 @@ class AttentionFacts:
     bias_needs_grad: bool = False
 
 
+#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
+SHAPES: Mapping[str, str] = {
+    "query": "B Hq Sq D",
+    "key": "B Hk Sk D",
+    "value": "B Hk Sk E",
+    "bias": "B|1 Hq|1 Sq|1 Sk|1",
+    "sinks": "B|1 Hq|1 Sq|1 1",
+    "slopes": "B|1 Hq|1 1 1",
+    "mask": "B|1 Hq|1 Sq|1 Sk|1",
+    "fill": "B|1 Hq|1 Sq|1 Sk|1",
+    "query_documents": "B|1 Sq",
+    "key_documents": "B|1 Sk",
+}
+#: What the elements of operands are that are no floating-point numbers.
+KINDS: Mapping[str, str] = {"mask": "boolean", "query_documents": "int64", "key_documents": "int64"}
+#: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
+LENGTHS = ("Sq", "Sk")
+#: Layouts beside the canonical one in which callers may have query, key and value.
+CALL_LAYOUTS = ("BSHD",)
+#: What makes each variant.
+VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"causal": {"is_causal": True}, "full": {"is_causal": False}}
+#: Sizes that are measured where no others are asked for, and those that are another's unless they are given.
+TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
+    "batch_size": (1,),
+    "seq_len_q": (128, 512, 2048),
+    "num_heads": (8,),
+    "head_dim": (64,),
+}
+SIZES_FOLLOW: Mapping[str, str] = {"seq_len_k": "seq_len_q", "num_kv_heads": "num_heads", "value_dim": "head_dim"}
+
+
 @operands
 class Operands(base.Operands):
     """What looks, what is looked at and what is read; what is added to scores, and what drops them.
@@ -238,6 +269,47 @@ class Operands(base.Operands):
     def drops_scores(self) -> bool:
         """Whether a row may lose every score: to a mask or to documents; a band leaves one to each."""
         return self.mask is not None or self.query_documents is not None
+
+
+def canonical(operands: Mapping[str, Any], layout: str) -> dict[str, Any]:
+    """Operands as callers have them in the canonical layout: an additive ``mask`` is a bias, and may lack dimensions."""
+    found = dict(operands)
+    for name in ("query", "key", "value"):
+        if layout == "BSHD" and isinstance(found.get(name), torch.Tensor) and found[name].dim() == 4:
+            found[name] = found[name].transpose(1, 2)
+    mask = found.get("mask")
+    if isinstance(mask, torch.Tensor):
+        mask = mask[(None,) * (4 - mask.dim())]
+        is_added = mask.is_floating_point() and found.get("bias") is None
+        found |= {"mask": None, "bias": mask} if is_added else {"mask": mask}
+    return found
+
+
+def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[AttentionAttrs, AttentionFacts]:
+    """The attributes, of which some are given, and the facts of an attention over tensors (real or fake).
+
+    What rows give that hold NaN is not asked for.
+    """
+    heads, kv_heads = sizes["Hq"], sizes["Hk"]
+    if kv_heads == 0 or heads % kv_heads:
+        advice = "Check the layout: BHSD is [batch, heads, length, features]"
+        raise MisfitError("attention", "query", f"heads in a multiple of the key heads, {kv_heads}", heads, advice)
+    if (x.query_documents is None) != (x.key_documents is None):
+        raise MisfitError("attention", "query_documents", "and key_documents together", "one of them")
+    told: dict[str, Any] = {
+        "has_mask": x.mask is not None,
+        "has_bias": x.bias is not None,
+        "has_sinks": x.sinks is not None,
+        "has_slopes": x.slopes is not None,
+        "has_documents": x.query_documents is not None,
+        "enable_gqa": heads != kv_heads,
+    }
+    told |= {} if x.fill is None else {"masked_rows": "fill"}
+    attrs = AttentionAttrs(**{"nan_is_open": True, "score_dtype": x.query.dtype, **given, **told})
+    batch, queries, keys, width, value_width = (sizes[each] for each in ("B", "Sq", "Sk", "D", "E"))
+    lengths = (batch, heads, kv_heads, queries, keys, width, value_width)
+    wants = x.wants_gradient(), x.wants_gradient("bias")
+    return attrs, AttentionFacts(*lengths, x.query.dtype, x.query.device.type, *wants)
 
 
 def fake(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
@@ -442,7 +514,7 @@ def sample(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    is_causal: bool = False,
+    variant: str = "full",
     mask: Literal["none", "bool", "float"] = "none",
     is_training: bool = False,
 ) -> Sample:
@@ -463,7 +535,7 @@ def sample(
         lowest = torch.finfo(dtype).min
         inputs.append(keep if mask == "bool" else torch.zeros_like(keep, dtype=dtype).masked_fill(~keep, lowest))
     attrs = AttentionAttrs(
-        is_causal=is_causal,
+        is_causal=variant == "causal",
         has_mask=mask == "bool",
         has_bias=mask == "float",
         bias_is_finite=mask == "float",

@@ -16,6 +16,7 @@ class dimension where the blend is followed by a softmax.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from lz_compile.lowering import operands as base
-from lz_compile.lowering.operands import operands
+from lz_compile.lowering.operands import MisfitError, operands
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -109,6 +110,28 @@ class BlendFacts:
     alpha_needs_grad: bool = False
 
 
+#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
+SHAPES: Mapping[str, str] = {
+    "host": "N|1 C|1 S|1",
+    "seed": "N C S",
+    "alpha": "N|1 C|1 1",
+    "host_weight": "N|1 C|1 1",
+    "logits": "N K",
+    **dict.fromkeys(("gain", "offset", "low", "high"), ""),
+}
+#: What operands are that are no tensors of floating-point numbers, or may be numbers.
+KINDS: Mapping[str, str] = dict.fromkeys(("alpha", "gain", "offset", "low", "high"), "scalar")
+#: What makes each variant.
+VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"mode": each} for each in VARIANTS}
+#: Sizes that are measured where no others are asked for.
+TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
+    "num_rows": (64,),
+    "num_channels": (256, 1024),
+    "inner_size": (1, 64),
+    "num_classes": (1000,),
+}
+
+
 @operands
 class Operands(base.Operands):
     """Host and seed, how they are weighed, and the gate; shapes as in the module's legend."""
@@ -129,6 +152,43 @@ class Operands(base.Operands):
         assert self.host is not None, "a blend has a host"
         assert self.seed is not None, "a blend has a seed"
         return self.host, self.seed
+
+
+def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[BlendAttrs, BlendFacts]:
+    """The attributes, of which some are given, and the facts of a blend over tensors (real or fake).
+
+    The mode is what the operands make it, unless it is given.
+    """
+    mode = given.get("mode") or _mode(x)
+    needed = ("logits",) if mode == "margin" else ("host", "seed", *_NEEDED.get(mode, ()))
+    missing = [name for name in needed if getattr(x, name) is None]
+    if missing:
+        raise MisfitError("blend", missing[0], f"to be given in mode {mode}", "none")
+    main = x.logits if mode == "margin" else x.seed
+    assert main is not None, "it was looked for"
+    weights = [each for each in (main, x.alpha, x.host_weight) if isinstance(each, torch.Tensor)]
+    wide = functools.reduce(torch.promote_types, (each.dtype for each in weights))
+    found = {"compute_dtype": wide, "out_dtype": main.dtype, **given}
+    found.setdefault("is_residual", mode == "residual")
+    found.setdefault("normalised", "softmax" if mode == "logit" else "none")
+    told = {"mode": mode, "has_gate": x.logits is not None, "has_host_weight": x.host_weight is not None}
+    rows, channels, inner, classes = (sizes[each] for each in "NCSK")
+    wants = x.wants_gradient(), x.wants_gradient("alpha", "host_weight", "logits")
+    facts = BlendFacts(rows, channels, inner, classes, main.dtype, main.device.type, *wants)
+    return BlendAttrs(**{**found, **told}), facts
+
+
+#: Operands that a mode has beside host and seed.
+_NEEDED: Mapping[str, tuple[str, ...]] = {"confidence": ("logits",), "soft_gate": ("host_weight",)}
+
+
+def _mode(x: Operands) -> Mode:
+    if x.logits is not None:
+        return "margin" if x.seed is None and x.host is None else "confidence"
+    if x.host_weight is not None:
+        return "soft_gate"
+    is_by_channel = isinstance(x.alpha, torch.Tensor) and x.alpha.dim() == 3 and x.alpha.shape[1] > 1
+    return "channel" if is_by_channel else "convex"
 
 
 def fake(x: Operands, attrs: BlendAttrs) -> torch.Tensor:

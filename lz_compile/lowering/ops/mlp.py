@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from lz_compile.lowering import operands as base
-from lz_compile.lowering.operands import operands
+from lz_compile.lowering.operands import MisfitError, operands
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -110,6 +110,14 @@ class MlpFacts:
     needs_grad: bool = False
 
 
+#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
+SHAPES: Mapping[str, str] = {"gate": "N F", "up": "N F", "gate_bias": "F", "up_bias": "F"}
+#: What makes each variant.
+VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"gated": {"is_gated": True}, "plain": {"is_gated": False}}
+#: Sizes that are measured where no others are asked for.
+TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {"num_rows": (512, 4096), "intermediate_size": (2816, 11008)}
+
+
 @operands
 class Operands(base.Operands):
     """Gate, what it is multiplied by, and their biases; shapes as in the module's legend."""
@@ -118,6 +126,23 @@ class Operands(base.Operands):
     up: torch.Tensor | None = None
     gate_bias: torch.Tensor | None = None
     up_bias: torch.Tensor | None = None
+
+
+def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[MlpAttrs, MlpFacts]:
+    """The attributes, of which some are given, and the facts of an activation over tensors (real or fake)."""
+    if given.get("activation", "silu") not in ACTIVATIONS:
+        raise MisfitError("mlp", "activation", f"as one of {', '.join(ACTIVATIONS)}", given["activation"])
+    if x.up is None and x.up_bias is not None:
+        raise MisfitError("mlp", "up_bias", "beside up only", "no up")
+    dtype = x.gate.dtype
+    found = {"compute_dtype": torch.promote_types(dtype, torch.float32), "out_dtype": dtype, **given}
+    told = {
+        "is_gated": x.up is not None,
+        "has_gate_bias": x.gate_bias is not None,
+        "has_up_bias": x.up_bias is not None,
+    }
+    facts = MlpFacts(sizes["N"], sizes["F"], dtype, x.gate.device.type, x.wants_gradient())
+    return MlpAttrs(**{**found, **told}), facts
 
 
 def fake(x: Operands, attrs: MlpAttrs) -> torch.Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -90,6 +91,16 @@ class NormFacts:
     needs_grad: bool = False
 
 
+#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
+SHAPES: Mapping[str, str] = {"input": "N D", "weight": "D", "bias": "D"}
+#: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
+LENGTHS = ("N",)
+#: What makes each variant.
+VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"rms": {"is_centred": False}, "layer": {"is_centred": True}}
+#: Sizes that are measured where no others are asked for.
+TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {"num_rows": (512, 4096), "hidden_size": (1024, 4096)}
+
+
 @operands
 class Operands(base.Operands):
     """Rows, and what a normalised row is multiplied by and added to; shapes as in the module's legend."""
@@ -97,6 +108,15 @@ class Operands(base.Operands):
     input: torch.Tensor
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+
+
+def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[NormAttrs, NormFacts]:
+    """The attributes, of which some are given, and the facts of a norm over tensors (real or fake)."""
+    wide = reduce(torch.promote_types, (each.dtype for each in x.tensors), torch.float32)
+    found = {"compute_dtype": wide, "rounded_to": wide, "out_dtype": x.input.dtype, **given}
+    attrs = NormAttrs(**{**found, "has_weight": x.weight is not None, "has_bias": x.bias is not None})
+    device = x.input.device.type
+    return attrs, NormFacts(sizes["N"], sizes["D"], x.input.dtype, device, x.wants_gradient())
 
 
 def fake(x: Operands, attrs: NormAttrs) -> torch.Tensor:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lz_compile.lowering import operands as base
-from lz_compile.lowering.operands import operands
+from lz_compile.lowering.operands import MisfitError, operands
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -97,6 +97,18 @@ class RopeFacts:
     tables_need_grad: bool = False
 
 
+#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
+SHAPES: Mapping[str, str] = {"input": "B H S D", "cos": "B|1 1 S|1 W", "sin": "B|1 1 S|1 W"}
+#: Sizes that are measured where no others are asked for, and those that are another's unless they are given.
+TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
+    "batch_size": (1,),
+    "num_heads": (8,),
+    "seq_len_q": (128, 512, 2048),
+    "head_dim": (64,),
+}
+SIZES_FOLLOW: Mapping[str, str] = {"rotary_dim": "head_dim"}
+
+
 @operands
 class Operands(base.Operands):
     """What is turned, and the tables; shapes as in the module's legend."""
@@ -109,6 +121,26 @@ class Operands(base.Operands):
         """What is multiplied in: float32, or the widest dtype of all."""
         dtypes = (attrs.compute_dtype, *(each.dtype for each in self.flat()))
         return functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+
+def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[RopeAttrs, RopeFacts]:
+    """The attributes, of which some are given, and the facts of an embedding over tensors (real or fake).
+
+    Tables of half as many entries as the input has features are those of its pairs; any other width is that of what is
+    turned, unless ``rotary_dim`` says otherwise.
+    """
+    entries, width = sizes["W"], sizes["D"]
+    turned = given.get("rotary_dim", width if entries * 2 == width else entries)
+    start = given.get("rotary_start", 0)
+    if entries not in (turned, turned / 2) or turned % 2 or turned + start > width:
+        expected = f"of rotary_dim or half as many entries, where an even number of {width} features is turned"
+        raise MisfitError("rope", "cos", expected, f"{entries} entries for {turned} features from {start} on")
+    dtype = x.input.dtype
+    found = {"out_dtype": dtype, **given, "rotary_dim": turned, "has_half_tables": entries != turned}
+    attrs = RopeAttrs(**{"compute_dtype": x.wide(RopeAttrs()), **found})
+    batch, heads, length = (sizes[each] for each in "BHS")
+    wants = x.wants_gradient(), x.wants_gradient("cos", "sin")
+    return attrs, RopeFacts(batch, heads, length, width, turned, dtype, x.input.device.type, x.cos.dtype, *wants)
 
 
 def fake(x: Operands, attrs: RopeAttrs) -> torch.Tensor:

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from lz_compile.lowering import operands as base_operands
-from lz_compile.lowering.operands import operands
+from lz_compile.lowering.operands import MisfitError, operands
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -133,6 +133,38 @@ class RoutingFacts:
     has_record: bool = False
 
 
+#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
+SHAPES: Mapping[str, str] = {
+    "x": "G|1 S D",
+    "vh": "R D",
+    "u": "E R",
+    "delta": "R",
+    "a_q": "Q D",
+    "b_q": "E Q",
+    "v": "R",
+    "weight": "E D",
+    "bias": "E",
+    "base": "G|1 S E",
+    "gate": "... R",
+    "rollout": "S",
+    "num_rollouts": "",
+    "record": "... C",
+}
+#: What operands are that are no tensors of floating-point numbers.
+KINDS: Mapping[str, str] = {"rollout": "int64", "num_rollouts": "count"}
+#: What makes each variant.
+VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"arm": each} for each in VARIANTS}
+#: Sizes that are measured where no others are asked for.
+TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
+    "num_rollouts": (8,),
+    "rollout_length": (512,),
+    "in_features": (1024,),
+    "out_features": (1024,),
+    "rank": (64,),
+    "quarantine_rank": (16,),
+}
+
+
 @operands
 class Operands(base_operands.Operands):
     """Tokens, the layer, its two adapters, and what is known of rollouts; shapes as in the module's legend."""
@@ -160,6 +192,29 @@ class Operands(base_operands.Operands):
     def gate_kind(self) -> Gate:
         """What there is a gate for."""
         return "none" if self.gate is None else "rollout" if self.gate.dim() == 2 else "token"
+
+
+def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[RoutingAttrs, RoutingFacts]:
+    """The attributes, of which some are given, and the facts of a routed adapter over tensors (real or fake)."""
+    arm = given.get("arm", "none")
+    if arm != "none" and x.v is None:
+        raise MisfitError("routing", "v", f"to be given with the arm {arm}", "none")
+    if (x.rollout is None) != (x.num_rollouts is None):
+        raise MisfitError("routing", "rollout", "and num_rollouts together", "one of them")
+    count, (groups, length) = x.count, x.x.shape[:2]
+    if x.rollout is not None and groups != 1:
+        raise MisfitError("routing", "x", "[1, N, D] where rollout is given", tuple(x.x.shape))
+    shapes = ((count, sizes["R"]), (groups, length, sizes["R"]))
+    if x.gate is not None and tuple(x.gate.shape) not in shapes:
+        raise MisfitError("routing", "gate", f"of shape {shapes[0]} or {shapes[1]}", tuple(x.gate.shape))
+    dtype = x.x.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    told = {"gate": x.gate_kind(), "has_rollout_ids": x.rollout is not None, "has_weight": x.weight is not None}
+    attrs = RoutingAttrs(**{"compute_dtype": wide, "out_dtype": dtype, **given, **told})
+    wide_in, wide_out, rank, few = (sizes[each] for each in "DERQ")
+    lengths = (count, groups * length // max(count, 1), wide_in, wide_out, rank, few)
+    wants = x.wants_gradient(), x.wants_gradient("vh", "u"), x.record is not None
+    return attrs, RoutingFacts(*lengths, dtype, x.x.device.type, *wants)
 
 
 def fake(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:

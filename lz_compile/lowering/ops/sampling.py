@@ -30,14 +30,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.arange import arange
-from lz_compile.lowering.operands import operands
+from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.token_bits import unpack, word_count
 
 if TYPE_CHECKING:
@@ -140,6 +140,24 @@ class SamplingFacts:
     needs_grad: bool = False
 
 
+#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
+SHAPES: Mapping[str, str] = {
+    "logits": "N V",
+    "bitmask": "N|1 W",
+    "bias": "N|1 V",
+    **dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "N|1"),
+    "seeds": "N",
+}
+#: What the elements of operands are that are no floating-point numbers.
+KINDS: Mapping[str, str] = {"bitmask": "int32", "top_k": "int32", "seeds": "int64"}
+#: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
+LENGTHS = ("N",)
+#: What makes each variant.
+VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"result": each} for each in VARIANTS}
+#: Sizes that are measured where no others are asked for.
+TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {"num_rows": (1, 16), "vocab_size": (32000, 128000)}
+
+
 @operands
 class Operands(base.Operands):
     """Rows of logits, and what tokens are drawn by; shapes as in the module's legend."""
@@ -159,6 +177,18 @@ _LIMITS = Operands.names[1:-1]
 
 
 # ---- definition ------------------------------------------------------------------------------------------------------
+
+
+def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[SamplingAttrs, SamplingFacts]:
+    """The attributes, of which some are given, and the facts of a sampling over tensors (real or fake)."""
+    words = word_count(sizes["V"])
+    if x.bitmask is not None and sizes["W"] != words:
+        raise MisfitError("sampling", "bitmask", f"of {words} words, one for 32 tokens", sizes["W"])
+    told = SamplingAttrs.of(x.given(), given.get("result", "ids"), x.logits.dtype)
+    named = {f"has_{name}" for name in _LIMITS} | {"is_random"}
+    attrs = replace(told, **{name: value for name, value in given.items() if name not in named})
+    dtype, device = x.logits.dtype, x.logits.device.type
+    return attrs, SamplingFacts(sizes["N"], sizes["V"], dtype, device, x.wants_gradient())
 
 
 def fake(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:

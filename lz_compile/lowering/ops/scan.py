@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from lz_compile.lowering import operands as base
-from lz_compile.lowering.operands import operands
+from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.scan_products import product
 
 if TYPE_CHECKING:
@@ -161,6 +161,24 @@ class ScanFacts:
     needs_grad: bool = False
 
 
+#: The same, as every op says it: all dimensions broadcast.
+SHAPES: Mapping[str, str] = {name: " ".join(f"{dim}|1" for dim in dims) for name, dims in DIMS.items()}
+#: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
+LENGTHS = ("T",)
+#: What makes each variant.
+VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"delta": {"erases": True}, "diagonal": {"erases": False}}
+#: Sizes that are measured where no others are asked for.
+TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
+    "batch_size": (1,),
+    "num_heads": (8,),
+    "length": (512, 2048),
+    "key_dim": (64,),
+    "value_dim": (64,),
+    "rank": (1,),
+    "reads": (1,),
+}
+
+
 @operands
 class Operands(base.Operands):
     """What a scan is over, of which something has steps; shapes as in the module's legend."""
@@ -191,13 +209,13 @@ def sizes_of(x: Operands) -> ScanSizes:
     for name, operand in x.given().items():
         names, shape = DIMS[name], tuple(operand.shape)
         if len(shape) != len(names):
-            raise ValueError(f"scan: expected {name} with the dimensions {names}, received {shape}")
+            raise MisfitError("scan", name, f"with the dimensions {names}", shape)
         for dim, size in zip(names, shape, strict=True):
             known = found.setdefault(dim, size)
             if is_one(known) or not (isinstance(known, int) or is_one(size)):  # a number is known rather than a symbol
                 found[dim] = size
             elif isinstance(known, int) and isinstance(size, int) and size not in (1, known):
-                raise ValueError(f"scan: expected {name} of size 1 or {known} in {dim} of {names}, received {shape}")
+                raise MisfitError("scan", name, f"of size 1 or {known} in {dim} of {names}", shape)
     _check(x, found)
     batch, heads, length, rows, columns = (found.get(dim, 1) for dim in "BHTKV")
     return ScanSizes(batch, heads, length, rows, columns, found.get("R", 0), found.get("Q", 1))
@@ -210,11 +228,11 @@ def is_one(size: Any) -> bool:
 
 def _check(x: Operands, sizes: Mapping[str, int]) -> None:
     if (x.left is None) != (x.right is None) or (x.erase is not None and x.left is None):
-        raise ValueError("scan: expected left and right together, and erase with them only")
+        raise MisfitError("scan", "left and right", "together, and erase with them only", "some of them")
     if x.query is None and not is_one(sizes.get("K", 1)):
-        raise ValueError(f"scan: expected a query of a state of {sizes['K']} rows, received none")
+        raise MisfitError("scan", "a query", f"of a state of {sizes['K']} rows", "none")
     if "T" not in sizes:
-        raise ValueError("scan: expected an operand that has steps, received none")
+        raise MisfitError("scan", "an operand", "that has steps", "none")
 
 
 def structure_of(x: Operands) -> ScanStructure:
@@ -248,6 +266,16 @@ def common_dtype(x: Operands) -> torch.dtype:
     """The narrowest dtype that holds the values of every operand."""
     dtypes: list[torch.dtype] = [each.dtype for each in x.given().values()]
     return reduce(torch.promote_types, dtypes)
+
+
+def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[ScanAttrs, ScanFacts]:
+    """The attributes, of which some are given, and the facts of a scan over tensors (real or fake)."""
+    if not x.given():
+        raise MisfitError("scan", "operands", "one of which has steps", "none")
+    facts = facts_of(x)
+    wide = torch.promote_types(facts.dtype, torch.float32)
+    found = {"compute_dtype": wide, "out_dtype": facts.dtype, "state_dtype": facts.dtype, **given}
+    return ScanAttrs(**{**found, "erases": x.erase is not None}), facts
 
 
 def fake(x: Operands, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,21 @@ def compare(
     keeps_nan: bool,
     is_poisoned: bool,
 ) -> tuple[float, float, bool]:
-    """Largest error of ours and of the original against float64, and whether ours is acceptable everywhere.
+    """Largest error of ours and of the original against float64, and whether ours is acceptable everywhere."""
+    error, source_error, is_near = elementwise(truth, given, ours, tolerance, may_overflow, keeps_nan, is_poisoned)
+    return error, source_error, bool(is_near.all())
+
+
+def elementwise(
+    truth: torch.Tensor,
+    given: torch.Tensor,
+    ours: torch.Tensor,
+    tolerance: float,
+    may_overflow: bool,
+    keeps_nan: bool,
+    is_poisoned: bool,
+) -> tuple[float, float, torch.Tensor]:
+    """Largest error of ours and of the original against float64, and where ours is acceptable.
 
     Where the original overflows (``may_overflow``: nothing but overflow makes infinities or NaN here), ours may be finite.
     Where it does not, ours is NaN where the original is, even if float64 is not (``keeps_nan``), and the NaN of what
@@ -46,7 +60,7 @@ def compare(
     overflowed = ours.isfinite() & ~(truth.isfinite() & given.isfinite()) if may_overflow else torch.zeros_like(near)
     if not (is_poisoned and truth.isnan().all()):
         overflowed &= ~truth.isnan()  # NaN in float64 is no overflow
-    return _finite_max((ours - truth).abs()), source_error, bool((near | same_special | overflowed).all())
+    return _finite_max((ours - truth).abs()), source_error, near | same_special | overflowed
 
 
 def agree(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +17,7 @@ from lz_compile.lowering import ops
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
 
-__all__ = ["Dim", "Hardware", "SelectionContext", "SymbolicDim", "from_tensors", "hardware", "hint"]
+__all__ = ["Dim", "Hardware", "SelectionContext", "SymbolicDim", "hardware", "hint"]
 
 #: Our ops' names of sizes, and those that descriptors, rules and reports use.
 _DIM_NAMES: Mapping[str, str] = {
@@ -241,95 +241,3 @@ def _has_custom_scale(attributes: Any, dims: Mapping[str, Dim]) -> bool:
     if not isinstance(head_dim, int) or head_dim == 0:
         return True
     return abs(float(scale) * math.sqrt(head_dim) - 1.0) > 1e-6
-
-
-# ---- from tensors ----------------------------------------------------------------------------------------------------
-
-
-def from_tensors(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    layout: str = "BHSD",
-) -> SelectionContext:
-    """The context of an attention over real tensors.
-
-    What rows give that hold NaN, or whose every key is masked, is not asked for.
-
-    Args:
-        query: ``[B, Hq, Sq, D]``, or ``[B, Sq, Hq, D]`` in layout ``BSHD``.
-        key: ``[B, Hk, Sk, D]``, or ``[B, Sk, Hk, D]``.
-        value: ``[B, Hk, Sk, E]``, or ``[B, Sk, Hk, E]``.
-        causal: query ``i`` sees the keys up to ``i`` only.
-        mask: boolean (True keeps) or additive.
-        scale: of the scores, by default ``D ** -0.5``.
-        dropout_p: probability of dropout.
-        layout: ``BHSD`` or ``BSHD``.
-
-    Raises:
-        ValueError: the tensors are no attention's, or the layout has another name.
-    """
-    from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
-
-    batch, heads, query_len, head_dim = _sizes("query", query, layout)
-    _, kv_heads, key_len, _ = _sizes("key", key, layout)
-    value_dim = _sizes("value", value, layout)[3]
-    _check_heads(heads, kv_heads)
-    is_bool = mask is not None and mask.dtype == torch.bool
-    attributes = AttentionAttrs(
-        scale=scale,
-        is_causal=causal,
-        dropout_p=dropout_p,
-        has_mask=is_bool,
-        has_bias=mask is not None and not is_bool,
-        enable_gqa=heads != kv_heads,
-        nan_is_open=True,
-    )
-    wants_grad = [tensor is not None and tensor.requires_grad for tensor in (query, key, value, mask)]
-    facts = AttentionFacts(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        query_len=query_len,
-        key_len=key_len,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        dtype=query.dtype,
-        device=query.device.type,
-        needs_grad=torch.is_grad_enabled() and any(wants_grad),
-        bias_needs_grad=torch.is_grad_enabled() and wants_grad[3],
-    )
-    return replace(
-        of_facts("attention", attributes, facts, device=query.device),
-        layout=layout,
-        is_last_dim_contiguous=all(tensor.stride(-1) == 1 for tensor in (query, key, value)),
-        is_cuda_graph_capturing=query.is_cuda
-        and torch.cuda.is_available()
-        and torch.cuda.is_current_stream_capturing(),
-    )
-
-
-def _sizes(name: str, tensor: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
-    """Batch, heads, length and features of a tensor."""
-    if layout not in ("BHSD", "BSHD"):
-        raise ValueError(f"reading an attention's tensors: no layout '{layout}'; valid are BHSD, BSHD")
-    if tensor.dim() != 4:
-        raise ValueError(
-            f"reading an attention's tensors: expected {name} with the dimensions {layout}, received a shape of "
-            f"{tuple(tensor.shape)}. Give it four dimensions"
-        )
-    batch, first, second, features = tensor.shape
-    return (batch, first, second, features) if layout == "BHSD" else (batch, second, first, features)
-
-
-def _check_heads(heads: int, kv_heads: int) -> None:
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"reading an attention's tensors: expected query heads in a multiple of the key heads, received {heads} and "
-            f"{kv_heads}. Check the layout: BHSD is [batch, heads, length, features]"
-        )
