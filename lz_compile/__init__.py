@@ -66,6 +66,7 @@ __all__ = [
     "Blender",
     "BlenderConfig",
     "CapabilitiesError",
+    "CommandError",
     "ConfigError",
     "ConstraintError",
     "DispatchTable",
@@ -153,6 +154,7 @@ _HOMES = {
         (
             "ArgumentError",
             "CapabilitiesError",
+            "CommandError",
             "ConfigError",
             "ConstraintError",
             "DispatchTableError",

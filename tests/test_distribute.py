@@ -184,7 +184,7 @@ def test_the_formula_says_what_was_found():
     compiler = Compiler()
     with torch.no_grad():
         compiled(family, compiler, *inputs(family))
-    first, second = (match.formula for match in compiler.matches)
+    first, second = (match.found.formula for match in compiler.matches)
     assert first == (
         "S[b,h,k,v] = where(given_5[b], 1, given_3[b,h,k]) S[b,h,k,v] + where(given_5[b], 0, given_1[b,h,k] given_4[b,h]) "
         "(given_2[b,h,v] - given_1[b,h,k'] given_3[b,h,k'] S[b,h,k',v]); "
