@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lz_compile.errors import (
         ArgumentError,
         CapabilitiesError,
+        CommandError,
         ConfigError,
         ConstraintError,
         DispatchTableError,
