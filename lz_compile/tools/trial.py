@@ -89,8 +89,8 @@ def _try(spec: KernelSpec, given: Given) -> list[Reason]:
     if spec.call is None:
         trial = replace(trial, compiled=_definition(trial, operands))
     try:
-        with isolated() as outside:
-            found = list(trial.faults(operands, outside))
+        with isolated():
+            found = list(trial.faults(operands))
     except UndefinedError:  # the operands are to blame
         raise
     except TrialError as error:

@@ -48,8 +48,8 @@ class OperandTrial:
         named = tensors_of(operands).items() if torch.is_grad_enabled() else ()
         return cls(kernel, op, attrs.deterministic(), tuple(name for name, each in named if each.requires_grad))
 
-    def faults(self, operands: Mapping[str, Any], outside: Outside) -> Iterator[str]:
-        """What is wrong with the kernel on operands, which are not changed; in the modes of ``outside``.
+    def faults(self, operands: Mapping[str, Any], outside: Outside | None = None) -> Iterator[str]:
+        """What is wrong with the kernel on operands, which are not changed; in the modes of ``outside``, if any.
 
         Raises:
             UndefinedError: the op's definition raises.
