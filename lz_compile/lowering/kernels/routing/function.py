@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -46,15 +45,10 @@ def operator(name: str, steps: Steps) -> Callable[[Operands, RoutingAttrs], Tens
     defined = getattr(torch.ops.layerzero, name).default
 
     def call(x: Operands, attrs: RoutingAttrs) -> Tensor:
-        found: Tensor = defined(*x.flat(), _text(attrs))
+        found: Tensor = defined(*x.flat(), encode(attrs))
         return found
 
     return call
-
-
-@lru_cache(maxsize=1024)
-def _text(attrs: RoutingAttrs) -> str:
-    return encode(attrs)
 
 
 def _cast(x: Operands) -> Operands:
