@@ -96,6 +96,12 @@ with torch.no_grad():
     for t in range(T):
         o[:, t] = vs[t]
 return torch.stack([o[:, t] * x[:, t] for t in range(T)], 1)"""),
+    "what a step gives repeats its elements": program("""
+h, outs = z, []
+for t in range(T):
+    h = torch.sigmoid(y[:, t]) * h + x[:, t]
+    outs.append((2 * h[:, :1]).expand(B, D))
+return outs, h"""),
     "a scale without gradients before a norm": program(
         """
 with torch.no_grad():
