@@ -20,8 +20,8 @@ from lz_compile.passes.proof.surroundings import Binding, Surrounded, surrounded
 from lz_compile.runtime.choose.select import POWERS, Problem, Symbols
 
 if TYPE_CHECKING:
+    from lz_compile.passes.fusion.fusion import Fusion
     from lz_compile.passes.graph.effects import Effects
-    from lz_compile.passes.rewriting.fusion import Fusion
     from lz_compile.passes.rewriting.match import Match
     from lz_compile.runtime.kernels.kernel import KernelSpec
     from lz_compile.runtime.policy.resolved import Policy

@@ -17,8 +17,8 @@ from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import DROPOUT, NAN_TO_NUM, Leaf, Region, is_indicator, reduce_indicators, tidy
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.rewriting.match import RefusedError
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.masks.reading import Masks
 from lz_compile.passes.rewriting.driver import Driver, Outcome, refusal_of
-from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.twins import Twins
 
 #: Calls that may be the last one of an attention (a division may follow).

@@ -20,9 +20,10 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import is_cast, is_pointwise
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
+from lz_compile.passes.rewriting.match import Match
 
 OP = "blend"
 #: The last operation of a margin.

@@ -20,8 +20,8 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Leaf, Region, is_cast, is_constant, is_pointwise, tidy
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of, regroup
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
-from lz_compile.passes.rewriting.match import RefusedError
 
 ROW = sympy.Symbol("row", real=True)
 MEAN = sympy.Symbol("mean", real=True)

@@ -20,13 +20,13 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.ops.attention import Reach
 from lz_compile.passes.formula.axes import Axis, Dims, resolve
-from lz_compile.passes.graph.constants import Constant, Constants
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks import constant_patterns
 from lz_compile.passes.masks import reach as mask_reach
 from lz_compile.passes.masks.bands import Positions
+from lz_compile.passes.masks.constants import Constant, Constants
 from lz_compile.passes.masks.index_reading import Reader, Source
 from lz_compile.passes.masks.meaning import Axes, Documents, Flag, Meaning, Slopes
 from lz_compile.passes.masks.parts import Parts, is_stable

@@ -17,10 +17,10 @@ from lz_compile.passes.formula.algebra import Leaf, Region, is_cast
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.moments import CALLS, Moments
 from lz_compile.passes.formula.normal_form import NormalForm
-from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 

@@ -18,13 +18,14 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import LayoutError, axes_of, fresh
 from lz_compile.passes.formula.moments import CALLS, STATISTICS, Edge, Moments
 from lz_compile.passes.formula.normal_form import NormalForm, normal_form
-from lz_compile.passes.graph.core import Core, find_core
 from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.norm.emitter import NormEmitter
 from lz_compile.passes.norm.search import is_worth_reading, results_of, sources
+from lz_compile.passes.rewriting.core import Core, find_core
 from lz_compile.passes.rewriting.driver import Driver, Outcome, refusal_of
-from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.twins import Twins
 
 OP = "norm"

@@ -18,11 +18,12 @@ from lz_compile.passes.formula.algebra import is_cast, is_pointwise
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
 from lz_compile.passes.formula.parts import SPLITS, is_read
-from lz_compile.passes.graph.core import Core, find_core
 from lz_compile.passes.graph.effects import Effects, MutatedError, grad_enabled
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.rewriting.core import Core, find_core
 from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.twins import Twins
 from lz_compile.passes.rope.emitter import RopeEmitter, check
 from lz_compile.passes.rope.rotations import Rotation, read

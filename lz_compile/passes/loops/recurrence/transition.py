@@ -15,13 +15,13 @@ from typing import Literal
 
 from torch import fx
 
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum, substituted
 from lz_compile.passes.loops.recurrence.index_terms import IDENTITY, Atom, Factor, Term, UnreadableError, normal_term
 from lz_compile.passes.loops.recurrence.rank_one import Product, paired, products_of
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_rules import is_curved
 from lz_compile.passes.proof.subgraph import needed
-from lz_compile.passes.rewriting.match import RefusedError
 
 Reads = Literal["after", "before"]
 
