@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from backends import Rewriting
 from torch import Tensor
 
-from lz_compile.lowering.ops.attention import Band
+from lz_compile.lowering.bands import Band
 from lz_compile.runtime.policy import policy
 
 KERNELS = ("lz.blocked", "torch.sdpa")

@@ -17,7 +17,9 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.lowering import inductor, ops
 from lz_compile.passes.graph.view import value_of
 from lz_compile.passes.proof.surroundings import Binding, Surrounded, surrounded, symbols
-from lz_compile.runtime.choose.select import POWERS, Problem, Symbols
+from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.choose.select import POWERS
+from lz_compile.runtime.problem.symbols import Symbols
 
 if TYPE_CHECKING:
     from lz_compile.passes.fusion.fusion import Fusion

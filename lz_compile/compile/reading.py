@@ -20,7 +20,8 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import inductor
 from lz_compile.passes.editing.dead import drop_dead, drop_dead_joins
 from lz_compile.passes.editing.edit import RefutedError, Stage, all_or_nothing, edit_places
-from lz_compile.passes.graph.effects import Ambient, Effects, ambient_behind, grad_enabled
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import Ambient, ambient_behind, grad_enabled
 from lz_compile.passes.graph.refusal import Failure, NearMiss
 from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.passes.inlining.inline import Inlined, inline

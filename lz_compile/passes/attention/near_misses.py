@@ -17,8 +17,9 @@ from lz_compile.passes.attention import mixed_heads, scores
 from lz_compile.passes.attention.distances import is_distance
 from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import Region, is_pointwise
+from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError

@@ -15,9 +15,10 @@ from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.attention.roles import assign_roles
 from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import INFINITY, Region, tidy
+from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
+from lz_compile.passes.formula.expressions import INFINITY, tidy
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of

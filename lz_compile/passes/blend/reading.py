@@ -18,8 +18,9 @@ from lz_compile.passes.blend.emitter import BlendEmitter, MarginEmitter, Weights
 from lz_compile.passes.blend.form import Form, Forms
 from lz_compile.passes.blend.gate import Gate, is_margin, is_zero, logits_of, margin_in
 from lz_compile.passes.blend.replay import reached, shared_inputs
-from lz_compile.passes.formula.algebra import Leaf, Region, reduce_indicators
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh, resolve
+from lz_compile.passes.formula.expressions import reduce_indicators
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of

@@ -23,7 +23,8 @@ from lz_compile.passes.editing.comparison import comparable, differences, exact,
 from lz_compile.passes.editing.dead import is_torchs
 from lz_compile.passes.editing.shared_memory import WrittenBehind, memories_of, tensors_in, written
 from lz_compile.passes.editing.stretch import Stretch, edited_stretch, operands_of
-from lz_compile.passes.graph.effects import ambient_behind, overwritten
+from lz_compile.passes.graph.effects import overwritten
+from lz_compile.passes.graph.modes import ambient_behind
 from lz_compile.passes.graph.snapshot import Snapshot, Was
 from lz_compile.passes.graph.view import read
 from lz_compile.passes.proof.running import NotRunnableError

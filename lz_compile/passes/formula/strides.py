@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import is_pointwise
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.view import read
 
 #: Readers to which the strides of what they read make no difference that anyone can see.

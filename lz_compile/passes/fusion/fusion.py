@@ -23,8 +23,8 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import ops
 from lz_compile.lowering.fused import GIVEN, RESIDUAL, SIBLING, Fused
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import is_cast
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
+from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.fusion.code_motion import brought
 from lz_compile.passes.fusion.emitter import FusedEmitter, in_order, kind_of, operands_of, results_of
 from lz_compile.passes.fusion.sums import sum_before

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.effects import Effects, ambient_context
+from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import ambient_context
 from lz_compile.passes.graph.view import tensor_of
 
 

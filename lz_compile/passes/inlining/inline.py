@@ -18,7 +18,8 @@ from torch import fx
 
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
-from lz_compile.passes.graph.effects import Ambient, Effects, grad_enabled
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import Ambient, grad_enabled
 from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import tensor_of, value_of, where_of

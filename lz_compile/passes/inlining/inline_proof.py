@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from lz_compile.ground.isolation import Outside, isolated
-from lz_compile.passes.graph.effects import Ambient, ambient_context
+from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.inlining.attention_calls import BODIES
 from lz_compile.passes.proof.agreement import SLACK, TOLERANCE
 

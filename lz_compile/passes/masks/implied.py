@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lz_compile.lowering.ops.attention import AttentionAttrs, Band, Reach, distances
+from lz_compile.lowering.bands import Band, Reach
+from lz_compile.lowering.ops.attention import AttentionAttrs, distances
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.masks.reading import Meaning
 from lz_compile.passes.rewriting.builder import Builder

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from lz_compile.lowering.ops.attention import Band, Reach
+from lz_compile.lowering.bands import Band, Reach
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 
 

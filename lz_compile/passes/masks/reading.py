@@ -18,7 +18,7 @@ from torch import fx
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product, shape_of
-from lz_compile.lowering.ops.attention import Reach
+from lz_compile.lowering.bands import Reach
 from lz_compile.passes.formula.axes import Axis, Dims, resolve
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.view import tensor_of

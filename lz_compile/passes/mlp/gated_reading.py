@@ -10,8 +10,9 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.activations import BENDS
-from lz_compile.passes.formula.algebra import Leaf, Region, is_cast
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh
+from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.projections import Supports, rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError

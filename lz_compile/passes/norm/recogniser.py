@@ -16,7 +16,8 @@ from torch import fx
 from lz_compile.ground.sizes import Size, product, shape_of
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import LayoutError, axes_of, fresh
-from lz_compile.passes.formula.moments import CALLS, STATISTICS, Edge, Moments
+from lz_compile.passes.formula.edge import Edge
+from lz_compile.passes.formula.moments import CALLS, STATISTICS, Moments
 from lz_compile.passes.formula.normal_form import NormalForm, normal_form
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from lz_compile.passes.graph.effects import Ambient, ambient_context
+from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.proof import running
 from lz_compile.passes.proof.running import SCAN, NotRunnableError

@@ -23,9 +23,10 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
 from lz_compile.ground.sizes import as_size, product
-from lz_compile.passes.formula.algebra import INFINITY, Leaf, Region
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
-from lz_compile.passes.graph.effects import Ambient, ambient_context
+from lz_compile.passes.formula.expressions import INFINITY
+from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.provenance import provenance
 from lz_compile.passes.graph.view import called, tensor_of
 

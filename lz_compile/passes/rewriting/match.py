@@ -12,7 +12,7 @@ from torch import fx
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.passes.formula.axes import Axis, Dims
-from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.view import where_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from lz_compile.lowering.ops.rope import Operands, RopeAttrs, RopeFacts, joined
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.places import Still, affine, has_still
-from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core

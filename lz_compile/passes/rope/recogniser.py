@@ -14,11 +14,13 @@ from torch import fx
 
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import is_cast, is_pointwise
 from lz_compile.passes.formula.axes import LayoutError
+from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
 from lz_compile.passes.formula.parts import SPLITS, is_read
-from lz_compile.passes.graph.effects import Effects, MutatedError, grad_enabled
+from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.rewriting.core import Core, find_core

@@ -13,7 +13,8 @@ from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.ops.routing import Operands, RoutingAttrs, RoutingFacts
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core

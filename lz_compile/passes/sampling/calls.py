@@ -15,7 +15,8 @@ from lz_compile.ground.sizes import as_size
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts
 from lz_compile.lowering.token_bits import WORD, word_count
 from lz_compile.passes.formula.axes import Axis, Dims
-from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.core import Core

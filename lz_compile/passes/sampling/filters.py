@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula.algebra import is_pointwise
 from lz_compile.passes.formula.axes import fresh
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import tensor_of

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import is_cast, is_constant
+from lz_compile.passes.formula.calls import is_cast, is_constant
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of

@@ -10,9 +10,10 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.lowering.ops.scan import ScanAttrs
-from lz_compile.passes.formula.algebra import is_constant
 from lz_compile.passes.formula.axes import Axis, Dims
-from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.formula.calls import is_constant
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import read, tensor_of, where_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum

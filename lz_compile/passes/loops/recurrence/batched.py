@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Size, as_size, shape_of
-from lz_compile.passes.graph.effects import Ambient, ambient_context
 from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.provenance import EMITTED, provenance
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of

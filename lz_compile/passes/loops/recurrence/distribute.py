@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from lz_compile.passes.editing.edit import Unproven, proven
-from lz_compile.passes.graph.effects import Ambient, Effects, grad_enabled
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import Ambient, grad_enabled
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
 from lz_compile.passes.graph.view import where_of
 from lz_compile.passes.loops.recurrence.batched import Around, Batched

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.effects import Ambient, grad_enabled
+from lz_compile.passes.graph.modes import Ambient, grad_enabled
 from lz_compile.passes.graph.purity import refuse_impure
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of, where_of

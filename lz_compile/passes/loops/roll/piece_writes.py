@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from lz_compile.passes.editing.edit import MayEdit
-from lz_compile.passes.graph.effects import Ambient, Effects, ambient_context
+from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.view import memory_of, read, tensor_of, value_of
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 

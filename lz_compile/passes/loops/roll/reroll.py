@@ -16,7 +16,7 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.passes.editing.edit import Unproven, proven
 from lz_compile.passes.formula import contraction
-from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
 from lz_compile.passes.graph.view import read, tensor_of, where_of
 from lz_compile.passes.loops.roll.constant_loops import reads_data

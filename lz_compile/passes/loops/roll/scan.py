@@ -7,7 +7,7 @@ from itertools import count
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import memory_of, tensor_of, value_of
 from lz_compile.passes.loops.roll.body import Around, Carried, Ref, Streamed

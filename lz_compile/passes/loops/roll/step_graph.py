@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from lz_compile.passes.graph.effects import Ambient, ambient_context
 from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import memory_of, read, tensor_of, value_of, where_of
 from lz_compile.passes.loops.roll.body import Around, Body, Carried, Entry, Part, Ref, Streamed
