@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _BOTTOM = -1e30
 
 
-Rule = Callable[[Region, Call, Dims], "sympy.Expr | None"]
+#: What a call computes, given the region that reads its operands; None where it has no reading.
+Rule: TypeAlias = "Callable[[Region, Call, Dims], sympy.Expr | None]"
 
 
 def _unary(function: Callable[[sympy.Expr], sympy.Expr]) -> Rule:
