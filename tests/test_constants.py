@@ -18,8 +18,9 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import constant_patterns
 from lz_compile.passes.masks.constants import Constant, Constants, evaluate
+from lz_compile.passes.masks.meaning import Axes, Meaning
 from lz_compile.passes.masks.polynomial import ZERO, Variable, number, variable
-from lz_compile.passes.masks.reading import Axes, Masks, Meaning
+from lz_compile.passes.masks.reading import Masks
 
 LOWEST = torch.finfo(torch.float32).min
 

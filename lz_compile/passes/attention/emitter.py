@@ -21,7 +21,7 @@ from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.implied import Implied, near
-from lz_compile.passes.masks.reading import Documents, Slopes
+from lz_compile.passes.masks.meaning import Documents, Slopes
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial

@@ -23,7 +23,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
-from lz_compile.passes.masks.reading import Masks
+from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.rewriting.core import Core, find_core
 from lz_compile.passes.rewriting.match import Match
 
@@ -38,7 +38,7 @@ class Reader:
 
     region: Region
     call: Call
-    masks: Masks
+    masks: Meanings
 
     def match(self) -> Match | None:
         """The attention that ends here; None where it is none.
