@@ -57,12 +57,30 @@ class TensorProxy(fx.Proxy):
     @property
     def shape(self) -> tuple[Any, ...]:
         """Static extents as ``int``."""
-        sizes = self._value.shape
-        return tuple(size if isinstance(size, int) else self.size(i) for i, size in enumerate(sizes))
+        return tuple(map(self.size, range(self.dim())))
+
+    def dim(self) -> int:
+        """Of the tensor."""
+        return self._value.dim()
+
+    def size(self, dim: int) -> Any:
+        """An ``int`` where it is static."""
+        size = self._value.shape[dim]
+        return size if isinstance(size, int) else self.tracer.create_proxy("call_method", "size", (self, dim), {})
 
     def stride(self) -> tuple[Any, ...]:
         """Of the tensor, symbolic ones as such."""
         return self._value.stride()
+
+
+class _NumberProxy(fx.Proxy):
+    """A symbolic size, or another value that is no tensor; compared by value, under a guard."""
+
+    def __eq__(self, other: object) -> bool:
+        one, two = (each.node.meta["example_value"] if isinstance(each, fx.Proxy) else each for each in (self, other))
+        return bool(one == two)
+
+    __hash__ = fx.Proxy.__hash__
 
 
 class _Tracer(GraphAppendingTracer):
@@ -78,7 +96,10 @@ class _Tracer(GraphAppendingTracer):
         return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return TensorProxy(node, self)
+        return (_NumberProxy if tensor_of(node) is None else TensorProxy)(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return bool(obj.node.meta["example_value"])
 
     def subgraph(self, name: str, function: Callable[..., Any], parameters: Sequence[str]) -> fx.Proxy:
         """A function for a higher-order operator to call: a graph of its own beside the graph, and the node that names it."""
