@@ -22,13 +22,14 @@ import torch.nn.functional as F
 from lz_compile.passes.rewriting.match import RefusedError
 
 REFUSED = "MHA_CALL_NOT_INLINED"
-
-
+#: The projections of query, key and value, with one product for those that are the same tensor.
+_PROJECT: Callable[..., tuple[Any, Any, Any]] = vars(F)["_in_projection_packed"]
 #: ``F.multi_head_attention_forward`` itself, to be called with proxies: it asks neither whether its arguments are a kind of
 #: tensor that wants the call as a whole, nor whether they are tensors at all.
 _FORWARD = FunctionType(
     F.multi_head_attention_forward.__code__,
-    vars(F) | {"has_torch_function": lambda _: False, "_none_or_dtype": lambda mask: None if mask is None else mask.dtype},
+    vars(F)
+    | {"has_torch_function": lambda _: False, "_none_or_dtype": lambda mask: None if mask is None else mask.dtype},
     argdefs=F.multi_head_attention_forward.__defaults__,
 )
 
@@ -75,7 +76,7 @@ def native_multi_head_attention(
         raise RefusedError(REFUSED, f"mask_type {mask_type} of a mask is not documented", "pass mask_type 0, 1 or 2")
     q, k, v = (
         x.unflatten(-1, (num_head, embed_dim // num_head)).transpose(1, 2)
-        for x in F._in_projection_packed(query, key, value, qkv_weight, qkv_bias)
+        for x in _PROJECT(query, key, value, qkv_weight, qkv_bias)
     )
     if mask is None:
         output = F.scaled_dot_product_attention(q, k, v)

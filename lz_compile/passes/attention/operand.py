@@ -12,7 +12,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region, number, specialised
 from lz_compile.passes.formula.axes import Dims, LayoutError
 from lz_compile.passes.formula.contraction import Factor
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.rewriting.match import RefusedError
 
 _WIDENING = {
@@ -35,8 +35,7 @@ class Operand:
     @property
     def dtype(self) -> torch.dtype:
         """As of the tensor."""
-        tensor = tensor_of(self.node)
-        assert tensor is not None, "operands are tensors"
+        tensor = known_tensor(self.node)
         return tensor.dtype
 
 

@@ -18,7 +18,7 @@ from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
@@ -142,8 +142,8 @@ class BlendEmitter(TableEmitter):
             num_channels=product(axis.size for axis in self.layout.channels),
             inner_size=product(axis.size for axis in self.layout.inner),
             num_classes=1 if gate is None else product(axis.size for axis in gate.logits.classes),
-            dtype=tensor_of(self.seed.node).dtype,  # type: ignore[union-attr]  # a seed is a tensor
-            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]  # so is a result
+            dtype=known_tensor(self.seed.node).dtype,
+            device=known_tensor(self.output).device.type,
             needs_grad=wants_grad(core, inputs),
             alpha_needs_grad=wants_grad(core, weighing),
         )
@@ -184,8 +184,8 @@ class MarginEmitter(TableEmitter):
             num_channels=1,
             inner_size=1,
             num_classes=product(axis.size for axis in self.logits.classes),
-            dtype=tensor_of(self.logits.node).dtype,  # type: ignore[union-attr]  # logits are a tensor
-            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]  # so is a margin
+            dtype=known_tensor(self.logits.node).dtype,
+            device=known_tensor(self.output).device.type,
             needs_grad=needs_grad,
             alpha_needs_grad=needs_grad,
         )
@@ -262,8 +262,7 @@ def _run(places: Mapping[Axis, int], axes: set[Axis]) -> tuple[int, int]:
 
 def _in_memory(output: fx.Node, dims: Dims) -> Run:
     """The axes of a tensor, those that are far apart in memory first."""
-    tensor = tensor_of(output)
-    assert tensor is not None, "a blend gives a tensor"
+    tensor = known_tensor(output)
     strides = [_number(as_size(stride)) for stride in tensor.stride()]
     order: Sequence[int] = sorted(range(len(dims)), key=lambda dim: -strides[dim])
     return tuple(axis for dim in order for axis in atoms(dims[dim]))

@@ -20,7 +20,7 @@ from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.algebra import is_cast, is_constant
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects, grad_enabled
-from lz_compile.passes.graph.view import tensor_of, value_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of
 from lz_compile.passes.rewriting.builder import EMITTED
 
 #: Calls that pick or repeat parts of what is given, beside pointwise and layout operations.
@@ -128,7 +128,7 @@ class Forms:
         if set(of_seed) == {()} and abs(of_seed[()]) == 1:  # a sum or a difference
             return None
         records = grad_enabled(self.effects.ambient(node))
-        wants = [records and tensor_of(each).requires_grad for each in (seed, host)]  # type: ignore[union-attr]
+        wants = [records and known_tensor(each).requires_grad for each in (seed, host)]
         if wants == [False, True]:
             return None
         is_reversed = shares == (1, 0)
@@ -178,7 +178,7 @@ class Forms:
 
     def _is_meant(self, form: Form) -> bool:
         """Whether it is a blend and no other sum: a host that was detached, or weights that nothing was trained to give."""
-        records = tensor_of(form.seed).requires_grad  # type: ignore[union-attr]  # a seed is a tensor
+        records = known_tensor(form.seed).requires_grad
         if form.is_isolated and (records or not form.is_residual) and self.is_detached(form.host):
             return True
         if form.is_soft:

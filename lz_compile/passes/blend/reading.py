@@ -22,7 +22,7 @@ from lz_compile.passes.formula.algebra import Leaf, Region, reduce_indicators
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh, resolve
 from lz_compile.passes.graph.core import Core, find_core, is_dead
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.proof.subgraph import needed
 from lz_compile.passes.rewriting.match import RefusedError
 
@@ -274,7 +274,7 @@ def _finish(effects: Effects, forms: Forms, blend: Blend, output: fx.Node) -> Fo
         is_differentiated=is_differentiated,
         normalised=effects.calls[output].name if output is not anchor else "none",  # type: ignore[union-attr,arg-type]
         compute_dtype=_widest(core, set(edges)),
-        out_dtype=tensor_of(output).dtype,  # type: ignore[union-attr]  # an output is a tensor
+        out_dtype=known_tensor(output).dtype,
     )
     emitter = BlendEmitter(blend.host, blend.seed, weights, groups, output, blend.dims, attrs, blend.edges, blend.again)
     return emitter, core, {**read, output: blend.dims}

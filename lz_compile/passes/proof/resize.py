@@ -22,7 +22,7 @@ from lz_compile.lowering import inductor
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import constant_value, is_constant
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.graph.view import Call, hint_of, is_symbolic, read, tensor_of
+from lz_compile.passes.graph.view import Call, hint_of, is_symbolic, known_tensor, read, tensor_of
 from lz_compile.passes.proof.subgraph import Sizes, Subgraph, held_by, needed
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Match
@@ -284,7 +284,7 @@ def _copy(
     if call is not None and call.name == "scaled_dot_product_attention":
         named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, values.__getitem__))
         args, kwargs = tuple(named.pop(name) for name in ("query", "key", "value")), named
-        width = tensor_of(call.get("query")).shape[-1]  # type: ignore[union-attr]
+        width = known_tensor(call.get("query")).shape[-1]
         if named.get("scale") is None and isinstance(width, int):  # that of the real width, whatever it is here
             named["scale"] = width**-0.5
     if dtype is not None:

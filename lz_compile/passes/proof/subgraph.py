@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -80,6 +81,14 @@ def needed(
                 found.add(operand)
                 stack.append(operand)
     return sorted(found)
+
+
+def hold(owner: fx.GraphModule | None, name: str, graph: fx.GraphModule) -> str:
+    """Put a graph into the module of another one, under a name of its own that begins with ``name``; the whole name."""
+    assert owner is not None, f"the graph that {name} is put beside belongs to no module"
+    path = next(path for path in (f"{name}_{i}" for i in itertools.count()) if not hasattr(owner, path))
+    owner.add_module(path, graph)
+    return path
 
 
 def held_by(nodes: Iterable[fx.Node]) -> dict[str, Any]:

@@ -7,27 +7,26 @@ requested layout.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
 from lz_compile.ground.sizes import as_size, product
 from lz_compile.passes.formula.algebra import INFINITY, Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
-from lz_compile.passes.graph.effects import Ambient, ambient_context
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.view import known_tensor, origin_of, tensor_of
 from lz_compile.passes.proof.running import called
+from lz_compile.passes.proof.subgraph import hold
 
 #: In the metadata of every node that is ours: what a kernel emitted is not recognised again.
 EMITTED = "layerzero_emitted"
@@ -40,8 +39,7 @@ class TensorProxy(fx.Proxy):
 
     @property
     def _value(self) -> torch.Tensor:
-        value = tensor_of(self.node)
-        assert value is not None, f"{self.node.name} is no tensor"
+        value = known_tensor(self.node)
         return value
 
     @property
@@ -106,11 +104,7 @@ class _Tracer(GraphAppendingTracer):
         body = fx.Graph()
         tracer = GraphAppendingTracer(body)
         body.output(function(*(fx.Proxy(body.placeholder(each), tracer) for each in parameters)).node)
-        owner = self.graph.owning_module
-        assert owner is not None, f"the graph that {name} is put beside belongs to no module"
-        taken = (f"{name}_{index}" for index in itertools.count())
-        path = next(path for path in taken if not hasattr(owner, path))
-        owner.add_module(path, fx.GraphModule(torch.nn.Module(), body))
+        path = hold(self.graph.owning_module, name, fx.GraphModule(torch.nn.Module(), body))
         return self.create_proxy("get_attr", path, (), {})
 
 
@@ -289,8 +283,7 @@ def _product(sizes: Sequence[Any]) -> Any:
 
 def provenance(template: fx.Node) -> dict[str, Any]:
     """The metadata that says where a node comes from, and that it is ours, for what replaces ``template``."""
-    keys = ("stack_trace", "nn_module_stack", "source_fn_stack")
-    return {key: template.meta[key] for key in keys if key in template.meta} | {EMITTED: True}
+    return {**origin_of(template), EMITTED: True}
 
 
 class GraphBuilder(Builder):
@@ -340,12 +333,8 @@ class GraphBuilder(Builder):
 
     def _fake(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._example)
-        fake_mode = tensor_of(self._template).fake_mode  # type: ignore[union-attr]
-        with ExitStack() as stack:
-            for manager in ambient_context(self._ambient):
-                stack.enter_context(manager)
-            stack.enter_context(fake_mode)
-            stack.enter_context(enable_python_dispatcher())  # C++ would make numbers of symbolic sizes
+        fake_mode = known_tensor(self._template).fake_mode  # type: ignore[attr-defined]
+        with faking(fake_mode, self._ambient):
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 return _without_autograd(node.target, args, kwargs)
             return called(node.target, args, kwargs)

@@ -15,7 +15,7 @@ from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import Effects, grad_enabled
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.emitter import TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
@@ -105,8 +105,7 @@ class RoutingEmitter(TableEmitter):
         kinds = [tensor.dtype for tensor in map(tensor_of, products) if tensor is not None]
         gate = parts.get("gate")
         is_per_token = gate is not None and places.are_tokens(gate[0].leaf.dims)
-        out = tensor_of(output)
-        assert out is not None, "a sum is a tensor"
+        out = known_tensor(output)
         attrs = RoutingAttrs(
             arm="none" if cosine is None else "act",
             gate="none" if gate is None else "token" if is_per_token else "rollout",

@@ -14,7 +14,7 @@ from lz_compile.lowering.token_bits import pack
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import grad_enabled
-from lz_compile.passes.graph.view import hint_of, is_symbolic, tensor_of
+from lz_compile.passes.graph.view import hint_of, is_symbolic, known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.emitter import TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
@@ -39,8 +39,7 @@ class SamplingEmitter(TableEmitter):
     @classmethod
     def of(cls, warps: Warps, limits: Limits, found: Excerpt, output: Scores) -> SamplingEmitter:
         """What was read."""
-        out = tensor_of(output.node)
-        assert out is not None, "scores are a tensor"
+        out = known_tensor(output.node)
         assert limits.result != "parts", "probabilities are divided by their sum"
         warped = {
             "bitmask": bool(warps.masks),
@@ -187,8 +186,7 @@ class SamplingEmitter(TableEmitter):
         return found
 
     def _facts(self, core: Core) -> SamplingFacts:
-        logits = tensor_of(self.warps.logits.node)
-        assert logits is not None, "logits are a tensor"
+        logits = known_tensor(self.warps.logits.node)
         inputs = (tensor_of(node) for node in self.found.inputs)
         wants_grad = grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in inputs)
         rows: Size = product(axis.size for axis in self.output.rows)

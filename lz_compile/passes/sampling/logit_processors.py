@@ -17,7 +17,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import constant_value, is_cast
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, broadcast_from, resolve
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.sampling.excerpt import Affected, Scores
 
 
@@ -191,7 +191,7 @@ class _Reader:
             return float(value)
         call = self.effects.calls.get(value) if isinstance(value, fx.Node) else None
         found = None if call is None else constant_value(call)
-        return None if found is None or (tensor_of(value) is not None and tensor_of(value).dim()) else float(found)  # type: ignore[union-attr]
+        return None if found is None or (tensor_of(value) is not None and known_tensor(value).dim()) else float(found)
 
     def _part(self, call: Call, value: object, scores: Scores, kind: torch.dtype | None) -> Part | None:
         """A tensor that is broadcast to the scores."""

@@ -13,7 +13,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import Size
 from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure, is_one
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.loops.recurrence.dropped_states import factors_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum, mapped
 from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, Term
@@ -284,4 +284,4 @@ def _joined(rows: Sequence[Any], dim: int) -> Any:
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    return tensor_of(node).dtype  # type: ignore[union-attr]
+    return known_tensor(node).dtype

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.batched import Around
-from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rewritten, value_of
+from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rewritten
 from lz_compile.passes.loops.recurrence.step_homes import insert
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step, is_filled
 
@@ -44,7 +45,7 @@ def _split(call: ScanCall, step: Step, around: Around, state: int, cutter: _Cutt
     count = len(spans)
 
     def final(picked: Sequence[fx.Node]) -> list[fx.Node]:
-        whole = around.call(aten.cat.default, (list(picked[state : state + count]), dim))
+        whole = around.call(aten.cat.default, list(picked[state : state + count]), dim)
         return [*picked[:state], whole, *picked[state + count :]]
 
     return Rewritten(graph, (*call.init[:state], *init, *call.init[state + 1 :]), (), final)
@@ -52,12 +53,12 @@ def _split(call: ScanCall, step: Step, around: Around, state: int, cutter: _Cutt
 
 def _part_of(around: Around, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
     """A part of a first state, in contiguous memory."""
-    value = value_of(node)
+    value = known_tensor(node)
     if is_filled(node, 0):
         shape = [stop - start if place == dim else size for place, size in enumerate(value.shape)]
-        return around.call(aten.full.default, (shape, 0), {"dtype": value.dtype, "device": value.device})
-    part = around.call(aten.slice.Tensor, (node, dim, start, stop))
-    return around.call(aten.clone.default, (part,), CONTIGUOUS)
+        return around.call(aten.full.default, shape, 0, dtype=value.dtype, device=value.device)
+    part = around.call(aten.slice.Tensor, node, dim, start, stop)
+    return around.call(aten.clone.default, part, **CONTIGUOUS)
 
 
 class _Cutter:

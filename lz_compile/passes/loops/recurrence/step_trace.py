@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +20,9 @@ from torch.utils import _pytree as pytree
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import constant_value
-from lz_compile.passes.graph.effects import Ambient, ambient_context
-from lz_compile.passes.graph.view import read, tensor_of, value_of
+from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.view import known_tensor, read, tensor_of, value_of
 from lz_compile.passes.loops.recurrence.size_placeholders import (
     ATTEMPTS,
     NO_SYMBOLS,
@@ -32,7 +32,6 @@ from lz_compile.passes.loops.recurrence.size_placeholders import (
     symbolic,
 )
 from lz_compile.passes.loops.recurrence.step_sizes import check_twins, name_sizes, unchanged_sizes
-from lz_compile.passes.loops.roll.fakes import faking
 from lz_compile.passes.rewriting.match import RefusedError
 
 aten = torch.ops.aten
@@ -63,7 +62,7 @@ class ScanCall:
     @property
     def length(self) -> Any:
         """The number of steps."""
-        return _tensor(self.xs[0]).shape[0]
+        return known_tensor(self.xs[0]).shape[0]
 
     def results(self) -> dict[int, list[fx.Node]]:
         """The nodes that pick a result, by its place: final states, then what the steps give."""
@@ -161,8 +160,8 @@ def trace_step(call: ScanCall, ambient: Ambient) -> Step:
         RefusedError: it does something that cannot be moved in time, or a size is no product of sizes of what it is given.
     """
     _check_body(call.body)
-    values = [_tensor(node) for node in call.init]
-    values += [_slice(_tensor(node)) for node in call.xs]
+    values = [known_tensor(node) for node in call.init]
+    values += [_slice(known_tensor(node)) for node in call.xs]
     values += [value_of(node) for node in call.given]
     shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
     if any(size == 0 for shape in shapes if isinstance(shape, tuple) for size in shape if isinstance(size, int)):
@@ -249,11 +248,7 @@ def _step(call: ScanCall, module: fx.GraphModule) -> Step:
 
 def traced(function: Callable[..., Any], values: Sequence[Any], ambient: Ambient, mode: Any) -> fx.GraphModule:
     """``function`` over example values of a fake mode as ATen operations, under the modes of ``ambient``."""
-    with ExitStack() as stack:
-        for manager in ambient_context(ambient):
-            stack.enter_context(manager)
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(faking(mode))
+    with faking(mode, ambient), torch.no_grad():
         return make_fx(function)(*values)
 
 
@@ -282,12 +277,6 @@ def _source_name(node: fx.Node) -> str:
 def _slice(value: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return value.select(0, 0)
-
-
-def _tensor(node: fx.Node) -> torch.Tensor:
-    value = tensor_of(node)
-    assert value is not None, f"{node.name} is no tensor"
-    return value
 
 
 def _check_body(body: fx.GraphModule) -> None:

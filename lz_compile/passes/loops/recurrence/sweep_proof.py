@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
-from lz_compile.passes.graph.view import read, tensor_of
+from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.loops.recurrence.prefix_scan import SMALL, recurrence
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
 from lz_compile.passes.proof.agreement import agree
@@ -108,8 +108,7 @@ def _numbers(dims: Mapping[fx.Node, int]) -> dict[fx.Node, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     found = {}
     for node, dim in dims.items():
-        tensor = tensor_of(node)
-        assert tensor is not None, "what is overwritten is a tensor"
+        tensor = known_tensor(node)
         order = by_stride(tensor)
         sizes = [int(size) if place == dim else min(int(size), SMALL) for place, size in enumerate(tensor.shape)]
         dense = 2 * torch.rand([sizes[place] for place in order], generator=generator, dtype=torch.float64) - 1

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.graph.effects import Ambient, grad_enabled
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of, where_of
 from lz_compile.passes.loops.roll.body import Body, Numbers, Stream
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use, buffers_of, collector_of, uses_of
 from lz_compile.passes.loops.roll.purity import refuse_impure
@@ -142,8 +142,7 @@ def _collectors(steps: Steps, uses: Sequence[Use]) -> list[Collector]:
 
 def _slot(steps: Steps, buffer: Buffer, assignment: Assignment) -> torch.Tensor:
     """What one assignment writes to, as an example value."""
-    tensor = tensor_of(buffer.node)
-    assert tensor is not None, "what is assigned to is a tensor"
+    tensor = known_tensor(buffer.node)
     width, pace = assignment.cut.length or 1, assignment.cut.pace
     if pace is None or width not in (1, abs(pace)):
         raise RefusedError("BUFFER_READ", f"what is assigned to {buffer.node.name} leaves gaps", "assign to all of it")
@@ -179,8 +178,7 @@ class Emitters:
             placeholder.meta["example_value"] = node.meta["example_value"]
             return placeholder
 
-        whole = tensor_of(stacked(emit, stream, stand_in))
-        assert whole is not None, "a stream is a tensor"
+        whole = known_tensor(stacked(emit, stream, stand_in))
         return emit.compute(torch.select, whole, 0, 0)  # type: ignore[no-any-return]
 
 

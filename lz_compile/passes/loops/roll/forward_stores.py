@@ -21,8 +21,8 @@ from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.attachment import is_made_attached
 from lz_compile.passes.graph.effects import Effects, grad_enabled
-from lz_compile.passes.graph.view import memory_of, tensor_of
-from lz_compile.passes.loops.roll.fakes import faking
+from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of
 from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.rewriting.edit import MayEdit, anywhere
@@ -197,12 +197,11 @@ def _piece(node: fx.Node, buffer: fx.Node) -> Piece | None:
 
 def _read_before(buffer: fx.Node, found: _Loads, first: fx.Node) -> None:
     """Let readers of what nobody had written yet read a copy that is made before the first store."""
-    graph, tensor = buffer.graph, tensor_of(buffer)
-    assert tensor is not None, "a store is into a tensor"
+    graph, tensor = buffer.graph, known_tensor(buffer)
     earliest = min([first, *found.original])
     with graph.inserting_before(earliest):
         copy = graph.call_method("clone", (buffer,))
-    copy.meta.update({key: first.meta[key] for key in ("stack_trace", "nn_module_stack") if key in first.meta})
+    copy.meta.update(origin_of(first))
     copy.meta["example_value"] = _copied(tensor, torch.Tensor.clone)
     for load in found.original:
         load.replace_input_with(buffer, copy)
@@ -221,8 +220,7 @@ def _keep_for_gradients(graph: fx.Graph, given: Collection[fx.Node]) -> None:
             continue
         with graph.inserting_before(node):
             copy = graph.call_method("clone", (view,))
-        tensor = tensor_of(view)
-        assert tensor is not None, "what is overwritten is a tensor"
+        tensor = known_tensor(view)
         copy.meta.update(node.meta, example_value=_copied(tensor, torch.Tensor.clone))
         node.replace_input_with(view, copy)
 

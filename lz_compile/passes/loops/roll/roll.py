@@ -10,7 +10,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import is_returned, stride_order
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import origin_of, tensor_of
 from lz_compile.passes.loops.recurrence.scan import emit_scan
 from lz_compile.passes.loops.roll.facts import Loop, emitter_of
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector
@@ -174,7 +174,7 @@ class _Readers:
             index[assignment.place] = span
             self._emit.like = self._loop.steps.node(0, assignment.index)
             node = self._emit.graph.call_function(operator.setitem, (buffer.node, tuple(index), value))
-            node.meta.update(self._emit.origin())
+            node.meta.update(origin_of(self._emit.like))
             node.meta["example_value"] = None
         return []
 

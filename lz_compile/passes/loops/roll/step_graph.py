@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,45 +11,36 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from lz_compile.passes.graph.effects import Ambient, ambient_context
-from lz_compile.passes.graph.view import memory_of, read, tensor_of, value_of, where_of
+from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, read, tensor_of, value_of, where_of
 from lz_compile.passes.loops.roll.body import Around, Body, Carried, Entry, Part, Ref, Streamed
-from lz_compile.passes.loops.roll.fakes import faking
 from lz_compile.passes.loops.roll.search import is_number
 from lz_compile.passes.loops.roll.steps import Steps, kind_of, kind_of_value
 from lz_compile.passes.rewriting.match import RefusedError
-
-_ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
 class Emitter:
     """Appends calls to a graph at its insertion point, with metadata. ``like`` is where they come from in the source."""
 
-    def __init__(self, graph: fx.Graph, fake_mode: Any, ambient: Ambient, like: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, mode: Any, ambient: Ambient, like: fx.Node) -> None:
         self.graph = graph
         self.like = like
-        self._fake_mode = fake_mode
-        self._ambient = ambient
+        self.mode = mode
+        self.ambient = ambient
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A function, or a method by its name."""
         op = "call_method" if isinstance(target, str) else "call_function"
         node = self.graph.create_node(op, target, args, kwargs)
-        node.meta.update(self.origin())
+        node.meta.update(origin_of(self.like))
         given, named = fx.map_arg((node.args, node.kwargs), value_of)
         node.meta["example_value"] = self.compute(_function(target), *given, **named)
         return node
 
-    def origin(self) -> dict[str, Any]:
-        """The metadata that says where in the source a call comes from."""
-        return {key: self.like.meta[key] for key in _ORIGIN if key in self.like.meta}
-
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The example value of a call."""
-        with ExitStack() as stack:
-            for manager in ambient_context(self._ambient):
-                stack.enter_context(manager)
-            stack.enter_context(faking(self._fake_mode))
+        with faking(self.mode, self.ambient):
             return function(*pytree.tree_map(readable, args), **pytree.tree_map(readable, kwargs))
 
 
@@ -126,8 +116,7 @@ def step_graph(
     values: dict[Ref, fx.Node] = {}
     stopped: set[fx.Node] = set()
     for slot in slots:
-        like = tensor_of(body.slots[slot].like)
-        assert like is not None, "what is carried is a tensor"
+        like = known_tensor(body.slots[slot].like)
         blank = emit.compute(torch.empty, tuple(like.shape), dtype=like.dtype, device=like.device)
         values[Carried(slot)] = _placeholder(graph, f"carry_{slot}", blank)
     for number in streams:
@@ -295,8 +284,7 @@ def _shaped(emit: Emitter, result: Result, values: dict[Ref, fx.Node]) -> fx.Nod
 
 def in_order(emit: Emitter, node: fx.Node) -> fx.Node:
     """A tensor with the strides of a new one: the operator compares even those of dimensions of size one."""
-    tensor = tensor_of(node)
-    assert tensor is not None, "what is carried is a tensor"
+    tensor = known_tensor(node)
     if not tensor.is_contiguous():
         return emit.call("contiguous", node)
     step: Any = 1
@@ -312,8 +300,6 @@ def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, others: Iterable
     taken = {memory_of(node) for node in others}
     found = []
     for number, output in enumerate(outputs):
-        tensor = tensor_of(output)
-        assert tensor is not None, "a step gives tensors"
         node = output
         if memory_of(node) in taken:
             node = emit.call("clone", node, memory_format=torch.contiguous_format)
