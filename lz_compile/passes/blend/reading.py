@@ -14,7 +14,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.blend import BlendAttrs, Mode
 from lz_compile.passes.blend.bounds import BoundReader
 from lz_compile.passes.blend.conditions import CASTS, is_count
-from lz_compile.passes.blend.emitter import BlendEmitter, MarginEmitter, Weights, group, wants_grad
+from lz_compile.passes.blend.emitter import BlendEmitter, MarginEmitter, Weights, group
 from lz_compile.passes.blend.form import Form, Forms
 from lz_compile.passes.blend.gate import Gate, is_margin, is_zero, logits_of, margin_in
 from lz_compile.passes.blend.replay import reached, shared_inputs
@@ -118,7 +118,7 @@ def read_margin(effects: Effects, forms: Forms, anchor: fx.Node) -> Found:
         has_gate=True,
         is_distinct=logits.is_distinct,
         is_sorted=True,
-        is_differentiated=wants_grad(core, [logits.node]),
+        is_differentiated=core.wants_grad([logits.node]),
         compute_dtype=tensor.dtype,
         out_dtype=tensor.dtype,
     )
@@ -261,7 +261,7 @@ def _finish(effects: Effects, forms: Forms, blend: Blend, output: fx.Node) -> Fo
         read = {**gate.region.interior, **read}
     stops = {leaf.node for leaf in weights.leaves} - blend.again
     core = _core(effects, edges, inside - stops, output)
-    is_differentiated = gate is not None and not gate.logits.is_detached and wants_grad(core, [gate.logits.node])
+    is_differentiated = gate is not None and not gate.logits.is_detached and core.wants_grad([gate.logits.node])
     if gate is not None and is_differentiated and not gate.logits.is_sorted:
         raise LayoutError("equal maxima share a gradient, each source in its own way")
     attrs = BlendAttrs(
@@ -312,10 +312,5 @@ def _core(effects: Effects, edges: Mapping[fx.Node, fx.Node], inside: set[fx.Nod
     between = {node for core in cores for node in core.nodes if node in inside or is_dead(node)}
     nodes = sorted(between - {*edges, output}, key=effects.position.__getitem__)
     core = Core((*nodes, output), effects.ambient(output))
-    try:
-        core.check(effects, edges)
-    except RefusedError as refusal:
-        is_used = refusal.reason.code == "INTERIOR_USED"
-        edit = "use the blend only, and compute what else is needed apart" if is_used else refusal.edit
-        raise RefusedError(refusal.reason.code, refusal.reason.message, edit) from refusal
+    core.check(effects, edges, if_used="use the blend only, and compute what else is needed apart")
     return core

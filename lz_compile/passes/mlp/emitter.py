@@ -18,7 +18,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, constant_value, is_cast
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.core import Core
-from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
 from lz_compile.passes.mlp.gated_form import Form
 from lz_compile.passes.rewriting.builder import Builder, Groups
@@ -95,14 +95,13 @@ class MlpEmitter(TableEmitter):
         """The finished match."""
         rows = self._rows()
         inputs = {leaf.node: Input(leaf.dims, rows=rows.get(leaf.node, ())) for leaf in self.leaves.values()}
-        tensors = [tensor_of(node) for node in inputs]
         gate = self.leaves["gate"].node
         facts = MlpFacts(
             num_rows=product(axis.size for axis in self.rows),
             intermediate_size=product(axis.size for axis in self.hidden),
             dtype=known_tensor(gate).dtype,
             device=known_tensor(self.output).device.type,
-            needs_grad=grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors),
+            needs_grad=core.wants_grad(inputs),
         )
         operands = {name: leaf.node for name, leaf in self.leaves.items() if not name.endswith("bias")}
         magnitudes = () if self.attrs.limit is None else (2 * self.attrs.limit,)

@@ -141,10 +141,9 @@ def _core(region: Region, rows: list[fx.Node], anchor: fx.Node) -> Core:
     shared = overwritten_edge(effects, core)
     whole = replace(core, nodes=(*sorted(shared, key=effects.position.__getitem__), *core.nodes))
     edge = {leaf.node for leaf in region.leaves.values()} - shared
-    try:
-        whole.check(effects, {node: region.readers.get(node, anchor) for node in edge})
-    except RefusedError as refusal:
-        is_used = refusal.reason.code == "INTERIOR_USED"
-        edit = "use the activation for its product only" if is_used else refusal.edit
-        raise RefusedError(refusal.reason.code, refusal.reason.message, edit) from refusal
+    whole.check(
+        effects,
+        {node: region.readers.get(node, anchor) for node in edge},
+        if_used="use the activation for its product only",
+    )
     return core

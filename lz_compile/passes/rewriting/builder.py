@@ -7,6 +7,7 @@ requested layout.
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -128,6 +129,12 @@ class Builder:
         self.sizes = sizes
         self._shape_sources = shape_sources or {}
         self._extents: dict[Axis, Any] = {}
+
+    def over(self, values: Callable[[fx.Node], Any]) -> Builder:
+        """The builder over other values."""
+        changed = copy.copy(self)
+        changed.value = values
+        return changed
 
     # ---- sizes ------------------------------------------------------------------------------------------------
 

@@ -236,12 +236,11 @@ class Reader:
         core = Core((*nodes, output), self.effects.ambient(output), frozenset(ungraded))
         shared = overwritten_edge(self.effects, core)
         whole = replace(core, nodes=(*sorted(shared, key=place.__getitem__), *core.nodes))
-        try:
-            whole.check(self.effects, {node: reader for node, reader in edges.items() if node not in shared})
-        except RefusedError as refusal:
-            is_used = refusal.reason.code == "INTERIOR_USED"
-            edit = "use the sum only, and compute what else is needed of it apart" if is_used else refusal.edit
-            raise RefusedError(refusal.reason.code, refusal.reason.message, edit) from refusal
+        whole.check(
+            self.effects,
+            {node: reader for node, reader in edges.items() if node not in shared},
+            if_used="use the sum only, and compute what else is needed of it apart",
+        )
         return core
 
     def _only_for(self, unread: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:

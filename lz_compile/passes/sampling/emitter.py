@@ -13,7 +13,6 @@ from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFa
 from lz_compile.lowering.token_bits import pack
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.core import Core
-from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.graph.view import hint_of, is_symbolic, known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.emitter import TableEmitter
@@ -187,10 +186,10 @@ class SamplingEmitter(TableEmitter):
 
     def _facts(self, core: Core) -> SamplingFacts:
         logits = known_tensor(self.warps.logits.node)
-        inputs = (tensor_of(node) for node in self.found.inputs)
-        wants_grad = grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in inputs)
         rows: Size = product(axis.size for axis in self.output.rows)
-        return SamplingFacts(rows, self.output.vocab.size, logits.dtype, logits.device.type, wants_grad)
+        return SamplingFacts(
+            rows, self.output.vocab.size, logits.dtype, logits.device.type, core.wants_grad(self.found.inputs)
+        )
 
     def _formula(self) -> str:
         warps = self.warps

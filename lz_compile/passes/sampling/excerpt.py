@@ -23,7 +23,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, reg
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, is_symbolic, tensor_of, value_of
 from lz_compile.passes.proof.resize import resized, shape, whole
-from lz_compile.passes.proof.subgraph import Subgraph
+from lz_compile.passes.proof.subgraph import Subgraph, needed
 from lz_compile.passes.sampling.stores import is_ordering
 
 #: More operations than a filter of scores is spelled with.
@@ -179,20 +179,17 @@ def _drops_out(call: Call | None) -> bool:
 def _needed(effects: Effects, entry: fx.Node, exit_: fx.Node) -> list[fx.Node]:
     """Every node from ``entry`` to ``exit_``, and what was written before into memory that these read, in graph order."""
     position = effects.position
-    found, stack = {exit_}, [exit_]
-    while stack:
-        node = stack.pop()
+
+    def sources(node: fx.Node) -> list[fx.Node]:
         owners = {effects.owner(node)} if tensor_of(node) is not None and node is not entry else set()
         writers = [
             writer
             for writer, target in effects.writes_made
             if position[writer] < position[exit_] and effects.owner(target) in owners
         ]
-        for each in (*node.all_input_nodes, *writers):
-            if each not in found and each is not entry and position[each] > position[entry]:
-                found.add(each)
-                stack.append(each)
-    return sorted(found, key=position.__getitem__)
+        return [each for each in (*node.all_input_nodes, *writers) if position[each] > position[entry]]
+
+    return needed([exit_], (), sources)
 
 
 @dataclass

@@ -12,7 +12,8 @@ from lz_compile.ground.sizes import as_size
 from lz_compile.lowering.ops.scan import ScanAttrs
 from lz_compile.passes.formula.algebra import is_constant
 from lz_compile.passes.formula.axes import Axis, Dims
-from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.core import wants_grad
+from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom
@@ -76,7 +77,7 @@ def finished(
             inputs[node] = _dims(node, None)
     ordered = sorted(emitter.outputs)
     dims = {node: _dims(node, time if node not in emitter.final else None) for node in ordered}
-    needs_grad = grad_enabled(effects.ambient(call.node)) and any(known_tensor(node).requires_grad for node in inputs)
+    needs_grad = wants_grad(effects.ambient(call.node), inputs)
     if needs_grad:
         _refuse_special(transition, given)
     axes = {axis for each in (*inputs.values(), *interior.values(), *dims.values()) for dim in each for axis in dim}

@@ -15,7 +15,7 @@ from lz_compile.passes.graph.view import known_tensor, origin_of
 from lz_compile.passes.loops.recurrence.plan import Traces
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, traced
 from lz_compile.passes.loops.roll.step_graph import Emitter
-from lz_compile.passes.proof.subgraph import Subgraph
+from lz_compile.passes.proof.subgraph import Subgraph, needed
 from lz_compile.passes.rewriting.match import RefusedError
 
 
@@ -69,23 +69,13 @@ class Batched:
         self._emit(sorted({*sizes, *(node for node in missing if node in needs_time)}), self.over_time)
 
     def _missing(self, nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-        found, stack = set[fx.Node](), [node for node in nodes if not self.has(node)]
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                assert node.op == "call_function", f"{node.name} is needed before it is there"
-                found.add(node)
-                stack.extend(each for each in node.all_input_nodes if not self.has(each))
-        order = sorted(found)
+        order = needed(nodes, self.over_time.keys() | self.always.keys())
         needs_time = set(self.over_time)
         for node in order:
+            assert node.op == "call_function", f"{node.name} is needed before it is there"
             if any(each in needs_time for each in node.all_input_nodes):
                 needs_time.add(node)
         return order, needs_time
-
-    def has(self, node: fx.Node) -> bool:
-        """Whether a value is there."""
-        return node in self.over_time or node in self.always
 
     def _emit(self, nodes: Sequence[fx.Node], where: dict[fx.Node, fx.Node]) -> None:
         if not nodes:

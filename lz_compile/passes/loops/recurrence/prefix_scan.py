@@ -145,24 +145,12 @@ class _Reader:
     def _alive(self) -> set[fx.Node]:
         """What the graph's results depend on."""
         if self._live is None:
-            stack = [node for node in self._graph.nodes if node.op == "output" or node.is_impure()]
-            self._live = set(stack)
-            while stack:
-                for operand in stack.pop().all_input_nodes:
-                    if operand not in self._live:
-                        self._live.add(operand)
-                        stack.append(operand)
+            self._live = {*needed((node for node in self._graph.nodes if node.op == "output" or node.is_impure()), ())}
         return self._live
 
     def core(self, output: fx.Node) -> list[fx.Node]:
         """All allowed calls that a node depends on through allowed calls, in graph order."""
-        found, stack = {output}, [output]
-        while stack:
-            for operand in stack.pop().all_input_nodes:
-                if operand not in found and self._allowed(operand) is not None:
-                    found.add(operand)
-                    stack.append(operand)
-        return sorted(found, key=self._effects.position.__getitem__)
+        return needed([output], (), lambda node: filter(self._allowed, node.all_input_nodes))
 
     def _moves(self, node: fx.Node) -> bool:
         """Whether a call moves values along any dimension."""

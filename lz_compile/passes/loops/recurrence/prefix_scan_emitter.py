@@ -12,9 +12,9 @@ from lz_compile.ground.sizes import as_size, product
 from lz_compile.lowering.ops.scan import DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
 from lz_compile.passes.formula.algebra import Leaf, is_constant
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
-from lz_compile.passes.graph.core import Core
-from lz_compile.passes.graph.effects import Effects, grad_enabled
-from lz_compile.passes.graph.view import known_tensor, tensor_of
+from lz_compile.passes.graph.core import Core, wants_grad
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
@@ -80,7 +80,6 @@ def _of_logs(decay: Any, drive: Any, *, are_sums: bool) -> Operands:
 def match_of(scan: PrefixScan, effects: Effects) -> Match:
     """The match of such a recurrence; proofs keep the number of steps, which the source has spelled out."""
     leaves = [scan.drive] if scan.decay is None else [scan.decay, scan.drive]
-    tensors = [tensor_of(node) for node in leaves]
     result = known_tensor(scan.output)
     dtype = result.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -88,7 +87,6 @@ def match_of(scan: PrefixScan, effects: Effects) -> Match:
     attrs = ScanAttrs(compute_dtype=wide, out_dtype=dtype, state_dtype=dtype)
     emitter = PrefixScanEmitter(scan, attrs)
     columns = product(axis.size for axis in emitter._groups[-1])
-    needs_grad = grad_enabled(ambient) and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     decay: DecayKind = "none" if scan.decay is None else "value"
     own = set(axes_of(scan.dims[scan.output]))
     calls = {node: effects.calls[node] for node in scan.core}
@@ -98,7 +96,7 @@ def match_of(scan: PrefixScan, effects: Effects) -> Match:
         structure=ScanStructure(decay=decay, has_drive=True),
         dtype=dtype,
         device=result.device.type,
-        needs_grad=needs_grad,
+        needs_grad=wants_grad(ambient, leaves),
     )
     gentle = scan.decay if scan.logs == "steps" else None
     inputs = {node: Input(scan.dims[node], scale=_GENTLE if node is gentle else 1.0) for node in leaves}

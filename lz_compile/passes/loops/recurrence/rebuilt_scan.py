@@ -12,8 +12,8 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import stride_order
-from lz_compile.passes.graph.effects import grad_enabled
-from lz_compile.passes.graph.view import known_tensor, tensor_of
+from lz_compile.passes.graph.core import wants_grad
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall
 from lz_compile.passes.proof.subgraph import hold
@@ -114,12 +114,11 @@ def insert_scan(
     graph = around.graph
     callee = around.note(graph.get_attr(hold(graph.owning_module, "scan_part", body)), None)
     whole = graph.call_function(SCAN, (callee, list(init), list(xs), list(given)))
-    operands = [tensor_of(node) for node in (*init, *xs, *given)]
-    wants_grad = grad_enabled(around.ambient) and any(each is not None and each.requires_grad for each in operands)
+    is_graded = wants_grad(around.ambient, (*init, *xs, *given))
     outputs: Any = body.graph.output_node().args[0]
     shapes = [(value, tuple(value.shape)) for value in map(known_tensor, init)]
     shapes += [(value, (length, *value.shape)) for value in (node.meta["val"] for node in outputs[len(init) :])]
-    examples = [around.empty(shape, value, wants_grad=wants_grad) for value, shape in shapes]
+    examples = [around.empty(shape, value, wants_grad=is_graded) for value, shape in shapes]
     around.note(whole, tuple(examples))
     return whole, [around.note(graph.call_function(operator.getitem, (whole, i)), e) for i, e in enumerate(examples)]
 

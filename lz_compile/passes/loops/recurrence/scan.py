@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.core import wants_grad
 from lz_compile.passes.graph.effects import grad_enabled
 from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of, value_of
 from lz_compile.passes.loops.roll.body import Around, Carried, Ref, Streamed
@@ -92,13 +93,12 @@ def _alone(emit: Emitter, node: fx.Node, taken: set[int | None]) -> fx.Node:
 
 
 def _example(loop: Loop, emit: Emitter, scan: fx.Node) -> tuple[torch.Tensor, ...]:
-    operands = [tensor_of(node) for node in scan.all_input_nodes]
-    wants_grad = grad_enabled(loop.ambient) and any(each is not None and each.requires_grad for each in operands)
+    is_graded = wants_grad(loop.ambient, scan.all_input_nodes)
     carried = [tensor_of(loop.body.slots[slot].like) for slot in loop.step.slots]
     shapes = [(each, tuple(each.shape)) for each in carried if each is not None]
     shapes += [(each, (loop.steps.count, *each.shape)) for each in loop.step.results]
     found = [emit.compute(torch.empty, shape, dtype=each.dtype, device=each.device) for each, shape in shapes]
     for value in found:
-        if wants_grad and (value.is_floating_point() or value.is_complex()):
+        if is_graded and (value.is_floating_point() or value.is_complex()):
             value.requires_grad_()
     return tuple(found)

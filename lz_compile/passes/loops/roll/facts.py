@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.effects import Ambient, grad_enabled
+from lz_compile.passes.graph.core import wants_grad
+from lz_compile.passes.graph.effects import Ambient
 from lz_compile.passes.graph.view import known_tensor, tensor_of, where_of
 from lz_compile.passes.loops.roll.body import Body, Numbers, Stream
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use, buffers_of, collector_of, uses_of
@@ -60,7 +61,7 @@ class Loop:
     @property
     def has_gradient(self) -> bool:
         """Whether a backward will run through it."""
-        return _has_gradient(self.steps, self.ambient)
+        return wants_grad(self.ambient, self.steps.nodes)
 
 
 def read_loop(steps: Steps, ambient: Ambient) -> Loop:
@@ -97,17 +98,12 @@ def read_loop(steps: Steps, ambient: Ambient) -> Loop:
         [finals[index] for index in last],
         lambda number: emitter.entry(body.streams[number]),
         emitter,
-        has_gradient=_has_gradient(steps, ambient),
+        has_gradient=wants_grad(ambient, steps.nodes),
     )
     if not step.slots:
         raise RefusedError("NO_STATE", "no step reads what the one before it made", "run all steps at once, as a batch")
     numbers = {key: number for number, key in enumerate(results)}
     return Loop(steps, body, buffers, collectors, uses, ambient, step, numbers, finals)
-
-
-def _has_gradient(steps: Steps, ambient: Ambient) -> bool:
-    tensors = (tensor_of(node) for node in steps.nodes)
-    return grad_enabled(ambient) and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _refuse_unclear(steps: Steps) -> None:

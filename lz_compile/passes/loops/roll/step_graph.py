@@ -17,6 +17,7 @@ from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, rea
 from lz_compile.passes.loops.roll.body import Around, Body, Carried, Entry, Part, Ref, Streamed
 from lz_compile.passes.loops.roll.search import is_number
 from lz_compile.passes.loops.roll.steps import Steps, kind_of, kind_of_value
+from lz_compile.passes.proof.subgraph import needed
 from lz_compile.passes.rewriting.match import RefusedError
 
 
@@ -158,16 +159,12 @@ def _has_gradient(like: fx.Node, steps: Steps) -> bool:
 
 def _flowing(outputs: Sequence[fx.Node], stopped: Collection[fx.Node]) -> set[fx.Node]:
     """The nodes of a step that gradients of its outputs flow to."""
-    found: set[fx.Node] = set()
-    queue = list(outputs)
-    while queue:
-        node = queue.pop()
-        if node in found or node in stopped:
-            continue
-        found.add(node)
+
+    def sources(node: fx.Node) -> Iterable[fx.Node]:
         writers = [user for user in node.users if user.args[:1] == (node,) and _overwrites(user)]
-        queue.extend(each for maker in (node, *writers) for each in maker.all_input_nodes)
-    return found
+        return (each for maker in (node, *writers) for each in maker.all_input_nodes)
+
+    return set(needed(outputs, stopped, sources))
 
 
 def _overwrites(node: fx.Node) -> bool:
