@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from lz_compile.passes.graph.effects import Ambient
@@ -194,26 +195,13 @@ def _used(body: Body, roots: Sequence[Any], finals: Sequence[int]) -> set[Ref]:
 
 def refs_in(value: Any) -> list[Ref]:
     """The refs in an argument."""
-    if isinstance(value, (Part, Carried, Streamed, Around)):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [ref for each in value for ref in refs_in(each)]
-    if isinstance(value, dict):
-        return refs_in(list(value.values()))
-    return refs_in((value.start, value.stop, value.step)) if isinstance(value, slice) else []
+    found: list[Ref] = []
+    map_aggregate(value, lambda leaf: found.append(leaf) if isinstance(leaf, Ref) else None)
+    return found
 
 
 def _mapped(value: Any, values: dict[Ref, fx.Node]) -> Any:
-    if isinstance(value, (Part, Carried, Streamed, Around)):
-        return values[value]
-    if isinstance(value, (tuple, list)):
-        items = [_mapped(each, values) for each in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, dict):
-        return {key: _mapped(each, values) for key, each in value.items()}
-    if isinstance(value, slice):
-        return slice(*[_mapped(each, values) for each in (value.start, value.stop, value.step)])
-    return value
+    return map_aggregate(value, lambda leaf: values[leaf] if isinstance(leaf, Ref) else leaf)
 
 
 def _placeholder(graph: fx.Graph, name: str, value: Any) -> fx.Node:
