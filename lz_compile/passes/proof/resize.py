@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from lz_compile.errors import TrialError
 from lz_compile.ground import memory
@@ -311,15 +312,10 @@ def _picks(call: Call) -> bool:
 
 
 def _with_sizes(value: Any, sizes: Mapping[int, int]) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return sizes.get(value, value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_sizes(item, sizes) for item in value)
-    if isinstance(value, slice):
-        return slice(*(_with_sizes(each, sizes) for each in (value.start, value.stop, value.step)))
-    if isinstance(value, dict):
-        return {name: _with_sizes(item, sizes) for name, item in value.items()}
-    return value
+    def changed(leaf: Any) -> Any:
+        return sizes.get(leaf, leaf) if isinstance(leaf, int) and not isinstance(leaf, bool) else leaf
+
+    return map_aggregate(value, changed)
 
 
 def _index(call: Call, extents: tuple[int, ...] | None) -> Any:
@@ -350,13 +346,10 @@ def _has_node(item: Any) -> bool:
 
 
 def _with_dtype(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.dtype):
-        return dtype if value.is_floating_point else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_dtype(item, dtype) for item in value)
-    if isinstance(value, dict):
-        return {name: _with_dtype(item, dtype) for name, item in value.items()}
-    return value
+    def changed(leaf: Any) -> Any:
+        return dtype if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
+
+    return map_aggregate(value, changed)
 
 
 def _resized(graph: fx.Graph, match: Subgraph, call: Call, source: fx.Node, sizes: Sizes) -> fx.Node:

@@ -6,7 +6,7 @@ one is the canonical operand of the other, element by element. The last is tried
 proof, and so holds whatever transposes lie in between.
 
 A sibling is another match of the same op, with the same attributes and some of the same operands, as the rotations of query
-and key are. Both results are given where the first of them is read (:mod:`meeting`).
+and key are. Both results are given where the first of them is read (:mod:`code_motion`).
 """
 
 from __future__ import annotations

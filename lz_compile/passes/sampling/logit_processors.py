@@ -31,7 +31,7 @@ class Part:
 
 
 @dataclass
-class Warps:
+class LogitProcessors:
     """What was read: ``logits`` is what it starts from. ``temperature`` is a number times the tensors ``divisors``."""
 
     logits: Scores
@@ -46,12 +46,12 @@ class Warps:
         return [*self.masks, *self.divisors, *self.bias]
 
 
-def warps_of(effects: Effects, entry: Scores, inside: set[fx.Node]) -> Warps:
+def logit_processors_of(effects: Effects, entry: Scores, inside: set[fx.Node]) -> LogitProcessors:
     """What was done to the scores at ``entry``, as far as only what is ``inside`` reads them: that need not be computed.
 
     What is found joins it.
     """
-    reader = _Reader(effects, Warps(entry))
+    reader = _Reader(effects, LogitProcessors(entry))
     while inside.issuperset((scores := reader.found.logits.node).users):
         inside.add(scores)
         if not reader.step():
@@ -62,7 +62,7 @@ def warps_of(effects: Effects, entry: Scores, inside: set[fx.Node]) -> Warps:
 @dataclass
 class _Reader:
     effects: Effects
-    found: Warps
+    found: LogitProcessors
 
     def step(self) -> bool:
         """Read one call; whether it is one of these."""
@@ -70,7 +70,9 @@ class _Reader:
         call = self.effects.calls.get(scores.node)
         if call is None or call.is_inplace or self.effects.is_overwritten(scores.node):
             return False
-        before = Warps(scores, [*self.found.masks], self.found.temperature, [*self.found.divisors], [*self.found.bias])
+        before = LogitProcessors(
+            scores, [*self.found.masks], self.found.temperature, [*self.found.divisors], [*self.found.bias]
+        )
         node = self._read(call, scores)
         if node is None:
             return False

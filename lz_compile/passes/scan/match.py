@@ -17,7 +17,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom
-from lz_compile.passes.loops.recurrence.size_placeholders import StandIns
+from lz_compile.passes.loops.recurrence.size_placeholders import SizePlaceholders
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, is_filled
 from lz_compile.passes.loops.recurrence.text import text_of
@@ -141,7 +141,7 @@ def _atoms(transition: Transition) -> set[Atom]:
     return {atom for whole in transition.sums() for atom in whole.atoms if atom.kind in ("given", "mask")}
 
 
-def _scales(transition: Transition, given: Mapping[Atom, Given], numbers: StandIns) -> dict[fx.Node, float]:
+def _scales(transition: Transition, given: Mapping[Atom, Given], numbers: SizePlaceholders) -> dict[fx.Node, float]:
     """For keys that erase: their length is about one, as that of the keys of models is, or a state would grow."""
     size = numbers.hint(math.prod(transition.space[key] for key in transition.keys))
     sums = [part for u in transition.updates if u.erase is not None for part in (u.left, u.erase)]

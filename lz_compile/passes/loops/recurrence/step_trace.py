@@ -1,7 +1,7 @@
 """One step of a scan as ATen operations without side effects, or why there is no such thing.
 
-Where sizes are symbolic, numbers stand for them (:mod:`stand_ins`), and the operations that take sizes as arguments get them
-from operands of the step (:mod:`step_sizes`).
+Where sizes are symbolic, numbers stand for them (:mod:`size_placeholders`), and the operations that take sizes as arguments
+get them from operands of the step (:mod:`step_sizes`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lz_compile.passes.loops.recurrence.size_placeholders import (
     ATTEMPTS,
     NO_SYMBOLS,
     Place,
-    StandIns,
+    SizePlaceholders,
     is_ambiguous,
     symbolic,
 )
@@ -110,7 +110,7 @@ class Step:
     slices: tuple[fx.Node, ...]
     given: tuple[fx.Node, ...]
     names: Mapping[fx.Node, str]
-    sizes: StandIns = NO_SYMBOLS
+    sizes: SizePlaceholders = NO_SYMBOLS
     operands: tuple[Any, ...] = ()
     twin: Step | None = None
 
@@ -170,7 +170,7 @@ def trace_step(call: ScanCall, ambient: Ambient) -> Step:
         return _step(call, _module(call.body, values, ambient, values[0].fake_mode))  # type: ignore[attr-defined]
     taken = list(_numbers(call.body))
     for attempt in range(ATTEMPTS):
-        sizes = StandIns.of(shapes, taken, attempt)
+        sizes = SizePlaceholders.of(shapes, taken, attempt)
         module, other = (_at(call.body, values, sizes, ambient, second=second) for second in (False, True))
         check_twins(module, other, sizes)
         if not any(is_ambiguous(sizes, size) for size in unchanged_sizes(module, other)):
@@ -182,7 +182,7 @@ def trace_step(call: ScanCall, ambient: Ambient) -> Step:
 
 
 def _at(
-    body: fx.GraphModule, values: Sequence[Any], sizes: StandIns, ambient: Ambient, *, second: bool
+    body: fx.GraphModule, values: Sequence[Any], sizes: SizePlaceholders, ambient: Ambient, *, second: bool
 ) -> fx.GraphModule:
     """The trace of a step with numbers for its symbolic sizes."""
     mode = FakeTensorMode()

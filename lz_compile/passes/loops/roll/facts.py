@@ -169,12 +169,12 @@ class Emitters:
         graph = fx.Graph()
         emit = self(graph, self._steps.node(0, 0))
 
-        def stand_in(node: fx.Node) -> fx.Node:
+        def placeholder(node: fx.Node) -> fx.Node:
             placeholder = graph.placeholder(node.name)
             placeholder.meta["example_value"] = node.meta["example_value"]
             return placeholder
 
-        whole = known_tensor(stacked(emit, stream, stand_in))
+        whole = known_tensor(stacked(emit, stream, placeholder))
         return emit.compute(torch.select, whole, 0, 0)  # type: ignore[no-any-return]
 
 
