@@ -139,7 +139,7 @@ class Forms:
 
     def _are_spread(self, node: fx.Node, *operands: fx.Node) -> bool:
         """Whether any of them is smaller than the result: then it is a factor or a summand as any other."""
-        size = product(shape_of(tensor_of(node)))  # type: ignore[arg-type]  # an anchor is a tensor
+        size = product(shape_of(known_tensor(node)))
         return not all(_is_row(each, size) for each in operands)
 
     def _is_scaled(self, host: fx.Node) -> bool:
@@ -189,7 +189,7 @@ class Forms:
             return False
         if not form.is_residual:
             return True
-        size = product(shape_of(tensor_of(form.seed)))  # type: ignore[arg-type]  # a seed is a tensor
+        size = product(shape_of(known_tensor(form.seed)))
         if any(_is_row(factor, size) for factor in form.factors):  # the product of two tensors
             return False
         return form.is_isolated or all(_is_number_like(each) for each in form.factors)

@@ -127,7 +127,7 @@ def read_margin(effects: Effects, forms: Forms, anchor: fx.Node) -> Found:
 
 def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
     """The two tensors and their weights, over the axes of the anchor."""
-    dims = fresh(shape_of(tensor_of(anchor)))  # type: ignore[arg-type]  # an anchor is a tensor
+    dims = fresh(shape_of(known_tensor(anchor)))
     bounds, stops = BoundReader(effects, form.bounds), _Stops(forms, frozenset({form.seed, form.host, *form.factors}))
     functions = {**dict.fromkeys(CASTS, _counted), **bounds.functions}
     region = Region(effects, expand_masks=True, stops=stops, functions=functions)

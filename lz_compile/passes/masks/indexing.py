@@ -29,7 +29,7 @@ def _getitem(reader: Reader, call: Call, dims: Dims) -> Value | None:
     if tensor_of(call.input) is None:
         return _part(reader, call, dims)
     index = call.arguments.get("#1")
-    shape = shape_of(tensor_of(call.input))  # type: ignore[arg-type]
+    shape = shape_of(known_tensor(call.input))
     items = _spelled_out(list(index) if isinstance(index, tuple) else [index], len(shape))
     if items is None:
         return None

@@ -15,7 +15,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fre
 from lz_compile.passes.formula.projections import Supports, rearranges
 from lz_compile.passes.graph.core import Core, find_core, is_dead, overwritten_edge
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.mlp.emitter import MlpEmitter
 from lz_compile.passes.mlp.gated_form import Form, read_form
 from lz_compile.passes.rewriting.match import RefusedError
@@ -32,7 +32,7 @@ def read_activation(effects: Effects, supports: Supports, anchor: fx.Node) -> Fo
         MutatedError: an alias of a value was overwritten before it is read.
         LayoutError: a layout has no exact form in axes.
     """
-    dims = fresh(shape_of(tensor_of(anchor)))  # type: ignore[arg-type]
+    dims = fresh(shape_of(known_tensor(anchor)))
     region, form = _read(effects, anchor, dims, _Stops(supports))
     for cut in _cuts(region, supports) if form is None else ():
         region, form = _read(effects, anchor, dims, _Stops(supports, cut))

@@ -17,7 +17,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fre
 from lz_compile.passes.formula.parts import Edge
 from lz_compile.passes.graph.core import Core, find_core, is_dead, overwritten_edge
 from lz_compile.passes.graph.effects import Effects, MutatedError, grad_enabled
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.match import RefusedError
 from lz_compile.passes.routing.activation import Activation
 from lz_compile.passes.routing.cosine_mask import Cosine, cosine_of
@@ -183,7 +183,7 @@ class Reader:
         summands, sums = self.summands.of(output)
         read = low_rank | layers | set(sums)
         region = self._region(output, edge, set(summands) - read)
-        dims = fresh(shape_of(tensor_of(output)))  # type: ignore[arg-type]  # a sum is a tensor
+        dims = fresh(shape_of(known_tensor(output)))
         terms = region.terms(region.express(output, dims))
         if terms is None:
             raise LayoutError("no short sum of products")

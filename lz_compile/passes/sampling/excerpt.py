@@ -21,7 +21,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import is_constant, is_pointwise
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, regroup, resolve
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, is_symbolic, tensor_of, value_of
+from lz_compile.passes.graph.view import Call, is_symbolic, known_tensor, tensor_of, value_of
 from lz_compile.passes.proof.resize import resized, shape, whole
 from lz_compile.passes.proof.subgraph import Subgraph, needed
 from lz_compile.passes.sampling.stores import is_ordering
@@ -329,7 +329,7 @@ def exits(effects: Effects, entry: Scores, affected: Affected, since: fx.Node) -
     """The values that look like the scores, and are computed from what ``since`` found out about them, in graph order."""
     first = effects.position[since]
     after = {since}
-    wanted = shape_of(tensor_of(entry.node))  # type: ignore[arg-type]
+    wanted = shape_of(known_tensor(entry.node))
     for node in affected.order:
         if effects.position[node] > first and any(each in after for each in _sources(effects, node)):
             after.add(node)

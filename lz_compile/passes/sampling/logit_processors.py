@@ -95,7 +95,7 @@ class _Reader:
             return None
         if self.effects.is_opaque(node, call.node):
             return None
-        if shape_of(tensor) == shape_of(tensor_of(scores.node)):  # type: ignore[arg-type]
+        if shape_of(tensor) == shape_of(known_tensor(scores.node)):
             return scores.at(node)
         try:
             dims = layout.read_input_dims(call, scores.dims)
@@ -177,7 +177,7 @@ class _Reader:
         if part is None or scores.vocab not in axes_of(part.dims):
             return None
         first = tensor_of(call.input)
-        if first is None or shape_of(first) != shape_of(tensor_of(call.node)):  # type: ignore[arg-type]
+        if first is None or shape_of(first) != shape_of(known_tensor(call.node)):
             if call.name == "sub":
                 return None
             part = self._part(call, call.input, scores, None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,16 @@ class Around(Emitter):
         with self.mode:
             value = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
         return value.requires_grad_(wants_grad and like.is_floating_point())
+
+    @contextmanager
+    def inserting(self) -> Iterator[None]:
+        """New nodes stand where the loop does; none are left where anything is raised."""
+        with self.graph.inserting_before(self.like):
+            try:
+                yield
+            except BaseException:
+                self.undo()
+                raise
 
     def undo(self) -> None:
         """Erase everything that was made."""

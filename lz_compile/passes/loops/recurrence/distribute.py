@@ -107,7 +107,7 @@ def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:
     if not all(known_tensor(node).is_contiguous() for node in call.init):
         raise RefusedError("LOOP_KEPT_WHOLE", "a first state is not contiguous", "make it contiguous")
     around = Around(call, ambient)
-    with call.node.graph.inserting_before(call.node):
+    with around.inserting():
         replace_results(call, _Loop(call, plan, around).values(), around)
     erase_scan(call)
     delays = sum(part.is_delay for part in plan.parts)

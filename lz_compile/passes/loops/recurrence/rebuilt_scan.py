@@ -73,19 +73,14 @@ class Rebuilt:
 
 def rebuild(old: ScanCall, around: Around, rewrite: Callable[[], Rewritten | None]) -> Rebuilt | None:
     """The scan with the step that ``rewrite`` gives, before the old one; None where it gives none."""
-    graph = old.node.graph
-    with graph.inserting_before(old.node):
-        try:
-            found = rewrite()
-            if found is None:
-                around.undo()
-                return None
-            body = _module(found.graph)
-            given = (*old.given, *found.added)
-            whole, picked = insert_scan(around, body, found.init, old.xs, given, old.length)
-        except BaseException:
+    with around.inserting():
+        found = rewrite()
+        if found is None:
             around.undo()
-            raise
+            return None
+        body = _module(found.graph)
+        given = (*old.given, *found.added)
+        whole, picked = insert_scan(around, body, found.init, old.xs, given, old.length)
     call = ScanCall(whole, body, found.init, old.xs, given)
     return Rebuilt(old, call, around, tuple(picked), found.final)
 

@@ -69,7 +69,7 @@ class _Cutter:
         self._found: set[int] = set()
         self._parts: dict[tuple[int, int], fx.Node] = {}
         self._copies: dict[fx.Node, fx.Node] = {}
-        self._graph: fx.Graph | None = None
+        self._graph = fx.Graph()
         self._reaches: dict[fx.Node, int | None] = {state: dim}
         for node in step.graph.nodes:
             if node not in self._reaches and node.op == "call_function":
@@ -204,7 +204,7 @@ class _Cutter:
 
     def graph(self, state: int, spans: Sequence[tuple[int, int]]) -> fx.Graph:
         """The step that takes and gives the parts in the place of the state."""
-        self._graph = graph = fx.Graph()
+        graph = self._graph
         for node in (*self.step.states, *self.step.slices, *self.step.given):
             if node is not self.state:
                 self._copies[node] = graph.node_copy(node)
@@ -228,7 +228,6 @@ class _Cutter:
         return graph
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        assert self._graph is not None, "a step is being built"
         spans = self._slices(node)
         operand = node.args[0] if node.args else None
         if spans and isinstance(operand, fx.Node) and node.target not in _SPLITS:
@@ -247,7 +246,6 @@ class _Cutter:
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """A value in the new step; the state as its parts joined."""
-        assert self._graph is not None, "a step is being built"
         if node is self.state:
             if node not in self._copies:
                 self._copies[node] = insert(self._graph, aten.cat.default, (list(self._parts.values()), self.dim))
@@ -256,7 +254,6 @@ class _Cutter:
 
     def _cut(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         """A span of a value in the new step, made of parts of the state."""
-        assert self._graph is not None, "a step is being built"
         graph, value = self._graph, node.meta["val"]
         if (start, stop) == (0, value.shape[dim]) and node is not self.state and node in self._copies:
             return self._copies[node]
