@@ -103,7 +103,6 @@ def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
 
 
 def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:
-    call.results()  # refuses what nobody can replace
     if not all(known_tensor(node).is_contiguous() for node in call.init):
         raise RefusedError("LOOP_KEPT_WHOLE", "a first state is not contiguous", "make it contiguous")
     around = Around(call, ambient)

@@ -119,9 +119,15 @@ def insert_scan(
 
 
 def replace_results(call: ScanCall, values: Sequence[fx.Node], around: Around) -> None:
-    """Let everybody who reads a scan read these values, with the strides of its results."""
-    results = [(node, place) for place, nodes in call.results().items() for node in nodes]
-    replaced = [(node, with_strides(around, values[place], known_tensor(node))) for node, place in results]
+    """Let everybody who reads a scan read these values: each result has memory of its own, as before, and its strides."""
+    taken: set[fx.Node] = set()
+    replaced: list[tuple[fx.Node, fx.Node]] = []
+    for place, nodes in call.results().items():
+        value = values[place]
+        if value in taken:
+            value = around.call(aten.clone.default, value, **CONTIGUOUS)
+        taken.add(value)
+        replaced += [(node, _with_strides(around, value, known_tensor(node))) for node in nodes]
     for node, value in replaced:
         node.replace_all_uses_with(value)
         node.graph.erase_node(node)
@@ -150,7 +156,7 @@ def erase_scan(call: ScanCall) -> None:
         owner.delete_submodule(str(body.target))
 
 
-def with_strides(around: Around, node: fx.Node, old: torch.Tensor) -> fx.Node:
+def _with_strides(around: Around, node: fx.Node, old: torch.Tensor) -> fx.Node:
     """The value with the strides of the one that it replaces."""
     if known_tensor(node).stride() == old.stride():
         return node
