@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import sympy
-import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
@@ -273,7 +272,7 @@ def _finish(effects: Effects, forms: Forms, blend: Blend, output: fx.Node) -> Fo
         is_sorted=gate is not None and gate.logits.is_sorted,
         is_differentiated=is_differentiated,
         normalised=effects.calls[output].name if output is not anchor else "none",  # type: ignore[union-attr,arg-type]
-        compute_dtype=_widest(core, set(edges)),
+        compute_dtype=core.widest(),
         out_dtype=known_tensor(output).dtype,
     )
     emitter = BlendEmitter(blend.host, blend.seed, weights, groups, output, blend.dims, attrs, blend.edges, blend.again)
@@ -293,13 +292,6 @@ def _mode(blend: Blend, output: fx.Node) -> Mode:
     axes = [set(atoms(dim)) & blend.weights.axes for dim in blend.dims]
     is_channel = len(axes) > 1 and not axes[0] and sum(map(bool, axes)) == 1
     return "channel" if is_channel else "convex"
-
-
-def _widest(core: Core, edges: set[fx.Node]) -> torch.dtype:
-    """The widest dtype in which anything is computed."""
-    tensors = [tensor_of(node) for node in core.nodes if node not in edges]
-    kinds = [tensor.dtype for tensor in tensors if tensor is not None and tensor.is_floating_point()]
-    return max(kinds, key=lambda kind: kind.itemsize)
 
 
 def _core(effects: Effects, edges: Mapping[fx.Node, fx.Node], inside: set[fx.Node], output: fx.Node) -> Core:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from lz_compile.passes.formula import layout
@@ -81,6 +82,12 @@ class Core:
                     f"{node.name} is overwritten by {writer.name} before the output",
                     "use the out-of-place form of that operation",
                 )
+
+    def widest(self) -> torch.dtype:
+        """The widest dtype in which anything is computed."""
+        tensors = map(tensor_of, self.nodes)
+        kinds = [tensor.dtype for tensor in tensors if tensor is not None and tensor.is_floating_point()]
+        return max(kinds, key=lambda kind: kind.itemsize)
 
     def wants_grad(self, nodes: Iterable[fx.Node]) -> bool:
         """Whether gradients are recorded there, and any of the nodes wants one."""

@@ -174,9 +174,7 @@ class Reader:
         unread = _unread(found.region, [*nodes, *interior], ties)
         edges = {node: readers.get(node, output) for node in nodes}
         core = self._core(edges, set(interior) - set(nodes), output, cosine, unread)
-        emitter = RoutingEmitter.of(
-            self.effects, operands, found.dims, output, core, found.region.products, ties, cosine, unread
-        )
+        emitter = RoutingEmitter.of(operands, found.dims, output, core, found.region.products, ties, cosine, unread)
         return emitter, core, interior
 
     def _sum(self, output: fx.Node, edge: Edge, low_rank: set[fx.Node], layers: set[fx.Node]) -> _Sum:
