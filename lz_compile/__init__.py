@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from lz_compile.api.blender import Blender, SoftGate
     from lz_compile.api.blending import BlenderConfig, BlendMode, blend
     from lz_compile.api.functional import alibi, embedding, layer_norm, linear, mlp_fused, rms_norm, rope
-    from lz_compile.api.routing import RoutingRecord, routed_adapter
+    from lz_compile.api.routing import routed_adapter
+    from lz_compile.api.routing_record import RoutingRecord
     from lz_compile.api.sampling import (
         apply_token_bitmask,
         domain_fusion,
