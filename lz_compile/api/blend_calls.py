@@ -17,7 +17,6 @@ import torch
 from lz_compile.api import eager
 from lz_compile.api.arguments import is_plain
 from lz_compile.lowering.ops.blend import BlendAttrs, BlendFacts, Operands
-from lz_compile.runtime.policy import policy
 
 #: What is handed over has no gate of its own.
 _NEVER = frozenset({"gate", "sorted"})
@@ -61,9 +60,8 @@ def _bind(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, is_resid
     kernel = eager.kernel_for("blend", attrs, facts, seed.device, operands)
     if kernel is None or kernel.call is None:
         return _left
-    enabled = policy.current().settings.fallback_enabled
     own = partial(_own, is_residual=is_residual)
-    run = eager.guarded(kernel, partial(_through, kernel.call, attrs), own, fallback_enabled=enabled)
+    run = eager.guarded(kernel, partial(_through, kernel.call, attrs), own)
 
     def call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         alpha = weight.reshape((-1, 1, 1) if is_by_row else (1, -1, 1))

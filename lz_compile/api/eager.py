@@ -191,10 +191,9 @@ def layout(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def guarded(
-    kernel: KernelSpec, call: Callable[..., Any], own: Callable[..., Any], *, fallback_enabled: bool
-) -> Callable[..., Any]:
-    """``call``, a kernel that is retired if it fails; the call is then completed by ``own``, PyTorch's."""
+def guarded(kernel: KernelSpec, call: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, a kernel that is retired if it fails; the call is then completed by ``own``, PyTorch's, if policy lets it."""
+    fallback_enabled = policy.current().settings.fallback_enabled
 
     def complete(*operands: Any, **named: Any) -> Any:
         forget()

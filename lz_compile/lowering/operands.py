@@ -7,6 +7,7 @@ knows the classes as trees, so that whatever maps over tensors maps over them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -50,6 +51,11 @@ class Operands:
         given = self.given()
         wanted = [given[name] for name in names if name in given] if names else list(given.values())
         return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in wanted)
+
+    def wide(self, attrs: Any) -> torch.dtype:
+        """What is computed in where nothing is rounded: float32, or the widest of the operands and the source's own steps."""
+        dtypes = (attrs.compute_dtype, *(each.dtype for each in self.given().values() if hasattr(each, "dtype")))
+        return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

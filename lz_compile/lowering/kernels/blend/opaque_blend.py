@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -13,29 +13,23 @@ from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.ops.blend import BlendAttrs, Operands, Scalar, reference
 
 
-class BlendCode(Protocol):
-    """What computes: ``numbers`` are gain, offset, low and high; results are contiguous."""
+class Weighed(NamedTuple):
+    """A blend without its host; ``numbers`` are gain, offset, low and high, in the dtype that is computed in."""
 
-    def forward(
-        self,
-        host: torch.Tensor,
-        seed: torch.Tensor,
-        alpha: torch.Tensor,
-        logits: torch.Tensor | None,
-        numbers: torch.Tensor,
-        attrs: BlendAttrs,
-    ) -> torch.Tensor:
+    seed: torch.Tensor
+    alpha: torch.Tensor
+    logits: torch.Tensor | None
+    numbers: torch.Tensor
+    attrs: BlendAttrs
+
+
+class BlendCode(Protocol):
+    """What computes; results are contiguous."""
+
+    def forward(self, host: torch.Tensor, given: Weighed) -> torch.Tensor:
         """The blend, ``[N, C, S]``."""
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        seed: torch.Tensor,
-        alpha: torch.Tensor,
-        logits: torch.Tensor | None,
-        numbers: torch.Tensor,
-        attrs: BlendAttrs,
-    ) -> torch.Tensor:
+    def backward(self, gradient: torch.Tensor, given: Weighed) -> torch.Tensor:
         """The gradient of the seed, ``[N, C, S]``."""
 
     def margins(self, logits: torch.Tensor, attrs: BlendAttrs) -> torch.Tensor:
@@ -62,19 +56,17 @@ def blender(
         numbers: torch.Tensor,
         attrs: str,
     ) -> torch.Tensor:
-        form = decode(BlendAttrs, attrs)
-        assert not form.has_gate or logits.shape[0] == seed.shape[0], "every row has logits"
-        whole = host if host.shape == seed.shape else host.expand(seed.shape)
-        return load().forward(whole, seed, _weight(alpha), logits if form.has_gate else None, numbers, form)
+        given = _weighed(seed, alpha, logits, numbers, attrs)
+        assert given.logits is None or logits.shape[0] == seed.shape[0], "every row has logits"
+        return load().forward(host if host.shape == seed.shape else host.expand(seed.shape), given)
 
     def fake(seed: torch.Tensor, *others: Any) -> torch.Tensor:
         return seed.new_empty(seed.shape, dtype=decode(BlendAttrs, others[-1]).out_dtype)
 
     def fallback(seed: torch.Tensor, host: torch.Tensor, *others: Any) -> torch.Tensor:
-        alpha, logits, numbers, attrs = others
-        form = decode(BlendAttrs, attrs)
-        given = logits if form.has_gate else None
-        return reference(Operands(host, seed, alpha, None, given, *numbers.unbind()), form).contiguous()
+        given = _weighed(seed, *others)
+        x = Operands(host, seed, others[0], None, given.logits, *given.numbers.unbind())
+        return reference(x, given.attrs).contiguous()
 
     def gradient(
         gradient: torch.Tensor,
@@ -86,8 +78,7 @@ def blender(
         attrs: str,
     ) -> torch.Tensor:
         """Of the seed."""
-        form = decode(BlendAttrs, attrs)
-        return load().backward(gradient, seed, _weight(alpha), logits if form.has_gate else None, numbers, form)
+        return load().backward(gradient, _weighed(seed, alpha, logits, numbers, attrs))
 
     def run_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:
         return load().margins(logits, decode(BlendAttrs, attrs))
@@ -130,9 +121,13 @@ def blender(
     return blend
 
 
-def _weight(alpha: torch.Tensor) -> torch.Tensor:
-    """A weight that is a condition as a number."""
-    return alpha if alpha.is_floating_point() else alpha.to(torch.float32)
+def _weighed(
+    seed: torch.Tensor, alpha: torch.Tensor, logits: torch.Tensor, numbers: torch.Tensor, attrs: str
+) -> Weighed:
+    """With logits where there is a gate, and a weight that is a condition as a number."""
+    form = decode(BlendAttrs, attrs)
+    weight = alpha if alpha.is_floating_point() else alpha.to(torch.float32)
+    return Weighed(seed, weight, logits if form.has_gate else None, numbers, form)
 
 
 def _number(value: Scalar, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
