@@ -44,20 +44,9 @@ class Adapter(NamedTuple):
 
 
 @remembered
-def _check_adapter(
-    x: Any,
-    vh: Any,
-    u: Any,
-    delta: Any,
-    a_q: Any,
-    b_q: Any,
-    v: Any,
-    weight: Any,
-    bias: Any,
-    base: Any,
-    arm: Any,
-    threshold: Any,
-) -> None:
+def _check_adapter(*arguments: Any) -> None:
+    *tensors, arm, threshold = arguments
+    x, vh, u, delta, a_q, b_q, v, weight, bias, base = tensors
     given = Arguments(_FUNCTION)
     given.one_of("arm", arm, ("none", "grad", "act"))
     given.number("threshold", threshold)
