@@ -111,7 +111,7 @@ class Arguments:
             return bool(size == int(letter))
         if letter.endswith("|1"):
             letter = letter[:-2]
-            if _is_one(size):
+            if is_one(size):
                 return True
         if letter not in self._sizes:
             self._sizes[letter] = size
@@ -133,7 +133,7 @@ class Arguments:
     def broadcasts(self, name: str, value: torch.Tensor, to: Sequence[Any], letters: str = "") -> None:
         """A tensor that broadcasts to a shape."""
         pairs = zip(reversed(value.shape), reversed(to), strict=False)
-        if value.dim() > len(to) or any(not _is_one(own) and own != other for own, other in pairs):
+        if value.dim() > len(to) or any(not is_one(own) and own != other for own, other in pairs):
             expected = f"that can be broadcast to {letters}{tuple(to)}"
             raise self.wrong(name, expected, tuple(value.shape), "Add dimensions of size one where it repeats")
 
@@ -266,7 +266,8 @@ _WORDS: Mapping[Kind, tuple[str, str]] = {
 }
 
 
-def _is_one(size: Any) -> bool:
+def is_one(size: Any) -> bool:
+    """Whether a size is known to be one, so that the dimension broadcasts."""
     return isinstance(size, int) and size == 1
 
 
