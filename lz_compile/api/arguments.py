@@ -125,10 +125,11 @@ class Arguments:
             expected = f"on {self._device} as {self._first} is"
             raise self.wrong(name, expected, value.device, "Move one of them, as by .to(...)")
 
-    def equal_dtypes(self, name: str, value: torch.Tensor, to: str, other: torch.Tensor) -> None:
-        """Two operands of one dtype."""
-        if value.dtype != other.dtype:
-            raise self.wrong(name, f"in the dtype of {to}, {other.dtype}", value.dtype, "Cast one of them")
+    def equal_dtypes(self, to: str, other: torch.Tensor, **operands: torch.Tensor | None) -> None:
+        """Operands, as far as they are given, of the dtype of another."""
+        for name, value in operands.items():
+            if value is not None and value.dtype != other.dtype:
+                raise self.wrong(name, f"in the dtype of {to}, {other.dtype}", value.dtype, "Cast one of them")
 
     def broadcasts(self, name: str, value: torch.Tensor, to: Sequence[Any], letters: str = "") -> None:
         """A tensor that broadcasts to a shape."""

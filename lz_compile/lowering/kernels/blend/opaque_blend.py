@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -37,16 +38,19 @@ class BlendCode(Protocol):
 
 
 def blender(
-    name: str, kernel_id: str, load: Callable[[], BlendCode], *, is_cuda_graph_safe: bool = False
+    name: str, kernel_id: str, source: str, *, is_cuda_graph_safe: bool = False
 ) -> Callable[[Operands, BlendAttrs], torch.Tensor]:
     """The kernel function of the op (see ``lowering/ops/blend.py``), without softmax and the host's own weight.
 
     Args:
         name: the operators are ``layerzero::<name>`` and ``layerzero::<name>_margin``.
         kernel_id: that of the descriptor.
-        load: gives the code when it is called for the first time.
+        source: the module beside this one that computes (a :class:`BlendCode`), imported when it is called.
         is_cuda_graph_safe: whether CUDA graphs may capture it.
     """
+
+    def load() -> BlendCode:
+        return cast("BlendCode", importlib.import_module(f"{__package__}.{source}"))
 
     def run(
         seed: torch.Tensor,
