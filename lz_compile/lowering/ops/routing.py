@@ -7,7 +7,7 @@
 
 Canonical layout, in which every kernel takes and returns it, of ``G`` rollouts of ``S`` tokens:
 
-    x            [G, S, D]   packed: [1, N, D] of N tokens, whose rollouts are given
+    x            [G, S, D]   packed: [1, S, D] of S tokens, whose rollouts are given
     vh, u        [R, D], [E, R]
     delta        [R]
     a_q, b_q     [Q, D], [E, Q]
@@ -15,7 +15,7 @@ Canonical layout, in which every kernel takes and returns it, of ``G`` rollouts 
     weight, bias [E, D], [E]; absent: zero
     base         [G, S, E]; absent: zero
     gate         [G, R] for each rollout or [G, S, R] for each token; absent: one. Its gradient is what the source's gets
-    rollout      [N], the rollout of every token of x [1, N, D], as an integer; those out of range are of none
+    rollout      [S], the rollout of every token of x [1, S, D], as an integer; those out of range are of none
     num_rollouts G, given where ``rollout`` is
     record       [G, C], see below
     result       [G, S, E] in ``attrs.out_dtype``

@@ -3,7 +3,7 @@
 Canonical layout:
 
     logits       [N, V]
-    bitmask      [N or 1, ceil(V / 32)] int32, bit ``t % 32`` of word ``t // 32`` allows token ``t``
+    bitmask      [N or 1, W] int32, W = ceil(V / 32); bit ``t % 32`` of word ``t // 32`` allows token ``t``
     bias         [N or 1, V], added to the logits
     temperature  [N or 1] float32; 0 takes the largest
     top_k        [N or 1] int32; 0 keeps all
