@@ -7,7 +7,6 @@ knows the classes as trees, so that whatever maps over tensors maps over them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -54,8 +53,11 @@ class Operands:
 
     def wide(self, attrs: Any) -> torch.dtype:
         """What is computed in where nothing is rounded: float32, or the widest of the operands and the source's own steps."""
-        dtypes = (attrs.compute_dtype, *(each.dtype for each in self.given().values() if hasattr(each, "dtype")))
-        return functools.reduce(torch.promote_types, dtypes, torch.float32)
+        found = torch.promote_types(attrs.compute_dtype, torch.float32)
+        for each in self.flat():
+            dtype = getattr(each, "dtype", found)  # of numbers, and of what is not given, there is none
+            found = found if dtype == found else torch.promote_types(found, dtype)
+        return found
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lz_compile.lowering.ops.mlp import MlpAttrs, Operands
+from lz_compile.lowering.ops.mlp import MlpAttrs
 from lz_compile.lowering.triton_launch import WIDE, dense, on
 
 #: Activations that the kernels know, by the op's names.
@@ -142,5 +142,6 @@ def _launch(
 
 
 def _constants(gate: torch.Tensor, up: torch.Tensor | None, attrs: MlpAttrs) -> dict[str, Any]:
-    wide = Operands(gate, up).wide(attrs)
+    wide = torch.promote_types(torch.promote_types(gate.dtype, attrs.compute_dtype), torch.float32)
+    wide = wide if up is None else torch.promote_types(wide, up.dtype)
     return {"ACTIVATION": attrs.activation, "IS_GATED": up is not None, "WIDE": WIDE[wide]}

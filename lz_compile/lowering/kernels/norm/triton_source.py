@@ -10,13 +10,14 @@ Statistics and sums are in float32, or float64 where the op or an operand is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import triton
 
 from lz_compile.lowering.kernels.norm import triton_kernels as norm_kernels
-from lz_compile.lowering.ops.norm import NormAttrs, Operands
+from lz_compile.lowering.ops.norm import NormAttrs
 from lz_compile.lowering.triton_launch import FEW_ROWS, WIDE, Tiled, dense, on, processors
 
 #: The longest row that is kept in registers; a backward keeps four times as much.
@@ -47,10 +48,13 @@ class Norm:
     largest_block: int | None = None
     part: int = PART
 
-    @property
+    @cached_property
     def wide(self) -> torch.dtype:
         """The dtype of statistics and sums."""
-        return Operands(self.input, self.weight, self.bias).wide(self.attrs)
+        dtype = torch.promote_types(torch.promote_types(self.input.dtype, self.attrs.compute_dtype), torch.float32)
+        for each in (self.weight, self.bias):
+            dtype = dtype if each is None else torch.promote_types(dtype, each.dtype)
+        return dtype
 
     def forward(self, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The result, and what was normalised: the input, or its sum with a residual."""

@@ -5,7 +5,6 @@ Rows go head by head through a position before the next one, so that heads find 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -135,7 +134,7 @@ def turn(
     counts = [tensor.shape[0] * tensor.shape[1] * tensor.shape[2] if dim else 0 for tensor in tensors]
     if not sum(counts):
         return
-    wide = functools.reduce(torch.promote_types, (Operands(each, cos, sin).wide(attrs) for each in tensors))
+    wide = torch.promote_types(Operands(first, cos, sin).wide(attrs), last.dtype)
     cos, sin = _alike(cos, sin)
     block = triton.next_power_of_2(dim)
     rows = max(1, TILE // block)
