@@ -25,7 +25,8 @@ from lz_compile.ground import events, health, hooks, memory
 from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
 from lz_compile.runtime.choose.calls import SDPA, eager_kernel, needs_compile
 from lz_compile.runtime.choose.decision_cache import DecisionCache, SelectionCacheConfig
-from lz_compile.runtime.choose.select import Decision, Problem, select
+from lz_compile.runtime.choose.problem import Decision, Problem
+from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.policy import policy

@@ -16,9 +16,10 @@ from lz_compile.runtime.policy import policy
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderResult
 
+    from lz_compile.passes.graph.refusal import NearMiss
     from lz_compile.passes.loops.roll.reroll import RolledLoop
-    from lz_compile.passes.rewriting.match import Match, NearMiss
-    from lz_compile.runtime.choose.select import Decision, Problem
+    from lz_compile.passes.rewriting.match import Match
+    from lz_compile.runtime.choose.problem import Decision, Problem
 
 SCHEMA_VERSION = "1.0"
 

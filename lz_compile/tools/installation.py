@@ -23,7 +23,7 @@ from lz_compile.ground.hardware import default_device
 from lz_compile.ground.reasons import Reason, first_line
 from lz_compile.ground.records import Record
 from lz_compile.lowering import inductor, ops
-from lz_compile.runtime.choose.select import database_at
+from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import capabilities, registry
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure import perfdb

@@ -16,10 +16,10 @@ from lz_compile.passes.blend.gate import Gate, Logits
 from lz_compile.passes.blend.replay import reached, replay
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.graph.core import Core
-from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.effects import Effects, ambient_context
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import ambient_context
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.loops.roll.fakes import faking
 
 
 def note_as_handed_in(graph: fx.Graph, inputs: Sequence[Any]) -> None:

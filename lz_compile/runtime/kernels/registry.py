@@ -8,6 +8,7 @@ nor libraries are imported before a kernel is used.
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from lz_compile.errors import RegistrationError, UnknownOperationError
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.records import Record
-from lz_compile.runtime.kernels import capabilities, libraries
+from lz_compile.runtime.kernels import capabilities, libraries, plugins
 from lz_compile.runtime.kernels.capabilities import Descriptor, Kernel
 from lz_compile.runtime.kernels.kernel import ADAPTERS, GridLayoutSpec, KernelSpec, Prior
 from lz_compile.runtime.kernels.libraries import LazyFunction
@@ -131,14 +132,12 @@ def _found() -> _Table:
 
 
 def _load_plugins() -> None:
-    from lz_compile.runtime.kernels import plugins
-
     _state.is_loading_plugins = True
     try:
         for plugin in plugins.found():
             before = dict(_state.plugged)
             try:
-                for path, module in plugin.run():
+                for path, module in plugin.run(sys.modules[__name__]):
                     register_descriptor(path, module)
             except Exception as error:  # noqa: BLE001 a broken plugin disables itself, never the compiler
                 _state.plugged = before

@@ -11,14 +11,14 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Size, as_size, shape_of
-from lz_compile.passes.graph.effects import Ambient, ambient_context
+from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import Ambient, ambient_context
+from lz_compile.passes.graph.provenance import EMITTED, provenance
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.loops.recurrence.plan import Traces
 from lz_compile.passes.loops.recurrence.step_trace import traced
-from lz_compile.passes.loops.roll.fakes import faking
 from lz_compile.passes.proof.subgraph import Subgraph
-from lz_compile.passes.rewriting.builder import EMITTED, provenance
-from lz_compile.passes.rewriting.match import RefusedError
 
 
 @dataclass

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rewritten, value_of
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_homes import insert
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, is_filled, traced
-from lz_compile.passes.loops.roll.fakes import faking
 from lz_compile.passes.proof.subgraph import Subgraph, needed
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import stride_order
-from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall

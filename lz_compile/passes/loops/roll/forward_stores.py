@@ -18,14 +18,15 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size
+from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.attachment import is_made_attached
-from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import memory_of, tensor_of
-from lz_compile.passes.loops.roll.fakes import faking
 from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
-from lz_compile.passes.rewriting.edit import MayEdit, anywhere
 
 #: A tensor with more readers of pieces keeps what is stored twice.
 _MOST_READERS = 64

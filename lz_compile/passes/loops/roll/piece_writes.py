@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.effects import Ambient, Effects, ambient_context
+from lz_compile.passes.editing.edit import MayEdit
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.view import memory_of, read, tensor_of, value_of
-from lz_compile.passes.loops.roll.fakes import faking
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
-from lz_compile.passes.rewriting.edit import MayEdit
 
 #: For every dimension from where to where, or None for all of it.
 Piece: TypeAlias = "tuple[tuple[int, int] | None, ...]"

@@ -12,13 +12,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from lz_compile.passes.graph.effects import Ambient, ambient_context
+from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import Ambient, ambient_context
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import memory_of, read, tensor_of, value_of, where_of
 from lz_compile.passes.loops.roll.body import Around, Body, Carried, Entry, Part, Ref, Streamed
-from lz_compile.passes.loops.roll.fakes import faking
 from lz_compile.passes.loops.roll.search import is_number
 from lz_compile.passes.loops.roll.steps import Steps, kind_of, kind_of_value
-from lz_compile.passes.rewriting.match import RefusedError
 
 _ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lz_compile.passes.rewriting.match import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError
 
 REFUSED = "MHA_CALL_NOT_INLINED"
 CAUSAL = "causal"  # the mask that the hint stands for; only SDPA is told
