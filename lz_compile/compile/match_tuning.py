@@ -17,11 +17,13 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.lowering import inductor, ops
 from lz_compile.passes.graph.view import value_of
 from lz_compile.passes.proof.surroundings import Binding, Surrounded, surrounded, symbols
-from lz_compile.runtime.choose.select import POWERS, Problem, Symbols
+from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.choose.select import POWERS
+from lz_compile.runtime.problem.symbols import Symbols
 
 if TYPE_CHECKING:
+    from lz_compile.passes.fusion.fusion import Fusion
     from lz_compile.passes.graph.effects import Effects
-    from lz_compile.passes.rewriting.fusion import Fusion
     from lz_compile.passes.rewriting.match import Match
     from lz_compile.runtime.kernels.kernel import KernelSpec
     from lz_compile.runtime.policy.resolved import Policy
@@ -57,10 +59,10 @@ def tune_match(
     found = surrounded(match if fusion is None else fusion.of(along), effects)
     found = replace(found, surroundings=" ".join((*along, found.surroundings)))
     problem = replace(problem, surroundings=found.surroundings)
-    verdict = policy_.verdict(problem.context)
-    candidates = [spec for spec in runnable(problem.context) if verdict.excluded(spec.kernel_id) is None]
+    resolved_policy = policy_.resolved_policy(problem.context)
+    candidates = [spec for spec in runnable(problem.context) if resolved_policy.excluded(spec.kernel_id) is None]
     specs = [spec for spec in candidates if spec.kernel_id != problem.source_kernel]
-    if len(specs) == 1 or verdict.lock in [spec.kernel_id for spec in candidates]:
+    if len(specs) == 1 or resolved_policy.lock in [spec.kernel_id for spec in candidates]:
         return problem
     for binding, sizes in _bindings(match, found, problem):
         if is_measured(

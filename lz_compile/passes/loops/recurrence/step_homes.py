@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.loops.recurrence.step_trace import Step
-from lz_compile.passes.loops.roll.fakes import faking
 from lz_compile.passes.proof.subgraph import needed
 
 aten = torch.ops.aten

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.purity import is_arithmetic, is_pure
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of, value_of, where_of
 from lz_compile.passes.loops.roll.numbers import may_be_tensor, with_tensor_of_alpha
-from lz_compile.passes.loops.roll.purity import is_arithmetic, is_pure
 from lz_compile.passes.loops.roll.search import is_number, rebuilt
 from lz_compile.passes.loops.roll.slices import Slices, slices_of
 from lz_compile.passes.loops.roll.steps import Made, Steps, kind_of
-from lz_compile.passes.rewriting.match import RefusedError
 
 #: Tensors that are computed one by one are copied together up to this many elements.
 _MOST_COPIED = 1 << 24
@@ -28,34 +28,26 @@ _DEEPEST = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class Ref:
+    """What a step reads in the place of a node."""
+
+    number: int
+
+
+class Part(Ref):
     """The result of an entry of the body."""
 
-    number: int
 
-
-@dataclass(frozen=True)
-class Carried:
+class Carried(Ref):
     """What the step before handed on, in a slot."""
 
-    number: int
 
-
-@dataclass(frozen=True)
-class Streamed:
+class Streamed(Ref):
     """This step's entry of a stream."""
 
-    number: int
 
-
-@dataclass(frozen=True)
-class Around:
+class Around(Ref):
     """A value from around the loop."""
-
-    number: int
-
-
-Ref = Part | Carried | Streamed | Around
 
 
 @dataclass(frozen=True)

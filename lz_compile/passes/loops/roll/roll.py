@@ -10,15 +10,15 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import is_returned, stride_order
-from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.loops.recurrence.scan import emit_scan
+from lz_compile.passes.formula.strides import strides_matter
+from lz_compile.passes.graph.purity import is_pure
+from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.view import origin_of, tensor_of
 from lz_compile.passes.loops.roll.facts import Loop, emitter_of
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector
-from lz_compile.passes.loops.roll.purity import is_pure
+from lz_compile.passes.loops.roll.scan import emit_scan
 from lz_compile.passes.loops.roll.step_graph import Emitter
 from lz_compile.passes.loops.roll.steps import Steps, kind_of
-from lz_compile.passes.rewriting.match import RefusedError
-from lz_compile.passes.rewriting.rewrite import strides_matter
 
 
 def roll(loop: Loop, owner: fx.GraphModule) -> fx.Node:
@@ -99,8 +99,13 @@ class _Readers:
             return value
         is_static = all(isinstance(size, int) for size in (*one.shape, *one.stride()))
         if is_static and is_returned(operand):  # AOTAutograd replays views of what is returned
-            blank = self._emit.call(torch.empty_strided, one.shape, one.stride(), dtype=one.dtype, device=one.device)
-            return self._emit.call("copy_", blank, value)
+            repeated = [dim for dim, stride in enumerate(one.stride()) if stride == 0 and one.shape[dim] > 1]
+            for dim in repeated:  # nothing can be written to elements that share memory
+                value = self._emit.call("narrow", value, dim, 0, 1)
+            shape = [1 if dim in repeated else size for dim, size in enumerate(one.shape)]
+            blank = self._emit.call(torch.empty_strided, shape, one.stride(), dtype=one.dtype, device=one.device)
+            value = self._emit.call("copy_", blank, value)
+            return self._emit.call("expand", value, one.shape) if repeated else value
         order, back = stride_order(old)
         return self._emit.call("permute", self._emit.call("contiguous", self._emit.call("permute", value, order)), back)
 
@@ -174,7 +179,7 @@ class _Readers:
             index[assignment.place] = span
             self._emit.like = self._loop.steps.node(0, assignment.index)
             node = self._emit.graph.call_function(operator.setitem, (buffer.node, tuple(index), value))
-            node.meta.update(self._emit.origin())
+            node.meta.update(origin_of(self._emit.like))
             node.meta["example_value"] = None
         return []
 

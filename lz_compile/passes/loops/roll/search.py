@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_aggregate
+
+from lz_compile.passes.editing.dead import dead_calls
 
 #: A loop of fewer steps is never rolled.
 LEAST_STEPS = 4
@@ -35,6 +39,11 @@ class Program:
             self.leaves.append(leaves)
             self.kinds.append(numbers.setdefault((node.op, node.target, skeleton), len(numbers)))
 
+    @cached_property
+    def dead(self) -> frozenset[fx.Node]:
+        """The calls that nobody needs."""
+        return frozenset(dead_calls(self.graph))
+
 
 def is_number(value: Any) -> bool:
     """Whether a leaf is a plain number."""
@@ -57,16 +66,7 @@ def _skeleton(value: Any, leaves: list[Any]) -> Hashable:
 
 def rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
     """An argument with other nodes and numbers in the places of its own."""
-    if isinstance(value, fx.Node) or is_number(value):
-        return next(leaves)
-    if isinstance(value, (tuple, list)):
-        items = [rebuilt(each, leaves) for each in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, dict):
-        return {key: rebuilt(each, leaves) for key, each in value.items()}
-    if isinstance(value, slice):
-        return slice(*[rebuilt(each, leaves) for each in (value.start, value.stop, value.step)])
-    return value
+    return map_aggregate(value, lambda leaf: next(leaves) if isinstance(leaf, fx.Node) or is_number(leaf) else leaf)
 
 
 @dataclass(frozen=True)
