@@ -9,7 +9,7 @@ from canonical import compiled, edited, missed, report_of
 from torch import Tensor
 from torch._higher_order_ops import scan
 
-from lz_compile.passes.graph.inline import inline
+from lz_compile.passes.inlining.inline import inline
 from lz_compile.passes.loops.recurrence.distribute import distribute
 from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
