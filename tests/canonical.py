@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from lz_compile.report.report import LoopReport, MatchReport, MissReport, Report
 
 #: Where something is, after its name.
 _PLACE = re.compile(r" (at |\()\S+\.py:\d+\)?")
+#: The files of snapshots as they were compiled: they may be written anew while they run.
+_LINES = {str(path): path.read_text().splitlines() for path in Path(__file__).parent.glob("test_snapshots_*.py")}
 
 
 def graph_text(module: fx.GraphModule) -> str:
@@ -213,10 +214,4 @@ def _loop(loop: LoopReport) -> str:
 def _source(where: str) -> str:
     """The line of a place, which stays the same when others come before it."""
     file, _, line = where.rpartition(":")
-    return _lines(file)[int(line) - 1].strip()
-
-
-@cache
-def _lines(file: str) -> list[str]:
-    """As they were compiled: a file of snapshots may be written anew while it runs."""
-    return Path(file).read_text().splitlines()
+    return _LINES[file][int(line) - 1].strip()
