@@ -340,6 +340,20 @@ def test_a_gradient_that_is_lost_refutes_an_edit() -> None:
     assert "requires_grad False" in told
 
 
+def by_a_constant(x: Tensor, a: Tensor) -> Tensor:
+    return x * a.detach()
+
+
+def test_a_gradient_that_one_of_two_inputs_loses_refutes_an_edit() -> None:
+    def products(x: Tensor, a: Tensor) -> Tensor:
+        return torch.cos(torch.mul(x, a))
+
+    x, a = inputs()
+    edit = by(torch.mul, lambda graph, node: graph.call_function(by_a_constant, node.args))
+    told, _ = edited(products, edit, x, a.requires_grad_())
+    assert "is none, and was there" in told
+
+
 def test_under_no_grad_there_is_none_to_lose() -> None:
     with torch.no_grad():
         assert edited(sines, by(torch.sin, without_gradient), *inputs()) == ("", [])
