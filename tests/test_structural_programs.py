@@ -24,6 +24,7 @@ def program(
     inputs: str = "torch.randn({})",
     dtype: str = "float64",
     is_graded: bool = True,
+    is_dynamic: bool | None = None,
     **options,
 ) -> Program:
     """A program of the corpus; all inputs are made by one expression, in one dtype, and of one role."""
@@ -35,7 +36,7 @@ def program(
     ]
     texts = {name: f"{inputs.format(shape)}.to(torch.{dtype})" for name, shape in shapes.items()}
     given = dict.fromkeys(shapes, roles)
-    return Program(0, "\n".join(lines), texts, given, (size,), {"loops": "roll", **options}, is_graded)
+    return Program(0, "\n".join(lines), texts, given, (size,), {"loops": "roll", **options}, is_graded, is_dynamic)
 
 
 CORPUS: dict[str, Program] = {
@@ -96,6 +97,48 @@ with torch.no_grad():
     for t in range(T):
         o[:, t] = vs[t]
 return torch.stack([o[:, t] * x[:, t] for t in range(T)], 1)"""),
+    "what a step gives repeats its elements": program("""
+h, outs = z, []
+for t in range(T):
+    h = torch.sigmoid(y[:, t]) * h + x[:, t]
+    outs.append((2 * h[:, :1]).expand(B, D))
+return outs, h"""),
+    "two results of a loop are equal": program("""
+h, o, outs = z, torch.zeros_like(x), []
+for t in range(T):
+    h = h + y[:, T - 1 - t].cumsum(-1)
+    o[:, t] = h
+    outs.append(h)
+return o, torch.stack(outs, 1)"""),
+    "the first step of a loop alone is read, behind it are infinities": program(
+        """
+y = torch.log(y.abs().round())
+h, outs = z, []
+for t in range(T):
+    h = y[:, t] * h
+    outs.append(h)
+return outs[0]""",
+    ),
+    "a step normalises over a symbolic size": program(
+        """
+h = c = torch.ones_like(z)
+for t in range(1, T):
+    h = F.layer_norm(h + x, (D,))
+    c.mul_(0.9)
+    h = h + c
+return h""",
+        (1, 8, 4),
+        is_dynamic=True,
+    ),
+    "a step reads all but one of a symbolic size": program(
+        """
+h, outs = torch.zeros_like(z), []
+for t in range(T):
+    h = torch.maximum(h, torch.cat([y[:, t, :1], x[:, -1, 1:]], -1))
+    outs.append(h)
+return outs""",
+        is_dynamic=True,
+    ),
     "a scale without gradients before a norm": program(
         """
 with torch.no_grad():

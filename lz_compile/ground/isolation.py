@@ -8,6 +8,7 @@ noticed. :func:`isolated` is the one door to running code in order to learn some
 from __future__ import annotations
 
 import ctypes
+import logging
 import platform
 import random
 import sys
@@ -76,8 +77,9 @@ def isolated() -> Iterator[Outside]:
 
     Hidden and put back: hooks on saved tensors, modes (``TorchFunctionMode``, ``TorchDispatchMode``, the default device),
     autocast, inference and anomaly mode, the default dtype, flags for deterministic algorithms, the random numbers of every
-    device, of Python and of NumPy, the floating-point environment (denormals, rounding, traps), filters of warnings, and
-    NumPy's ``errstate``. Gradients are recorded. Random numbers begin with the seed 0.
+    device, of Python and of NumPy, the floating-point environment (denormals, rounding, traps), filters of warnings,
+    NumPy's ``errstate``, and what fake tensors print of calls that fail. Gradients are recorded. Random numbers begin
+    with the seed 0.
 
     It yields what a compiled graph runs under when it is called here: a proof of its parts enters that again.
     """
@@ -257,6 +259,21 @@ def _warnings() -> Iterator[None]:
             yield
 
 
+@contextmanager
+def _tracebacks() -> Iterator[None]:
+    """PyTorch prints the traceback of a call that takes no example values, which is an answer to a question of ours."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_of_others(_record: logging.LogRecord) -> bool:
+        return not is_isolated()
+
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)
+
+
 _PARTS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     _function_modes,
     _disable_current_modes,
@@ -270,4 +287,5 @@ _PARTS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     _random_numbers,
     _floating_point,
     _warnings,
+    _tracebacks,
 )

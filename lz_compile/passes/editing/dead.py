@@ -36,7 +36,7 @@ def drop_dead(graph: fx.Graph) -> int:
 
     Calls that write, draw random numbers, or may do anything else besides giving a result stay.
     """
-    return _erase(graph, _dead(graph))
+    return _erase(graph, dead_calls(graph))
 
 
 def drop_dead_joins(graph: fx.Graph) -> int:
@@ -44,7 +44,7 @@ def drop_dead_joins(graph: fx.Graph) -> int:
 
     The values stay: steps of a loop are equal only as long as they compute the same, whoever reads it.
     """
-    dead, behind = _dead(graph), dict[fx.Node, None]()
+    dead, behind = dead_calls(graph), dict[fx.Node, None]()
     for node in reversed(dead):
         is_join = str(getattr(read(node), "name", "")) in ("cat", "stack") and len(node.all_input_nodes) >= _MANY
         if is_join or any(each in behind for each in node.all_input_nodes):
@@ -52,7 +52,7 @@ def drop_dead_joins(graph: fx.Graph) -> int:
     return _erase(graph, list(reversed(behind)))
 
 
-def _dead(graph: fx.Graph) -> list[fx.Node]:
+def dead_calls(graph: fx.Graph) -> list[fx.Node]:
     """Calls whose results nobody reads, the last first."""
     dead: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):

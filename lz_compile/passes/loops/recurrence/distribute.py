@@ -23,7 +23,13 @@ from lz_compile.passes.graph.view import where_of
 from lz_compile.passes.loops.recurrence.batched import Around, Batched
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.reading import Readings
-from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, own_memory, value_of, with_strides
+from lz_compile.passes.loops.recurrence.rebuilt_scan import (
+    CONTIGUOUS,
+    erase_scan,
+    in_place_of,
+    own_memory,
+    value_of,
+)
 from lz_compile.passes.loops.recurrence.states import restated
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
 
@@ -100,7 +106,6 @@ def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
 
 
 def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:
-    results = call.results()
     if not all(value_of(node).is_contiguous() for node in call.init):
         raise RefusedError("LOOP_KEPT_WHOLE", "a first state is not contiguous", "make it contiguous")
     graph = call.node.graph
@@ -108,11 +113,7 @@ def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:
     with graph.inserting_before(call.node):
         try:
             values = _Loop(call, plan, around).values()
-            replaced = [
-                (node, with_strides(around, values[place], value_of(node)))
-                for place, nodes in results.items()
-                for node in nodes
-            ]
+            replaced = in_place_of(around, call, values)
         except BaseException:
             around.undo()
             raise

@@ -58,11 +58,7 @@ class Rebuilt:
         with graph.inserting_before(self.old.node):
             states = self.final(self.picked[:after])
             values = [*states, *self.picked[after:]]
-            replaced = [
-                (node, with_strides(self.around, values[place], value_of(node)))
-                for place, nodes in self.old.results().items()
-                for node in nodes
-            ]
+            replaced = in_place_of(self.around, self.old, values)
         assert len(values) == before + len(self.picked) - after, "a step gives what it gave"
         for node, value in replaced:
             node.replace_all_uses_with(value)
@@ -153,7 +149,20 @@ def erase_scan(call: ScanCall) -> None:
         owner.delete_submodule(str(body.target))
 
 
-def with_strides(around: Around, node: fx.Node, old: torch.Tensor) -> fx.Node:
+def in_place_of(around: Around, call: ScanCall, values: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    """Every node that picks a result of a scan, with what takes its place: each result has memory of its own, as before."""
+    taken: set[fx.Node] = set()
+    found: list[tuple[fx.Node, fx.Node]] = []
+    for place, nodes in call.results().items():
+        value = values[place]
+        if value in taken:
+            value = around.call(aten.clone.default, (value,), CONTIGUOUS)
+        taken.add(value)
+        found += [(node, _with_strides(around, value, value_of(node))) for node in nodes]
+    return found
+
+
+def _with_strides(around: Around, node: fx.Node, old: torch.Tensor) -> fx.Node:
     """The value with the strides of the one that it replaces."""
     if value_of(node).stride() == old.stride():
         return node

@@ -139,8 +139,9 @@ class Step:
     def example(self, node: fx.Node) -> Any:
         """The example value of a node with its sizes as they are."""
         value = node.meta["val"]
-        if not self.sizes.symbols:
-            return value
+        return pytree.tree_map(self._as_it_is, value) if self.sizes.symbols else value
+
+    def _as_it_is(self, value: Any) -> Any:
         numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
         extents = [self.sizes.extent(size, self._at) for size in numbers]
         if not isinstance(value, torch.Tensor):
@@ -196,7 +197,11 @@ def _at(
             shape = [sizes.number(as_size(size), second=second) for size in value.shape]
             strides = [_hint(stride) for stride in value.stride()]
             found.append(in_order(torch.empty, shape, strides, dtype=value.dtype, device=value.device))
-    return _module(body, found, ambient, mode)
+    try:
+        return _module(body, found, ambient, mode)
+    except (RuntimeError, ValueError, IndexError) as error:  # one size may have to be the larger one: primes are not
+        text = f"a step does not run with numbers for its symbolic sizes: {error}"
+        raise RefusedError("STEP_SIZES", text, "compile with dynamic=False") from error
 
 
 def in_order(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.loops.roll.body import Body, Numbers, Stream
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use, buffers_of, collector_of, uses_of
+from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.loops.roll.step_graph import Emitter, Result, StepGraph, step_graph
 from lz_compile.passes.loops.roll.steps import Steps
 from lz_compile.passes.loops.roll.streams import stacked
@@ -76,6 +77,9 @@ def read_loop(steps: Steps, ambient: Ambient) -> Loop:
     written = frozenset(each.index for buffer in buffers for each in buffer.assignments)
     body = Body(steps, written)
     uses = [use for use in uses_of(steps, written) if _is_in_step(body, use.index)]
+    count = _steps_read(steps, uses)
+    if count < steps.count:
+        return read_loop(replace(steps, count=count), ambient)
     collectors = _collectors(steps, uses)
     finals = _finals(body)
     results: dict[Any, Result] = {
@@ -103,6 +107,23 @@ def read_loop(steps: Steps, ambient: Ambient) -> Loop:
         raise RefusedError("NO_STATE", "no step reads what the one before it made", "run all steps at once, as a batch")
     numbers = {key: number for number, key in enumerate(results)}
     return Loop(steps, body, buffers, collectors, uses, ambient, step, numbers, finals)
+
+
+def _steps_read(steps: Steps, uses: Sequence[Use]) -> int:
+    """How many steps there are up to the last one of which something is read.
+
+    A loop's backward pass would send zeros through the others, which are NaN where they meet infinities.
+
+    Raises:
+        RefusedError: so few that they are no loop.
+    """
+    if any(node in steps.versions.writes for node in steps.nodes):
+        return steps.count
+    count = 1 + max((use.step for use in uses if use.reader not in steps.program.dead), default=steps.count - 1)
+    if count < min(LEAST_STEPS, steps.count):
+        text = f"of {steps.count} steps, none is read after the first {count}"
+        raise RefusedError("STEPS_UNREAD", text, "end the loop there")
+    return count
 
 
 def _has_gradient(steps: Steps, ambient: Ambient) -> bool:

@@ -300,6 +300,7 @@ class _Search:
 #: Refusals that hold wherever a step is taken to begin.
 _FINAL = frozenset(
     {"LAYERS", "NO_STATE", "RANDOM", "MODE_CHANGES_INSIDE", "DATA_DEPENDENT", "NESTED_GRAPH", "INPUT_OVERWRITTEN"}
+    | {"STEPS_UNREAD"}
 )
 #: Refusals of what is no loop over anything: the same calls on different things.
 _SILENT = frozenset({"LAYERS", "NO_STATE"})

@@ -99,8 +99,13 @@ class _Readers:
             return value
         is_static = all(isinstance(size, int) for size in (*one.shape, *one.stride()))
         if is_static and is_returned(operand):  # AOTAutograd replays views of what is returned
-            blank = self._emit.call(torch.empty_strided, one.shape, one.stride(), dtype=one.dtype, device=one.device)
-            return self._emit.call("copy_", blank, value)
+            repeated = [dim for dim, stride in enumerate(one.stride()) if stride == 0 and one.shape[dim] > 1]
+            for dim in repeated:  # nothing can be written to elements that share memory
+                value = self._emit.call("narrow", value, dim, 0, 1)
+            shape = [1 if dim in repeated else size for dim, size in enumerate(one.shape)]
+            blank = self._emit.call(torch.empty_strided, shape, one.stride(), dtype=one.dtype, device=one.device)
+            value = self._emit.call("copy_", blank, value)
+            return self._emit.call("expand", value, one.shape) if repeated else value
         order, back = stride_order(old)
         return self._emit.call("permute", self._emit.call("contiguous", self._emit.call("permute", value, order)), back)
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
+
+from lz_compile.passes.editing.dead import dead_calls
 
 #: A loop of fewer steps is never rolled.
 LEAST_STEPS = 4
@@ -34,6 +37,11 @@ class Program:
             skeleton = _skeleton((node.args, node.kwargs), leaves)
             self.leaves.append(leaves)
             self.kinds.append(numbers.setdefault((node.op, node.target, skeleton), len(numbers)))
+
+    @cached_property
+    def dead(self) -> frozenset[fx.Node]:
+        """The calls that nobody needs."""
+        return frozenset(dead_calls(self.graph))
 
 
 def is_number(value: Any) -> bool:
