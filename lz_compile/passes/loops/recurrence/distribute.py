@@ -23,13 +23,7 @@ from lz_compile.passes.graph.view import where_of
 from lz_compile.passes.loops.recurrence.batched import Around, Batched
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.reading import Readings
-from lz_compile.passes.loops.recurrence.rebuilt_scan import (
-    CONTIGUOUS,
-    erase_scan,
-    in_place_of,
-    own_memory,
-    value_of,
-)
+from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, in_place_of, own_memory, value_of
 from lz_compile.passes.loops.recurrence.states import restated
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
 
