@@ -243,9 +243,9 @@ def _keep_all(batch: Any, head: Any, query_index: Any, key_index: Any) -> Any:
 
 def _as_tuple(fields: Buffers, lengths: tuple[Any, Any], tile: int, mask_mod: Any) -> tuple[Any, ...]:
     """A block mask as the operator takes it, in the order that this PyTorch has; ``BlockMask`` itself takes no proxies."""
-    stand_ins: dict[str, Any] = {
+    placeholders: dict[str, Any] = {
         name: None if tensor is None else torch.empty(1, 1, 1, 1) for name, tensor in fields.items()
     }
-    order = BlockMask(seq_lengths=lengths, **stand_ins, BLOCK_SIZE=(tile, tile), mask_mod=mask_mod).as_tuple()
-    found = {id(stand_in): fields[name] for name, stand_in in stand_ins.items() if stand_in is not None}
+    order = BlockMask(seq_lengths=lengths, **placeholders, BLOCK_SIZE=(tile, tile), mask_mod=mask_mod).as_tuple()
+    found = {id(placeholder): fields[name] for name, placeholder in placeholders.items() if placeholder is not None}
     return tuple(found.get(id(each), each) for each in order)
