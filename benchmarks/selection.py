@@ -25,7 +25,8 @@ from benchmarks.harness import Quartiles
 from benchmarks.publish import Publication, rounded, table_of
 from lz_compile.compile import measuring
 from lz_compile.lowering.ops import attention
-from lz_compile.runtime.choose.select import Decision, Problem, select
+from lz_compile.runtime.choose.problem import Decision, Problem
+from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.measure.timing import Timing, measure
 from lz_compile.runtime.policy import policy

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lz_compile.ground.reasons import Reason
+if TYPE_CHECKING:
+    from lz_compile.ground.reasons import Reason
 
 
 class LayerZeroError(Exception):

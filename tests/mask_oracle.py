@@ -15,7 +15,8 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import Size, product, shape_of
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.masks.reading import Axes, Masks, Meaning
+from lz_compile.passes.masks.meaning import Axes, Meaning
+from lz_compile.passes.masks.reading import Masks
 
 HEADS = 2
 #: The dimensions that are symbolic, and sizes (batch, queries, and tokens before them) to compare at.

@@ -29,8 +29,8 @@ from torch import nn
 from lz_compile.compile import reading
 from lz_compile.compile.compiler import process
 from lz_compile.compile.options import split
-from lz_compile.passes.loops.roll.scan_steps import run_steps
-from lz_compile.passes.rewriting.match import NearMiss
+from lz_compile.passes.graph.refusal import NearMiss
+from lz_compile.passes.proof.scan_steps import run_steps
 from lz_compile.report.report import GraphReport
 
 #: By name of what is compared: a tensor, or anything with ``==``.

@@ -17,21 +17,21 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula.algebra import (
+from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
+from lz_compile.passes.formula.expressions import (
     DROPOUT,
     FLOORED,
     INFINITY,
     NAN_TO_NUM,
-    MutatedError,
-    Region,
     indicators,
     is_indicator,
     number,
     reduce_indicators,
     tidy,
 )
-from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.layout import read_input_dims
+from lz_compile.passes.graph.effects import MutatedError
 from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.rewriting.builder import Builder
 from tests.graphs import (

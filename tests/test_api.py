@@ -35,7 +35,8 @@ from lz_compile.lowering import ops
 from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, reference
 from lz_compile.runtime.choose import select
 from lz_compile.runtime.choose.calls import DISPATCH, SDPA
-from lz_compile.runtime.choose.select import Problem, database_at
+from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.kernel import KernelSpec, Prior
 from lz_compile.runtime.measure.estimate import workload

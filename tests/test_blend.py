@@ -20,7 +20,7 @@ from lz_compile.passes.blend.ranks import Ranks
 from lz_compile.passes.blend.recogniser import recognise
 from lz_compile.passes.blend.terms import Sums
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.rewriting.match import NearMiss
+from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.runtime.kernels.registry import kernels
 from tests.backends import Rewriting
 from tests.blend_spellings import (

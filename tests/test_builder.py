@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from lz_compile.ground.sizes import as_size, shape_of
-from lz_compile.passes.formula.algebra import INFINITY, Leaf, Region
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, fresh, regroup
-from lz_compile.passes.graph.effects import Ambient, Effects
+from lz_compile.passes.formula.expressions import INFINITY
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, GraphBuilder, TensorProxy
 from tests.graphs import arguments, capture, output_of, placeholders, symbols

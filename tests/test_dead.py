@@ -12,7 +12,7 @@ from backends import Rewriting
 from graphs import calls, capture
 from torch import Tensor, nn
 
-from lz_compile.passes.graph.dead import drop_dead
+from lz_compile.passes.editing.dead import drop_dead
 
 UNREAD: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "averaged": lambda scores, weights: weights.float().mean(0),

@@ -25,7 +25,7 @@ from lz_compile.ground import events, machine
 from lz_compile.ground.hardware import hardware
 from lz_compile.ground.reasons import Reason
 from lz_compile.runtime.choose import select
-from lz_compile.runtime.choose.select import Problem
+from lz_compile.runtime.choose.problem import Problem
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem.context import SymbolicDim

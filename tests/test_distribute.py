@@ -13,10 +13,10 @@ from torch import fx
 from torch._higher_order_ops import scan
 
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.loops.recurrence import reading as scan_reading
 from lz_compile.passes.loops.recurrence.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.loops.recurrence.step_trace import SCAN
 from lz_compile.passes.rewriting.match import Match
-from lz_compile.passes.scan import reading as scan_reading
 from lz_compile.passes.scan.recogniser import recognise
 
 

@@ -14,7 +14,7 @@ import lz_compile as lz
 from lz_compile.ground import health
 from lz_compile.ground.machine import environment
 from lz_compile.lowering import ops
-from lz_compile.runtime.choose.select import database_at
+from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.measure import perf_record
 from lz_compile.runtime.measure.estimate import workload

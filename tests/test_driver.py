@@ -9,12 +9,14 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula.axes import LayoutError
-from lz_compile.passes.graph.core import Core
-from lz_compile.passes.graph.effects import Ambient, MutatedError
-from lz_compile.passes.rewriting.builder import EMITTED
+from lz_compile.passes.graph.effects import MutatedError
+from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.provenance import EMITTED
+from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
+from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.emitter import TableEmitter
-from lz_compile.passes.rewriting.match import Failure, Found, Match, NearMiss, RefusedError, Site
+from lz_compile.passes.rewriting.match import Found, Match, Site
 
 
 def _waves(x: torch.Tensor) -> torch.Tensor:

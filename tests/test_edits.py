@@ -13,24 +13,25 @@ from torch import Tensor, fx
 
 from lz_compile.compile.options import Options
 from lz_compile.compile.reading import Reading
-from lz_compile.passes.graph.dead import drop_dead
+from lz_compile.passes.editing import edit
+from lz_compile.passes.editing.dead import drop_dead
+from lz_compile.passes.editing.edit import MayEdit, RefutedError, all_or_nothing, edit_places, proven
+from lz_compile.passes.editing.edit_proof import Verdict, difference
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.inline import inline
+from lz_compile.passes.graph.refusal import Failure
 from lz_compile.passes.graph.share import share_equal
+from lz_compile.passes.graph.snapshot import Snapshot
+from lz_compile.passes.inlining.inline import inline
 from lz_compile.passes.loops.recurrence.distribute import distribute
 from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
 from lz_compile.passes.loops.roll.reroll import reroll
 from lz_compile.passes.loops.roll.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
 from lz_compile.passes.loops.roll.unbatch import unbatch
-from lz_compile.passes.proof.edit_proof import Verdict, difference
 from lz_compile.passes.proof.special_values import may_be_special
 from lz_compile.passes.recognisers import recognisers
-from lz_compile.passes.rewriting import edit
-from lz_compile.passes.rewriting.edit import MayEdit, RefutedError, all_or_nothing, edit_places, proven
-from lz_compile.passes.rewriting.match import Failure, Match
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import Recipes, splice
-from lz_compile.passes.rewriting.snapshot import Snapshot
 from lz_compile.passes.sampling.stores import with_values
 from lz_compile.report.report import GraphReport
 from lz_compile.runtime.kernels.registry import kernels

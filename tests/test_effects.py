@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
-from lz_compile.passes.graph.effects import Ambient, Effects, ambient_context
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.view import tensor_of
 from tests.graphs import call_named, capture, effects_of, in_order, output_of, placeholders
 

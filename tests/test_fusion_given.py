@@ -16,7 +16,7 @@ from lz_compile.ground import events
 from lz_compile.lowering.fused import SIBLING, Fused, Siblings
 from lz_compile.lowering.ops import norm as norm_op
 from lz_compile.lowering.ops import rope as rope_op
-from lz_compile.passes.rewriting import fusion as planner
+from lz_compile.passes.fusion import fusion as planner
 from lz_compile.runtime.kernels import registry
 
 BATCH, TOKENS, HIDDEN, DIM = 2, 7, 12, 8

@@ -16,7 +16,8 @@ from lz_compile.backend import layerzero
 from lz_compile.compile import pipeline
 from lz_compile.ground.machine import environment
 from lz_compile.runtime.choose import select
-from lz_compile.runtime.choose.select import Problem, database_at
+from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.measure.estimate import workload
 from lz_compile.runtime.measure.perf_record import PerfRecord, canonical
 from lz_compile.runtime.policy import policy

@@ -16,7 +16,7 @@ from mask_oracle import DYNAMIC, SIZES, Asked, Concrete, ask, named
 from torch import Tensor
 
 from lz_compile.passes.formula.axes import Axis
-from lz_compile.passes.graph.constants import Constants
+from lz_compile.passes.masks.constants import Constants
 from lz_compile.passes.masks.index_reading import Reader
 from lz_compile.passes.masks.piecewise import Piecewise, Value
 from lz_compile.passes.masks.polynomial import Polynomial, Variable

@@ -11,12 +11,13 @@ from torch import nn
 
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
-from lz_compile.passes.attention.calls import BODIES, multi_head_attention
-from lz_compile.passes.attention.recogniser import recognise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.inline import Inlined, inline
-from lz_compile.passes.graph.inline_proof import _difference
-from lz_compile.passes.rewriting.match import Match, RefusedError
+from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.inlining.attention_calls import BODIES, multi_head_attention
+from lz_compile.passes.inlining.inline import Inlined, inline
+from lz_compile.passes.inlining.inline_proof import _difference
+from lz_compile.passes.recognisers import recognisers
+from lz_compile.passes.rewriting.match import Match
 
 EMBED, HEADS, BATCH, QUERIES, KEYS = 24, 3, 2, 6, 9
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -34,7 +35,7 @@ class Recorder:
         module.graph.lint()
         module.recompile()
         self.graphs.append(module.graph)
-        self.recognised += recognise(module.graph, Effects(module.graph))
+        self.recognised += recognisers()["attention"](module.graph, Effects(module.graph))
         for node in set(module.graph.nodes) - before:
             assert {"example_value", "stack_trace"} <= node.meta.keys(), node
         return module.forward

@@ -19,7 +19,7 @@ from lz_compile.errors import OptionError, UnknownKernelError, UnknownOperationE
 from lz_compile.ground import health
 from lz_compile.ground.machine import environment
 from lz_compile.lowering.ops.attention import Operands, reference
-from lz_compile.runtime.choose.select import database_at
+from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import constraints, registry
 from lz_compile.runtime.measure import perf_record
 from lz_compile.runtime.measure.estimate import workload

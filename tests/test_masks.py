@@ -23,7 +23,8 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import Axis, fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.masks.reading import Axes, Masks, Meaning
+from lz_compile.passes.masks.meaning import Axes, Meaning
+from lz_compile.passes.masks.reading import Masks
 
 LOWEST = torch.finfo(torch.float32).min
 

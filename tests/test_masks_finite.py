@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula.algebra import INFINITY, Region
+from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import fresh
+from lz_compile.passes.formula.expressions import INFINITY
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks.finite import is_bounded, is_finite
 from tests.graphs import call_named, capture, effects_of, output_of

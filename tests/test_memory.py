@@ -11,7 +11,8 @@ from problems import from_tensors
 
 from lz_compile.ground import health, memory
 from lz_compile.ground.hardware import Hardware
-from lz_compile.runtime.choose.select import Problem, _with_settings, select
+from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.choose.select import _with_settings, select
 from lz_compile.runtime.policy import policy
 
 GIB = 2**30

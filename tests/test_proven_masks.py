@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from backends import Rewriting
 from torch import Tensor
 
-from lz_compile.lowering.ops.attention import Band
+from lz_compile.lowering.bands import Band
 from lz_compile.runtime.policy import policy
 
 KERNELS = ("lz.blocked", "torch.sdpa")
@@ -272,7 +272,7 @@ def test_a_general_mask_says_why_it_is_one() -> None:
 
 
 def test_bands_intersect_where_that_is_a_band_again() -> None:
-    from lz_compile.passes.masks.proven_masks import intersection
+    from lz_compile.passes.attention.proven_masks import intersection
 
     assert intersection(Band(upper=0), Band(lower=-3), 8, 8) == Band(-3, 0)
     assert intersection(Band(upper=2), Band(upper=0, at_end=True), 4, 9) == Band(None, -3, at_end=True)

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from lz_compile import reports
 from lz_compile.backend import layerzero
 from lz_compile.lowering import inductor
+from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernels.attention import blocked, tiled
 from lz_compile.lowering.kernels.attention.recompute import recomputed
-from lz_compile.lowering.ops.attention import AttentionAttrs, Band, Operands, reference
+from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, reference
 
 LENGTH = 200
 SCORES = LENGTH * LENGTH

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 import lz_compile
 from lz_compile import reports
 from lz_compile.lowering import inductor
+from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.loops.roll.reroll import IsSpecial, RolledLoop, never, reroll
-from lz_compile.passes.rewriting.match import NearMiss
 
 B, T, D = 3, 8, 5
 

@@ -24,7 +24,7 @@ from lz_compile.lowering.kernels.scan import associative_scan, chunk_prefixes, c
 from lz_compile.lowering.kernels.scan.chunk_form import chunk_form
 from lz_compile.lowering.kernels.scan.chunk_operands import ChunkOperands
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, facts_of, reference, sample
-from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.rewriting.builder import GraphBuilder
 from lz_compile.runtime.kernels.registry import KERNELS, kernels
 from lz_compile.runtime.problem.context import of_facts

@@ -15,9 +15,10 @@ from torch.utils import _pytree as pytree
 
 from lz_compile.lowering.ops.scan import reference
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.loops.recurrence.distribute import distribute
 from lz_compile.passes.proof.validate import validate
-from lz_compile.passes.rewriting.match import Match, NearMiss
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import Recipes, splice
 from lz_compile.passes.scan.recogniser import recognise
 

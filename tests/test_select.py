@@ -21,7 +21,8 @@ from lz_compile.errors import OptionError, UnknownKernelError
 from lz_compile.ground import health
 from lz_compile.passes.proof import validate
 from lz_compile.runtime.choose import select
-from lz_compile.runtime.choose.select import Decision, Problem, database_at
+from lz_compile.runtime.choose.problem import Decision, Problem
+from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.kernel import Prior
 from lz_compile.runtime.measure.estimate import PRIOR_NOISE

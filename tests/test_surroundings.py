@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, fx
 
 from lz_compile.compile.problems import of_match
-from lz_compile.passes.attention.recogniser import recognise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import read, value_of
 from lz_compile.passes.proof.surroundings import Surrounded, surrounded, symbols
+from lz_compile.passes.recognisers import recognisers
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import Recipes, splice
 from lz_compile.runtime.kernels.registry import kernels
@@ -29,7 +29,11 @@ OPAQUE, VISIBLE = "torch.sdpa", "lz.blocked"
 
 def excerpts(module: fx.GraphModule) -> list[Surrounded]:
     effects = Effects(module.graph)
-    return [surrounded(each, effects) for each in recognise(module.graph, effects) if isinstance(each, Match)]
+    return [
+        surrounded(each, effects)
+        for each in recognisers()["attention"](module.graph, effects)
+        if isinstance(each, Match)
+    ]
 
 
 def of(function: Callable[..., Any], *inputs: Any, **options: Any) -> Surrounded:

@@ -26,7 +26,7 @@ from lz_compile.ground import events, health
 from lz_compile.lowering import ops
 from lz_compile.lowering.kernels.attention import blocked, torch_sdpa
 from lz_compile.lowering.ops.attention import Operands
-from lz_compile.runtime.choose.select import database_at
+from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.measure.perf_record import PerfRecord
 from lz_compile.runtime.measure.timing import Timing

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lz_compile.passes.attention.recogniser import recognise
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.recognisers import recognisers
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.twins import Twins
 
@@ -88,7 +88,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 def matches_of(kinds: list[str]) -> list[Match]:
     graph = capture(model(kinds), *inputs()).graph
-    return [found for found in recognise(graph, Effects(graph)) if isinstance(found, Match)]
+    return [found for found in recognisers()["attention"](graph, Effects(graph)) if isinstance(found, Match)]
 
 
 def test_layers_after_the_first_are_its_twins() -> None:
@@ -157,7 +157,7 @@ def test_layers_under_different_modes_are_no_twins() -> None:
             return layers[1](x, mask)
 
     graph = capture(forward, *inputs()).graph
-    found = [each for each in recognise(graph, Effects(graph)) if isinstance(each, Match)]
+    found = [each for each in recognisers()["attention"](graph, Effects(graph)) if isinstance(each, Match)]
     assert [match.prototype for match in found] == [None, None]
 
 

@@ -111,7 +111,7 @@ class Arguments:
             return bool(size == int(letter))
         if letter.endswith("|1"):
             letter = letter[:-2]
-            if _is_one(size):
+            if is_one(size):
                 return True
         if letter not in self._sizes:
             self._sizes[letter] = size
@@ -125,15 +125,16 @@ class Arguments:
             expected = f"on {self._device} as {self._first} is"
             raise self.wrong(name, expected, value.device, "Move one of them, as by .to(...)")
 
-    def equal_dtypes(self, name: str, value: torch.Tensor, to: str, other: torch.Tensor) -> None:
-        """Two operands of one dtype."""
-        if value.dtype != other.dtype:
-            raise self.wrong(name, f"in the dtype of {to}, {other.dtype}", value.dtype, "Cast one of them")
+    def equal_dtypes(self, to: str, other: torch.Tensor, **operands: torch.Tensor | None) -> None:
+        """Operands, as far as they are given, of the dtype of another."""
+        for name, value in operands.items():
+            if value is not None and value.dtype != other.dtype:
+                raise self.wrong(name, f"in the dtype of {to}, {other.dtype}", value.dtype, "Cast one of them")
 
     def broadcasts(self, name: str, value: torch.Tensor, to: Sequence[Any], letters: str = "") -> None:
         """A tensor that broadcasts to a shape."""
         pairs = zip(reversed(value.shape), reversed(to), strict=False)
-        if value.dim() > len(to) or any(not _is_one(own) and own != other for own, other in pairs):
+        if value.dim() > len(to) or any(not is_one(own) and own != other for own, other in pairs):
             expected = f"that can be broadcast to {letters}{tuple(to)}"
             raise self.wrong(name, expected, tuple(value.shape), "Add dimensions of size one where it repeats")
 
@@ -266,7 +267,8 @@ _WORDS: Mapping[Kind, tuple[str, str]] = {
 }
 
 
-def _is_one(size: Any) -> bool:
+def is_one(size: Any) -> bool:
+    """Whether a size is known to be one, so that the dimension broadcasts."""
     return isinstance(size, int) and size == 1
 
 

@@ -16,7 +16,8 @@ from lz_compile.errors import ArgumentError
 from lz_compile.ground.hardware import default_device
 from lz_compile.ground.isolation import isolated
 from lz_compile.lowering import ops
-from lz_compile.runtime.choose.select import Problem, select
+from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem import context as contexts

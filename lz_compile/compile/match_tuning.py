@@ -17,11 +17,13 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.lowering import inductor, ops
 from lz_compile.passes.graph.view import value_of
 from lz_compile.passes.proof.surroundings import Binding, Surrounded, surrounded, symbols
-from lz_compile.runtime.choose.select import POWERS, Problem, Symbols
+from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.choose.select import POWERS
+from lz_compile.runtime.problem.symbols import Symbols
 
 if TYPE_CHECKING:
+    from lz_compile.passes.fusion.fusion import Fusion
     from lz_compile.passes.graph.effects import Effects
-    from lz_compile.passes.rewriting.fusion import Fusion
     from lz_compile.passes.rewriting.match import Match
     from lz_compile.runtime.kernels.kernel import KernelSpec
     from lz_compile.runtime.policy.resolved import Policy

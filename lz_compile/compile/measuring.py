@@ -17,7 +17,7 @@ from lz_compile.ground import events, health, machine
 from lz_compile.lowering import inductor
 from lz_compile.passes.proof.sides import tried
 from lz_compile.runtime.choose.calls import DISPATCH
-from lz_compile.runtime.choose.select import database_at
+from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.measure.estimate import INDUCTOR, is_current, workload

@@ -19,21 +19,24 @@ from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.store import Store
 from lz_compile.lowering import inductor
-from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.editing.edit import all_or_nothing
+from lz_compile.passes.fusion.emitter import FusedEmitter
+from lz_compile.passes.fusion.fusion import Fusion, fusions
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.share import share_equal
+from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.loops.recurrence.scan import SCAN
+from lz_compile.passes.loops.roll.scan import SCAN
 from lz_compile.passes.loops.roll.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
-from lz_compile.passes.mlp.joint import FusedEmitter
 from lz_compile.passes.proof.validate import Validation, validate
-from lz_compile.passes.rewriting.edit import all_or_nothing
-from lz_compile.passes.rewriting.fusion import Fusion, fusions
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import Recipes, erase_unread, splice
-from lz_compile.passes.rewriting.snapshot import Snapshot
 from lz_compile.report.report import GraphReport, MatchReport
-from lz_compile.runtime.choose.select import Decision, Problem, select
-from lz_compile.runtime.kernels.registry import KernelSpec, kernels
+from lz_compile.runtime.choose.problem import Decision, Problem
+from lz_compile.runtime.choose.select import select
+from lz_compile.runtime.kernels.registry import kernels
+from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.resolved import Policy

@@ -18,9 +18,13 @@ from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import inductor
-from lz_compile.passes.graph.dead import drop_dead, drop_dead_joins
-from lz_compile.passes.graph.effects import Ambient, Effects, ambient_behind, grad_enabled
-from lz_compile.passes.graph.inline import Inlined, inline
+from lz_compile.passes.editing.dead import drop_dead, drop_dead_joins
+from lz_compile.passes.editing.edit import RefutedError, Stage, all_or_nothing, edit_places
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import Ambient, ambient_behind, grad_enabled
+from lz_compile.passes.graph.refusal import Failure, NearMiss
+from lz_compile.passes.graph.snapshot import Snapshot
+from lz_compile.passes.inlining.inline import Inlined, inline
 from lz_compile.passes.loops.recurrence.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
@@ -28,9 +32,7 @@ from lz_compile.passes.loops.roll.reroll import RolledLoop, never, reroll
 from lz_compile.passes.loops.roll.unbatch import unbatch
 from lz_compile.passes.proof.resize import input_left_out
 from lz_compile.passes.recognisers import Recogniser, recognisers
-from lz_compile.passes.rewriting.edit import RefutedError, Stage, all_or_nothing, edit_places
-from lz_compile.passes.rewriting.match import Failure, Match, NearMiss
-from lz_compile.passes.rewriting.snapshot import Snapshot
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.sampling.stores import with_values
 from lz_compile.report.report import GraphReport, LoopReport, MissReport
 

@@ -24,7 +24,8 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import inductor
 from lz_compile.report.graph_breaks import GraphBreaks
 from lz_compile.report.report import GraphReport, Report
-from lz_compile.runtime.choose.select import Candidate, Decision, Problem, select
+from lz_compile.runtime.choose.problem import Candidate, Decision, Problem
+from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.policy import policy
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from lz_compile.ground import health
 from lz_compile.ground.hardware import default_device
 from lz_compile.ground.records import Record
 from lz_compile.lowering import ops
-from lz_compile.runtime.choose.select import Problem, select
+from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.policy import names

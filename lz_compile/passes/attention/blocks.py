@@ -14,10 +14,10 @@ from torch import fx
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import is_pointwise
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.graph.view import Call
-from lz_compile.passes.rewriting.match import NearMiss
 
 #: Calls that put blocks together, besides arithmetic.
 _JOINTS = frozenset(

@@ -14,15 +14,16 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Operands
 from lz_compile.passes.attention.operand import Operand
-from lz_compile.passes.formula.algebra import INFINITY, Leaf, Region, indicators
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
-from lz_compile.passes.graph.core import Core
-from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.formula.expressions import INFINITY, indicators
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.implied import Implied, near
-from lz_compile.passes.masks.reading import Documents, Slopes
+from lz_compile.passes.masks.meaning import Documents, Slopes
 from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
 

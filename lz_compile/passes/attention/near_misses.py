@@ -17,13 +17,14 @@ from lz_compile.passes.attention import mixed_heads, scores
 from lz_compile.passes.attention.distances import is_distance
 from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import Region, is_pointwise
+from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.provenance import EMITTED
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, where_of
-from lz_compile.passes.rewriting.builder import EMITTED
 from lz_compile.passes.rewriting.driver import refusal_of
-from lz_compile.passes.rewriting.match import NearMiss, RefusedError
 
 #: What to do about a value that was overwritten before it is read.
 OUT_OF_PLACE = "use the out-of-place form of that operation"

@@ -9,11 +9,12 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import Region, number, specialised
+from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, LayoutError
 from lz_compile.passes.formula.contraction import Factor
+from lz_compile.passes.formula.expressions import number, specialised
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.rewriting.match import RefusedError
 
 _WIDENING = {
     torch.float16: (torch.float32, torch.float64),

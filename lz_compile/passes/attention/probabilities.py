@@ -14,11 +14,12 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction
-from lz_compile.passes.formula.algebra import DROPOUT, NAN_TO_NUM, Leaf, Region, is_indicator, reduce_indicators, tidy
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
+from lz_compile.passes.formula.expressions import DROPOUT, NAN_TO_NUM, is_indicator, reduce_indicators, tidy
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.rewriting.match import RefusedError
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,21 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.mixed_heads import mixed_scores
 from lz_compile.passes.attention.near_misses import has_scores
+from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.attention.roles import assign_roles
 from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import INFINITY, Region, tidy
+from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
-from lz_compile.passes.graph.core import Core, find_core
+from lz_compile.passes.formula.expressions import INFINITY, tidy
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
-from lz_compile.passes.masks.proven_masks import simplify
-from lz_compile.passes.masks.reading import Masks
-from lz_compile.passes.rewriting.match import Match, RefusedError
+from lz_compile.passes.masks.meaning import Meanings
+from lz_compile.passes.rewriting.core import Core, find_core
+from lz_compile.passes.rewriting.match import Match
 
 OP = "attention"
 SCORES = contraction.PRODUCTS - {"linear", "addmm"}
@@ -36,7 +38,7 @@ class Reader:
 
     region: Region
     call: Call
-    masks: Masks
+    masks: Meanings
 
     def match(self) -> Match | None:
         """The attention that ends here; None where it is none.

@@ -21,20 +21,21 @@ from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
-from lz_compile.passes.masks.reading import Masks
+from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.rewriting.driver import Driver, Outcome, refusal_of
-from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.twins import Twins
 
 #: Calls that may be the last one of an attention (a division may follow).
 _LAST = contraction.PRODUCTS | {"sum", "scaled_dot_product_attention"}
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
+def recognise(graph: fx.Graph, effects: Effects, masks: Meanings) -> Iterator[Outcome]:
     """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
     missed: list[Missed] = []
-    driver, twins, masks = Driver(OP), Twins(effects), Masks(effects)
+    driver, twins = Driver(OP), Twins(effects)
 
     def once(node: fx.Node) -> Match | NearMiss | None:
         return twins.read((node,), lambda: _read_unless_reshaped(effects, node, masks))
@@ -55,7 +56,7 @@ def _may_be_last(effects: Effects, node: fx.Node) -> bool:
     return call is not None and call.name in _LAST and tensor is not None and 0 not in shape_of(tensor)
 
 
-def _read_unless_reshaped(effects: Effects, node: fx.Node, masks: Masks) -> Match | NearMiss | None:
+def _read_unless_reshaped(effects: Effects, node: fx.Node, masks: Meanings) -> Match | NearMiss | None:
     call = effects.calls[node]
     assert call is not None, "an anchor is a call"
     reshaped = effects.reshaped_after_read(_behind(effects, call.node), call.node)
@@ -68,7 +69,7 @@ def _read_unless_reshaped(effects: Effects, node: fx.Node, masks: Masks) -> Matc
     return found
 
 
-def _read(effects: Effects, call: Call, masks: Masks) -> Match | NearMiss | None:
+def _read(effects: Effects, call: Call, masks: Meanings) -> Match | NearMiss | None:
     if call.name == "scaled_dot_product_attention":
         return match_sdpa_call(effects, call, masks)
     refused: NearMiss | None = None

@@ -16,12 +16,13 @@ from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand, is_lossless, peel
 from lz_compile.passes.attention.probabilities import Probabilities
 from lz_compile.passes.attention.scores import Scores
-from lz_compile.passes.formula.algebra import INFINITY, Region, tidy
+from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.contraction import Factor
+from lz_compile.passes.formula.expressions import INFINITY, tidy
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.masks import finite as masks_finite
-from lz_compile.passes.rewriting.match import RefusedError
 
 
 def assign_roles(

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import sympy
 
-from lz_compile.passes.formula.algebra import FLOORED, INFINITY, Leaf, Region, indicators, reduce_indicators, tidy
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, atoms
 from lz_compile.passes.formula.contraction import Factor
-from lz_compile.passes.rewriting.match import RefusedError
+from lz_compile.passes.formula.expressions import FLOORED, INFINITY, indicators, reduce_indicators, tidy
+from lz_compile.passes.graph.refusal import RefusedError
 
 #: Fills at or below this are masking constants: no score of a trained model comes near them, and ``exp`` of the
 #: difference is zero in every dtype. -1e4 (BERT, GPT-2) is the least negative one in common use; it

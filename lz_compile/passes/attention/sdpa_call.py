@@ -10,14 +10,14 @@ from lz_compile.ground.sizes import Shape, Size, shape_of
 from lz_compile.lowering.ops.attention import AttentionAttrs
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand
+from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from, fresh, regroup
-from lz_compile.passes.graph.core import find_core
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
-from lz_compile.passes.masks.proven_masks import simplify
-from lz_compile.passes.masks.reading import Masks
+from lz_compile.passes.masks.meaning import Meanings
+from lz_compile.passes.rewriting.core import find_core
 from lz_compile.passes.rewriting.match import Match
 
 SOURCE = "torch.sdpa"
@@ -25,7 +25,7 @@ SOURCE = "torch.sdpa"
 MASKED_SOURCE = "torch.sdpa with a mask"
 
 
-def match_sdpa_call(effects: Effects, call: Call, masks: Masks) -> Match | None:
+def match_sdpa_call(effects: Effects, call: Call, masks: Meanings) -> Match | None:
     """The attention that a call of SDPA computes; None where an argument is no tensor or no constant."""
     nodes = [call.get(name) for name in ("query", "key", "value")]
     tensors = [tensor_of(node) for node in nodes]

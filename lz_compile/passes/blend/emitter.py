@@ -16,9 +16,9 @@ from lz_compile.passes.blend.replay import reached, replay
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.layout import stride_order
-from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 

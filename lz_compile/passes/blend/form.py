@@ -17,11 +17,12 @@ from lz_compile.passes.blend.pieces import piece
 from lz_compile.passes.blend.ranks import Ranks
 from lz_compile.passes.blend.terms import ANCHORS, NEAR, Sums, Terms, plus
 from lz_compile.passes.formula.activations import is_read
-from lz_compile.passes.formula.algebra import is_cast, is_constant
+from lz_compile.passes.formula.calls import is_cast, is_constant
 from lz_compile.passes.formula.projections import rearranges
-from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of
-from lz_compile.passes.rewriting.builder import EMITTED
 
 #: Calls that pick or repeat parts of what is given, beside pointwise and layout operations.
 _PICKS = frozenset({"select", "index_select", "narrow", "chunk", "split", "unbind", "gather", "stack", "cat", "detach"})

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from lz_compile.passes.blend.terms import Sums
-from lz_compile.passes.formula.algebra import constant_value, specialised
+from lz_compile.passes.formula.calls import constant_value
+from lz_compile.passes.formula.expressions import specialised
 from lz_compile.passes.graph.view import Call
 
 #: A bit for each pair.

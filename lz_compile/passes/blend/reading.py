@@ -17,13 +17,14 @@ from lz_compile.passes.blend.emitter import BlendEmitter, MarginEmitter, Weights
 from lz_compile.passes.blend.form import Form, Forms
 from lz_compile.passes.blend.gate import Gate, is_margin, is_zero, logits_of, margin_in
 from lz_compile.passes.blend.replay import reached, shared_inputs
-from lz_compile.passes.formula.algebra import Leaf, Region, reduce_indicators
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh, resolve
-from lz_compile.passes.graph.core import Core, find_core, is_dead
+from lz_compile.passes.formula.expressions import reduce_indicators
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.proof.subgraph import needed
-from lz_compile.passes.rewriting.match import RefusedError
+from lz_compile.passes.rewriting.core import Core, find_core, is_dead
 
 #: The emitter, its core, and everything that was read with its axes.
 Found: TypeAlias = tuple["BlendEmitter | MarginEmitter", Core, Mapping[fx.Node, Dims]]

@@ -9,11 +9,10 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import is_cast
 from lz_compile.passes.formula.axes import Dims, LayoutError, broadcast_from, resolve
+from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.proof.running import called
+from lz_compile.passes.graph.view import Call, called, tensor_of
 from lz_compile.passes.proof.subgraph import needed
 
 

@@ -16,11 +16,12 @@ from lz_compile.passes.blend.bounds import BOUNDING, Affine, Bound, Interval, Li
 from lz_compile.passes.blend.conditions import CASTS, chooses_numbers, integers_of, is_condition, is_count, is_integer
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.activations import is_read
-from lz_compile.passes.formula.algebra import constant_value, is_cast, specialised
+from lz_compile.passes.formula.calls import constant_value, is_cast
+from lz_compile.passes.formula.expressions import specialised
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
-from lz_compile.passes.rewriting.builder import EMITTED
 
 #: The factors of a product (in the order of the graph, as often as they occur), and the number before it.
 Terms: TypeAlias = Mapping[tuple[fx.Node, ...], float]

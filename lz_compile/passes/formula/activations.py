@@ -18,8 +18,11 @@ import torch
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.mlp import ACTIVATIONS
-from lz_compile.passes.formula.algebra import Region, is_cast, is_pointwise, number
+from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims
+from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import number
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.view import Call, tensor_of
 
 #: Stay unevaluated in expressions: ``max(x, c)``, ``min(x, c)``, ``1 if x > y else 0`` and ``a if c else b``.

@@ -11,8 +11,7 @@ Casts between floating dtypes are transparent here; what they mean for precision
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,24 +19,22 @@ import sympy
 import sympy.tensor.tensor  # sympy's first addition imports it: that is no part of a compile
 import torch
 from torch import fx
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, broadcast_from, resolve
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, broadcast_from, resolve
+from lz_compile.passes.formula.calls import constant_value, is_cast, is_constant, narrows
+from lz_compile.passes.formula.expressions import (
+    FLOORED,
+    is_indicator,
+    number,
+    overflowed,
+    reduce_indicators,
+    specialised,
+)
+from lz_compile.passes.formula.pointwise import POINTWISE, Rule
 from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.view import Call, tensor_of, value_of
-
-INFINITY = sympy.Symbol("INFINITY", positive=True)
-
-#: Stay unevaluated functions in expressions: ``dropout(x, p)`` and ``nan_to_num(x)``.
-DROPOUT = sympy.Function("dropout")
-NAN_TO_NUM = sympy.Function("nan_to_num")
-#: ``max(x, floor)`` with a floor that no finite score reaches; it turns ``-inf`` into the floor.
-FLOORED = sympy.Function("floored")
-#: Constants up to this are no bound on scores.
-_BOTTOM = -1e30
-_EXACT = 2**53
+from lz_compile.passes.graph.view import Call, tensor_of
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ class Region:
         if call is None or tensor is None or tensor.dim() or call.is_inplace:
             return False
         inputs = node.all_input_nodes
-        is_plain = call.name in _POINTWISE or is_cast(call)
+        is_plain = call.name in POINTWISE or is_cast(call)
         return is_constant(call) or (
             is_plain and bool(inputs) and all(self._is_constant(operand) for operand in inputs)
         )
@@ -148,7 +145,7 @@ class Region:
             return False
         if call.name in goal or (call.name == "sum" and "matmul" in goal and contraction.is_product_sum(self, call)):
             return True
-        if call.name not in _POINTWISE and call.name not in _THROUGH and not _is_transparent(call):
+        if call.name not in POINTWISE and call.name not in _THROUGH and not _is_transparent(call):
             return False
         return any(self.reaches(operand, goal) for operand in node.all_input_nodes)
 
@@ -166,7 +163,7 @@ class Region:
         inner = self._transparent(call, dims)
         if inner is not None:
             return inner
-        rule = self.functions.get(call.name) or _POINTWISE.get(call.name)
+        rule = self.functions.get(call.name) or POINTWISE.get(call.name)
         if rule is None:
             return self.leaf(call.node, dims)
         expression = self._ruled(rule, call, dims)
@@ -199,7 +196,7 @@ class Region:
             return expression
         if tensor_of(call.node).dtype == torch.bool and not is_indicator(expression):  # type: ignore[union-attr]
             return self.leaf(call.node, dims)
-        if _narrows(call):
+        if narrows(call):
             if expression.has(FLOORED):  # the floor itself may become an infinity
                 return self.leaf(call.node, dims)
             whole = dict.fromkeys(expression.atoms(sympy.exp), sympy.S.One)  # probabilities: nothing large is left
@@ -216,7 +213,7 @@ class Region:
         expanded = reduce_indicators(expression)
         values = [symbol for symbol in expanded.free_symbols if not symbol.is_integer]
         constant, rest = expanded.as_independent(*values, as_Add=True) if values else (expanded, sympy.S.Zero)
-        held = _overflowed(constant, dtype)
+        held = overflowed(constant, dtype)
         return expression if held == constant else rest + held
 
     def operand(self, call: Call, name: str, dims: Dims) -> sympy.Expr:
@@ -271,347 +268,16 @@ class Region:
         return symbol
 
 
-def number(value: Any) -> sympy.Expr:
-    """A Python number as a sympy one, infinities as :data:`INFINITY`.
-
-    Raises:
-        LayoutError: it is no number.
-    """
-    plain = _number(value)
-    if plain is None:
-        raise LayoutError(f"no reading for the constant {value!r}")
-    if isinstance(plain, float) and math.isinf(plain):
-        return INFINITY if plain > 0 else -INFINITY
-    return tidy(sympy.sympify(plain))
-
-
-def _overflowed(constant: sympy.Expr, dtype: torch.dtype) -> sympy.Expr:
-    """A number, chosen by indicators, as ``dtype`` holds it."""
-    flags = indicators(constant)
-    if flags:
-        on, off = (_overflowed(constant.xreplace({flags[0]: value}), dtype) for value in (sympy.S.One, sympy.S.Zero))
-        return reduce_indicators(flags[0] * on + (1 - flags[0]) * off)
-    if constant.has(INFINITY) or not constant.is_number:
-        return constant
-    return number(_rounded(float(constant), dtype))
-
-
-def specialised(value: Any) -> Any:
-    """A Python float of the model (symbolic under ``dynamic=True``) as a number, under a guard of Dynamo's.
-
-    Numbers computed from symbolic sizes stay symbolic.
-    """
-    known = value_of(value)
-    if not isinstance(known, torch.SymFloat):
-        return value
-    is_plain = all(symbol_is_type(symbol, SymT.FLOAT) for symbol in known.node.expr.free_symbols)
-    return float(known) if is_plain else value
-
-
-def tidy(expression: sympy.Expr) -> sympy.Expr:
-    """The expression with every float that is a whole number as an integer (sympy holds ``1.0 != 1``)."""
-    whole = {
-        x: sympy.Integer(int(x)) for x in expression.atoms(sympy.Float) if abs(x) < _EXACT and x == sympy.Float(int(x))
-    }
-    return expression.xreplace(whole) if whole else expression
-
-
-def _number(value: Any) -> int | float | None:
-    if isinstance(value, bool):
-        return int(value)
-    return value if isinstance(value, (int, float)) and not (isinstance(value, float) and math.isnan(value)) else None
-
-
-def is_indicator(expression: sympy.Expr) -> bool:
-    """Whether an expression takes only the values 0 and 1."""
-    if expression in (sympy.S.Zero, sympy.S.One):
-        return True
-    if isinstance(expression, sympy.Symbol):
-        return bool(expression.is_integer)
-    symbols = expression.free_symbols
-    if not symbols or not all(symbol.is_integer for symbol in symbols) or len(symbols) > 6:
-        return False
-    return all(value in (0, 1) for value in _truth_values(expression, sorted(symbols, key=str)))
-
-
-def _truth_values(expression: sympy.Expr, symbols: list[sympy.Symbol]) -> list[sympy.Expr]:
-    if not symbols:
-        return [expression]
-    head, *tail = symbols
-    return _truth_values(expression.subs(head, 0), tail) + _truth_values(expression.subs(head, 1), tail)
-
-
-def indicators(expression: sympy.Expr) -> list[sympy.Symbol]:
-    """The boolean leaves of an expression, in the order in which they were found."""
-    return sorted((s for s in expression.free_symbols if s.is_integer and s.is_Symbol), key=lambda s: int(s.name[1:]))
-
-
-def reduce_indicators(expression: sympy.Expr) -> sympy.Expr:
-    """Expand, with ``m**n`` as ``m`` for every boolean leaf."""
-    expanded = tidy(sympy.expand(expression))
-    powers = {
-        power: power.base for power in expanded.atoms(sympy.Pow) if power.base.is_Symbol and power.base.is_integer
-    }
-    powers = {power: base for power, base in powers.items() if power.exp.is_positive}
-    return tidy(sympy.expand(expanded.xreplace(powers))) if powers else expanded
-
-
-# ---- the meaning of pointwise operations: one line each ------------------------------------------------------------
-
-Rule = Callable[[Region, Call, Dims], "sympy.Expr | None"]
-
-
-def _unary(function: Callable[[sympy.Expr], sympy.Expr]) -> Rule:
-    return lambda region, call, dims: function(region.operand(call, "input", dims))
-
-
-def _binary(function: Callable[[sympy.Expr, sympy.Expr], sympy.Expr], *names: str) -> Rule:
-    first, second = names or ("input", "other")
-    return lambda region, call, dims: function(region.operand(call, first, dims), region.operand(call, second, dims))
-
-
-def _add(sign: int) -> Rule:
-    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-        if _is_boolean(call):
-            first, second = (region.operand(call, name, dims) for name in ("input", "other"))
-            return (
-                first + second - first * second if sign > 0 and is_indicator(first) and is_indicator(second) else None
-            )
-        alpha = region.scalar(call.get("alpha", 1))
-        return region.operand(call, "input", dims) + sign * alpha * region.operand(call, "other", dims)
-
-    return rule
-
-
-def _rsub(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    return region.operand(call, "other", dims) - region.scalar(call.get("alpha", 1)) * region.operand(
-        call, "input", dims
-    )
-
-
-def _mul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    first, second = region.operand(call, "input", dims), region.operand(call, "other", dims)
-    region.multiplies_masks |= any(bool(factor.free_symbols) and is_indicator(factor) for factor in (first, second))
-    return first * second
-
-
-def _div(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-    if call.get("rounding_mode") is not None or not _is_floating(call):
-        return None
-    return region.operand(call, "input", dims) / region.operand(call, "other", dims)
-
-
-def _select(region: Region, condition: sympy.Expr, chosen: sympy.Expr, otherwise: sympy.Expr) -> sympy.Expr | None:
-    if not is_indicator(condition):
-        return None
-    leaves = [region.leaves.get(symbol) for part in (chosen, otherwise) for symbol in part.free_symbols]
-    if any(leaf is not None and leaf.contraction is not None for leaf in leaves):
-        region.selecting |= condition.free_symbols
-    return condition * chosen + (1 - condition) * otherwise
-
-
-def _where(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-    if call.get("input") is None or call.get("other") is None:
-        return None
-    parts = (region.operand(call, name, dims) for name in ("condition", "input", "other"))
-    return _select(region, *parts)
-
-
-def _masked_fill(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-    mask, value, kept = (region.operand(call, name, dims) for name in ("mask", "value", "input"))
-    return _select(region, mask, value, kept)
-
-
-def _dropout(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    inner = region.operand(call, "input", dims)
-    p = specialised(call.get("p", 0.5))
-    return inner if not call.get("training", True) or p == 0 else DROPOUT(inner, sympy.Float(p))
-
-
-def _addcmul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    product = region.operand(call, "tensor1", dims) * region.operand(call, "tensor2", dims)
-    return region.operand(call, "input", dims) + region.scalar(call.get("value", 1)) * product
-
-
-def _lerp(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    start, end, weight = (region.operand(call, name, dims) for name in ("input", "end", "weight"))
-    return start + weight * (end - start)
-
-
-def _nan_to_num(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-    if call.get("nan") not in (None, 0, 0.0):
-        return None
-    return NAN_TO_NUM(region.operand(call, "input", dims))
-
-
-def _floored(parameter: str) -> Rule:
-    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-        bound = call.get(parameter)
-        constant = _number(bound)
-        if isinstance(bound, fx.Node):
-            source = region.effects.calls.get(bound)
-            constant = None if source is None else constant_value(source)
-        if constant is None or constant > _BOTTOM or call.get("max") is not None:
-            return None
-        return FLOORED(region.operand(call, "input", dims))
-
-    return rule
-
-
-def _logic(function: Callable[..., sympy.Expr], arity: int) -> Rule:
-    """Boolean algebra over indicators; anything else (integers) has no reading."""
-    names = ("input", "#1")[:arity]
-
-    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-        if not _is_boolean(call):
-            return None
-        arguments = (
-            call
-            if "other" not in call.arguments
-            else Call(call.name, call.node, {**call.arguments, "#1": call.get("other")})
-        )
-        operands = [region.operand(arguments, name, dims) for name in names]
-        return function(*operands) if all(is_indicator(operand) for operand in operands) else None
-
-    return rule
-
-
-def _compare(is_equal: bool) -> Rule:
-    """``mask == 0`` and ``mask != 0`` for a mask of zeros and ones; other comparisons are leaves."""
-
-    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-        value = _number(call.get("other", call.arguments.get("#1")))
-        if value not in (0, 1):
-            return None
-        mask = region.operand(call, "input", dims)
-        if not is_indicator(mask):
-            return None
-        return mask if (value == 1) == is_equal else 1 - mask
-
-    return rule
-
-
-def _is_floating(call: Call) -> bool:
-    tensor = tensor_of(call.node)
-    return tensor is not None and tensor.is_floating_point()
-
-
-def _is_boolean(call: Call) -> bool:
-    tensor = tensor_of(call.node)
-    return tensor is not None and tensor.dtype == torch.bool
-
-
-_POINTWISE: Mapping[str, Rule] = {
-    "add": _add(1),
-    "sub": _add(-1),
-    "rsub": _rsub,
-    "mul": _mul,
-    "div": _div,
-    "neg": _unary(lambda a: -a),
-    "pow": _binary(lambda a, b: a**b, "input", "exponent"),
-    "square": _unary(lambda a: a**2),
-    "sqrt": _unary(sympy.sqrt),
-    "rsqrt": _unary(lambda a: a ** sympy.Rational(-1, 2)),
-    "reciprocal": _unary(lambda a: 1 / a),
-    "exp": _unary(sympy.exp),
-    "exp2": _unary(lambda a: sympy.exp(a * math.log(2.0))),
-    "log": _unary(sympy.log),
-    "tanh": _unary(sympy.tanh),
-    "addcmul": _addcmul,
-    "lerp": _lerp,
-    "where": _where,
-    "masked_fill": _masked_fill,
-    "nan_to_num": _nan_to_num,
-    "dropout": _dropout,
-    "max": _floored("dim"),
-    "maximum": _floored("other"),
-    "clamp": _floored("min"),
-    "clamp_min": _floored("min"),
-    "not": _logic(lambda a: 1 - a, 1),
-    "and": _logic(lambda a, b: a * b, 2),
-    "or": _logic(lambda a, b: a + b - a * b, 2),
-    "eq": _compare(is_equal=True),
-    "ne": _compare(is_equal=False),
-}
-
 _REDUCTIONS: Mapping[str, str] = {"sum": "sum", "amax": "amax", "logsumexp": "logsumexp"}
 _NORMALISING = frozenset({"softmax", "log_softmax", "logsumexp"})
 _THROUGH = frozenset({"sum", "amax", "max", "cat", "getitem", "narrow", "detach"})
 
 #: What makes a value worth reading rather than taking as a leaf.
 ANCHORS = contraction.PRODUCTS | _NORMALISING
-_CASTS = frozenset(
-    {"to", "float", "half", "bfloat16", "double", "type_as", "type", "bool", "_to_copy", "convert_element_type"}
-)
-_CONSTANTS: Mapping[str, float | None] = {
-    "tensor": None,
-    "scalar_tensor": None,
-    "full": None,
-    "full_like": None,
-    "new_full": None,
-    "new_tensor": None,
-    "zeros": 0.0,
-    "zeros_like": 0.0,
-    "new_zeros": 0.0,
-    "ones": 1.0,
-    "ones_like": 1.0,
-    "new_ones": 1.0,
-}
-
-
-def is_cast(call: Call) -> bool:
-    """Whether the call changes the dtype only (or nothing)."""
-    if call.name not in _CASTS:
-        return False
-    source, result = tensor_of(call.input), tensor_of(call.node)
-    if source is None or result is None or source.device != result.device:
-        return False
-    return result.is_floating_point() or result.dtype == torch.bool
-
-
-def _narrows(call: Call) -> bool:
-    """Whether a cast goes to a dtype of smaller range."""
-    kinds = [tensor_of(node).dtype for node in (call.input, call.node)]  # type: ignore[union-attr]
-    return all(kind.is_floating_point for kind in kinds) and torch.finfo(kinds[1]).max < torch.finfo(kinds[0]).max
-
-
-def is_pointwise(call: Call) -> bool:
-    """Whether the call has a reading as a pointwise operation, or is a cast."""
-    return call.name in _POINTWISE or call.name in _CASTS
 
 
 def _is_transparent(call: Call) -> bool:
     return is_cast(call) or layout.rearranges(call)
-
-
-def is_constant(call: Call) -> bool:
-    """Whether the call makes a tensor that is filled with one number (or with nothing in particular)."""
-    return call.name in ("empty", "empty_like", "new_empty") or constant_value(call) is not None
-
-
-def constant_value(call: Call) -> int | float | None:
-    """The value of a tensor that is filled with one number, None for others."""
-    if call.name not in _CONSTANTS or tensor_of(call.node) is None:
-        return None
-    filled = _CONSTANTS[call.name]
-    value = filled if filled is not None else _fill_value(call)
-    return None if value is None else _rounded(value, tensor_of(call.node).dtype)  # type: ignore[union-attr]
-
-
-def _rounded(value: float, dtype: torch.dtype) -> int | float:
-    """The number as ``dtype`` holds it, where that is another value and not just fewer digits."""
-    if dtype.is_floating_point and abs(value) <= torch.finfo(dtype).max:
-        return value
-    held: int | float = torch.tensor(value, dtype=torch.float64).to(dtype).item()
-    return held
-
-
-def _fill_value(call: Call) -> int | float | None:
-    if "fill_value" in call.arguments:
-        return _number(call.get("fill_value"))
-    position = {"full": "#1", "full_like": "#1", "new_full": "#2", "new_tensor": "#1"}.get(call.name, "input")
-    value = call.arguments.get(position, call.get("data") if call.name == "tensor" else None)
-    return _number(value)
 
 
 def _is_max_values(effects: Effects, call: Call) -> bool:
@@ -620,23 +286,3 @@ def _is_max_values(effects: Effects, call: Call) -> bool:
     return (
         source is not None and source.name == "max" and source.get("dim") is not None and call.arguments.get("#1") == 0
     )
-
-
-__all__ = [
-    "DROPOUT",
-    "FLOORED",
-    "INFINITY",
-    "NAN_TO_NUM",
-    "Leaf",
-    "MutatedError",
-    "Region",
-    "constant_value",
-    "indicators",
-    "is_cast",
-    "is_constant",
-    "is_indicator",
-    "is_pointwise",
-    "number",
-    "reduce_indicators",
-    "tidy",
-]

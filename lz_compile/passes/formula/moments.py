@@ -16,12 +16,14 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import product, shape_of
-from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import Leaf, Region, is_cast, is_constant, is_pointwise, tidy
+from lz_compile.passes.formula import contraction
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of, regroup
+from lz_compile.passes.formula.edge import Edge, behind_casts
+from lz_compile.passes.formula.expressions import tidy
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
-from lz_compile.passes.rewriting.match import RefusedError
 
 ROW = sympy.Symbol("row", real=True)
 MEAN = sympy.Symbol("mean", real=True)
@@ -33,10 +35,6 @@ _BY_DEGREE = (sympy.S.One, MEAN, MEAN_SQUARE)
 _HALF = sympy.Rational(1, 2)
 #: How deep statistics may depend on statistics: a variance on a mean.
 _NESTED = 2
-#: How many operations may lie between a weight as it is given and its use.
-_DEPTH = 4
-#: How many operations may lie between a row and what is computed from it.
-_CHAIN = 40
 
 
 @dataclass
@@ -203,18 +201,6 @@ class Moments:
         return tidy(sum((c * _BY_DEGREE[power[0]] for power, c in polynomial.terms()), start=sympy.S.Zero))
 
 
-def behind_casts(effects: Effects, node: fx.Node) -> fx.Node:
-    """The tensor of which ``node`` is a wider copy."""
-    while True:
-        call, tensor = effects.calls.get(node), tensor_of(node)
-        source = tensor_of(call.input) if call is not None else None
-        if call is None or source is None or tensor is None or not is_cast(call) or not source.is_floating_point():
-            return node
-        if source.dtype.itemsize >= tensor.dtype.itemsize:  # it rounds the row, or is the last step of another op
-            return node
-        node = call.input
-
-
 def _aligned(own: tuple[Axis, ...], other: tuple[Axis, ...]) -> Iterator[tuple[Axis, Axis]]:
     """The axes of one dimension, read in two places, in pairs; what is cut in one place is cut in the other."""
     mine, theirs = atoms(own), atoms(other)
@@ -238,63 +224,6 @@ def halves(expression: sympy.Expr) -> sympy.Expr:
         if power.exp.is_Float and 2 * float(power.exp) == round(2 * float(power.exp))
     }
     return tidy(expression.xreplace(powers) if powers else expression)
-
-
-@dataclass
-class Edge:
-    """Where reading stops: at the source, and at what is neither computed from it nor from weights alone."""
-
-    effects: Effects
-    source: fx.Node
-    _depends: dict[fx.Node, bool] = field(default_factory=dict)
-    _encloses: dict[fx.Node, bool] = field(default_factory=dict)
-
-    def __contains__(self, node: object) -> bool:
-        return node is self.source or (
-            isinstance(node, fx.Node) and not self.depends(node) and not self.is_weight(node)
-        )
-
-    def depends(self, node: fx.Node) -> bool:
-        """Whether a value is computed from the source."""
-        known, first = self._depends, self.effects.position[self.source]
-        stack = [node]  # what lies between may be a whole model: too deep for calls of calls
-        while stack:
-            top = stack[-1]
-            operands = top.all_input_nodes if self.effects.position[top] > first else []
-            if top is self.source or any(known.get(operand) for operand in operands):
-                known[top] = True
-            elif top not in known and (unknown := [operand for operand in operands if operand not in known]):
-                stack.extend(unknown)
-                continue
-            known.setdefault(top, False)
-            stack.pop()
-        return known[node]
-
-    def encloses(self, node: fx.Node, depth: int = _CHAIN) -> bool:
-        """Whether a value is computed from the source and from weights alone."""
-        if node is self.source:
-            return True
-        known = self._encloses.get(node)
-        if known is None:
-            operands = [operand for operand in self._data(node) if tensor_of(operand) is not None]
-            known = self._encloses[node] = (depth > 0 and self.depends(node)) and all(
-                self.encloses(operand, depth - 1) or (not self.depends(operand) and self.is_weight(operand))
-                for operand in operands
-            )
-        return known
-
-    def _data(self, node: fx.Node) -> list[fx.Node]:
-        """The operands of which values are read, not just a shape or a dtype."""
-        call = self.effects.calls.get(node)
-        return [call.input] if call is not None and (is_cast(call) or layout.rearranges(call)) else node.all_input_nodes
-
-    def is_weight(self, node: fx.Node, depth: int = _DEPTH) -> bool:
-        """Whether a value is given, or a pointwise function of what is."""
-        call = self.effects.calls.get(node)
-        if call is None:
-            return True
-        is_read = depth > 0 and (is_pointwise(call) or is_constant(call) or layout.rearranges(call))
-        return is_read and all(self.is_weight(operand, depth - 1) for operand in self._data(node))
 
 
 Reduction: TypeAlias = Callable[[Moments, Call, Dims], sympy.Expr]

@@ -8,7 +8,7 @@ from functools import lru_cache
 import sympy
 
 from lz_compile.lowering.ops.norm import EpsAt
-from lz_compile.passes.formula.algebra import tidy
+from lz_compile.passes.formula.expressions import tidy
 from lz_compile.passes.formula.moments import AT_LEAST, MEAN, MEAN_SQUARE, ROW, halves
 
 _VARIANCE = sympy.Symbol("variance", positive=True)

@@ -15,10 +15,11 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import Region, is_pointwise
+from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
+from lz_compile.passes.formula.places import Fixed, affine, canonical, has_still, moved, reach
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.places import Fixed, affine, canonical, has_still, moved, reach
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
 
 #: Calls that return several tensors, parts of the input.

@@ -14,11 +14,11 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.activations import bends, is_read
-from lz_compile.passes.formula.algebra import is_cast, is_constant
 from lz_compile.passes.formula.axes import LayoutError, fresh
+from lz_compile.passes.formula.calls import is_cast, is_constant
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.rewriting.builder import EMITTED
 
 #: Products that are projections; the last ones with weights of several experts, or over neighbours.
 PRODUCTS = contraction.PRODUCTS | {"grouped_mm", "_grouped_mm", "grouped_mm_fallback", "scaled_mm", "_scaled_mm"}

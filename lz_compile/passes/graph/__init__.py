@@ -1,1 +1,1 @@
-"""Nodes as calls: views, effects on memory, modes, dead code, what may move."""
+"""Nodes as calls: views, effects on memory, modes, snapshots, refusals."""

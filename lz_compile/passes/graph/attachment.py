@@ -13,8 +13,7 @@ from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.proof.running import called
+from lz_compile.passes.graph.view import called, tensor_of
 
 
 def note_as_handed_in(graph: fx.Graph, inputs: Sequence[Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.modes import Ambient, ambient_of, grad_enabled
 from lz_compile.passes.graph.view import Call, memory_of, read, tensor_of
 
 _VIEWS = frozenset(
@@ -39,15 +40,6 @@ class MutatedError(Exception):
     def __init__(self, node: fx.Node) -> None:
         super().__init__(f"overwritten in place by {node.name}")
         self.node = node
-
-
-@dataclass(frozen=True)
-class Ambient:
-    """The modes under which a node runs: open autocast regions (their arguments) and the gradient mode set inside."""
-
-    autocast: tuple[tuple[Any, ...], ...] = ()
-    grad: bool | None = None
-    other: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -359,60 +351,3 @@ def _writes_inside(node: fx.Node) -> bool:
     bodies = [getattr(owner, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
     calls = (read(inner) for body in bodies if isinstance(body, fx.GraphModule) for inner in body.graph.nodes)
     return any(overwritten(call) for call in calls if call is not None)
-
-
-def ambient_behind(nodes: Iterable[fx.Node]) -> Ambient:
-    """The modes that follow on the first nodes of a graph."""
-    *_, last = (Ambient(), *ambient_of(nodes).values())
-    return last
-
-
-def ambient_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Ambient]:
-    """The modes that each node leaves behind, of the first nodes of a graph."""
-    ambient: dict[fx.Node, Ambient] = {}
-    autocast: list[tuple[Any, ...]] = []
-    other: list[str] = []
-    grad: bool | None = None
-    nodes = list(nodes)
-    of_graph = nodes[0].graph.nodes if nodes else ()
-    devices = {tensor.device.type for tensor in map(tensor_of, of_graph) if tensor is not None}
-    for node in nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if name == "_enter_autocast":
-            autocast.append(tuple(node.args))
-        elif name == "_exit_autocast" and autocast:
-            autocast.pop()
-        elif name == "_set_grad_enabled":
-            grad = bool(node.args[0])
-        elif name.startswith(("_enter_", "_sdpa_kernel")) or name.endswith("_increment_nesting"):
-            other.append(node.name)
-        elif (name.startswith("_exit_") or name.endswith("_decrement_nesting")) and other:
-            other.pop()
-        touching = tuple(
-            region for region in autocast if region[0] in devices
-        )  # that of another device does nothing here
-        ambient[node] = Ambient(touching, grad, tuple(other))
-    return ambient
-
-
-def grad_enabled(ambient: Ambient) -> bool:
-    """Whether gradients are recorded under ``ambient``."""
-    return torch.is_grad_enabled() if ambient.grad is None else ambient.grad
-
-
-@contextmanager
-def _grad_mode(enabled: bool) -> Iterator[None]:
-    """Like ``torch.set_grad_enabled``, which takes effect as soon as it is made."""
-    with torch.set_grad_enabled(enabled):
-        yield
-
-
-def ambient_context(ambient: Ambient) -> list[Any]:
-    """Context managers that bring about ``ambient`` (its autocast regions and gradient mode), outermost first."""
-    managers: list[Any] = [
-        torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
-        for device, dtype, enabled, cache_enabled in ambient.autocast
-    ]
-    if ambient.grad is not None:
-        managers.append(_grad_mode(ambient.grad))
-    return managers

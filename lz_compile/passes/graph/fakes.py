@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._dispatch.python import enable_python_dispatcher
 
-from lz_compile.passes.graph.effects import Ambient, ambient_context
+from lz_compile.passes.graph.modes import Ambient, ambient_context
 
 
 @contextmanager

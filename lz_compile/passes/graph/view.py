@@ -336,3 +336,10 @@ def where_of(node: fx.Node) -> str:
 
 #: Where this package is.
 _OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
+
+
+def called(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function gives, or a method, if ``target`` is a name."""
+    if isinstance(target, str):
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)

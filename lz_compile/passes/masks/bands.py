@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lz_compile.lowering.ops.attention import Band
+from lz_compile.lowering.bands import Band
 from lz_compile.passes.formula.axes import Axis
 from lz_compile.passes.masks.polynomial import ZERO, Polynomial, lower, number
 from lz_compile.passes.masks.predicates import AtLeast, Predicate, Zero

@@ -8,7 +8,9 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.passes.formula.algebra import INFINITY, Region, constant_value
+from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.calls import constant_value
+from lz_compile.passes.formula.expressions import INFINITY
 from lz_compile.passes.graph.view import Call, tensor_of
 
 _KEEPS = frozenset(

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lz_compile.lowering.ops.attention import AttentionAttrs, Band, Reach, distances
+from lz_compile.lowering.bands import Band, Reach
+from lz_compile.lowering.ops.attention import AttentionAttrs, distances
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.masks.reading import Meaning
+from lz_compile.passes.masks.meaning import Meaning
 from lz_compile.passes.rewriting.builder import Builder
 
 #: Bounds of bands in proofs, where there are few tokens, and the tiles of what masks reach there.

@@ -24,12 +24,13 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import Size, as_size
 from lz_compile.lowering import inductor
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import constant_value, specialised
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, resolve
-from lz_compile.passes.graph.constants import Constants
+from lz_compile.passes.formula.calls import constant_value
+from lz_compile.passes.formula.expressions import specialised
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
 from lz_compile.passes.masks import constant_patterns, index_rules
+from lz_compile.passes.masks.constants import Constants
 from lz_compile.passes.masks.index_operands import boolean
 from lz_compile.passes.masks.piecewise import Piecewise, Value, everywhere, held, plain, weight_of
 from lz_compile.passes.masks.polynomial import (

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import fx
 
-from lz_compile.lowering.ops.attention import Band, Reach
+from lz_compile.ground.reasons import Reason
+from lz_compile.lowering.bands import Band, Reach
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 
 
@@ -78,3 +81,20 @@ class Meaning:
     reach: Reach | None = None
     buffers: tuple[fx.Node, ...] = ()
     label: str = ""
+
+
+class Meanings(Protocol):
+    """What the masks of one graph mean; :mod:`masks.reading` reads it."""
+
+    def read(self, node: fx.Node, dims: Dims, axes: Axes, *, keeps: bool = True) -> Meaning | Reason:
+        """What a mask means.
+
+        Args:
+            node: a boolean mask, or a float one that is added to scores.
+            dims: the axes of its dimensions.
+            axes: those of the scores.
+            keeps: whether True keeps, of a boolean mask.
+        """
+
+    def values(self, node: fx.Node) -> torch.Tensor | None:
+        """What a mask holds where that depends on constants only."""

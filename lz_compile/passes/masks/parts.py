@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lz_compile.lowering.ops.attention import Band
+from lz_compile.lowering.bands import Band
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks import documents as mask_documents

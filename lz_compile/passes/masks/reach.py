@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lz_compile.lowering.ops.attention import Reach
+from lz_compile.lowering.bands import Reach
 from lz_compile.passes.masks.bands import Positions
 from lz_compile.passes.masks.polynomial import Polynomial, Variable
 from lz_compile.passes.masks.predicates import AtLeast, Constant, Every, Predicate, Some, Zero

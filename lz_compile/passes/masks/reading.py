@@ -18,17 +18,17 @@ from torch import fx
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product, shape_of
-from lz_compile.lowering.ops.attention import Reach
+from lz_compile.lowering.bands import Reach
 from lz_compile.passes.formula.axes import Axis, Dims, resolve
-from lz_compile.passes.graph.constants import Constant, Constants
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks import constant_patterns
 from lz_compile.passes.masks import reach as mask_reach
 from lz_compile.passes.masks.bands import Positions
+from lz_compile.passes.masks.constants import Constant, Constants
 from lz_compile.passes.masks.index_reading import Reader, Source
-from lz_compile.passes.masks.meaning import Axes, Documents, Flag, Meaning, Slopes
+from lz_compile.passes.masks.meaning import Axes, Documents, Meaning, Meanings, Slopes
 from lz_compile.passes.masks.parts import Parts, is_stable
 from lz_compile.passes.masks.piecewise import Number, Piecewise, Value
 from lz_compile.passes.masks.polynomial import Polynomial
@@ -46,7 +46,7 @@ from lz_compile.passes.masks.predicates import (
 _LARGE = 2**24
 
 
-class Masks:
+class Masks(Meanings):
     """The meanings of one graph's masks, each read once."""
 
     def __init__(self, effects: Effects) -> None:
@@ -55,14 +55,7 @@ class Masks:
         self._known: dict[tuple[object, ...], tuple[Meaning | Reason, Look, tuple[Axis, ...]]] = {}
 
     def read(self, node: fx.Node, dims: Dims, axes: Axes, *, keeps: bool = True) -> Meaning | Reason:
-        """What a mask means.
-
-        Args:
-            node: a boolean mask, or a float one that is added to scores.
-            dims: the axes of its dimensions.
-            axes: those of the scores.
-            keeps: whether True keeps, of a boolean mask.
-        """
+        """See :class:`Meanings`."""
         axes, dims = axes.resolved(), resolve(dims)
         order = tuple(axis for group in axes.groups for axis in group)
         if any(axis not in order for dim in dims for axis in dim):
@@ -82,7 +75,7 @@ class Masks:
         return found if isinstance(found, Reason) else _renamed(found, dict(zip(own_order, order, strict=True)))
 
     def values(self, node: fx.Node) -> torch.Tensor | None:
-        """What a mask holds where that depends on constants only."""
+        """See :class:`Meanings`."""
         found = self._constants.value(node)
         return None if isinstance(found, Reason) or found.buffers else found.value
 
@@ -304,6 +297,3 @@ def _float(value: Number) -> float:
         assert constant is not None, "asked of constants only"
         return float(constant)
     return value
-
-
-__all__ = ["Axes", "Documents", "Flag", "Masks", "Meaning", "Slopes"]

@@ -10,15 +10,16 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.activations import BENDS
-from lz_compile.passes.formula.algebra import Leaf, Region, is_cast
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh
+from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.projections import Supports, rearranges
-from lz_compile.passes.graph.core import Core, find_core, is_dead, overwritten_edge
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.mlp.emitter import MlpEmitter
 from lz_compile.passes.mlp.gated_form import Form, read_form
-from lz_compile.passes.rewriting.match import RefusedError
+from lz_compile.passes.rewriting.core import Core, find_core, is_dead, overwritten_edge
 
 #: The emitter of an activation, its core, and everything that was read with its axes.
 Found: TypeAlias = tuple[MlpEmitter, Core, Mapping[fx.Node, Dims]]

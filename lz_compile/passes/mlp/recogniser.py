@@ -15,10 +15,11 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.projections import Supports, projection
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.mlp.gated_reading import read_activation, read_halves
 from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.twins import Twins
 
 OP = "mlp"

@@ -10,26 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import Size, product, shape_of
-from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import LayoutError, axes_of, fresh
-from lz_compile.passes.formula.moments import CALLS, STATISTICS, Edge, Moments
-from lz_compile.passes.formula.normal_form import NormalForm, normal_form
-from lz_compile.passes.graph.core import Core, find_core
+from lz_compile.passes.formula.axes import LayoutError, fresh
+from lz_compile.passes.formula.edge import Edge
+from lz_compile.passes.formula.moments import CALLS, STATISTICS, Moments
+from lz_compile.passes.formula.normal_form import normal_form
 from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.norm.conditions import check_surroundings, check_weights, leaf_nodes
 from lz_compile.passes.norm.emitter import NormEmitter
 from lz_compile.passes.norm.search import is_worth_reading, results_of, sources
+from lz_compile.passes.rewriting.core import find_core
 from lz_compile.passes.rewriting.driver import Driver, Outcome, refusal_of
-from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.twins import Twins
 
 OP = "norm"
-#: Functions of weights that can be written out again.
-_OF_WEIGHTS = frozenset({sympy.exp, sympy.log, sympy.tanh})
 
 
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
@@ -111,53 +110,15 @@ def _match(effects: Effects, source: fx.Node, output: fx.Node, anchor: fx.Node) 
     region = moments.region
     expression = moments.read(output, dims)
     form = normal_form(expression)
-    is_read = anchor in {*moments.squared, *region.interior, *_nodes(region)}
+    is_read = anchor in {*moments.squared, *region.interior, *leaf_nodes(region)}
     if form is None or not moments.reduced or not moments.squared or not is_read:
         raise RefusedError(
             "NO_NORM", "the result is no normalised row", "divide the row by the root of its mean square"
         )
     form = replace(form, gain=moments.by_leaves(form.gain), shift=moments.by_leaves(form.shift))
-    _check_weights(region, form, moments)
+    check_weights(region, form, moments)
     core = find_core(effects, source, output)
     nodes = tuple(node for node in core.nodes if node is not source)
     core = replace(core, nodes=nodes)
-    _check(effects, core, region, source, moments)
+    check_surroundings(effects, core, region, source, moments)
     return NormEmitter.of(region, moments, form, output, dims, core).match(OP, core)
-
-
-def _nodes(region: Region) -> set[fx.Node]:
-    return {leaf.node for leaf in region.leaves.values()}
-
-
-def _check_weights(region: Region, form: NormalForm, moments: Moments) -> None:
-    """Gain and shift must come from weights: tensors that are given, and are not one per row."""
-    rows = set(axes_of(moments.dims)) - set(moments.hidden)
-    functions = {each.func for part in (form.gain, form.shift) for each in part.atoms(sympy.Function)}
-    if not functions <= _OF_WEIGHTS:
-        raise RefusedError(
-            "NO_NORM", "a weight is a function of which kernels know nothing", "multiply by it afterwards"
-        )
-    for symbol in (form.gain.free_symbols | form.shift.free_symbols) & region.leaves.keys():
-        leaf = region.leaves[symbol]
-        if tensor_of(leaf.node) is None:  # a number
-            continue
-        is_given = leaf.node.op in ("placeholder", "get_attr")
-        own = set(axes_of(leaf.dims))
-        if not is_given or (rows and rows <= own) or not own <= set(axes_of(moments.dims)):
-            raise RefusedError("NO_NORM", f"{leaf.node.name} is no weight of the row", "multiply by it afterwards")
-
-
-def _check(effects: Effects, core: Core, region: Region, source: fx.Node, moments: Moments) -> None:
-    """Refuse where someone else needs what follows the statistics, a mode changes, or an operand is overwritten."""
-    first = min(effects.position[node] for node in moments.squared)
-    late = tuple(node for node in core.nodes if effects.position[node] >= first)
-    edge = [node for node in {source, *_nodes(region)} if node not in core.nodes]
-    readers = {node: region.readers.get(node, core.nodes[0]) for node in edge}
-    try:
-        replace(core, nodes=late).check(effects, readers)
-    except RefusedError as refusal:
-        if refusal.reason.code == "INTERIOR_USED":
-            refusal.edit = "do not return or reuse the statistics, or what is between them and the result"
-        raise
-    if any(effects.ambient(node) != core.ambient for node in core.nodes):
-        raise RefusedError("MODE_CHANGES_INSIDE", "autocast or gradient mode changes inside", "change it outside")

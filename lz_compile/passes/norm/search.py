@@ -9,11 +9,13 @@ from typing import Any
 from torch import fx
 
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import is_cast, is_pointwise
-from lz_compile.passes.formula.moments import CALLS, FUNCTIONS, STATISTICS, behind_casts
-from lz_compile.passes.graph.core import is_dead
+from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.edge import behind_casts
+from lz_compile.passes.formula.moments import CALLS, FUNCTIONS, STATISTICS
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.rewriting.core import is_dead
 
 #: How many operations may lie between a row and its statistic, how many results of a statistic are looked at, and how
 #: many tensors are tried as the row.

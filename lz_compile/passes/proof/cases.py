@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
-from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import hint_of, tensor_of, value_of
 from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.proof.subgraph import Sizes

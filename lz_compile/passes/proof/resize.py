@@ -21,10 +21,11 @@ from lz_compile.ground import memory
 from lz_compile.ground.sizes import Size
 from lz_compile.lowering import inductor
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import constant_value, is_constant
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
+from lz_compile.passes.formula.calls import constant_value, is_constant
+from lz_compile.passes.graph.held import held_by
 from lz_compile.passes.graph.view import Call, hint_of, is_symbolic, known_tensor, read, tensor_of
-from lz_compile.passes.proof.subgraph import Sizes, Subgraph, held_by, needed
+from lz_compile.passes.proof.subgraph import Sizes, Subgraph, needed
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import KernelCall, emit

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from lz_compile.ground.isolation import is_isolated
-from lz_compile.passes.loops.roll.scan_steps import run_steps
-from lz_compile.passes.rewriting.snapshot import Was
+from lz_compile.passes.graph.snapshot import Was
+from lz_compile.passes.graph.view import called
+from lz_compile.passes.proof.scan_steps import run_steps
 
 SCAN = torch.ops.higher_order.scan
 
@@ -21,13 +22,6 @@ class NotRunnableError(Exception):
 
 #: What is called instead of a call, given its operands' values: a function or a method's name, and its arguments.
 Adapt: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, tuple[Any, ...], dict[str, Any]]]
-
-
-def called(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a function gives, or a method, if ``target`` is a name."""
-    if isinstance(target, str):
-        return getattr(args[0], target)(*args[1:], **kwargs)
-    return target(*args, **kwargs)
 
 
 def no_attribute(path: str) -> Any:

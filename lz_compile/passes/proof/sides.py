@@ -13,7 +13,7 @@ from lz_compile.errors import TrialError
 from lz_compile.ground import events, health
 from lz_compile.ground.isolation import Outside
 from lz_compile.lowering import child
-from lz_compile.passes.graph.effects import ambient_context
+from lz_compile.passes.graph.modes import ambient_context
 from lz_compile.passes.proof.subgraph import Sizes
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Match

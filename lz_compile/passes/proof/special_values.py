@@ -6,11 +6,11 @@ import torch
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
-from lz_compile.passes.graph.effects import Ambient
-from lz_compile.passes.loops.roll.purity import is_pure
+from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.purity import is_pure
+from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.proof.running import NotRunnableError, no_attribute
 from lz_compile.passes.proof.trial_run import random_inputs, run
-from lz_compile.passes.rewriting.snapshot import Was
 
 _MOST = 256
 

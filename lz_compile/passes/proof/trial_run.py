@@ -12,11 +12,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from lz_compile.passes.graph.effects import Ambient, ambient_context
-from lz_compile.passes.loops.roll.scan_steps import run_steps
+from lz_compile.passes.graph.modes import Ambient, ambient_context
+from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.proof import running
 from lz_compile.passes.proof.running import SCAN, NotRunnableError
-from lz_compile.passes.rewriting.snapshot import Was
+from lz_compile.passes.proof.scan_steps import run_steps
 
 _MOST_DRAWN = 999_983  # a prime: rows do not repeat
 

@@ -1,1 +1,1 @@
-"""Matches, emitted nodes, and edits that happen whole or not at all."""
+"""Matches, and the nodes that are emitted in their place."""

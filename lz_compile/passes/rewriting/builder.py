@@ -21,16 +21,14 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
 from lz_compile.ground.sizes import as_size, product
-from lz_compile.passes.formula.algebra import INFINITY, Leaf, Region
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
-from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.formula.expressions import INFINITY
 from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.view import known_tensor, origin_of, tensor_of
-from lz_compile.passes.proof.running import called
-from lz_compile.passes.proof.subgraph import hold
-
-#: In the metadata of every node that is ours: what a kernel emitted is not recognised again.
-EMITTED = "layerzero_emitted"
+from lz_compile.passes.graph.held import hold
+from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.provenance import provenance
+from lz_compile.passes.graph.view import called, known_tensor, tensor_of
 
 Groups = Sequence[Sequence[Axis]]
 
@@ -286,11 +284,6 @@ def _product(sizes: Sequence[Any]) -> Any:
     for size in sizes:
         total = size if isinstance(total, int) and total == 1 else total * size
     return total
-
-
-def provenance(template: fx.Node) -> dict[str, Any]:
-    """The metadata that says where a node comes from, and that it is ours, for what replaces ``template``."""
-    return {**origin_of(template), EMITTED: True}
 
 
 class GraphBuilder(Builder):

@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size
-from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import is_pointwise
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.strides import strides_matter
 from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.provenance import provenance
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of
-from lz_compile.passes.rewriting.builder import Builder, GraphBuilder, provenance
+from lz_compile.passes.rewriting.builder import Builder, GraphBuilder
 from lz_compile.passes.rewriting.match import Attributes, Match
 
 KernelCall = Callable[..., Any]
@@ -212,31 +213,6 @@ def _describe(tensor: torch.Tensor | None) -> str:
         if tensor is None
         else f"{tensor.dtype} tensor {tuple(tensor.shape)} on {tensor.device}"
     )
-
-
-#: Readers to which the strides of what they read make no difference that anyone can see.
-_AGNOSTIC = contraction.PRODUCTS | {"contiguous", "layer_norm", "rms_norm", "sum", "mean"}
-
-
-def strides_matter(node: fx.Node) -> bool:
-    """Whether strides of ``node`` matter to someone: a ``view`` that needs them, an output, or who knows what."""
-    queue, seen = list(node.users), set()
-    while queue:
-        user = queue.pop()
-        call = None if user in seen else read(user)
-        if user in seen or (call is not None and call.name in _AGNOSTIC):
-            continue
-        seen.add(user)
-        if call is None or call.is_inplace or call.name in ("view", "view_as"):
-            return True
-        if (
-            not layout.is_view(call)
-            and not is_pointwise(call)
-            and call.name not in ("chunk", "split", "unbind", "getitem")
-        ):
-            return True
-        queue.extend(user.users)
-    return False
 
 
 def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:

@@ -19,8 +19,9 @@ from lz_compile.ground.sizes import as_size
 from lz_compile.lowering import inductor
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.graph.effects import Effects, Look
+from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.graph.view import value_of, where_of
-from lz_compile.passes.rewriting.match import Match, NearMiss
+from lz_compile.passes.rewriting.match import Match
 
 
 @dataclass(frozen=True)

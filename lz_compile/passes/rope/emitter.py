@@ -16,11 +16,11 @@ from lz_compile.ground.sizes import product
 from lz_compile.lowering.ops.rope import Operands, RopeAttrs, RopeFacts, joined
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
-from lz_compile.passes.graph.core import Core
-from lz_compile.passes.graph.effects import grad_enabled
-from lz_compile.passes.graph.places import Still, affine, has_still
+from lz_compile.passes.formula.places import Still, affine, has_still
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.emitter import TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.rope.rotations import Rotation, Table, moving

@@ -15,11 +15,12 @@ import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import Shape, shape_of
-from lz_compile.passes.formula.algebra import Leaf, is_cast
+from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
+from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
+from lz_compile.passes.formula.places import Fixed, Still, affine, canonical, has_still, paired, placed
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.places import Fixed, Still, affine, canonical, has_still, paired, placed
 from lz_compile.passes.graph.view import tensor_of
 
 

@@ -18,10 +18,11 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.routing import EPS
 from lz_compile.passes.formula import contraction
-from lz_compile.passes.formula.algebra import Leaf, Region, Rule
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from
+from lz_compile.passes.formula.pointwise import Rule
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.rewriting.match import RefusedError
 from lz_compile.passes.routing.activation import Activation
 
 A, V = sympy.symbols("a v", real=True)

@@ -13,9 +13,9 @@ from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.ops.routing import Operands, RoutingAttrs, RoutingFacts
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.emitter import TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.routing.cosine_mask import Cosine

@@ -13,9 +13,11 @@ from torch import fx
 
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
-from lz_compile.passes.graph.effects import Effects, grad_enabled
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.rewriting.match import Match, NearMiss
+from lz_compile.passes.rewriting.match import Match
 
 CODE = "GATE_PER_TOKEN"
 

@@ -14,8 +14,10 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction
-from lz_compile.passes.formula.algebra import DROPOUT, Leaf, Region, Rule, reduce_indicators
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of
+from lz_compile.passes.formula.expressions import DROPOUT, reduce_indicators
+from lz_compile.passes.formula.pointwise import Rule
 from lz_compile.passes.graph.view import Call, tensor_of
 
 #: The kind of a leaf through which no gradient flows.

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.match import Match, NearMiss
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.twins import Twins
 from lz_compile.passes.routing.gates import Gates
 from lz_compile.passes.routing.reading import Reader

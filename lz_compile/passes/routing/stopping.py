@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from lz_compile.passes.rewriting.match import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.routing.roles import Adapter
 
 _NEAR = 1e-9

@@ -14,11 +14,12 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import Region, is_cast
-from lz_compile.passes.graph.core import is_dead
+from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.rewriting.builder import EMITTED
+from lz_compile.passes.rewriting.core import is_dead
 
 _SUMS = frozenset({"add", "sub", "rsub"})
 #: Products that add a further tensor.

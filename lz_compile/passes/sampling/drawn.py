@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import is_cast, is_pointwise
+from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.sampling.stores import ORDERING

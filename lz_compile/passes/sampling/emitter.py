@@ -12,9 +12,9 @@ from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts, Ties
 from lz_compile.lowering.token_bits import pack
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
-from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.view import hint_of, is_symbolic, known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.emitter import TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.sampling.excerpt import Excerpt, Scores

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula.algebra import is_pointwise
 from lz_compile.passes.formula.axes import fresh
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import known_tensor, tensor_of
-from lz_compile.passes.rewriting.match import NearMiss, RefusedError
 from lz_compile.passes.sampling.drawn import weighs
 from lz_compile.passes.sampling.excerpt import Affected, Scores, excerpt, exits
 from lz_compile.passes.sampling.kept import Form, Limits

@@ -17,8 +17,8 @@ from torch import fx
 from lz_compile.ground.isolation import isolated
 from lz_compile.lowering.ops.sampling import Ties
 from lz_compile.passes.formula.axes import axes_of
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.rewriting.match import RefusedError
 from lz_compile.passes.sampling.excerpt import Excerpt, sizes_for
 from lz_compile.passes.sampling.kept import VOCAB, Form, Limit, Limits
 from lz_compile.passes.sampling.probes import Order, Probe, Trial

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from lz_compile.passes.graph.core import Core
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
+from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.match import Match, NearMiss, RefusedError
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.sampling.calls import sampling_calls
 from lz_compile.passes.sampling.emitter import SamplingEmitter
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, excerpt

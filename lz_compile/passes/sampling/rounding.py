@@ -6,10 +6,10 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import is_cast, is_constant
+from lz_compile.passes.formula.calls import is_cast, is_constant
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.rewriting.match import RefusedError
 from lz_compile.passes.sampling.excerpt import Excerpt
 from lz_compile.passes.sampling.kept import Limits
 from lz_compile.passes.sampling.stores import MAXIMA, ORDERING

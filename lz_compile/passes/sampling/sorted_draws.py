@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.rewriting.match import NearMiss, RefusedError
 from lz_compile.passes.sampling.stores import ORDERING
 
 #: So many operations between a sort and the draw are looked through.

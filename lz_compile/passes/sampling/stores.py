@@ -16,11 +16,12 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Size, as_size, shape_of
+from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula import layout
-from lz_compile.passes.graph.effects import Ambient, Effects, grad_enabled
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import Ambient, grad_enabled
 from lz_compile.passes.graph.view import Call, hint_of, memory_of, read, tensor_of, value_of
 from lz_compile.passes.loops.roll.step_graph import Emitter
-from lz_compile.passes.rewriting.edit import MayEdit, anywhere
 
 #: Calls that order the scores of a row, or select among them.
 ORDERING = frozenset({"topk", "sort", "argsort", "msort", "kthvalue"})

@@ -17,11 +17,12 @@ from lz_compile.ground.sizes import as_size
 from lz_compile.lowering.ops import scan as scan_op
 from lz_compile.lowering.ops.scan import DIMS, RESULTS, Operands, ScanAttrs
 from lz_compile.passes.formula.axes import Axis, Dims
-from lz_compile.passes.graph.core import wants_grad
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.core import wants_grad
 from lz_compile.passes.rewriting.driver import Outcome
-from lz_compile.passes.rewriting.match import Found, Input, Match, RefusedError, Site, Trial
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.rewriting.op_calls import CallEmitter, op_calls
 
 _OP = "scan"

@@ -11,21 +11,22 @@ from collections.abc import Iterator
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.loops.recurrence.chunked_forms import chunked_forms
 from lz_compile.passes.loops.recurrence.dropped_states import with_drops
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, prefix_scans
 from lz_compile.passes.loops.recurrence.prefix_scan_emitter import match_of
 from lz_compile.passes.loops.recurrence.prefix_scan_logs import log_scans
+from lz_compile.passes.loops.recurrence.reading import Readings
 from lz_compile.passes.loops.recurrence.step_check import check
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
 from lz_compile.passes.loops.recurrence.transition import Transition
 from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.match import Match, RefusedError
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.scan.calls import scan_calls
 from lz_compile.passes.scan.match import OP, finished
-from lz_compile.passes.scan.reading import Readings
 
 
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:

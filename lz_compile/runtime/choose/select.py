@@ -13,15 +13,15 @@ from typing import Any
 
 from lz_compile.errors import NoKernelFoundError
 from lz_compile.ground import health, memory
-from lz_compile.ground.machine import environment
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import ops
 from lz_compile.runtime.choose.calls import DISPATCH, call_estimates, eager_kernel, needs_compile
+from lz_compile.runtime.choose.problem import MARGIN, Candidate, Decision, Problem
+from lz_compile.runtime.choose.records import records_of
 from lz_compile.runtime.kernels import constraints
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
-from lz_compile.runtime.measure import perfdb
-from lz_compile.runtime.measure.estimate import INDUCTOR, Estimate, estimates, fixed_part
+from lz_compile.runtime.measure.estimate import INDUCTOR, Estimate, estimates
 from lz_compile.runtime.measure.perf_record import PerfRecord
 from lz_compile.runtime.policy.resolved import Policy, ResolvedPolicy
 from lz_compile.runtime.problem import decision_tree
@@ -30,12 +30,10 @@ from lz_compile.runtime.problem.buckets import Sample, winner
 from lz_compile.runtime.problem.context import SelectionContext
 from lz_compile.runtime.problem.decision_tree import Leaf, Node, choose
 from lz_compile.runtime.problem.hidden_sizes import Unanswerable, compiles_are_scarce, grown
-from lz_compile.runtime.problem.problem import MARGIN, Candidate, Decision, Problem, Symbols
+from lz_compile.runtime.problem.symbols import Symbols
 from lz_compile.runtime.tables import loaded as loaded_tables
 from lz_compile.runtime.tables.loaded import Loaded
 from lz_compile.runtime.tables.trees import MAX_SIZE, over_symbols
-
-__all__ = ["MARGIN", "Candidate", "Decision", "Problem", "Symbols", "database_at", "records_of", "select"]
 
 #: Points of a preference or an aversion; 100 points are Inductor's speed.
 PREFERRED, AVOIDED = 20.0, -50.0
@@ -365,20 +363,6 @@ class _Selection:
         if not settings.enabled or not self.policy.settings.enabled or {*runnable} <= {INDUCTOR, DISPATCH}:
             return []
         return records_of(problem or self.problem, self.context, settings.path)
-
-
-def records_of(problem: Problem, context: SelectionContext, path: str | None) -> list[PerfRecord]:
-    """The measurements that share a problem's fixed part, in this environment."""
-    database = database_at(path)
-    if not database.exists or context.device_type == "meta":  # nothing was ever measured there
-        return []
-    fixed = fixed_part(context, problem.source_kernel)
-    return database.curve(context.operation, context.dtype_name, environment(context.device_type), fixed)
-
-
-def database_at(path: str | None) -> perfdb.PerfDB:
-    """The database of measurements, by default that of the user's cache directory."""
-    return perfdb.database(perfdb.path_of(path))
 
 
 def _with_settings(context: SelectionContext, policy: Policy) -> SelectionContext:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 from lz_compile.ground import events
@@ -27,15 +28,16 @@ class Plugin:
         distribution = f" of {self.entry.dist.name}" if self.entry.dist is not None else ""
         return f"plugin {self.entry.name}{distribution} ({self.entry.value})"
 
-    def run(self) -> list[tuple[Any, str]]:
+    def run(self, registry: ModuleType) -> list[tuple[Any, str]]:
         """Call the function; the descriptors that it returned, each with the name of its adapter's module.
+
+        Args:
+            registry: what a function is given that takes anything.
 
         Raises:
             Exception: whatever it raises.
             TypeError: it returned something else.
         """
-        from lz_compile.runtime.kernels import registry
-
         function = self.entry.load()
         takes_registry = bool(inspect.signature(function).parameters)
         result = function(registry) if takes_registry else function()

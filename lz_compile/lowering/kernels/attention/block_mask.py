@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lz_compile.lowering.arange import arange
-from lz_compile.lowering.ops.attention import Band
+from lz_compile.lowering.bands import Band
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ import torch
 from torch import fx
 from torch.nn.attention.flex_attention import BlockMask
 
+from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernels.attention import block_mask
-from lz_compile.lowering.ops.attention import AttentionAttrs, Band, Operands
+from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
 
 #: Queries and keys per tile that is skipped or not, as ``create_block_mask`` has it. Tests use small tiles.
 TILE = 128

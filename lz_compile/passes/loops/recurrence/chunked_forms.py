@@ -12,10 +12,10 @@ from torch import fx
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import is_pointwise
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.rewriting.match import NearMiss
 
 _EXPONENTIALS = frozenset({"exp", "exp2"})
 _SOLVERS = frozenset({"solve_triangular", "inverse", "solve"})

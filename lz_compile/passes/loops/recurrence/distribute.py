@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.effects import Ambient, Effects
+from lz_compile.passes.editing.edit import Unproven, proven
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
 from lz_compile.passes.graph.view import known_tensor, where_of
 from lz_compile.passes.loops.recurrence.batched import Around, Batched
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
+from lz_compile.passes.loops.recurrence.reading import Readings
 from lz_compile.passes.loops.recurrence.rebuilt_scan import (
     CONTIGUOUS,
     erase_scan,
@@ -26,9 +30,6 @@ from lz_compile.passes.loops.recurrence.rebuilt_scan import (
 )
 from lz_compile.passes.loops.recurrence.states import restated
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
-from lz_compile.passes.rewriting.edit import Unproven, proven
-from lz_compile.passes.rewriting.match import Failure, NearMiss, RefusedError
-from lz_compile.passes.scan.reading import Readings
 
 aten = torch.ops.aten
 

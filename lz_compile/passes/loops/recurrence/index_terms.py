@@ -124,3 +124,24 @@ def _numbered(factors: Sequence[Factor], order: Sequence[int], sizes: Mapping[in
     place = {index: -1 - position for position, index in enumerate(order)}
     places = {index: place.get(index, index) for factor in factors for index in factor.indices}
     return Term(tuple(sorted(factor.at(places) for factor in factors)), tuple(sizes[index] for index in order))
+
+
+def connected(term: Term, start: set[int]) -> list[Factor]:
+    """The factors that summed indices connect with ``start``."""
+    found: list[Factor] = []
+    indices = set(start)
+    while True:
+        more = [each for each in term.factors if each not in found and indices & set(each.indices)]
+        if not more:
+            return found
+        found += more
+        indices |= {index for each in more for index in each.indices if index < 0}
+
+
+def subterm(term: Term, factors: Iterable[Factor], named: Mapping[int, int] | None = None) -> Term:
+    """Some of the factors as a product by itself; ``named`` gives summed indices a free place."""
+    factors, named = tuple(factors), named or {}
+    inner = sorted({i for each in factors for i in each.indices if i < 0 and i not in named}, reverse=True)
+    place = {index: -1 - position for position, index in enumerate(inner)}
+    moved = [Factor(each.atom, tuple(named.get(i, place.get(i, i)) for i in each.indices)) for each in factors]
+    return normal_term(moved, [term.bound[-1 - index] for index in inner])[0]

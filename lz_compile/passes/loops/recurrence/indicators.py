@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import is_cast
+from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step
 

@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_homes import FREE
 from lz_compile.passes.loops.recurrence.step_rules import moves_only
 from lz_compile.passes.loops.recurrence.transition import Transition, transition_of
 from lz_compile.passes.proof.subgraph import needed
-from lz_compile.passes.rewriting.match import RefusedError
 
 
 @dataclass(frozen=True)

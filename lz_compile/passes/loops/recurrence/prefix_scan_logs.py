@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
-from lz_compile.passes.rewriting.match import NearMiss, RefusedError
 
 #: Numbers below which two running sums (some 20 ns a number) cost less than calling a kernel (15 us).
 _LEAST_NUMBERS = 512

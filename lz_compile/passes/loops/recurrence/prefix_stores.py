@@ -18,14 +18,14 @@ from torch import fx
 
 from lz_compile.ground import events, fingerprint
 from lz_compile.lowering.ops.scan import Operands
-from lz_compile.passes.formula.algebra import is_pointwise
+from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.layout import stride_order
-from lz_compile.passes.graph.core import wants_grad
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
 from lz_compile.passes.loops.recurrence.sweep_proof import Region, Sweep, proven
 from lz_compile.passes.loops.roll.step_graph import Emitter
-from lz_compile.passes.rewriting.edit import MayEdit, anywhere
+from lz_compile.passes.rewriting.core import wants_grad
 
 _VIEWS = frozenset(
     {

@@ -12,11 +12,11 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import stride_order
-from lz_compile.passes.graph.core import wants_grad
+from lz_compile.passes.graph.held import hold
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall
-from lz_compile.passes.proof.subgraph import hold
+from lz_compile.passes.rewriting.core import wants_grad
 
 aten = torch.ops.aten
 CONTIGUOUS: dict[str, Any] = {"memory_format": torch.contiguous_format}

@@ -18,7 +18,7 @@ import sympy
 import torch
 
 from lz_compile.ground.sizes import Size, as_size
-from lz_compile.passes.rewriting.match import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError
 
 #: How often other primes are tried.
 ATTEMPTS = 4

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.coupled_states import coupled, stack_states
 from lz_compile.passes.loops.recurrence.plan import Plan
+from lz_compile.passes.loops.recurrence.reading import Readings
 from lz_compile.passes.loops.recurrence.rebuilt_scan import Rebuilt, Rewritten, rebuild
 from lz_compile.passes.loops.recurrence.state_parts import split_states
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, trace_step
-from lz_compile.passes.rewriting.match import RefusedError
-from lz_compile.passes.scan.reading import Readings
 
 #: Changes of states that are tried one after the other.
 _MOST_CHANGES = 4

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.loops.recurrence.size_placeholders import SizePlaceholder, SizePlaceholders
 from lz_compile.passes.proof.subgraph import needed
-from lz_compile.passes.rewriting.match import RefusedError
 
 #: In the metadata of nodes that are sizes.
 _SIZE = "layerzero_size"

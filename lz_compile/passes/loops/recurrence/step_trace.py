@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import constant_value
-from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.formula.calls import constant_value
 from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of, value_of
 from lz_compile.passes.loops.recurrence.size_placeholders import (
     ATTEMPTS,
@@ -32,7 +33,6 @@ from lz_compile.passes.loops.recurrence.size_placeholders import (
     symbolic,
 )
 from lz_compile.passes.loops.recurrence.step_sizes import check_twins, name_sizes, unchanged_sizes
-from lz_compile.passes.rewriting.match import RefusedError
 
 aten = torch.ops.aten
 SCAN = torch.ops.higher_order.scan

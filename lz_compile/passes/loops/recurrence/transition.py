@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from torch import fx
 
-from lz_compile.passes.loops.recurrence.index_sum import IndexSum, substituted
-from lz_compile.passes.loops.recurrence.index_terms import IDENTITY, Atom, Factor, Term, UnreadableError, normal_term
+from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.loops.recurrence.index_sum import IndexSum
+from lz_compile.passes.loops.recurrence.index_terms import IDENTITY, Atom, Factor, Term, connected, subterm
 from lz_compile.passes.loops.recurrence.rank_one import Product, paired, products_of
+from lz_compile.passes.loops.recurrence.state_reads import RawRead, Reads, state_reads
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_rules import is_curved
 from lz_compile.passes.proof.subgraph import needed
-from lz_compile.passes.rewriting.match import RefusedError
-
-Reads = Literal["after", "before"]
 
 _MAX_RANK = 8
 #: More updates than this that nothing erases are one dense summand.
@@ -116,7 +114,7 @@ def transition_of(form: StepForm, component: int, wanted: Sequence[fx.Node]) -> 
     if whole.dims != form.values[step.states[state]].dims:
         raise RefusedError("STATE_CUT", "the state is cut in other pieces than it is carried in", "reshape it outside")
     split = _split(whole, atom)
-    reads, mode = _reads(form, state, whole, wanted, split)
+    reads, mode = state_reads(form, state, whole, wanted)
     return replace(_joined(state, space, split, reads, mode), shape=whole.shape)
 
 
@@ -169,15 +167,15 @@ def _split(whole: IndexSum, atom: Atom) -> _Split:
         summed = _summed(own, range(len(whole.sizes)))
         rest = term.without([own])
         if not summed:
-            decay[_part(rest, rest.factors)] = number
+            decay[subterm(rest, rest.factors)] = number
             continue
         keys.add(frozenset(summed.values()))
-        inner = _reached(rest, set(summed))
+        inner = connected(rest, set(summed))
         outer = [factor for factor in rest.factors if factor not in inner]
         if any(index in summed.values() for factor in inner for index in factor.indices):
             text = "a full matrix multiplies the state: its transition is dense"
             raise RefusedError("DENSE_TRANSITION", text, "a diagonal and few rank-one terms can be run in parallel")
-        mixing.append((_part(rest, outer), _part(rest, inner, summed), number))
+        mixing.append((subterm(rest, outer), subterm(rest, inner, summed), number))
     if len(keys) > 1:
         text = "the state is multiplied from both sides"
         raise RefusedError("TWO_SIDED_TRANSITION", text, "multiply the state from one side only")
@@ -199,128 +197,10 @@ def _summed(own: Factor, places: Iterable[int]) -> dict[int, int]:
     return found
 
 
-def _reached(term: Term, start: set[int]) -> list[Factor]:
-    """The factors that summed indices connect with ``start``."""
-    found: list[Factor] = []
-    indices = set(start)
-    while True:
-        more = [each for each in term.factors if each not in found and indices & set(each.indices)]
-        if not more:
-            return found
-        found += more
-        indices |= {index for each in more for index in each.indices if index < 0}
-
-
-def _part(term: Term, factors: Iterable[Factor], named: Mapping[int, int] | None = None) -> Term:
-    """Some of the factors as a product by itself; ``named`` gives summed indices a free place."""
-    factors, named = tuple(factors), named or {}
-    inner = sorted({i for each in factors for i in each.indices if i < 0 and i not in named}, reverse=True)
-    place = {index: -1 - position for position, index in enumerate(inner)}
-    moved = [Factor(each.atom, tuple(named.get(i, place.get(i, i)) for i in each.indices)) for each in factors]
-    return normal_term(moved, [term.bound[-1 - index] for index in inner])[0]
-
-
-# ---- reads ---------------------------------------------------------------------------------------------------------
-
-_NEW = "state after the step"
-
-
-def _reads(
-    form: StepForm, state: int, whole: IndexSum, wanted: Sequence[fx.Node], split: _Split
-) -> tuple[list[_RawRead], Reads]:
-    """Every value as a read of the state after the step; if that does not work, of the one before."""
-    atom = form.state_atom(state)
-    plain = [_before(form, atom, node) for node in wanted]
-    is_before = all(read is not None and not read.rest.terms for read in plain)
-    if wanted and is_before:
-        return [read for read in plain if read is not None], "before"
-    after = [_after(form, state, whole, node) for node in wanted]
-    if all(read is not None for read in after):
-        return [read for read in after if read is not None], "after"
-    if all(read is not None for read in plain):
-        return [read for read in plain if read is not None], "before"
-    lost = next(node for node, read in zip(wanted, plain, strict=True) if read is None)
-    why = form.reasons.get(lost, "it is no sum of products of the state's elements")
-    raise RefusedError("READ_UNKNOWN", f"{lost.name} is read in a way that has no form: {why}", "read by a query")
-
-
-@dataclass(frozen=True)
-class _RawRead:
-    """A value as ``terms`` (query, whose summed indices of the state have their places) and ``rest``."""
-
-    node: fx.Node
-    terms: tuple[tuple[Term, float], ...]
-    summed: frozenset[int]
-    extras: tuple[int, ...]
-    places: tuple[int, ...]
-    rest: IndexSum
-
-
-def _before(form: StepForm, atom: Atom, node: fx.Node) -> _RawRead | None:
-    value = form.values.get(node)
-    return None if value is None else _raw(node, value, atom)
-
-
-def _after(form: StepForm, state: int, whole: IndexSum, node: fx.Node) -> _RawRead | None:
-    """As a read of the new state, or of something that can be taken for it where it is looked at."""
-    atom, old = Atom(_NEW, "state"), form.state_atom(state)
-    new, value = form.step.carried[state], form.values.get(node)
-    size = new.meta["val"].numel()
-    inner = [each for each in reversed(needed([node], ())) if each in form.values and each is not new]
-    like = [each for each in inner if form.home[each] == form.home[new] and each.meta["val"].numel() == size]
-    for candidate in [new, *(each for each in like if each not in form.step.states)]:
-        found = form.with_atom(candidate, atom, node)
-        if found is None or old in found.atoms or atom not in found.atoms:
-            continue
-        try:
-            is_same = candidate is new or (value is not None and substituted(found, atom, whole) == value)
-        except UnreadableError:
-            continue
-        if is_same:
-            return _raw(node, found, atom)
-    return None
-
-
-def _raw(node: fx.Node, value: IndexSum, atom: Atom) -> _RawRead | None:
-    """A value as a read; None where its products look at the state in different ways."""
-    terms: list[tuple[Term, float]] = []
-    rest: dict[Term, float] = {}
-    layouts: set[tuple[tuple[int, int], ...]] = set()
-    rank = 0
-    for term, number in value.terms.items():
-        own = next((factor for factor in term.factors if factor.atom == atom), None)
-        if own is None:
-            rest[term] = number
-            continue
-        rank = len(own.indices)
-        layouts.add(tuple((index, place) for place, index in enumerate(own.indices) if index >= 0))
-        if len(set(own.indices)) != rank:
-            return None
-        terms.append((term, number))
-    if len(layouts) != 1:
-        return None
-    (layout,) = layouts
-    extras = [index for index in range(len(value.sizes)) if index not in dict(layout)]
-    places = {**dict(layout), **{index: rank + position for position, index in enumerate(extras)}}
-    found = []
-    for term, number in terms:
-        own = next(factor for factor in term.factors if factor.atom == atom)
-        summed = {index: place for place, index in enumerate(own.indices) if index < 0}
-        found.append((_part(term, term.without([own]).factors, {**places, **summed}), number))
-    return _RawRead(
-        node,
-        tuple(found),
-        frozenset(range(rank)) - {place for _, place in layout},
-        tuple(value.sizes[index] for index in extras),
-        tuple(places[index] for index in range(len(value.sizes))),
-        IndexSum(value.dims, rest),
-    )
-
-
 # ---- roles ---------------------------------------------------------------------------------------------------------
 
 
-def _joined(state: int, space: tuple[int, ...], split: _Split, raw: Sequence[_RawRead], mode: Reads) -> Transition:
+def _joined(state: int, space: tuple[int, ...], split: _Split, raw: Sequence[RawRead], mode: Reads) -> Transition:
     keys = split.keys or _read_keys(raw) or (frozenset() if raw else _written_keys(split, len(space)))
     dims = tuple((size,) for size in space)
     reads = tuple(_read(each, keys, dims) for each in raw)
@@ -344,7 +224,7 @@ def _joined(state: int, space: tuple[int, ...], split: _Split, raw: Sequence[_Ra
     )
 
 
-def _read_keys(raw: Sequence[_RawRead]) -> frozenset[int]:
+def _read_keys(raw: Sequence[RawRead]) -> frozenset[int]:
     """What reads sum over, where all of them do so alike."""
     found = {read.summed for read in raw}
     if len(found) > 1:
@@ -363,7 +243,7 @@ def _written_keys(split: _Split, rank: int) -> frozenset[int]:
     return frozenset()
 
 
-def _read(raw: _RawRead, keys: frozenset[int], dims: tuple[tuple[int, ...], ...]) -> Read:
+def _read(raw: RawRead, keys: frozenset[int], dims: tuple[tuple[int, ...], ...]) -> Read:
     sizes = (*(dim[0] for dim in dims), *raw.extras)
     terms: dict[Term, float] = {}
     for term, number in raw.terms:
@@ -395,10 +275,10 @@ def _written(
     for term, number in constant.terms.items():
         right = [factor for factor in term.factors if values & set(factor.indices)]
         indices = {index for factor in right for index in factor.indices if index < 0}
-        right += [factor for factor in _reached(term, indices) if factor not in right]
+        right += [factor for factor in connected(term, indices) if factor not in right]
         if any(keys & set(factor.indices) for factor in right):
             dense[term] = number
             continue
         left = [factor for factor in term.factors if factor not in right]
-        outer.append((_part(term, left), _part(term, right), number))
+        outer.append((subterm(term, left), subterm(term, right), number))
     return outer, dense

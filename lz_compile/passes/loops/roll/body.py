@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.purity import is_arithmetic, is_pure
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of, value_of, where_of
 from lz_compile.passes.loops.roll.numbers import may_be_tensor, with_tensor_of_alpha
-from lz_compile.passes.loops.roll.purity import is_arithmetic, is_pure
 from lz_compile.passes.loops.roll.search import is_number, rebuilt
 from lz_compile.passes.loops.roll.slices import Slices, slices_of
 from lz_compile.passes.loops.roll.steps import Made, Steps, kind_of
-from lz_compile.passes.rewriting.match import RefusedError
 
 #: Tensors that are computed one by one are copied together up to this many elements.
 _MOST_COPIED = 1 << 24

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from lz_compile.passes.formula.algebra import is_constant
+from lz_compile.passes.formula.calls import is_constant
 from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.proof.subgraph import needed
 

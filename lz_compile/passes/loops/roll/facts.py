@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.core import wants_grad
-from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.purity import refuse_impure
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, tensor_of, where_of
 from lz_compile.passes.loops.roll.body import Body, Numbers, Stream
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use, buffers_of, collector_of, uses_of
-from lz_compile.passes.loops.roll.purity import refuse_impure
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.loops.roll.step_graph import Emitter, Result, StepGraph, step_graph
 from lz_compile.passes.loops.roll.steps import Steps
 from lz_compile.passes.loops.roll.streams import stacked
-from lz_compile.passes.rewriting.match import RefusedError
+from lz_compile.passes.rewriting.core import wants_grad
 
 
 @dataclass

@@ -18,16 +18,16 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size
+from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.attachment import is_made_attached
-from lz_compile.passes.graph.core import wants_grad
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of
 from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.proof.subgraph import needed
-from lz_compile.passes.rewriting.edit import MayEdit, anywhere
+from lz_compile.passes.rewriting.core import wants_grad
 
 #: A tensor with more readers of pieces keeps what is stored twice.
 _MOST_READERS = 64

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.purity import is_arithmetic
 from lz_compile.passes.graph.view import read, tensor_of
-from lz_compile.passes.loops.roll.purity import is_arithmetic
 
 _WIDE = (torch.float32, torch.float64)
 

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import read, tensor_of, where_of
 from lz_compile.passes.loops.roll.slices import Slices, cut, elements_of
 from lz_compile.passes.loops.roll.steps import Made, Steps
-from lz_compile.passes.rewriting.match import RefusedError
 
 _FRESH = frozenset(
     "zeros ones empty full zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full".split()

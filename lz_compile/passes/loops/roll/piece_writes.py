@@ -14,11 +14,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.effects import Ambient, Effects
+from lz_compile.passes.editing.edit import MayEdit
+from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.view import memory_of, origin_of, read, tensor_of, value_of
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
-from lz_compile.passes.rewriting.edit import MayEdit
 
 #: For every dimension from where to where, or None for all of it.
 Piece: TypeAlias = "tuple[tuple[int, int] | None, ...]"

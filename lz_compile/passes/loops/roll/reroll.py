@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
+from lz_compile.passes.editing.edit import Unproven, proven
 from lz_compile.passes.formula import contraction
-from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
 from lz_compile.passes.graph.view import read, tensor_of, where_of
 from lz_compile.passes.loops.roll.constant_loops import reads_data
 from lz_compile.passes.loops.roll.facts import Loop, read_loop
@@ -24,8 +26,6 @@ from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, phase
 from lz_compile.passes.loops.roll.steps import Grid, Made, Steps, parameters_of
 from lz_compile.passes.loops.roll.trial_scan import trial_scan
 from lz_compile.passes.loops.roll.versions import Versions
-from lz_compile.passes.rewriting.edit import Unproven, proven
-from lz_compile.passes.rewriting.match import Failure, NearMiss, RefusedError
 
 #: Calls of a graph from which on Inductor takes minutes (about 40 ms each, and more the more there are: 1 to 2.5 minutes for
 #: 1,500, over 7 for 3,000; a backward is as much again). Loops of at least so many calls are rolled then.

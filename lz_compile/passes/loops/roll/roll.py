@@ -10,15 +10,15 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import is_returned, stride_order
+from lz_compile.passes.formula.strides import strides_matter
+from lz_compile.passes.graph.purity import is_pure
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import origin_of, tensor_of
-from lz_compile.passes.loops.recurrence.scan import emit_scan
 from lz_compile.passes.loops.roll.facts import Loop, emitter_of
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector
-from lz_compile.passes.loops.roll.purity import is_pure
+from lz_compile.passes.loops.roll.scan import emit_scan
 from lz_compile.passes.loops.roll.step_graph import Emitter
 from lz_compile.passes.loops.roll.steps import Steps, kind_of
-from lz_compile.passes.rewriting.match import RefusedError
-from lz_compile.passes.rewriting.rewrite import strides_matter
 
 
 def roll(loop: Loop, owner: fx.GraphModule) -> fx.Node:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from lz_compile.passes.graph.dead import dead_calls
+from lz_compile.passes.editing.dead import dead_calls
 
 #: A loop of fewer steps is never rolled.
 LEAST_STEPS = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from lz_compile.passes.loops.recurrence.scan import emit_scan
 from lz_compile.passes.loops.roll.facts import Loop, emitter_of
+from lz_compile.passes.loops.roll.scan import emit_scan
 from lz_compile.passes.loops.roll.step_graph import Emitter
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import fx
 
-from lz_compile.passes.formula.algebra import is_pointwise
+from lz_compile.passes.editing.edit import MayEdit, anywhere
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.view import Call, read, tensor_of, value_of
-from lz_compile.passes.proof.running import called
-from lz_compile.passes.rewriting.edit import MayEdit, anywhere
+from lz_compile.passes.graph.view import Call, called, read, tensor_of, value_of
 
 _BEGINS, _ENDS, _ENTERS, _LEAVES = (
     "_vmap_increment_nesting",

@@ -18,20 +18,21 @@ from torch import fx
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import Size
-from lz_compile.lowering.ops.attention import CAUSAL, AttentionAttrs, Band, Reach
+from lz_compile.lowering.bands import CAUSAL, Band, Reach
+from lz_compile.lowering.ops.attention import AttentionAttrs
 from lz_compile.passes.attention.emitter import AttentionEmitter
 from lz_compile.passes.attention.scores import MASKING_FILL
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.implied import Implied
-from lz_compile.passes.masks.reading import Axes, Documents, Masks, Meaning, Slopes
+from lz_compile.passes.masks.meaning import Axes, Documents, Meaning, Meanings, Slopes
 from lz_compile.passes.rewriting.builder import Builder
 
 #: An additive fill up to this swallows every score in float32 and bfloat16: a row of it is the mean of the values.
 _SWALLOWING = -1e30
 
 
-def simplify(emitter: AttentionEmitter, masks: Masks) -> AttentionEmitter:
+def simplify(emitter: AttentionEmitter, masks: Meanings) -> AttentionEmitter:
     """The same attention, its masks replaced by what they mean where that is proven."""
     if emitter.keep == 1 and emitter.bias == 0:
         return replace(emitter, mask_label="causal" if emitter.attrs.is_causal else "")
@@ -85,7 +86,7 @@ class _Leaf:
         return self.dropped != float("-inf") or attrs.masked_rows in ("nan", "zero")
 
 
-def _read(emitter: AttentionEmitter, masks: Masks) -> list[_Leaf]:
+def _read(emitter: AttentionEmitter, masks: Meanings) -> list[_Leaf]:
     roles = emitter.roles
     axes = Axes(roles.batch, roles.heads, roles.queries, roles.keys)
     found = []
@@ -100,7 +101,7 @@ def _read(emitter: AttentionEmitter, masks: Masks) -> list[_Leaf]:
 
 
 def _leaf(
-    emitter: AttentionEmitter, masks: Masks, axes: Axes, symbol: sympy.Symbol, factor: float, *, keeps: bool
+    emitter: AttentionEmitter, masks: Meanings, axes: Axes, symbol: sympy.Symbol, factor: float, *, keeps: bool
 ) -> _Leaf:
     source = emitter.region.leaves[symbol]
     tensor = tensor_of(source.node)
@@ -121,7 +122,7 @@ def _leaf(
 
 
 def _without_empty_rows(
-    emitter: AttentionEmitter, leaves: list[_Leaf], usable: list[_Leaf], masks: Masks
+    emitter: AttentionEmitter, leaves: list[_Leaf], usable: list[_Leaf], masks: Meanings
 ) -> list[_Leaf]:
     """Of the leaves that can be replaced, those that can where it matters what a row gives that sees no key."""
     if len(usable) == len(leaves) and not _others(emitter, leaves) and _sees_a_key(emitter, usable, masks):
@@ -151,12 +152,12 @@ def _others(emitter: AttentionEmitter, leaves: list[_Leaf]) -> bool:
     return not masks_finite.is_bounded(emitter.region, rest)
 
 
-def _sees_a_key(emitter: AttentionEmitter, leaves: list[_Leaf], masks: Masks) -> bool:
+def _sees_a_key(emitter: AttentionEmitter, leaves: list[_Leaf], masks: Meanings) -> bool:
     """Whether every query sees a key under all of these together."""
     return _sees_by_meaning(emitter, leaves) or _sees_by_values(emitter, leaves, masks)
 
 
-def _sees_by_values(emitter: AttentionEmitter, leaves: list[_Leaf], masks: Masks) -> bool:
+def _sees_by_values(emitter: AttentionEmitter, leaves: list[_Leaf], masks: Meanings) -> bool:
     """The same of masks of constants: they are looked at."""
     if emitter.attrs.limits is not None or not all(isinstance(length, int) for length in emitter.lengths()):
         return False
@@ -216,7 +217,7 @@ class _State:
     """What the leaves that were taken so far leave of the masks."""
 
     given: AttentionEmitter
-    masks: Masks
+    masks: Meanings
     band: Band | None = None
     reach: Reach | None = None
     documents: Documents | None = None

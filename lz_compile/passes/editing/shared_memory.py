@@ -9,13 +9,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from lz_compile.passes.editing.stretch import Stretch, operands_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.graph.effects import overwritten
+from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.graph.view import Call, memory_of, read
 from lz_compile.passes.proof.running import SCAN
-from lz_compile.passes.proof.stretch import Stretch, operands_of
 from lz_compile.passes.proof.trial_run import Ran
-from lz_compile.passes.rewriting.snapshot import Was
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

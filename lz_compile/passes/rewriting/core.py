@@ -9,10 +9,11 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import is_pointwise
-from lz_compile.passes.graph.effects import Ambient, Effects, grad_enabled
+from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import Ambient, grad_enabled
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import read, tensor_of, where_of
-from lz_compile.passes.rewriting.match import RefusedError
 
 #: What is advised where someone reads an inner value of an attention.
 _IF_USED = "do not return or reuse the scores or probabilities (output_attentions=False)"

@@ -9,13 +9,13 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size
-from lz_compile.passes.graph.effects import Ambient
+from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import value_of
 from lz_compile.passes.loops.recurrence.indicators import indicators_of, is_indicator
 from lz_compile.passes.loops.recurrence.plan import Plan, plan_of
 from lz_compile.passes.loops.recurrence.step_form import read_step
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, trace_step
-from lz_compile.passes.rewriting.match import RefusedError
 
 
 @dataclass

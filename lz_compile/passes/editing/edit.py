@@ -9,8 +9,8 @@ from typing import TypeAlias
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
-from lz_compile.passes.proof.edit_proof import Verdict, difference
-from lz_compile.passes.rewriting.snapshot import Snapshot
+from lz_compile.passes.editing.edit_proof import Verdict, difference
+from lz_compile.passes.graph.snapshot import Snapshot
 
 #: Edits that were made and could not be proven, with the reason.
 Unproven: TypeAlias = list[Reason]

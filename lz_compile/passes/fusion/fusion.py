@@ -23,17 +23,17 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import ops
 from lz_compile.lowering.fused import GIVEN, RESIDUAL, SIBLING, Fused
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import is_cast
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
-from lz_compile.passes.formula.sums import sum_before
-from lz_compile.passes.graph.code_motion import brought
-from lz_compile.passes.graph.core import is_dead
+from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.fusion.code_motion import brought
+from lz_compile.passes.fusion.emitter import FusedEmitter, in_order, kind_of, operands_of, results_of
+from lz_compile.passes.fusion.sums import sum_before
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import read, tensor_of
-from lz_compile.passes.mlp.joint import FusedEmitter, in_order, kind_of, operands_of, results_of
 from lz_compile.passes.proof.resize import representative_sizes, shape
 from lz_compile.passes.proof.subgraph import Sizes
 from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.core import is_dead
 from lz_compile.passes.rewriting.match import Input, Match
 
 #: Whole numbers up to this are exact in every dtype, bfloat16 included.

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, read, value_of, where_of
-from lz_compile.passes.rewriting.match import RefusedError
 
 _RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal poisson binomial rrelu "

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.core import wants_grad
-from lz_compile.passes.graph.effects import grad_enabled
+from lz_compile.passes.graph.held import hold
+from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of, value_of
 from lz_compile.passes.loops.roll.body import Around, Carried, Ref, Streamed
 from lz_compile.passes.loops.roll.facts import Loop
 from lz_compile.passes.loops.roll.search import is_number
 from lz_compile.passes.loops.roll.step_graph import Emitter, StepGraph, in_order
 from lz_compile.passes.loops.roll.streams import Place, numbers, stacked
-from lz_compile.passes.proof.subgraph import hold
-from lz_compile.passes.rewriting.match import RefusedError
+from lz_compile.passes.rewriting.core import wants_grad
 
 SCAN = torch.ops.higher_order.scan
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from lz_compile.passes.rewriting.snapshot import Was, same
+from lz_compile.passes.graph.snapshot import Was, same
 
 #: Calls that open and close something: what opens in a stretch closes in it.
 _PAIRS = {

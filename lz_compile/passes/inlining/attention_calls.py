@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lz_compile.passes.rewriting.match import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError
 
 REFUSED = "MHA_CALL_NOT_INLINED"
 #: The projections of query, key and value, with one product for those that are the same tensor.

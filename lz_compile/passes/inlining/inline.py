@@ -18,13 +18,15 @@ from torch import fx
 
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
-from lz_compile.passes.attention.calls import BODIES, REFUSED
-from lz_compile.passes.graph.core import dead_users, is_dead
-from lz_compile.passes.graph.effects import Ambient, Effects, grad_enabled
-from lz_compile.passes.graph.inline_proof import Structure, TensorSpec, difference
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import Ambient, grad_enabled
+from lz_compile.passes.graph.provenance import EMITTED
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import tensor_of, value_of, where_of
-from lz_compile.passes.rewriting.builder import EMITTED, GraphBuilder
-from lz_compile.passes.rewriting.match import NearMiss, RefusedError
+from lz_compile.passes.inlining.attention_calls import BODIES, REFUSED
+from lz_compile.passes.inlining.inline_proof import Structure, TensorSpec, difference
+from lz_compile.passes.rewriting.builder import GraphBuilder
+from lz_compile.passes.rewriting.core import dead_users, is_dead
 from lz_compile.passes.rewriting.rewrite import RewriteError
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from lz_compile.ground.isolation import Outside, isolated
-from lz_compile.passes.attention.calls import BODIES
-from lz_compile.passes.graph.effects import Ambient, ambient_context
+from lz_compile.passes.graph.modes import Ambient, ambient_context
+from lz_compile.passes.inlining.attention_calls import BODIES
 from lz_compile.passes.proof.agreement import SLACK, TOLERANCE
 
 # Dimensions of the sample of every tensor argument: N batch, L queries, S keys, E features, K and V those of keys and

@@ -13,7 +13,9 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import is_constant, is_pointwise, specialised
+from lz_compile.passes.formula.calls import is_constant
+from lz_compile.passes.formula.expressions import specialised
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.view import Call, read
 
 #: Calls that do nothing but compute their result, beyond those that :mod:`algebra` and :mod:`layout` can read.

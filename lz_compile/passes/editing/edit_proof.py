@@ -19,15 +19,16 @@ from torch import fx
 from lz_compile.ground import machine
 from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.store import Store
-from lz_compile.passes.graph.dead import is_torchs
-from lz_compile.passes.graph.effects import ambient_behind, overwritten
+from lz_compile.passes.editing.comparison import comparable, differences, exact, of_sums
+from lz_compile.passes.editing.dead import is_torchs
+from lz_compile.passes.editing.shared_memory import WrittenBehind, memories_of, tensors_in, written
+from lz_compile.passes.editing.stretch import Stretch, edited_stretch, operands_of
+from lz_compile.passes.graph.effects import overwritten
+from lz_compile.passes.graph.modes import ambient_behind
+from lz_compile.passes.graph.snapshot import Snapshot, Was
 from lz_compile.passes.graph.view import read
-from lz_compile.passes.proof.comparison import comparable, differences, exact, of_sums
 from lz_compile.passes.proof.running import NotRunnableError
-from lz_compile.passes.proof.shared_memory import WrittenBehind, memories_of, tensors_in, written
-from lz_compile.passes.proof.stretch import Stretch, edited_stretch, operands_of
 from lz_compile.passes.proof.trial_run import Ran, random_inputs, run, sizes_of
-from lz_compile.passes.rewriting.snapshot import Snapshot, Was
 
 #: Of all inputs and results of a stretch together; what is larger is not run.
 _MOST_BYTES = 1 << 32

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.runtime.choose.calls import DISPATCH
@@ -13,27 +12,10 @@ from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure.estimate import INDUCTOR, Estimate
 from lz_compile.runtime.problem.context import SelectionContext
 from lz_compile.runtime.problem.decision_tree import Node
+from lz_compile.runtime.problem.symbols import Symbols
 
 #: What a kernel must save of Inductor's latency, beyond the noise, to be taken.
 MARGIN = 0.03
-
-
-class Symbols(Protocol):
-    """The symbolic sizes of a match (``compile/symbolic_sizes.py``)."""
-
-    @property
-    def symbols(self) -> Mapping[str, Any]:
-        """Every symbol that can be asked about, by name."""
-
-    @property
-    def hidden(self) -> Mapping[str, Any]:
-        """Every symbol that cannot, because data decides it."""
-
-    def at(self, values: Mapping[str, int]) -> dict[str, int]:
-        """Every size, with the symbols at ``values``."""
-
-    def names_in(self, dims: tuple[str, ...]) -> list[str]:
-        """The symbols that the sizes of some dims depend on."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from torch import fx
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import is_pointwise
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
 from lz_compile.passes.formula.parts import SPLITS
+from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.fusion.emitter import in_order
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import is_symbolic
-from lz_compile.passes.mlp.joint import in_order
 
 _MOVABLE = contraction.PRODUCTS | STATISTICS | SPLITS | CALLS.keys() | {"getitem", "cat", "stack", "narrow", "select"}
 _MANY = 64

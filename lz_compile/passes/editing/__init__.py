@@ -1,0 +1,1 @@
+"""Structural changes of a graph: all of one or nothing, run before and after."""

@@ -1,0 +1,205 @@
+"""The meaning of pointwise operations: one line each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.passes.formula.axes import Dims
+from lz_compile.passes.formula.calls import CASTS, constant_value
+from lz_compile.passes.formula.expressions import DROPOUT, FLOORED, NAN_TO_NUM, is_indicator, plain_number, specialised
+from lz_compile.passes.graph.view import Call, tensor_of
+
+if TYPE_CHECKING:
+    from lz_compile.passes.formula.algebra import Region
+
+#: Constants up to this are no bound on scores.
+_BOTTOM = -1e30
+
+
+#: What a call computes, given the region that reads its operands; None where it has no reading.
+Rule: TypeAlias = "Callable[[Region, Call, Dims], sympy.Expr | None]"
+
+
+def _unary(function: Callable[[sympy.Expr], sympy.Expr]) -> Rule:
+    return lambda region, call, dims: function(region.operand(call, "input", dims))
+
+
+def _binary(function: Callable[[sympy.Expr, sympy.Expr], sympy.Expr], *names: str) -> Rule:
+    first, second = names or ("input", "other")
+    return lambda region, call, dims: function(region.operand(call, first, dims), region.operand(call, second, dims))
+
+
+def _add(sign: int) -> Rule:
+    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+        if _is_boolean(call):
+            first, second = (region.operand(call, name, dims) for name in ("input", "other"))
+            return (
+                first + second - first * second if sign > 0 and is_indicator(first) and is_indicator(second) else None
+            )
+        alpha = region.scalar(call.get("alpha", 1))
+        return region.operand(call, "input", dims) + sign * alpha * region.operand(call, "other", dims)
+
+    return rule
+
+
+def _rsub(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    return region.operand(call, "other", dims) - region.scalar(call.get("alpha", 1)) * region.operand(
+        call, "input", dims
+    )
+
+
+def _mul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    first, second = region.operand(call, "input", dims), region.operand(call, "other", dims)
+    region.multiplies_masks |= any(bool(factor.free_symbols) and is_indicator(factor) for factor in (first, second))
+    return first * second
+
+
+def _div(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+    if call.get("rounding_mode") is not None or not _is_floating(call):
+        return None
+    return region.operand(call, "input", dims) / region.operand(call, "other", dims)
+
+
+def _select(region: Region, condition: sympy.Expr, chosen: sympy.Expr, otherwise: sympy.Expr) -> sympy.Expr | None:
+    if not is_indicator(condition):
+        return None
+    leaves = [region.leaves.get(symbol) for part in (chosen, otherwise) for symbol in part.free_symbols]
+    if any(leaf is not None and leaf.contraction is not None for leaf in leaves):
+        region.selecting |= condition.free_symbols
+    return condition * chosen + (1 - condition) * otherwise
+
+
+def _where(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+    if call.get("input") is None or call.get("other") is None:
+        return None
+    parts = (region.operand(call, name, dims) for name in ("condition", "input", "other"))
+    return _select(region, *parts)
+
+
+def _masked_fill(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+    mask, value, kept = (region.operand(call, name, dims) for name in ("mask", "value", "input"))
+    return _select(region, mask, value, kept)
+
+
+def _dropout(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    inner = region.operand(call, "input", dims)
+    p = specialised(call.get("p", 0.5))
+    return inner if not call.get("training", True) or p == 0 else DROPOUT(inner, sympy.Float(p))
+
+
+def _addcmul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    product = region.operand(call, "tensor1", dims) * region.operand(call, "tensor2", dims)
+    return region.operand(call, "input", dims) + region.scalar(call.get("value", 1)) * product
+
+
+def _lerp(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    start, end, weight = (region.operand(call, name, dims) for name in ("input", "end", "weight"))
+    return start + weight * (end - start)
+
+
+def _nan_to_num(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+    if call.get("nan") not in (None, 0, 0.0):
+        return None
+    return NAN_TO_NUM(region.operand(call, "input", dims))
+
+
+def _floored(parameter: str) -> Rule:
+    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+        bound = call.get(parameter)
+        constant = plain_number(bound)
+        if isinstance(bound, fx.Node):
+            source = region.effects.calls.get(bound)
+            constant = None if source is None else constant_value(source)
+        if constant is None or constant > _BOTTOM or call.get("max") is not None:
+            return None
+        return FLOORED(region.operand(call, "input", dims))
+
+    return rule
+
+
+def _logic(function: Callable[..., sympy.Expr], arity: int) -> Rule:
+    """Boolean algebra over indicators; anything else (integers) has no reading."""
+    names = ("input", "#1")[:arity]
+
+    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+        if not _is_boolean(call):
+            return None
+        arguments = (
+            call
+            if "other" not in call.arguments
+            else Call(call.name, call.node, {**call.arguments, "#1": call.get("other")})
+        )
+        operands = [region.operand(arguments, name, dims) for name in names]
+        return function(*operands) if all(is_indicator(operand) for operand in operands) else None
+
+    return rule
+
+
+def _compare(is_equal: bool) -> Rule:
+    """``mask == 0`` and ``mask != 0`` for a mask of zeros and ones; other comparisons are leaves."""
+
+    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+        value = plain_number(call.get("other", call.arguments.get("#1")))
+        if value not in (0, 1):
+            return None
+        mask = region.operand(call, "input", dims)
+        if not is_indicator(mask):
+            return None
+        return mask if (value == 1) == is_equal else 1 - mask
+
+    return rule
+
+
+def _is_floating(call: Call) -> bool:
+    tensor = tensor_of(call.node)
+    return tensor is not None and tensor.is_floating_point()
+
+
+def _is_boolean(call: Call) -> bool:
+    tensor = tensor_of(call.node)
+    return tensor is not None and tensor.dtype == torch.bool
+
+
+POINTWISE: Mapping[str, Rule] = {
+    "add": _add(1),
+    "sub": _add(-1),
+    "rsub": _rsub,
+    "mul": _mul,
+    "div": _div,
+    "neg": _unary(lambda a: -a),
+    "pow": _binary(lambda a, b: a**b, "input", "exponent"),
+    "square": _unary(lambda a: a**2),
+    "sqrt": _unary(sympy.sqrt),
+    "rsqrt": _unary(lambda a: a ** sympy.Rational(-1, 2)),
+    "reciprocal": _unary(lambda a: 1 / a),
+    "exp": _unary(sympy.exp),
+    "exp2": _unary(lambda a: sympy.exp(a * math.log(2.0))),
+    "log": _unary(sympy.log),
+    "tanh": _unary(sympy.tanh),
+    "addcmul": _addcmul,
+    "lerp": _lerp,
+    "where": _where,
+    "masked_fill": _masked_fill,
+    "nan_to_num": _nan_to_num,
+    "dropout": _dropout,
+    "max": _floored("dim"),
+    "maximum": _floored("other"),
+    "clamp": _floored("min"),
+    "clamp_min": _floored("min"),
+    "not": _logic(lambda a: 1 - a, 1),
+    "and": _logic(lambda a, b: a * b, 2),
+    "or": _logic(lambda a, b: a + b - a * b, 2),
+    "eq": _compare(is_equal=True),
+    "ne": _compare(is_equal=False),
+}
+
+
+def is_pointwise(call: Call) -> bool:
+    """Whether the call has a reading as a pointwise operation, or is a cast."""
+    return call.name in POINTWISE or call.name in CASTS

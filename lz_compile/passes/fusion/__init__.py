@@ -1,0 +1,1 @@
+"""Several matches that one kernel computes."""

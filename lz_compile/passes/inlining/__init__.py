@@ -1,0 +1,1 @@
+"""Calls that hide an op, as the operations that they consist of."""
