@@ -35,8 +35,8 @@ from lz_compile.passes.rewriting.rewrite import Recipes, erase_unread, splice
 from lz_compile.report.report import GraphReport, MatchReport
 from lz_compile.runtime.choose.problem import Decision, Problem
 from lz_compile.runtime.choose.select import select
-from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.kernels.kernel import KernelSpec
+from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.resolved import Policy
