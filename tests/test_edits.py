@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from lz_compile.compile import pipeline, reading, replacing, stages
 from lz_compile.compile.options import Options
 from lz_compile.compile.pipeline import _everywhere
 from lz_compile.compile.stages import State, run
@@ -25,8 +26,10 @@ from lz_compile.passes.graph.refusal import Failure
 from lz_compile.passes.graph.share import share_equal
 from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.passes.inlining.inline import inline
+from lz_compile.passes.loops.recurrence import distribute as distributing
 from lz_compile.passes.loops.recurrence.distribute import distribute
 from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
+from lz_compile.passes.loops.roll import reroll as rolling
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
 from lz_compile.passes.loops.roll.reroll import reroll
 from lz_compile.passes.loops.roll.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
@@ -265,6 +268,49 @@ EXPECTED = {
     "attended": {"splice"},
     "called": {"inline"},
 }
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_graphs_are_changed_behind_the_door_only(program: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, outside, changed = [0], list[str](), [0]
+    known: set[int] = set()
+    door = edit.apply
+
+    def entered(*given: Any) -> Any:
+        inside[0] += 1
+        try:
+            return door(*given)
+        finally:
+            inside[0] -= 1
+
+    def watched(kind: type, name: str) -> None:
+        change = getattr(kind, name)
+
+        def noted(self: Any, *given: Any, **named: Any) -> Any:
+            if id(self if kind is fx.Graph else self.graph) in known:
+                changed[0] += 1
+                outside.extend([] if inside[0] else [name])
+            return change(self, *given, **named)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    for room in (edit, reading, replacing, stages, distributing, rolling):
+        if hasattr(room, "apply"):
+            monkeypatch.setattr(room, "apply", entered)
+    for kind, name in ((fx.Graph, "create_node"), (fx.Graph, "erase_node"), (fx.Node, "replace_all_uses_with")):
+        watched(kind, name)
+
+    def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        known.update(id(child.graph) for _, child, _ in pipeline.graphs(module))
+        options = Options(loops="roll", lock={"attention": "lz.blocked", "norm": "torch.norm"})
+        pipeline.rewrite(module, options, GraphReport(0))
+        return module.forward
+
+    torch._dynamo.reset()
+    x, a = inputs()
+    torch.testing.assert_close(torch.compile(program, backend=backend)(x, a), program(x, a), rtol=1e-4, atol=1e-5)
+    assert not outside
+    assert changed[0] or not EXPECTED[program.__name__]
 
 
 # ---- what the door lets through -----------------------------------------------------------------------------------------
