@@ -475,6 +475,16 @@ return x, h""",
         (2, 8, 1),
         is_graded=False,
     ),
+    "memory like an input that was written to in place": program(
+        """
+x += -0.3
+h, o = x[:, 0], torch.zeros_like(x)
+for t in range(0, T, 2):
+    h = torch.sigmoid(h) * h + o[:, T - 1 - t]
+    o[:, t] = h
+z[:] = 0.9
+return o, h"""
+    ),
     "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
 }
 
