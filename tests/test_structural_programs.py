@@ -475,6 +475,15 @@ return x, h""",
         (2, 8, 1),
         is_graded=False,
     ),
+    "a state of one row begins as a slice, sizes are symbols": program(
+        """
+h = y[:, 1]
+for t in range(T):
+    h = h + z
+return h""",
+        (1, 7, 2),
+        is_dynamic=True,
+    ),
     "memory like an input that was written to in place": program(
         """
 x += -0.3
