@@ -475,6 +475,25 @@ return x, h""",
         (2, 8, 1),
         is_graded=False,
     ),
+    "a state of one row begins as a slice, sizes are symbols": program(
+        """
+h = y[:, 1]
+for t in range(T):
+    h = h + z
+return h""",
+        (1, 7, 2),
+        is_dynamic=True,
+    ),
+    "memory like an input that was written to in place": program(
+        """
+x += -0.3
+h, o = x[:, 0], torch.zeros_like(x)
+for t in range(0, T, 2):
+    h = torch.sigmoid(h) * h + o[:, T - 1 - t]
+    o[:, t] = h
+z[:] = 0.9
+return o, h"""
+    ),
     "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
 }
 

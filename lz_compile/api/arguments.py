@@ -16,6 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from lz_compile.errors import ArgumentError
+from lz_compile.ground.sizes import is_one
 
 #: What the elements of an operand are: floating-point numbers of 16 bits or more (``inexact``: or complex ones), truth
 #: values, whole numbers (``index``: that PyTorch indexes by), or any real numbers.
@@ -265,11 +266,6 @@ _WORDS: Mapping[Kind, tuple[str, str]] = {
     "index": ("in int64 or int32", ".long()"),
     "real": ("of real numbers", ".float()"),
 }
-
-
-def is_one(size: Any) -> bool:
-    """Whether a size is known to be one, so that the dimension broadcasts."""
-    return isinstance(size, int) and size == 1
 
 
 def _is_real(value: Any) -> bool:

@@ -22,7 +22,8 @@ from lz_compile.api.attention_arguments import Call, check
 from lz_compile.api.given import read
 from lz_compile.errors import KernelExecutionError, NoKernelFoundError
 from lz_compile.ground import events, health, hooks, memory
-from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
+from lz_compile.lowering.attention_attributes import AttentionAttrs
+from lz_compile.lowering.ops.attention import Operands
 from lz_compile.runtime.choose.calls import SDPA, eager_kernel, needs_compile
 from lz_compile.runtime.choose.decision_cache import DecisionCache, SelectionCacheConfig
 from lz_compile.runtime.choose.problem import Decision, Problem

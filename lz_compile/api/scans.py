@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lz_compile.api import eager
-from lz_compile.api.arguments import Arguments, is_one, is_plain, remembered
+from lz_compile.api.arguments import Arguments, is_plain, remembered
 from lz_compile.api.scan_calls import by_address, is_view, scan
+from lz_compile.ground.sizes import is_one
 from lz_compile.lowering.ops.scan import Operands
 
 __all__ = ["kda", "linear_scan"]

@@ -12,7 +12,8 @@ from torch import fx
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import Size, product
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Operands
+from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
+from lz_compile.lowering.ops.attention import Operands
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.attention import AttentionAttrs, MaskedRows
+from lz_compile.lowering.attention_attributes import AttentionAttrs, MaskedRows
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand, is_lossless, peel
 from lz_compile.passes.attention.probabilities import Probabilities

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Shape, Size, shape_of
-from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.attention.proven_masks import simplify

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.effects import Effects, overwritten
 from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.view import called, tensor_of
 
@@ -32,12 +32,19 @@ def is_made_attached(node: fx.Node, effects: Effects) -> bool:
     if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
 
+    call = effects.calls[node]
+    targets = [] if call is None else overwritten(call)
+
     def as_read(operand: fx.Node) -> Any:
         value = operand.meta.get("example_value")
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
         is_later = effects.is_overwritten(operand) and effects.overwritten_after(operand, operand, node) is None
-        return value.detach().requires_grad_(not is_later or is_made_attached(operand, effects))
+        read_then = value.detach().requires_grad_(not is_later or is_made_attached(operand, effects))
+        if operand not in targets:
+            return read_then
+        with torch.enable_grad():
+            return read_then.clone()  # PyTorch writes to no leaf
 
     with faking(noted.fake_mode, effects.ambient(node)):  # type: ignore[attr-defined]
         made = called(node.target, *fx.map_arg((node.args, node.kwargs), as_read))

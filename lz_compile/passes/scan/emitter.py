@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size
-from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure, is_one
+from lz_compile.ground.sizes import Size, is_one
+from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.loops.recurrence.dropped_states import factors_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum, mapped

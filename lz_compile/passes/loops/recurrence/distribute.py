@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from lz_compile.passes.editing.edit import Unproven, proven
+from lz_compile.passes.editing.edit import Rewrite, Unproven, apply
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
@@ -61,8 +62,8 @@ def distribute(module: fx.GraphModule, unproven: Unproven | None = None) -> Iter
         node = next(each for each in module.graph.nodes if each.name == name)
         where = where_of(node)
         try:
-            with proven(module, f"taking the loop at {where} apart", unproven):
-                found = _taken_apart(node, ambient, readings)
+            take_apart = partial(_taken_apart, node, ambient, readings)
+            found = apply(module, Rewrite(f"taking the loop at {where} apart", take_apart), unproven)
         except RefusedError as refusal:
             yield NearMiss("scan", node, refusal.reason, refusal.edit, where)
         except Exception as error:  # noqa: BLE001 one loop must not cost the others; the caller makes an event of it

@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError
@@ -272,9 +273,9 @@ def in_order(emit: Emitter, node: fx.Node) -> fx.Node:
     tensor = known_tensor(node)
     if not tensor.is_contiguous():
         return emit.call("contiguous", node)
-    step: Any = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if isinstance(size, int) and isinstance(step, int) and size == 1 and stride != step:
+    step: Size = 1
+    for size, stride in zip(reversed(shape_of(tensor)), reversed(tensor.stride()), strict=True):
+        if size == 1 and as_size(stride) != step:
             return emit.call("clone", node, memory_format=torch.contiguous_format)
         step = step * size
     return node
