@@ -870,7 +870,7 @@ def test_an_interruption_is_not_taken_for_a_fault(monkeypatch):
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline, "select", interrupt)
+    monkeypatch.setattr(choices, "select", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compiled()(*operands())
 

@@ -24,7 +24,7 @@ from lz_compile.runtime.choose import select
 from lz_compile.runtime.choose.problem import Decision, Problem
 from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import registry
-from lz_compile.runtime.kernels.kernel import Prior
+from lz_compile.runtime.kernels.capabilities import Prior
 from lz_compile.runtime.measure.estimate import PRIOR_NOISE
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem.context import SymbolicDim

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lz_compile.errors import KernelUnavailableError
 from lz_compile.ground import formulas
 from lz_compile.ground.reasons import Reason
 from lz_compile.runtime.kernels import constraints, libraries
-from lz_compile.runtime.kernels.capabilities import Grid as GridLayoutSpec
-from lz_compile.runtime.kernels.capabilities import Prior
 from lz_compile.runtime.kernels.libraries import LazyFunction
 from lz_compile.runtime.problem.context import SelectionContext
 
-__all__ = ["ADAPTERS", "GridLayoutSpec", "KernelSpec", "Prior"]
+if TYPE_CHECKING:  # nobody who asks for the policy alone pays for a parser
+    from lz_compile.runtime.kernels.capabilities import Grid, Prior
 
 #: The package with the adapters of this one.
 ADAPTERS = "lz_compile.lowering.kernels"
@@ -65,7 +64,7 @@ class KernelSpec:
     priority: int = 50
     fuses_ops: tuple[str, ...] = ()
     workspace: str = "0"
-    grid: GridLayoutSpec | None = None
+    grid: Grid | None = None
     extra_check: Callable[[SelectionContext], Iterable[Reason]] | None = None
 
     validation_arguments: Mapping[str, Any] = field(default_factory=dict)

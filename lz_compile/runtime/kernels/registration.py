@@ -16,8 +16,8 @@ from lz_compile.ground import health
 from lz_compile.ground.hardware import GENERATIONS, INSTRUCTION_SETS
 from lz_compile.ground.reasons import Reason
 from lz_compile.runtime.kernels import capabilities, registry
-from lz_compile.runtime.kernels.capabilities import WITHOUT_MEANING
-from lz_compile.runtime.kernels.kernel import KernelSpec, Prior
+from lz_compile.runtime.kernels.capabilities import WITHOUT_MEANING, Prior
+from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.problem.context import SelectionContext, name_of, operations
 
 Function = TypeVar("Function", bound=Callable[..., Any])

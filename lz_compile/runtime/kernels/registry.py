@@ -13,20 +13,22 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lz_compile.errors import RegistrationError, UnknownOperationError
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.records import Record
-from lz_compile.runtime.kernels import capabilities, libraries, plugins
-from lz_compile.runtime.kernels.capabilities import Descriptor, Kernel
-from lz_compile.runtime.kernels.kernel import ADAPTERS, GridLayoutSpec, KernelSpec, Prior
+from lz_compile.runtime.kernels import libraries, plugins
+from lz_compile.runtime.kernels.kernel import ADAPTERS, KernelSpec
 from lz_compile.runtime.kernels.libraries import LazyFunction
 from lz_compile.runtime.problem.context import operations
 
+if TYPE_CHECKING:
+    from lz_compile.runtime.kernels.capabilities import Descriptor, Kernel
+
 __all__ = [
-    "KERNELS", "GridLayoutSpec", "KernelInfo", "KernelSpec", "Prior", "digest", "kernels", "list_kernels", "register",
+    "KERNELS", "KernelInfo", "KernelSpec", "digest", "kernels", "list_kernels", "register",
     "register_descriptor", "reload", "unregister_kernel", "version",
 ]  # fmt: skip
 
@@ -161,6 +163,8 @@ def register_descriptor(path: str | Path, module: str) -> None:
 
 
 def _add_descriptor(table: _Table, path: Path, module: str) -> None:
+    from lz_compile.runtime.kernels import capabilities
+
     try:
         specs = specs_of(capabilities.read(path), module)
         taken = _state.everything()
@@ -175,6 +179,8 @@ def _add_descriptor(table: _Table, path: Path, module: str) -> None:
 
 def specs_of(descriptor: Descriptor, module: str) -> _Table:
     """The kernels that a descriptor describes, by op and id, with their functions in ``module``."""
+    from lz_compile.runtime.kernels import capabilities
+
     found: _Table = {}
     capabilities_hash = capabilities.digest(descriptor)
     for operation, kernel in descriptor.kernels():
