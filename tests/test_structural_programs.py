@@ -484,6 +484,25 @@ return h""",
         (1, 7, 2),
         is_dynamic=True,
     ),
+    "what a state is added to cancels out": program(
+        """
+h = torch.zeros_like(z)
+for t in range(T):
+    h = torch.sigmoid(y[:, t]) * h + (x[:, t] - x[:, t])
+return h""",
+        roles="leaf",
+        lock={"scan": "lz.rolled_scan"},
+    ),
+    "what is not finite cancels out of what a state is added to": program(
+        """
+h = torch.zeros_like(z)
+for t in range(T):
+    h = torch.sigmoid(y[:, t]) * h + torch.lerp(x[:, t], z, 1)
+return h""",
+        roles="constant",
+        inputs="special({})",
+        lock={"scan": "lz.rolled_scan"},
+    ),
     "memory like an input that was written to in place": program(
         """
 x += -0.3
