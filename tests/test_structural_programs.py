@@ -537,6 +537,20 @@ return h, o"""
     assert not any(name.startswith("refuted") for name in verdict.edits)
 
 
+def test_what_is_filled_in_every_step_of_layers_keeps_its_gradient():
+    body = """
+h, o = z.t().contiguous().t(), y.clone()
+for layer in range(4):
+    for t, r in enumerate(reversed(y.unbind(1))):
+        h = 2.0 * h + y[:, t].tanh() * 2
+        o[:, t] = 3 * y[:, t].flip(-1)
+return o, h"""
+    verdict = check(program(body, (1, 7, 4)))
+    assert verdict.finding is None, verdict.finding.text()
+    assert verdict.edits["rolled"]
+    assert not any(name.startswith("refuted: rolling") for name in verdict.edits)
+
+
 def test_steps_that_read_nothing_that_moves_on_are_rolled():
     verdict = check(program("h = z\nfor t in range(T):\n    h = torch.sigmoid(b) * h + 3 * h\nreturn h"))
     assert verdict.finding is None, verdict.finding.text()
