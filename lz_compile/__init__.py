@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from lz_compile.api.blender import Blender, SoftGate
     from lz_compile.api.blending import BlenderConfig, BlendMode, blend
     from lz_compile.api.functional import alibi, embedding, layer_norm, linear, mlp_fused, rms_norm, rope
-    from lz_compile.api.routing import RoutingRecord, routed_adapter
+    from lz_compile.api.routing import routed_adapter
+    from lz_compile.api.routing_record import RoutingRecord
     from lz_compile.api.sampling import (
         apply_token_bitmask,
         domain_fusion,
@@ -151,35 +152,7 @@ _HOMES = {
     "warmup": "lz_compile.api.warming",
     **dict.fromkeys(("Blender", "SoftGate"), "lz_compile.api.blender"),
     **dict.fromkeys(("BlendMode", "BlenderConfig", "blend"), "lz_compile.api.blending"),
-    **dict.fromkeys(
-        (
-            "ArgumentError",
-            "CapabilitiesError",
-            "CommandError",
-            "ConfigError",
-            "ConstraintError",
-            "DispatchTableError",
-            "DoubleBackwardError",
-            "FormulaError",
-            "GradientUnsupportedError",
-            "KernelExecutionError",
-            "KernelUnavailableError",
-            "LayerZeroError",
-            "MeasurementError",
-            "NoKernelFoundError",
-            "OperatorRedefinedError",
-            "OptionError",
-            "RegistrationError",
-            "RewriteFailedError",
-            "SolveError",
-            "TokenArgumentError",
-            "TransformUnsupportedError",
-            "TrialError",
-            "UnknownKernelError",
-            "UnknownOperationError",
-        ),
-        "lz_compile.errors",
-    ),
+    **dict.fromkeys([name for name in __all__ if name.endswith("Error")], "lz_compile.errors"),
     **dict.fromkeys(("RoutingRecord", "routed_adapter"), "lz_compile.api.routing"),
     "DispatchTable": "lz_compile.runtime.tables.dispatch_table",
     "load_dispatch_table": "lz_compile.runtime.tables.loaded",

@@ -9,7 +9,7 @@ import torch
 
 from lz_compile.api.given import read
 from lz_compile.ground.machine import environment
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
+from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.runtime.kernels.kernel import KernelSpec, Prior
 from lz_compile.runtime.measure.estimate import workload
 from lz_compile.runtime.measure.perf_record import PerfRecord, canonical

@@ -26,7 +26,7 @@ from structural_comparison import Open, difference, tolerance_of
 from structural_programs import Program
 from torch import nn
 
-from lz_compile.compile import reading
+from lz_compile.compile import pipeline, reading
 from lz_compile.compile.compiler import process
 from lz_compile.compile.options import split
 from lz_compile.passes.graph.refusal import NearMiss
@@ -39,8 +39,8 @@ Observation = dict[str, Any]
 #: What PyTorch raises where a backward pass needs what was overwritten.
 _OVERWRITTEN = "modified by an inplace operation"
 _NOTHING = Open()
-#: Stages that change a graph, as :mod:`lz_compile.compile.reading` knows them.
-STAGES = ("inline", "with_values", "unbatch", "forward_stores", "distribute")
+#: What changes a graph and counts its changes itself, as :mod:`lz_compile.compile.reading` knows it.
+STAGES = ("inline", "distribute")
 #: Events that are faults of ours; an edit that its proof refuted is none.
 FAULTS = ("REWRITE_FAILED", "RECOGNISER_FAILED", "INLINE_FAILED", "LOOPS_FAILED", "COMPILE_FAILED", "FUSION_FAILED")
 #: Larger values than this have left what a comparison can tell.
@@ -263,7 +263,7 @@ class Structural:
 
 def _eager(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
     """Run a graph as it is, scans as plain loops."""
-    for _, child, _ in reading.graphs(module):
+    for _, child, _ in pipeline.graphs(module):
         for node in child.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
             node.target = run_steps
         child.recompile()
@@ -290,12 +290,17 @@ def counting() -> Iterator[Counter[str]]:
 
         return run
 
-    before = {name: getattr(reading, name) for name in STAGES if hasattr(reading, name)}
-    spellings = {what: counted(edit.__name__, edit) for what, edit in reading._SPELLINGS.items()}
+    apply_places = reading.apply_places
+
+    def counted_places(module: torch.fx.GraphModule, does: str, edit: Callable[..., int], *given: Any) -> Any:
+        made, faults = apply_places(module, does, edit, *given)
+        found[edit.__name__] += made
+        return made, faults
+
     with ExitStack() as stack:
-        stack.enter_context(patch.object(reading, "_SPELLINGS", spellings))
-        for name, stage in before.items():
-            stack.enter_context(patch.object(reading, name, counted(name, stage)))
+        stack.enter_context(patch.object(reading, "apply_places", counted_places))
+        for name in STAGES:
+            stack.enter_context(patch.object(reading, name, counted(name, getattr(reading, name))))
         yield found
 
 

@@ -32,7 +32,8 @@ from lz_compile.errors import (
 from lz_compile.ground import events, health
 from lz_compile.ground.machine import environment
 from lz_compile.lowering import ops
-from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, reference
+from lz_compile.lowering.attention_attributes import AttentionAttrs
+from lz_compile.lowering.ops.attention import Operands, reference
 from lz_compile.runtime.choose import select
 from lz_compile.runtime.choose.calls import DISPATCH, SDPA
 from lz_compile.runtime.choose.problem import Problem

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lz_compile import reports
 from lz_compile.backend import layerzero
-from lz_compile.compile import pipeline, reading
+from lz_compile.compile import choices, pipeline, reading, replacing
 from lz_compile.compile.compiler import process
 from lz_compile.compile.options import Options
 from lz_compile.errors import OptionError, RewriteFailedError, UnknownKernelError
@@ -700,8 +700,13 @@ def broken(monkeypatch, planted):
         elif fault in ("kernel", "kernel_in_a_graph", "shape"):
             planted({"kernel": _raise, "kernel_in_a_graph": _raise_in_a_graph, "shape": _with_another_shape}[fault])
         else:
-            names = {"effects": "Effects", "selection": "select", "splice": "splice", "validation": "validate"}
-            monkeypatch.setattr(reading if fault == "effects" else pipeline, names[fault], _raise)
+            room, name = {
+                "effects": (reading, "Effects"),
+                "selection": (choices, "select"),
+                "splice": (replacing, "splice"),
+                "validation": (choices, "validate"),
+            }[fault]
+            monkeypatch.setattr(room, name, _raise)
 
     return plant
 
@@ -738,13 +743,13 @@ def test_strict_mode_raises_for_a_fault_of_ours(broken, fault):
 
 
 def test_one_match_that_fails_does_not_stop_the_others(monkeypatch):
-    original, calls = pipeline.splice, []
+    original, calls = replacing.splice, []
 
     def splice(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         return _raise() if len(calls) == 1 else original(*args, **kwargs)
 
-    monkeypatch.setattr(pipeline, "splice", splice)
+    monkeypatch.setattr(replacing, "splice", splice)
     args = operands()
     both = compiled(lambda q, k, v: attention(q, k, v) + attention(q + 1, k, v))
     torch.testing.assert_close(both(*args), attention(*args) + attention(args[0] + 1, *args[1:]))

@@ -102,6 +102,33 @@ def test_of_a_constant_mask_it_is_told_how_far_it_reaches(make: Callable[..., Te
     check(make, question, found, SIZES[:1])
 
 
+def without_the_last_key_of_the_first_query(x: Tensor) -> Tensor:
+    mask = torch.ones(7, 9 + 0 * x.shape[1], dtype=torch.bool)
+    mask[0, 8] = False
+    return mask
+
+
+def without_the_first_key_of_the_last_query(x: Tensor) -> Tensor:
+    mask = torch.ones(7, 9 + 0 * x.shape[1], dtype=torch.bool)
+    mask[6, 0] = False
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("make", "meaning"),
+    [
+        (without_the_last_key_of_the_first_query, "sliding window, ..7"),
+        (without_the_first_key_of_the_last_query, "sliding window, -5.."),
+    ],
+)
+def test_a_constant_drops_a_single_corner(make: Callable[..., Tensor], meaning: str) -> None:
+    question = asked(make)
+    found = question.read()
+    assert told(found) == meaning
+    assert isinstance(found, Meaning)
+    check(make, question, found, SIZES[:1])
+
+
 def test_a_mask_of_any_size_is_not_computed_to_be_read() -> None:
     def huge(x: Tensor) -> Tensor:
         query, key = torch.arange(2**20 + 0 * x.shape[1])[:, None], torch.arange(2**20)[None]

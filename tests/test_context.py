@@ -19,7 +19,7 @@ from lz_compile.compile.problems import of_match
 from lz_compile.ground import hardware as hardware_module
 from lz_compile.ground.hardware import GENERATIONS, Hardware, generation_of, hardware
 from lz_compile.lowering import inductor
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
+from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.recognisers import recognisers
 from lz_compile.passes.rewriting.match import Match

@@ -5,25 +5,31 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
+from lz_compile.compile import pipeline, reading, replacing, stages
 from lz_compile.compile.options import Options
-from lz_compile.compile.reading import Reading
+from lz_compile.compile.pipeline import _everywhere
+from lz_compile.compile.stages import State, run
+from lz_compile.ground import events
 from lz_compile.passes.editing import edit
 from lz_compile.passes.editing.dead import drop_dead
-from lz_compile.passes.editing.edit import MayEdit, RefutedError, all_or_nothing, edit_places, proven
+from lz_compile.passes.editing.edit import MayEdit, RefutedError, Rewrite, apply, apply_places
 from lz_compile.passes.editing.edit_proof import Verdict, difference
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import Failure
 from lz_compile.passes.graph.share import share_equal
 from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.passes.inlining.inline import inline
+from lz_compile.passes.loops.recurrence import distribute as distributing
 from lz_compile.passes.loops.recurrence.distribute import distribute
 from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
+from lz_compile.passes.loops.roll import reroll as rolling
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
 from lz_compile.passes.loops.roll.reroll import reroll
 from lz_compile.passes.loops.roll.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
@@ -205,8 +211,7 @@ def _stage(name: str, module: fx.GraphModule) -> None:
     if name in OWN:
         STAGES[name](module)
     else:
-        with all_or_nothing(module):
-            STAGES[name](module)
+        apply(module, Rewrite(name, partial(STAGES[name], module), shown="the test compares"))
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -265,6 +270,49 @@ EXPECTED = {
 }
 
 
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_graphs_are_changed_behind_the_door_only(program: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, outside, changed = [0], list[str](), [0]
+    known: set[int] = set()
+    door = edit.apply
+
+    def entered(*given: Any) -> Any:
+        inside[0] += 1
+        try:
+            return door(*given)
+        finally:
+            inside[0] -= 1
+
+    def watched(kind: type, name: str) -> None:
+        change = getattr(kind, name)
+
+        def noted(self: Any, *given: Any, **named: Any) -> Any:
+            if id(self if kind is fx.Graph else self.graph) in known:
+                changed[0] += 1
+                outside.extend([] if inside[0] else [name])
+            return change(self, *given, **named)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    for room in (edit, reading, replacing, stages, distributing, rolling):
+        if hasattr(room, "apply"):
+            monkeypatch.setattr(room, "apply", entered)
+    for kind, name in ((fx.Graph, "create_node"), (fx.Graph, "erase_node"), (fx.Node, "replace_all_uses_with")):
+        watched(kind, name)
+
+    def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        known.update(id(child.graph) for _, child, _ in pipeline.graphs(module))
+        options = Options(loops="roll", lock={"attention": "lz.blocked", "norm": "torch.norm"})
+        pipeline.rewrite(module, options, GraphReport(0))
+        return module.forward
+
+    torch._dynamo.reset()
+    x, a = inputs()
+    torch.testing.assert_close(torch.compile(program, backend=backend)(x, a), program(x, a), rtol=1e-4, atol=1e-5)
+    assert not outside
+    assert changed[0] or not EXPECTED[program.__name__]
+
+
 # ---- what the door lets through -----------------------------------------------------------------------------------------
 
 
@@ -278,8 +326,7 @@ def edited(
     def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         before = written(module)
         try:
-            with proven(module, what, unproven):
-                edit(module)
+            apply(module, Rewrite(what, partial(edit, module)), unproven)
         except RefutedError as error:
             told.append(str(error))
             assert written(module) == before
@@ -338,6 +385,20 @@ def without_gradient(graph: fx.Graph, node: fx.Node) -> fx.Node:
 def test_a_gradient_that_is_lost_refutes_an_edit() -> None:
     told, _ = edited(sines, by(torch.sin, without_gradient), *inputs())
     assert "requires_grad False" in told
+
+
+def by_a_constant(x: Tensor, a: Tensor) -> Tensor:
+    return x * a.detach()
+
+
+def test_a_gradient_that_one_of_two_inputs_loses_refutes_an_edit() -> None:
+    def products(x: Tensor, a: Tensor) -> Tensor:
+        return torch.cos(torch.mul(x, a))
+
+    x, a = inputs()
+    edit = by(torch.mul, lambda graph, node: graph.call_function(by_a_constant, node.args))
+    told, _ = edited(products, edit, x, a.requires_grad_())
+    assert "is none, and was there" in told
 
 
 def test_under_no_grad_there_is_none_to_lose() -> None:
@@ -428,32 +489,26 @@ def test_what_cannot_be_run_carries_the_reason() -> None:
     assert unproven == [] or "does not run on random inputs" in unproven[0]
 
 
-def test_a_refuted_edit_is_an_event_and_the_graph_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lz_compile.compile import reading
-
+def test_a_refuted_edit_is_an_event_and_the_graph_computes_what_it_did() -> None:
     def wrong(graph: fx.Graph, _may_edit: Any) -> int:
         scaled(2.0)(graph.owning_module)
         return 1
 
-    monkeypatch.setattr(reading, "_SPELLINGS", {"doubling": wrong})
-    reports: list[GraphReport] = []
+    found: list[Any] = []
 
     def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        from lz_compile.ground import events
-
-        report = GraphReport(0)
+        state = State(module, "", Options(), GraphReport(0), ())
         with events.collect() as happened:
-            found = Reading.of(module, "", Options(), report)
-        report.events.extend(happened)
-        reports.append(report)
-        assert not found.is_changed
+            run([_everywhere("doubling", "LOOPS_FAILED", wrong, "loops")], state)
+        found.extend(happened)
+        assert not state.is_changed
         return module.forward
 
     torch._dynamo.reset()
     x, a = inputs()
     torch.testing.assert_close(torch.compile(sines, backend=backend)(x, a), sines(x, a))
-    assert [event.code for event in reports[0].events] == ["EDIT_REFUTED"]
-    assert "doubling is not made: sin is off by" in reports[0].events[0].message
+    assert [event.code for event in found] == ["EDIT_REFUTED"]
+    assert "doubling is not made: sin is off by" in found[0].message
 
 
 @pytest.mark.parametrize(("fault", "kind"), [(2.0, RefutedError), (None, PlantedError)])
@@ -482,7 +537,7 @@ def test_a_place_at_fault_is_left_out_and_named_and_the_others_are_edited(fault:
 
     def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         assert bad in {node.name for node in module.graph.nodes}
-        count, faults = edit_places(module, "renaming", stage, [], Snapshot(module))
+        count, faults = apply_places(module, "renaming", stage, [], Snapshot(module))
         assert (count, [place for place, _ in faults]) == (8, [bad])
         assert isinstance(faults[0][1], kind)
         module.recompile()

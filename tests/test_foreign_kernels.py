@@ -21,7 +21,8 @@ from lz_compile import register_kernel, tune, unregister_kernel, validate
 from lz_compile.api import eager
 from lz_compile.ground import events, health, memory
 from lz_compile.lowering import child, inductor, ops
-from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, reference
+from lz_compile.lowering.attention_attributes import AttentionAttrs
+from lz_compile.lowering.ops.attention import Operands, reference
 from lz_compile.passes.proof.validate import forget
 from lz_compile.runtime.kernels import registry
 

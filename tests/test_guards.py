@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lz_compile as lz
 from lz_compile.backend import layerzero
-from lz_compile.compile import pipeline
+from lz_compile.compile import choices
 from lz_compile.ground.machine import environment
 from lz_compile.runtime.choose import select
 from lz_compile.runtime.choose.problem import Problem
@@ -93,7 +93,7 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.problems: list[Problem] = []
-        monkeypatch.setattr(pipeline, "select", self)
+        monkeypatch.setattr(choices, "select", self)
 
     def __call__(self, problem: Problem, *args: Any) -> select.Decision:
         self.problems.append(problem)

@@ -18,8 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lz_compile import reports
 from lz_compile.backend import layerzero
+from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.bands import Band, Reach
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Operands, features, reference
+from lz_compile.lowering.ops.attention import Operands, features, reference
 from lz_compile.runtime.choose.problem import Problem
 from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels.registry import KernelSpec, kernels

@@ -23,11 +23,12 @@ from torch._inductor.utils import run_and_get_code
 
 from lz_compile.ground import events, health
 from lz_compile.lowering import inductor
+from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernels.attention import flashinfer as flashinfer_adapter
 from lz_compile.lowering.kernels.attention import torch_cudnn, torch_flex
 from lz_compile.lowering.kernels.attention.block_mask import Grid, of_parts
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Operands, features, merged_mask, reference
+from lz_compile.lowering.ops.attention import Operands, features, merged_mask, reference
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.recognisers import recognisers
 from lz_compile.passes.rewriting.rewrite import Recipes, splice

@@ -431,6 +431,25 @@ def test_a_mask_of_other_axes_is_refused() -> None:
     assert told(found) == "le has axes that scores have not"
 
 
+@pytest.mark.parametrize("is_one_row", [True, False])
+def test_positions_of_other_rows_say_nothing_of_a_document(is_one_row: bool) -> None:
+    """Jumps are counted along the first dimension, so that the row of the batch comes after it."""
+    other = 1 if is_one_row else 0
+
+    def make(places: Tensor) -> Tensor:
+        document = (torch.diff(places, prepend=places[:1] - 1, dim=0) != 1).cumsum(0).t()
+        same = document[:, None, :, None] == document.unsqueeze(other)[:, :, None]
+        return same & (places.t().unsqueeze(other)[:, :, None] <= places.t()[:, None, :, None])
+
+    rows = [[0, 1, 2, 0, 1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [0, 1, 0, 1, 0, 1, 2]]
+    question = ask(make, {"places": torch.tensor(rows).t()}, "bhqk")
+    batch, heads, queries, keys = question.axes.groups
+    axes = Axes((*batch, *heads), (), queries, keys)
+    found = Masks(Effects(question.module.graph)).read(question.node, question.dims, axes)
+    whole = "causal and document, ..0, cumsum = cumsum"
+    assert told(found) == (whole if is_one_row else "and_ depends on l_places_, which only data tell")
+
+
 # ---- models -------------------------------------------------------------------------------------------------------
 
 

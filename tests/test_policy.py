@@ -22,7 +22,7 @@ from lz_compile.errors import ConfigError
 from lz_compile.ground import events
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.policy import environment, policy
-from lz_compile.runtime.policy.resolved import Policy, Verdict
+from lz_compile.runtime.policy.resolved import Policy, ResolvedPolicy
 from lz_compile.runtime.policy.settings import WITHOUT_EFFECT_ON_DECISIONS, Settings
 from lz_compile.runtime.problem.context import SelectionContext
 
@@ -51,8 +51,8 @@ def problem(operation="attention.causal", hardware=H200, seq_len=1024, dtype=tor
     return SelectionContext(operation=operation, hardware=hardware, dtype=dtype, dims=dims)
 
 
-def verdict(**changes) -> Verdict:
-    return policy.current().verdict(problem(**changes))
+def resolved_policy(**changes) -> ResolvedPolicy:
+    return policy.current().resolved_policy(problem(**changes))
 
 
 def file(tmp_path: Path, text: str, name: str = "layerzero.yaml") -> Path:
@@ -67,7 +67,7 @@ def file(tmp_path: Path, text: str, name: str = "layerzero.yaml") -> Path:
 
 def test_without_configuration_there_are_defaults_and_nothing_is_said():
     assert policy.current().settings == Settings()
-    assert verdict() == Verdict()
+    assert resolved_policy() == ResolvedPolicy()
     assert policy.current().to_dict()["settings"]["enabled"] == {"value": True, "origin": "default"}
 
 
@@ -81,19 +81,24 @@ def test_configure_changes_what_it_names_and_keeps_the_rest():
         5,
         False,
     )
-    assert [name for name, _ in verdict().prefer] == ["flashinfer", "torch.sdpa", "torch.flex", "torch.flex.cpu"]
+    assert [name for name, _ in resolved_policy().prefer] == [
+        "flashinfer",
+        "torch.sdpa",
+        "torch.flex",
+        "torch.flex.cpu",
+    ]
     lz.configure(prefer_sources=["lz"])
-    assert verdict().prefer == (("lz.blocked", "lz.configure()"),)
+    assert resolved_policy().prefer == (("lz.blocked", "lz.configure()"),)
     lz.configure(prefer_sources=[])
-    assert verdict() == Verdict()
+    assert resolved_policy() == ResolvedPolicy()
 
 
 def test_a_later_call_wins_over_an_earlier_one_that_said_the_opposite():
     lz.configure(avoid_sources=["lz", "torch"])
     lz.configure(prefer_sources=["lz"])
-    assert verdict().preference("lz.blocked") == (0, "lz.configure()")
-    assert verdict().avoided("lz.blocked") is None
-    assert verdict().avoided("torch.sdpa") == "lz.configure()"
+    assert resolved_policy().preference("lz.blocked") == (0, "lz.configure()")
+    assert resolved_policy().avoided("lz.blocked") is None
+    assert resolved_policy().avoided("torch.sdpa") == "lz.configure()"
     assert policy.current().to_dict()["avoid"] == [{"name": "torch", "origin": "lz.configure()"}]
 
 
@@ -106,41 +111,41 @@ def test_a_wrong_call_changes_nothing():
 
 def test_a_lock_is_for_its_operation_and_unlock_takes_it_back():
     lz.lock("attention.causal", "torch.sdpa")
-    assert (verdict().lock, verdict().lock_origin) == ("torch.sdpa", "lz.lock()")
-    assert verdict(operation="attention.full").lock is None
-    assert verdict(operation="attention").lock is None
+    assert (resolved_policy().lock, resolved_policy().lock_origin) == ("torch.sdpa", "lz.lock()")
+    assert resolved_policy(operation="attention.full").lock is None
+    assert resolved_policy(operation="attention").lock is None
     lz.unlock("attention.causal")
-    assert verdict() == Verdict()
+    assert resolved_policy() == ResolvedPolicy()
 
 
 @pytest.mark.parametrize("pattern", ["attention", "attention.*", "*"])
 def test_a_lock_of_an_op_is_for_all_of_its_variants(pattern):
     lz.lock(pattern, "torch.sdpa")
-    assert [verdict(operation=f"attention{end}").lock for end in ("", ".causal", ".full")] == ["torch.sdpa"] * 3
+    assert [resolved_policy(operation=f"attention{end}").lock for end in ("", ".causal", ".full")] == ["torch.sdpa"] * 3
 
 
 def test_the_narrower_of_two_locks_holds():
     lz.lock("attention.causal", "torch.sdpa")
     lz.lock("attention", "lz.blocked")
     lz.lock("attention.*", "xformers")
-    assert verdict().lock == "torch.sdpa"
-    assert verdict(operation="attention.full").lock == "lz.blocked"
+    assert resolved_policy().lock == "torch.sdpa"
+    assert resolved_policy(operation="attention.full").lock == "lz.blocked"
 
 
 def test_locking_again_replaces_the_lock():
     lz.lock("attention", "torch.sdpa")
     lz.lock("attention", "lz.blocked")
-    assert verdict().lock == "lz.blocked"
+    assert resolved_policy().lock == "lz.blocked"
     lz.unlock("attention")
-    assert verdict().lock is None
+    assert resolved_policy().lock is None
 
 
 def test_unlocking_a_variant_leaves_the_others_locked_until_all_are_locked_anew():
     lz.lock("attention", "torch.sdpa")
     lz.unlock("attention.causal")
-    assert (verdict().lock, verdict(operation="attention.full").lock) == (None, "torch.sdpa")
+    assert (resolved_policy().lock, resolved_policy(operation="attention.full").lock) == (None, "torch.sdpa")
     lz.lock("attention", "lz.blocked")
-    assert verdict().lock == "lz.blocked"
+    assert resolved_policy().lock == "lz.blocked"
 
 
 def test_unlocking_an_op_unlocks_its_variants_and_what_was_never_locked_is_no_fault():
@@ -149,22 +154,22 @@ def test_unlocking_an_op_unlocks_its_variants_and_what_was_never_locked_is_no_fa
     digest = policy.current().digest
     lz.unlock("attention")
     lz.unlock("attention.full")
-    assert verdict().lock is None
+    assert resolved_policy().lock is None
     assert policy.current().digest == digest == Policy().digest
 
 
 def test_unlock_reaches_the_file(tmp_path):
     lz.load_config(file(tmp_path, "locks: {attention.*: torch.sdpa}"))
-    assert verdict().lock == "torch.sdpa"
+    assert resolved_policy().lock == "torch.sdpa"
     lz.unlock("attention.causal")
-    assert (verdict().lock, verdict(operation="attention.full").lock) == (None, "torch.sdpa")
+    assert (resolved_policy().lock, resolved_policy(operation="attention.full").lock) == (None, "torch.sdpa")
 
 
 def test_unlock_reaches_the_rules_of_the_file(tmp_path):
     lz.load_config(file(tmp_path, "rules: [{match: {operation: attention, sm: 90}, lock: torch.sdpa}]"))
-    assert verdict().lock == "torch.sdpa"
+    assert resolved_policy().lock == "torch.sdpa"
     lz.unlock("attention")
-    assert verdict().lock is None
+    assert resolved_policy().lock is None
 
 
 def test_what_unlock_cannot_undo_is_refused(monkeypatch):
@@ -208,12 +213,12 @@ def test_a_name_that_there_is_not_is_refused_with_the_nearest_and_changes_nothin
     assert policy.current() is before
 
 
-# ---- verdicts --------------------------------------------------------------------------------------------------------
+# ---- what is resolved ------------------------------------------------------------------------------------------------
 
 
 def test_the_kernels_of_a_preferred_library_share_a_place():
     lz.configure(prefer_sources=["torch", "flash_attn"])
-    places = {name: verdict().preference(name) for name in KERNELS}
+    places = {name: resolved_policy().preference(name) for name in KERNELS}
     assert {name: place and place[0] for name, place in places.items()} == {
         **dict.fromkeys(KERNELS),
         **dict.fromkeys(("torch.sdpa", "torch.flex", "torch.flex.cpu"), 0),
@@ -224,17 +229,17 @@ def test_the_kernels_of_a_preferred_library_share_a_place():
 def test_a_stronger_origin_takes_kernels_out_of_what_a_weaker_one_says_of_their_library():
     lz.configure(avoid_sources=["torch"])
     with lz.prefer("torch.flex.cpu"):
-        assert verdict().prefer == (("torch.flex.cpu", "lz.prefer()"),)
-        assert [name for name, _ in verdict().avoid] == ["torch.sdpa", "torch.flex"]
+        assert resolved_policy().prefer == (("torch.flex.cpu", "lz.prefer()"),)
+        assert [name for name, _ in resolved_policy().avoid] == ["torch.sdpa", "torch.flex"]
     with lz.avoid("torch.sdpa"), lz.prefer("torch"):
-        assert [name for name, _ in verdict().prefer] == ["torch.sdpa", "torch.flex", "torch.flex.cpu"]
-        assert verdict().avoid == ()
+        assert [name for name, _ in resolved_policy().prefer] == ["torch.sdpa", "torch.flex", "torch.flex.cpu"]
+        assert resolved_policy().avoid == ()
 
 
 def test_of_two_statements_in_one_place_avoidance_holds():
     lz.configure(rules=[{"match": {"sm": 90}, "prefer": ["flash_attn", "lz"], "avoid": "flash_attn.v3"}])
-    assert [name for name, _ in verdict().prefer] == ["flash_attn.v2", "lz.blocked"]
-    assert verdict().avoid == (("flash_attn.v3", "rule 1 of lz.configure()"),)
+    assert [name for name, _ in resolved_policy().prefer] == ["flash_attn.v2", "lz.blocked"]
+    assert resolved_policy().avoid == (("flash_attn.v3", "rule 1 of lz.configure()"),)
 
 
 def test_the_first_of_two_rules_holds_and_rules_hold_before_what_is_said_without_conditions():
@@ -242,10 +247,10 @@ def test_the_first_of_two_rules_holds_and_rules_hold_before_what_is_said_without
         avoid_sources=["lz"],
         rules=[{"match": {"sm": 90}, "prefer": "lz"}, {"match": {"head_dim": 64}, "avoid": ["lz", "torch.sdpa"]}],
     )
-    assert verdict().prefer == (("lz.blocked", "rule 1 of lz.configure()"),)
-    assert verdict().avoid == (("torch.sdpa", "rule 2 of lz.configure()"),)
-    assert verdict(hardware=A100).prefer == ()
-    assert verdict(hardware=A100).avoided("lz.blocked") == "rule 2 of lz.configure()"
+    assert resolved_policy().prefer == (("lz.blocked", "rule 1 of lz.configure()"),)
+    assert resolved_policy().avoid == (("torch.sdpa", "rule 2 of lz.configure()"),)
+    assert resolved_policy(hardware=A100).prefer == ()
+    assert resolved_policy(hardware=A100).avoided("lz.blocked") == "rule 2 of lz.configure()"
 
 
 def test_rules_read_architecture_operation_and_length(tmp_path):
@@ -262,13 +267,13 @@ rules:
 """,
     )
     lz.load_config(path)
-    assert verdict().prefer == (("flash_attn.v3", f"rule 1 of {path}"),)
-    assert verdict(hardware=A100).prefer == ()
-    assert verdict(seq_len=16_384).avoid == ()
-    assert verdict(seq_len=16_385).avoid == (("xformers", f"rule 2 of {path}"),)
-    full = verdict(operation="attention.full", dtype=torch.float32)
+    assert resolved_policy().prefer == (("flash_attn.v3", f"rule 1 of {path}"),)
+    assert resolved_policy(hardware=A100).prefer == ()
+    assert resolved_policy(seq_len=16_384).avoid == ()
+    assert resolved_policy(seq_len=16_385).avoid == (("xformers", f"rule 2 of {path}"),)
+    full = resolved_policy(operation="attention.full", dtype=torch.float32)
     assert (full.lock, full.lock_origin) == ("torch.sdpa", f"rule 3 of {path}")
-    assert verdict(operation="attention.full").lock is None
+    assert resolved_policy(operation="attention.full").lock is None
 
 
 def test_a_rule_that_locks_is_stronger_than_a_lock_of_the_same_file(tmp_path):
@@ -278,29 +283,29 @@ def test_a_rule_that_locks_is_stronger_than_a_lock_of_the_same_file(tmp_path):
             "locks: {attention.causal: xformers}\nrules: [{match: {operation: attention, sm: 90}, lock: torch.sdpa}]",
         )
     )
-    assert verdict().lock == "torch.sdpa"
-    assert verdict(hardware=A100).lock == "xformers"
+    assert resolved_policy().lock == "torch.sdpa"
+    assert resolved_policy(hardware=A100).lock == "xformers"
 
 
 def test_what_is_forbidden_is_excluded_whoever_prefers_it_but_inductor_remains():
     lz.configure(rules=[{"match": {"sm": 90}, "forbid": ["*"]}])
     with lz.prefer("torch.sdpa"):
-        assert [name for name, _ in verdict().exclude] == [name for name in KERNELS if name != "inductor"]
-        assert verdict().excluded("torch.sdpa") == "rule 1 of lz.configure()"
-        assert verdict().excluded("inductor") is None
-        assert verdict(hardware=A100).excluded("torch.sdpa") is None
+        assert [name for name, _ in resolved_policy().exclude] == [name for name in KERNELS if name != "inductor"]
+        assert resolved_policy().excluded("torch.sdpa") == "rule 1 of lz.configure()"
+        assert resolved_policy().excluded("inductor") is None
+        assert resolved_policy(hardware=A100).excluded("torch.sdpa") is None
 
 
 def test_only_a_stronger_lock_opens_what_is_forbidden(tmp_path):
     lz.load_config(file(tmp_path, "locks: {attention: torch.flex}\nrules: [{match: {sm: 90}, forbid: torch.*}]"))
-    assert verdict().lock == "torch.flex"
-    assert verdict().excluded("torch.flex") is not None
+    assert resolved_policy().lock == "torch.flex"
+    assert resolved_policy().excluded("torch.flex") is not None
     lz.lock("attention", "torch.flex")
-    assert [name for name, _ in verdict().exclude] == ["torch.sdpa", "torch.flex.cpu"]
+    assert [name for name, _ in resolved_policy().exclude] == ["torch.sdpa", "torch.flex.cpu"]
 
 
-def test_a_verdict_of_globs_is_read_as_well():
-    by_hand = Verdict(exclude=(("*", "somebody"),), prefer=(("torch.*", "one"), ("lz.blocked", "two")))
+def test_a_resolved_policy_of_globs_is_read_as_well():
+    by_hand = ResolvedPolicy(exclude=(("*", "somebody"),), prefer=(("torch.*", "one"), ("lz.blocked", "two")))
     assert by_hand.excluded("torch.sdpa") == "somebody"
     assert by_hand.excluded("inductor") is None
     assert by_hand.preference("torch.sdpa") == (0, "one")
@@ -330,7 +335,7 @@ def test_the_strongest_origin_that_locks_holds(origins, tmp_path, monkeypatch):
     def decided():
         here = policy.current()
         here = here.with_locks({"attention": LOCKED["options"]}) if "options" in origins else here
-        return here.verdict(problem())
+        return here.resolved_policy(problem())
 
     if "context" in origins:
         with lz.lock("attention", LOCKED["context"]):
@@ -377,7 +382,7 @@ def test_of_two_origins_that_disagree_about_a_library_the_stronger_holds(weaker,
 
     say(weaker, opposite)
     say(stronger, wish)
-    found = verdict()
+    found = resolved_policy()
     assert [len(found.prefer), len(found.avoid)] == ([3, 0] if wish == "prefer" else [0, 3])
 
 
@@ -387,7 +392,7 @@ def test_preferences_of_stronger_origins_come_first(tmp_path, monkeypatch):
     lz.configure(prefer_sources=["lz"])
     monkeypatch.setenv("LAYERZERO_PREFER", "torch.sdpa, flashinfer")
     with lz.prefer("flash_attn.v2"), lz.prefer("flash_attn.v3", "xformers"):
-        assert verdict().prefer == (
+        assert resolved_policy().prefer == (
             ("flash_attn.v3", "lz.prefer()"),
             ("xformers", "lz.prefer()"),
             ("flash_attn.v2", "lz.prefer()"),
@@ -438,7 +443,7 @@ def test_an_empty_variable_is_not_set(monkeypatch):
     ):
         monkeypatch.setenv(name, "")
     assert policy.current().settings == Settings()
-    assert verdict() == Verdict()
+    assert resolved_policy() == ResolvedPolicy()
 
 
 def test_variables_lock_prefer_and_avoid(monkeypatch):
@@ -446,14 +451,14 @@ def test_variables_lock_prefer_and_avoid(monkeypatch):
     monkeypatch.setenv("LAYERZERO_LOCK_ATTENTION_CAUSAL", "lz.blocked")
     monkeypatch.setenv("LAYERZERO_PREFER", "flashinfer,flash_attn.v3.*")
     monkeypatch.setenv("LAYERZERO_AVOID", "xformers")
-    assert verdict() == Verdict(
+    assert resolved_policy() == ResolvedPolicy(
         lock="lz.blocked",
         lock_origin="environment LAYERZERO_LOCK_ATTENTION_CAUSAL",
         prefer=(("flashinfer", "environment LAYERZERO_PREFER"), ("flash_attn.v3", "environment LAYERZERO_PREFER")),
         avoid=(("xformers", "environment LAYERZERO_AVOID"),),
         prefer_places=(0, 1),
     )
-    assert verdict(operation="attention.full").lock == "torch.sdpa"
+    assert resolved_policy(operation="attention.full").lock == "torch.sdpa"
 
 
 @pytest.mark.parametrize(
@@ -483,7 +488,7 @@ def test_a_variable_that_cannot_be_followed_is_refused_each_time(monkeypatch, na
             policy.current()
         assert str(failure.value).startswith(f"reading environment LAYERZERO_{name}='{value}': {text}")
     monkeypatch.delenv(f"LAYERZERO_{name}")
-    assert verdict() == Verdict()
+    assert resolved_policy() == ResolvedPolicy()
 
 
 def test_preferring_and_avoiding_the_same_by_variables_is_refused(monkeypatch):
@@ -603,38 +608,38 @@ def test_a_changed_file_is_read_again_when_asked(tmp_path, monkeypatch):
 def test_context_managers_nest_and_the_inner_one_is_stronger():
     with lz.avoid("torch"):
         with lz.prefer("torch.sdpa"):
-            assert verdict().preference("torch.sdpa") == (0, "lz.prefer()")
+            assert resolved_policy().preference("torch.sdpa") == (0, "lz.prefer()")
             with lz.disabled():
                 assert not policy.current().settings.enabled
             assert policy.current().settings.enabled
-        assert verdict().avoided("torch.sdpa") == "lz.avoid()"
-    assert verdict() == Verdict()
+        assert resolved_policy().avoided("torch.sdpa") == "lz.avoid()"
+    assert resolved_policy() == ResolvedPolicy()
 
 
 def test_a_context_manager_ends_by_an_exception_too():
     with pytest.raises(KeyError), lz.lock("attention", "torch.sdpa"), lz.prefer("lz"), lz.disabled():
         raise KeyError
-    assert verdict() == Verdict()
+    assert resolved_policy() == ResolvedPolicy()
     assert policy.current().settings.enabled
 
 
 def test_a_lock_as_context_manager_gives_back_the_lock_that_it_replaced():
     lz.lock("attention", "torch.sdpa")
     with lz.lock("attention", "lz.blocked"):
-        assert verdict().lock == "lz.blocked"
-    assert verdict().lock == "torch.sdpa"
+        assert resolved_policy().lock == "lz.blocked"
+    assert resolved_policy().lock == "torch.sdpa"
     held = lz.lock("attention", "xformers")
     lz.unlock("attention")
     with held:
-        assert verdict().lock == "xformers"
-    assert verdict().lock is None
+        assert resolved_policy().lock == "xformers"
+    assert resolved_policy().lock is None
 
 
 def test_a_plain_call_holds_without_a_with_statement():
     lz.prefer("torch.sdpa")
     lz.avoid("lz")
-    assert verdict().preference("torch.sdpa") is not None
-    assert verdict().avoided("lz.blocked") == "lz.avoid()"
+    assert resolved_policy().preference("torch.sdpa") is not None
+    assert resolved_policy().avoided("lz.blocked") == "lz.avoid()"
     lz.disabled()
     assert policy.current().settings.enabled, "only entering it disables"
 
@@ -643,12 +648,12 @@ def test_an_override_can_be_entered_again_and_left_in_any_order():
     first, second = lz.prefer("torch.sdpa"), lz.disabled()
     for _ in range(2):
         with first, first:
-            assert verdict().preference("torch.sdpa") is not None
-        assert verdict() == Verdict()
+            assert resolved_policy().preference("torch.sdpa") is not None
+        assert resolved_policy() == ResolvedPolicy()
     first.__enter__()
     second.__enter__()
     first.__exit__()
-    assert verdict() == Verdict()
+    assert resolved_policy() == ResolvedPolicy()
     assert not policy.current().settings.enabled
     second.__exit__()
     second.__exit__()
@@ -678,19 +683,19 @@ def test_a_context_manager_is_for_its_thread_alone():
         with lz.prefer("torch.sdpa"), lz.disabled(), lz.lock("attention", "lz.blocked"):
             entered.set()
             asked.wait(10)
-            found["inside"] = verdict()
+            found["inside"] = resolved_policy()
 
     thread = threading.Thread(target=inside)
     thread.start()
     assert entered.wait(10)
-    found["outside"] = verdict()
+    found["outside"] = resolved_policy()
     assert policy.current().settings.enabled
     asked.set()
     thread.join()
-    assert found["outside"] == Verdict()
+    assert found["outside"] == ResolvedPolicy()
     assert found["inside"].lock == "lz.blocked"
     assert found["inside"].preference("torch.sdpa") is not None
-    assert verdict() == Verdict()
+    assert resolved_policy() == ResolvedPolicy()
 
 
 def test_a_context_manager_is_for_its_task_alone():
@@ -698,23 +703,23 @@ def test_a_context_manager_is_for_its_task_alone():
         with lz.lock("attention", kernel), lz.prefer(kernel):
             for _ in range(5):
                 await asyncio.sleep(0)
-                assert (verdict().lock, verdict().prefer[0][0]) == (kernel, kernel)
+                assert (resolved_policy().lock, resolved_policy().prefer[0][0]) == (kernel, kernel)
 
     async def all_of_them():
         await asyncio.gather(*(one(kernel) for kernel in KERNELS[1:]))
 
     asyncio.run(all_of_them())
-    assert verdict() == Verdict()
+    assert resolved_policy() == ResolvedPolicy()
 
 
 def test_a_task_starts_with_what_holds_where_it_is_made():
     async def child():
-        return verdict().preference("lz.blocked")
+        return resolved_policy().preference("lz.blocked")
 
     async def parent():
         with lz.prefer("lz"):
             task = asyncio.create_task(child())
-        return await task, verdict().preference("lz.blocked")
+        return await task, resolved_policy().preference("lz.blocked")
 
     assert asyncio.run(parent()) == ((0, "lz.prefer()"), None)
 
@@ -723,7 +728,7 @@ def test_a_lock_by_a_plain_call_and_configuration_hold_in_every_thread():
     lz.lock("attention", "torch.sdpa")
     lz.configure(deterministic=True)
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(lambda: (verdict().lock, policy.current().settings.deterministic)).result() == (
+        assert pool.submit(lambda: (resolved_policy().lock, policy.current().settings.deterministic)).result() == (
             "torch.sdpa",
             True,
         )
@@ -749,7 +754,7 @@ def test_nothing_is_lost_where_many_threads_configure_at_once():
         start.wait()
         for _ in range(60):
             with lz.lock("attention", "torch.sdpa"):
-                if verdict().lock != "torch.sdpa":
+                if resolved_policy().lock != "torch.sdpa":
                     faults.append("lock")
 
     threads = [threading.Thread(target=change, args=(name,)) for name in names] + [
@@ -761,7 +766,7 @@ def test_nothing_is_lost_where_many_threads_configure_at_once():
         thread.join()
     assert faults == []
     assert all(getattr(policy.current().settings, name) for name in names)
-    assert verdict() == Verdict()
+    assert resolved_policy() == ResolvedPolicy()
 
 
 # ---- digest and report -----------------------------------------------------------------------------------------------
@@ -917,7 +922,7 @@ def test_every_change_gives_another_version_and_reset_forgets_all(tmp_path):
         versions.append(policy.version())
     assert len(set(versions)) == len(versions)
     assert policy.current().settings == Settings()
-    assert verdict() == Verdict()
+    assert resolved_policy() == ResolvedPolicy()
 
 
 def test_importing_the_policy_imports_no_parser():

@@ -105,6 +105,11 @@ def test_bounds_of_positions_are_exact() -> None:
     assert upper(distance, 100) == 103
 
 
+def test_bounds_of_a_quotient_are_exact() -> None:
+    behind = quotient(variable(KEY), 4, {}).scaled(4) - variable(KEY)  # how far back the block of a key begins
+    assert (lower(behind), upper(behind)) == (-3, 0)
+
+
 def test_terms_without_a_common_divisor() -> None:
     terms, constant = primitive(variable(QUERY).scaled(Fraction(2, 3)) + variable(KEY).scaled(4) + number(1))
     assert (repr(terms), constant) == ("1*q + 6*k", Fraction(3, 2))

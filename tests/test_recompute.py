@@ -15,10 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from lz_compile import reports
 from lz_compile.backend import layerzero
 from lz_compile.lowering import inductor
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernels.attention import blocked, tiled
 from lz_compile.lowering.kernels.attention.recompute import recomputed
-from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, reference
+from lz_compile.lowering.ops.attention import Operands, reference
 
 LENGTH = 200
 SCORES = LENGTH * LENGTH

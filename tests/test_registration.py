@@ -25,7 +25,8 @@ import lz_compile as lz
 from lz_compile.errors import RegistrationError, UnknownOperationError
 from lz_compile.ground import events, health
 from lz_compile.ground.reasons import Reason
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Operands, features, reference
+from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
+from lz_compile.lowering.ops.attention import Operands, features, reference
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.convention import FEATURES
 from lz_compile.runtime.kernels.registry import KernelSpec, kernels

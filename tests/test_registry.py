@@ -23,8 +23,8 @@ from lz_compile.ground import events
 from lz_compile.ground.hardware import Hardware, generation_of
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import ops
+from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.kernels.attention import torch_sdpa
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts
 from lz_compile.passes.recognisers import recognisers
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.libraries import LazyFunction

@@ -474,6 +474,19 @@ def test_what_is_no_scan_is_left_alone_with_a_reason(function, reason):
     assert reason in backend.reasons
 
 
+def test_what_was_computed_before_a_loop_under_other_modes_stays_there():
+    def function(x, a):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            gates = [x[:, t] @ a for t in range(T)]
+        h = torch.zeros_like(x[:, 0])
+        for t in range(T):
+            h = gates[t] * h + x[:, t]
+        return h
+
+    backend = rolled(function, torch.rand(B, T, D), torch.rand(D, D))
+    assert backend.steps == [T], backend.reasons
+
+
 def test_layers_are_no_loop_and_no_near_miss():
     layers = torch.nn.ModuleList(torch.nn.Linear(D, D) for _ in range(6))
 

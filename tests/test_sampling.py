@@ -166,6 +166,15 @@ def test_consecutive_seeds_and_tokens_are_independent():
     assert_drawn_from(high, torch.full((16,), 1 / 16, dtype=torch.float64))
 
 
+def test_every_bit_of_a_mixed_seed_depends_on_every_bit_of_its_number():
+    numbers = torch.randint(-(2**62), 2**62, (2_000,), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(64)
+    flipped = numbers[:, None] ^ (torch.ones((), dtype=torch.int64) << places)
+    changed = op.mixed_seed(numbers)[:, None] ^ op.mixed_seed(flipped)
+    share = ((changed[..., None] >> places[:62]) & 1).double().mean(0)  # [bit of the number, bit of the seed]
+    assert 0.4 < share.min() <= share.max() < 0.6
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_row_draws_the_same_wherever_it_stands(kernel):
     logits, seeds = torch.randn(9, 300), torch.randint(0, 2**62, (9,))

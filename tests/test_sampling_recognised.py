@@ -231,6 +231,12 @@ def test_another_order_than_the_operations_is_two_operations():
     check(lambda x: _top_k(_top_k(x, 20), 9), scores(3, 70), matches=2)
 
 
+@pytest.mark.parametrize("number", [-0.7, 0.0])
+def test_a_number_that_is_no_temperature_stays_where_it_is(number):
+    (match,) = check(lambda x: _top_k(x * number), scores(3, 70), formula="top_k(logits, 9)")
+    assert not match.attributes["has_temperature"]
+
+
 def test_scores_that_are_read_between_are_still_there():
     check(lambda x: (y := _top_k(x), _min_p(y).softmax(-1)), scores(3, 70), matches=2)
     check(lambda x: (y := x / 0.7, _top_k(y).softmax(-1)), scores(3, 70), formula="softmax(top_k(logits, 9))")

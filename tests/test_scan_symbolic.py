@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import lz_compile as lz
 from lz_compile import reports
-from lz_compile.passes.loops.recurrence.size_placeholders import StandIns, is_ambiguous
+from lz_compile.passes.loops.recurrence.size_placeholders import SizePlaceholders, is_ambiguous
 
 #: Batches that a graph was compiled for, and others that it must serve.
 FIRST, OTHERS = 11, (2, 5)
@@ -302,7 +302,7 @@ def test_a_state_that_a_size_multiplies_is_refused(step: Callable[..., Tensor], 
     assert any(name in str(miss.reason) for miss in backend.report.near_misses), backend.why_not()
 
 
-# ---- stand-ins ---------------------------------------------------------------------------------------------------------
+# ---- placeholders of sizes ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -322,7 +322,7 @@ def symbols() -> list[torch.SymInt]:
 def test_numbers_stand_for_products_of_sizes_and_back(symbols: list[torch.SymInt]) -> None:
     one, two, three = symbols
     shapes = [(one * two * 4, 15), (two, three * 2), (one * two,)]
-    sizes = StandIns.of(shapes, [21, 9], attempt=0)
+    sizes = SizePlaceholders.of(shapes, [21, 9], attempt=0)
     for size in (one * two * 4, one * two, two, three * 2, two * two * three * 30):
         number = sizes.number(size.node.expr)
         assert sizes.size(number) == size.node.expr
@@ -336,7 +336,7 @@ def test_numbers_stand_for_products_of_sizes_and_back(symbols: list[torch.SymInt
 
 
 def test_other_primes_are_taken_where_some_were_of_no_use(symbols: list[torch.SymInt]) -> None:
-    first, second = (StandIns.of([symbols], [5], attempt=attempt) for attempt in (0, 1))
+    first, second = (SizePlaceholders.of([symbols], [5], attempt=attempt) for attempt in (0, 1))
     primes = [
         {each.first for each in sizes.symbols} | {each.second for each in sizes.symbols} for sizes in (first, second)
     ]

@@ -148,8 +148,10 @@ def test_twins_keep_their_own_place_and_gradients() -> None:
         torch.testing.assert_close(got, parameter.grad)
 
 
-def test_layers_under_different_modes_are_no_twins() -> None:
-    layers = [Attention("plain") for _ in range(2)]
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_layers_under_different_modes_are_no_twins(is_trained: bool) -> None:
+    """Nor where nothing has a gradient, so that the tensors look alike."""
+    layers = [Attention("plain").requires_grad_(is_trained) for _ in range(2)]
 
     def forward(x: Tensor, mask: Tensor) -> Tensor:
         x = layers[0](x, mask)

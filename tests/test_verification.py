@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lz_compile import register_kernel, reports, unregister_kernel
-from lz_compile.compile import pipeline
+from lz_compile.compile import choices
 from lz_compile.compile.options import split
 from lz_compile.compile.verification import Original
 from lz_compile.errors import OptionError, RewriteFailedError
@@ -35,7 +35,7 @@ def operands(*, grad: bool = False) -> list[Tensor]:
 def wrong(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """A kernel that is off by a factor, and a proof that does not notice."""
     forget()
-    monkeypatch.setattr(pipeline, "validate", lambda *_: Validation(ok=True, cases=1))
+    monkeypatch.setattr(choices, "validate", lambda *_: Validation(ok=True, cases=1))
 
     def register(factor: float = 1.5) -> None:
         def kernel(x: Operands, attrs: Any) -> Tensor:

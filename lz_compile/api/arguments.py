@@ -16,6 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from lz_compile.errors import ArgumentError
+from lz_compile.ground.sizes import is_one
 
 #: What the elements of an operand are: floating-point numbers of 16 bits or more (``inexact``: or complex ones), truth
 #: values, whole numbers (``index``: that PyTorch indexes by), or any real numbers.
@@ -111,7 +112,7 @@ class Arguments:
             return bool(size == int(letter))
         if letter.endswith("|1"):
             letter = letter[:-2]
-            if _is_one(size):
+            if is_one(size):
                 return True
         if letter not in self._sizes:
             self._sizes[letter] = size
@@ -125,15 +126,16 @@ class Arguments:
             expected = f"on {self._device} as {self._first} is"
             raise self.wrong(name, expected, value.device, "Move one of them, as by .to(...)")
 
-    def equal_dtypes(self, name: str, value: torch.Tensor, to: str, other: torch.Tensor) -> None:
-        """Two operands of one dtype."""
-        if value.dtype != other.dtype:
-            raise self.wrong(name, f"in the dtype of {to}, {other.dtype}", value.dtype, "Cast one of them")
+    def equal_dtypes(self, to: str, other: torch.Tensor, **operands: torch.Tensor | None) -> None:
+        """Operands, as far as they are given, of the dtype of another."""
+        for name, value in operands.items():
+            if value is not None and value.dtype != other.dtype:
+                raise self.wrong(name, f"in the dtype of {to}, {other.dtype}", value.dtype, "Cast one of them")
 
     def broadcasts(self, name: str, value: torch.Tensor, to: Sequence[Any], letters: str = "") -> None:
         """A tensor that broadcasts to a shape."""
         pairs = zip(reversed(value.shape), reversed(to), strict=False)
-        if value.dim() > len(to) or any(not _is_one(own) and own != other for own, other in pairs):
+        if value.dim() > len(to) or any(not is_one(own) and own != other for own, other in pairs):
             expected = f"that can be broadcast to {letters}{tuple(to)}"
             raise self.wrong(name, expected, tuple(value.shape), "Add dimensions of size one where it repeats")
 
@@ -264,10 +266,6 @@ _WORDS: Mapping[Kind, tuple[str, str]] = {
     "index": ("in int64 or int32", ".long()"),
     "real": ("of real numbers", ".float()"),
 }
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 def _is_real(value: Any) -> bool:

@@ -36,8 +36,7 @@ def check(call: Call, is_cast: bool = False) -> None:
     given.tensor("key", key, "B Sk Hk D" if is_turned else "B Hk Sk D")
     given.tensor("value", value, "B Sk Hk E" if is_turned else "B Hk Sk E")
     if not is_cast:
-        given.equal_dtypes("key", key, "query", query)
-        given.equal_dtypes("value", value, "query", query)
+        given.equal_dtypes("query", query, key=key, value=value)
     heads, lengths = (2, 1) if is_turned else (1, 2)
     count, shared = query.shape[heads], key.shape[heads]
     if shared == 0 or count % shared:

@@ -16,8 +16,7 @@ import torch
 
 from lz_compile.api import eager
 from lz_compile.api.arguments import is_plain
-from lz_compile.lowering.ops.blend import BlendAttrs, BlendFacts, Operands
-from lz_compile.runtime.policy import policy
+from lz_compile.lowering.ops.blend import BlendAttrs, Operands, from_operands
 
 #: What is handed over has no gate of its own.
 _NEVER = frozenset({"gate", "sorted"})
@@ -48,26 +47,21 @@ def _bind(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, is_resid
     before, after = math.prod(seed.shape[:along]), math.prod(seed.shape[along + spread :])
     is_by_row = spread == 1 and along == 0
     shape = (seed.shape[0], 1, after) if is_by_row else (before, math.prod(seed.shape[along : along + spread]), after)
-    attrs = BlendAttrs(
-        mode="residual" if is_residual else "channel" if spread and along else "convex",
-        is_residual=is_residual,
-        compute_dtype=torch.promote_types(seed.dtype, weight.dtype if spread else seed.dtype),
-        out_dtype=seed.dtype,
-    )
-    needs_grad = torch.is_grad_enabled() and seed.requires_grad
-    facts = BlendFacts(*shape, 1, seed.dtype, seed.device.type, needs_grad)
-    operands = {"host": host.reshape(shape), "seed": seed.reshape(shape)}
-    operands["alpha"] = weight.reshape((-1, 1, 1) if is_by_row else (1, -1, 1))
+    alpha_shape = (-1, 1, 1) if is_by_row else (1, -1, 1)
+    x = Operands(host.reshape(shape), seed.reshape(shape), weight.reshape(alpha_shape))
+    mode = "residual" if is_residual else "channel" if spread and along else "convex"
+    wide = torch.promote_types(seed.dtype, weight.dtype if spread else seed.dtype)
+    sizes = dict(zip("NCSK", (*shape, 1), strict=True))
+    attrs, facts = from_operands(x, sizes, mode=mode, is_residual=is_residual, compute_dtype=wide)
+    operands = {"host": x.host, "seed": x.seed, "alpha": x.alpha}
     kernel = eager.kernel_for("blend", attrs, facts, seed.device, operands)
     if kernel is None or kernel.call is None:
         return _left
-    enabled = policy.current().settings.fallback_enabled
     own = partial(_own, is_residual=is_residual)
-    run = eager.guarded(kernel, partial(_through, kernel.call, attrs), own, fallback_enabled=enabled)
+    run = eager.guarded(kernel, partial(_through, kernel.call, attrs), own)
 
     def call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        alpha = weight.reshape((-1, 1, 1) if is_by_row else (1, -1, 1))
-        result: torch.Tensor = run(host.reshape(shape), seed.reshape(shape), alpha)
+        result: torch.Tensor = run(host.reshape(shape), seed.reshape(shape), weight.reshape(alpha_shape))
         return result.reshape(seed.shape)
 
     return call

@@ -22,7 +22,8 @@ from lz_compile.api.attention_arguments import Call, check
 from lz_compile.api.given import read
 from lz_compile.errors import KernelExecutionError, NoKernelFoundError
 from lz_compile.ground import events, health, hooks, memory
-from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
+from lz_compile.lowering.attention_attributes import AttentionAttrs
+from lz_compile.lowering.ops.attention import Operands
 from lz_compile.runtime.choose.calls import SDPA, eager_kernel, needs_compile
 from lz_compile.runtime.choose.decision_cache import DecisionCache, SelectionCacheConfig
 from lz_compile.runtime.choose.problem import Decision, Problem
@@ -192,10 +193,9 @@ def layout(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def guarded(
-    kernel: KernelSpec, call: Callable[..., Any], own: Callable[..., Any], *, fallback_enabled: bool
-) -> Callable[..., Any]:
-    """``call``, a kernel that is retired if it fails; the call is then completed by ``own``, PyTorch's."""
+def guarded(kernel: KernelSpec, call: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, a kernel that is retired if it fails; the call is then completed by ``own``, PyTorch's, if policy lets it."""
+    fallback_enabled = policy.current().settings.fallback_enabled
 
     def complete(*operands: Any, **named: Any) -> Any:
         forget()
@@ -207,25 +207,27 @@ def guarded(
 def _chosen(
     op: str, attributes: Any, facts: Any, device: torch.device, operands: Mapping[str, Any] | None, present: Policy
 ) -> tuple[KernelSpec | None]:
-    context, own = of_facts(op, attributes, facts, device=device), eager_kernel(op)
-    if not present.settings.enabled:
-        return (None,)
+    return (_choice(of_facts(op, attributes, facts, device=device), attributes, operands, present),)
+
+
+def _choice(
+    context: SelectionContext, attributes: Any, operands: Mapping[str, Any] | None, present: Policy
+) -> KernelSpec | None:
+    """The kernel to run; None: PyTorch's own, whatever speaks against it."""
+    own, settings = eager_kernel(context.op), present.settings
+    if not settings.enabled:
+        return None
     try:
         decision = select(Problem(context, own, is_eager=True), present)
         kernel = _loaded(decision, context.operation, attributes, operands)
+        return None if kernel.kernel_id == own else kernel
     except NoKernelFoundError as error:
-        if not present.settings.fallback_enabled:
+        if not settings.fallback_enabled:
             raise
-        _note_none(context, own, error)
-        return (None,)
-    return (None if kernel.kernel_id == own else kernel,)
-
-
-def _note_none(context: SelectionContext, own: str, error: NoKernelFoundError) -> None:
-    """One line; why each kernel cannot run is said by ``lz.which``, and a traceback would say it twice."""
-    what = f"{context.operation} in {context.dtype_name} on {context.device_type}"
-    count = len(error.failures)
-    events.record("NO_KERNEL", f"{what} runs on {own} all the same: none of {count} kernels can (lz.which says why)")
+        # One line: why each kernel cannot run is said by ``lz.which``, and a traceback would say it twice.
+        what = f"{context.operation} in {context.dtype_name} on {context.device_type} runs on {own} all the same"
+        events.record("NO_KERNEL", f"{what}: none of {len(error.failures)} kernels can (lz.which says why)")
+        return None
 
 
 def forget() -> None:
@@ -270,29 +272,15 @@ class _Problem:
 
     def plan(self, present: Policy) -> Run:
         """Choose, and bind everything but the tensors."""
-        run = self._run(self._kernel(present), present)
+        run = self._run(_choice(self.context, self.attrs, self.operands.given(), present), present)
         if self.layout == "BHSD":
             return run
         return partial(_transposed, run)
 
-    def _kernel(self, present: Policy) -> KernelSpec | None:
-        """The kernel to run; None: SDPA, whatever speaks against it."""
-        settings = present.settings
-        if not settings.enabled:
-            return None
-        try:
-            decision = select(Problem(self.context, SDPA, is_eager=True), present)
-            return _loaded(decision, self.context.operation, self.attrs, self.operands.given())
-        except NoKernelFoundError as error:
-            if not settings.fallback_enabled:
-                raise
-            _note_none(self.context, SDPA, error)
-            return None
-
     def _run(self, kernel: KernelSpec | None, present: Policy) -> Run:
         settings = present.settings
         sdpa = self._sdpa()
-        if kernel is None or kernel.kernel_id == SDPA:
+        if kernel is None:
             run, kernel_id = sdpa, SDPA
         else:
             assert kernel.call is not None, f"{kernel.kernel_id} cannot be called eagerly"

@@ -292,9 +292,7 @@ def _check_projection(given: Arguments, input: Any, weight: Any, bias: Any) -> N
     given.tensor("weight", weight, "O I")
     given.tensor("bias", bias, "O", optional=True)
     if not torch.is_autocast_enabled(input.device.type):
-        given.equal_dtypes("weight", weight, "input", input)
-        if bias is not None:
-            given.equal_dtypes("bias", bias, "input", input)
+        given.equal_dtypes("input", input, weight=weight, bias=bias)
 
 
 @remembered
@@ -322,8 +320,5 @@ def _check_mlp(
     if up is None and up_bias is not None:
         raise given.wrong("up_bias", "with up_weight", "it alone", "Leave it out")
     if not torch.is_autocast_enabled(input.device.type):
-        others = {"gate_weight": gate, "up_weight": up, "down_weight": down}
-        others |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-        for name, each in others.items():
-            if each is not None:
-                given.equal_dtypes(name, each, "input", input)
+        given.equal_dtypes("input", input, gate_weight=gate, up_weight=up, down_weight=down)
+        given.equal_dtypes("input", input, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)

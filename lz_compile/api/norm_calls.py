@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from lz_compile.api import eager
 from lz_compile.api.arguments import is_plain
-from lz_compile.lowering.ops.norm import NormAttrs, NormFacts, Operands
-from lz_compile.runtime.policy import policy
+from lz_compile.lowering.ops.norm import NormAttrs, Operands, from_operands
 
 
 def norm(
@@ -45,25 +44,13 @@ def _bind(
 ) -> Callable[..., torch.Tensor]:
     """The norm of tensors like these."""
     own = partial(_own, shape=shape, eps=eps, is_centred=is_centred)
-    given = [each for each in (input, weight, bias) if each is not None]
     hidden = math.prod(shape)
-    wide = reduce(torch.promote_types, (each.dtype for each in given), torch.float32)
-    attrs = NormAttrs(
-        is_centred=is_centred,
-        eps=eps,
-        has_weight=weight is not None,
-        has_bias=bias is not None,
-        compute_dtype=wide,
-        rounded_to=wide,
-        out_dtype=input.dtype,
-    )
-    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in given)
-    facts = NormFacts(input.numel() // hidden, hidden, input.dtype, input.device.type, needs_grad)
-    kernel = eager.kernel_for("norm", attrs, facts, input.device, _operands(hidden, input, weight, bias).given())
+    x = _operands(hidden, input, weight, bias)
+    attrs, facts = from_operands(x, {"N": input.numel() // hidden, "D": hidden}, is_centred=is_centred, eps=eps)
+    kernel = eager.kernel_for("norm", attrs, facts, input.device, x.given())
     if kernel is None or kernel.call is None:
         return own
-    enabled = policy.current().settings.fallback_enabled
-    return eager.guarded(kernel, partial(_through, kernel.call, attrs, hidden), own, fallback_enabled=enabled)
+    return eager.guarded(kernel, partial(_through, kernel.call, attrs, hidden), own)
 
 
 def _own(

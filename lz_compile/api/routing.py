@@ -19,10 +19,9 @@ from lz_compile.api.routing_operands import Adapter, Rollouts
 from lz_compile.api.routing_record import RoutingRecord
 from lz_compile.errors import ArgumentError, TransformUnsupportedError
 from lz_compile.ground import fingerprint
-from lz_compile.lowering.kernel_operator import signed
+from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.ops import routing as op
 from lz_compile.lowering.ops.routing import Arm, Operands, RoutingAttrs, RoutingFacts, reference
-from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem import context as contexts
 
 __all__ = ["RoutingRecord", "routed_adapter"]
@@ -97,22 +96,14 @@ def routed_adapter(
         raise ArgumentError("routed_adapter", "record", "as an lz.RoutingRecord", type(record).__name__)
     tokens = Rollouts.of(x, rollouts, cu_seqlens, num_rollouts, is_needed=arm == "grad" or record is not None)
     leaf = None if record is None else record.leaf(tokens.number, delta_S.shape[0], x.device)
-    attrs = RoutingAttrs(
-        arm=arm,
-        has_rollout_ids=tokens.ids is not None,
-        has_weight=weight is not None,
-        threshold=threshold,
-        compute_dtype=torch.promote_types(x.dtype, torch.float32),
-        out_dtype=adapter.result_dtype(),
-    )
     given = Operands(
         tokens.of_rows(x), Vh, U, delta_S, A_q, B_q, v, weight, bias, None if base is None else tokens.of_rows(base),
         None, tokens.ids, None if tokens.ids is None else tokens.number, leaf,
     )  # fmt: skip
+    said = arm, threshold, adapter.result_dtype()
+    attrs = _attributes(given, *said)
     if torch.compiler.is_dynamo_compiling():
-        out: torch.Tensor = torch.ops.layerzero.routing.default(
-            *given.flat(), *_fields(attrs), fingerprint.traced_source()
-        )
+        out: torch.Tensor = torch.ops.layerzero.routing.default(*given.flat(), *said, fingerprint.traced_source())
     elif any(type(each) not in PLAIN for each in given.tensors):
         out = _own(given, attrs)
     else:
@@ -123,11 +114,6 @@ def routed_adapter(
 # ---- choosing and running --------------------------------------------------------------------------------------------
 
 
-def _fields(attrs: RoutingAttrs) -> tuple[str, float, torch.dtype]:
-    """What the operands do not say."""
-    return attrs.arm, attrs.threshold, attrs.out_dtype
-
-
 def _operator(*given: Any) -> torch.Tensor:
     """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced.
 
@@ -135,7 +121,11 @@ def _operator(*given: Any) -> torch.Tensor:
     """
     *operands, arm, threshold, out_dtype, _source = given  # the last is for caches: see traced_source
     x = Operands(*operands)
-    attrs = RoutingAttrs(
+    return _selected(x, _attributes(x, arm, threshold, out_dtype))
+
+
+def _attributes(x: Operands, arm: Arm, threshold: float, out_dtype: torch.dtype) -> RoutingAttrs:
+    return RoutingAttrs(
         arm=arm,
         gate=x.gate_kind(),
         has_rollout_ids=x.rollout is not None,
@@ -144,7 +134,6 @@ def _operator(*given: Any) -> torch.Tensor:
         compute_dtype=torch.promote_types(x.x.dtype, torch.float32),
         out_dtype=out_dtype,
     )
-    return _selected(x, attrs)
 
 
 def _selected(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
@@ -160,8 +149,7 @@ def _selected(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
     kernel = eager.kernel_for("routing", attrs, facts, x.x.device, proven if is_plain(*x.tensors) else None)
     if kernel is None or kernel.call is None:
         return _own(x, attrs)
-    enabled = policy.current().settings.fallback_enabled
-    found: torch.Tensor = eager.guarded(kernel, kernel.call, _own, fallback_enabled=enabled)(x, attrs)
+    found: torch.Tensor = eager.guarded(kernel, kernel.call, _own)(x, attrs)
     return found
 
 
@@ -199,10 +187,4 @@ def _facts(x: Operands) -> RoutingFacts:
     )
 
 
-_OTHERS = {"arm": str, "threshold": float, "out_dtype": torch.dtype, "source": str}
-_LIBRARY = torch.library.Library("layerzero", "FRAGMENT")
-_LIBRARY.define(
-    "routing" + torch.library.infer_schema(signed(_operator, op, {}, _OTHERS, torch.Tensor), mutates_args=()),
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
-)
-_LIBRARY.impl("routing", _operator, "CompositeImplicitAutograd")
+call_operator("routing", op, _operator, arm=str, threshold=float, out_dtype=torch.dtype)

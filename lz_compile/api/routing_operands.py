@@ -44,20 +44,9 @@ class Adapter(NamedTuple):
 
 
 @remembered
-def _check_adapter(
-    x: Any,
-    vh: Any,
-    u: Any,
-    delta: Any,
-    a_q: Any,
-    b_q: Any,
-    v: Any,
-    weight: Any,
-    bias: Any,
-    base: Any,
-    arm: Any,
-    threshold: Any,
-) -> None:
+def _check_adapter(*arguments: Any) -> None:
+    *tensors, arm, threshold = arguments
+    x, vh, u, delta, a_q, b_q, v, weight, bias, base = tensors
     given = Arguments(_FUNCTION)
     given.one_of("arm", arm, ("none", "grad", "act"))
     given.number("threshold", threshold)
@@ -80,9 +69,7 @@ def _check_adapter(
     if base is not None and base.shape[:-1] != x.shape[:-1]:
         raise given.wrong("base", f"of shape {(*x.shape[:-1], u.shape[0])}, as x, with E at the end", tuple(base.shape))
     if not is_autocast(x):
-        for name, each in (("Vh", vh), ("U", u), ("A_q", a_q), ("B_q", b_q), ("weight", weight), ("bias", bias)):
-            if each is not None:
-                given.equal_dtypes(name, each, "x", x)
+        given.equal_dtypes("x", x, Vh=vh, U=u, A_q=a_q, B_q=b_q, weight=weight, bias=bias)
 
 
 class Rollouts(NamedTuple):

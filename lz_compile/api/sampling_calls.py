@@ -11,10 +11,9 @@ import torch
 from lz_compile.api import eager
 from lz_compile.api.arguments import is_plain
 from lz_compile.ground import fingerprint
-from lz_compile.lowering.kernel_operator import signed
+from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.ops import sampling as op
 from lz_compile.lowering.ops.sampling import Operands, Result, SamplingAttrs, SamplingFacts
-from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem import context as contexts
 
 
@@ -44,7 +43,7 @@ def bind(
     of_kernel = None if is_traced or needs_grad else getattr(kernel.call, "bind", None)
     call = None if of_kernel is None else of_kernel(x, attrs)
     call = partial(kernel.call, attrs=attrs) if call is None else call
-    return eager.guarded(kernel, call, own, fallback_enabled=policy.current().settings.fallback_enabled)
+    return eager.guarded(kernel, call, own)
 
 
 def _selected(x: Operands, result: Result, out_dtype: torch.dtype) -> torch.Tensor:
@@ -68,10 +67,4 @@ def _operator(*given: Any) -> torch.Tensor:
     return _selected(Operands(*operands), result, out_dtype)
 
 
-_OTHERS = {"result": str, "out_dtype": torch.dtype, "source": str}
-_LIBRARY = torch.library.Library("layerzero", "FRAGMENT")
-_LIBRARY.define(
-    "sampling" + torch.library.infer_schema(signed(_operator, op, {}, _OTHERS, torch.Tensor), mutates_args=()),
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
-)
-_LIBRARY.impl("sampling", _operator, "CompositeImplicitAutograd")
+call_operator("sampling", op, _operator, result=str, out_dtype=torch.dtype)

@@ -16,11 +16,10 @@ from torch.autograd import forward_ad
 from lz_compile.api import eager
 from lz_compile.api.arguments import PLAIN, Arguments, is_plain
 from lz_compile.ground import fingerprint
-from lz_compile.lowering.kernel_operator import signed
+from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.ops import scan as op
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanFacts, ScanSizes
 from lz_compile.runtime.kernels.kernel import KernelSpec
-from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem import context as contexts
 
 
@@ -66,7 +65,7 @@ def _bind(
         return own
     bind = None if is_traced or needs_grad else getattr(kernel.call, "bind", None)
     call = partial(_through, kernel.call, attrs) if bind is None else partial(_turned, bind(x, attrs))
-    return eager.guarded(kernel, call, own, fallback_enabled=policy.current().settings.fallback_enabled)
+    return eager.guarded(kernel, call, own)
 
 
 def _chosen(x: Operands, attrs: ScanAttrs, *, is_traced: bool = False) -> tuple[KernelSpec | None, bool]:
@@ -94,8 +93,7 @@ def by_address(
     bind = None if kernel is None or needs_grad else getattr(kernel.call, "bind", None)
     if kernel is None or bind is None:
         return own
-    enabled = policy.current().settings.fallback_enabled
-    return eager.guarded(kernel, partial(called, bind(x, attrs, *shapes)), own, fallback_enabled=enabled)
+    return eager.guarded(kernel, partial(called, bind(x, attrs, *shapes)), own)
 
 
 def is_view(operand: torch.Tensor | None, of: torch.Tensor | None) -> bool:
@@ -126,11 +124,4 @@ def facts_of_call(x: Operands) -> ScanFacts:
     return replace(op.facts_of(x), **sizes._asdict())
 
 
-_RESULTS = tuple[torch.Tensor, torch.Tensor]
-_OTHERS = {"out_dtype": torch.dtype, "state_dtype": torch.dtype, "source": str}
-_LIBRARY = torch.library.Library("layerzero", "FRAGMENT")
-_LIBRARY.define(
-    "scan" + torch.library.infer_schema(signed(_operator, op, {}, _OTHERS, _RESULTS), mutates_args=()),
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
-)
-_LIBRARY.impl("scan", _operator, "CompositeImplicitAutograd")
+call_operator("scan", op, _operator, out_dtype=torch.dtype, state_dtype=torch.dtype)

@@ -16,6 +16,7 @@ import torch
 from lz_compile.api import eager
 from lz_compile.api.arguments import Arguments, is_plain, remembered
 from lz_compile.api.scan_calls import by_address, is_view, scan
+from lz_compile.ground.sizes import is_one
 from lz_compile.lowering.ops.scan import Operands
 
 __all__ = ["kda", "linear_scan"]
@@ -247,7 +248,7 @@ class _Columns:
         """``[B, H, T, 1, V]`` of a tensor of this rank, where groups of dimensions that broadcast do so still."""
         sizes = list(tensor.shape)
         for group in self._groups:
-            if len(group) > 1 and not all([_is_one(sizes[position]) for position in group]):  # noqa: C419  # quicker
+            if len(group) > 1 and not all([is_one(sizes[position]) for position in group]):  # noqa: C419  # quicker
                 for position in group:
                     sizes[position] = self.shape[position]
         if tuple(sizes) != tuple(tensor.shape):
@@ -273,10 +274,6 @@ def _of_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     if tensor.dim() == rank:
         return tensor
     return tensor.reshape((*(1,) * (rank - tensor.dim()), *tensor.shape))
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 @remembered

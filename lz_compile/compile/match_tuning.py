@@ -59,10 +59,10 @@ def tune_match(
     found = surrounded(match if fusion is None else fusion.of(along), effects)
     found = replace(found, surroundings=" ".join((*along, found.surroundings)))
     problem = replace(problem, surroundings=found.surroundings)
-    verdict = policy_.verdict(problem.context)
-    candidates = [spec for spec in runnable(problem.context) if verdict.excluded(spec.kernel_id) is None]
+    resolved_policy = policy_.resolved_policy(problem.context)
+    candidates = [spec for spec in runnable(problem.context) if resolved_policy.excluded(spec.kernel_id) is None]
     specs = [spec for spec in candidates if spec.kernel_id != problem.source_kernel]
-    if len(specs) == 1 or verdict.lock in [spec.kernel_id for spec in candidates]:
+    if len(specs) == 1 or resolved_policy.lock in [spec.kernel_id for spec in candidates]:
         return problem
     for binding, sizes in _bindings(match, found, problem):
         if is_measured(

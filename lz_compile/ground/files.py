@@ -1,7 +1,8 @@
-"""Files that somebody else wrote are read up to a size, so that a wrong path costs no memory."""
+"""Files that others read or wrote meanwhile: read up to a size, so that a wrong path costs no memory, and written whole."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 
@@ -23,3 +24,15 @@ def read_bounded(path: Path, most: int) -> bytes:
             f"expected at most {most >> 20} MiB, received {path.stat().st_size >> 20}. Is it the right file?"
         )
     return data
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole and rename it into place, in a directory that is made where need be.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(text)
+    Path(file.name).replace(path)

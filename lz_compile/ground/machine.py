@@ -15,6 +15,7 @@ import platform
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -194,20 +195,22 @@ def _pressure(available: float | None) -> str:
 
 def _host_memory_available(root: Path = Path("/")) -> float | None:
     """The share of memory that is free to take, of the machine or of the container, whichever has less."""
-    shares = []
+    return min((free / total for free, total in host_memory(root) if total), default=None)
+
+
+def host_memory(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
+    """Free bytes and all bytes of the machine and of the container, as far as they tell."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest}
-        shares.append(sizes["MemAvailable"] / sizes["MemTotal"])
-    except (OSError, ValueError, KeyError, IndexError, ZeroDivisionError):
+        yield sizes["MemAvailable"] << 10, sizes["MemTotal"] << 10
+    except (OSError, ValueError, KeyError, IndexError):
         pass  # not Linux, or a kernel older than 3.14: unknown
     try:
         limit = int((root / "sys/fs/cgroup/memory.max").read_text())  # "max" where there is no limit
-        used = int((root / "sys/fs/cgroup/memory.current").read_text())
-        shares.append(1 - used / limit)
-    except (OSError, ValueError, ZeroDivisionError):
+        yield max(limit - int((root / "sys/fs/cgroup/memory.current").read_text()), 0), limit
+    except (OSError, ValueError):
         pass  # no limit that we can see
-    return min(shares, default=None)
 
 
 def _nvml_conditions(uuid: str) -> dict[str, str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from lz_compile.ground import health
+from lz_compile.ground.machine import host_memory
 
 _LITTLE = 1 << 30
 #: For how long an answer of the device is taken to be true.
@@ -58,25 +58,9 @@ def headroom_bytes(device: torch.device | str) -> int | None:
 def free_bytes(device: torch.device) -> int:
     """The memory that can be taken now; of a device that does not tell, what nearly every one has (1 GiB)."""
     if device.type == "cpu":
-        return min(_host_free(), default=_LITTLE)
+        return min((free for free, _ in host_memory()), default=_LITTLE)
     found = headroom_bytes(device)
     return _LITTLE if found is None else found
-
-
-def _host_free(root: Path = Path("/")) -> tuple[int, ...]:
-    """What the machine and the container have left, as far as they tell."""
-    found = []
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    except (OSError, ValueError, IndexError):
-        pass  # not Linux: unknown
-    try:
-        limit = int((root / "sys/fs/cgroup/memory.max").read_text())  # "max" where there is no limit
-        found.append(max(limit - int((root / "sys/fs/cgroup/memory.current").read_text()), 0))
-    except (OSError, ValueError):
-        pass  # no limit that we can see
-    return tuple(found)
 
 
 def forget() -> None:

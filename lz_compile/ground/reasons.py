@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from lz_compile.ground.records import Record
 
 
+def first_line(error: Exception | str) -> str:
+    """What an error says, without the details that follow."""
+    return str(error).strip().partition("\n")[0]
+
+
 @dataclass(frozen=True)
 class Reason(Record):
     """``code`` is stable and machine-readable, ``message`` names the values that led to it."""

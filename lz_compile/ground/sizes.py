@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -31,3 +31,8 @@ def product(sizes: Iterable[Size]) -> Size:
     for size in sizes:
         total = total * size
     return total
+
+
+def is_one(size: Any) -> bool:
+    """Whether a size is known to be one, so that the dimension broadcasts; a symbol never stands for one."""
+    return isinstance(size, int) and size == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ import torch
 
 from lz_compile.ground import events
 from lz_compile.ground.directories import cache_directory
+from lz_compile.ground.files import write_whole
 from lz_compile.ground.fingerprint import source_hash
 
 __all__ = ["Store", "cache_directory"]
@@ -48,9 +48,6 @@ class Store:
     def save(self, key: str, record: dict[str, Any]) -> None:
         """Write the record; the last of several writers wins."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.directory, suffix=".tmp", delete=False) as file:
-                json.dump(record, file)
-            Path(file.name).replace(self.directory / f"{key}.json")
+            write_whole(self.directory / f"{key}.json", json.dumps(record))
         except OSError as error:
             events.record("STORE_UNWRITABLE", f"{self.directory.parent.name}: {error}")

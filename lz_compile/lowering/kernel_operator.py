@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lz_compile.lowering.encoded_attributes import decode, encode
-from lz_compile.lowering.opaque import opaque
+from lz_compile.lowering.opaque import define, opaque
 from lz_compile.lowering.operands import Operands
 
 #: ``kernel(x, attrs)``, with the operands and attributes of an op.
@@ -68,6 +68,19 @@ def kernel_operator(
         return found if count == 1 else tuple([found[place] for place in range(count)])  # of a proxy, too
 
     return call
+
+
+def call_operator(op_name: str, op: ModuleType, call: Callable[..., Any], **others: Any) -> None:
+    """Define ``layerzero::<op_name>``, what graphs hold of calls whose kernel is chosen where they run or are traced.
+
+    Args:
+        op_name: of the op.
+        op: its module.
+        call: takes the op's operands one by one, ``others`` and a source, which is for caches (``traced_source``).
+        others: parameters by name, with their types.
+    """
+    signature = signed(call, op, {}, {**others, "source": str}, _result(op))
+    define(op_name, torch.library.infer_schema(signature, mutates_args=()), call)
 
 
 def _numbers(op: ModuleType) -> frozenset[str]:

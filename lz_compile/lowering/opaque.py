@@ -77,16 +77,26 @@ def opaque(
     if backward is not None:
         full = f"{name}_backward"
         reverse = _define_kernel(full, backward, _recording(full, backward), _gradients_like(full, kernel), unsafe)
-        _LIBRARY.impl(full, torch.library.fallthrough_kernel, "Autograd")
+        pass_autograd(full)
         call = _differentiable(name, kernel, reverse)
         record(f"{name}_kernel", functools.partial(_Recorded.apply, kernel, reverse))
     schema = torch.library.infer_schema(function, mutates_args=())
-    operator = _define(name, schema, _TAGS, call, "CompositeImplicitAutograd")
+    operator = define(name, schema, call)
     _defined[name] = _Definition(operator, identity)
     return operator
 
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+
+def pass_autograd(name: str) -> None:
+    """Let calls of ``layerzero::<name>`` go on to what is below autograd, which may ask autograd itself."""
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+
+
+def define(name: str, schema: str, call: Callable[..., Any]) -> torch._ops.OpOverload:
+    """The operator ``layerzero::<name>``, whose ``call`` is traced."""
+    return _define(name, schema, _TAGS, call, "CompositeImplicitAutograd")
 
 
 def _define_kernel(

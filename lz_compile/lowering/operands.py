@@ -51,6 +51,14 @@ class Operands:
         wanted = [given[name] for name in names if name in given] if names else list(given.values())
         return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in wanted)
 
+    def wide(self, attrs: Any) -> torch.dtype:
+        """What is computed in where nothing is rounded: float32, or the widest of the operands and the source's own steps."""
+        found = torch.promote_types(attrs.compute_dtype, torch.float32)
+        for each in self.flat():
+            dtype = getattr(each, "dtype", found)  # of numbers, and of what is not given, there is none
+            found = found if dtype == found else torch.promote_types(found, dtype)
+        return found
+
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The operands that are tensors, without those that are not given."""

@@ -18,6 +18,13 @@ def product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return _run("scan_product", _Product, operator.matmul, first, second)
 
 
+def outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``left^T @ right``, ``[B, H, K, V]``, where the ranks of either may be one and broadcast."""
+    if left.shape[2] == right.shape[2]:
+        return product(left.transpose(2, 3), right)
+    return (left.unsqueeze(4) * right.unsqueeze(3)).sum(2)
+
+
 def solved(triangle: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """``(I + triangle)^-1 right``, of a strictly lower triangle ``[..., N, N]`` and ``[..., N, V]``, or over proxies."""
     return _run("scan_solved", _Solved, _solution, triangle, right)

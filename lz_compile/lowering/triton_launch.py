@@ -87,6 +87,11 @@ def processors(device: torch.device) -> int:
     return count
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same without gaps in rows."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Makes ``device`` the one that kernels are launched on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -121,18 +121,9 @@ class LoopReport(Record):
     @classmethod
     def of(cls, loop: RolledLoop, graph: str) -> LoopReport:
         """The report of a loop that was found in the nested graph at a path."""
-        return cls(
-            where=loop.where,
-            graph=graph,
-            steps=loop.steps,
-            calls=loop.calls,
-            carried=loop.carried,
-            streams=loop.streams,
-            around=loop.around,
-            outputs=loop.outputs,
-            rolled=loop.scan is not None,
-            reason=loop.kept,
-        )
+        names = ("where", "steps", "calls", "carried", "streams", "around", "outputs")
+        same = {name: getattr(loop, name) for name in names}
+        return cls(graph=graph, rolled=loop.scan is not None, reason=loop.kept, **same)
 
 
 @dataclass
@@ -198,11 +189,10 @@ class Report(Record):
     @property
     def seconds(self) -> dict[str, float]:
         """The time of every stage, over all graphs."""
-        found: dict[str, float] = {}
+        whole = GraphReport(graph_id=-1)
         for graph in self.graphs:
-            for stage, seconds in graph.seconds.items():
-                found[stage] = found.get(stage, 0.0) + seconds
-        return found
+            whole.add(graph)
+        return whole.seconds
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""

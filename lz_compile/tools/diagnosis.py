@@ -18,7 +18,7 @@ from lz_compile import __version__
 from lz_compile.ground import health
 from lz_compile.ground.events import Event
 from lz_compile.ground.hardware import Hardware, default_device, hardware
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.reasons import Reason, first_line
 from lz_compile.ground.records import Record
 from lz_compile.lowering import ops
 from lz_compile.report.report import reports
@@ -151,7 +151,7 @@ class _Looks:
         try:
             return look()
         except Exception as error:  # noqa: BLE001 what is broken is what is asked for
-            text = f"looking at {what}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            text = f"looking at {what}: {type(error).__name__}: {first_line(error)}"
             advice = "Mend what the message names; the rest of this report holds without it."
             self.issues.append(Issue("CHECK_FAILED", text, advice))
             return otherwise

@@ -118,12 +118,14 @@ def _ask(function: str, operation: str, tensors: Sequence[Any], named: Mapping[s
     with events.collect() as happened:
         context = read(function, operation, tensors, named).context
         current, problem = policy.current(), Problem(context)
-        verdict = current.verdict(context)
+        resolved_policy = current.resolved_policy(context)
         said = {
             "file": current.file,
-            "lock": None if verdict.lock is None else {"kernel": verdict.lock, "origin": verdict.lock_origin},
+            "lock": None
+            if resolved_policy.lock is None
+            else {"kernel": resolved_policy.lock, "origin": resolved_policy.lock_origin},
             **{
-                kind: [{"kernel": kernel_id, "origin": origin} for kernel_id, origin in getattr(verdict, kind)]
+                kind: [{"kernel": kernel_id, "origin": origin} for kernel_id, origin in getattr(resolved_policy, kind)]
                 for kind in ("prefer", "avoid", "exclude")
             },
         }

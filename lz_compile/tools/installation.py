@@ -20,7 +20,7 @@ from lz_compile.ground import events, machine
 from lz_compile.ground.directories import cache_directory
 from lz_compile.ground.events import Event
 from lz_compile.ground.hardware import default_device
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.reasons import Reason, first_line
 from lz_compile.ground.records import Record
 from lz_compile.lowering import inductor, ops
 from lz_compile.runtime.choose.records import database_at
@@ -138,7 +138,7 @@ def _inductor_error(device: torch.device) -> str | None:
         example = torch.ones(64, device=device)
         torch.testing.assert_close(inductor.compile_apart(double, [example])(example), double(example))
     except Exception as error:  # noqa: BLE001 whether that fails is what is asked
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return None
 
 

@@ -10,7 +10,7 @@ from lz_compile.api.given import Given, check_operation, read
 from lz_compile.errors import TrialError, UnknownKernelError
 from lz_compile.ground import health
 from lz_compile.ground.isolation import isolated
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.reasons import Reason, first_line
 from lz_compile.lowering import inductor, ops
 from lz_compile.passes.proof.operand_trial import OperandTrial, UndefinedError, copied, tensors_of
 from lz_compile.runtime.kernels.kernel import KernelSpec
@@ -94,9 +94,9 @@ def _try(spec: KernelSpec, given: Given) -> list[Reason]:
     except UndefinedError:  # the operands are to blame
         raise
     except TrialError as error:
-        return [Reason("KERNEL_FAILED", f"{spec.kernel_id} {_first_line(error.what)}")]
+        return [Reason("KERNEL_FAILED", f"{spec.kernel_id} {first_line(error.what)}")]
     except Exception as error:  # noqa: BLE001 a kernel that fails is what is asked for
-        return [Reason("KERNEL_FAILED", f"{spec.kernel_id} raised {type(error).__name__}: {_first_line(error)}")]
+        return [Reason("KERNEL_FAILED", f"{spec.kernel_id} raised {type(error).__name__}: {first_line(error)}")]
     return [Reason("VALIDATION_FAILED", f"{spec.kernel_id}: {each}") for each in found]
 
 
@@ -110,7 +110,3 @@ def _definition(trial: OperandTrial, operands: Mapping[str, Any]) -> Callable[..
     inputs = [copied(each).requires_grad_(name in trial.wants) for name, each in tensors_of(operands).items()]
     compiled = inductor.compile_apart(definition, inputs)
     return lambda x, attrs: compiled(*x.tensors)
-
-
-def _first_line(error: Exception | str) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -154,7 +154,7 @@ def _tune(
             on_progress(index, len(grid), str(problem))
         sample = problem.sample(device, training=training, **details)
         context = contexts.of_facts(problem.op, sample.attrs, sample.facts, device=device)
-        excluded = policy.current().verdict(context).excluded
+        excluded = policy.current().resolved_policy(context).excluded
         specs = [spec for spec in runnable(context) if excluded(spec.kernel_id) is None]
         if resume and is_measured(context, specs, problem.sizes):
             known += 1

@@ -18,22 +18,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from lz_compile.lowering import operands as base
-from lz_compile.lowering.bands import CAUSAL, Band, Reach
+from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.operands import MisfitError, operands
-
-if TYPE_CHECKING:
-    from lz_compile.ground.sizes import Size
-
-#: What a row gives whose every key is masked: NaN (softmax over ``-inf``), the mean of all values (softmax over equal
-#: finite fills), zero, or the softmax over fills that differ (given as the operand ``fill``).
-MaskedRows: TypeAlias = Literal["nan", "mean", "zero", "fill"]
-
 
 #: Variants of the operation, and the layout of operands in which it is decided.
 VARIANTS = ("causal", "full")
@@ -54,108 +46,10 @@ ROUNDING_POWER = 2
 FEW_KEYS = 16
 
 
-@dataclass(frozen=True)
-class AttentionAttrs:
-    """The attributes of one attention.
-
-    ``is_causal`` is the commonest band, counted from the first query and key; ``band`` is any other one.
-
-    ``scale`` multiplies ``query @ key^T`` (None: the op's default, ``D ** -0.5``); ``bias_can_mask`` says that the bias may
-    hold masking constants, ``bias_is_finite`` that these are no infinities. ``selects_masked`` says that the mask drops
-    scores whatever they are, NaN and infinities too, as ``where`` and ``masked_fill`` do and adding ``-inf`` does not;
-    ``masks_keys`` that the operand ``mask`` is the same for every query and head; ``zeroes_nan`` that rows of NaN give
-    zero. Neither asks for anything where ``nan_is_open``: what NaN and infinities in query and key come to is the kernel's
-    business.
-    """
-
-    scale: float | None = None
-    is_causal: bool = False
-    band: Band | None = None
-    reach: Reach | None = None
-    dropout_p: float = 0.0
-    softcap: float | None = None
-    masked_rows: MaskedRows = "nan"
-    has_mask: bool = False
-    has_bias: bool = False
-    has_sinks: bool = False
-    has_slopes: bool = False
-    has_documents: bool = False
-    bias_is_finite: bool = False
-    bias_can_mask: bool = False
-    enable_gqa: bool = False
-    selects_masked: bool = False
-    masks_keys: bool = False
-    zeroes_nan: bool = False
-    nan_is_open: bool = False
-    score_dtype: torch.dtype = torch.float32
-
-    @property
-    def limits(self) -> Band | None:
-        """The band, whichever way it is given."""
-        return CAUSAL if self.is_causal else self.band
-
-    @property
-    def hides_future(self) -> bool:
-        """Whether no query sees a key after it."""
-        return self.limits is not None and self.limits.upper == 0
-
-    @property
-    def variant(self) -> str:
-        """``causal`` where the future is hidden, else ``full``."""
-        return "causal" if self.hides_future else "full"
-
-    def span(self, start: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
-        """The half-open range of keys outside of which the queries from ``start`` to before ``stop`` see none."""
-        first, last = (0, keys) if self.limits is None else self.limits.span(start, stop, queries, keys)
-        if self.reach is not None:
-            low, high = self.reach.span(start, stop)
-            first, last = max(first, low), min(last, high)
-        return first, max(first, last)
-
-    def deterministic(self) -> AttentionAttrs:
-        """The same without dropout."""
-        return replace(self, dropout_p=0.0)
-
-    def assuming_finite(self) -> AttentionAttrs:
-        """The same for operands without NaN and infinities."""
-        return replace(self, nan_is_open=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names and values, those at their default left out (``scale`` always stays)."""
-        default = AttentionAttrs()
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {k: _plain(v) for k, v in values.items() if k == "scale" or v != getattr(default, k)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Reach):
-        return f"{len(value.spans)} tiles of {value.tile} queries"
-    if isinstance(value, Band):
-        return asdict(value)
-    return str(value) if isinstance(value, torch.dtype) else value
-
-
 #: What operators encode as text.
 Attributes = AttentionAttrs
 #: The operands that kernels give gradients of, the first ones.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "slopes")
-
-
-@dataclass(frozen=True)
-class AttentionFacts:
-    """Sizes (``int``, or sympy expressions where symbolic), dtype and device of one attention, for kernel selection."""
-
-    batch: Size
-    heads: Size
-    kv_heads: Size
-    query_len: Size
-    key_len: Size
-    head_dim: Size
-    value_dim: Size
-    dtype: torch.dtype
-    device: str
-    needs_grad: bool = False
-    bias_needs_grad: bool = False
 
 
 #: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.

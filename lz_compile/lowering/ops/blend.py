@@ -19,13 +19,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from lz_compile.lowering import operands as base
+from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
+from lz_compile.lowering.sample import Sample
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -47,7 +49,7 @@ TIMELESS_FEATURES: frozenset[str] = frozenset({"distinct_margin", "residual", "h
 
 
 @dataclass(frozen=True)
-class BlendAttrs:
+class BlendAttrs(OpAttributes):
     """The attributes of one blend.
 
     ``mode`` is its name; what is computed follows from the other attributes and from the operands that are given. With
@@ -72,19 +74,6 @@ class BlendAttrs:
     def variant(self) -> str:
         """The mode."""
         return self.mode
-
-    def deterministic(self) -> BlendAttrs:
-        """The same: nothing is random."""
-        return self
-
-    def assuming_finite(self) -> BlendAttrs:
-        """The same: NaN stays NaN in every kernel."""
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names and values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
 #: What operators encode as text.
@@ -308,48 +297,31 @@ def features(attrs: BlendAttrs, facts: BlendFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a model's source would spell it."""
+def _written(attrs: BlendAttrs) -> Callable[..., torch.Tensor]:
+    """The op as models spell it."""
 
-    inputs: tuple[torch.Tensor, ...]
-    attrs: BlendAttrs
-    facts: BlendFacts
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        operands = _named(attrs, given)
+        if "logits" in operands:
+            top = operands["logits"].topk(2, dim=-1).values
+            margin: torch.Tensor = top[:, 0] - top[:, 1]
+            if attrs.mode == "margin":
+                return margin
+            scaled = operands["gain"] * margin - operands["offset"]
+            operands["alpha"] = (operands["alpha"] * torch.sigmoid(scaled)[:, None, None]).clamp(0.0, 1.0)
+        host: torch.Tensor = operands["host"]
+        seed: torch.Tensor = operands["seed"]
+        alpha: torch.Tensor = operands["alpha"]
+        if attrs.is_residual:
+            return host + alpha * seed
+        of_host: torch.Tensor = operands["host_weight"] if attrs.has_host_weight else 1 - alpha
+        blended = alpha * seed + of_host * host
+        return blended if attrs.normalised == "none" else torch.softmax(blended, 1)
 
-    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The problem with a kernel over the canonical operands."""
-
-        def run(*given: torch.Tensor) -> torch.Tensor:
-            return call(Operands(**_operands(self.attrs, given)), self.attrs)
-
-        return run
-
-    def as_written(self) -> Callable[..., torch.Tensor]:
-        """The problem as models spell it."""
-
-        def run(*given: torch.Tensor) -> torch.Tensor:
-            operands = _operands(self.attrs, given)
-            if "logits" in operands:
-                top = operands["logits"].topk(2, dim=-1).values
-                margin = top[:, 0] - top[:, 1]
-                if self.attrs.mode == "margin":
-                    found: torch.Tensor = margin
-                    return found
-                scaled = operands["gain"] * margin - operands["offset"]
-                operands["alpha"] = (operands["alpha"] * torch.sigmoid(scaled)[:, None, None]).clamp(0.0, 1.0)
-            host: torch.Tensor = operands["host"]
-            seed: torch.Tensor = operands["seed"]
-            alpha: torch.Tensor = operands["alpha"]
-            if self.attrs.is_residual:
-                return host + alpha * seed
-            of_host: torch.Tensor = operands["host_weight"] if self.attrs.has_host_weight else 1 - alpha
-            blended = alpha * seed + of_host * host
-            return blended if self.attrs.normalised == "none" else torch.softmax(blended, 1)
-
-        return run
+    return run
 
 
-def _operands(attrs: BlendAttrs, given: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+def _named(attrs: BlendAttrs, given: tuple[torch.Tensor, ...]) -> dict[str, Any]:
     """The tensors of a sample by name."""
     if attrs.mode == "margin":
         return {"logits": given[0]}
@@ -376,6 +348,9 @@ def sample(
     def values(*shape: int, seeks: bool = False) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.float32).to(dtype).requires_grad_(seeks)
 
+    def named(*given: torch.Tensor) -> Operands:
+        return Operands(**_named(attrs, given))
+
     attrs = BlendAttrs(
         mode=variant,  # type: ignore[arg-type]  # one of VARIANTS, which are the modes
         is_residual=variant == "residual",
@@ -390,9 +365,9 @@ def sample(
     logits = values(rows, classes, seeks=is_training and variant == "margin") if attrs.has_gate else None
     if variant == "margin":
         assert logits is not None, "a margin is that of logits"
-        return Sample((logits,), attrs, facts)
+        return Sample((logits,), attrs, facts, named, _written(attrs))
     weights = torch.rand((1, channels, 1) if variant == "channel" else (1, 1, 1), device=device).to(dtype)
     inputs = [values(rows, channels, inner), values(rows, channels, inner, seeks=is_training), weights]
     inputs += [logits] if logits is not None else []
     inputs += [1 - weights] if attrs.has_host_weight else []
-    return Sample(tuple(inputs), attrs, facts)
+    return Sample(tuple(inputs), attrs, facts, named, _written(attrs))

@@ -16,14 +16,16 @@ rows need not be contiguous.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from lz_compile.lowering import operands as base
+from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
+from lz_compile.lowering.sample import Sample
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -49,7 +51,7 @@ BUCKETED_DIMS = (("num_rows",),)
 
 
 @dataclass(frozen=True)
-class MlpAttrs:
+class MlpAttrs(OpAttributes):
     """The attributes of one activation.
 
     ``compute_dtype`` is the widest dtype in which the source computes anything before the result; a kernel may round less
@@ -78,19 +80,6 @@ class MlpAttrs:
     def variant(self) -> str:
         """``gated`` or ``plain``."""
         return "gated" if self.is_gated else "plain"
-
-    def deterministic(self) -> MlpAttrs:
-        """The same: nothing is random."""
-        return self
-
-    def assuming_finite(self) -> MlpAttrs:
-        """The same: NaN stays NaN in every kernel."""
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names and values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
 #: What operators encode as text.
@@ -185,30 +174,14 @@ def features(attrs: MlpAttrs, facts: MlpFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a model's source would spell it."""
+def _written(attrs: MlpAttrs) -> Callable[..., torch.Tensor]:
+    """The op as models spell it."""
 
-    inputs: tuple[torch.Tensor, ...]
-    attrs: MlpAttrs
-    facts: MlpFacts
+    def run(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        result = ACTIVATIONS[attrs.activation](gate)
+        return result if up is None else result * up
 
-    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The problem with a kernel over the canonical operands."""
-
-        def run(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-            return call(Operands(gate, up), self.attrs)
-
-        return run
-
-    def as_written(self) -> Callable[..., torch.Tensor]:
-        """The problem as models spell it."""
-
-        def run(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-            result = ACTIVATIONS[self.attrs.activation](gate)
-            return result if up is None else result * up
-
-        return run
+    return run
 
 
 def sample(
@@ -228,4 +201,5 @@ def sample(
     )
     activation = "silu" if is_gated else "gelu"
     attrs = MlpAttrs(activation=activation, is_gated=is_gated, compute_dtype=dtype, out_dtype=dtype)
-    return Sample(given, attrs, MlpFacts(rows, width, dtype, device.type, is_training))
+    facts = MlpFacts(rows, width, dtype, device.type, is_training)
+    return Sample(given, attrs, facts, Operands, _written(attrs))

@@ -13,14 +13,16 @@ The variance is the mean of squares, of what is left after the mean is subtracte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from lz_compile.lowering import operands as base
+from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import operands
+from lz_compile.lowering.sample import Sample
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -38,7 +40,7 @@ BUCKETED_DIMS = (("num_rows",),)
 
 
 @dataclass(frozen=True)
-class NormAttrs:
+class NormAttrs(OpAttributes):
     """The attributes of one normalisation.
 
     ``compute_dtype`` is that in which the source sums squares, ``rounded_to`` the narrowest one that a normalised row
@@ -59,19 +61,6 @@ class NormAttrs:
     def variant(self) -> str:
         """``rms`` or ``layer``."""
         return "layer" if self.is_centred else "rms"
-
-    def deterministic(self) -> NormAttrs:
-        """The same: nothing is random."""
-        return self
-
-    def assuming_finite(self) -> NormAttrs:
-        """The same: NaN stays NaN in every kernel."""
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names and values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
 #: What operators encode as text.
@@ -159,32 +148,16 @@ def features(attrs: NormAttrs, facts: NormFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a model's source would spell it."""
+def _written(attrs: NormAttrs) -> Callable[..., torch.Tensor]:
+    """The op as models spell it."""
 
-    inputs: tuple[torch.Tensor, ...]
-    attrs: NormAttrs
-    facts: NormFacts
+    def run(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        row = given.float()
+        row = row - row.mean(-1, keepdim=True) if attrs.is_centred else row
+        row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + attrs.eps)
+        return weight * row.to(given.dtype)
 
-    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The problem with a kernel over the canonical operands."""
-
-        def run(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return call(Operands(given, weight), self.attrs)
-
-        return run
-
-    def as_written(self) -> Callable[..., torch.Tensor]:
-        """The problem as models spell it."""
-
-        def run(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            row = given.float()
-            row = row - row.mean(-1, keepdim=True) if self.attrs.is_centred else row
-            row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + self.attrs.eps)
-            return weight * row.to(given.dtype)
-
-        return run
+    return run
 
 
 def sample(
@@ -200,4 +173,5 @@ def sample(
     given = torch.randn(rows, hidden, device=device, dtype=torch.float32).to(dtype).requires_grad_(is_training)
     weight = torch.randn(hidden, device=device, dtype=torch.float32).to(dtype).requires_grad_(is_training)
     attrs = NormAttrs(is_centred=variant == "layer", eps=1e-6, has_weight=True, rounded_to=dtype, out_dtype=dtype)
-    return Sample((given, weight), attrs, NormFacts(rows, hidden, dtype, device.type, is_training))
+    facts = NormFacts(rows, hidden, dtype, device.type, is_training)
+    return Sample((given, weight), attrs, facts, Operands, _written(attrs))

@@ -20,15 +20,16 @@ Nothing asks of the tables that they are a cosine and a sine.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lz_compile.lowering import operands as base
+from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
+from lz_compile.lowering.sample import Sample
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -42,7 +43,7 @@ SIBLINGS_SHARE, SIBLINGS_DIFFER = ("cos", "sin"), ("heads",)
 
 
 @dataclass(frozen=True)
-class RopeAttrs:
+class RopeAttrs(OpAttributes):
     """The attributes of one rotary embedding.
 
     ``has_half_tables`` says that the tables have one entry for each pair. ``compute_dtype`` is the widest in which the
@@ -60,19 +61,6 @@ class RopeAttrs:
     def variant(self) -> str:
         """``interleaved`` or ``half``."""
         return "interleaved" if self.is_interleaved else "half"
-
-    def deterministic(self) -> RopeAttrs:
-        """The same: nothing is random."""
-        return self
-
-    def assuming_finite(self) -> RopeAttrs:
-        """The same: NaN stays NaN in every kernel."""
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names and values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
 #: What operators encode as text.
@@ -116,11 +104,6 @@ class Operands(base.Operands):
     input: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-
-    def wide(self, attrs: RopeAttrs) -> torch.dtype:
-        """What is multiplied in: float32, or the widest dtype of all."""
-        dtypes = (attrs.compute_dtype, *(each.dtype for each in self.flat()))
-        return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[RopeAttrs, RopeFacts]:
@@ -191,32 +174,16 @@ def features(attrs: RopeAttrs, facts: RopeFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a model's source would spell it."""
+def _written(attrs: RopeAttrs) -> Callable[..., torch.Tensor]:
+    """The op as models spell it."""
 
-    inputs: tuple[torch.Tensor, ...]
-    attrs: RopeAttrs
-    facts: RopeFacts
+    def run(given: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        turned, kept = given[..., : attrs.rotary_dim], given[..., attrs.rotary_dim :]
+        first, second = pairs(turned, attrs.is_interleaved)
+        turned = turned * cos + joined(-second, first, attrs.is_interleaved) * sin
+        return torch.cat((turned, kept), -1) if kept.shape[-1] else turned
 
-    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The problem with a kernel over the canonical operands."""
-
-        def run(given: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-            return call(Operands(given, cos, sin), self.attrs)
-
-        return run
-
-    def as_written(self) -> Callable[..., torch.Tensor]:
-        """The problem as models spell it."""
-
-        def run(given: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-            turned, kept = given[..., : self.attrs.rotary_dim], given[..., self.attrs.rotary_dim :]
-            first, second = pairs(turned, self.attrs.is_interleaved)
-            turned = turned * cos + joined(-second, first, self.attrs.is_interleaved) * sin
-            return torch.cat((turned, kept), -1) if kept.shape[-1] else turned
-
-        return run
+    return run
 
 
 def sample(
@@ -234,4 +201,5 @@ def sample(
     angles = torch.cat((angles, angles), -1)[None, None]
     attrs = RopeAttrs(rotary_dim=turned, compute_dtype=dtype, out_dtype=dtype)
     facts = RopeFacts(batch, heads, length, width, turned, dtype, device.type, dtype, is_training)
-    return Sample((given.requires_grad_(is_training), angles.cos().to(dtype), angles.sin().to(dtype)), attrs, facts)
+    inputs = (given.requires_grad_(is_training), angles.cos().to(dtype), angles.sin().to(dtype))
+    return Sample(inputs, attrs, facts, Operands, _written(attrs))

@@ -7,7 +7,7 @@
 
 Canonical layout, in which every kernel takes and returns it, of ``G`` rollouts of ``S`` tokens:
 
-    x            [G, S, D]   packed: [1, N, D] of N tokens, whose rollouts are given
+    x            [G, S, D]   packed: [1, S, D] of S tokens, whose rollouts are given
     vh, u        [R, D], [E, R]
     delta        [R]
     a_q, b_q     [Q, D], [E, Q]
@@ -15,7 +15,7 @@ Canonical layout, in which every kernel takes and returns it, of ``G`` rollouts 
     weight, bias [E, D], [E]; absent: zero
     base         [G, S, E]; absent: zero
     gate         [G, R] for each rollout or [G, S, R] for each token; absent: one. Its gradient is what the source's gets
-    rollout      [N], the rollout of every token of x [1, N, D], as an integer; those out of range are of none
+    rollout      [S], the rollout of every token of x [1, S, D], as an integer; those out of range are of none
     num_rollouts G, given where ``rollout`` is
     record       [G, C], see below
     result       [G, S, E] in ``attrs.out_dtype``
@@ -34,13 +34,15 @@ where it has ``R`` more, ``g_b`` before anything was left out. Kernels fill it; 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from lz_compile.lowering import operands as base_operands
+from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
+from lz_compile.lowering.sample import Sample
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -73,7 +75,7 @@ COLUMNS = ("cosine", "flagged", "norm", "passed_norm", "calls")
 
 
 @dataclass(frozen=True)
-class RoutingAttrs:
+class RoutingAttrs(OpAttributes):
     """The attributes of one routed adapter.
 
     ``compute_dtype`` is the widest dtype in which the source sums the gradient of ``delta``; a kernel may round less, never
@@ -92,19 +94,6 @@ class RoutingAttrs:
     def variant(self) -> str:
         """The arm."""
         return self.arm
-
-    def deterministic(self) -> RoutingAttrs:
-        """The same: nothing is random."""
-        return self
-
-    def assuming_finite(self) -> RoutingAttrs:
-        """The same: NaN stays NaN in every kernel."""
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names and values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
 #: What operators encode as text.
@@ -309,37 +298,20 @@ def features(attrs: RoutingAttrs, facts: RoutingFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a model's source would spell it."""
+def _written(attrs: RoutingAttrs) -> Callable[..., torch.Tensor]:
+    """The op as models spell it: gradients by rollout are read off a gate of ones, the last input."""
 
-    inputs: tuple[torch.Tensor, ...]
-    attrs: RoutingAttrs
-    facts: RoutingFacts
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        x, vh, u, delta, a_q, b_q, *rest = given
+        a = x @ vh.T
+        inner = a * rest[1] * delta if attrs.arm == "grad" else a * delta
+        kept = inner @ u.T
+        if attrs.arm == "act":
+            is_flagged = torch.nn.functional.cosine_similarity(a, rest[0], -1, EPS) > attrs.threshold
+            kept = torch.where(is_flagged.unsqueeze(-1), kept.detach(), kept)
+        return kept + (x @ a_q.T) @ b_q.T
 
-    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The problem with a kernel over the canonical operands."""
-
-        def run(*given: torch.Tensor) -> torch.Tensor:
-            named = zip(Operands.names, given[: 6 if self.attrs.arm == "none" else 7], strict=False)
-            return call(Operands(**dict(named)), self.attrs)  # type: ignore[arg-type]  # the first seven are tensors
-
-        return run
-
-    def as_written(self) -> Callable[..., torch.Tensor]:
-        """The problem as models spell it: per-rollout gradients are read off a gate of ones, the last input."""
-
-        def run(*given: torch.Tensor) -> torch.Tensor:
-            x, vh, u, delta, a_q, b_q, *rest = given
-            a = x @ vh.T
-            inner = a * rest[1] * delta if self.attrs.arm == "grad" else a * delta
-            kept = inner @ u.T
-            if self.attrs.arm == "act":
-                is_flagged = torch.nn.functional.cosine_similarity(a, rest[0], -1, EPS) > self.attrs.threshold
-                kept = torch.where(is_flagged.unsqueeze(-1), kept.detach(), kept)
-            return kept + (x @ a_q.T) @ b_q.T
-
-        return run
+    return run
 
 
 def sample(
@@ -371,7 +343,11 @@ def sample(
         inputs[-1].requires_grad_(is_training)
     attrs = RoutingAttrs(variant, out_dtype=dtype)  # type: ignore[arg-type]  # one of VARIANTS, which are the arms
     facts = RoutingFacts(rollouts, length, wide, out, rank, few, dtype, device.type, is_training)
-    return Sample(tuple(inputs), attrs, facts)
+
+    def canonical(*given: torch.Tensor) -> Operands:
+        return Operands(*given[: 6 if variant == "none" else 7])  # type: ignore[arg-type]  # the first seven are tensors
+
+    return Sample(tuple(inputs), attrs, facts, canonical, _written(attrs))
 
 
 _SIZES = ("num_rollouts", "rollout_length", "in_features", "out_features", "rank", "quarantine_rank")

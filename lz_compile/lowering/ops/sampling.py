@@ -3,7 +3,7 @@
 Canonical layout:
 
     logits       [N, V]
-    bitmask      [N or 1, ceil(V / 32)] int32, bit ``t % 32`` of word ``t // 32`` allows token ``t``
+    bitmask      [N or 1, W] int32, W = ceil(V / 32); bit ``t % 32`` of word ``t // 32`` allows token ``t``
     bias         [N or 1, V], added to the logits
     temperature  [N or 1] float32; 0 takes the largest
     top_k        [N or 1] int32; 0 keeps all
@@ -29,15 +29,17 @@ token is -1, its probabilities are NaN, and of its scores all are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.arange import arange
+from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
+from lz_compile.lowering.sample import Sample
 from lz_compile.lowering.token_bits import unpack, word_count
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ TIMELESS_FEATURES: frozenset[str] = frozenset({"bias", "temperature"})
 
 
 @dataclass(frozen=True)
-class SamplingAttrs:
+class SamplingAttrs(OpAttributes):
     """The attributes of one sampling: what it gives, which limits it is given, and the dtype of scores and probabilities."""
 
     result: Result = "ids"
@@ -108,19 +110,6 @@ class SamplingAttrs:
     def opens_top_p(self) -> bool:
         """Whether it is top-p that does."""
         return self.has_top_p and self.top_p_ties == "open"
-
-    def deterministic(self) -> SamplingAttrs:
-        """The same: what is random follows from seeds that are given."""
-        return self
-
-    def assuming_finite(self) -> SamplingAttrs:
-        """The same: rows that are not finite are told from others."""
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names and values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
 #: What operators encode as text.
@@ -333,28 +322,6 @@ def features(attrs: SamplingAttrs, facts: SamplingFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a decoding loop would spell it."""
-
-    inputs: tuple[torch.Tensor, ...]
-    names: tuple[str, ...]
-    attrs: SamplingAttrs
-    facts: SamplingFacts
-
-    def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The problem with a kernel over the canonical operands."""
-
-        def run(*given: torch.Tensor) -> torch.Tensor:
-            return call(Operands(**dict(zip(self.names, given, strict=True))), self.attrs)
-
-        return run
-
-    def as_written(self) -> Callable[..., torch.Tensor]:
-        """The problem as a decoding loop spells it, with the same draw."""
-        return self.with_kernel(reference)
-
-
 def sample(
     sizes: Mapping[str, int],
     dtype: torch.dtype,
@@ -363,7 +330,10 @@ def sample(
     variant: str = "ids",
     is_training: bool = False,
 ) -> Sample:
-    """A problem of given sizes (by the names that descriptors use): a mask of half of all tokens, temperature and a draw."""
+    """A problem of given sizes (by the names that descriptors use): a mask of half of all tokens, temperature and a draw.
+
+    Decoding loops spell it as the definition does, with the same draw.
+    """
     rows, vocab = sizes["num_rows"], sizes["vocab_size"]
     given: dict[str, torch.Tensor] = {
         "logits": (torch.randn(rows, vocab, device=device) * 3).to(dtype).requires_grad_(is_training),
@@ -374,4 +344,11 @@ def sample(
         given["seeds"] = torch.arange(rows, device=device)
     attrs = SamplingAttrs.of(given, variant, dtype)  # type: ignore[arg-type]  # one of VARIANTS, which are the results
     facts = SamplingFacts(rows, vocab, dtype, device.type, is_training)
-    return Sample(tuple(given.values()), tuple(given), attrs, facts)
+
+    def canonical(*tensors: torch.Tensor) -> Operands:
+        return Operands(**dict(zip(given, tensors, strict=True)))
+
+    def written(*tensors: torch.Tensor) -> torch.Tensor:
+        return reference(canonical(*tensors), attrs)
+
+    return Sample(tuple(given.values()), attrs, facts, canonical, written)

@@ -29,15 +29,18 @@ the decay is :data:`DROPPED`, the state before the step counts as zero, for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
+from lz_compile.ground.sizes import is_one
 from lz_compile.lowering import operands as base
+from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
-from lz_compile.lowering.scan_products import product
+from lz_compile.lowering.sample import Sample
+from lz_compile.lowering.scan_products import outer, product
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -77,7 +80,7 @@ RESULTS = ("BHTQV", "BHKV")
 
 
 @dataclass(frozen=True)
-class ScanAttrs:
+class ScanAttrs(OpAttributes):
     """The attributes of one scan.
 
     ``erases`` says that there is an operand ``erase``. ``compute_dtype`` is the widest dtype in which the source keeps its
@@ -96,19 +99,6 @@ class ScanAttrs:
     def variant(self) -> str:
         """``delta`` where a step reads what it writes over, else ``diagonal``: rows and columns do not mix."""
         return "delta" if self.erases else "diagonal"
-
-    def deterministic(self) -> ScanAttrs:
-        """The same: nothing is random."""
-        return self
-
-    def assuming_finite(self) -> ScanAttrs:
-        """The same: NaN stays NaN in every kernel."""
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names and values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
 
 
 #: What operators encode as text.
@@ -221,11 +211,6 @@ def sizes_of(x: Operands) -> ScanSizes:
     return ScanSizes(batch, heads, length, rows, columns, found.get("R", 0), found.get("Q", 1))
 
 
-def is_one(size: Any) -> bool:
-    """Whether an operand broadcasts along a dimension; a symbol never stands for one."""
-    return isinstance(size, int) and size == 1
-
-
 def _check(x: Operands, sizes: Mapping[str, int]) -> None:
     if (x.left is None) != (x.right is None) or (x.erase is not None and x.left is None):
         raise MisfitError("scan", "left and right", "together, and erase with them only", "some of them")
@@ -316,20 +301,13 @@ def advance(state: torch.Tensor, step: Mapping[str, torch.Tensor]) -> torch.Tens
         written = step["right"]
         if "erase" in step:
             written = written - product(step["erase"], state)
-        found = found + _outer(step["left"], written)
+        found = found + outer(step["left"], written)
     return found + step["drive"] if "drive" in step else found
 
 
 def kept(state: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
     """The state, zero where the decay drops it."""
     return torch.where(decay == DROPPED, 0.0, state)
-
-
-def _outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """``left^T @ right``, ``[B, H, K, V]``, where the ranks of either may be one and broadcast."""
-    if left.shape[2] == right.shape[2]:
-        return product(left.transpose(2, 3), right)
-    return (left.unsqueeze(4) * right.unsqueeze(3)).sum(2)
 
 
 def read(state: torch.Tensor, query: torch.Tensor | None) -> torch.Tensor:
@@ -362,37 +340,29 @@ def features(attrs: ScanAttrs, facts: ScanFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A problem to measure: a function of ``inputs`` for a kernel, and the same as a model's source would spell it."""
+class ScanSample(Sample):
+    """A problem to measure, of which the reads are looked at, not the last state."""
 
-    inputs: tuple[torch.Tensor, ...]
-    attrs: ScanAttrs
-    facts: ScanFacts
-
-    def with_kernel(self, call: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., torch.Tensor]:
+    def with_kernel(self, call: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         """The problem with a kernel over the canonical operands."""
+        return super().with_kernel(lambda x, attrs: call(x, attrs)[0])
 
-        def run(*inputs: torch.Tensor) -> torch.Tensor:
-            return call(_canonical(*inputs, erases=self.attrs.erases), self.attrs)[0]
 
-        return run
+def _written(operands: Callable[..., Operands]) -> Callable[..., torch.Tensor]:
+    """The op as models spell it: a loop over time, with products that broadcast."""
 
-    def as_written(self) -> Callable[..., torch.Tensor]:
-        """The problem as models spell it: a loop over time, with products that broadcast."""
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        given = operands(*inputs).given()
+        query, right = given["query"], given["right"]
+        state = right.new_zeros((*right.shape[:2], query.shape[4], right.shape[4]))
+        outputs = []
+        for time in range(query.shape[2]):
+            step = {name: each[:, :, time] for name, each in given.items()}
+            state = advance(state, step)
+            outputs.append(step["query"] @ state)
+        return torch.stack(outputs, 2)
 
-        def run(*inputs: torch.Tensor) -> torch.Tensor:
-            operands = _canonical(*inputs, erases=self.attrs.erases).given()
-            query, right = operands["query"], operands["right"]
-            state = right.new_zeros((*right.shape[:2], query.shape[4], right.shape[4]))
-            outputs = []
-            for time in range(query.shape[2]):
-                step = {name: each[:, :, time] for name, each in operands.items()}
-                state = advance(state, step)
-                outputs.append(step["query"] @ state)
-            return torch.stack(outputs, 2)
-
-        return run
+    return run
 
 
 def _canonical(*inputs: torch.Tensor, erases: bool) -> Operands:
@@ -409,7 +379,7 @@ def sample(
     *,
     variant: str = "delta",
     is_training: bool = False,
-) -> Sample:
+) -> ScanSample:
     """A problem of given sizes (by the names that descriptors use) with random inputs."""
 
     def random(last: str, count: str) -> torch.Tensor:
@@ -424,4 +394,6 @@ def sample(
     decay = given(torch.sigmoid(random("key_dim", "rank")[:, :, :, 0] + 2))
     erases = variant == "delta"
     attrs = ScanAttrs(erases=erases, out_dtype=dtype, state_dtype=dtype)
-    return Sample((query, key, value, decay), attrs, facts_of(_canonical(query, key, value, decay, erases=erases)))
+    operands = partial(_canonical, erases=erases)
+    inputs = (query, key, value, decay)
+    return ScanSample(inputs, attrs, facts_of(operands(*inputs)), operands, _written(operands))

@@ -12,13 +12,14 @@ from torch import fx
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import Size, product
-from lz_compile.lowering.ops.attention import AttentionAttrs, AttentionFacts, Operands
+from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
+from lz_compile.lowering.ops.attention import Operands
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.expressions import INFINITY, indicators
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.implied import Implied, near
 from lz_compile.passes.masks.meaning import Documents, Slopes
@@ -210,7 +211,7 @@ class AttentionEmitter:
         roles = self.roles
         if self.output_gain != 1:
             value = self._weighted(builder, value)
-        target = tensor_of(self.output).dtype  # type: ignore[union-attr]
+        target = known_tensor(self.output).dtype
         if target != self.dtype or self.output_gain != 1:
             value = value.to(target)
         return builder.restore(value, (*roles.rows, roles.value_features), self.output_dims)
@@ -311,7 +312,7 @@ class AttentionEmitter:
             head_dim=product(axis.size for axis in roles.features),
             value_dim=product(axis.size for axis in roles.value_features),
             dtype=self.dtype,
-            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
+            device=known_tensor(self.output).device.type,
             needs_grad=enabled and any(tensor is not None and tensor.requires_grad for tensor in grads),
             bias_needs_grad=enabled and any(_requires_grad(node) for node in bias),
         )

@@ -23,7 +23,7 @@ from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import Call, tensor_of, where_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, where_of
 from lz_compile.passes.rewriting.driver import refusal_of
 
 #: What to do about a value that was overwritten before it is read.
@@ -90,7 +90,7 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
 
 def _normalised_axes(call: Call) -> tuple[Axis, ...]:
     """New axes for what a softmax runs over, or an exponential is most likely summed over."""
-    shape = shape_of(tensor_of(call.node))  # type: ignore[arg-type]
+    shape = shape_of(known_tensor(call.node))
     dim = call.get("dim") if call.name in _NORMALISED else None
     return atoms(fresh(shape)[-1 if dim is None else dim])
 
@@ -105,7 +105,7 @@ def _holds(question: Callable[..., bool], *arguments: Any) -> bool:
 
 def _read(region: Region, call: Call, keys: tuple[Axis, ...]) -> tuple[scores.Scores | None, tuple[Reason, str] | None]:
     """The scores that are normalised over ``keys``, or why there are none."""
-    dims = list(fresh(shape_of(tensor_of(call.node))))  # type: ignore[arg-type]
+    dims = list(fresh(shape_of(known_tensor(call.node))))
     dim = call.get("dim") if call.name in _NORMALISED else None
     dims[-1 if dim is None else dim] = keys
     if region.effects.reshapes:

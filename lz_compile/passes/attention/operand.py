@@ -14,7 +14,7 @@ from lz_compile.passes.formula.axes import Dims, LayoutError
 from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.formula.expressions import number, specialised
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 _WIDENING = {
     torch.float16: (torch.float32, torch.float64),
@@ -36,8 +36,7 @@ class Operand:
     @property
     def dtype(self) -> torch.dtype:
         """As of the tensor."""
-        tensor = tensor_of(self.node)
-        assert tensor is not None, "operands are tensors"
+        tensor = known_tensor(self.node)
         return tensor.dtype
 
 

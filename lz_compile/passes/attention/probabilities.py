@@ -19,7 +19,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.expressions import DROPOUT, NAN_TO_NUM, is_indicator, reduce_indicators, tidy
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _without_sink(effects: Effects, leaf: Leaf) -> tuple[fx.Node, fx.Node] | Non
     joined = effects.calls.get(_through_shift(effects, whole.input))
     if joined is None or joined.name != "cat":
         return None
-    sizes, kept = shape_of(tensor_of(whole.node)), shape_of(tensor_of(leaf.node))  # type: ignore[arg-type]
+    sizes, kept = shape_of(known_tensor(whole.node)), shape_of(known_tensor(leaf.node))
     return (whole.node, joined.node) if sizes[:-1] == kept[:-1] and sizes[-1] - kept[-1] == 1 else None
 
 

@@ -18,8 +18,8 @@ from torch import fx
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import Size
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import CAUSAL, Band, Reach
-from lz_compile.lowering.ops.attention import AttentionAttrs
 from lz_compile.passes.attention.emitter import AttentionEmitter
 from lz_compile.passes.attention.scores import MASKING_FILL
 from lz_compile.passes.graph.view import tensor_of

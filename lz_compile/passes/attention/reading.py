@@ -21,7 +21,7 @@ from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.rewriting.core import Core, find_core
@@ -52,7 +52,7 @@ class Reader:
             self.region.reaches(node, SOFTMAX) for node in self.call.node.all_input_nodes if tensor_of(node) is not None
         ):
             return None
-        dims = fresh(shape_of(tensor_of(self.call.node)))  # type: ignore[arg-type]
+        dims = fresh(shape_of(known_tensor(self.call.node)))
         outer = contraction.read(self.region, self.call, dims)
         return None if outer is None else self._match_product(outer, self.call.node, dims)
 
@@ -105,7 +105,7 @@ class Reader:
         for candidate in _quotients(self.region.effects, product):
             given = self.region
             self.region = Region(given.effects, expand_masks=given.expand_masks, expand_inplace=given.expand_inplace)
-            dims = fresh(shape_of(tensor_of(candidate)))  # type: ignore[arg-type]
+            dims = fresh(shape_of(known_tensor(candidate)))
             self.region.express(candidate, dims)
             outer = next(
                 (x.contraction for x in self.region.leaves.values() if x.node is product and x.contraction), None
@@ -184,7 +184,7 @@ def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
             and len(node.all_input_nodes) == 1
         ):
             node = node.all_input_nodes[0]
-            if tensor_of(node) is None or shape_of(tensor_of(node)) != shape:  # type: ignore[arg-type]
+            if tensor_of(node) is None or shape_of(known_tensor(node)) != shape:
                 break
             inner = region.effects.calls[node]
             if inner is not None and inner.name in SCORES:

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.attention import AttentionAttrs, MaskedRows
+from lz_compile.lowering.attention_attributes import AttentionAttrs, MaskedRows
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand, is_lossless, peel
 from lz_compile.passes.attention.probabilities import Probabilities
@@ -21,7 +21,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.masks import finite as masks_finite
 
 
@@ -142,19 +142,19 @@ def _place_gain(
 
 def _kernel_dtype(inner: Scores, query: Operand, key: Operand, value: Operand, output: fx.Node) -> torch.dtype:
     """The narrowest dtype in which a kernel rounds nowhere more than the source does."""
-    weights = tensor_of(output).dtype  # type: ignore[union-attr]
+    weights = known_tensor(output).dtype
     if value.entered != weights:  # autocast multiplied in another dtype than the operand has
         entered = weights
     else:
         entered = value.entered
     if all(is_lossless(operand.dtype, entered) for operand in (query, key, value)):
         return entered
-    scores = tensor_of(inner.leaf.node).dtype  # type: ignore[union-attr]
+    scores = known_tensor(inner.leaf.node).dtype
     return torch.promote_types(entered, scores)
 
 
 def _score_dtype(inner: Scores, dtype: torch.dtype) -> torch.dtype:
-    scores = tensor_of(inner.leaf.node).dtype  # type: ignore[union-attr]
+    scores = known_tensor(inner.leaf.node).dtype
     return torch.promote_types(dtype, scores)
 
 
@@ -171,7 +171,7 @@ def _before_nan_to_num(region: Region, inner: Scores, found: Probabilities) -> M
         return "mean" if inner.is_floored else "nan"
     values = {float(fill) for fill in inner.fills if fill.is_number}
     is_uniform = len(inner.fills) == len(values) == 1
-    lowest = torch.finfo(tensor_of(inner.leaf.node).dtype).min  # type: ignore[union-attr]
+    lowest = torch.finfo(known_tensor(inner.leaf.node).dtype).min
     if is_uniform and (masks_finite.is_bounded(region, inner.bias) or min(values) <= 0.99 * lowest):
         return "mean"
     return "fill"

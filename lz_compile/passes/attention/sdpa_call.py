@@ -7,14 +7,14 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Shape, Size, shape_of
-from lz_compile.lowering.ops.attention import AttentionAttrs
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from, fresh, regroup
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.rewriting.core import find_core
@@ -72,7 +72,7 @@ def match_sdpa_call(effects: Effects, call: Call, masks: Meanings) -> Match | No
         sinks=None,
         output=call.node,
         output_dims=output_dims,
-        dtype=tensor_of(call.node).dtype,  # type: ignore[union-attr]
+        dtype=known_tensor(call.node).dtype,
         attrs=attrs,
         passed={},
     )

@@ -23,7 +23,7 @@ from lz_compile.passes.formula.axes import Dims, LayoutError, broadcast_from, fr
 from lz_compile.passes.formula.calls import constant_value
 from lz_compile.passes.formula.expressions import number
 from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 Interval: TypeAlias = tuple[float, float]
 
@@ -182,8 +182,7 @@ class BoundReader:
 
 
 def _dims_of(node: fx.Node, dims: Dims) -> Dims:
-    tensor = tensor_of(node)
-    assert tensor is not None, f"{node.name} is no tensor"
+    tensor = known_tensor(node)
     if tensor.dim() > len(dims):
         raise LayoutError(f"{node.name} has more dimensions than what is bounded")
     return broadcast_from(dims, shape_of(tensor))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,15 +15,14 @@ from lz_compile.passes.blend.gate import Gate, Logits
 from lz_compile.passes.blend.replay import reached, replay
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.formula.layout import stride_order
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
 Run = tuple[Axis, ...]
-_LARGE = 8192
 
 
 @dataclass(frozen=True)
@@ -115,9 +113,8 @@ class BlendEmitter(TableEmitter):
 
     def _replaying(self, builder: Builder) -> Builder:
         """The builder with the values that are computed again."""
-        known, replaying = builder.value, copy.copy(builder)
-        replaying.value = lambda node: replay(node, known, self.edges) if node in self.again else known(node)
-        return replaying
+        known = builder.value
+        return builder.over(lambda node: replay(node, known, self.edges) if node in self.again else known(node))
 
     def _inputs(self, leaf: Leaf) -> Mapping[fx.Node, Dims]:
         """A leaf at the edge, or what it is computed from."""
@@ -142,10 +139,10 @@ class BlendEmitter(TableEmitter):
             num_channels=product(axis.size for axis in self.layout.channels),
             inner_size=product(axis.size for axis in self.layout.inner),
             num_classes=1 if gate is None else product(axis.size for axis in gate.logits.classes),
-            dtype=tensor_of(self.seed.node).dtype,  # type: ignore[union-attr]  # a seed is a tensor
-            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]  # so is a result
-            needs_grad=wants_grad(core, inputs),
-            alpha_needs_grad=wants_grad(core, weighing),
+            dtype=known_tensor(self.seed.node).dtype,
+            device=known_tensor(self.output).device.type,
+            needs_grad=core.wants_grad(inputs),
+            alpha_needs_grad=core.wants_grad(weighing),
         )
         return _match(op, self, core, facts, inputs, operands, read, None if gate is None else gate.logits)
 
@@ -178,24 +175,18 @@ class MarginEmitter(TableEmitter):
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
         inputs = {self.logits.node: self.logits.dims}
-        needs_grad = wants_grad(core, inputs)
+        needs_grad = core.wants_grad(inputs)
         facts = BlendFacts(
             num_rows=product(axis.size for axis in self.rows),
             num_channels=1,
             inner_size=1,
             num_classes=product(axis.size for axis in self.logits.classes),
-            dtype=tensor_of(self.logits.node).dtype,  # type: ignore[union-attr]  # logits are a tensor
-            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]  # so is a margin
+            dtype=known_tensor(self.logits.node).dtype,
+            device=known_tensor(self.output).device.type,
             needs_grad=needs_grad,
             alpha_needs_grad=needs_grad,
         )
         return _match(op, self, core, facts, inputs, {"logits": self.logits.node}, read, self.logits)
-
-
-def wants_grad(core: Core, nodes: Iterable[fx.Node]) -> bool:
-    """Whether gradients are recorded, and any of the nodes wants one."""
-    tensors = [tensor_of(node) for node in nodes]
-    return grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors)
 
 
 def _match(
@@ -262,14 +253,5 @@ def _run(places: Mapping[Axis, int], axes: set[Axis]) -> tuple[int, int]:
 
 def _in_memory(output: fx.Node, dims: Dims) -> Run:
     """The axes of a tensor, those that are far apart in memory first."""
-    tensor = tensor_of(output)
-    assert tensor is not None, "a blend gives a tensor"
-    strides = [_number(as_size(stride)) for stride in tensor.stride()]
-    order: Sequence[int] = sorted(range(len(dims)), key=lambda dim: -strides[dim])
+    order, _ = stride_order([as_size(stride) for stride in known_tensor(output).stride()])
     return tuple(axis for dim in order for axis in atoms(dims[dim]))
-
-
-def _number(stride: Any) -> int:
-    if isinstance(stride, int):
-        return stride
-    return int(stride.xreplace(dict.fromkeys(stride.free_symbols, sympy.Integer(_LARGE))))

@@ -22,7 +22,7 @@ from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.provenance import EMITTED
-from lz_compile.passes.graph.view import tensor_of, value_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of
 
 #: Calls that pick or repeat parts of what is given, beside pointwise and layout operations.
 _PICKS = frozenset({"select", "index_select", "narrow", "chunk", "split", "unbind", "gather", "stack", "cat", "detach"})
@@ -129,7 +129,7 @@ class Forms:
         if set(of_seed) == {()} and abs(of_seed[()]) == 1:  # a sum or a difference
             return None
         records = grad_enabled(self.effects.ambient(node))
-        wants = [records and tensor_of(each).requires_grad for each in (seed, host)]  # type: ignore[union-attr]
+        wants = [records and known_tensor(each).requires_grad for each in (seed, host)]
         if wants == [False, True]:
             return None
         is_reversed = shares == (1, 0)
@@ -140,7 +140,7 @@ class Forms:
 
     def _are_spread(self, node: fx.Node, *operands: fx.Node) -> bool:
         """Whether any of them is smaller than the result: then it is a factor or a summand as any other."""
-        size = product(shape_of(tensor_of(node)))  # type: ignore[arg-type]  # an anchor is a tensor
+        size = product(shape_of(known_tensor(node)))
         return not all(_is_row(each, size) for each in operands)
 
     def _is_scaled(self, host: fx.Node) -> bool:
@@ -179,7 +179,7 @@ class Forms:
 
     def _is_meant(self, form: Form) -> bool:
         """Whether it is a blend and no other sum: a host that was detached, or weights that nothing was trained to give."""
-        records = tensor_of(form.seed).requires_grad  # type: ignore[union-attr]  # a seed is a tensor
+        records = known_tensor(form.seed).requires_grad
         if form.is_isolated and (records or not form.is_residual) and self.is_detached(form.host):
             return True
         if form.is_soft:
@@ -190,7 +190,7 @@ class Forms:
             return False
         if not form.is_residual:
             return True
-        size = product(shape_of(tensor_of(form.seed)))  # type: ignore[arg-type]  # a seed is a tensor
+        size = product(shape_of(known_tensor(form.seed)))
         if any(_is_row(factor, size) for factor in form.factors):  # the product of two tensors
             return False
         return form.is_isolated or all(_is_number_like(each) for each in form.factors)

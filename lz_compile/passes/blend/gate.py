@@ -18,7 +18,7 @@ from lz_compile.passes.formula.calls import constant_value, is_cast
 from lz_compile.passes.formula.expressions import tidy
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 _MARGIN, _EXP, _SECOND = sympy.Symbol("margin", real=True), sympy.Symbol("t", positive=True), sympy.Symbol("second")
 _NEAR = 1e-9
@@ -174,8 +174,7 @@ def logits_of(region: Region, ranks: Ranks, others: tuple[Leaf, ...] = ()) -> Lo
         return None
     if len({rank.is_distinct for rank, _ in found if rank.second}) > 1:
         return None
-    tensor = tensor_of(first.source)
-    assert tensor is not None, "logits are a tensor"
+    tensor = known_tensor(first.source)
     known = next((leaf.dims for leaf in others if leaf.node is first.source), None)
     classes = (Axis(shape_of(tensor)[first.dim]),) if known is None else known[first.dim]
     dims = first.of_source(found[0][1], (classes,))

@@ -18,7 +18,7 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import Dims, fresh
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import read, tensor_of
+from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.proof.verdict_keys import described
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, sizes_for
 from lz_compile.passes.sampling.stores import is_ordering, ordered_dim
@@ -190,7 +190,7 @@ def _inputs(found: Excerpt, dim: int, classes: int) -> Iterator[torch.Tensor]:
     """Rows near zero, near one another and as low (and as high) as anything that is filled in may hide; with equal ones."""
     sizes = sizes_for(found.entry, classes)
     x = torch.randn([sizes[own[0]] if own else 1 for own in found.entry.dims], dtype=torch.float64)
-    kind = tensor_of(found.entry.node).dtype  # type: ignore[union-attr]  # scores are a tensor
+    kind = known_tensor(found.entry.node).dtype
     lowest = max(_BOTTOM, torch.finfo(kind).min / 2)
     spread = 0.5 + 0.4 * torch.rand_like(x)
     yield from (x, x * 1e-9, lowest * spread, -lowest * spread)
@@ -227,6 +227,4 @@ def _kind(node: fx.Node) -> tuple[object, ...]:
 
 
 def _shape(node: fx.Node) -> tuple[object, ...]:
-    tensor = tensor_of(node)
-    assert tensor is not None, f"{node.name} is no tensor"
-    return shape_of(tensor)
+    return shape_of(known_tensor(node))

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import sympy
-import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.blend import BlendAttrs, Mode
 from lz_compile.passes.blend.bounds import BoundReader
 from lz_compile.passes.blend.conditions import CASTS, is_count
-from lz_compile.passes.blend.emitter import BlendEmitter, MarginEmitter, Weights, group, wants_grad
+from lz_compile.passes.blend.emitter import BlendEmitter, MarginEmitter, Weights, group
 from lz_compile.passes.blend.form import Form, Forms
 from lz_compile.passes.blend.gate import Gate, is_margin, is_zero, logits_of, margin_in
 from lz_compile.passes.blend.replay import reached, shared_inputs
@@ -23,7 +22,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_
 from lz_compile.passes.formula.expressions import reduce_indicators
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.proof.subgraph import needed
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead
 
@@ -119,7 +118,7 @@ def read_margin(effects: Effects, forms: Forms, anchor: fx.Node) -> Found:
         has_gate=True,
         is_distinct=logits.is_distinct,
         is_sorted=True,
-        is_differentiated=wants_grad(core, [logits.node]),
+        is_differentiated=core.wants_grad([logits.node]),
         compute_dtype=tensor.dtype,
         out_dtype=tensor.dtype,
     )
@@ -128,7 +127,7 @@ def read_margin(effects: Effects, forms: Forms, anchor: fx.Node) -> Found:
 
 def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
     """The two tensors and their weights, over the axes of the anchor."""
-    dims = fresh(shape_of(tensor_of(anchor)))  # type: ignore[arg-type]  # an anchor is a tensor
+    dims = fresh(shape_of(known_tensor(anchor)))
     bounds, stops = BoundReader(effects, form.bounds), _Stops(forms, frozenset({form.seed, form.host, *form.factors}))
     functions = {**dict.fromkeys(CASTS, _counted), **bounds.functions}
     region = Region(effects, expand_masks=True, stops=stops, functions=functions)
@@ -262,7 +261,7 @@ def _finish(effects: Effects, forms: Forms, blend: Blend, output: fx.Node) -> Fo
         read = {**gate.region.interior, **read}
     stops = {leaf.node for leaf in weights.leaves} - blend.again
     core = _core(effects, edges, inside - stops, output)
-    is_differentiated = gate is not None and not gate.logits.is_detached and wants_grad(core, [gate.logits.node])
+    is_differentiated = gate is not None and not gate.logits.is_detached and core.wants_grad([gate.logits.node])
     if gate is not None and is_differentiated and not gate.logits.is_sorted:
         raise LayoutError("equal maxima share a gradient, each source in its own way")
     attrs = BlendAttrs(
@@ -274,8 +273,8 @@ def _finish(effects: Effects, forms: Forms, blend: Blend, output: fx.Node) -> Fo
         is_sorted=gate is not None and gate.logits.is_sorted,
         is_differentiated=is_differentiated,
         normalised=effects.calls[output].name if output is not anchor else "none",  # type: ignore[union-attr,arg-type]
-        compute_dtype=_widest(core, set(edges)),
-        out_dtype=tensor_of(output).dtype,  # type: ignore[union-attr]  # an output is a tensor
+        compute_dtype=core.widest(),
+        out_dtype=known_tensor(output).dtype,
     )
     emitter = BlendEmitter(blend.host, blend.seed, weights, groups, output, blend.dims, attrs, blend.edges, blend.again)
     return emitter, core, {**read, output: blend.dims}
@@ -296,13 +295,6 @@ def _mode(blend: Blend, output: fx.Node) -> Mode:
     return "channel" if is_channel else "convex"
 
 
-def _widest(core: Core, edges: set[fx.Node]) -> torch.dtype:
-    """The widest dtype in which anything is computed."""
-    tensors = [tensor_of(node) for node in core.nodes if node not in edges]
-    kinds = [tensor.dtype for tensor in tensors if tensor is not None and tensor.is_floating_point()]
-    return max(kinds, key=lambda kind: kind.itemsize)
-
-
 def _core(effects: Effects, edges: Mapping[fx.Node, fx.Node], inside: set[fx.Node], output: fx.Node) -> Core:
     """The nodes between the edges and the output.
 
@@ -313,10 +305,5 @@ def _core(effects: Effects, edges: Mapping[fx.Node, fx.Node], inside: set[fx.Nod
     between = {node for core in cores for node in core.nodes if node in inside or is_dead(node)}
     nodes = sorted(between - {*edges, output}, key=effects.position.__getitem__)
     core = Core((*nodes, output), effects.ambient(output))
-    try:
-        core.check(effects, edges)
-    except RefusedError as refusal:
-        is_used = refusal.reason.code == "INTERIOR_USED"
-        edit = "use the blend only, and compute what else is needed apart" if is_used else refusal.edit
-        raise RefusedError(refusal.reason.code, refusal.reason.message, edit) from refusal
+    core.check(effects, edges, if_used="use the blend only, and compute what else is needed apart")
     return core

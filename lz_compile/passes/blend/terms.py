@@ -12,14 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.blend.bounds import BOUNDING, Affine, Bound, Interval, Limits, Twin, limits_of, product, reach_of
 from lz_compile.passes.blend.conditions import CASTS, chooses_numbers, integers_of, is_condition, is_count, is_integer
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.activations import is_read
-from lz_compile.passes.formula.axes import LayoutError, fresh
 from lz_compile.passes.formula.calls import constant_value, is_cast
 from lz_compile.passes.formula.expressions import specialised
+from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
@@ -89,7 +88,7 @@ class Sums:
     def is_moved(self, node: fx.Node) -> bool:
         """Whether a value is another one, cast or rearranged."""
         call = self.effects.calls[node]
-        return call is not None and (is_cast(call) or _is_moved(call))
+        return call is not None and (is_cast(call) or rearranges(call))
 
     def is_sum(self, call: Call) -> bool:
         """Whether a call adds, multiplies, casts or rearranges."""
@@ -104,7 +103,7 @@ class Sums:
             return call.name in _COUNTED or is_count(call)
         if call.name in BOUNDING:
             return self.limits(call.node) is not None
-        return call.name in _ARITHMETIC or is_cast(call) or _is_moved(call)
+        return call.name in _ARITHMETIC or is_cast(call) or rearranges(call)
 
     def of(self, anchor: fx.Node, cuts: Collection[fx.Node], *, is_lenient: bool = False) -> Terms | None:
         """The terms of an anchor, of which ``cuts`` are factors; None where there are too many.
@@ -264,16 +263,6 @@ def is_repeatable(call: Call) -> bool:
     """Whether a call is pointwise, rearranges, detaches or is a softmax: the same arguments give the same value."""
     is_plain = call.name in ("detach", "softmax") or call.name in CASTS
     return is_plain or is_read(call) or is_cast(call) or layout.rearranges(call)
-
-
-def _is_moved(call: Call) -> bool:
-    tensor = tensor_of(call.node)
-    if tensor is None or not layout.rearranges(call):
-        return False
-    try:
-        return layout.read_input_dims(call, fresh(shape_of(tensor))) is not None
-    except LayoutError:
-        return False
 
 
 def _is_large(terms: Terms) -> bool:

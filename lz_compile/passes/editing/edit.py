@@ -1,26 +1,29 @@
-"""One edit of a graph: made and proven, or not made at all."""
+"""The one door for changes of a graph: a change is made and proven, or not made at all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from typing import TypeAlias
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeAlias, TypeVar
 
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
-from lz_compile.passes.editing.edit_proof import Verdict, difference
+from lz_compile.passes.editing.edit_proof import difference
 from lz_compile.passes.graph.snapshot import Snapshot
 
-#: Edits that were made and could not be proven, with the reason.
+#: Changes that were made and could not be proven, with the reason.
 Unproven: TypeAlias = list[Reason]
 
-#: Asked by a stage with the node where it is about to edit a graph.
+#: Asked by an edit with the node where it is about to change a graph.
 MayEdit: TypeAlias = Callable[[fx.Node], bool]
-#: Edits all places of a graph where it may; how many it did.
-Stage: TypeAlias = Callable[[fx.Graph, MayEdit], int]
-#: Trials of one stage from which on places are not told apart any more.
+#: Changes all places of a graph where it may; how many it did.
+Edit: TypeAlias = Callable[[fx.Graph, MayEdit], int]
+#: Trials of one edit from which on places are not told apart any more.
 _MOST_TRIALS = 24
+
+Made = TypeVar("Made")
 
 
 def anywhere(_place: fx.Node) -> bool:
@@ -29,50 +32,70 @@ def anywhere(_place: fx.Node) -> bool:
 
 
 class RefutedError(Exception):
-    """A graph computes something else after an edit, or its gradients are others."""
+    """A graph computes something else after a change, or its gradients are others."""
 
 
-@contextmanager
-def all_or_nothing(module: fx.GraphModule, before: Snapshot | None = None) -> Iterator[Snapshot]:
-    """Whatever raises inside leaves the graph (and those in it) with equal nodes, metadata and submodules as before.
-
-    The nodes are new ones then: whoever keeps some has to look again. For edits that need no proof: what changes is
-    nothing but names, or was proven by itself. ``before`` is the graph as it is, where that is known already.
-    """
-    before = Snapshot(module) if before is None else before
-    try:
-        yield before
-    except BaseException:
-        before.restore()
-        raise
-
-
-@contextmanager
-def proven(
-    module: fx.GraphModule, what: str, unproven: Unproven | None = None, before: Snapshot | None = None
-) -> Iterator[Snapshot]:
-    """The same, and what was edited inside is run before and after, and put back where that is not the same.
+@dataclass(frozen=True)
+class Rewrite(Generic[Made]):
+    """A change of a graph that is wanted.
 
     Args:
-        module: whose graph is edited.
-        what: the edit, in an error.
-        unproven: gets the reason why it could not be run; the edit stays.
+        what: it is, in an error.
+        make: makes it, and gives what the caller wants to know.
+        shown: why it needs no run before and after: it was proven by itself, or changes no value that anybody reads.
+        undoes_itself: whether ``make`` leaves the graph as it was when it raises; spares a snapshot, and needs ``shown``.
+    """
+
+    what: str
+    make: Callable[[], Made]
+    shown: str = ""
+    undoes_itself: bool = False
+
+
+def apply(
+    module: fx.GraphModule, rewrite: Rewrite[Made], unproven: Unproven | None = None, before: Snapshot | None = None
+) -> Made:
+    """Make a change and prove it: what it concerns is run before and after. The only way to change a graph.
+
+    Whatever raises leaves the graph (and those in it) with equal nodes, metadata and submodules as before. The nodes are
+    new ones then: whoever keeps some has to look again.
+
+    Args:
+        module: whose graph is changed.
+        rewrite: the change.
+        unproven: gets the reason why it could not be run; the change stays.
         before: the graph as it is, where that is known already.
 
+    Returns:
+        what ``rewrite.make`` gave.
+
     Raises:
-        RefutedError: the graph is as it was.
+        RefutedError: the graph would compute something else.
     """
-    with all_or_nothing(module, before) as kept:
-        yield kept
-        verdict: Verdict = difference(kept, module)
-        if verdict.differs:
-            raise RefutedError(f"{what} is not made: {verdict.differs}")
-        if verdict.unproven and unproven is not None:
-            unproven.append(Reason("EDIT_UNPROVEN", f"{what}: {verdict.unproven}"))
+    if rewrite.undoes_itself:
+        assert rewrite.shown, "what is to be run before and after is kept as it was"
+        return rewrite.make()
+    kept = Snapshot(module) if before is None else before
+    try:
+        made = rewrite.make()
+        if not rewrite.shown:
+            _prove(kept, module, rewrite.what, unproven)
+    except BaseException:
+        kept.restore()
+        raise
+    return made
+
+
+def _prove(before: Snapshot, module: fx.GraphModule, what: str, unproven: Unproven | None) -> None:
+    verdict = difference(before, module)
+    if verdict.differs:
+        raise RefutedError(f"{what} is not made: {verdict.differs}")
+    if verdict.unproven and unproven is not None:
+        unproven.append(Reason("EDIT_UNPROVEN", f"{what}: {verdict.unproven}"))
 
 
 class _Places:
-    """Where a stage may edit a graph (None: all over), and where it did; by name, for nodes that are put back are new."""
+    """Where an edit may change a graph (None: all over), and where it did; by name, for nodes that are put back are new."""
 
     def __init__(self, allowed: Collection[str] | None) -> None:
         self._allowed = allowed
@@ -85,20 +108,20 @@ class _Places:
         return is_allowed
 
 
-def edit_places(
-    module: fx.GraphModule, what: str, stage: Stage, unproven: Unproven, before: Snapshot
+def apply_places(
+    module: fx.GraphModule, what: str, edit: Edit, unproven: Unproven, before: Snapshot
 ) -> tuple[int, list[tuple[str, Exception]]]:
-    """Make all edits of a stage that can be proven: what fails is made again in halves, so that a bad place costs no other.
+    """Make an edit wherever it can be proven: what fails is made again in halves, so that a bad place costs no other.
 
     Args:
-        module: whose graph is edited.
+        module: whose graph is changed.
         what: the edit, in an error.
-        stage: makes the edits.
-        unproven: gets the reasons why edits could not be run; those stay.
+        edit: makes it.
+        unproven: gets the reasons why changes could not be run; those stay.
         before: the graph as it is.
 
     Returns:
-        how many edits were made, and for places where none is what failed there.
+        how many changes were made, and for places where none is what failed there.
     """
     count, faults = 0, list[tuple[str, Exception]]()
     pending: list[list[str] | None] = [None]
@@ -108,9 +131,7 @@ def edit_places(
         places = _Places(pending.pop())
         trials += 1
         try:
-            with proven(module, what, unproven, start):
-                made = stage(module.graph, places)
-            count += made
+            count += apply(module, Rewrite(what, partial(edit, module.graph, places)), unproven, start)
         except Exception as error:  # noqa: BLE001 one place must not cost the others; the caller makes an event of it
             taken = list(places.taken)
             middle = len(taken) // 2

@@ -17,7 +17,7 @@ from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
-from lz_compile.passes.formula.places import Fixed, affine, canonical, has_still, moved, reach
+from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed_index, moved, reach
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
@@ -344,4 +344,4 @@ FUNCTIONS: Mapping[str, Any] = {
     "resolve_conj": lambda region, call, dims: region.express(call.input, dims, call.node),
 }
 
-__all__ = ["FUNCTIONS", "SPLITS", "Edge", "Parts", "has_still", "is_read"]
+__all__ = ["FUNCTIONS", "SPLITS", "Edge", "Parts", "has_fixed_index", "is_read"]

@@ -17,7 +17,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 Terms = tuple[tuple[Axis, int], ...]
 
 
-class Still(Axis):
+class FixedIndex(Axis):
     """An axis that nothing may cut; two that say the same are equal."""
 
     def __init__(self, size: Size, *own: Any) -> None:
@@ -30,13 +30,13 @@ class Still(Axis):
         super().__setattr__(name, value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Still) and self.key == other.key
+        return isinstance(other, FixedIndex) and self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
 
 
-class Fixed(Still):
+class Fixed(FixedIndex):
     """One index of ``size``."""
 
     def __init__(self, size: Size, value: int) -> None:
@@ -44,7 +44,7 @@ class Fixed(Still):
         self.value = value
 
 
-class Window(Still):
+class Window(FixedIndex):
     """The elements ``offset + sum(stride * axis)`` of a dimension of ``size``."""
 
     def __init__(self, size: Size, offset: int, terms: Terms) -> None:
@@ -120,12 +120,14 @@ def moved(dim: Sequence[Axis], size: Size, start: int, step: int = 1) -> tuple[A
 
 def canonical(dims: Dims) -> Dims:
     """The same places, in one form."""
-    return tuple(moved(dim, product(axis.size for axis in dim), 0) if has_still(dim) else atoms(dim) for dim in dims)
+    return tuple(
+        moved(dim, product(axis.size for axis in dim), 0) if has_fixed_index(dim) else atoms(dim) for dim in dims
+    )
 
 
-def has_still(dim: Iterable[Axis]) -> bool:
+def has_fixed_index(dim: Iterable[Axis]) -> bool:
     """Whether a dimension is read in part."""
-    return any(isinstance(axis, Still) for axis in dim)
+    return any(isinstance(axis, FixedIndex) for axis in dim)
 
 
 def paired(first: Dims, second: Dims, pair: Axis) -> Dims | None:

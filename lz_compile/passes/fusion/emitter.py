@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +14,6 @@ from lz_compile.lowering.operands import Operands
 from lz_compile.passes.formula.axes import Axis
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Attributes, Match
-
-
-def with_values(builder: Builder, values: Callable[[fx.Node], Any]) -> Builder:
-    """The builder over other values."""
-    changed = copy.copy(builder)
-    changed.value = values
-    return changed
 
 
 def operands_of(match: Match, builder: Builder) -> Any:
@@ -38,7 +30,7 @@ def results_of(match: Match, builder: Builder, value: Any) -> tuple[Any, ...]:
 def _own(match: Match, builder: Builder) -> Builder:
     if not match.renamed:
         return builder
-    return with_values(builder, lambda node: builder.value(match.renamed.get(node, node)))
+    return builder.over(lambda node: builder.value(match.renamed.get(node, node)))
 
 
 def kind_of(name: str, match: Match) -> str:
@@ -73,7 +65,7 @@ class FusedEmitter:
                     raise
                 return results_of(self.others[name], builder, fused[name].reference())[0]
 
-        found = operands_of(self.match, with_values(builder, value))
+        found = operands_of(self.match, builder.over(value))
         own = replace(found, **{name: each for name, each in fused.items() if name != SIBLING})
         return Siblings(own, fused[SIBLING]) if SIBLING in fused else own
 

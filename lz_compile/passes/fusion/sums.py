@@ -19,7 +19,7 @@ from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.fusion.emitter import operands_of, with_values
+from lz_compile.passes.fusion.emitter import operands_of
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.rewriting.builder import Builder
@@ -65,7 +65,7 @@ class SumEmitter(TableEmitter):
     def _operand(self, builder: Builder, leaf: Leaf) -> Any:
         read, dims = next(iter(self.outputs.items()))
         summand = builder.arrange(builder.value(leaf.node), leaf.dims, dims)
-        alone = with_values(builder, lambda node: summand if node is read else builder.value(node))
+        alone = builder.over(lambda node: summand if node is read else builder.value(node))
         return getattr(operands_of(self.reader, alone), self.name)
 
     def result(self, builder: Builder, value: Any) -> Any:

@@ -6,7 +6,6 @@ What Dynamo notes for a tensor is the tensor itself: once something with a gradi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from torch import fx
 
 from lz_compile.passes.graph.effects import Effects, overwritten
 from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.modes import ambient_context
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import called, tensor_of
 
 
 def note_as_handed_in(graph: fx.Graph, inputs: Sequence[Any]) -> None:
@@ -48,11 +46,6 @@ def is_made_attached(node: fx.Node, effects: Effects) -> bool:
         with torch.enable_grad():
             return read_then.clone()  # PyTorch writes to no leaf
 
-    with ExitStack() as stack:
-        for manager in ambient_context(effects.ambient(node)):
-            stack.enter_context(manager)
-        stack.enter_context(faking(noted.fake_mode))  # type: ignore[attr-defined]
-        args, kwargs = fx.map_arg((node.args, node.kwargs), as_read)
-        run = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-        made = run(*(args[1:] if node.op == "call_method" else args), **kwargs)  # type: ignore[operator]
+    with faking(noted.fake_mode, effects.ambient(node)):  # type: ignore[attr-defined]
+        made = called(node.target, *fx.map_arg((node.args, node.kwargs), as_read))
     return isinstance(made, torch.Tensor) and made.requires_grad

@@ -281,6 +281,18 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def origin_of(node: fx.Node) -> dict[str, Any]:
+    """The metadata that says where in the source a node comes from."""
+    return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack", "source_fn_stack") if key in node.meta}
+
+
+def known_tensor(node: Any) -> torch.Tensor:
+    """The fake tensor of a node that is known to hold one."""
+    tensor = tensor_of(node)
+    assert tensor is not None, f"{node} is no tensor"
+    return tensor
+
+
 def memory_of(node: Any) -> int | None:
     """A number for the memory that a tensor lies in, None where there is none to be told (sparse, mapped over, no tensor)."""
     tensor = tensor_of(node)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band, Reach
-from lz_compile.lowering.ops.attention import AttentionAttrs, distances
+from lz_compile.lowering.ops.attention import distances
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.masks.meaning import Meaning
 from lz_compile.passes.rewriting.builder import Builder

@@ -192,25 +192,25 @@ class Reader:
         """The input's value where the call is a layout operation."""
         if not layout.rearranges(call) or not isinstance(call.input, fx.Node):
             return None
-        stand_ins = {axis: Axis(axis.size) for dim in dims for axis in dim}
-        source = layout.read_input_dims(call, tuple(tuple(stand_ins[axis] for axis in dim) for dim in dims))
+        placeholders = {axis: Axis(axis.size) for dim in dims for axis in dim}
+        source = layout.read_input_dims(call, tuple(tuple(placeholders[axis] for axis in dim) for dim in dims))
         if source is None:
             return None
-        originals = {stand_in: axis for axis, stand_in in stand_ins.items()}
-        for stand_in, axis in list(originals.items()):
-            self._cut(stand_in, self._places[axis], originals)
+        originals = {placeholder: axis for axis, placeholder in placeholders.items()}
+        for placeholder, axis in list(originals.items()):
+            self._cut(placeholder, self._places[axis], originals)
         known = tuple(tuple(originals[each] for each in atoms(dim)) for dim in source)
         return self.read(call.input, known, call.node)
 
-    def _cut(self, stand_in: Axis, place: Polynomial, originals: dict[Axis, Axis]) -> None:
+    def _cut(self, placeholder: Axis, place: Polynomial, originals: dict[Axis, Axis]) -> None:
         """Give the parts of an axis that a reshape cut their positions."""
-        if not stand_in.parts:
+        if not placeholder.parts:
             return
-        _, minor = stand_in.parts
+        _, minor = placeholder.parts
         if not isinstance(minor.size, int):
-            raise LayoutError(f"an axis of {stand_in.size} is cut at a symbolic size")
+            raise LayoutError(f"an axis of {placeholder.size} is cut at a symbolic size")
         above = quotient(place, minor.size, self.quotients)
-        for part, position in zip(stand_in.parts, (above, place - above.scaled(minor.size)), strict=True):
+        for part, position in zip(placeholder.parts, (above, place - above.scaled(minor.size)), strict=True):
             axis = Axis(part.size)
             self._places[axis] = position
             originals[part] = axis

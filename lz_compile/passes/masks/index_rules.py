@@ -11,7 +11,7 @@ import torch
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import Dims
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks import indexing, piecewise, position_rules
 from lz_compile.passes.masks.index_operands import boolean, merged, numeric, operand
 from lz_compile.passes.masks.piecewise import (
@@ -52,8 +52,7 @@ def read(reader: Reader, call: Call, dims: Dims) -> Value | None:
 
 
 def _dtype(call: Call) -> torch.dtype:
-    tensor = tensor_of(call.node)
-    assert tensor is not None, f"{call.node.name} is read as a tensor"
+    tensor = known_tensor(call.node)
     return tensor.dtype
 
 

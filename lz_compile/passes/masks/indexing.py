@@ -10,7 +10,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks.index_operands import boolean, merged, numeric, operand
 from lz_compile.passes.masks.piecewise import Piecewise, Value
 from lz_compile.passes.masks.polynomial import ONE, Polynomial, lower, number
@@ -29,7 +29,7 @@ def _getitem(reader: Reader, call: Call, dims: Dims) -> Value | None:
     if tensor_of(call.input) is None:
         return _part(reader, call, dims)
     index = call.arguments.get("#1")
-    shape = shape_of(tensor_of(call.input))  # type: ignore[arg-type]
+    shape = shape_of(known_tensor(call.input))
     items = _spelled_out(list(index) if isinstance(index, tuple) else [index], len(shape))
     if items is None:
         return None
@@ -100,8 +100,7 @@ class _Subscript:
         return places[0] if places == list(range(places[0], places[0] + len(places))) else 0
 
     def _gathered(self, item: fx.Node, dims: Dims) -> Polynomial | None:
-        tensor = tensor_of(item)
-        assert tensor is not None, "only tensors gather"
+        tensor = known_tensor(item)
         value = self.reader.read(item, broadcast_from(dims, shape_of(tensor)), self.call.node)
         return _not_negative(numeric(value))
 

@@ -9,7 +9,7 @@ import torch
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.axes import Axis, Dims
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks import piecewise
 from lz_compile.passes.masks.index_operands import merged, numeric, operand
 from lz_compile.passes.masks.piecewise import Piecewise, Value, combined, everywhere, selection
@@ -77,7 +77,7 @@ def _diff(reader: Reader, call: Call, dims: Dims) -> Value | None:
     here = reader.place(dims[dim])
 
     def at(node: Any, place: Polynomial) -> Piecewise | None:
-        size = as_size(tensor_of(node).shape[dim])  # type: ignore[union-attr]
+        size = as_size(known_tensor(node).shape[dim])
         dims_at = (*dims[:dim], reader.dim_at(place, size), *dims[dim + 1 :])
         return numeric(reader.read(node, dims_at, call.node))
 

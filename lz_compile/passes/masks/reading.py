@@ -21,7 +21,7 @@ from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.bands import Reach
 from lz_compile.passes.formula.axes import Axis, Dims, resolve
 from lz_compile.passes.graph.effects import Effects, Look
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks import constant_patterns
 from lz_compile.passes.masks import reach as mask_reach
@@ -141,7 +141,7 @@ class _Reading:
         self, node: fx.Node, dims: Dims, user: fx.Node | None, read: Meaning | Reason, *, keeps: bool
     ) -> Meaning | Reason:
         """What the values of a constant tell beyond what was read of the graph."""
-        elements = product(shape_of(tensor_of(node)))  # type: ignore[arg-type]
+        elements = product(shape_of(known_tensor(node)))
         is_large = not isinstance(elements, int) or elements > _LARGE
         constant = read if is_large and isinstance(read, Meaning) else self.constants.value(node, user)
         if not isinstance(constant, Constant):

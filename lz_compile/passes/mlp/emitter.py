@@ -19,8 +19,7 @@ from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.calls import constant_value, is_cast
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import memory_of, read, tensor_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
 from lz_compile.passes.mlp.gated_form import Form
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
@@ -63,14 +62,14 @@ class MlpEmitter(TableEmitter):
             up_offset=form.up_offset,
             **_packing(leaves),
             compute_dtype=_compute_dtype(effects, core, {leaf.node for leaf in leaves.values()}),
-            out_dtype=tensor_of(core.output).dtype,  # type: ignore[union-attr]
+            out_dtype=known_tensor(core.output).dtype,
         )
         return cls(leaves, rows, hidden, core.output, output_dims, attrs)
 
     @classmethod
     def of_halves(cls, leaf: Leaf, halves: Axis, dims: Dims, at: int, output: fx.Node) -> MlpEmitter:
         """A tensor of which the first half along dimension ``at`` is multiplied by the sigmoid of the second."""
-        dtype = tensor_of(output).dtype  # type: ignore[union-attr]
+        dtype = known_tensor(output).dtype
         wide = torch.promote_types(dtype, torch.float32)  # the call rounds once, at its end
         attrs = MlpAttrs("sigmoid", is_packed=True, is_up_first=True, compute_dtype=wide, out_dtype=dtype)
         return cls({"gate": leaf}, axes_of(dims[:at]), axes_of(dims[at:]), output, dims, attrs, halves)
@@ -97,14 +96,13 @@ class MlpEmitter(TableEmitter):
         """The finished match."""
         rows = self._rows()
         inputs = {leaf.node: Input(leaf.dims, rows=rows.get(leaf.node, ())) for leaf in self.leaves.values()}
-        tensors = [tensor_of(node) for node in inputs]
         gate = self.leaves["gate"].node
         facts = MlpFacts(
             num_rows=product(axis.size for axis in self.rows),
             intermediate_size=product(axis.size for axis in self.hidden),
-            dtype=tensor_of(gate).dtype,  # type: ignore[union-attr]
-            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
-            needs_grad=grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors),
+            dtype=known_tensor(gate).dtype,
+            device=known_tensor(self.output).device.type,
+            needs_grad=core.wants_grad(inputs),
         )
         operands = {name: leaf.node for name, leaf in self.leaves.items() if not name.endswith("bias")}
         magnitudes = () if self.attrs.limit is None else (2 * self.attrs.limit,)
@@ -156,4 +154,4 @@ def _compute_dtype(effects: Effects, core: Core, operands: set[fx.Node]) -> torc
             same.add(node)
         elif tensor is not None and tensor.is_floating_point():
             found.append(tensor.dtype)
-    return max(found, key=lambda kind: kind.itemsize, default=tensor_of(core.output).dtype)  # type: ignore[union-attr]
+    return max(found, key=lambda kind: kind.itemsize, default=known_tensor(core.output).dtype)

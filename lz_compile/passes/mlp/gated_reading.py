@@ -16,7 +16,7 @@ from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.projections import Supports, rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.mlp.emitter import MlpEmitter
 from lz_compile.passes.mlp.gated_form import Form, read_form
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead, overwritten_edge
@@ -33,7 +33,7 @@ def read_activation(effects: Effects, supports: Supports, anchor: fx.Node) -> Fo
         MutatedError: an alias of a value was overwritten before it is read.
         LayoutError: a layout has no exact form in axes.
     """
-    dims = fresh(shape_of(tensor_of(anchor)))  # type: ignore[arg-type]
+    dims = fresh(shape_of(known_tensor(anchor)))
     region, form = _read(effects, anchor, dims, _Stops(supports))
     for cut in _cuts(region, supports) if form is None else ():
         region, form = _read(effects, anchor, dims, _Stops(supports, cut))
@@ -142,10 +142,9 @@ def _core(region: Region, rows: list[fx.Node], anchor: fx.Node) -> Core:
     shared = overwritten_edge(effects, core)
     whole = replace(core, nodes=(*sorted(shared, key=effects.position.__getitem__), *core.nodes))
     edge = {leaf.node for leaf in region.leaves.values()} - shared
-    try:
-        whole.check(effects, {node: region.readers.get(node, anchor) for node in edge})
-    except RefusedError as refusal:
-        is_used = refusal.reason.code == "INTERIOR_USED"
-        edit = "use the activation for its product only" if is_used else refusal.edit
-        raise RefusedError(refusal.reason.code, refusal.reason.message, edit) from refusal
+    whole.check(
+        effects,
+        {node: region.readers.get(node, anchor) for node in edge},
+        if_used="use the activation for its product only",
+    )
     return core

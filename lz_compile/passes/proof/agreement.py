@@ -20,20 +20,6 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 SLACK = 4
 
 
-def compare(
-    truth: torch.Tensor,
-    given: torch.Tensor,
-    ours: torch.Tensor,
-    tolerance: float,
-    may_overflow: bool,
-    keeps_nan: bool,
-    is_poisoned: bool,
-) -> tuple[float, float, bool]:
-    """Largest error of ours and of the original against float64, and whether ours is acceptable everywhere."""
-    error, source_error, is_near = elementwise(truth, given, ours, tolerance, may_overflow, keeps_nan, is_poisoned)
-    return error, source_error, bool(is_near.all())
-
-
 def elementwise(
     truth: torch.Tensor,
     given: torch.Tensor,

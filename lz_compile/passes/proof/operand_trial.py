@@ -17,7 +17,7 @@ import torch
 from lz_compile.ground.isolation import Outside
 from lz_compile.lowering import ops
 from lz_compile.passes.proof.agreement import TOLERANCE, elementwise
-from lz_compile.passes.proof.sides import ProofRun, is_same, run_kernel
+from lz_compile.passes.proof.sides import ProofRun, gradients_of, is_same, lies_in, run_kernel
 
 if TYPE_CHECKING:
     from lz_compile.runtime.kernels.kernel import KernelSpec
@@ -87,19 +87,10 @@ class OperandTrial:
             found = call(ops.module(self.op).Operands(**given), self.attrs)
         outputs = [each for each in (found if isinstance(found, (tuple, list)) else [found]) if each is not None]
         values = [each.detach() for each in outputs]
-        reached = [each for each in outputs if each.requires_grad]
-        if leaves and reached:
-            weights = [
-                torch.linspace(-1, 1, each.numel(), dtype=each.dtype).reshape(each.shape).to(each) for each in reached
-            ]
-            values += torch.autograd.grad(reached, leaves, weights, allow_unused=True, materialize_grads=True)
-        elif leaves:
-            values += [torch.zeros_like(each) for each in leaves]
+        values += gradients_of(outputs, leaves) if leaves else []
         tensors = tensors_of(given)
         written = [name for name, each in tensors.items() if not is_same(each.detach(), operands[name])]
-        memory = {each.untyped_storage().data_ptr() for each in tensors.values()}
-        is_view = any(each.numel() and each.untyped_storage().data_ptr() in memory for each in outputs)
-        return ProofRun(values, written, is_view)
+        return ProofRun(values, written, lies_in(outputs, tensors.values()))
 
 
 def tensors_of(operands: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from lz_compile.errors import TrialError
 from lz_compile.ground import memory
@@ -22,8 +23,9 @@ from lz_compile.lowering import inductor
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.calls import constant_value, is_constant
-from lz_compile.passes.graph.view import Call, hint_of, is_symbolic, read, tensor_of
-from lz_compile.passes.proof.subgraph import Sizes, Subgraph, held_by, needed
+from lz_compile.passes.graph.held import held_by
+from lz_compile.passes.graph.view import Call, hint_of, is_symbolic, known_tensor, read, tensor_of
+from lz_compile.passes.proof.subgraph import Sizes, Subgraph, needed
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import KernelCall, emit
@@ -284,7 +286,7 @@ def _copy(
     if call is not None and call.name == "scaled_dot_product_attention":
         named = dict(fx.map_arg({**call.arguments, "dropout_p": 0.0}, values.__getitem__))
         args, kwargs = tuple(named.pop(name) for name in ("query", "key", "value")), named
-        width = tensor_of(call.get("query")).shape[-1]  # type: ignore[union-attr]
+        width = known_tensor(call.get("query")).shape[-1]
         if named.get("scale") is None and isinstance(width, int):  # that of the real width, whatever it is here
             named["scale"] = width**-0.5
     if dtype is not None:
@@ -311,15 +313,10 @@ def _picks(call: Call) -> bool:
 
 
 def _with_sizes(value: Any, sizes: Mapping[int, int]) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return sizes.get(value, value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_sizes(item, sizes) for item in value)
-    if isinstance(value, slice):
-        return slice(*(_with_sizes(each, sizes) for each in (value.start, value.stop, value.step)))
-    if isinstance(value, dict):
-        return {name: _with_sizes(item, sizes) for name, item in value.items()}
-    return value
+    def changed(leaf: Any) -> Any:
+        return sizes.get(leaf, leaf) if isinstance(leaf, int) and not isinstance(leaf, bool) else leaf
+
+    return map_aggregate(value, changed)
 
 
 def _index(call: Call, extents: tuple[int, ...] | None) -> Any:
@@ -350,13 +347,10 @@ def _has_node(item: Any) -> bool:
 
 
 def _with_dtype(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.dtype):
-        return dtype if value.is_floating_point else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_dtype(item, dtype) for item in value)
-    if isinstance(value, dict):
-        return {name: _with_dtype(item, dtype) for name, item in value.items()}
-    return value
+    def changed(leaf: Any) -> Any:
+        return dtype if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
+
+    return map_aggregate(value, changed)
 
 
 def _resized(graph: fx.Graph, match: Subgraph, call: Call, source: fx.Node, sizes: Sizes) -> fx.Node:

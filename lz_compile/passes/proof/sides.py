@@ -55,15 +55,14 @@ def run(
     outputs = list(found) if isinstance(found, (tuple, list)) else [found]
     results = [output.detach() for output in outputs]
     if gradients:
-        results += _gradients(
+        results += gradients_of(
             outputs, [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
         )
     tensors = [
         (node.name, *each) for node, *each in zip(match.inputs, values, given, strict=True) if _is_tensor(each[0])
     ]
     written = tuple(name for name, before, after in tensors if not is_same(before, after))
-    memory = {_address(after) for _, _, after in tensors}
-    return ProofRun(results, written, any(output.numel() and _address(output) in memory for output in outputs))
+    return ProofRun(results, written, lies_in(outputs, [after for _, _, after in tensors]))
 
 
 def run_kernel(kernel: KernelSpec, devices: set[torch.device], run_it: Callable[[], ProofRun]) -> ProofRun:
@@ -128,7 +127,7 @@ def _with_implied(match: Match, inputs: Sequence[Any], sizes: Sizes) -> list[Any
     ]
 
 
-def _gradients(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def gradients_of(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of a weighted sum of the outputs; zeros where none flows."""
     # Of several outputs, any may be one through which no gradient flows.
     reached = [output for output in outputs if output.requires_grad]
@@ -148,5 +147,7 @@ def is_same(before: torch.Tensor, after: torch.Tensor) -> bool:
     return bool(((before == after) | ((before != before) & (after != after))).all())  # noqa: PLR0124 NaN alone differs
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def lies_in(outputs: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> bool:
+    """Whether an output lies in memory that was given."""
+    memory = {each.untyped_storage().data_ptr() for each in given}
+    return any(each.numel() and each.untyped_storage().data_ptr() in memory for each in outputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -80,9 +79,3 @@ def needed(
                 found.add(operand)
                 stack.append(operand)
     return sorted(found)
-
-
-def held_by(nodes: Iterable[fx.Node]) -> dict[str, Any]:
-    """What the module of a graph holds of what these nodes name."""
-    names = [node for node in nodes if node.op == "get_attr"]
-    return {str(node.target): operator.attrgetter(str(node.target))(node.graph.owning_module) for node in names}

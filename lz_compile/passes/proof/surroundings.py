@@ -20,9 +20,10 @@ from torch import fx
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.held import held_by
 from lz_compile.passes.graph.modes import ambient_context
 from lz_compile.passes.graph.view import is_symbolic, read, tensor_of, value_of, where_of
-from lz_compile.passes.proof.subgraph import Subgraph, held_by, needed
+from lz_compile.passes.proof.subgraph import Subgraph, needed
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import KernelCall, Recipes, splice
 

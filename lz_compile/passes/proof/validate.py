@@ -22,7 +22,7 @@ from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import ops
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.proof.agreement import TOLERANCE, compare
+from lz_compile.passes.proof.agreement import TOLERANCE, elementwise
 from lz_compile.passes.proof.cases import Case, cases, inputs_of, some_axes, wants_grad
 from lz_compile.passes.proof.resize import real_sizes, replacement, representative_sizes, resized, whole
 from lz_compile.passes.proof.sides import run as run_side
@@ -204,14 +204,15 @@ def _compared(
         output = outputs[index] if index < len(outputs) else None
         slack = TOLERANCE.get(base.dtype if output is None else output.dtype, 0.0) * grown
         # A lowest number that is added to float16 scores may overflow by rounding; one that is filled in does not.
-        outcome = compare(expected, base, actual, slack, not case.masked_rows, not is_filled, case.is_poisoned)
+        flags = not case.masked_rows, not is_filled, case.is_poisoned
+        error, source_error, is_near = elementwise(expected, base, actual, slack, *flags)
         if output is not None:
-            errors = max(verdict.error, outcome[0]), max(verdict.source_error, outcome[1])
+            errors = max(verdict.error, error), max(verdict.source_error, source_error)
             verdict = replace(verdict, error=errors[0], source_error=errors[1])
         else:
-            verdict = replace(verdict, grad_error=max(verdict.grad_error or 0.0, outcome[0]))
-        if not outcome[2]:
-            text = f"{name} with {case.name}: off by {outcome[0]:.3g} where the source is off by {outcome[1]:.3g}"
+            verdict = replace(verdict, grad_error=max(verdict.grad_error or 0.0, error))
+        if not bool(is_near.all()):
+            text = f"{name} with {case.name}: off by {error:.3g} where the source is off by {source_error:.3g}"
             return replace(verdict, ok=False, reason=text)
     return verdict
 

@@ -7,18 +7,16 @@ requested layout.
 
 from __future__ import annotations
 
-import itertools
+import copy
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
@@ -26,9 +24,11 @@ from lz_compile.ground.sizes import as_size, product
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.expressions import INFINITY
-from lz_compile.passes.graph.modes import Ambient, ambient_context
+from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.held import hold
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.provenance import provenance
-from lz_compile.passes.graph.view import called, tensor_of
+from lz_compile.passes.graph.view import called, known_tensor, tensor_of
 
 Groups = Sequence[Sequence[Axis]]
 
@@ -38,8 +38,7 @@ class TensorProxy(fx.Proxy):
 
     @property
     def _value(self) -> torch.Tensor:
-        value = tensor_of(self.node)
-        assert value is not None, f"{self.node.name} is no tensor"
+        value = known_tensor(self.node)
         return value
 
     @property
@@ -55,12 +54,30 @@ class TensorProxy(fx.Proxy):
     @property
     def shape(self) -> tuple[Any, ...]:
         """Static extents as ``int``."""
-        sizes = self._value.shape
-        return tuple(size if isinstance(size, int) else self.size(i) for i, size in enumerate(sizes))
+        return tuple(map(self.size, range(self.dim())))
+
+    def dim(self) -> int:
+        """Of the tensor."""
+        return self._value.dim()
+
+    def size(self, dim: int) -> Any:
+        """An ``int`` where it is static."""
+        size = self._value.shape[dim]
+        return size if isinstance(size, int) else self.tracer.create_proxy("call_method", "size", (self, dim), {})
 
     def stride(self) -> tuple[Any, ...]:
         """Of the tensor, symbolic ones as such."""
         return self._value.stride()
+
+
+class _NumberProxy(fx.Proxy):
+    """A symbolic size, or another value that is no tensor; compared by value, under a guard."""
+
+    def __eq__(self, other: object) -> bool:
+        one, two = (each.node.meta["example_value"] if isinstance(each, fx.Proxy) else each for each in (self, other))
+        return bool(one == two)
+
+    __hash__ = fx.Proxy.__hash__
 
 
 class _Tracer(GraphAppendingTracer):
@@ -76,18 +93,17 @@ class _Tracer(GraphAppendingTracer):
         return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return TensorProxy(node, self)
+        return (_NumberProxy if tensor_of(node) is None else TensorProxy)(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return bool(obj.node.meta["example_value"])
 
     def subgraph(self, name: str, function: Callable[..., Any], parameters: Sequence[str]) -> fx.Proxy:
         """A function for a higher-order operator to call: a graph of its own beside the graph, and the node that names it."""
         body = fx.Graph()
         tracer = GraphAppendingTracer(body)
         body.output(function(*(fx.Proxy(body.placeholder(each), tracer) for each in parameters)).node)
-        owner = self.graph.owning_module
-        assert owner is not None, f"the graph that {name} is put beside belongs to no module"
-        taken = (f"{name}_{index}" for index in itertools.count())
-        path = next(path for path in taken if not hasattr(owner, path))
-        owner.add_module(path, fx.GraphModule(torch.nn.Module(), body))
+        path = hold(self.graph.owning_module, name, fx.GraphModule(torch.nn.Module(), body))
         return self.create_proxy("get_attr", path, (), {})
 
 
@@ -111,6 +127,12 @@ class Builder:
         self.sizes = sizes
         self._shape_sources = shape_sources or {}
         self._extents: dict[Axis, Any] = {}
+
+    def over(self, values: Callable[[fx.Node], Any]) -> Builder:
+        """The builder over other values."""
+        changed = copy.copy(self)
+        changed.value = values
+        return changed
 
     # ---- sizes ------------------------------------------------------------------------------------------------
 
@@ -311,12 +333,8 @@ class GraphBuilder(Builder):
 
     def _fake(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._example)
-        fake_mode = tensor_of(self._template).fake_mode  # type: ignore[union-attr]
-        with ExitStack() as stack:
-            for manager in ambient_context(self._ambient):
-                stack.enter_context(manager)
-            stack.enter_context(fake_mode)
-            stack.enter_context(enable_python_dispatcher())  # C++ would make numbers of symbolic sizes
+        fake_mode = known_tensor(self._template).fake_mode  # type: ignore[attr-defined]
+        with faking(fake_mode, self._ambient):
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 return _without_autograd(node.target, args, kwargs)
             return called(node.target, args, kwargs)

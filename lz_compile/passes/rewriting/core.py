@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from lz_compile.passes.formula import layout
@@ -12,7 +13,10 @@ from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import read, where_of
+from lz_compile.passes.graph.view import read, tensor_of, where_of
+
+#: What is advised where someone reads an inner value of an attention.
+_IF_USED = "do not return or reuse the scores or probabilities (output_attentions=False)"
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,13 @@ class Core:
         """The last node."""
         return self.nodes[-1]
 
-    def check(self, effects: Effects, readers: Mapping[fx.Node, fx.Node]) -> None:
+    def check(self, effects: Effects, readers: Mapping[fx.Node, fx.Node], if_used: str = _IF_USED) -> None:
         """Refuse where someone else needs an inner value, a mode changes inside, or an operand is overwritten.
 
         Args:
             effects: of the graph.
             readers: for every input, the node that reads it first; none may change from then on.
+            if_used: what to do about a reader of an inner value.
 
         Raises:
             RefusedError: with the reason.
@@ -48,7 +53,7 @@ class Core:
                 raise RefusedError(
                     "INTERIOR_USED",
                     f"{node.name} ({where_of(node)}) is also used by {outside[0].name}",
-                    "do not return or reuse the scores or probabilities (output_attentions=False)",
+                    if_used,
                 )
         if any(self._differs(effects.ambient(node), node) for node in self.nodes):
             raise RefusedError(
@@ -79,10 +84,26 @@ class Core:
                     "use the out-of-place form of that operation",
                 )
 
+    def widest(self) -> torch.dtype:
+        """The widest dtype in which anything is computed."""
+        tensors = map(tensor_of, self.nodes)
+        kinds = [tensor.dtype for tensor in tensors if tensor is not None and tensor.is_floating_point()]
+        return max(kinds, key=lambda kind: kind.itemsize)
+
+    def wants_grad(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether gradients are recorded there, and any of the nodes wants one."""
+        return wants_grad(self.ambient, nodes)
+
     def _differs(self, ambient: Ambient, node: fx.Node) -> bool:
         """Whether a node runs under other modes; that gradients are on may be said in the graph, or be so from the start."""
         is_graded = node in self.ungraded or grad_enabled(ambient) == grad_enabled(self.ambient)
         return not is_graded or replace(ambient, grad=None) != replace(self.ambient, grad=None)
+
+
+def wants_grad(ambient: Ambient, nodes: Iterable[fx.Node]) -> bool:
+    """Whether gradients are recorded under these modes, and any of the nodes wants one."""
+    tensors = map(tensor_of, nodes)
+    return grad_enabled(ambient) and any(each is not None and each.requires_grad for each in tensors)
 
 
 def is_dead(node: fx.Node) -> bool:

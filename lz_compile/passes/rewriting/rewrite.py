@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.strides import strides_matter
+from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.provenance import provenance
-from lz_compile.passes.graph.view import read, tensor_of
+from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, GraphBuilder
 from lz_compile.passes.rewriting.match import Attributes, Match
 
@@ -142,9 +142,9 @@ def splice(
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """A copy of a new node."""
-    copy, tensor = graph.call_method("clone", (node,)), tensor_of(node)
-    with tensor.fake_mode, enable_python_dispatcher():  # type: ignore[union-attr]  # what a match gives is a tensor
-        copy.meta = {**node.meta, "example_value": tensor.clone()}  # type: ignore[union-attr]
+    copy, tensor = graph.call_method("clone", (node,)), known_tensor(node)
+    with faking(tensor.fake_mode):  # type: ignore[attr-defined]
+        copy.meta = {**node.meta, "example_value": tensor.clone()}
     return copy
 
 

@@ -16,7 +16,7 @@ from lz_compile.ground.sizes import product
 from lz_compile.lowering.ops.rope import Operands, RopeAttrs, RopeFacts, joined
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
-from lz_compile.passes.formula.places import Still, affine, has_still
+from lz_compile.passes.formula.places import FixedIndex, affine, has_fixed_index
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
@@ -37,7 +37,7 @@ class RopeEmitter(TableEmitter):
     heads: tuple[Axis, ...]
     positions: tuple[Axis, ...]
     attrs: RopeAttrs
-    _plain: dict[Still, Axis] = field(default_factory=dict)
+    _plain: dict[FixedIndex, Axis] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rotation: Rotation, core: Core) -> RopeEmitter:
@@ -80,10 +80,10 @@ class RopeEmitter(TableEmitter):
         found = []
         for dim in dims:
             own = atoms(dim)
-            found.append(tuple(self._axis(axis) if isinstance(axis, Still) else axis for axis in own))
+            found.append(tuple(self._axis(axis) if isinstance(axis, FixedIndex) else axis for axis in own))
         return tuple(found)
 
-    def _axis(self, place: Still) -> Axis:
+    def _axis(self, place: FixedIndex) -> Axis:
         return self._plain.setdefault(place, Axis(place.size))
 
     def operands(self, builder: Builder) -> Operands:
@@ -178,7 +178,7 @@ def _leaf(builder: Builder, leaf: Leaf, groups: Groups) -> Any:
         dims = dims[:-1]
     found = []
     for position, dim in enumerate(dims):
-        if not has_still(dim):
+        if not has_fixed_index(dim):
             found.append(dim)
             continue
         offset, terms = affine(dim)
@@ -213,7 +213,7 @@ def check(rotation: Rotation) -> None:
     for table in (rotation.cos, rotation.sin):
         for leaf in table.leaves.values():
             for dim in leaf.dims:
-                _run(affine(dim)[1] if has_still(dim) else ())
+                _run(affine(dim)[1] if has_fixed_index(dim) else ())
 
 
 def _dtype(table: Table) -> torch.dtype:

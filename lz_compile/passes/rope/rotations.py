@@ -19,7 +19,7 @@ from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
-from lz_compile.passes.formula.places import Fixed, Still, affine, canonical, has_still, paired, placed
+from lz_compile.passes.formula.places import Fixed, FixedIndex, affine, canonical, has_fixed_index, paired, placed
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 
@@ -128,14 +128,14 @@ def _try(region: Parts, source: fx.Node, output: fx.Node, cut: _Cut) -> Rotation
         return None
     rows, features = axes_of(cut.rows), tuple[Axis, ...]()
     if cut.whole is not None:
-        if any(has_still(dim) for dim in dims) or set(axes_of(dims)) != {*rows, *atoms((cut.pairs,)), cut.pair}:
+        if any(has_fixed_index(dim) for dim in dims) or set(axes_of(dims)) != {*rows, *atoms((cut.pairs,)), cut.pair}:
             return None
         features = (cut.pairs, cut.pair) if cut.is_interleaved else (cut.pair, cut.pairs)
         output_dims: Dims = cut.whole
     else:
         places = tuple(half[-1] for half in cut.halves)
         is_same = canonical(tuple(region.leaves[symbol].dims[-1] for symbol in (a, b))) == canonical(places)
-        if not is_same or any(has_still(dim) for dim in dims[:-1]) or set(axes_of(dims[:-1])) != set(rows):
+        if not is_same or any(has_fixed_index(dim) for dim in dims[:-1]) or set(axes_of(dims[:-1])) != set(rows):
             return None
         if not all(_is_kept(region, source, output, (*cut.rows, place)) for place in cut.kept_places):
             return None
@@ -207,8 +207,8 @@ def _spans(table: Table, cut: _Cut) -> bool:
 
 def moving(dims: Dims) -> set[Axis]:
     """The axes of a place, without what stands still."""
-    found = {axis for dim in dims for axis in atoms(dim) if not isinstance(axis, Still)}
-    return found | {axis for dim in dims if has_still(dim) for axis, _ in affine(dim)[1]}
+    found = {axis for dim in dims for axis in atoms(dim) if not isinstance(axis, FixedIndex)}
+    return found | {axis for dim in dims if has_fixed_index(dim) for axis, _ in affine(dim)[1]}
 
 
 # ---- where a pair may be -------------------------------------------------------------------------------------------------

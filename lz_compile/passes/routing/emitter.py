@@ -13,9 +13,7 @@ from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.ops.routing import Operands, RoutingAttrs, RoutingFacts
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.emitter import TableEmitter
@@ -90,7 +88,6 @@ class RoutingEmitter(TableEmitter):
     @classmethod
     def of(
         cls,
-        effects: Effects,
         parts: Mapping[str, tuple[Operand, ...]],
         output_dims: Dims,
         output: fx.Node,
@@ -106,14 +103,13 @@ class RoutingEmitter(TableEmitter):
         kinds = [tensor.dtype for tensor in map(tensor_of, products) if tensor is not None]
         gate = parts.get("gate")
         is_per_token = gate is not None and places.are_tokens(gate[0].leaf.dims)
-        out = tensor_of(output)
-        assert out is not None, "a sum is a tensor"
+        out = known_tensor(output)
         attrs = RoutingAttrs(
             arm="none" if cosine is None else "act",
             gate="none" if gate is None else "token" if is_per_token else "rollout",
             has_weight="weight" in parts,
             threshold=0.0 if cosine is None else cosine.threshold,
-            compute_dtype=_widest(effects, core),
+            compute_dtype=core.widest(),
             out_dtype=out.dtype,
         )
         matrix_dtype = max(kinds, key=lambda kind: kind.itemsize)
@@ -160,15 +156,10 @@ class RoutingEmitter(TableEmitter):
 
     def _facts(self, core: Core) -> RoutingFacts:
         places = self.places
-        records = grad_enabled(core.ambient)
 
         def wants_grad(*names: str) -> bool:
-            tensors = [tensor_of(part.leaf.node) for name in names for part in self.parts.get(name, ())]
-            return records and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+            return core.wants_grad(part.leaf.node for name in names for part in self.parts.get(name, ()))
 
-        x, out = tensor_of(self.parts["x"][0].leaf.node), tensor_of(self.output)
-        assert x is not None, "the input of an adapter is a tensor"
-        assert out is not None, "a sum is a tensor"
         return RoutingFacts(
             num_rollouts=_count(places.rollouts),
             rollout_length=_count(places.tokens),
@@ -177,7 +168,7 @@ class RoutingEmitter(TableEmitter):
             rank=_count(places.rank),
             quarantine_rank=_count(places.quarantine_rank),
             dtype=self.matrix_dtype,
-            device=out.device.type,
+            device=known_tensor(self.output).device.type,
             needs_grad=wants_grad(*self.parts),
             basis_needs_grad=wants_grad("vh", "u"),
         )
@@ -218,10 +209,3 @@ def _places(parts: Mapping[str, tuple[Operand, ...]], output_dims: Dims) -> Plac
         rank,
         tuple(axis for axis in few if axis not in set(features)),
     )
-
-
-def _widest(effects: Effects, core: Core) -> torch.dtype:
-    """The widest dtype in which anything is computed."""
-    tensors = [tensor_of(node) for node in core.nodes if effects.calls[node] is not None]
-    kinds = [tensor.dtype for tensor in tensors if tensor is not None and tensor.is_floating_point()]
-    return max(kinds, key=lambda kind: kind.itemsize)

@@ -19,7 +19,7 @@ from lz_compile.passes.formula.parts import Edge
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead, overwritten_edge
 from lz_compile.passes.routing.activation import Activation
 from lz_compile.passes.routing.cosine_mask import Cosine, cosine_of
@@ -176,16 +176,14 @@ class Reader:
         unread = _unread(found.region, [*nodes, *interior], ties)
         edges = {node: readers.get(node, output) for node in nodes}
         core = self._core(edges, set(interior) - set(nodes), output, cosine, unread)
-        emitter = RoutingEmitter.of(
-            self.effects, operands, found.dims, output, core, found.region.products, ties, cosine, unread
-        )
+        emitter = RoutingEmitter.of(operands, found.dims, output, core, found.region.products, ties, cosine, unread)
         return emitter, core, interior
 
     def _sum(self, output: fx.Node, edge: Edge, low_rank: set[fx.Node], layers: set[fx.Node]) -> _Sum:
         summands, sums = self.summands.of(output)
         read = low_rank | layers | set(sums)
         region = self._region(output, edge, set(summands) - read)
-        dims = fresh(shape_of(tensor_of(output)))  # type: ignore[arg-type]  # a sum is a tensor
+        dims = fresh(shape_of(known_tensor(output)))
         terms = region.terms(region.express(output, dims))
         if terms is None:
             raise LayoutError("no short sum of products")
@@ -238,12 +236,11 @@ class Reader:
         core = Core((*nodes, output), self.effects.ambient(output), frozenset(ungraded))
         shared = overwritten_edge(self.effects, core)
         whole = replace(core, nodes=(*sorted(shared, key=place.__getitem__), *core.nodes))
-        try:
-            whole.check(self.effects, {node: reader for node, reader in edges.items() if node not in shared})
-        except RefusedError as refusal:
-            is_used = refusal.reason.code == "INTERIOR_USED"
-            edit = "use the sum only, and compute what else is needed of it apart" if is_used else refusal.edit
-            raise RefusedError(refusal.reason.code, refusal.reason.message, edit) from refusal
+        whole.check(
+            self.effects,
+            {node: reader for node, reader in edges.items() if node not in shared},
+            if_used="use the sum only, and compute what else is needed of it apart",
+        )
         return core
 
     def _only_for(self, unread: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:

@@ -16,10 +16,9 @@ from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFa
 from lz_compile.lowering.token_bits import WORD, word_count
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.rewriting.core import Core
+from lz_compile.passes.rewriting.core import Core, wants_grad
 from lz_compile.passes.rewriting.driver import Outcome
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.rewriting.op_calls import CallEmitter, op_calls
@@ -61,7 +60,7 @@ def _match(node: fx.Node, effects: Effects) -> Match:
     logits = tensors["logits"]
     rows, vocab = (as_size(size) for size in logits.shape)
     axes = _Axes(rows, vocab)
-    needs_grad = grad_enabled(ambient) and any(tensor.requires_grad for tensor in tensors.values())
+    needs_grad = wants_grad(ambient, given.values())
     facts = SamplingFacts(rows, vocab, logits.dtype, logits.device.type, needs_grad)
     inputs = {each: Input(axes.dims(name, tensors[name]), range=_RANGES.get(name)) for name, each in given.items()}
     emitter, formula = CallEmitter(given, attrs, Operands), f"{attrs.result} of {', '.join(given)}"

@@ -12,15 +12,14 @@ from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts, Ties
 from lz_compile.lowering.token_bits import pack
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
-from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import hint_of, is_symbolic, tensor_of
+from lz_compile.passes.graph.view import hint_of, is_symbolic, known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.emitter import TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.sampling.excerpt import Excerpt, Scores
 from lz_compile.passes.sampling.kept import Limit, Limits
-from lz_compile.passes.sampling.logit_processors import Part, Warps
+from lz_compile.passes.sampling.logit_processors import LogitProcessors, Part
 from lz_compile.passes.sampling.verbatim import filled
 
 Groups = tuple[tuple[Axis, ...], tuple[Axis, ...]]
@@ -30,24 +29,23 @@ Groups = tuple[tuple[Axis, ...], tuple[Axis, ...]]
 class SamplingEmitter(TableEmitter):
     """``op(logits, bitmask, bias, temperature, top_k, top_p, min_p)`` over rows and tokens."""
 
-    warps: Warps
+    processors: LogitProcessors
     limits: Limits
     found: Excerpt
     output: Scores
     attrs: SamplingAttrs
 
     @classmethod
-    def of(cls, warps: Warps, limits: Limits, found: Excerpt, output: Scores) -> SamplingEmitter:
+    def of(cls, processors: LogitProcessors, limits: Limits, found: Excerpt, output: Scores) -> SamplingEmitter:
         """What was read."""
-        out = tensor_of(output.node)
-        assert out is not None, "scores are a tensor"
+        out = known_tensor(output.node)
         assert limits.result != "parts", "probabilities are divided by their sum"
-        warped = {
-            "bitmask": bool(warps.masks),
-            "bias": bool(warps.bias),
-            "temperature": warps.temperature != 1 or bool(warps.divisors),
+        processed = {
+            "bitmask": bool(processors.masks),
+            "bias": bool(processors.bias),
+            "temperature": processors.temperature != 1 or bool(processors.divisors),
         }
-        given = {*limits.named, *(name for name, is_there in warped.items() if is_there)}
+        given = {*limits.named, *(name for name, is_there in processed.items() if is_there)}
 
         def ties(own: Ties) -> Ties:
             return "open" if limits.is_any and own != "all" else own
@@ -57,7 +55,7 @@ class SamplingEmitter(TableEmitter):
             top_k_ties=ties(limits.top_k_ties),
             top_p_ties=ties(limits.top_p_ties),
         )
-        return cls(warps, limits, found, output, attrs)
+        return cls(processors, limits, found, output, attrs)
 
     @property
     def _groups(self) -> Groups:
@@ -65,13 +63,13 @@ class SamplingEmitter(TableEmitter):
 
     def operands(self, builder: Builder) -> Operands:
         """Logits, and what there is besides."""
-        warps = self.warps
-        logits = builder.arrange(builder.value(warps.logits.node), warps.logits.dims, self._groups)
+        processors = self.processors
+        logits = builder.arrange(builder.value(processors.logits.node), processors.logits.dims, self._groups)
         kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
         found: dict[str, Any] = {"logits": logits}
-        if warps.masks:
+        if processors.masks:
             found["bitmask"] = pack(self._allowed(builder))
-        if warps.bias:
+        if processors.bias:
             found["bias"] = self._sum(builder)
         if self.attrs.has_temperature:
             found["temperature"] = self._temperature(builder, logits, kind)
@@ -82,7 +80,7 @@ class SamplingEmitter(TableEmitter):
     def _allowed(self, builder: Builder) -> Any:
         """One intersection of all masks."""
         total: Any = None
-        for part in self.warps.masks:
+        for part in self.processors.masks:
             value = self._by_row(builder, part, is_wide=True)
             value = value.logical_not() if part.is_inverted else value
             total = value if total is None else total.logical_and(value)
@@ -90,7 +88,7 @@ class SamplingEmitter(TableEmitter):
 
     def _sum(self, builder: Builder) -> Any:
         total: Any = None
-        for part in self.warps.bias:
+        for part in self.processors.bias:
             value = self._by_row(builder, part)
             value = -value if part.is_inverted else value
             total = value if total is None else total + value
@@ -107,9 +105,9 @@ class SamplingEmitter(TableEmitter):
 
     def _temperature(self, builder: Builder, logits: Any, kind: torch.dtype) -> Any:
         """``[N or 1]``; a row that the source divides by zero is no distribution."""
-        warps = self.warps
-        total = logits.new_full((1,), warps.temperature, dtype=kind)
-        for part in warps.divisors:
+        processors = self.processors
+        total = logits.new_full((1,), processors.temperature, dtype=kind)
+        for part in processors.divisors:
             value = builder.value(part.node)
             if axes_of(part.dims):
                 dims = tuple(dim for dim in part.dims if self.output.vocab not in dim)
@@ -119,8 +117,8 @@ class SamplingEmitter(TableEmitter):
             else:
                 value = value.reshape(1)
             total = total * value.to(kind)
-        if warps.divisors:
-            is_one = total > 0 if warps.masks else total != 0
+        if processors.divisors:
+            is_one = total > 0 if processors.masks else total != 0
             total = torch.where(is_one, total, float("nan"))
         return total
 
@@ -156,14 +154,14 @@ class SamplingEmitter(TableEmitter):
     def match(self, op: str, core: Core) -> Match:
         """The finished match."""
         vocab = self._proof_vocab()
-        keeps = {part.node: not part.is_inverted for part in self.warps.masks}
+        keeps = {part.node: not part.is_inverted for part in self.processors.masks}
         ranges = self._ranges(vocab)
         inputs = {
             node: Input(dims, keeps=keeps.get(node), range=ranges.get(node)) for node, dims in self.found.inputs.items()
         }
         operands = {
-            "logits": self.warps.logits.node,
-            **{f"bias{i}": each.node for i, each in enumerate(self.warps.bias)},
+            "logits": self.processors.logits.node,
+            **{f"bias{i}": each.node for i, each in enumerate(self.processors.bias)},
         }
         return Match(
             op,
@@ -180,30 +178,30 @@ class SamplingEmitter(TableEmitter):
         return min(least, size) if isinstance(size, int) else least
 
     def _ranges(self, vocab: int) -> dict[fx.Node, tuple[float, float]]:
-        found = {part.node: (0.3, 2.0) for part in self.warps.divisors}
+        found = {part.node: (0.3, 2.0) for part in self.processors.divisors}
         for name, limit in self.limits.named.items():
             if limit.leaf is not None:
                 found[limit.leaf] = (2.0, vocab / 2) if name == "top_k" else (0.05, 0.95)
         return found
 
     def _facts(self, core: Core) -> SamplingFacts:
-        logits = tensor_of(self.warps.logits.node)
-        assert logits is not None, "logits are a tensor"
-        inputs = (tensor_of(node) for node in self.found.inputs)
-        wants_grad = grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in inputs)
+        logits = known_tensor(self.processors.logits.node)
         rows: Size = product(axis.size for axis in self.output.rows)
-        return SamplingFacts(rows, self.output.vocab.size, logits.dtype, logits.device.type, wants_grad)
+        return SamplingFacts(
+            rows, self.output.vocab.size, logits.dtype, logits.device.type, core.wants_grad(self.found.inputs)
+        )
 
     def _formula(self) -> str:
-        warps = self.warps
-        text = "logits" + "".join(f" {'-' if part.is_inverted else '+'} {part.node.name}" for part in warps.bias)
+        processors = self.processors
+        text = "logits" + "".join(f" {'-' if part.is_inverted else '+'} {part.node.name}" for part in processors.bias)
         if self.attrs.has_temperature:
-            names = [*(part.node.name for part in warps.divisors)]
-            number = [f"{warps.temperature:g}"] if warps.temperature != 1 else []
-            text = f"({text})" if warps.bias else text
+            names = [*(part.node.name for part in processors.divisors)]
+            number = [f"{processors.temperature:g}"] if processors.temperature != 1 else []
+            text = f"({text})" if processors.bias else text
             text = f"{text} / {' * '.join([*number, *names])}"
-        if warps.masks:
-            text = f"{text} where {' and '.join(f'{chr(126) if p.is_inverted else str()}{p.node.name}' for p in warps.masks)}"
+        if processors.masks:
+            masks = (f"{'~' if part.is_inverted else ''}{part.node.name}" for part in processors.masks)
+            text = f"{text} where {' and '.join(masks)}"
         for name, limit in self.limits.named.items():
             text = f"{name}({text}, {limit})"
         return f"softmax({text})" if self.attrs.result == "probs" else text

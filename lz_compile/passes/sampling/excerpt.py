@@ -22,9 +22,9 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, reg
 from lz_compile.passes.formula.calls import is_constant
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, is_symbolic, tensor_of, value_of
+from lz_compile.passes.graph.view import Call, is_symbolic, known_tensor, tensor_of, value_of
 from lz_compile.passes.proof.resize import resized, shape, whole
-from lz_compile.passes.proof.subgraph import Subgraph
+from lz_compile.passes.proof.subgraph import Subgraph, needed
 from lz_compile.passes.sampling.stores import is_ordering
 
 #: More operations than a filter of scores is spelled with.
@@ -180,20 +180,17 @@ def _drops_out(call: Call | None) -> bool:
 def _needed(effects: Effects, entry: fx.Node, exit_: fx.Node) -> list[fx.Node]:
     """Every node from ``entry`` to ``exit_``, and what was written before into memory that these read, in graph order."""
     position = effects.position
-    found, stack = {exit_}, [exit_]
-    while stack:
-        node = stack.pop()
+
+    def sources(node: fx.Node) -> list[fx.Node]:
         owners = {effects.owner(node)} if tensor_of(node) is not None and node is not entry else set()
         writers = [
             writer
             for writer, target in effects.writes_made
             if position[writer] < position[exit_] and effects.owner(target) in owners
         ]
-        for each in (*node.all_input_nodes, *writers):
-            if each not in found and each is not entry and position[each] > position[entry]:
-                found.add(each)
-                stack.append(each)
-    return sorted(found, key=position.__getitem__)
+        return [each for each in (*node.all_input_nodes, *writers) if position[each] > position[entry]]
+
+    return needed([exit_], (), sources)
 
 
 @dataclass
@@ -333,7 +330,7 @@ def exits(effects: Effects, entry: Scores, affected: Affected, since: fx.Node) -
     """The values that look like the scores, and are computed from what ``since`` found out about them, in graph order."""
     first = effects.position[since]
     after = {since}
-    wanted = shape_of(tensor_of(entry.node))  # type: ignore[arg-type]
+    wanted = shape_of(known_tensor(entry.node))
     for node in affected.order:
         if effects.position[node] > first and any(each in after for each in _sources(effects, node)):
             after.add(node)

@@ -17,7 +17,7 @@ from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.sampling.drawn import weighs
 from lz_compile.passes.sampling.excerpt import Affected, Scores, excerpt, exits
 from lz_compile.passes.sampling.kept import Form, Limits
@@ -83,8 +83,7 @@ class FilterReader:
 
     def _entries(self, anchor: fx.Node, source: fx.Node, place: int | None) -> Iterator[Scores]:
         """The values of the anchor's shape that it may be about, nearest first."""
-        tensor = tensor_of(source)
-        assert tensor is not None, "an anchor has a tensor"
+        tensor = known_tensor(source)
         assert place is not None, "an anchor has a dimension"
         dims = fresh(shape_of(tensor))
         node: fx.Node | None = self.effects.current(source, anchor)

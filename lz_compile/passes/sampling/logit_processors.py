@@ -17,7 +17,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, broadcast_from, resolve
 from lz_compile.passes.formula.calls import constant_value, is_cast
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.sampling.excerpt import Affected, Scores
 
 
@@ -31,7 +31,7 @@ class Part:
 
 
 @dataclass
-class Warps:
+class LogitProcessors:
     """What was read: ``logits`` is what it starts from. ``temperature`` is a number times the tensors ``divisors``."""
 
     logits: Scores
@@ -46,12 +46,12 @@ class Warps:
         return [*self.masks, *self.divisors, *self.bias]
 
 
-def warps_of(effects: Effects, entry: Scores, inside: set[fx.Node]) -> Warps:
+def logit_processors_of(effects: Effects, entry: Scores, inside: set[fx.Node]) -> LogitProcessors:
     """What was done to the scores at ``entry``, as far as only what is ``inside`` reads them: that need not be computed.
 
     What is found joins it.
     """
-    reader = _Reader(effects, Warps(entry))
+    reader = _Reader(effects, LogitProcessors(entry))
     while inside.issuperset((scores := reader.found.logits.node).users):
         inside.add(scores)
         if not reader.step():
@@ -62,7 +62,7 @@ def warps_of(effects: Effects, entry: Scores, inside: set[fx.Node]) -> Warps:
 @dataclass
 class _Reader:
     effects: Effects
-    found: Warps
+    found: LogitProcessors
 
     def step(self) -> bool:
         """Read one call; whether it is one of these."""
@@ -70,7 +70,9 @@ class _Reader:
         call = self.effects.calls.get(scores.node)
         if call is None or call.is_inplace or self.effects.is_overwritten(scores.node):
             return False
-        before = Warps(scores, [*self.found.masks], self.found.temperature, [*self.found.divisors], [*self.found.bias])
+        before = LogitProcessors(
+            scores, [*self.found.masks], self.found.temperature, [*self.found.divisors], [*self.found.bias]
+        )
         node = self._read(call, scores)
         if node is None:
             return False
@@ -93,7 +95,7 @@ class _Reader:
             return None
         if self.effects.is_opaque(node, call.node):
             return None
-        if shape_of(tensor) == shape_of(tensor_of(scores.node)):  # type: ignore[arg-type]
+        if shape_of(tensor) == shape_of(known_tensor(scores.node)):
             return scores.at(node)
         try:
             dims = layout.read_input_dims(call, scores.dims)
@@ -175,7 +177,7 @@ class _Reader:
         if part is None or scores.vocab not in axes_of(part.dims):
             return None
         first = tensor_of(call.input)
-        if first is None or shape_of(first) != shape_of(tensor_of(call.node)):  # type: ignore[arg-type]
+        if first is None or shape_of(first) != shape_of(known_tensor(call.node)):
             if call.name == "sub":
                 return None
             part = self._part(call, call.input, scores, None)
@@ -191,7 +193,7 @@ class _Reader:
             return float(value)
         call = self.effects.calls.get(value) if isinstance(value, fx.Node) else None
         found = None if call is None else constant_value(call)
-        return None if found is None or (tensor_of(value) is not None and tensor_of(value).dim()) else float(found)  # type: ignore[union-attr]
+        return None if found is None or (tensor_of(value) is not None and known_tensor(value).dim()) else float(found)
 
     def _part(self, call: Call, value: object, scores: Scores, kind: torch.dtype | None) -> Part | None:
         """A tensor that is broadcast to the scores."""

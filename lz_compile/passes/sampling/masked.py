@@ -14,7 +14,7 @@ from lz_compile.passes.sampling.drawn import draws
 from lz_compile.passes.sampling.excerpt import Scores
 from lz_compile.passes.sampling.filters import Filter
 from lz_compile.passes.sampling.kept import Limits
-from lz_compile.passes.sampling.logit_processors import warps_of
+from lz_compile.passes.sampling.logit_processors import logit_processors_of
 
 
 def masked_softmax(effects: Effects, node: fx.Node) -> Filter | None:
@@ -28,8 +28,8 @@ def masked_softmax(effects: Effects, node: fx.Node) -> Filter | None:
         return None
     dims = fresh(shape_of(tensor))
     entry = Scores(call.input, dims, dims[call.get("dim") % len(dims)][0])
-    warps = warps_of(effects, entry, {node})
-    if not warps.masks and not any(_is_additive_mask(effects, part.node) for part in warps.bias):
+    processors = logit_processors_of(effects, entry, {node})
+    if not processors.masks and not any(_is_additive_mask(effects, part.node) for part in processors.bias):
         return None
     return Filter(entry, "scores", node, Limits("probs"), frozenset({node}))
 

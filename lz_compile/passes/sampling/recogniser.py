@@ -23,7 +23,7 @@ from lz_compile.passes.sampling.emitter import SamplingEmitter
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, excerpt
 from lz_compile.passes.sampling.filters import OP, SOFTMAXES, Filter, FilterReader, softmax_input
 from lz_compile.passes.sampling.kept import Limits
-from lz_compile.passes.sampling.logit_processors import warps_of
+from lz_compile.passes.sampling.logit_processors import logit_processors_of
 from lz_compile.passes.sampling.masked import masked_softmax
 from lz_compile.passes.sampling.sorted_draws import sorted_draw
 from lz_compile.passes.sampling.verbatim import check_repeatable
@@ -62,17 +62,17 @@ class _Matcher:
         entry = chain.entry
         if chain.form == "probs":
             entry = softmax_input(self.effects, entry) or entry
-        warps = warps_of(self.effects, entry, {chain.exit, *chain.core})
-        logits = warps.logits
+        processors = logit_processors_of(self.effects, entry, {chain.exit, *chain.core})
+        logits = processors.logits
         affected = Affected(self.effects, logits.node)
-        stops = frozenset(part.node for part in warps.parts)
+        stops = frozenset(part.node for part in processors.parts)
         found = excerpt(self.effects, logits, affected, chain.exit, stops)
         if found is None:
             raise RefusedError("OPERANDS_UNKNOWN", "it reads tensors of other shapes", "compute them before")
         self._check_leaves(found, chain.limits, stops)
         output = entry.at(chain.exit)
         core = self._core(found, chain.exit)
-        match = SamplingEmitter.of(warps, chain.limits, found, output).match(OP, core)
+        match = SamplingEmitter.of(processors, chain.limits, found, output).match(OP, core)
         if chain.limits.is_any:
             check_repeatable(found, wants_grad=match.facts.needs_grad)
         return match

@@ -18,9 +18,9 @@ from lz_compile.lowering.ops import scan as scan_op
 from lz_compile.lowering.ops.scan import DIMS, RESULTS, Operands, ScanAttrs
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.rewriting.core import wants_grad
 from lz_compile.passes.rewriting.driver import Outcome
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.rewriting.op_calls import CallEmitter, op_calls
@@ -59,7 +59,7 @@ def _match(node: fx.Node, effects: Effects) -> Match:
     }
     ambient = effects.ambient(node)
     sizes: dict[str, Any] = {name: as_size(size) for name, size in scan_op.sizes_of(x)._asdict().items()}
-    needs_grad = grad_enabled(ambient) and any(tensor.requires_grad for tensor in tensors.values())
+    needs_grad = wants_grad(ambient, given.values())
     facts = replace(scan_op.facts_of(x), **sizes, needs_grad=needs_grad)
     places = {place: tuple(axes[letter] for letter in letters) for place, letters in enumerate(RESULTS)}
     dims = {each: tuple(() if axis.size == 1 else (axis,) for axis in places[place]) for each, place in outputs.items()}

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size
-from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure, is_one
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.ground.sizes import Size, is_one
+from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
+from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.loops.recurrence.dropped_states import factors_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum, mapped
 from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, Term
 from lz_compile.passes.loops.recurrence.index_values import TIME, Source, Values
-from lz_compile.passes.loops.recurrence.size_placeholders import NO_SYMBOLS, Place, StandIns
+from lz_compile.passes.loops.recurrence.size_placeholders import NO_SYMBOLS, Place, SizePlaceholders
 from lz_compile.passes.loops.recurrence.transition import Read, Transition
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.emitter import TableEmitter
@@ -50,7 +50,7 @@ class ScanEmitter(TableEmitter):
     final: tuple[fx.Node, ...]
     reads: tuple[tuple[fx.Node, int], ...]
     attrs: ScanAttrs
-    numbers: StandIns = NO_SYMBOLS
+    numbers: SizePlaceholders = NO_SYMBOLS
     places: tuple[tuple[fx.Node | None, int], ...] = ()
 
     @property
@@ -284,4 +284,4 @@ def _joined(rows: Sequence[Any], dim: int) -> Any:
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    return tensor_of(node).dtype  # type: ignore[union-attr]
+    return known_tensor(node).dtype

@@ -13,17 +13,17 @@ from lz_compile.lowering.ops.scan import ScanAttrs
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.formula.calls import is_constant
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import read, tensor_of, where_of
+from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom
-from lz_compile.passes.loops.recurrence.size_placeholders import StandIns
+from lz_compile.passes.loops.recurrence.size_placeholders import SizePlaceholders
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, is_filled
 from lz_compile.passes.loops.recurrence.text import text_of
 from lz_compile.passes.loops.recurrence.transition import Transition
 from lz_compile.passes.proof.special_values import may_be_special
+from lz_compile.passes.rewriting.core import wants_grad
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.scan.emitter import Given, ScanEmitter
 
@@ -65,7 +65,7 @@ def finished(
         numbers=step.sizes,
         places=((first, 0), *((node, 1) for node in call.xs), *((node, 0) for node in call.given)),
     )
-    time = Axis(as_size(_tensor(call.xs[0]).shape[0]))
+    time = Axis(as_size(known_tensor(call.xs[0]).shape[0]))
     inputs = {each.node: _dims(each.node, time if each.over_time else None) for each in given.values()}
     unused = {node: _dims(node, time) for node in call.xs}
     unused |= {node: _dims(node, None) for node in call.given if tensor_of(node) is not None}
@@ -78,7 +78,7 @@ def finished(
             inputs[node] = _dims(node, None)
     ordered = sorted(emitter.outputs)
     dims = {node: _dims(node, time if node not in emitter.final else None) for node in ordered}
-    needs_grad = grad_enabled(effects.ambient(call.node)) and any(_tensor(node).requires_grad for node in inputs)
+    needs_grad = wants_grad(effects.ambient(call.node), inputs)
     if needs_grad:
         _refuse_special(transition, given)
     axes = {axis for each in (*inputs.values(), *interior.values(), *dims.values()) for dim in each for axis in dim}
@@ -109,7 +109,7 @@ def _poisoned(transition: Transition, given: Mapping[Atom, Given], time: Axis) -
     written = (transition.drive, *(update.right for update in transition.updates))
     factors = (factor for each in written if each is not None for term in each.terms for factor in term.of("given"))
     nodes = dict.fromkeys(given[factor.atom].node for factor in factors if given[factor.atom].over_time)
-    return {node: (time,) for node in nodes if _tensor(node).is_floating_point()}
+    return {node: (time,) for node in nodes if known_tensor(node).is_floating_point()}
 
 
 def _refuse_special(transition: Transition, given: Mapping[Atom, Given]) -> None:
@@ -142,7 +142,7 @@ def _atoms(transition: Transition) -> set[Atom]:
     return {atom for whole in transition.sums() for atom in whole.atoms if atom.kind in ("given", "mask")}
 
 
-def _scales(transition: Transition, given: Mapping[Atom, Given], numbers: StandIns) -> dict[fx.Node, float]:
+def _scales(transition: Transition, given: Mapping[Atom, Given], numbers: SizePlaceholders) -> dict[fx.Node, float]:
     """For keys that erase: their length is about one, as that of the keys of models is, or a state would grow."""
     size = numbers.hint(math.prod(transition.space[key] for key in transition.keys))
     sums = [part for u in transition.updates if u.erase is not None for part in (u.left, u.erase)]
@@ -179,12 +179,6 @@ def _is_spanned(transition: Transition) -> bool:
 
 
 def _dims(node: fx.Node, time: Axis | None) -> Dims:
-    sizes = [as_size(size) for size in _tensor(node).shape]
+    sizes = [as_size(size) for size in known_tensor(node).shape]
     own = [() if size == 1 else (Axis(size),) for size in sizes]
     return tuple(own if time is None else [(time,), *own[1:]])
-
-
-def _tensor(node: fx.Node) -> torch.Tensor:
-    value = tensor_of(node)
-    assert value is not None, f"{node.name} is no tensor"
-    return value

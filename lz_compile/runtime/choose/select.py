@@ -23,7 +23,7 @@ from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.measure.estimate import INDUCTOR, Estimate, estimates
 from lz_compile.runtime.measure.perf_record import PerfRecord
-from lz_compile.runtime.policy.resolved import Policy, Verdict
+from lz_compile.runtime.policy.resolved import Policy, ResolvedPolicy
 from lz_compile.runtime.problem import decision_tree
 from lz_compile.runtime.problem.bucket_limits import limit, within
 from lz_compile.runtime.problem.buckets import Sample, winner
@@ -57,7 +57,7 @@ class _Selection:
         self.problem, self.policy = problem, policy
         self.incumbent = eager_kernel(problem.context.op) if problem.is_eager else INDUCTOR
         self.context = _with_settings(problem.context, policy)
-        self.verdict: Verdict = policy.verdict(self.context)
+        self.resolved_policy: ResolvedPolicy = policy.resolved_policy(self.context)
         self.specs = list(kernels(self.context.operation).values())
         self.against = {spec.kernel_id: tuple(self._against(spec)) for spec in self.specs}
         self.records = self._records()
@@ -72,13 +72,15 @@ class _Selection:
         sizes = self.context.hints()
         candidates = self._candidates(sizes)
         refused = None
-        if self.verdict.lock is not None:
-            locked = next((c for c in candidates if c.kernel.kernel_id == self.verdict.lock), None)
+        if self.resolved_policy.lock is not None:
+            locked = next((c for c in candidates if c.kernel.kernel_id == self.resolved_policy.lock), None)
             if locked is not None and not locked.against:
-                why = f"locked by {self.verdict.lock_origin}"
+                why = f"locked by {self.resolved_policy.lock_origin}"
                 return Decision(locked.kernel, why, tuple(candidates), refused_table=self._outvoted(locked.kernel))
             text = "; ".join(reason.message for reason in locked.against) if locked else "no such kernel here"
-            refused = Reason("LOCK_NOT_POSSIBLE", f"{self.verdict.lock} ({self.verdict.lock_origin}): {text}")
+            refused = Reason(
+                "LOCK_NOT_POSSIBLE", f"{self.resolved_policy.lock} ({self.resolved_policy.lock_origin}): {text}"
+            )
         decision, refused_table = self._by_table(candidates)
         if decision is None:
             decision = self._by_latency(sizes, candidates)
@@ -145,10 +147,10 @@ class _Selection:
         if spec.kernel_id == DISPATCH:
             return 1.0
         score = 100 / estimate.relative_latency
-        preference = self.verdict.preference(spec.kernel_id)
+        preference = self.resolved_policy.preference(spec.kernel_id)
         if preference is not None:
             score += max(PREFERRED - preference[0], 1.0)
-        if self.verdict.avoided(spec.kernel_id) is not None:
+        if self.resolved_policy.avoided(spec.kernel_id) is not None:
             score += AVOIDED
         return max(score, 1.0)
 
@@ -158,7 +160,7 @@ class _Selection:
 
     def _why(self, candidates: Sequence[Candidate], kernel_id: str, why: str) -> str:
         estimate = next(each.estimate for each in candidates if each.kernel.kernel_id == kernel_id)
-        preference = self.verdict.preference(kernel_id)
+        preference = self.resolved_policy.preference(kernel_id)
         by = f" (preferred by {preference[1]})" if preference is not None else ""
         base = "Inductor's own code" if self.incumbent == INDUCTOR else self.incumbent
         if kernel_id == self.incumbent:
@@ -313,7 +315,7 @@ class _Selection:
         kernel_id = decision_tree.choose(self.table_tree, self.context.hints()).kernel
         if kernel_id in (None, locked.kernel_id):
             return None
-        return self._not_possible(kernel_id, f"{locked.kernel_id} is locked by {self.verdict.lock_origin}")
+        return self._not_possible(kernel_id, f"{locked.kernel_id} is locked by {self.resolved_policy.lock_origin}")
 
     def _not_possible(self, kernel_id: str | None, why: str) -> Reason:
         path = "" if self.table is None else self.table.path
@@ -331,13 +333,16 @@ class _Selection:
         retired = health.retired(spec.kernel_id)
         if retired is not None:
             reasons.append(retired)
-        origin = self.verdict.excluded(spec.kernel_id)
+        origin = self.resolved_policy.excluded(spec.kernel_id)
         if origin is not None:
             reasons.append(Reason("POLICY_EXCLUDED", f"{spec.kernel_id} is forbidden by {origin}"))
         return reasons
 
     def _notes(self, spec: KernelSpec) -> list[Reason]:
-        preference, avoided = self.verdict.preference(spec.kernel_id), self.verdict.avoided(spec.kernel_id)
+        preference, avoided = (
+            self.resolved_policy.preference(spec.kernel_id),
+            self.resolved_policy.avoided(spec.kernel_id),
+        )
         notes = []
         if preference is not None:
             notes.append(Reason("POLICY_PREFERRED", f"preferred by {preference[1]}"))

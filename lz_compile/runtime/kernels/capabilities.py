@@ -19,7 +19,7 @@ from lz_compile.errors import CapabilitiesError, FormulaError, nearest
 from lz_compile.ground import formulas
 from lz_compile.ground.files import TooLargeError, read_bounded
 from lz_compile.lowering import ops
-from lz_compile.runtime.problem.context import dim_names, operations
+from lz_compile.runtime.problem.context import SelectionContext, dim_names, operations
 
 SCHEMA_VERSION = "1.0"
 #: Of a descriptor.
@@ -65,6 +65,8 @@ Feature: TypeAlias = Annotated[str, Meta(pattern=rf"^(\*|[a-z][a-z0-9_]*){_END}"
 class Prior(Struct, frozen=True, forbid_unknown_fields=True):
     """What to expect of a kernel before anything was measured here: latency relative to Inductor's own code."""
 
+    # Of several rows that fit, the last one counts.
+
     platform: Platform
     dtypes: Annotated[frozenset[Dtype], Meta(min_length=1)]
     relative_latency: Annotated[float, Meta(gt=0)]
@@ -73,6 +75,21 @@ class Prior(Struct, frozen=True, forbid_unknown_fields=True):
     limits: Annotated[dict[Name, tuple[int, int | None]], Meta(description="the least and the most of sizes")] = {}
     isa: Annotated[frozenset[Name], Meta(description="instruction sets that a CPU must have")] = frozenset()
     isa_absent: Annotated[frozenset[Name], Meta(description="instruction sets that a CPU must not have")] = frozenset()
+
+    def fits(self, context: SelectionContext, sizes: Mapping[str, int]) -> bool:
+        """Whether this row speaks of a problem: of its platform, dtype, features and sizes."""
+        return (
+            self.platform in ("*", context.hardware.platform)
+            and bool({"*", context.dtype_name} & self.dtypes)
+            and self.features <= context.features.keys()
+            and not self.features_absent & context.features.keys()
+            and self.isa <= context.hardware.isa
+            and not self.isa_absent & context.hardware.isa
+            and all(
+                least <= sizes.get(name, 0) and (most is None or sizes.get(name, 0) <= most)
+                for name, (least, most) in self.limits.items()
+            )
+        )
 
 
 class Grid(Struct, frozen=True, forbid_unknown_fields=True):

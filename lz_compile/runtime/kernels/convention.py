@@ -19,10 +19,11 @@ import torch
 
 from lz_compile.errors import RegistrationError, nearest
 from lz_compile.lowering import ops
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.kernel_operator import Kernel, kernel_operator
 from lz_compile.lowering.kernels.attention import token_major
 from lz_compile.lowering.ops import attention
-from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
+from lz_compile.lowering.ops.attention import Operands
 
 #: What a function of the second form may take beside query, key and value.
 PARAMETERS = ("scale", "causal", "is_causal", "attn_mask", "dropout_p", "enable_gqa", "softcap", "sinks")

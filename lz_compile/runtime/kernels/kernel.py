@@ -10,54 +10,15 @@ from lz_compile.errors import KernelUnavailableError
 from lz_compile.ground import formulas
 from lz_compile.ground.reasons import Reason
 from lz_compile.runtime.kernels import constraints, libraries
+from lz_compile.runtime.kernels.capabilities import Grid as GridLayoutSpec
+from lz_compile.runtime.kernels.capabilities import Prior
 from lz_compile.runtime.kernels.libraries import LazyFunction
 from lz_compile.runtime.problem.context import SelectionContext
 
+__all__ = ["ADAPTERS", "GridLayoutSpec", "KernelSpec", "Prior"]
+
 #: The package with the adapters of this one.
 ADAPTERS = "lz_compile.lowering.kernels"
-
-
-@dataclass(frozen=True)
-class Prior:
-    """What to expect of a kernel before anything was measured here: latency relative to Inductor's own code.
-
-    Of several rows that fit, the last one counts. ``limits`` are the least and the most of sizes, ``features`` what a
-    problem must have (``features_absent``: must not), ``isa`` and ``isa_absent`` the same of a CPU's instruction sets.
-    """
-
-    platform: str
-    dtypes: frozenset[str]
-    relative_latency: float
-    features: frozenset[str] = frozenset()
-    features_absent: frozenset[str] = frozenset()
-    limits: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
-    isa: frozenset[str] = frozenset()
-    isa_absent: frozenset[str] = frozenset()
-
-    def fits(self, context: SelectionContext, sizes: Mapping[str, int]) -> bool:
-        """Whether this row speaks of a problem: of its platform, dtype, features and sizes."""
-        return (
-            self.platform in ("*", context.hardware.platform)
-            and bool({"*", context.dtype_name} & self.dtypes)
-            and self.features <= context.features.keys()
-            and not self.features_absent & context.features.keys()
-            and self.isa <= context.hardware.isa
-            and not self.isa_absent & context.hardware.isa
-            and all(
-                least <= sizes.get(name, 0) and (most is None or sizes.get(name, 0) <= most)
-                for name, (least, most) in self.limits.items()
-            )
-        )
-
-
-@dataclass(frozen=True)
-class GridLayoutSpec:
-    """Blocks along each dimension of a CUDA launch, and threads in a block, as formulas over sizes."""
-
-    x: str
-    y: str | None = None
-    z: str | None = None
-    threads: str | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from lz_compile.errors import RegistrationError, UnknownOperationError, nearest
 from lz_compile.ground import health
 from lz_compile.ground.hardware import GENERATIONS, INSTRUCTION_SETS
 from lz_compile.ground.reasons import Reason
-from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.kernels import capabilities, registry
+from lz_compile.runtime.kernels.capabilities import WITHOUT_MEANING
 from lz_compile.runtime.kernels.kernel import KernelSpec, Prior
 from lz_compile.runtime.problem.context import SelectionContext, name_of, operations
 
@@ -121,8 +122,6 @@ def register_kernel(
 
 
 def _about_unknown(name: str) -> str:
-    from lz_compile.runtime.kernels.capabilities import WITHOUT_MEANING
-
     if name in WITHOUT_MEANING:
         return f"'{name}' has no meaning here: {WITHOUT_MEANING[name]}. Leave it out"
     valid = [each for each in inspect.signature(register_kernel).parameters if each != "unknown"]
@@ -176,8 +175,6 @@ def _spec(
 
 def _described(kernel_id: str, function: Callable[..., Any], given: dict[str, Any], *, is_opaque: bool) -> KernelSpec:
     """The kernel as a descriptor of its own would describe it, checked in the same way."""
-    from lz_compile.runtime.kernels import capabilities
-
     values = {name: value for name, value in given.items() if name not in ("operation", "platform", "supported_dtypes")}
     package, backend_version = values.pop("package"), values.pop("backend_version")
     values["platforms"] = _known(kernel_id, "platform", _names(given["platform"]), get_args(capabilities.Platform))

@@ -13,19 +13,17 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lz_compile.errors import RegistrationError, UnknownOperationError
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.records import Record
-from lz_compile.runtime.kernels import libraries, plugins
+from lz_compile.runtime.kernels import capabilities, libraries, plugins
+from lz_compile.runtime.kernels.capabilities import Descriptor, Kernel
 from lz_compile.runtime.kernels.kernel import ADAPTERS, GridLayoutSpec, KernelSpec, Prior
 from lz_compile.runtime.kernels.libraries import LazyFunction
 from lz_compile.runtime.problem.context import operations
-
-if TYPE_CHECKING:
-    from lz_compile.runtime.kernels.capabilities import Descriptor, Kernel
 
 __all__ = [
     "KERNELS", "GridLayoutSpec", "KernelInfo", "KernelSpec", "Prior", "digest", "kernels", "list_kernels", "register",
@@ -163,8 +161,6 @@ def register_descriptor(path: str | Path, module: str) -> None:
 
 
 def _add_descriptor(table: _Table, path: Path, module: str) -> None:
-    from lz_compile.runtime.kernels import capabilities
-
     try:
         specs = specs_of(capabilities.read(path), module)
         taken = _state.everything()
@@ -179,8 +175,6 @@ def _add_descriptor(table: _Table, path: Path, module: str) -> None:
 
 def specs_of(descriptor: Descriptor, module: str) -> _Table:
     """The kernels that a descriptor describes, by op and id, with their functions in ``module``."""
-    from lz_compile.runtime.kernels import capabilities
-
     found: _Table = {}
     capabilities_hash = capabilities.digest(descriptor)
     for operation, kernel in descriptor.kernels():
@@ -190,25 +184,18 @@ def specs_of(descriptor: Descriptor, module: str) -> _Table:
 
 
 def _spec(descriptor: Descriptor, operation: str, kernel: Kernel, capabilities_hash: str, module: str) -> KernelSpec:
-    names = ("x", "y", "z", "threads")
-    grid, function = kernel.grid, kernel.function
+    function = kernel.function
     name = function if function is None or isinstance(function, str) else operation.partition(".")[0]
-    special = ("kernel_id", "function", "grid", "prior")
-    limits: dict[str, Any] = {
-        field: getattr(kernel, field) for field in kernel.__struct_fields__ if field not in special
-    }
+    same: dict[str, Any] = {each: getattr(kernel, each) for each in kernel.__struct_fields__ if each != "function"}
     return KernelSpec(
-        kernel_id=kernel.kernel_id,
         operation=operation,
         source=descriptor.backend,
         provenance=descriptor.source,
         package=descriptor.package,
         backend_version=descriptor.backend_version,
         implementation=None if name is None else LazyFunction(module, name, descriptor.module),
-        grid=None if grid is None else GridLayoutSpec(*(getattr(grid, axis) for axis in names)),
-        prior=tuple(Prior(**{name: getattr(row, name) for name in row.__struct_fields__}) for row in kernel.prior),
         capabilities_hash=capabilities_hash,
-        **limits,
+        **same,
     )
 
 

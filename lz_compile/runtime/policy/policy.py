@@ -23,14 +23,14 @@ from lz_compile.errors import ConfigError
 from lz_compile.ground import events, hooks
 from lz_compile.runtime.policy import environment, names
 from lz_compile.runtime.policy.names import Invalid
-from lz_compile.runtime.policy.resolved import Policy, Verdict
+from lz_compile.runtime.policy.resolved import Policy, ResolvedPolicy
 from lz_compile.runtime.policy.rules import Kind, Lock, Statement
 from lz_compile.runtime.policy.settings import Layer, Value
 
 __all__ = [
     "Override",
     "Policy",
-    "Verdict",
+    "ResolvedPolicy",
     "avoid",
     "configure",
     "current",

@@ -19,7 +19,7 @@ Entry = tuple[str, str]  # a kernel's id (or a glob of ids), and who said it
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ResolvedPolicy:
     """What a policy says about the kernels of one problem.
 
     Kernels are listed by their ids, each under ``prefer`` or ``avoid`` at most: the strongest origin that names it decides.
@@ -57,7 +57,7 @@ def _find(entries: tuple[Entry, ...], kernel_id: str) -> tuple[int, str | None]:
     return len(entries), None
 
 
-_NOTHING = Verdict()
+_NOTHING = ResolvedPolicy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class Policy:
         said = [found for layer in self.layers if (found := layer.canonical())]
         return hashlib.sha256(json.dumps([settings, said], sort_keys=True).encode()).hexdigest()
 
-    def verdict(self, subject: SelectionContext) -> Verdict:
+    def resolved_policy(self, subject: SelectionContext) -> ResolvedPolicy:
         """What this policy says about a problem: its operation, hardware, dtype and dims (a ``SelectionContext``).
 
         A symbolic size meets the conditions of rules by its hint.
@@ -113,7 +113,7 @@ class Policy:
                         order.setdefault(kernel_id, (statement.kind, place - 1, statement.origin))
                     elif kernel_id not in spared:
                         exclude.setdefault(kernel_id, statement.origin)
-        return _verdict(lock, exclude, order)
+        return _resolved(lock, exclude, order)
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON: every setting with its value and origin, and what is said about kernels."""
@@ -166,10 +166,12 @@ def _said(layer: Layer, subject: SelectionContext) -> Iterator[Statement]:
     yield from layer.statements
 
 
-def _verdict(lock: Lock | None, exclude: Mapping[str, str], order: Mapping[str, tuple[Kind, int, str]]) -> Verdict:
+def _resolved(
+    lock: Lock | None, exclude: Mapping[str, str], order: Mapping[str, tuple[Kind, int, str]]
+) -> ResolvedPolicy:
     prefer = [(kernel_id, place, origin) for kernel_id, (kind, place, origin) in order.items() if kind == "prefer"]
     places = sorted({place for _, place, _ in prefer})
-    return Verdict(
+    return ResolvedPolicy(
         lock=None if lock is None else lock.kernel_id,
         lock_origin="" if lock is None or lock.kernel_id is None else lock.origin,
         exclude=tuple(exclude.items()),

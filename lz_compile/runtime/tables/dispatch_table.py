@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from lz_compile.errors import DispatchTableError, nearest
-from lz_compile.ground.files import TooLargeError, read_bounded
+from lz_compile.ground.files import TooLargeError, read_bounded, write_whole
 from lz_compile.ground.hardware import hardware
 from lz_compile.ground.reasons import Reason
 from lz_compile.runtime.kernels import registry
@@ -152,12 +151,7 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table as JSON, whole and renamed into place."""
-        target = Path(path).expanduser()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".tmp", delete=False) as file:
-            json.dump(self.to_dict(), file, indent=2)
-            file.write("\n")
-        Path(file.name).replace(target)
+        write_whole(Path(path).expanduser(), json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DispatchTable:
@@ -167,7 +161,9 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             DispatchTableError: it cannot be read, is of another schema, contradicts itself, or was made for other hardware
                 or other kernels.
         """
-        return load(path)
+        table = read(path)
+        table.check(path)
+        return table
 
     def check(self, path: str | os.PathLike[str]) -> None:
         """Whether the table holds here and now.
@@ -254,17 +250,6 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         hindrances = [str(found) for each in self.kernels if (found := each.hindrance()) is not None]
         if hindrances:
             yield f"expected the kernels that it was made with, received {'; '.join(hindrances)}"
-
-
-def load(path: str | os.PathLike[str]) -> DispatchTable:
-    """The table in a file, if it holds on this machine.
-
-    Raises:
-        DispatchTableError: as for :meth:`DispatchTable.load`.
-    """
-    table = read(path)
-    table.check(path)
-    return table
 
 
 def read(path: str | os.PathLike[str]) -> DispatchTable:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lz_compile.ground.sizes import is_one
 from lz_compile.lowering.arange import arange
 from lz_compile.lowering.bands import Band
 
@@ -188,11 +189,6 @@ def _in_mask(grid: Grid, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
         mask = mask[..., _padded(grid.transposed())].unflatten(4, (-1, grid.tile))
     kept = mask.sum((3, 5))
     return kept > 0, kept == count
-
-
-def is_one(size: Any) -> bool:
-    """Whether an extent is known to be one, so that the dimension is broadcast."""
-    return isinstance(size, int) and size == 1
 
 
 def _ordered(needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernels.attention.recompute import recomputed
-from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
+from lz_compile.lowering.ops.attention import Operands
 
 #: Operands that are not broadcast to scores as they are.
 _NOT_OVER_SCORES = {"query", "key", "value", "query_documents", "key_documents"}

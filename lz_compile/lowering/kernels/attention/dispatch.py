@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 
 from lz_compile.ground import hooks
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.kernel_operator import kernel_operator
 from lz_compile.lowering.kernels.attention import token_major, torch_sdpa
-from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
+from lz_compile.lowering.ops.attention import Operands
 
 
 def _dispatch(x: token_major.Operands, attrs: AttentionAttrs) -> torch.Tensor:

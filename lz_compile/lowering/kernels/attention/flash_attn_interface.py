@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.kernels.attention.library_attention import library_attention, window_at_end
 from lz_compile.lowering.kernels.attention.token_major import Operands
-from lz_compile.lowering.ops.attention import AttentionAttrs
 
 
 def _flash_attn_3(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:

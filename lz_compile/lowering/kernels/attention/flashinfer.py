@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.kernels.attention.library_attention import (
     NO_LIMIT,
     library_attention,
@@ -18,7 +19,6 @@ from lz_compile.lowering.kernels.attention.library_attention import (
     window_at_end,
 )
 from lz_compile.lowering.kernels.attention.token_major import Operands
-from lz_compile.lowering.ops.attention import AttentionAttrs
 
 #: Bytes that FlashInfer recommends for partial results of a batch, and how many plans are kept.
 _WORKSPACE_BYTES = 128 << 20

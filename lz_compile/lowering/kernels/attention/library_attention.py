@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernel_operator import Kernel, kernel_operator
 from lz_compile.lowering.kernels.attention import token_major
 from lz_compile.lowering.kernels.attention.token_major import Operands
 from lz_compile.lowering.ops import attention as op
-from lz_compile.lowering.ops.attention import AttentionAttrs
 
 #: A side of a window without limit, as flash-attn writes it.
 NO_LIMIT = -1

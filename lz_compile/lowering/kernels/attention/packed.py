@@ -16,12 +16,13 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernel_operator import kernel_operator
 from lz_compile.lowering.kernels.attention import blocked, token_major, torch_sdpa
 from lz_compile.lowering.kernels.attention.token_major import Operands
 from lz_compile.lowering.ops import attention as op
-from lz_compile.lowering.ops.attention import FEW_KEYS, AttentionAttrs, merged_mask
+from lz_compile.lowering.ops.attention import FEW_KEYS, merged_mask
 
 #: Queries per block of a window.
 BLOCK = 256

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.kernel_operator import kernel_operator
 from lz_compile.lowering.kernels.attention import token_major
 from lz_compile.lowering.kernels.attention.tiles import Heads, Problem, Tile, Weights
 from lz_compile.lowering.kernels.attention.token_major import DIFFERENTIABLE, Operands
 from lz_compile.lowering.ops import attention as op
-from lz_compile.lowering.ops.attention import AttentionAttrs
 
 
 def attention(x: op.Operands, attrs: AttentionAttrs, rows: int = 0) -> torch.Tensor:

@@ -17,8 +17,8 @@ from functools import cached_property
 
 import torch
 
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.kernels.attention.token_major import Operands
-from lz_compile.lowering.ops.attention import AttentionAttrs
 
 #: Rows of a tile of 4 and of 2 bytes, and the fewest queries.
 ROWS, SHORT_ROWS, FEWEST_QUERIES = 128, 256, 16

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.kernel_operator import Kernel
 from lz_compile.lowering.operands import operands
 from lz_compile.lowering.ops import attention as canonical
-from lz_compile.lowering.ops.attention import AttentionAttrs
 
 Attributes = AttentionAttrs
 DIFFERENTIABLE = canonical.DIFFERENTIABLE

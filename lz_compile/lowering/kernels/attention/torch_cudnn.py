@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.kernels.attention import torch_sdpa
-from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
+from lz_compile.lowering.ops.attention import Operands
 
 
 def attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:

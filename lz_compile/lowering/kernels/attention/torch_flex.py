@@ -19,9 +19,11 @@ import torch
 from torch import fx
 from torch.nn.attention.flex_attention import BlockMask
 
+from lz_compile.ground.sizes import is_one
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernels.attention import block_mask
-from lz_compile.lowering.ops.attention import AttentionAttrs, Operands
+from lz_compile.lowering.ops.attention import Operands
 
 #: Queries and keys per tile that is skipped or not, as ``create_block_mask`` has it. Tests use small tiles.
 TILE = 128
@@ -196,7 +198,7 @@ def _reader(buffers: Buffers) -> Callable[[Sequence[Any], Sequence[Any]], Buffer
         found = {}
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
             parts = [position[part] for part in _DIMENSIONS.get(name, (0, 1, 2, 3))]
-            index = tuple(0 if block_mask.is_one(size) else part for size, part in zip(shape, parts, strict=True))
+            index = tuple(0 if is_one(size) else part for size, part in zip(shape, parts, strict=True))
             found[name] = tensor[index] if index else tensor
         return found
 
@@ -242,9 +244,9 @@ def _keep_all(batch: Any, head: Any, query_index: Any, key_index: Any) -> Any:
 
 def _as_tuple(fields: Buffers, lengths: tuple[Any, Any], tile: int, mask_mod: Any) -> tuple[Any, ...]:
     """A block mask as the operator takes it, in the order that this PyTorch has; ``BlockMask`` itself takes no proxies."""
-    stand_ins: dict[str, Any] = {
+    placeholders: dict[str, Any] = {
         name: None if tensor is None else torch.empty(1, 1, 1, 1) for name, tensor in fields.items()
     }
-    order = BlockMask(seq_lengths=lengths, **stand_ins, BLOCK_SIZE=(tile, tile), mask_mod=mask_mod).as_tuple()
-    found = {id(stand_in): fields[name] for name, stand_in in stand_ins.items() if stand_in is not None}
+    order = BlockMask(seq_lengths=lengths, **placeholders, BLOCK_SIZE=(tile, tile), mask_mod=mask_mod).as_tuple()
+    found = {id(placeholder): fields[name] for name, placeholder in placeholders.items() if placeholder is not None}
     return tuple(found.get(id(each), each) for each in order)

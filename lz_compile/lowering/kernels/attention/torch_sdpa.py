@@ -9,7 +9,8 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
-from lz_compile.lowering.ops.attention import AttentionAttrs, Operands, distances, merged_mask
+from lz_compile.lowering.attention_attributes import AttentionAttrs
+from lz_compile.lowering.ops.attention import Operands, distances, merged_mask
 
 #: Computes what SDPA does: over operands with at most one of a mask and a bias, attributes, and whether it is causal.
 Sdpa: TypeAlias = Callable[[Operands, AttentionAttrs, bool], torch.Tensor]

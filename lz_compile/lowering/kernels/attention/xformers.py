@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.kernels.attention.library_attention import NO_LIMIT, library_attention, unit_stride, window
 from lz_compile.lowering.kernels.attention.token_major import Operands
-from lz_compile.lowering.ops.attention import AttentionAttrs
 
 
 def _xformers(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lz_compile.lowering.kernels.blend import torch_blend
-from lz_compile.lowering.kernels.blend.opaque_blend import BlendCode, blender
+from lz_compile.lowering.kernels.blend.opaque_blend import blender
 from lz_compile.lowering.ops.blend import BlendAttrs, Operands
 
 _READ = (torch.float32, torch.bfloat16)
@@ -20,10 +20,4 @@ def blend(x: Operands, attrs: BlendAttrs) -> torch.Tensor:
     return _blend(x, attrs)
 
 
-def _code() -> BlendCode:
-    from lz_compile.lowering.kernels.blend import cpp_source as code
-
-    return code
-
-
-_blend = blender("cpp_blend", "lz.cpp_blend", _code)
+_blend = blender("cpp_blend", "lz.cpp_blend", "cpp_source")

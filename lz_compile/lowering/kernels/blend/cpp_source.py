@@ -13,6 +13,7 @@ import torch
 from lz_compile.lowering import inductor
 from lz_compile.lowering.cpp.floats import FLOATS
 from lz_compile.lowering.cpp.vectors import ELEMENTS
+from lz_compile.lowering.kernels.blend.opaque_blend import Weighed
 from lz_compile.lowering.ops.blend import BlendAttrs
 
 #: Beside Inductor's own: no more than the rounding of ``a * b + c`` depends on it.
@@ -210,35 +211,24 @@ extern "C" void gated_blend(void** tensors, const int64_t* numbers) {
 """
 
 
-def forward(
-    host: torch.Tensor,
-    seed: torch.Tensor,
-    alpha: torch.Tensor,
-    logits: torch.Tensor | None,
-    numbers: torch.Tensor,
-    attrs: BlendAttrs,
-) -> torch.Tensor:
+def forward(host: torch.Tensor, given: Weighed) -> torch.Tensor:
     """The blend (see :class:`lz_compile.lowering.kernels.blend.opaque_blend.BlendCode`).
 
     Raises:
         RuntimeError: there is no C++ compiler.
     """
-    out = torch.empty_like(seed, dtype=attrs.out_dtype, memory_format=torch.contiguous_format)
-    _run("residual" if attrs.is_residual else "forward", host, seed, alpha, logits, numbers, out)
+    attrs = given.attrs
+    out = torch.empty_like(given.seed, dtype=attrs.out_dtype, memory_format=torch.contiguous_format)
+    _run(
+        "residual" if attrs.is_residual else "forward", host, given.seed, given.alpha, given.logits, given.numbers, out
+    )
     return out
 
 
-def backward(
-    gradient: torch.Tensor,
-    seed: torch.Tensor,
-    alpha: torch.Tensor,
-    logits: torch.Tensor | None,
-    numbers: torch.Tensor,
-    attrs: BlendAttrs,
-) -> torch.Tensor:
+def backward(gradient: torch.Tensor, given: Weighed) -> torch.Tensor:
     """The gradient of the seed (see :class:`lz_compile.lowering.kernels.blend.opaque_blend.BlendCode`)."""
-    out = torch.empty_like(seed, memory_format=torch.contiguous_format)
-    _run("backward", None, gradient.to(seed.dtype), alpha, logits, numbers, out)
+    out = torch.empty_like(given.seed, memory_format=torch.contiguous_format)
+    _run("backward", None, gradient.to(given.seed.dtype), given.alpha, given.logits, given.numbers, out)
     return out
 
 

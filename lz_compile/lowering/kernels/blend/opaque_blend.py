@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -13,29 +14,23 @@ from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.ops.blend import BlendAttrs, Operands, Scalar, reference
 
 
-class BlendCode(Protocol):
-    """What computes: ``numbers`` are gain, offset, low and high; results are contiguous."""
+class Weighed(NamedTuple):
+    """A blend without its host; ``numbers`` are gain, offset, low and high, in the dtype that is computed in."""
 
-    def forward(
-        self,
-        host: torch.Tensor,
-        seed: torch.Tensor,
-        alpha: torch.Tensor,
-        logits: torch.Tensor | None,
-        numbers: torch.Tensor,
-        attrs: BlendAttrs,
-    ) -> torch.Tensor:
+    seed: torch.Tensor
+    alpha: torch.Tensor
+    logits: torch.Tensor | None
+    numbers: torch.Tensor
+    attrs: BlendAttrs
+
+
+class BlendCode(Protocol):
+    """What computes; results are contiguous."""
+
+    def forward(self, host: torch.Tensor, given: Weighed) -> torch.Tensor:
         """The blend, ``[N, C, S]``."""
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        seed: torch.Tensor,
-        alpha: torch.Tensor,
-        logits: torch.Tensor | None,
-        numbers: torch.Tensor,
-        attrs: BlendAttrs,
-    ) -> torch.Tensor:
+    def backward(self, gradient: torch.Tensor, given: Weighed) -> torch.Tensor:
         """The gradient of the seed, ``[N, C, S]``."""
 
     def margins(self, logits: torch.Tensor, attrs: BlendAttrs) -> torch.Tensor:
@@ -43,16 +38,19 @@ class BlendCode(Protocol):
 
 
 def blender(
-    name: str, kernel_id: str, load: Callable[[], BlendCode], *, is_cuda_graph_safe: bool = False
+    name: str, kernel_id: str, source: str, *, is_cuda_graph_safe: bool = False
 ) -> Callable[[Operands, BlendAttrs], torch.Tensor]:
     """The kernel function of the op (see ``lowering/ops/blend.py``), without softmax and the host's own weight.
 
     Args:
         name: the operators are ``layerzero::<name>`` and ``layerzero::<name>_margin``.
         kernel_id: that of the descriptor.
-        load: gives the code when it is called for the first time.
+        source: the module beside this one that computes (a :class:`BlendCode`), imported when it is called.
         is_cuda_graph_safe: whether CUDA graphs may capture it.
     """
+
+    def load() -> BlendCode:
+        return cast("BlendCode", importlib.import_module(f"{__package__}.{source}"))
 
     def run(
         seed: torch.Tensor,
@@ -62,19 +60,17 @@ def blender(
         numbers: torch.Tensor,
         attrs: str,
     ) -> torch.Tensor:
-        form = decode(BlendAttrs, attrs)
-        assert not form.has_gate or logits.shape[0] == seed.shape[0], "every row has logits"
-        whole = host if host.shape == seed.shape else host.expand(seed.shape)
-        return load().forward(whole, seed, _weight(alpha), logits if form.has_gate else None, numbers, form)
+        given = _weighed(seed, alpha, logits, numbers, attrs)
+        assert given.logits is None or logits.shape[0] == seed.shape[0], "every row has logits"
+        return load().forward(host if host.shape == seed.shape else host.expand(seed.shape), given)
 
     def fake(seed: torch.Tensor, *others: Any) -> torch.Tensor:
         return seed.new_empty(seed.shape, dtype=decode(BlendAttrs, others[-1]).out_dtype)
 
     def fallback(seed: torch.Tensor, host: torch.Tensor, *others: Any) -> torch.Tensor:
-        alpha, logits, numbers, attrs = others
-        form = decode(BlendAttrs, attrs)
-        given = logits if form.has_gate else None
-        return reference(Operands(host, seed, alpha, None, given, *numbers.unbind()), form).contiguous()
+        given = _weighed(seed, *others)
+        x = Operands(host, seed, others[0], None, given.logits, *given.numbers.unbind())
+        return reference(x, given.attrs).contiguous()
 
     def gradient(
         gradient: torch.Tensor,
@@ -86,8 +82,7 @@ def blender(
         attrs: str,
     ) -> torch.Tensor:
         """Of the seed."""
-        form = decode(BlendAttrs, attrs)
-        return load().backward(gradient, seed, _weight(alpha), logits if form.has_gate else None, numbers, form)
+        return load().backward(gradient, _weighed(seed, alpha, logits, numbers, attrs))
 
     def run_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:
         return load().margins(logits, decode(BlendAttrs, attrs))
@@ -130,9 +125,13 @@ def blender(
     return blend
 
 
-def _weight(alpha: torch.Tensor) -> torch.Tensor:
-    """A weight that is a condition as a number."""
-    return alpha if alpha.is_floating_point() else alpha.to(torch.float32)
+def _weighed(
+    seed: torch.Tensor, alpha: torch.Tensor, logits: torch.Tensor, numbers: torch.Tensor, attrs: str
+) -> Weighed:
+    """With logits where there is a gate, and a weight that is a condition as a number."""
+    form = decode(BlendAttrs, attrs)
+    weight = alpha if alpha.is_floating_point() else alpha.to(torch.float32)
+    return Weighed(seed, weight, logits if form.has_gate else None, numbers, form)
 
 
 def _number(value: Scalar, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

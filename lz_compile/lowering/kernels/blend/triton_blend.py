@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from lz_compile.lowering.kernels.blend.opaque_blend import BlendCode, blender
+from lz_compile.lowering.kernels.blend.opaque_blend import blender
 
-
-def _code() -> BlendCode:
-    from lz_compile.lowering.kernels.blend import triton_source as code
-
-    return code
-
-
-blend = blender("triton_blend", "lz.triton_blend", _code, is_cuda_graph_safe=True)
+blend = blender("triton_blend", "lz.triton_blend", "triton_source", is_cuda_graph_safe=True)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lz_compile.lowering.kernels.blend.opaque_blend import Weighed
 from lz_compile.lowering.ops.blend import BlendAttrs
 from lz_compile.lowering.triton_launch import WIDE, on
 
@@ -107,49 +108,19 @@ def margins(logits: torch.Tensor, attrs: BlendAttrs) -> torch.Tensor:
     return found
 
 
-def forward(
-    host: torch.Tensor,
-    seed: torch.Tensor,
-    alpha: torch.Tensor,
-    logits: torch.Tensor | None,
-    numbers: torch.Tensor,
-    attrs: BlendAttrs,
-) -> torch.Tensor:
+def forward(host: torch.Tensor, given: Weighed) -> torch.Tensor:
     """The blend (see :class:`lz_compile.lowering.kernels.blend.opaque_blend.BlendCode`)."""
-    return Blend(seed, alpha, logits, numbers, attrs).forward(host)
+    return _Blend(given).forward(host)
 
 
-def backward(
-    gradient: torch.Tensor,
-    seed: torch.Tensor,
-    alpha: torch.Tensor,
-    logits: torch.Tensor | None,
-    numbers: torch.Tensor,
-    attrs: BlendAttrs,
-) -> torch.Tensor:
+def backward(gradient: torch.Tensor, given: Weighed) -> torch.Tensor:
     """The gradient of the seed (see :class:`lz_compile.lowering.kernels.blend.opaque_blend.BlendCode`)."""
-    return Blend(seed, alpha, logits, numbers, attrs).backward(gradient)
+    return _Blend(given).backward(gradient)
 
 
-class Blend:
-    """One blend.
-
-    Args:
-        seed: ``[N, C, S]``.
-        alpha: ``[N or 1, C or 1, 1]``, or one number.
-        logits: ``[N, K]``, or None without a gate.
-        numbers: gain, offset, low and high, in the dtype that is computed in.
-        attrs: what is computed.
-    """
-
-    def __init__(
-        self,
-        seed: torch.Tensor,
-        alpha: torch.Tensor,
-        logits: torch.Tensor | None,
-        numbers: torch.Tensor,
-        attrs: BlendAttrs,
-    ) -> None:
+class _Blend:
+    def __init__(self, given: Weighed) -> None:
+        seed, alpha, logits, numbers, attrs = given
         self.seed, self.attrs, self.bounds = seed, attrs, numbers[2:]
         _, channels, inner = seed.shape
         self.alpha = alpha.contiguous()

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from lz_compile.lowering.ops.mlp import MlpAttrs
-from lz_compile.lowering.triton_launch import WIDE, on
+from lz_compile.lowering.triton_launch import WIDE, dense, on
 
 #: Activations that the kernels know, by the op's names.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "sigmoid", "tanh")
@@ -109,7 +109,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor | None, attrs: MlpAttrs) -> tor
     Shapes:
         gate and up ``[N, F]``, perhaps halves of one tensor; the result ``[N, F]``, contiguous.
     """
-    gate, up = _dense(gate), None if up is None else _dense(up)
+    gate, up = dense(gate), None if up is None else dense(up)
     result = gate.new_empty(gate.shape, dtype=attrs.out_dtype)
     other = gate if up is None else up
     strides = (gate.stride(0), other.stride(0), result.stride(0))
@@ -121,7 +121,7 @@ def backward(
     gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, attrs: MlpAttrs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gradients of gate and up, contiguous; shapes as in :func:`forward`."""
-    gradient, gate, up = _dense(gradient), _dense(gate), None if up is None else _dense(up)
+    gradient, gate, up = dense(gradient), dense(gate), None if up is None else dense(up)
     of_gate, of_up = gate.new_empty(gate.shape), None if up is None else up.new_empty(up.shape)
     other, of_other = (gate, of_gate) if up is None or of_up is None else (up, of_up)
     strides = (gradient.stride(0), gate.stride(0), other.stride(0), of_gate.stride(0))
@@ -145,8 +145,3 @@ def _constants(gate: torch.Tensor, up: torch.Tensor | None, attrs: MlpAttrs) -> 
     wide = torch.promote_types(torch.promote_types(gate.dtype, attrs.compute_dtype), torch.float32)
     wide = wide if up is None else torch.promote_types(wide, up.dtype)
     return {"ACTIVATION": attrs.activation, "IS_GATED": up is not None, "WIDE": WIDE[wide]}
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same without gaps in rows."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -33,15 +33,13 @@ def residual_norm(x: Operands, attrs: NormAttrs) -> tuple[torch.Tensor, torch.Te
     return result
 
 
-def _forward(
-    input: torch.Tensor, residual: torch.Tensor, weight: Weight, bias: Weight, attrs: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(input: torch.Tensor, residual: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    weight, bias, attrs = others
     return Norm(input, weight, bias, decode(NormAttrs, attrs)).forward(residual)
 
 
-def _fallback(
-    input: torch.Tensor, residual: torch.Tensor, weight: Weight, bias: Weight, attrs: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fallback(input: torch.Tensor, residual: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    weight, bias, attrs = others
     total = input + residual
     return reference(Operands(total, weight, bias), decode(NormAttrs, attrs)).contiguous(), total.contiguous()
 
@@ -68,16 +66,13 @@ def _backward(
 
 
 @_operator.register_fake
-def _(
-    input: torch.Tensor, residual: torch.Tensor, weight: Weight, bias: Weight, attrs: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return fake(Operands(input), decode(NormAttrs, attrs)), input.new_empty(input.shape)
+def _(input: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return fake(Operands(input), decode(NormAttrs, others[-1])), input.new_empty(input.shape)
 
 
 @_backward.register_fake
-def _(
-    of_result: torch.Tensor, of_total: Weight, total: torch.Tensor, weight: Weight, bias: Weight, attrs: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, _, total, weight, bias, _ = given
     of_weight, of_bias = (total.new_empty(0) if each is None else each.new_empty(each.shape) for each in (weight, bias))
     return total.new_empty(total.shape), of_weight, of_bias
 

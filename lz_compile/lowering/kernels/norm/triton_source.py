@@ -10,6 +10,7 @@ Statistics and sums are in float32, or float64 where the op or an operand is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import triton
 
 from lz_compile.lowering.kernels.norm import triton_kernels as norm_kernels
 from lz_compile.lowering.ops.norm import NormAttrs
-from lz_compile.lowering.triton_launch import FEW_ROWS, WIDE, Tiled, on, processors
+from lz_compile.lowering.triton_launch import FEW_ROWS, WIDE, Tiled, dense, on, processors
 
 #: The longest row that is kept in registers; a backward keeps four times as much.
 LARGEST_BLOCK, LARGEST_BACKWARD_BLOCK = 16384, 8192
@@ -47,7 +48,7 @@ class Norm:
     largest_block: int | None = None
     part: int = PART
 
-    @property
+    @cached_property
     def wide(self) -> torch.dtype:
         """The dtype of statistics and sums."""
         dtype = torch.promote_types(torch.promote_types(self.input.dtype, self.attrs.compute_dtype), torch.float32)
@@ -57,7 +58,7 @@ class Norm:
 
     def forward(self, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The result, and what was normalised: the input, or its sum with a residual."""
-        input, residual = _dense(self.input), None if residual is None else _dense(residual)
+        input, residual = dense(self.input), None if residual is None else dense(residual)
         rows, hidden = input.shape
         result = input.new_empty((rows, hidden), dtype=self.attrs.out_dtype)
         total = input if residual is None else input.new_empty((rows, hidden))
@@ -80,8 +81,8 @@ class Norm:
         self, gradient: torch.Tensor, of_total: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """The gradients of input, weight and bias; ``of_total`` is added to the first."""
-        gradient, input = _dense(gradient), _dense(self.input)
-        more = gradient if of_total is None else _dense(of_total)
+        gradient, input = dense(gradient), dense(self.input)
+        more = gradient if of_total is None else dense(of_total)
         rows, hidden = input.shape
         result = input.new_empty((rows, hidden))
         if result.numel() == 0:
@@ -157,11 +158,6 @@ class Norm:
             "HAS_WEIGHT": self.weight is not None,
             "WIDE": WIDE[self.wide],
         }
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same without gaps in rows."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _zeros(like: torch.Tensor | None) -> torch.Tensor | None:

@@ -134,9 +134,7 @@ def turn(
     counts = [tensor.shape[0] * tensor.shape[1] * tensor.shape[2] if dim else 0 for tensor in tensors]
     if not sum(counts):
         return
-    wide = torch.promote_types(attrs.compute_dtype, torch.float32)
-    for each in (*tensors, cos, sin):
-        wide = torch.promote_types(wide, each.dtype)
+    wide = torch.promote_types(Operands(first, cos, sin).wide(attrs), last.dtype)
     cos, sin = _alike(cos, sin)
     block = triton.next_power_of_2(dim)
     rows = max(1, TILE // block)
@@ -167,18 +165,16 @@ def _alike(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 PAIR = "lz.triton_rope_pair"
 
 
-def _pair(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attrs: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(query: torch.Tensor, key: torch.Tensor, *tables_and_attrs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin, attrs = tables_and_attrs
     form: RopeAttrs = decode(RopeAttrs, attrs)
     results = _like(query, key, form.out_dtype)
     turn((query, key), cos, sin, form, results)
     return results
 
 
-def _pair_fallback(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attrs: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair_fallback(query: torch.Tensor, key: torch.Tensor, *tables_and_attrs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin, attrs = tables_and_attrs
     form: RopeAttrs = decode(RopeAttrs, attrs)
     results = _like(query, key, form.out_dtype)
     for result, each in zip(results, (query, key), strict=True):
@@ -216,17 +212,13 @@ def _rope_pair_backward(
 
 
 @rope_pair.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attrs: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _like(query, key, decode(RopeAttrs, attrs).out_dtype)
+def _(query: torch.Tensor, key: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _like(query, key, decode(RopeAttrs, others[-1]).out_dtype)
 
 
 @_rope_pair_backward.register_fake
-def _(
-    of_query: torch.Tensor, of_key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attrs: str, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _like(of_query, of_key, dtype)
+def _(of_query: torch.Tensor, of_key: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _like(of_query, of_key, others[-1])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -18,6 +18,7 @@ from lz_compile.lowering.encoded_attributes import decode, encode
 from lz_compile.lowering.kernel_operator import signed
 from lz_compile.lowering.kernels.routing.gradients import Call, Gradients, Tokens, factors
 from lz_compile.lowering.kernels.routing.steps import Steps
+from lz_compile.lowering.opaque import define
 from lz_compile.lowering.ops import routing as op
 from lz_compile.lowering.ops.routing import Operands, RoutingAttrs, places
 
@@ -25,7 +26,6 @@ Tensor: TypeAlias = torch.Tensor
 
 #: The operands of products, which autocast casts.
 _MULTIPLIED = ("x", "vh", "u", "a_q", "b_q", "weight", "bias")
-_LIBRARY = torch.library.Library("layerzero", "FRAGMENT")
 
 
 def operator(name: str, steps: Steps) -> Callable[[Operands, RoutingAttrs], Tensor]:
@@ -39,10 +39,7 @@ def operator(name: str, steps: Steps) -> Callable[[Operands, RoutingAttrs], Tens
         return found
 
     schema = torch.library.infer_schema(signed(run, op, {}, {"attrs": str}, Tensor), mutates_args=())
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-    _LIBRARY.define(name + schema, tags=tags)
-    _LIBRARY.impl(name, run, "CompositeImplicitAutograd")
-    defined = getattr(torch.ops.layerzero, name).default
+    defined = define(name, schema, run)
 
     def call(x: Operands, attrs: RoutingAttrs) -> Tensor:
         found: Tensor = defined(*x.flat(), encode(attrs))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from lz_compile.lowering.ops.routing import EPS
-from lz_compile.lowering.triton_launch import is_interpreted, on, processors
+from lz_compile.lowering.triton_launch import dense, is_interpreted, on, processors
 
 #: Tokens of a tile, columns of a tile, and what is multiplied at a time.
 TOKENS, COLUMNS, DEPTH = 64, 128, 32
@@ -234,7 +234,7 @@ def sums(
     length: int,
 ) -> torch.Tensor:
     """What the tokens of every rollout send to ``delta``, in float32."""
-    dk, a = _dense(dk), _dense(a)
+    dk, a = dense(dk), dense(a)
     tokens, rank = dk.shape
     length = tokens if place is not None else length
     block = min(COLUMNS, triton.next_power_of_2(rank))
@@ -266,7 +266,7 @@ def decide(g: torch.Tensor, v: torch.Tensor, threshold: float) -> tuple[torch.Te
 
 def cosines(a: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """That of every row with ``v``."""
-    a = _dense(a)
+    a = dense(a)
     tokens, rank = a.shape
     result = a.new_empty(tokens, dtype=v.dtype)
     _launch(
@@ -287,11 +287,6 @@ def _launch(kernel: Any, grid: tuple[int, ...], result: torch.Tensor, *arguments
 def _given(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     """A tensor, or one in the place of what is not read."""
     return other if tensor is None else tensor.contiguous()
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same without gaps in rows."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _precision(tensor: torch.Tensor) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lz_compile.lowering.ops.scan import DIMS, Operands, ScanAttrs, common_dtype, sizes_of
+from lz_compile.lowering.ops.scan import DIMS, Operands, ScanAttrs, sizes_of
 
 #: Of an operand's dimensions, the one that is time.
 TIME = 2
@@ -44,7 +44,7 @@ class ChunkOperands(Operands):
         symbolic = [dim for dim in "TRKVQ" if not isinstance(sizes[dim], int)]
         if symbolic:
             raise ValueError(f"scan in chunks: expected numbers as the sizes {', '.join(symbolic)}, received symbols")
-        wide = torch.promote_types(torch.promote_types(attrs.compute_dtype, torch.float32), common_dtype(x))
+        wide = x.wide(attrs)
         x = x.map(lambda each: each if each.dtype == wide else each.to(wide))
         length = sizes["T"]
         state = x.like.new_zeros((1, 1, 1, 1)) if x.state is None else x.state

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,7 +28,8 @@ ASIDE = 4.0
 
 #: By its name in the op, every operand ``[B, T, H, K | V | 1]``, and the state ``[B, H, K, V]`` in float32.
 Given: TypeAlias = dict[str, torch.Tensor]
-Call: TypeAlias = Callable[[Given], tuple[torch.Tensor, torch.Tensor]]
+Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Call: TypeAlias = Callable[[Given], Results]
 
 
 def _scan_by(call: Call, *, is_factored: bool) -> Kernel:
@@ -95,67 +96,58 @@ def _factored(found: Given, decay: torch.Tensor | None) -> tuple[torch.Tensor, t
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def _simple_gla(operands: Given) -> tuple[torch.Tensor, torch.Tensor]:
+def _called(function: Callable[..., Any], state: torch.Tensor | None, *given: torch.Tensor, **named: Any) -> Any:
+    """Reads and the last state by a function of the library, whose query is scaled already."""
+    return function(*given, **named, scale=1.0, initial_state=state, output_final_state=True)
+
+
+def _simple_gla(x: Given) -> Results:
     from fla.ops.simple_gla import chunk_simple_gla
 
-    decay = operands.get("log_decay")
-    found: tuple[torch.Tensor, torch.Tensor] = chunk_simple_gla(
-        operands["query"], operands["left"], operands["right"], g=None if decay is None else decay.squeeze(-1),
-        scale=1.0, initial_state=operands.get("state"), output_final_state=True,
-    )  # fmt: skip
+    decay = x["log_decay"].squeeze(-1) if "log_decay" in x else None
+    found: Results = _called(chunk_simple_gla, x.get("state"), x["query"], x["left"], x["right"], g=decay)
     return found
 
 
-def _gla(operands: Given) -> tuple[torch.Tensor, torch.Tensor]:
+def _gla(x: Given) -> Results:
     from fla.ops.gla import chunk_gla
 
-    found: tuple[torch.Tensor, torch.Tensor] = chunk_gla(
-        operands["query"], operands["left"], operands["right"], operands["log_decay"],
-        scale=1.0, initial_state=operands.get("state"), output_final_state=True,
-    )  # fmt: skip
+    found: Results = _called(chunk_gla, x.get("state"), x["query"], x["left"], x["right"], x["log_decay"])
     return found
 
 
-def _kda(operands: Given) -> tuple[torch.Tensor, torch.Tensor]:
+def _kda(x: Given) -> Results:
     from fla.ops.kda import chunk_kda
 
-    found: tuple[torch.Tensor, torch.Tensor] = chunk_kda(
-        operands["query"], operands["key"], operands["right"], operands["log_decay"], operands["beta"],
-        scale=1.0, initial_state=operands.get("state"), output_final_state=True,
-    )  # fmt: skip
+    given = x["query"], x["key"], x["right"], x["log_decay"], x["beta"]
+    found: Results = _called(chunk_kda, x.get("state"), *given)
     return found
 
 
-def _gated_delta_rule(operands: Given) -> tuple[torch.Tensor, torch.Tensor]:
+def _gated_delta_rule(x: Given) -> Results:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    found: tuple[torch.Tensor, torch.Tensor] = chunk_gated_delta_rule(
-        operands["query"], operands["key"], operands["right"], operands["log_decay"].squeeze(-1), operands["beta"],
-        scale=1.0, initial_state=operands.get("state"), output_final_state=True,
-    )  # fmt: skip
+    given = x["query"], x["key"], x["right"], x["log_decay"].squeeze(-1), x["beta"]
+    found: Results = _called(chunk_gated_delta_rule, x.get("state"), *given)
     return found
 
 
-def _delta_rule(operands: Given) -> tuple[torch.Tensor, torch.Tensor]:
+def _delta_rule(x: Given) -> Results:
     from fla.ops.delta_rule import chunk_delta_rule
 
-    found: tuple[torch.Tensor, torch.Tensor] = chunk_delta_rule(
-        operands["query"], operands["key"], operands["right"], operands["beta"].to(operands["key"].dtype),
-        scale=1.0, initial_state=operands.get("state"), output_final_state=True,
-    )  # fmt: skip
+    given = x["query"], x["key"], x["right"], x["beta"].to(x["key"].dtype)
+    found: Results = _called(chunk_delta_rule, x.get("state"), *given)
     return found
 
 
-def _dplr_delta_rule(operands: Given) -> tuple[torch.Tensor, torch.Tensor]:
+def _dplr_delta_rule(x: Given) -> Results:
     """``S' = diag(exp(gk)) S + b (a^T S) + k v^T``: what is written need not lie along what is erased."""
     from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
 
-    query, left = operands["query"], operands["left"]
-    decay = operands["log_decay"].expand_as(query) if "log_decay" in operands else torch.zeros_like(query)
-    found: tuple[torch.Tensor, torch.Tensor] = chunk_dplr_delta_rule(
-        query, left, operands["right"], operands["erase"], -left, decay,
-        scale=1.0, initial_state=operands.get("state"), output_final_state=True,
-    )  # fmt: skip
+    query, left = x["query"], x["left"]
+    decay = x["log_decay"].expand_as(query) if "log_decay" in x else torch.zeros_like(query)
+    given = query, left, x["right"], x["erase"], -left, decay
+    found: Results = _called(chunk_dplr_delta_rule, x.get("state"), *given)
     return found
 
 

@@ -16,7 +16,7 @@ from lz_compile.lowering.kernel_operator import signed
 from lz_compile.lowering.kernels.scan import cpp_launch as launch
 from lz_compile.lowering.kernels.scan.cpp_ahead import build_ahead
 from lz_compile.lowering.kernels.scan.cpp_launch import Launch
-from lz_compile.lowering.opaque import opaque, record
+from lz_compile.lowering.opaque import define, opaque, pass_autograd, record
 from lz_compile.lowering.ops import scan as op
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, reference
 
@@ -196,20 +196,8 @@ class _RecordedKernel(torch.autograd.Function):
         return *_kept(ctx, gradients, ctx.needs_input_grad[: len(_NAMES)]), None, None, None
 
 
-def _define() -> None:
-    """The operator that graphs hold, and gradients in graphs that were traced already and hold the kernel instead of it."""
-    library = torch.library.Library("layerzero", "FRAGMENT")
-    results = tuple[torch.Tensor, torch.Tensor]
-    schema = torch.library.infer_schema(signed(_call, op, {}, _LAST, results), mutates_args=())
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-    library.define("rolled_scan" + schema, tags=tags)
-    library.impl("rolled_scan", _call, "CompositeImplicitAutograd")
-    record("rolled_scan_forward_kernel", _RecordedKernel.apply)
-    library.impl(
-        "rolled_scan_backward_kernel", torch.library.fallthrough_kernel, "Autograd"
-    )  # its fallback asks autograd
-    _libraries.append(library)
-
-
-_libraries: list[torch.library.Library] = []
-_define()
+_schema = torch.library.infer_schema(signed(_call, op, {}, _LAST, tuple[torch.Tensor, torch.Tensor]), mutates_args=())
+define("rolled_scan", _schema, _call)
+# Gradients in graphs that were traced already, and hold the kernel instead of the operator.
+record("rolled_scan_forward_kernel", _RecordedKernel.apply)
+pass_autograd("rolled_scan_backward_kernel")  # its fallback asks autograd

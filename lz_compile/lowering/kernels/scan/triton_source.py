@@ -15,7 +15,7 @@ import torch
 import triton
 
 from lz_compile.lowering.kernels.scan import triton_kernels as scan_kernels
-from lz_compile.lowering.ops.scan import DIMS, Operands, ScanAttrs, ScanSizes, common_dtype, fake, sizes_of
+from lz_compile.lowering.ops.scan import DIMS, Operands, ScanAttrs, ScanSizes, fake, sizes_of
 from lz_compile.lowering.triton_launch import WIDE, on
 
 #: Elements of the state that a program holds, by preference, and those that a warp does.
@@ -41,7 +41,7 @@ class Scan:
     @property
     def wide(self) -> torch.dtype:
         """The dtype of the state."""
-        return torch.promote_types(torch.promote_types(common_dtype(self.x), self.attrs.compute_dtype), torch.float32)
+        return self.x.wide(self.attrs)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads and the last state, contiguous."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,43 +11,32 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Size, as_size, shape_of
-from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.modes import Ambient, ambient_context
-from lz_compile.passes.graph.provenance import EMITTED, provenance
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor, origin_of
 from lz_compile.passes.loops.recurrence.plan import Traces
-from lz_compile.passes.loops.recurrence.step_trace import traced
-from lz_compile.passes.proof.subgraph import Subgraph
+from lz_compile.passes.loops.recurrence.step_trace import ScanCall, traced
+from lz_compile.passes.loops.roll.step_graph import Emitter
+from lz_compile.passes.proof.subgraph import Subgraph, needed
 
 
-@dataclass
-class Around:
-    """The graph around a loop, at the place of the loop; new nodes get complete metadata."""
+class Around(Emitter):
+    """The graph around a loop, at the place of the loop; new nodes get complete metadata, and may be recognised."""
 
-    graph: fx.Graph
-    template: fx.Node
-    ambient: Ambient
-    mode: Any
-    created: list[fx.Node] = field(default_factory=list)
+    def __init__(self, loop: ScanCall, ambient: Ambient) -> None:
+        super().__init__(loop.node.graph, known_tensor(loop.init[0]).fake_mode, ambient, loop.node)  # type: ignore[attr-defined]
+        self.created: list[fx.Node] = []
 
-    def call(self, target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new call, with its example value."""
-        node = self.graph.call_function(target, args, dict(kwargs or {}))
-        given_args, given_kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["example_value"])
-        with ExitStack() as stack:
-            for manager in ambient_context(self.ambient):
-                stack.enter_context(manager)
-            stack.enter_context(faking(self.mode))
-            value = target(*given_args, **given_kwargs)
-        return self.note(node, value)
+        self.created.append(super().call(target, *args, **kwargs))
+        return self.created[-1]
 
     def note(self, node: fx.Node, value: Any) -> fx.Node:
         """Keep the metadata of a node that is new."""
-        node.meta.update(provenance(self.template))
+        node.meta.update(origin_of(self.like))
         if node.op != "get_attr":
             node.meta["example_value"] = value
-        del node.meta[EMITTED]  # this is the source's own computation, and may be recognised
         self.created.append(node)
         return node
 
@@ -56,6 +45,16 @@ class Around:
         with self.mode:
             value = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
         return value.requires_grad_(wants_grad and like.is_floating_point())
+
+    @contextmanager
+    def inserting(self) -> Iterator[None]:
+        """New nodes stand where the loop does; none are left where anything is raised."""
+        with self.graph.inserting_before(self.like):
+            try:
+                yield
+            except BaseException:
+                self.undo()
+                raise
 
     def undo(self) -> None:
         """Erase everything that was made."""
@@ -81,23 +80,13 @@ class Batched:
         self._emit(sorted({*sizes, *(node for node in missing if node in needs_time)}), self.over_time)
 
     def _missing(self, nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-        found, stack = set[fx.Node](), [node for node in nodes if not self.has(node)]
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                assert node.op == "call_function", f"{node.name} is needed before it is there"
-                found.add(node)
-                stack.extend(each for each in node.all_input_nodes if not self.has(each))
-        order = sorted(found)
+        order = needed(nodes, self.over_time.keys() | self.always.keys())
         needs_time = set(self.over_time)
         for node in order:
+            assert node.op == "call_function", f"{node.name} is needed before it is there"
             if any(each in needs_time for each in node.all_input_nodes):
                 needs_time.add(node)
         return order, needs_time
-
-    def has(self, node: fx.Node) -> bool:
-        """Whether a value is there."""
-        return node in self.over_time or node in self.always
 
     def _emit(self, nodes: Sequence[fx.Node], where: dict[fx.Node, fx.Node]) -> None:
         if not nodes:
@@ -107,7 +96,7 @@ class Batched:
         results = [node for node in nodes if isinstance(node.meta["val"], torch.Tensor)]
         places = [0 if node in self.over_time else None for node in edge]
         given = [self.over_time[node] if node in self.over_time else self.always[node] for node in edge]
-        values = [_detached(node) for node in given]
+        values = [known_tensor(node).detach() for node in given]
         key = (tuple(nodes), tuple((value.dtype, shape_of(value), _strides(value)) for value in values))
         if key not in self.traces:
             if where is self.over_time:
@@ -123,7 +112,7 @@ class Batched:
         for node in whole.graph.nodes:
             if node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-                copies[node] = self.around.call(node.target, args, kwargs)
+                copies[node] = self.around.call(node.target, *args, **kwargs)
             elif node.op == "output":
                 return [copies[each] for each in node.args[0]]
         raise LookupError("a graph without an output")
@@ -131,12 +120,6 @@ class Batched:
 
 def _strides(value: torch.Tensor) -> tuple[Size, ...]:
     return tuple(as_size(stride) for stride in value.stride())
-
-
-def _detached(node: fx.Node) -> torch.Tensor:
-    value = tensor_of(node)
-    assert value is not None, f"{node.name} is no tensor"
-    return value.detach()
 
 
 def _check_sizes(nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.batched import Around
-from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rewritten, value_of
+from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rewritten
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_homes import insert
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, is_filled, traced
@@ -43,11 +44,11 @@ def stack_states(call: ScanCall, form: StepForm, states: tuple[int, ...], around
     """The step with these states as one, ``[number of states, ...]``, which comes first."""
     others = [i for i in range(len(call.init)) if i not in states]
     init = _stacked(call, states, around)
-    units = [_unit(around, place, len(states), value_of(call.init[states[0]])) for place in range(len(states))]
+    units = [_unit(around, place, len(states), known_tensor(call.init[states[0]])) for place in range(len(states))]
 
     def final(picked: Sequence[fx.Node]) -> list[fx.Node]:
-        parts = [around.call(aten.select.int, (picked[0], 0, place)) for place in range(len(states))]
-        copies = [around.call(aten.clone.default, (part,), CONTIGUOUS) for part in parts]  # each in memory of its own
+        parts = [around.call(aten.select.int, picked[0], 0, place) for place in range(len(states))]
+        copies = [around.call(aten.clone.default, part, **CONTIGUOUS) for part in parts]  # each in memory of its own
         found = dict(zip(states, copies, strict=True))
         found.update(zip(others, picked[1:], strict=True))
         return [found[state] for state in range(len(call.init))]
@@ -58,19 +59,19 @@ def stack_states(call: ScanCall, form: StepForm, states: tuple[int, ...], around
 
 def _stacked(call: ScanCall, states: Sequence[int], around: Around) -> fx.Node:
     nodes = [call.init[state] for state in states]
-    like = value_of(nodes[0])
+    like = known_tensor(nodes[0])
     if all(is_filled(node, 0) for node in nodes):
         kind = {"dtype": like.dtype, "device": like.device}
-        return around.call(aten.full.default, ([len(states), *like.shape], 0), kind)
-    return around.call(aten.stack.default, (nodes,))
+        return around.call(aten.full.default, [len(states), *like.shape], 0, **kind)
+    return around.call(aten.stack.default, nodes)
 
 
 def _unit(around: Around, place: int, count: int, like: torch.Tensor) -> fx.Node:
     """One at a state's place, and zero at the others: ``[number of states, 1, ...]``."""
     kind = {"dtype": like.dtype, "device": like.device}
-    unit = around.call(aten.select.int, (around.call(aten.eye.default, (count,), kind), 0, place))
+    unit = around.call(aten.select.int, around.call(aten.eye.default, count, **kind), 0, place)
     unit._rename(f"unit_{place}")  # reports name operands so
-    return around.call(aten.reshape.default, (unit, [count, *(1,) * like.dim()]))
+    return around.call(aten.reshape.default, unit, [count, *(1,) * like.dim()])
 
 
 class _Stacking:

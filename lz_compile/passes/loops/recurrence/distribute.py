@@ -6,24 +6,29 @@ they read of one another, and everything that is made of reads, is computed in b
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from lz_compile.passes.editing.edit import Unproven, proven
+from lz_compile.passes.editing.edit import Rewrite, Unproven, apply
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modes import Ambient, grad_enabled
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
-from lz_compile.passes.graph.view import where_of
+from lz_compile.passes.graph.view import known_tensor, where_of
 from lz_compile.passes.loops.recurrence.batched import Around, Batched
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.reading import Readings
-from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, in_place_of, own_memory, value_of
+from lz_compile.passes.loops.recurrence.rebuilt_scan import (
+    CONTIGUOUS,
+    erase_scan,
+    insert_scan,
+    own_memory,
+    replace_results,
+)
 from lz_compile.passes.loops.recurrence.states import restated
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
 
@@ -57,8 +62,8 @@ def distribute(module: fx.GraphModule, unproven: Unproven | None = None) -> Iter
         node = next(each for each in module.graph.nodes if each.name == name)
         where = where_of(node)
         try:
-            with proven(module, f"taking the loop at {where} apart", unproven):
-                found = _taken_apart(node, ambient, readings)
+            take_apart = partial(_taken_apart, node, ambient, readings)
+            found = apply(module, Rewrite(f"taking the loop at {where} apart", take_apart), unproven)
         except RefusedError as refusal:
             yield NearMiss("scan", node, refusal.reason, refusal.edit, where)
         except Exception as error:  # noqa: BLE001 one loop must not cost the others; the caller makes an event of it
@@ -100,20 +105,11 @@ def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
 
 
 def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:
-    if not all(value_of(node).is_contiguous() for node in call.init):
+    if not all(known_tensor(node).is_contiguous() for node in call.init):
         raise RefusedError("LOOP_KEPT_WHOLE", "a first state is not contiguous", "make it contiguous")
-    graph = call.node.graph
-    around = Around(graph, call.node, ambient, value_of(call.init[0]).fake_mode)  # type: ignore[attr-defined]
-    with graph.inserting_before(call.node):
-        try:
-            values = _Loop(call, plan, around).values()
-            replaced = in_place_of(around, call, values)
-        except BaseException:
-            around.undo()
-            raise
-    for node, value in replaced:
-        node.replace_all_uses_with(value)
-        graph.erase_node(node)
+    around = Around(call, ambient)
+    with around.inserting():
+        replace_results(call, _Loop(call, plan, around).values(), around)
     erase_scan(call)
     delays = sum(part.is_delay for part in plan.parts)
     return Distributed(where_of(call.node), len(plan.parts) - delays, delays)
@@ -131,14 +127,14 @@ class _Loop:
         self.batched = Batched(around, plan.traces, dict(zip(step.slices, call.xs, strict=True)))
         self.batched.always.update(zip(step.given, call.given, strict=True))
         self.final: dict[int, fx.Node] = {}
-        self.masks = {node: around.call(aten.ne.Scalar, (self._given(node), 0)) for node in plan.form.indicators}
+        self.masks = {node: around.call(aten.ne.Scalar, self._given(node), 0) for node in plan.form.indicators}
         changing = {state for part in plan.parts for state in part.states}
         read = call.results()
         for index, state in enumerate(step.states):
             if index not in changing:
                 self.batched.always[state] = call.init[index]
                 if index in read:  # a scan gives tensors of its own
-                    self.final[index] = around.call(aten.clone.default, (call.init[index],), CONTIGUOUS)
+                    self.final[index] = around.call(aten.clone.default, call.init[index], **CONTIGUOUS)
 
     def _given(self, node: fx.Node) -> fx.Node:
         return self.batched.over_time.get(node) or self.batched.always[node]
@@ -162,50 +158,38 @@ class _Loop:
         always = self.batched.always[node]
         length = self.call.length
         if not isinstance(length, int):
-            length = self.around.call(torch.Tensor.size, (self.call.xs[0], 0))
-        shape = [length, *(-1 for _ in value_of(always).shape)]
-        whole = self.around.call(aten.expand.default, (always, shape))
-        return self.around.call(aten.clone.default, (whole,), CONTIGUOUS)
+            length = self.around.call(torch.Tensor.size, self.call.xs[0], 0)
+        shape = [length, *(-1 for _ in known_tensor(always).shape)]
+        whole = self.around.call(aten.expand.default, always, shape)
+        return self.around.call(aten.clone.default, whole, **CONTIGUOUS)
 
     def _delay(self, part: Part) -> None:
         for state in part.states:
             source = self._over_time(self.step.carried[state])
-            last = self.around.call(aten.select.int, (source, 0, -1))
-            self.final[state] = self.around.call(aten.clone.default, (last,), CONTIGUOUS)  # a tensor of its own
+            last = self.around.call(aten.select.int, source, 0, -1)
+            self.final[state] = self.around.call(aten.clone.default, last, **CONTIGUOUS)  # a tensor of its own
             if self.step.states[state] in part.wanted:
-                first = self.around.call(aten.unsqueeze.default, (self.call.init[state], 0))
-                earlier = self.around.call(aten.slice.Tensor, (source, 0, 0, -1))
-                shifted = self.around.call(aten.cat.default, ([first, earlier], 0))
+                first = self.around.call(aten.unsqueeze.default, self.call.init[state], 0)
+                earlier = self.around.call(aten.slice.Tensor, source, 0, 0, -1)
+                shifted = self.around.call(aten.cat.default, [first, earlier], 0)
                 self.batched.over_time[self.step.states[state]] = shifted
 
     def _scan(self, part: Part) -> None:
         slices = [node for node in part.outside if node in self.batched.over_time] or [self.step.slices[0]]
         given = [node for node in part.outside if node in self.batched.always]
-        body = self._body(part, slices, given)
-        operands = (
+        _, picked = insert_scan(
+            self.around,
+            self._body(part, slices, given),
             [self.call.init[state] for state in part.states],
             [self.masks.get(node) or self.batched.over_time[node] for node in slices],
             [self.masks.get(node) or self.batched.always[node] for node in given],
+            self.call.length,
         )
-        whole = self.around.graph.call_function(SCAN, (body, *operands))
-        wants_grad = grad_enabled(self.around.ambient) and any(
-            value_of(node).requires_grad for group in operands for node in group
-        )
-        values = [value_of(node) for node in operands[0]]
-        examples = [self.around.empty(value.shape, value, wants_grad=wants_grad) for value in values]
-        values = [self.step.example(node) for node in part.wanted]
-        length = self.call.length
-        examples += [self.around.empty((length, *v.shape), v, wants_grad=wants_grad) for v in values]
-        self.around.note(whole, tuple(examples))
-        picked = []
-        for index, example in enumerate(examples):
-            node = self.around.graph.call_function(operator.getitem, (whole, index))
-            picked.append(self.around.note(node, example))
         self.final.update(zip(part.states, picked, strict=False))
         self.batched.over_time.update(zip(part.wanted, picked[len(part.states) :], strict=True))
 
-    def _body(self, part: Part, slices: Sequence[fx.Node], given: Sequence[fx.Node]) -> fx.Node:
-        """The step of one part beside the graph, and the node that names it."""
+    def _body(self, part: Part, slices: Sequence[fx.Node], given: Sequence[fx.Node]) -> fx.GraphModule:
+        """The step of one part."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in (*(self.step.states[state] for state in part.states), *slices, *given):
@@ -225,11 +209,7 @@ class _Loop:
         for node in (*(self.step.carried[state] for state in part.states), *part.wanted):
             outputs.append(own_memory(graph, copies[node], taken))
         graph.output(outputs)
-        owner = self.around.graph.owning_module
-        assert owner is not None, "a graph with a loop belongs to a module"
-        name = next(name for i in itertools.count() if not hasattr(owner, name := f"scan_part_{i}"))
-        owner.add_module(name, fx.GraphModule(torch.nn.Module(), graph))
-        return self.around.note(self.around.graph.get_attr(name), None)
+        return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def _example(value: torch.Tensor) -> dict[str, Any]:

@@ -6,8 +6,9 @@ structure, values are read as early as they can be: what follows is computed for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import fx
@@ -158,16 +159,11 @@ class _Planner:
 
     def _is_enough(self, component: int, edge: tuple[fx.Node, ...]) -> bool:
         """Whether everything that others need follows from the values at the edge."""
-        queue, seen = list(self.requested[component]), set(edge)
-        while queue:
-            node = queue.pop()
-            if node in seen or self.form.home[node] != component:
-                continue
-            if node.op != "call_function":
-                return False
-            seen.add(node)
-            queue.extend(node.all_input_nodes)
-        return True
+        home = self.form.home
+        own = needed(
+            self.requested[component], edge, lambda node: (x for x in node.all_input_nodes if home[x] == component)
+        )
+        return all(node.op == "call_function" for node in own)
 
     def _as_vector(self, component: int, found: Transition) -> tuple[tuple[fx.Node, ...], Transition] | None:
         """A state without values, each element of which goes its own way, as a vector that is read whole."""
@@ -186,6 +182,10 @@ class _Planner:
 
     def _affine(self, component: int) -> list[fx.Node]:
         """The last values that have a form, of those that others need."""
+        return self._edge(component, self.form.values)
+
+    def _edge(self, component: int, known: Container[fx.Node]) -> list[fx.Node]:
+        """The values that are ``known`` from which those follow that others need, the nearest first."""
         found: dict[fx.Node, None] = {}
         queue, seen = list(self.requested[component]), set[fx.Node]()
         while queue:
@@ -193,7 +193,7 @@ class _Planner:
             if node in seen or self.form.home[node] != component:
                 continue
             seen.add(node)
-            if node in self.form.values:
+            if node in known:
                 found[node] = None
             else:
                 queue.extend(node.all_input_nodes)
@@ -235,18 +235,7 @@ class _Planner:
         states = self.form.components[component]
         inside = set(needed([self.step.carried[state] for state in states], ()))
         inside |= {self.step.states[state] for state in states}
-        found: dict[fx.Node, None] = {}
-        queue, seen = list(self.requested[component]), set[fx.Node]()
-        while queue:
-            node = queue.pop(0)
-            if node in seen or self.form.home[node] != component:
-                continue
-            seen.add(node)
-            if node in inside:
-                found[node] = None
-            else:
-                queue.extend(node.all_input_nodes)
-        return tuple(found)
+        return tuple(self._edge(component, inside))
 
     def _follow(self, component: int, nodes: Iterable[fx.Node], edge: set[fx.Node]) -> set[fx.Node]:
         """Note what else is needed to compute these from the values at the edge; those of them that are."""
@@ -266,19 +255,10 @@ class _Planner:
 
     def _inside(self, component: int, outputs: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
         """The nodes of a component's step, and what it takes from outside."""
-        inside, outside = set[fx.Node](), set[fx.Node]()
         states = {self.step.states[state] for state in self.form.components[component]}
-        queue = list(outputs)
-        while queue:
-            node = queue.pop()
-            if node in inside or node in outside or node in states:
-                continue
-            if self._is_outside(component, node):
-                outside.add(node)
-                continue
-            inside.add(node)
-            queue.extend(node.all_input_nodes)
-        return tuple(sorted(inside)), tuple(sorted(outside))
+        is_outside = partial(self._is_outside, component)
+        found = needed(outputs, states, lambda node: () if is_outside(node) else node.all_input_nodes)
+        return tuple(node for node in found if not is_outside(node)), tuple(filter(is_outside, found))
 
     def _is_outside(self, component: int, node: fx.Node) -> bool:
         if node.op != "call_function":

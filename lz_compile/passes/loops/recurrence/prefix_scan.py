@@ -22,7 +22,7 @@ from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import Call, tensor_of, where_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, where_of
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
 from lz_compile.passes.proof.agreement import agree
 from lz_compile.passes.proof.subgraph import Subgraph, needed
@@ -101,7 +101,7 @@ class _Reader:
         if output not in self._moved or not self._may_end(output):
             return None
         core = self.core(output)
-        for dim, steps in enumerate(tensor_of(output).shape):  # type: ignore[union-attr]
+        for dim, steps in enumerate(known_tensor(output).shape):
             if not isinstance(steps, int) or steps < LEAST_POINTWISE:
                 continue
             mixing = sum(self._mixes(node, dim) for node in core)
@@ -145,24 +145,12 @@ class _Reader:
     def _alive(self) -> set[fx.Node]:
         """What the graph's results depend on."""
         if self._live is None:
-            stack = [node for node in self._graph.nodes if node.op == "output" or node.is_impure()]
-            self._live = set(stack)
-            while stack:
-                for operand in stack.pop().all_input_nodes:
-                    if operand not in self._live:
-                        self._live.add(operand)
-                        stack.append(operand)
+            self._live = {*needed((node for node in self._graph.nodes if node.op == "output" or node.is_impure()), ())}
         return self._live
 
     def core(self, output: fx.Node) -> list[fx.Node]:
         """All allowed calls that a node depends on through allowed calls, in graph order."""
-        found, stack = {output}, [output]
-        while stack:
-            for operand in stack.pop().all_input_nodes:
-                if operand not in found and self._allowed(operand) is not None:
-                    found.add(operand)
-                    stack.append(operand)
-        return sorted(found, key=self._effects.position.__getitem__)
+        return needed([output], (), lambda node: filter(self._allowed, node.all_input_nodes))
 
     def _moves(self, node: fx.Node) -> bool:
         """Whether a call moves values along any dimension."""
@@ -198,7 +186,7 @@ class _Reader:
     def _proven(self, output: fx.Node, core: list[fx.Node], dim: int, leaves: list[fx.Node]) -> PrefixScan:
         inside = set(needed([output], leaves))
         between = [node for node in core if node in inside]
-        if any(tensor_of(leaf).dim() != tensor_of(output).dim() for leaf in leaves):  # type: ignore[union-attr]
+        if any(known_tensor(leaf).dim() != known_tensor(output).dim() for leaf in leaves):
             raise _unknown(output, f"made of {len(leaves)} tensors of different ranks")
         generator = torch.Generator().manual_seed(0)
         given = {leaf: _random(leaf, dim, generator) for leaf in leaves}
@@ -257,9 +245,9 @@ def _unknown(output: fx.Node, text: str) -> RefusedError:
 
 def _random(leaf: fx.Node, dim: int, generator: torch.Generator) -> torch.Tensor:
     """Numbers below one, with few elements in other dimensions than time."""
-    shape = tensor_of(leaf).shape  # type: ignore[union-attr]
+    shape = known_tensor(leaf).shape
     sizes = [int(size) if place == dim else 1 if _is_one(size) else SMALL for place, size in enumerate(shape)]
-    kind = torch.complex128 if tensor_of(leaf).is_complex() else torch.float64  # type: ignore[union-attr]
+    kind = torch.complex128 if known_tensor(leaf).is_complex() else torch.float64
     return torch.rand(sizes, generator=generator, dtype=kind) * 2 - 1
 
 
@@ -297,12 +285,12 @@ def recurrence(decay: torch.Tensor | None, drive: torch.Tensor, dim: int) -> tor
 
 def dims_of(output: fx.Node, leaves: Sequence[fx.Node]) -> dict[fx.Node, Dims]:
     """One axis for each dimension of the output, and the same for the leaves where they do not broadcast."""
-    shape = [as_size(size) for size in tensor_of(output).shape]  # type: ignore[union-attr]
+    shape = [as_size(size) for size in known_tensor(output).shape]
     axes = [Axis(size) for size in shape]
     found: dict[fx.Node, Dims] = {
         output: tuple(() if size == 1 else (axis,) for size, axis in zip(shape, axes, strict=True))
     }
     for leaf in leaves:
-        sizes = [as_size(size) for size in tensor_of(leaf).shape]  # type: ignore[union-attr]
+        sizes = [as_size(size) for size in known_tensor(leaf).shape]
         found[leaf] = tuple(() if size == 1 else (axis,) for size, axis in zip(sizes, axes, strict=True))
     return found

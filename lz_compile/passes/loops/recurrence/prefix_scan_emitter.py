@@ -14,11 +14,10 @@ from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.calls import is_constant
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.core import Core
+from lz_compile.passes.rewriting.core import Core, wants_grad
 from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
@@ -60,7 +59,7 @@ class PrefixScanEmitter(TableEmitter):
         states, _ = value
         found = builder.restore(states.reshape([builder.extent(self.scan.time), -1]), self._groups[2::2], self._flat)
         shape = [builder.size(dim) for dim in self.scan.dims[self.scan.output]]
-        return found.reshape(shape).to(tensor_of(self.scan.output).dtype)  # type: ignore[union-attr]
+        return found.reshape(shape).to(known_tensor(self.scan.output).dtype)
 
     @property
     def _flat(self) -> Dims:
@@ -82,16 +81,13 @@ def _of_logs(decay: Any, drive: Any, *, are_sums: bool) -> Operands:
 def match_of(scan: PrefixScan, effects: Effects) -> Match:
     """The match of such a recurrence; proofs keep the number of steps, which the source has spelled out."""
     leaves = [scan.drive] if scan.decay is None else [scan.decay, scan.drive]
-    tensors = [tensor_of(node) for node in leaves]
-    result = tensor_of(scan.output)
-    assert result is not None, "a recurrence is over tensors"
+    result = known_tensor(scan.output)
     dtype = result.dtype
     wide = torch.promote_types(dtype, torch.float32)
     ambient = effects.ambient(scan.output)
     attrs = ScanAttrs(compute_dtype=wide, out_dtype=dtype, state_dtype=dtype)
     emitter = PrefixScanEmitter(scan, attrs)
     columns = product(axis.size for axis in emitter._groups[-1])
-    needs_grad = grad_enabled(ambient) and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     decay: DecayKind = "none" if scan.decay is None else "value"
     own = set(axes_of(scan.dims[scan.output]))
     calls = {node: effects.calls[node] for node in scan.core}
@@ -101,7 +97,7 @@ def match_of(scan: PrefixScan, effects: Effects) -> Match:
         structure=ScanStructure(decay=decay, has_drive=True),
         dtype=dtype,
         device=result.device.type,
-        needs_grad=needs_grad,
+        needs_grad=wants_grad(ambient, leaves),
     )
     gentle = scan.decay if scan.logs == "steps" else None
     inputs = {node: Input(scan.dims[node], scale=_GENTLE if node is gentle else 1.0) for node in leaves}
@@ -119,7 +115,7 @@ def _constant_dims(node: fx.Node, scan: PrefixScan) -> Dims:
     """The axes of a constant inside: those of the result, but along time, where it has a size of its own."""
     result = scan.dims[scan.output]
     found = []
-    for place, size in enumerate(map(as_size, tensor_of(node).shape)):  # type: ignore[union-attr]
+    for place, size in enumerate(map(as_size, known_tensor(node).shape)):
         own = result[place] if place < len(result) and place != scan.dim else ()
         is_own = len(own) == 1 and own[0].size == size
         found.append(() if size == 1 else own if is_own else (Axis(size),))

@@ -14,7 +14,7 @@ from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
 
@@ -73,7 +73,7 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
     leaves = [decay, drive]
     if any(each is None or each.shape[dim - len(each.shape)] != steps for each in map(tensor_of, leaves)):
         return None
-    if any(tensor_of(each).dim() != tensor.dim() for each in leaves):  # type: ignore[union-attr]
+    if any(known_tensor(each).dim() != tensor.dim() for each in leaves):
         return None
     return PrefixScan(output, core, dim, drive, decay, dims_of(output, leaves), "steps" if is_sum else "sums")
 

@@ -19,12 +19,13 @@ from torch import fx
 from lz_compile.ground import events, fingerprint
 from lz_compile.lowering.ops.scan import Operands
 from lz_compile.passes.editing.edit import MayEdit, anywhere
+from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import memory_of, read, tensor_of
-from lz_compile.passes.loops.recurrence.sweep_proof import Region, Sweep, by_stride, proven
+from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
+from lz_compile.passes.loops.recurrence.sweep_proof import Region, Sweep, proven
 from lz_compile.passes.loops.roll.step_graph import Emitter
+from lz_compile.passes.rewriting.core import wants_grad
 
 _VIEWS = frozenset(
     {
@@ -179,10 +180,11 @@ class _Memory:
         if len(ambients) != 1 or any(self.position[each] >= places[0] for each in operands):
             return False
         (ambient,) = ambients
-        wants_grad = grad_enabled(ambient) and any(tensor_of(each).requires_grad for each in operands)  # type: ignore[union-attr]
         is_mapped = any("_increment_nesting" in name for name in ambient.other)
         return (
-            not wants_grad and not is_mapped and not any(self.root.get(each) in self.written for each in region.given)
+            not wants_grad(ambient, operands)
+            and not is_mapped
+            and not any(self.root.get(each) in self.written for each in region.given)
         )
 
 
@@ -254,10 +256,9 @@ def _again(emit: Emitter, name: fx.Node, states: dict[fx.Node, fx.Node], memory:
 
 def _states(emit: Emitter, sweep: Sweep) -> fx.Node:
     """The states, laid out in memory as what they take the place of."""
-    example = tensor_of(sweep.root)
-    assert example is not None, "what is overwritten is a tensor"
-    order = by_stride(example)
-    back, dim = [order.index(place) for place in range(example.dim())], order.index(sweep.dim)
+    example = known_tensor(sweep.root)
+    order, back = stride_order(example.stride())
+    dim = order.index(sweep.dim)
 
     def canonical(node: fx.Node | None, own: Sequence[int]) -> fx.Node | None:
         """``[1, before, T, 1, after]`` in the order of memory; ``own`` are a tensor's dimensions in that of the root."""
@@ -266,7 +267,7 @@ def _states(emit: Emitter, sweep: Sweep) -> fx.Node:
         places = [own[place] for place in order]
         value = node if places == sorted(places) else emit.call("permute", node, places)
         value = emit.call("flip", value, dim) if sweep.is_reversed else value
-        shape = list(tensor_of(value).shape)  # type: ignore[union-attr]
+        shape = list(known_tensor(value).shape)
         whole = [example.shape[place] for place in order]
         value = value if shape == whole else emit.call("expand", value, whole)
         before, after = whole[:dim], whole[dim + 1 :]

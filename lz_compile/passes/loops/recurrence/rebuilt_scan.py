@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import stride_order
-from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.held import hold
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall
+from lz_compile.passes.rewriting.core import wants_grad
 
 aten = torch.ops.aten
 CONTIGUOUS: dict[str, Any] = {"memory_format": torch.contiguous_format}
@@ -47,7 +47,6 @@ class Rebuilt:
     old: ScanCall
     call: ScanCall
     around: Around
-    name: str
     picked: tuple[fx.Node, ...]
     final: Callable[[Sequence[fx.Node]], list[fx.Node]]
 
@@ -56,13 +55,9 @@ class Rebuilt:
         before, after = len(self.old.init), len(self.call.init)
         graph = self.old.node.graph
         with graph.inserting_before(self.old.node):
-            states = self.final(self.picked[:after])
-            values = [*states, *self.picked[after:]]
-            replaced = in_place_of(self.around, self.old, values)
-        assert len(values) == before + len(self.picked) - after, "a step gives what it gave"
-        for node, value in replaced:
-            node.replace_all_uses_with(value)
-            graph.erase_node(node)
+            values = [*self.final(self.picked[:after]), *self.picked[after:]]
+            assert len(values) == before + len(self.picked) - after, "a step gives what it gave"
+            replace_results(self.old, values, self.around)
         for node in self.picked:
             if not node.users:
                 graph.erase_node(node)
@@ -70,38 +65,27 @@ class Rebuilt:
 
     def undo(self) -> None:
         """As if nothing had been tried."""
+        owner, name = self.old.node.graph.owning_module, str(self.call.node.all_input_nodes[0].target)
         self.around.undo()
-        owner = self.old.node.graph.owning_module
-        if owner is not None and hasattr(owner, self.name):
-            owner.delete_submodule(self.name)
+        if owner is not None and hasattr(owner, name):
+            owner.delete_submodule(name)
 
 
 def rebuild(old: ScanCall, around: Around, rewrite: Callable[[], Rewritten | None]) -> Rebuilt | None:
     """The scan with the step that ``rewrite`` gives, before the old one; None where it gives none."""
-    graph = old.node.graph
-    with graph.inserting_before(old.node):
-        try:
-            found = rewrite()
-            if found is None:
-                around.undo()
-                return None
-            name, body = _module(old, found.graph)
-            callee = around.note(graph.get_attr(name), None)
-            given = [*old.given, *found.added]
-            whole = graph.call_function(SCAN, (callee, list(found.init), list(old.xs), given))
-            examples = _examples(old, found, body, around)
-            around.note(whole, tuple(examples))
-            picked = [around.note(graph.call_function(operator.getitem, (whole, i)), e) for i, e in enumerate(examples)]
-        except BaseException:
+    with around.inserting():
+        found = rewrite()
+        if found is None:
             around.undo()
-            raise
-    call = ScanCall(whole, body, tuple(found.init), old.xs, tuple(given))
-    return Rebuilt(old, call, around, name, tuple(picked), found.final)
+            return None
+        body = _module(found.graph)
+        given = (*old.given, *found.added)
+        whole, picked = insert_scan(around, body, found.init, old.xs, given, old.length)
+    call = ScanCall(whole, body, found.init, old.xs, given)
+    return Rebuilt(old, call, around, tuple(picked), found.final)
 
 
-def _module(old: ScanCall, graph: fx.Graph) -> tuple[str, fx.GraphModule]:
-    owner = old.node.graph.owning_module
-    assert owner is not None, "a graph with a loop belongs to a module"
+def _module(graph: fx.Graph) -> fx.GraphModule:
     taken: set[fx.Node] = set()
     output = graph.output_node()
     with graph.inserting_before(output):
@@ -110,20 +94,43 @@ def _module(old: ScanCall, graph: fx.Graph) -> tuple[str, fx.GraphModule]:
     for node in graph.nodes:
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
-    body = fx.GraphModule(torch.nn.Module(), graph)
-    name = next(name for i in itertools.count() if not hasattr(owner, name := f"scan_part_{i}"))
-    owner.add_module(name, body)
-    return name, body
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _examples(old: ScanCall, found: Rewritten, body: fx.GraphModule, around: Around) -> list[torch.Tensor]:
-    operands = [value_of(node) for node in (*found.init, *old.xs, *found.added) if tensor_of(node) is not None]
-    operands += [value for value in map(tensor_of, old.given) if value is not None]
-    wants_grad = grad_enabled(around.ambient) and any(value.requires_grad for value in operands)
+def insert_scan(
+    around: Around,
+    body: fx.GraphModule,
+    init: Sequence[fx.Node],
+    xs: Sequence[fx.Node],
+    given: Sequence[fx.Node],
+    length: Any,
+) -> tuple[fx.Node, list[fx.Node]]:
+    """A scan of ``length`` steps at the insertion point, and its results: last states, then what the steps give."""
+    graph = around.graph
+    callee = around.note(graph.get_attr(hold(graph.owning_module, "scan_part", body)), None)
+    whole = graph.call_function(SCAN, (callee, list(init), list(xs), list(given)))
+    is_graded = wants_grad(around.ambient, (*init, *xs, *given))
     outputs: Any = body.graph.output_node().args[0]
-    values = [node.meta["val"] for node in outputs]
-    shapes = [tuple(v.shape) if i < len(found.init) else (old.length, *v.shape) for i, v in enumerate(values)]
-    return [around.empty(shape, v, wants_grad=wants_grad) for shape, v in zip(shapes, values, strict=True)]
+    shapes = [(value, tuple(value.shape)) for value in map(known_tensor, init)]
+    shapes += [(value, (length, *value.shape)) for value in (node.meta["val"] for node in outputs[len(init) :])]
+    examples = [around.empty(shape, value, wants_grad=is_graded) for value, shape in shapes]
+    around.note(whole, tuple(examples))
+    return whole, [around.note(graph.call_function(operator.getitem, (whole, i)), e) for i, e in enumerate(examples)]
+
+
+def replace_results(call: ScanCall, values: Sequence[fx.Node], around: Around) -> None:
+    """Let everybody who reads a scan read these values: each result has memory of its own, as before, and its strides."""
+    taken: set[fx.Node] = set()
+    replaced: list[tuple[fx.Node, fx.Node]] = []
+    for place, nodes in call.results().items():
+        value = values[place]
+        if value in taken:
+            value = around.call(aten.clone.default, value, **CONTIGUOUS)
+        taken.add(value)
+        replaced += [(node, _with_strides(around, value, known_tensor(node))) for node in nodes]
+    for node, value in replaced:
+        node.replace_all_uses_with(value)
+        node.graph.erase_node(node)
 
 
 def own_memory(graph: fx.Graph, node: fx.Node, taken: set[fx.Node]) -> fx.Node:
@@ -149,32 +156,12 @@ def erase_scan(call: ScanCall) -> None:
         owner.delete_submodule(str(body.target))
 
 
-def in_place_of(around: Around, call: ScanCall, values: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-    """Every node that picks a result of a scan, with what takes its place: each result has memory of its own, as before."""
-    taken: set[fx.Node] = set()
-    found: list[tuple[fx.Node, fx.Node]] = []
-    for place, nodes in call.results().items():
-        value = values[place]
-        if value in taken:
-            value = around.call(aten.clone.default, (value,), CONTIGUOUS)
-        taken.add(value)
-        found += [(node, _with_strides(around, value, value_of(node))) for node in nodes]
-    return found
-
-
 def _with_strides(around: Around, node: fx.Node, old: torch.Tensor) -> fx.Node:
     """The value with the strides of the one that it replaces."""
-    if value_of(node).stride() == old.stride():
+    if known_tensor(node).stride() == old.stride():
         return node
     if old.is_contiguous():
-        return around.call(aten.clone.default, (node,), CONTIGUOUS)
+        return around.call(aten.clone.default, node, **CONTIGUOUS)
     order, back = stride_order([as_size(stride) for stride in old.stride()])
-    dense = around.call(aten.clone.default, (around.call(aten.permute.default, (node, order)),), CONTIGUOUS)
-    return around.call(aten.permute.default, (dense, back))
-
-
-def value_of(node: fx.Node) -> torch.Tensor:
-    """The example value of a node that holds a tensor."""
-    value = tensor_of(node)
-    assert value is not None, f"{node.name} is no tensor"
-    return value
+    dense = around.call(aten.clone.default, around.call(aten.permute.default, node, order), **CONTIGUOUS)
+    return around.call(aten.permute.default, dense, back)

@@ -37,7 +37,7 @@ class Place:
 
 
 @dataclass
-class StandIn:
+class SizePlaceholder:
     """A symbolic size that is no product of others: its two primes, its size when it was traced, and where it can be read."""
 
     size: sympy.Expr
@@ -48,14 +48,14 @@ class StandIn:
 
 
 @dataclass(frozen=True)
-class StandIns:
-    """The stand-ins of one step. A *number* is a size as it is in the (first) trace."""
+class SizePlaceholders:
+    """The placeholders of one step. A *number* is a size as it is in the (first) trace."""
 
-    symbols: tuple[StandIn, ...]
+    symbols: tuple[SizePlaceholder, ...]
 
     @staticmethod
-    def of(operands: Sequence[Sequence[Any] | Any], taken: Iterable[int], attempt: int) -> StandIns:
-        """Stand-ins for the sizes of operands.
+    def of(operands: Sequence[Sequence[Any] | Any], taken: Iterable[int], attempt: int) -> SizePlaceholders:
+        """Placeholders for the sizes of operands.
 
         Args:
             operands: their shapes, or the numbers that they are.
@@ -76,7 +76,7 @@ class StandIns:
         primes = _primes(given, attempt * 2 * len(bases))
         expressions = [_expression(base) for base in bases]
         firsts, seconds = ([next(primes) for _ in bases] for _ in range(2))
-        found = StandIns(tuple(map(StandIn, expressions, firsts, seconds)))
+        found = SizePlaceholders(tuple(map(SizePlaceholder, expressions, firsts, seconds)))
         for size, value, place, dim in sorted(sizes, key=lambda each: _complexity(each[0])):
             if not isinstance(size, int):
                 found._note(found.number(size), value, place, dim)
@@ -154,7 +154,7 @@ class StandIns:
             factors += [self._read(symbol, read) for _ in range(count)]
         return reduce(mul, factors[::-1]) if factors else 1
 
-    def _read(self, symbol: StandIn, read: Callable[[Place], Any]) -> Any:
+    def _read(self, symbol: SizePlaceholder, read: Callable[[Place], Any]) -> Any:
         found = ((place, read(place)) for place in symbol.places)
         place, whole = next(each for each in found if each[1] is not None)
         divisor = self.extent(place.divisor, read)
@@ -166,10 +166,10 @@ class StandIns:
 
 
 #: Where no size is symbolic.
-NO_SYMBOLS = StandIns(())
+NO_SYMBOLS = SizePlaceholders(())
 
 
-def is_ambiguous(sizes: StandIns, number: int) -> bool:
+def is_ambiguous(sizes: SizePlaceholders, number: int) -> bool:
     """Whether a size that is none of the symbolic ones looks like one."""
     return number > 0 and any(sizes.parts(number)[1])
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.batched import Around
-from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rewritten, value_of
+from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rewritten
 from lz_compile.passes.loops.recurrence.step_homes import insert
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step, is_filled
 
@@ -44,7 +45,7 @@ def _split(call: ScanCall, step: Step, around: Around, state: int, cutter: _Cutt
     count = len(spans)
 
     def final(picked: Sequence[fx.Node]) -> list[fx.Node]:
-        whole = around.call(aten.cat.default, (list(picked[state : state + count]), dim))
+        whole = around.call(aten.cat.default, list(picked[state : state + count]), dim)
         return [*picked[:state], whole, *picked[state + count :]]
 
     return Rewritten(graph, (*call.init[:state], *init, *call.init[state + 1 :]), (), final)
@@ -52,12 +53,12 @@ def _split(call: ScanCall, step: Step, around: Around, state: int, cutter: _Cutt
 
 def _part_of(around: Around, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
     """A part of a first state, in contiguous memory."""
-    value = value_of(node)
+    value = known_tensor(node)
     if is_filled(node, 0):
         shape = [stop - start if place == dim else size for place, size in enumerate(value.shape)]
-        return around.call(aten.full.default, (shape, 0), {"dtype": value.dtype, "device": value.device})
-    part = around.call(aten.slice.Tensor, (node, dim, start, stop))
-    return around.call(aten.clone.default, (part,), CONTIGUOUS)
+        return around.call(aten.full.default, shape, 0, dtype=value.dtype, device=value.device)
+    part = around.call(aten.slice.Tensor, node, dim, start, stop)
+    return around.call(aten.clone.default, part, **CONTIGUOUS)
 
 
 class _Cutter:
@@ -68,7 +69,7 @@ class _Cutter:
         self._found: set[int] = set()
         self._parts: dict[tuple[int, int], fx.Node] = {}
         self._copies: dict[fx.Node, fx.Node] = {}
-        self._graph: fx.Graph | None = None
+        self._graph = fx.Graph()
         self._reaches: dict[fx.Node, int | None] = {state: dim}
         for node in step.graph.nodes:
             if node not in self._reaches and node.op == "call_function":
@@ -203,7 +204,7 @@ class _Cutter:
 
     def graph(self, state: int, spans: Sequence[tuple[int, int]]) -> fx.Graph:
         """The step that takes and gives the parts in the place of the state."""
-        self._graph = graph = fx.Graph()
+        graph = self._graph
         for node in (*self.step.states, *self.step.slices, *self.step.given):
             if node is not self.state:
                 self._copies[node] = graph.node_copy(node)
@@ -227,7 +228,6 @@ class _Cutter:
         return graph
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        assert self._graph is not None, "a step is being built"
         spans = self._slices(node)
         operand = node.args[0] if node.args else None
         if spans and isinstance(operand, fx.Node) and node.target not in _SPLITS:
@@ -246,7 +246,6 @@ class _Cutter:
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """A value in the new step; the state as its parts joined."""
-        assert self._graph is not None, "a step is being built"
         if node is self.state:
             if node not in self._copies:
                 self._copies[node] = insert(self._graph, aten.cat.default, (list(self._parts.values()), self.dim))
@@ -255,7 +254,6 @@ class _Cutter:
 
     def _cut(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         """A span of a value in the new step, made of parts of the state."""
-        assert self._graph is not None, "a step is being built"
         graph, value = self._graph, node.meta["val"]
         if (start, stop) == (0, value.shape[dim]) and node is not self.state and node in self._copies:
             return self._copies[node]

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.coupled_states import coupled, stack_states
 from lz_compile.passes.loops.recurrence.plan import Plan
 from lz_compile.passes.loops.recurrence.reading import Readings
-from lz_compile.passes.loops.recurrence.rebuilt_scan import Rebuilt, Rewritten, rebuild, value_of
+from lz_compile.passes.loops.recurrence.rebuilt_scan import Rebuilt, Rewritten, rebuild
 from lz_compile.passes.loops.recurrence.state_parts import split_states
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, trace_step
 
@@ -76,14 +77,14 @@ def _planned(call: ScanCall, ambient: Ambient, readings: Readings, tried: list[R
 
 def _is_plain(call: ScanCall) -> bool:
     """Whether every size is a number, as it has to be where states are cut."""
-    values = [value_of(node) for node in (*call.init, *call.xs)]
+    values = [known_tensor(node) for node in (*call.init, *call.xs)]
     return all(isinstance(size, int) for value in values for size in value.shape)
 
 
 def _changed(current: Restated, ambient: Ambient) -> Rebuilt | None:
     """The next change that can be made: states are cut before they are joined."""
     call = current.call
-    around = Around(call.node.graph, call.node, ambient, value_of(call.init[0]).fake_mode)  # type: ignore[attr-defined]
+    around = Around(call, ambient)
     changes: list[Callable[[], Rewritten | None]] = []
     if not current.tried:
         changes.append(lambda: _split(call, ambient, around))

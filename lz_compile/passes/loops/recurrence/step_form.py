@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -150,29 +149,21 @@ def _finer(step: Step, values: Mapping[fx.Node, IndexSum]) -> dict[fx.Node, Dims
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class _Reader:
     """Reads nodes one after the other."""
 
-    def __init__(
-        self,
-        step: Step,
-        home: Mapping[fx.Node, int],
-        delays: frozenset[int],
-        indicators: frozenset[fx.Node] = frozenset(),
-        cuts: Mapping[fx.Node, Dims] = MappingProxyType({}),
-        multiples: frozenset[str] = frozenset(),
-    ) -> None:
-        self.step = step
-        self.multiples = multiples
-        self.scaled: set[str] = set()
-        self.cuts = cuts
-        self.home = home
-        self.delays = delays
-        self.indicators = indicators
-        self.values: dict[fx.Node, IndexSum] = {}
-        self.outer: dict[fx.Node, IndexSum] = {}
-        self.atoms: dict[Atom, fx.Node] = {}
-        self.reasons: dict[fx.Node, str] = {}
+    step: Step
+    home: Mapping[fx.Node, int]
+    delays: frozenset[int]
+    indicators: frozenset[fx.Node] = frozenset()
+    cuts: Mapping[fx.Node, Dims] = field(default_factory=dict)
+    multiples: frozenset[str] = frozenset()
+    scaled: set[str] = field(default_factory=set)
+    values: dict[fx.Node, IndexSum] = field(default_factory=dict)
+    outer: dict[fx.Node, IndexSum] = field(default_factory=dict)
+    atoms: dict[Atom, fx.Node] = field(default_factory=dict)
+    reasons: dict[fx.Node, str] = field(default_factory=dict)
 
     def read(self, nodes: Sequence[fx.Node], fixed: set[fx.Node] | None = None) -> None:
         """Read these, in the order of the graph."""

@@ -11,14 +11,14 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.loops.recurrence.size_placeholders import StandIn, StandIns
+from lz_compile.passes.loops.recurrence.size_placeholders import SizePlaceholder, SizePlaceholders
 from lz_compile.passes.proof.subgraph import needed
 
 #: In the metadata of nodes that are sizes.
 _SIZE = "layerzero_size"
 
 
-def check_twins(first: fx.GraphModule, second: fx.GraphModule, sizes: StandIns) -> None:
+def check_twins(first: fx.GraphModule, second: fx.GraphModule, sizes: SizePlaceholders) -> None:
     """Compare the traces node by node.
 
     Raises:
@@ -50,14 +50,14 @@ def unchanged_sizes(first: fx.GraphModule, second: fx.GraphModule) -> Iterator[i
                 yield size
 
 
-def name_sizes(first: fx.GraphModule, second: fx.GraphModule, states: int, sizes: StandIns) -> None:
+def name_sizes(first: fx.GraphModule, second: fx.GraphModule, states: int, sizes: SizePlaceholders) -> None:
     """Let operations of both traces take symbolic sizes from operands of the step, in place.
 
     Args:
         first: the trace whose numbers are those of ``sizes``.
         second: the other one.
         states: how many of the operands are states, of which sizes are not to depend.
-        sizes: the stand-ins.
+        sizes: the placeholders.
 
     Raises:
         RefusedError: no other operand has a size.
@@ -83,7 +83,7 @@ def name_sizes(first: fx.GraphModule, second: fx.GraphModule, states: int, sizes
 class _Namer:
     """Puts the sizes of operands into the graph of a step."""
 
-    def __init__(self, graph: fx.Graph, states: int, sizes: StandIns) -> None:
+    def __init__(self, graph: fx.Graph, states: int, sizes: SizePlaceholders) -> None:
         self._graph = graph
         self._states = states
         self._sizes = sizes
@@ -114,7 +114,7 @@ class _Namer:
             total = self._call(operator.mul, total, factor)
         return total if coefficient == 1 else self._call(operator.mul, total, coefficient)
 
-    def _symbol(self, symbol: StandIn, near: frozenset[fx.Node]) -> fx.Node:
+    def _symbol(self, symbol: SizePlaceholder, near: frozenset[fx.Node]) -> fx.Node:
         places = [place for place in symbol.places if place.operand >= self._states and place.dim is not None]
         if not places:
             text = f"a step needs the symbolic size {symbol.size}, which is that of no slice"

@@ -1,14 +1,13 @@
 """One step of a scan as ATen operations without side effects, or why there is no such thing.
 
-Where sizes are symbolic, numbers stand for them (:mod:`stand_ins`), and the operations that take sizes as arguments get them
-from operands of the step (:mod:`step_sizes`).
+Where sizes are symbolic, numbers stand for them (:mod:`size_placeholders`), and the operations that take sizes as arguments
+get them from operands of the step (:mod:`step_sizes`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,14 +21,14 @@ from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.calls import constant_value
 from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.modes import Ambient, ambient_context
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import read, tensor_of, value_of
+from lz_compile.passes.graph.view import known_tensor, read, tensor_of, value_of
 from lz_compile.passes.loops.recurrence.size_placeholders import (
     ATTEMPTS,
     NO_SYMBOLS,
     Place,
-    StandIns,
+    SizePlaceholders,
     is_ambiguous,
     symbolic,
 )
@@ -63,7 +62,7 @@ class ScanCall:
     @property
     def length(self) -> Any:
         """The number of steps."""
-        return _tensor(self.xs[0]).shape[0]
+        return known_tensor(self.xs[0]).shape[0]
 
     def results(self) -> dict[int, list[fx.Node]]:
         """The nodes that pick a result, by its place: final states, then what the steps give."""
@@ -111,7 +110,7 @@ class Step:
     slices: tuple[fx.Node, ...]
     given: tuple[fx.Node, ...]
     names: Mapping[fx.Node, str]
-    sizes: StandIns = NO_SYMBOLS
+    sizes: SizePlaceholders = NO_SYMBOLS
     operands: tuple[Any, ...] = ()
     twin: Step | None = None
 
@@ -162,8 +161,8 @@ def trace_step(call: ScanCall, ambient: Ambient) -> Step:
         RefusedError: it does something that cannot be moved in time, or a size is no product of sizes of what it is given.
     """
     _check_body(call.body)
-    values = [_tensor(node) for node in call.init]
-    values += [_slice(_tensor(node)) for node in call.xs]
+    values = [known_tensor(node) for node in call.init]
+    values += [_slice(known_tensor(node)) for node in call.xs]
     values += [value_of(node) for node in call.given]
     shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
     if any(size == 0 for shape in shapes if isinstance(shape, tuple) for size in shape if isinstance(size, int)):
@@ -172,7 +171,7 @@ def trace_step(call: ScanCall, ambient: Ambient) -> Step:
         return _step(call, _module(call.body, values, ambient, values[0].fake_mode))  # type: ignore[attr-defined]
     taken = list(_numbers(call.body))
     for attempt in range(ATTEMPTS):
-        sizes = StandIns.of(shapes, taken, attempt)
+        sizes = SizePlaceholders.of(shapes, taken, attempt)
         module, other = (_at(call.body, values, sizes, ambient, second=second) for second in (False, True))
         check_twins(module, other, sizes)
         if not any(is_ambiguous(sizes, size) for size in unchanged_sizes(module, other)):
@@ -184,7 +183,7 @@ def trace_step(call: ScanCall, ambient: Ambient) -> Step:
 
 
 def _at(
-    body: fx.GraphModule, values: Sequence[Any], sizes: StandIns, ambient: Ambient, *, second: bool
+    body: fx.GraphModule, values: Sequence[Any], sizes: SizePlaceholders, ambient: Ambient, *, second: bool
 ) -> fx.GraphModule:
     """The trace of a step with numbers for its symbolic sizes."""
     mode = FakeTensorMode()
@@ -254,11 +253,7 @@ def _step(call: ScanCall, module: fx.GraphModule) -> Step:
 
 def traced(function: Callable[..., Any], values: Sequence[Any], ambient: Ambient, mode: Any) -> fx.GraphModule:
     """``function`` over example values of a fake mode as ATen operations, under the modes of ``ambient``."""
-    with ExitStack() as stack:
-        for manager in ambient_context(ambient):
-            stack.enter_context(manager)
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(faking(mode))
+    with faking(mode, ambient), torch.no_grad():
         return make_fx(function)(*values)
 
 
@@ -287,12 +282,6 @@ def _source_name(node: fx.Node) -> str:
 def _slice(value: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return value.select(0, 0)
-
-
-def _tensor(node: fx.Node) -> torch.Tensor:
-    value = tensor_of(node)
-    assert value is not None, f"{node.name} is no tensor"
-    return value
 
 
 def _check_body(body: fx.GraphModule) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
-from lz_compile.passes.graph.view import read, tensor_of
+from lz_compile.passes.formula.layout import stride_order
+from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.loops.recurrence.prefix_scan import SMALL, recurrence
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
 from lz_compile.passes.proof.agreement import agree
@@ -108,19 +109,12 @@ def _numbers(dims: Mapping[fx.Node, int]) -> dict[fx.Node, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     found = {}
     for node, dim in dims.items():
-        tensor = tensor_of(node)
-        assert tensor is not None, "what is overwritten is a tensor"
-        order = by_stride(tensor)
+        tensor = known_tensor(node)
+        order, back = stride_order(tensor.stride())
         sizes = [int(size) if place == dim else min(int(size), SMALL) for place, size in enumerate(tensor.shape)]
         dense = 2 * torch.rand([sizes[place] for place in order], generator=generator, dtype=torch.float64) - 1
-        found[node] = dense.permute([order.index(place) for place in range(tensor.dim())])
+        found[node] = dense.permute(back)
     return found
-
-
-def by_stride(tensor: torch.Tensor) -> list[int]:
-    """The dimensions in the order of memory."""
-    strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda place: -strides[place])
 
 
 def _reduced(nodes: Sequence[fx.Node], given: Mapping[fx.Node, torch.Tensor]) -> Mapping[fx.Node, torch.Tensor]:

@@ -28,34 +28,26 @@ _DEEPEST = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class Ref:
+    """What a step reads in the place of a node."""
+
+    number: int
+
+
+class Part(Ref):
     """The result of an entry of the body."""
 
-    number: int
 
-
-@dataclass(frozen=True)
-class Carried:
+class Carried(Ref):
     """What the step before handed on, in a slot."""
 
-    number: int
 
-
-@dataclass(frozen=True)
-class Streamed:
+class Streamed(Ref):
     """This step's entry of a stream."""
 
-    number: int
 
-
-@dataclass(frozen=True)
-class Around:
+class Around(Ref):
     """A value from around the loop."""
-
-    number: int
-
-
-Ref = Part | Carried | Streamed | Around
 
 
 @dataclass(frozen=True)

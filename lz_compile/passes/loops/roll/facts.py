@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.modes import Ambient, grad_enabled
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.purity import refuse_impure
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of, where_of
 from lz_compile.passes.loops.roll.body import Body, Numbers, Stream
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use, buffers_of, collector_of, uses_of
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.loops.roll.step_graph import Emitter, Result, StepGraph, step_graph
 from lz_compile.passes.loops.roll.steps import Steps
 from lz_compile.passes.loops.roll.streams import stacked
+from lz_compile.passes.rewriting.core import wants_grad
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Loop:
     @property
     def has_gradient(self) -> bool:
         """Whether a backward will run through it."""
-        return _has_gradient(self.steps, self.ambient)
+        return wants_grad(self.ambient, self.steps.nodes)
 
 
 def read_loop(steps: Steps, ambient: Ambient) -> Loop:
@@ -101,7 +102,7 @@ def read_loop(steps: Steps, ambient: Ambient) -> Loop:
         [finals[index] for index in last],
         lambda number: emitter.entry(body.streams[number]),
         emitter,
-        has_gradient=_has_gradient(steps, ambient),
+        has_gradient=wants_grad(ambient, steps.nodes),
     )
     if not step.slots:
         raise RefusedError("NO_STATE", "no step reads what the one before it made", "run all steps at once, as a batch")
@@ -124,11 +125,6 @@ def _steps_read(steps: Steps, uses: Sequence[Use]) -> int:
         text = f"of {steps.count} steps, none is read after the first {count}"
         raise RefusedError("STEPS_UNREAD", text, "end the loop there")
     return count
-
-
-def _has_gradient(steps: Steps, ambient: Ambient) -> bool:
-    tensors = (tensor_of(node) for node in steps.nodes)
-    return grad_enabled(ambient) and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _refuse_unclear(steps: Steps) -> None:
@@ -163,8 +159,7 @@ def _collectors(steps: Steps, uses: Sequence[Use]) -> list[Collector]:
 
 def _slot(steps: Steps, buffer: Buffer, assignment: Assignment) -> torch.Tensor:
     """What one assignment writes to, as an example value."""
-    tensor = tensor_of(buffer.node)
-    assert tensor is not None, "what is assigned to is a tensor"
+    tensor = known_tensor(buffer.node)
     width, pace = assignment.cut.length or 1, assignment.cut.pace
     if pace is None or width not in (1, abs(pace)):
         raise RefusedError("BUFFER_READ", f"what is assigned to {buffer.node.name} leaves gaps", "assign to all of it")
@@ -195,13 +190,12 @@ class Emitters:
         graph = fx.Graph()
         emit = self(graph, self._steps.node(0, 0))
 
-        def stand_in(node: fx.Node) -> fx.Node:
-            placeholder = graph.placeholder(node.name)
-            placeholder.meta["example_value"] = node.meta["example_value"]
-            return placeholder
+        def placeholder(node: fx.Node) -> fx.Node:
+            made = graph.placeholder(node.name)
+            made.meta["example_value"] = node.meta["example_value"]
+            return made
 
-        whole = tensor_of(stacked(emit, stream, stand_in))
-        assert whole is not None, "a stream is a tensor"
+        whole = known_tensor(stacked(emit, stream, placeholder))
         return emit.compute(torch.select, whole, 0, 0)  # type: ignore[no-any-return]
 
 

@@ -23,10 +23,11 @@ from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.attachment import is_made_attached
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import memory_of, tensor_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of
 from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
+from lz_compile.passes.proof.subgraph import needed
+from lz_compile.passes.rewriting.core import wants_grad
 
 #: A tensor with more readers of pieces keeps what is stored twice.
 _MOST_READERS = 64
@@ -127,8 +128,7 @@ def _cuts_gradients(buffer: fx.Node, found: _Loads, stores: Sequence[fx.Node], e
 def _is_attached(reader: fx.Node, effects: Effects, but: fx.Node | None = None) -> bool:
     """Whether a call reads something with a gradient, where they are recorded, besides the tensor that it writes to."""
     own = {but} | ({reader.args[0]} if reader.target is operator.setitem else set())
-    operands = (tensor_of(each) for each in reader.all_input_nodes if each not in own)
-    return grad_enabled(effects.ambient(reader)) and any(each is not None and each.requires_grad for each in operands)
+    return wants_grad(effects.ambient(reader), (each for each in reader.all_input_nodes if each not in own))
 
 
 class _Intervals:
@@ -180,14 +180,8 @@ class _Intervals:
 def _last_reader(load: fx.Node, effects: Effects) -> int:
     """The last position at which a view of a piece, or a view of it, is read."""
     memory = memory_of(load)
-    last, queue, seen = 0, [load], {load}
-    while queue:
-        for user in queue.pop().users:
-            last = max(last, effects.position[user])
-            if user not in seen and memory_of(user) in (None, memory):
-                seen.add(user)
-                queue.append(user)
-    return last
+    views = needed([load], (), lambda node: (user for user in node.users if memory_of(user) in (None, memory)))
+    return max((effects.position[user] for view in views for user in view.users), default=0)
 
 
 def _piece(node: fx.Node, buffer: fx.Node) -> Piece | None:
@@ -198,12 +192,11 @@ def _piece(node: fx.Node, buffer: fx.Node) -> Piece | None:
 
 def _read_before(buffer: fx.Node, found: _Loads, first: fx.Node) -> None:
     """Let readers of what nobody had written yet read a copy that is made before the first store."""
-    graph, tensor = buffer.graph, tensor_of(buffer)
-    assert tensor is not None, "a store is into a tensor"
+    graph, tensor = buffer.graph, known_tensor(buffer)
     earliest = min([first, *found.original])
     with graph.inserting_before(earliest):
         copy = graph.call_method("clone", (buffer,))
-    copy.meta.update({key: first.meta[key] for key in ("stack_trace", "nn_module_stack") if key in first.meta})
+    copy.meta.update(origin_of(first))
     copy.meta["example_value"] = _copied(tensor, torch.Tensor.clone)
     for load in found.original:
         load.replace_input_with(buffer, copy)
@@ -222,8 +215,7 @@ def _keep_for_gradients(graph: fx.Graph, given: Collection[fx.Node]) -> None:
             continue
         with graph.inserting_before(node):
             copy = graph.call_method("clone", (view,))
-        tensor = tensor_of(view)
-        assert tensor is not None, "what is overwritten is a tensor"
+        tensor = known_tensor(view)
         copy.meta.update(node.meta, example_value=_copied(tensor, torch.Tensor.clone))
         node.replace_input_with(view, copy)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
@@ -18,8 +17,8 @@ from torch import fx
 from lz_compile.passes.editing.edit import MayEdit
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.modes import Ambient, ambient_context
-from lz_compile.passes.graph.view import memory_of, read, tensor_of, value_of
+from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.view import memory_of, origin_of, read, tensor_of, value_of
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 
 #: For every dimension from where to where, or None for all of it.
@@ -138,26 +137,20 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
         is_stored = any(_stores(user, buffer, index, view) for user in followers)
         if not is_stored:
             store = graph.call_function(operator.setitem, (buffer, index, value))
-            store.meta.update({key: node.meta[key] for key in _ORIGIN if key in node.meta}, example_value=None)
+            store.meta.update(origin_of(node), example_value=None)
     for user in followers:
         user.replace_input_with(view, value)
     graph.erase_node(node)
     return True
 
 
-_ORIGIN = ("stack_trace", "nn_module_stack")
-
-
 def _computed(graph: fx.Graph, node: fx.Node, target: Any, ambient: Ambient) -> fx.Node:
     """The same out of place."""
     value = graph.create_node(node.op, target, node.args, node.kwargs)
-    value.meta.update({key: node.meta[key] for key in _ORIGIN if key in node.meta})
+    value.meta.update(origin_of(node))
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     mode = next(each.fake_mode for each in args if isinstance(each, torch.Tensor))  # type: ignore[attr-defined]
-    with ExitStack() as stack:
-        for manager in ambient_context(ambient):
-            stack.enter_context(manager)
-        stack.enter_context(faking(mode))
+    with faking(mode, ambient):
         run = getattr(torch.Tensor, target) if isinstance(target, str) else target
         value.meta["example_value"] = run(*args, **kwargs)
     return value

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
-from lz_compile.passes.editing.edit import Unproven, proven
+from lz_compile.passes.editing.edit import Rewrite, Unproven, apply
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
@@ -135,8 +136,9 @@ def _rolled(
         if kept is not None and _may_be_special(loop, policy) and is_special(trial_scan(loop), loop.ambient):
             kept = None
         if kept is None:
-            with proven(module, f"rolling the loop at {loop.steps.where}", unproven):
-                scan = roll(loop, module)
+            scan = apply(
+                module, Rewrite(f"rolling the loop at {loop.steps.where}", partial(roll, loop, module)), unproven
+            )
     except RefusedError as refusal:
         return NearMiss("scan", loop.steps.node(0, 0), refusal.reason, refusal.edit, loop.steps.where)
     except Exception as error:  # noqa: BLE001 one loop must not cost the others; the caller makes an event of it

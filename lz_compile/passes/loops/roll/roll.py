@@ -13,7 +13,7 @@ from lz_compile.passes.formula.layout import is_returned, stride_order
 from lz_compile.passes.formula.strides import strides_matter
 from lz_compile.passes.graph.purity import is_pure
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import origin_of, tensor_of
 from lz_compile.passes.loops.roll.facts import Loop, emitter_of
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector
 from lz_compile.passes.loops.roll.scan import emit_scan
@@ -179,7 +179,7 @@ class _Readers:
             index[assignment.place] = span
             self._emit.like = self._loop.steps.node(0, assignment.index)
             node = self._emit.graph.call_function(operator.setitem, (buffer.node, tuple(index), value))
-            node.meta.update(self._emit.origin())
+            node.meta.update(origin_of(self._emit.like))
             node.meta["example_value"] = None
         return []
 

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from itertools import count
-
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.held import hold
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import memory_of, tensor_of, value_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of, value_of
 from lz_compile.passes.loops.roll.body import Around, Carried, Ref, Streamed
 from lz_compile.passes.loops.roll.facts import Loop
 from lz_compile.passes.loops.roll.search import is_number
 from lz_compile.passes.loops.roll.step_graph import Emitter, StepGraph, in_order
 from lz_compile.passes.loops.roll.streams import Place, numbers, stacked
+from lz_compile.passes.rewriting.core import wants_grad
 
 SCAN = torch.ops.higher_order.scan
 
 
-def emit_scan(loop: Loop, emit: Emitter, owner: torch.nn.Module, place: Place) -> fx.Node:
+def emit_scan(loop: Loop, emit: Emitter, owner: fx.GraphModule, place: Place) -> fx.Node:
     """The scan, at the insertion point of a graph in which ``place`` is what nodes of the source are."""
     body, step, steps = loop.body, loop.step, loop.steps
     emit.like = steps.node(0, 0)
     streams = [_flowing(emit, loop, stacked(emit, body.streams[n], place), Streamed(n)) for n in step.streams]
     if not streams:
-        tensor = tensor_of(body.slots[step.slots[0]].like)
-        assert tensor is not None, "what is carried is a tensor"
+        tensor = known_tensor(body.slots[step.slots[0]].like)
         streams = [numbers(emit, range(steps.count), tensor.device)]
         _without_streams(step)
     taken: set[int | None] = set()
@@ -35,14 +34,10 @@ def emit_scan(loop: Loop, emit: Emitter, owner: torch.nn.Module, place: Place) -
     around = [_as_tensor(emit, loop, place(body.around[number])) for number in step.around]
     around = [_flowing(emit, loop, node, Around(n)) for n, node in zip(step.around, around, strict=True)]
     around = [_alone(emit, node, taken) for node in around]
-    path = next(path for path in (f"loop_body_{i}" for i in count()) if not hasattr(owner, path))
-    owner.add_module(path, step.module)
-    callee = emit.graph.create_node("get_attr", path)
+    callee = emit.graph.create_node("get_attr", hold(owner, "loop_body", step.module))
     scan = emit.graph.call_function(SCAN, (callee, initial, streams, around))
     for node in (callee, scan):
-        node.meta.update(
-            {key: emit.like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in emit.like.meta}
-        )
+        node.meta.update(origin_of(emit.like))
     scan.meta["example_value"] = _example(loop, emit, scan)
     return scan
 
@@ -67,8 +62,7 @@ def _without_streams(step: StepGraph) -> None:
 
 
 def _initial(emit: Emitter, loop: Loop, slot: int, place: Place) -> fx.Node:
-    given, like = loop.body.slots[slot].initial, tensor_of(loop.body.slots[slot].like)
-    assert like is not None, "what is carried is a tensor"
+    given, like = loop.body.slots[slot].initial, known_tensor(loop.body.slots[slot].like)
     if not is_number(given):
         return place(given)
     sizes = tuple(like.shape)
@@ -99,13 +93,12 @@ def _alone(emit: Emitter, node: fx.Node, taken: set[int | None]) -> fx.Node:
 
 
 def _example(loop: Loop, emit: Emitter, scan: fx.Node) -> tuple[torch.Tensor, ...]:
-    operands = [tensor_of(node) for node in scan.all_input_nodes]
-    wants_grad = grad_enabled(loop.ambient) and any(each is not None and each.requires_grad for each in operands)
+    is_graded = wants_grad(loop.ambient, scan.all_input_nodes)
     carried = [tensor_of(loop.body.slots[slot].like) for slot in loop.step.slots]
     shapes = [(each, tuple(each.shape)) for each in carried if each is not None]
     shapes += [(each, (loop.steps.count, *each.shape)) for each in loop.step.results]
     found = [emit.compute(torch.empty, shape, dtype=each.dtype, device=each.device) for each, shape in shapes]
     for value in found:
-        if wants_grad and (value.is_floating_point() or value.is_complex()):
+        if is_graded and (value.is_floating_point() or value.is_complex()):
             value.requires_grad_()
     return tuple(found)

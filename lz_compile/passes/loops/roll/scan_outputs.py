@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size
-from lz_compile.passes.graph.view import tensor_of, value_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of
 
 _SCAN = torch.ops.higher_order.scan
 
@@ -45,15 +45,13 @@ def give_results(module: fx.GraphModule) -> int:
         if len(outputs) > len(init) + 1 or len(value_of(node)) > len(init):
             continue
         if len(outputs) == len(init):
-            like = tensor_of(outputs[0]) if tensor_of(outputs[0]) is not None else tensor_of(init[0])
-            assert like is not None, "what is carried is a tensor"
+            like = next(each for each in map(tensor_of, (outputs[0], init[0])) if each is not None)
             with body.graph.inserting_before(output):
                 zero = body.graph.call_method("new_zeros", (outputs[0], ()))
             zero.meta["example_value"] = like.new_zeros(())
             output.args = ([*outputs, zero],)
             body.recompile()
-        steps = tensor_of(xs[0])
-        assert steps is not None, "steps are counted by a tensor"
+        steps = known_tensor(xs[0])
         node.meta["example_value"] = (*value_of(node), steps.new_empty(steps.shape[:1], dtype=value_of(node)[0].dtype))
         count += 1
     return count

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from lz_compile.passes.editing.dead import dead_calls
 
@@ -65,16 +66,7 @@ def _skeleton(value: Any, leaves: list[Any]) -> Hashable:
 
 def rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
     """An argument with other nodes and numbers in the places of its own."""
-    if isinstance(value, fx.Node) or is_number(value):
-        return next(leaves)
-    if isinstance(value, (tuple, list)):
-        items = [rebuilt(each, leaves) for each in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, dict):
-        return {key: rebuilt(each, leaves) for key, each in value.items()}
-    if isinstance(value, slice):
-        return slice(*[rebuilt(each, leaves) for each in (value.start, value.stop, value.step)])
-    return value
+    return map_aggregate(value, lambda leaf: next(leaves) if isinstance(leaf, fx.Node) or is_number(leaf) else leaf)
 
 
 @dataclass(frozen=True)

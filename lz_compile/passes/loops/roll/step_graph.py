@@ -4,54 +4,46 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.modes import Ambient, ambient_context
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import memory_of, read, tensor_of, value_of, where_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, read, tensor_of, value_of, where_of
 from lz_compile.passes.loops.roll.body import Around, Body, Carried, Entry, Part, Ref, Streamed
 from lz_compile.passes.loops.roll.search import is_number
 from lz_compile.passes.loops.roll.steps import Steps, kind_of, kind_of_value
-
-_ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
+from lz_compile.passes.proof.subgraph import needed
 
 
 class Emitter:
     """Appends calls to a graph at its insertion point, with metadata. ``like`` is where they come from in the source."""
 
-    def __init__(self, graph: fx.Graph, fake_mode: Any, ambient: Ambient, like: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, mode: Any, ambient: Ambient, like: fx.Node) -> None:
         self.graph = graph
         self.like = like
-        self._fake_mode = fake_mode
-        self._ambient = ambient
+        self.mode = mode
+        self.ambient = ambient
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A function, or a method by its name."""
         op = "call_method" if isinstance(target, str) else "call_function"
         node = self.graph.create_node(op, target, args, kwargs)
-        node.meta.update(self.origin())
+        node.meta.update(origin_of(self.like))
         given, named = fx.map_arg((node.args, node.kwargs), value_of)
         node.meta["example_value"] = self.compute(_function(target), *given, **named)
         return node
 
-    def origin(self) -> dict[str, Any]:
-        """The metadata that says where in the source a call comes from."""
-        return {key: self.like.meta[key] for key in _ORIGIN if key in self.like.meta}
-
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The example value of a call."""
-        with ExitStack() as stack:
-            for manager in ambient_context(self._ambient):
-                stack.enter_context(manager)
-            stack.enter_context(faking(self._fake_mode))
+        with faking(self.mode, self.ambient):
             return function(*pytree.tree_map(readable, args), **pytree.tree_map(readable, kwargs))
 
 
@@ -127,8 +119,7 @@ def step_graph(
     values: dict[Ref, fx.Node] = {}
     stopped: set[fx.Node] = set()
     for slot in slots:
-        like = tensor_of(body.slots[slot].like)
-        assert like is not None, "what is carried is a tensor"
+        like = known_tensor(body.slots[slot].like)
         blank = emit.compute(torch.empty, tuple(like.shape), dtype=like.dtype, device=like.device)
         values[Carried(slot)] = _placeholder(graph, f"carry_{slot}", blank)
     for number in streams:
@@ -171,16 +162,12 @@ def _has_gradient(like: fx.Node, steps: Steps) -> bool:
 
 def _flowing(outputs: Sequence[fx.Node], stopped: Collection[fx.Node]) -> set[fx.Node]:
     """The nodes of a step that gradients of its outputs flow to."""
-    found: set[fx.Node] = set()
-    queue = list(outputs)
-    while queue:
-        node = queue.pop()
-        if node in found or node in stopped:
-            continue
-        found.add(node)
+
+    def sources(node: fx.Node) -> Iterable[fx.Node]:
         writers = [user for user in node.users if user.args[:1] == (node,) and _overwrites(user)]
-        queue.extend(each for maker in (node, *writers) for each in maker.all_input_nodes)
-    return found
+        return (each for maker in (node, *writers) for each in maker.all_input_nodes)
+
+    return set(needed(outputs, stopped, sources))
 
 
 def _overwrites(node: fx.Node) -> bool:
@@ -210,26 +197,13 @@ def _used(body: Body, roots: Sequence[Any], finals: Sequence[int]) -> set[Ref]:
 
 def refs_in(value: Any) -> list[Ref]:
     """The refs in an argument."""
-    if isinstance(value, (Part, Carried, Streamed, Around)):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [ref for each in value for ref in refs_in(each)]
-    if isinstance(value, dict):
-        return refs_in(list(value.values()))
-    return refs_in((value.start, value.stop, value.step)) if isinstance(value, slice) else []
+    found: list[Ref] = []
+    map_aggregate(value, lambda leaf: found.append(leaf) if isinstance(leaf, Ref) else None)
+    return found
 
 
 def _mapped(value: Any, values: dict[Ref, fx.Node]) -> Any:
-    if isinstance(value, (Part, Carried, Streamed, Around)):
-        return values[value]
-    if isinstance(value, (tuple, list)):
-        items = [_mapped(each, values) for each in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, dict):
-        return {key: _mapped(each, values) for key, each in value.items()}
-    if isinstance(value, slice):
-        return slice(*[_mapped(each, values) for each in (value.start, value.stop, value.step)])
-    return value
+    return map_aggregate(value, lambda leaf: values[leaf] if isinstance(leaf, Ref) else leaf)
 
 
 def _placeholder(graph: fx.Graph, name: str, value: Any) -> fx.Node:
@@ -297,8 +271,7 @@ def _shaped(emit: Emitter, result: Result, values: dict[Ref, fx.Node]) -> fx.Nod
 
 def in_order(emit: Emitter, node: fx.Node) -> fx.Node:
     """A tensor with the strides of a new one: the operator compares even those of dimensions of size one."""
-    tensor = tensor_of(node)
-    assert tensor is not None, "what is carried is a tensor"
+    tensor = known_tensor(node)
     if not tensor.is_contiguous():
         return emit.call("contiguous", node)
     step: Size = 1
@@ -314,8 +287,6 @@ def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, others: Iterable
     taken = {memory_of(node) for node in others}
     found = []
     for number, output in enumerate(outputs):
-        tensor = tensor_of(output)
-        assert tensor is not None, "a step gives tensors"
         node = output
         if memory_of(node) in taken:
             node = emit.call("clone", node, memory_format=torch.contiguous_format)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.roll.body import Gathered, Numbers, Stream
 from lz_compile.passes.loops.roll.slices import Slices
 from lz_compile.passes.loops.roll.step_graph import Emitter
@@ -25,8 +25,7 @@ def stacked(emit: Emitter, stream: Stream, place: Place) -> fx.Node:
     if isinstance(stream, Gathered):
         return emit.call(torch.stack, [place(node) for node in stream.nodes])
     source, pace, width = place(stream.source), stream.pace, stream.length or 1
-    tensor = tensor_of(source)
-    assert tensor is not None, "slices are cut out of a tensor"
+    tensor = known_tensor(source)
     if not pace:
         return _picked(emit, source, stream)
     first = min(stream.starts[0], stream.starts[-1])
@@ -49,8 +48,7 @@ def stacked(emit: Emitter, stream: Stream, place: Place) -> fx.Node:
 
 def _picked(emit: Emitter, source: fx.Node, stream: Slices) -> fx.Node:
     """Slices at no even pace, copied together."""
-    width, tensor = stream.length or 1, tensor_of(source)
-    assert tensor is not None, "slices are cut out of a tensor"
+    width, tensor = stream.length or 1, known_tensor(source)
     entries = tuple(start + shift for start in stream.starts for shift in range(width))
     found = emit.call("index_select", source, stream.dim, numbers(emit, entries, tensor.device))
     if stream.length is not None:

@@ -7,7 +7,6 @@ rank do the same with and without: the hidden dimension is then one like any oth
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from torch import fx
@@ -16,7 +15,6 @@ from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.modes import ambient_context
 from lz_compile.passes.graph.view import Call, called, read, tensor_of, value_of
 
 _BEGINS, _ENDS, _ENTERS, _LEAVES = (
@@ -109,8 +107,5 @@ def _spell_out(node: fx.Node, ambient: Any) -> None:
     elif _name(node) not in _SCAFFOLD:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         mode = next(tensor.fake_mode for tensor in map(tensor_of, node.all_input_nodes) if tensor is not None)  # type: ignore[attr-defined]
-        with ExitStack() as stack:
-            for manager in ambient_context(ambient):
-                stack.enter_context(manager)
-            stack.enter_context(faking(mode))
+        with faking(mode, ambient):
             node.meta["example_value"] = called(node.target, args, kwargs)

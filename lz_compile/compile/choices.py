@@ -1,0 +1,84 @@
+"""What was decided, proven and emitted in one graph, once for each kind of match."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from lz_compile.compile.problems import of_match
+from lz_compile.compile.symbolic_sizes import symbolic_sizes
+from lz_compile.ground.store import Store
+from lz_compile.lowering import inductor
+from lz_compile.passes.fusion.fusion import Fusion
+from lz_compile.passes.proof.validate import Validation, validate
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.rewrite import Recipes
+from lz_compile.runtime.choose.problem import Decision, Problem
+from lz_compile.runtime.choose.select import select
+from lz_compile.runtime.kernels.kernel import KernelSpec
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.policy.resolved import Policy
+from lz_compile.runtime.tables import loaded as loaded_tables
+from lz_compile.runtime.tables.loaded import Loaded
+
+
+@dataclass
+class Choices:
+    """By the kind of match (and kernel); ``overwritten`` are results that are written to later."""
+
+    policy: Policy = field(default_factory=policy.current)
+    tables: Sequence[Loaded] = field(default_factory=loaded_tables.active)
+    fusions: Mapping[fx.Node, Fusion] = field(default_factory=dict)
+    fused: dict[tuple[fx.Node, str], Match] = field(default_factory=dict)
+    problems: dict[tuple[int, tuple[str, ...]], Problem] = field(default_factory=dict)
+    decisions: dict[tuple[int, tuple[str, ...]], Decision] = field(default_factory=dict)
+    verdicts: dict[tuple[int, str], Validation] = field(default_factory=dict)
+    recipes: Recipes = field(default_factory=Recipes)
+    overwritten: set[fx.Node] = field(default_factory=set)
+
+    def problem(self, match: Match) -> Problem:
+        """What a kernel is to be chosen for."""
+        key = self.key(match)
+        if key not in self.problems:
+            context = of_match(match.kind, is_cuda_graph_capturing=inductor.captures_cuda_graphs(match.facts.device))
+            context = replace(context, fusable=key[1])
+            self.problems[key] = Problem(context, match.found.source_kernel, symbols=symbolic_sizes(match.kind))
+        return self.problems[key]
+
+    def key(self, match: Match) -> tuple[int, tuple[str, ...]]:
+        """What is the same for equal matches: their kind, and what comes directly before them."""
+        fusion = self.fusions.get(match.output)
+        return id(match.kind), () if fusion is None else fusion.ops
+
+    def decide(self, match: Match) -> Decision:
+        """The kernel for a match."""
+        key = self.key(match)
+        if key not in self.decisions:
+            self.decisions[key] = select(self.problem(match), self.policy, self.tables)
+        return self.decisions[key]
+
+    def subject(self, match: Match, kernel: KernelSpec) -> Match:
+        """What a kernel replaces: the match, with those before it that the kernel computes along."""
+        if not kernel.fuses_ops:
+            return match
+        key = (match.output, kernel.kernel_id)
+        if key not in self.fused:
+            self.fused[key] = self.fusions[match.output].of(kernel.fuses_ops)
+        return self.fused[key]
+
+    def prove(self, match: Match, kernel: KernelSpec) -> Validation:
+        """Whether a kernel may replace a match."""
+        assert kernel.call is not None, "leaving a match alone needs no proof"
+        key = (id(match.kind), kernel.kernel_id)
+        if key in self.verdicts:
+            return replace(self.verdicts[key], origin="memory", seconds=0.0)
+        proven = functools.partial(kernel.call, **kernel.validation_arguments)
+        subject = match.kind
+        if not kernel.limits_head_dim:
+            subject = replace(subject, trial=replace(subject.trial, limited=frozenset()))
+        store = Store("validation") if kernel.is_reproducible else None
+        self.verdicts[key] = validate(subject, kernel, proven, store)
+        return self.verdicts[key]

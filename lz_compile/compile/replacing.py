@@ -1,0 +1,285 @@
+"""Kernels in the place of what was recognised: measured, chosen, proven and spliced in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import fx
+
+from lz_compile.compile.choices import Choices
+from lz_compile.compile.own_calls import selects_itself, with_own_kernel
+from lz_compile.compile.stages import State, timed
+from lz_compile.errors import RewriteFailedError
+from lz_compile.ground import events
+from lz_compile.ground.reasons import Reason
+from lz_compile.lowering import inductor
+from lz_compile.passes.editing.edit import Rewrite, apply
+from lz_compile.passes.fusion.emitter import FusedEmitter
+from lz_compile.passes.fusion.fusion import fusions
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.share import share_equal
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.loops.roll.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.rewrite import erase_unread, splice
+from lz_compile.report.report import MatchReport
+from lz_compile.runtime.choose.problem import Decision
+from lz_compile.runtime.kernels.kernel import KernelSpec
+from lz_compile.runtime.kernels.registry import kernels
+from lz_compile.runtime.measure.estimate import INDUCTOR
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.tables import loaded as loaded_tables
+
+#: Reasons that do not say why a match is left to Inductor.
+_BESIDE = ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE", "NOT_FUSED")
+
+
+def enter(state: State) -> None:
+    """Give every match an entry in the report, and the kernel that its source names."""
+    if state.options.assume_finite:
+        state.matches = _assuming_finite(state.matches)
+    state.matches = [with_own_kernel(match) for match in state.matches]
+    state.entries = [MatchReport.of(match, state.path) for match in state.matches]
+    state.report.matches.extend(state.entries)
+    state.choices = Choices(policy.current().with_locks(state.options.lock), state.tables)
+
+
+def find_fusions(state: State) -> None:
+    """What could be computed together, where there are kernels that do such a thing."""
+
+    def wanted(match: Match) -> set[str]:
+        platforms = {"cuda", "rocm", "*"} if match.facts.device == "cuda" else {match.facts.device, "*"}
+        able = (each for each in kernels(match.op).values() if each.fuses_ops and platforms & each.platforms)
+        return {name for each in able for name in each.fuses_ops}
+
+    if state.effects is not None and any(map(wanted, state.matches)):
+        state.choices.fusions = fusions(state.matches, state.effects, wanted)
+
+
+def tune(state: State) -> None:
+    """Measure what is not measured yet, each kind of match with its surroundings, while the budget lasts."""
+    choices, options = state.choices, state.options
+    if not options.tunes(choices.policy) or not state.matches or state.effects is None:
+        return
+    from lz_compile.compile import match_tuning
+
+    with timed(state.report, "tune"):
+        deadline = time.perf_counter() + options.tune_budget_s
+        for match in {choices.key(match): match for match in reversed(state.matches)}.values():
+            fusion = choices.fusions.get(match.output)
+            fusion = fusion if fusion is not None and fusion.ops else None
+            try:
+                problem = choices.problem(match)
+                is_decided = loaded_tables.covers(problem.context, problem.source_kernel, choices.tables)
+                if is_decided or not match_tuning.may_differ(problem.context):
+                    continue
+                subject = match.kind if fusion is None else match
+                tuned = match_tuning.tune_match(subject, state.effects, problem, choices.policy, deadline, fusion)
+                choices.problems[choices.key(match)] = tuned
+            except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
+                state.fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error)
+
+
+def choose(state: State) -> None:
+    """What would be chosen, for a dry run."""
+    for match, entry in zip(state.matches, state.entries, strict=True):
+        decision = _decide(match, entry, state)
+        entry.kernel = next(kernel.kernel_id for kernel in decision.ranking if _is_loaded(kernel, entry))
+        entry.kernel = _left(match) if entry.kernel == INDUCTOR else entry.kernel
+        if entry.kernel not in (INDUCTOR, match.found.source_kernel):
+            entry.reasons.append(Reason("NOT_PROVEN", "a dry run proves and rewrites nothing"))
+
+
+def replace_all(state: State) -> None:
+    """Splice in the best kernel for each match that proves to be right."""
+    state.before = None
+    # Last to first: a match may read what an earlier one computes, and names the node that is still there.
+    for match, entry in reversed(list(zip(state.matches, state.entries, strict=True))):
+        try:
+            kept = _why_not_kept(match, state.effects)
+            if state.effects is not None:
+                effects = state.effects
+                written = (node for node in match.outputs if _is_written(match, effects, node))
+                state.choices.overwritten.update(written)
+            if kept:
+                entry.kernel = _left(match)
+                text = f"a kernel's backward pass may need what changes: {kept}"
+                entry.reasons.append(Reason("OVERWRITTEN_LATER", text))
+                continue
+            _replace(match, entry, state)
+        except Exception as error:  # noqa: BLE001 one match must not cost the others; it is an event
+            state.fail("REWRITE_FAILED", f"{match.op} at {match.where} is left to Inductor", error)
+            entry.kernel, entry.rewritten = INDUCTOR, False
+            entry.reasons.append(Reason("REWRITE_FAILED", f"{type(error).__name__}: {error}"))
+    state.is_changed |= any(entry.rewritten for entry in state.entries)
+
+
+def tidy(state: State) -> None:
+    """Drop what nobody reads any more, and let scans that stay compile."""
+    module = state.module
+
+    def tidied() -> bool:
+        share_equal(module.graph)
+        given = [each for match in state.matches for each in match.found.inputs.items()]
+        erase_unread(module.graph, (node for node, known in given if known.implied is not None))
+        has_results = give_results(module) + order_gradients(module) + give_symbols(module) > 0
+        drop_steps(module)
+        return has_results
+
+    state.change(Rewrite("tidying a rewritten graph", tidied, shown="nothing of it changes a value that anybody reads"))
+
+
+def _decide(match: Match, entry: MatchReport, state: State) -> Decision:
+    with timed(state.report, "select"):
+        decision = state.choices.decide(match)
+    entry.decide(decision, state.choices.problem(match))
+    for refused in (decision.refused_lock, decision.refused_table):
+        if refused is not None:
+            events.record(refused.code, f"{match.op} at {match.where}: {refused.message}")
+            entry.reasons.append(refused)
+    return decision
+
+
+def _left(match: Match) -> str:
+    """What computes a match that is left alone: a call of an op of ours selects a kernel by itself."""
+    return INDUCTOR if match.found.source_kernel is None or not selects_itself(match) else match.found.source_kernel
+
+
+def _is_loaded(kernel: KernelSpec, entry: MatchReport) -> bool:
+    """Whether a kernel's library can be imported; why not is noted."""
+    missing = kernel.load()
+    if missing is not None:
+        entry.reasons.append(missing)
+    return missing is None
+
+
+def _replace(match: Match, entry: MatchReport, state: State) -> None:
+    """Rewrite with the best kernel that proves to be right; each that does not is quarantined."""
+    if not any(node.users for node in match.outputs):
+        entry.kernel = INDUCTOR
+        entry.reasons.append(Reason("PART_OF_ANOTHER", "a rewrite of what it is part of made it superfluous"))
+        return
+    decision = _decide(match, entry, state)
+    if match.output in state.choices.fusions:
+        entry.reasons.extend(state.choices.fusions[match.output].refused)
+    if decision.refused_lock is not None and state.options.strict:
+        raise RewriteFailedError(str(decision.refused_lock))
+    for kernel in decision.ranking:
+        entry.kernel = kernel.kernel_id
+        if not _is_loaded(kernel, entry):
+            if state.options.strict:
+                raise RewriteFailedError(str(entry.reasons[-1]))
+            continue
+        if kernel.call is None:
+            entry.kernel = _left(match)
+            entry.reasons += _why_left(entry)
+            return
+        if kernel.kernel_id == match.found.source_kernel:
+            entry.reasons.append(Reason("ALREADY_THIS_KERNEL", f"the source calls {match.found.source_kernel} itself"))
+            return
+        if _settles(match, kernel, entry, state):
+            return
+    entry.kernel = _left(match)
+
+
+def _why_left(entry: MatchReport) -> list[Reason]:
+    """Why a match stays what it is, where nothing said so yet."""
+    if entry.kernel != INDUCTOR:
+        text = f"the call stays as it is, and selects {entry.kernel} when it is traced"
+        return [Reason("SELECTS_ITSELF", text)]
+    is_told = not all(reason.code in _BESIDE for reason in entry.reasons)
+    return [] if is_told else [Reason("LEFT_TO_INDUCTOR", "Inductor's own code is expected to be the fastest")]
+
+
+def _settles(match: Match, kernel: KernelSpec, entry: MatchReport, state: State) -> bool:
+    """As :func:`_replaced`; a kernel that cannot be proven, or put here, makes way for the next one.
+
+    Raises:
+        RewriteFailedError: it cannot, and ``options.strict`` is set.
+    """
+    try:
+        return _replaced(match, kernel, entry, state)
+    except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
+        state.fail("REWRITE_FAILED", f"{kernel.kernel_id} for {match.op} at {match.where} is no candidate", error)
+        entry.validation, text = None, f"{kernel.kernel_id}: {type(error).__name__}: {error}"
+        entry.reasons.append(Reason("REWRITE_FAILED", text))
+        return False
+
+
+def _replaced(match: Match, kernel: KernelSpec, entry: MatchReport, state: State) -> bool:
+    """Whether a kernel is the last one to try: it was put in, or nothing may be; one that proves wrong is quarantined."""
+    subject = state.choices.subject(match, kernel)
+    with timed(state.report, "validate"):
+        verdict = state.choices.prove(subject, kernel)
+    entry.validation = {"kernel": kernel.kernel_id, **verdict.to_dict()}
+    if not verdict.ok:
+        text = f"{kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"
+        events.record("VALIDATION_FAILED", text)
+        entry.reasons.append(Reason("VALIDATION_FAILED", f"{kernel.kernel_id}: {verdict.reason}"))
+        if state.options.strict:
+            raise RewriteFailedError(text)
+        return False
+    if not _holds(match):
+        entry.kernel, entry.validation = INDUCTOR, None
+        entry.reasons.append(Reason("VALUE_NOT_GUARDED", "its mask is a buffer, and nothing would notice a change"))
+        return True
+    with timed(state.report, "rewrite"):
+        _splice(subject, kernel, state)
+    entry.rewritten = True
+    if isinstance(subject.emitter, FusedEmitter):
+        entry.reasons.append(Reason("FUSED", f"{kernel.kernel_id} computes {subject.emitter} along"))
+    return True
+
+
+def _splice(subject: Match, kernel: KernelSpec, state: State) -> None:
+    """Put a proven kernel in the place of a match."""
+    assert kernel.call is not None, "what has no call is never proven"
+    graph, call, choices = state.module.graph, kernel.call, state.choices
+
+    def spliced() -> None:
+        splice(graph, subject, call, choices.recipes, overwritten=choices.overwritten)
+        if isinstance(subject.emitter, FusedEmitter):
+            erase_unread(graph, subject.read)
+
+    what = f"{kernel.kernel_id} for {subject.op} at {subject.where}"
+    apply(state.module, Rewrite(what, spliced, shown="the kernel was proven against the match", undoes_itself=True))
+
+
+def _holds(match: Match) -> bool:
+    """Whether what was read off buffers stays true as long as the compiled code runs: guards see to that."""
+    return not match.found.buffers or inductor.guard_values(match.found.buffers)
+
+
+def _why_not_kept(match: Match, effects: Effects | None) -> str:
+    """What a match reads that is overwritten later, where gradients are recorded; empty if nothing is."""
+    return "" if effects is None else _overwritten(match, effects, match.inputs)
+
+
+def _is_written(match: Match, effects: Effects, node: fx.Node) -> bool:
+    """Whether a result must be a copy, for it is written to later, and its kernel's backward may need it or gives a view.
+
+    PyTorch refuses to write with gradients to a view that was made without them.
+    """
+    if not grad_enabled(match.ambient):
+        return any(grad_enabled(effects.ambient(writer)) for writer, _ in effects.writes_to(node))
+    return bool(_overwritten(match, effects, [node]))
+
+
+def _overwritten(match: Match, effects: Effects, nodes: Iterable[fx.Node]) -> str:
+    nodes = (*nodes,)
+    tensors = map(tensor_of, (*nodes, *match.inputs))
+    if not grad_enabled(match.ambient) or not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return ""
+    return effects.why_not_kept(nodes, max(match.outputs, key=effects.position.__getitem__))
+
+
+def _assuming_finite(matches: list[Match]) -> list[Match]:
+    """The matches for inputs without NaN and infinities; twins stay twins."""
+    promised = {id(match): match.assuming_finite() for match in matches}
+    return [
+        found if match.prototype is None else replace(found, prototype=promised[id(match.prototype)])
+        for match, found in ((match, promised[id(match)]) for match in matches)
+    ]
