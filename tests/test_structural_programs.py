@@ -484,6 +484,25 @@ return h""",
         (1, 7, 2),
         is_dynamic=True,
     ),
+    "what a state is added to cancels out": program(
+        """
+h = torch.zeros_like(z)
+for t in range(T):
+    h = torch.sigmoid(y[:, t]) * h + (x[:, t] - x[:, t])
+return h""",
+        roles="leaf",
+        lock={"scan": "lz.rolled_scan"},
+    ),
+    "what is not finite cancels out of what a state is added to": program(
+        """
+h = torch.zeros_like(z)
+for t in range(T):
+    h = torch.sigmoid(y[:, t]) * h + torch.lerp(x[:, t], z, 1)
+return h""",
+        roles="constant",
+        inputs="special({})",
+        lock={"scan": "lz.rolled_scan"},
+    ),
     "memory like an input that was written to in place": program(
         """
 x += -0.3
@@ -516,6 +535,20 @@ return h, o"""
     assert verdict.finding is None, verdict.finding.text()
     assert verdict.edits["forward_stores"]
     assert not any(name.startswith("refuted") for name in verdict.edits)
+
+
+def test_what_is_filled_in_every_step_of_layers_keeps_its_gradient():
+    body = """
+h, o = z.t().contiguous().t(), y.clone()
+for layer in range(4):
+    for t, r in enumerate(reversed(y.unbind(1))):
+        h = 2.0 * h + y[:, t].tanh() * 2
+        o[:, t] = 3 * y[:, t].flip(-1)
+return o, h"""
+    verdict = check(program(body, (1, 7, 4)))
+    assert verdict.finding is None, verdict.finding.text()
+    assert verdict.edits["rolled"]
+    assert not any(name.startswith("refuted: rolling") for name in verdict.edits)
 
 
 def test_steps_that_read_nothing_that_moves_on_are_rolled():

@@ -17,7 +17,15 @@ from torch import fx
 from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, dims_of
 from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, UnreadableError
 from lz_compile.passes.loops.recurrence.step_homes import FREE, homes, is_delay, is_tensor, prepare
-from lz_compile.passes.loops.recurrence.step_rules import LOGICAL, OF_TRUTH_VALUES, RULES, Rule, as_sum, shape_of
+from lz_compile.passes.loops.recurrence.step_rules import (
+    LOGICAL,
+    OF_TRUTH_VALUES,
+    RULES,
+    Rule,
+    as_sum,
+    cancelled,
+    shape_of,
+)
 from lz_compile.passes.loops.recurrence.step_trace import Step
 from lz_compile.passes.proof.subgraph import needed
 
@@ -211,6 +219,9 @@ class _Reader:
             if isinstance(error, UnreadableError):
                 raise
             raise UnreadableError(f"{name} with unusual arguments") from error
+        for atom in cancelled(node, arguments, value):
+            lost = self.step.names.get(self.atoms.get(atom, node), atom.name)
+            raise UnreadableError(f"{name}, out of which {lost} cancels: NaN in it and its gradient do not")
         if value.shape != shape_of(node):
             value = value.expanded(shape_of(node))
         if any(len(term.of("state")) > 1 for term in value.terms):
@@ -256,7 +267,7 @@ class _Reader:
         args = tuple(self._outer_argument(each) for each in node.args)
         kwargs = {name: self._outer_argument(each) for name, each in node.kwargs.items() if name not in _STORAGE}
         value = rule(node, *args, **kwargs)
-        if _is_contraction(value):
+        if _is_contraction(value) or cancelled(node, (args, kwargs), value):
             raise UnreadableError("a sum of its own")
         return value if value.shape == shape_of(node) else value.expanded(shape_of(node))
 

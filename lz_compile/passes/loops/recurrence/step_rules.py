@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
-from lz_compile.passes.loops.recurrence.index_terms import UnreadableError
+from lz_compile.passes.loops.recurrence.index_terms import Atom, UnreadableError
 
 aten = torch.ops.aten
 Value: TypeAlias = "IndexSum | float"
@@ -287,6 +288,22 @@ _MOVES: frozenset[Rule] = frozenset(
 )
 #: Rules that hold for truth values too.
 OF_TRUTH_VALUES: frozenset[Rule] = _MOVES | {_mul, _where, _copy, _full, _diagonal, _scalar}
+
+#: Calls that read no number of their first operand.
+_SHAPES_ONLY = frozenset(
+    {aten.copy.default, aten.zeros_like.default, aten.new_zeros.default, aten.ones_like.default, aten.new_ones.default}
+    | {aten.full_like.default}
+)
+
+
+def cancelled(node: fx.Node, arguments: Any, value: IndexSum) -> list[Atom]:
+    """The tensors that a call reads and its sum does not: NaN in them would not cancel out, nor do their gradients."""
+    if node.target in _SHAPES_ONLY:
+        return []
+    sums = [each for each in pytree.tree_leaves(arguments) if isinstance(each, IndexSum)]
+    return sorted(
+        a for a in frozenset[Atom]().union(*(s.atoms for s in sums)) - value.atoms if a.kind in ("given", "state")
+    )
 
 
 def moves_only(node: fx.Node) -> bool:

@@ -155,7 +155,8 @@ def _has_gradient(like: fx.Node, steps: Steps) -> bool:
     """Whether a call has a gradient in any step, by what Dynamo says: in the first one a state may have none yet."""
     place = steps.place(like)
     nodes = [like] if place is None else [like, steps.node(steps.count - 1, place[1])]
-    values = [value for node in nodes for value in pytree.tree_leaves(value_of(node))]
+    written = [node.args[0] if node.target is operator.setitem else node for node in nodes]
+    values = [value for node in written for value in pytree.tree_leaves(value_of(node))]
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
