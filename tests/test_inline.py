@@ -2,6 +2,7 @@
 
 import functools
 import math
+import runpy
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.inlining import attention_calls
 from lz_compile.passes.inlining.attention_calls import BODIES, multi_head_attention
 from lz_compile.passes.inlining.inline import Inlined, inline
 from lz_compile.passes.inlining.inline_proof import _difference
@@ -432,6 +434,29 @@ def test_a_wrong_spelling_raises_if_strict():
     x = tokens()
     torch._dynamo.reset()
     torch.compile(attention(), backend=backend)(x, x, x)
+
+
+def test_a_torch_that_is_written_otherwise_costs_the_spelling_and_not_the_import(monkeypatch):
+    known, seen = F.multi_head_attention_forward, []
+
+    @functools.wraps(known)
+    def wrapped(*args, **kwargs):
+        return known(*args, **kwargs)
+
+    def backend(module, _inputs):
+        with monkeypatch.context() as patch, events.collect() as happened:
+            patch.setattr(F, "multi_head_attention_forward", wrapped)
+            patch.delattr(F, "_in_projection_packed")
+            runpy.run_path(attention_calls.__file__)
+            assert not inline(module.graph)
+        seen.extend(happened)
+        assert any(node.target is known for node in module.graph.nodes)
+        return module.forward
+
+    x = tokens()
+    torch._dynamo.reset()
+    torch.compile(attention(), backend=backend)(x, x, x)
+    assert [event.code for event in seen] == ["INLINE_FAILED"]
 
 
 def test_a_structure_is_proven_once():

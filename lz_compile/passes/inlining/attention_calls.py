@@ -22,16 +22,20 @@ import torch.nn.functional as F
 from lz_compile.passes.graph.refusal import RefusedError
 
 REFUSED = "MHA_CALL_NOT_INLINED"
-#: The projections of query, key and value, with one product for those that are the same tensor.
-_PROJECT: Callable[..., tuple[Any, Any, Any]] = vars(F)["_in_projection_packed"]
-#: ``F.multi_head_attention_forward`` itself, to be called with proxies: it asks neither whether its arguments are a kind of
-#: tensor that wants the call as a whole, nor whether they are tensors at all.
-_FORWARD = FunctionType(
-    F.multi_head_attention_forward.__code__,
-    vars(F)
-    | {"has_torch_function": lambda _: False, "_none_or_dtype": lambda mask: None if mask is None else mask.dtype},
-    argdefs=F.multi_head_attention_forward.__defaults__,
-)
+
+
+def _forward() -> Callable[..., Any]:
+    """``F.multi_head_attention_forward`` itself, to be called with proxies.
+
+    It asks neither whether its arguments are a kind of tensor that wants the call as a whole, nor whether they are tensors.
+    Made where it is called: what cannot be (a wrapped function, say) costs the spelling, not the import.
+    """
+    function = F.multi_head_attention_forward
+    answers = {
+        "has_torch_function": lambda _: False,
+        "_none_or_dtype": lambda mask: None if mask is None else mask.dtype,
+    }
+    return FunctionType(function.__code__, vars(F) | answers, argdefs=function.__defaults__)
 
 
 @wraps(F.multi_head_attention_forward)
@@ -49,7 +53,7 @@ def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
     if given.get("is_causal") and given.get("attn_mask") is None:
         text = "is_causal is a hint about attn_mask, and there is none"
         raise RefusedError(REFUSED, text, "pass the causal attn_mask")
-    return _FORWARD(**given)[0]
+    return _forward()(**given)[0]
 
 
 def native_multi_head_attention(
@@ -74,9 +78,10 @@ def native_multi_head_attention(
     """
     if mask is not None and mask_type not in (0, 1, 2):
         raise RefusedError(REFUSED, f"mask_type {mask_type} of a mask is not documented", "pass mask_type 0, 1 or 2")
+    project = vars(F)["_in_projection_packed"]  # with one product for those that are the same tensor
     q, k, v = (
         x.unflatten(-1, (num_head, embed_dim // num_head)).transpose(1, 2)
-        for x in _PROJECT(query, key, value, qkv_weight, qkv_bias)
+        for x in project(query, key, value, qkv_weight, qkv_bias)
     )
     if mask is None:
         output = F.scaled_dot_product_attention(q, k, v)
