@@ -10,7 +10,8 @@ import torch
 from lz_compile.api.given import read
 from lz_compile.ground.machine import environment
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
-from lz_compile.runtime.kernels.kernel import KernelSpec, Prior
+from lz_compile.runtime.kernels.capabilities import Prior
+from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure.estimate import workload
 from lz_compile.runtime.measure.perf_record import PerfRecord, canonical
 from lz_compile.runtime.problem import context as contexts

@@ -39,7 +39,8 @@ from lz_compile.runtime.choose.calls import DISPATCH, SDPA
 from lz_compile.runtime.choose.problem import Problem
 from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import registry
-from lz_compile.runtime.kernels.kernel import KernelSpec, Prior
+from lz_compile.runtime.kernels.capabilities import Prior
+from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure.estimate import workload
 from lz_compile.runtime.measure.perf_record import PerfRecord, canonical
 from lz_compile.runtime.policy import policy

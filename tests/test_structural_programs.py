@@ -503,6 +503,15 @@ return h""",
         inputs="special({})",
         lock={"scan": "lz.rolled_scan"},
     ),
+    "a vmap of a view whose base is written to later": program("""
+rows = x.unbind(1)
+v = torch.vmap(lambda a: torch.tanh(a))(rows[0])
+x.add_(x)
+v = v * 0.1
+return v, x"""),
+    "a transformer layer of a transposed input": program(
+        "return m.layer(x)", (2, 8, 4), roles="constant", inputs="transposed(torch.randn({}))", is_graded=False
+    ),
     "memory like an input that was written to in place": program(
         """
 x += -0.3

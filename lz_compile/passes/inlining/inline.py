@@ -18,6 +18,7 @@ from torch import fx
 
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
+from lz_compile.ground.sizes import as_size
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
 from lz_compile.passes.graph.provenance import EMITTED
@@ -27,7 +28,7 @@ from lz_compile.passes.inlining.attention_calls import BODIES, REFUSED
 from lz_compile.passes.inlining.inline_proof import Structure, TensorSpec, difference
 from lz_compile.passes.rewriting.builder import GraphBuilder
 from lz_compile.passes.rewriting.core import dead_users, is_dead
-from lz_compile.passes.rewriting.rewrite import RewriteError
+from lz_compile.passes.rewriting.rewrite import RewriteError, laid_out
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,11 @@ def _replace(graph: fx.Graph, node: fx.Node, ambient: Ambient) -> fx.Node:
 def _emit(builder: GraphBuilder, node: fx.Node, arguments: Mapping[str, Any], replaced: fx.Node) -> fx.Node:
     # one proxy for each node: bodies ask which of their arguments are the same
     proxies = {operand: builder.value(operand) for operand in node.all_input_nodes}
-    output: fx.Node = BODIES[node.target](**fx.map_arg(dict(arguments), proxies.__getitem__)).node
+    value = BODIES[node.target](**fx.map_arg(dict(arguments), proxies.__getitem__))
+    old, new = tensor_of(replaced), tensor_of(value.node)
+    if old is not None and new is not None and new.stride() != old.stride():  # a fast path keeps those of its input
+        value = laid_out(value, [as_size(stride) for stride in old.stride()])
+    output: fx.Node = value.node
     (expected, given) = (
         (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
         for tensor in map(tensor_of, (replaced, output))

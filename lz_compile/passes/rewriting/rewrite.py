@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import as_size
+from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.strides import strides_matter
 from lz_compile.passes.graph.fakes import faking
@@ -202,9 +202,14 @@ def _as_before(match: Match, output: fx.Node, result: fx.Proxy, shows_strides: b
         )
     strides = [as_size(stride) for stride in old.stride()]
     if shows_strides and [as_size(stride) for stride in new.stride()] != strides:
-        order, back = layout.stride_order(strides)
-        result = result.permute(order).contiguous().permute(back)
+        result = laid_out(result, strides)
     return result.node
+
+
+def laid_out(value: fx.Proxy, strides: Sequence[Size]) -> fx.Proxy:
+    """The value with its dimensions in memory in the order of ``strides``, without gaps."""
+    order, back = layout.stride_order(strides)
+    return value.permute(order).contiguous().permute(back)
 
 
 def _describe(tensor: torch.Tensor | None) -> str:

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.view import Call, called, read, tensor_of, value_of
+from lz_compile.passes.loops.roll.step_graph import readable
 
 _BEGINS, _ENDS, _ENTERS, _LEAVES = (
     "_vmap_increment_nesting",
@@ -105,7 +107,8 @@ def _spell_out(node: fx.Node, ambient: Any) -> None:
     if _name(node) in (_ENTERS, _LEAVES):
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
     elif _name(node) not in _SCAFFOLD:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        given = fx.map_arg((node.args, node.kwargs), value_of)
         mode = next(tensor.fake_mode for tensor in map(tensor_of, node.all_input_nodes) if tensor is not None)  # type: ignore[attr-defined]
         with faking(mode, ambient):
+            args, kwargs = pytree.tree_map(readable, given)
             node.meta["example_value"] = called(node.target, args, kwargs)
