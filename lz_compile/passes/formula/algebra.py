@@ -81,6 +81,9 @@ class Region:
     #: What the operands of the call that is being read are made of.
     _symbols_read: set[sympy.Symbol] = field(default_factory=set)
     _symbols: dict[fx.Node, list[sympy.Symbol]] = field(default_factory=dict)
+    #: By node, and its axes as they were cut by then.
+    _known: dict[tuple[fx.Node, Dims], sympy.Expr] = field(default_factory=dict)
+    _sizes: dict[sympy.Basic, int] = field(default_factory=dict)
 
     def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
         """The value of ``node`` at the index given by ``dims``.
@@ -109,7 +112,17 @@ class Region:
             return self.leaf(node, dims)  # for the second: it writes into an input of the graph
         if not self.reaches(node, ANCHORS) and (self.effects.stops_gradient(node, reader) or not self._is_read(node)):
             return self.leaf(node, dims)
-        return self._express_call(call, dims)
+        key = node, resolve(dims)
+        if key not in self._known:  # what is read twice by each step would be read 2 ** steps times
+            expression = self._express_call(call, dims)
+            self._known[key] = expression if self._size(expression) <= _MOST_PARTS else self.leaf(node, dims)
+        return self._known[key]
+
+    def _size(self, expression: sympy.Basic) -> int:
+        """How many parts an expression has, equal ones each time: everything that walks it takes as long."""
+        if expression not in self._sizes:
+            self._sizes[expression] = 1 + sum(map(self._size, expression.args))
+        return self._sizes[expression]
 
     def _is_read(self, node: fx.Node) -> bool:
         return self.expand_masks or self._is_constant(node)
@@ -270,6 +283,8 @@ class Region:
 
 _REDUCTIONS: Mapping[str, str] = {"sum": "sum", "amax": "amax", "logsumexp": "logsumexp"}
 _NORMALISING = frozenset({"softmax", "log_softmax", "logsumexp"})
+#: Of an expression; what is larger is a leaf, and no op that anybody knows (those of the zoo have a few hundred).
+_MOST_PARTS = 2000
 _THROUGH = frozenset({"sum", "amax", "max", "cat", "getitem", "narrow", "detach"})
 
 #: What makes a value worth reading rather than taking as a leaf.
