@@ -45,7 +45,7 @@ CONVEX = "convex"
 
 
 def convex(host: Tensor, seed: Tensor, alpha: Tensor, logits: Tensor) -> Tensor:
-    """The blend of :data:`BlendMode.CONVEX`."""
+    """The blend of :data:`lz.BlendMode.CONVEX`."""
     return alpha * seed + (1 - alpha) * host.detach()
 
 

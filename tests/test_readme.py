@@ -143,3 +143,27 @@ def test_tests_that_pages_name_are_there():
         assert set(re.findall(r"`(test_\w+)`", text)) <= defined, page.name
         for path in re.findall(r"`(tests/\w+\.py)`", text):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def files() -> list[str]:
+    """Every file and folder of the checkout that a text may name, below the root and with its folders before it."""
+    rooms = ("lz_compile", "tests", "docs", "benchmarks", "scripts", "examples", "models")
+    found = [path for room in rooms for path in (ROOT / room, *(ROOT / room).rglob("*"))]
+    return ["/" + path.relative_to(ROOT).as_posix() for path in (*found, *ROOT.glob("*.*")) if path.exists()]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda path: path.name)
+def test_files_and_folders_that_a_page_names_are_there(page):
+    """`roll/search.py` stands for one below any folder."""
+    there = files()
+    for name in re.findall(r"`([\w./-]+(?:\.(?:py|json|md|sh|txt)|/))`", page.read_text()):
+        assert any(f"{each}/".endswith(f"/{name.strip('/')}/") for each in there), f"{page.name} names {name}"
+
+
+def test_modules_that_docstrings_name_are_there():
+    """:mod:`algebra` stands for the module of that name in any room."""
+    there = [each.removesuffix(".py").removesuffix("/__init__") for each in files()]
+    for path in (ROOT / "lz_compile").rglob("*.py"):
+        for name in re.findall(r":mod:`~?\.?([\w.]+)`", path.read_text()):
+            wanted = "/" + name.replace(".", "/")
+            assert any(each.endswith(wanted) for each in there), f"{path.relative_to(ROOT)} names {name}"

@@ -179,7 +179,7 @@ def test_a_priority_says_what_to_expect_of_a_kernel_that_was_never_measured(prio
         ),
         ({"platform": "cuda", "instruction_set": "wmma"}, r"no instruction set 'wmma' \(did you mean 'wgmma'\?\)"),
         ({"min_sm": 80}, "min_sm needs the platform cuda or rocm"),
-        ({"priority": 200}, "Expected `int` <= 100"),
+        ({"priority": 200}, "Expected `int` <= 100 for the argument 'priority'$"),
         ({"transform_cost_hint": 3}, "'transform_cost_hint' has no meaning here: what another layout costs is part of"),
         ({"produces_layout": "BSDH"}, r"no layout 'BSDH' \(did you mean 'BSHD'\?\)"),
         ({"kernel_id": "my.kernel\n"}, "regex"),

@@ -2,7 +2,7 @@
 
 The anchor is the *second* contraction. Read upwards from it, one factor is a softmax over the axis that is summed
 (:mod:`probabilities`), whose scores are affine in a first contraction (:mod:`scores`). Axes then say what is a query, a
-key, a head or a batch (:mod:`attention_axes`); no layout or operand order is listed anywhere.
+key, a head or a batch (:mod:`roles`); no layout or operand order is listed anywhere.
 """
 
 from __future__ import annotations

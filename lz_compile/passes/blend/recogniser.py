@@ -1,6 +1,6 @@
 """Blends of a seed with a detached host, in all of their spellings, and margins of logits that are found by sorting.
 
-The anchor is the last operation of a sum of two products. Its terms say whether it can be a blend (:mod:`blend_form`); what
+The anchor is the last operation of a sum of two products. Its terms say whether it can be a blend (:mod:`form`); what
 can is read again in axes. In a graph that records gradients the host must want none; where nothing does, the weights must be
 given: what a network computed them from is a gate of its own.
 """

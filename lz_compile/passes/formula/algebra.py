@@ -22,7 +22,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.axes import Axis, Dims, atoms, broadcast_from, resolve
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, broadcast_from, resolve
 from lz_compile.passes.formula.calls import constant_value, is_cast, is_constant, narrows
 from lz_compile.passes.formula.expressions import (
     FLOORED,
@@ -230,8 +230,14 @@ class Region:
         return expression if held == constant else rest + held
 
     def operand(self, call: Call, name: str, dims: Dims) -> sympy.Expr:
-        """The expression of a (broadcast) argument of a pointwise call."""
+        """The expression of a (broadcast) argument of a pointwise call.
+
+        Raises:
+            LayoutError: it is not given, or its layout has no exact form in axes.
+        """
         value = call.get(name)
+        if value is None:
+            raise LayoutError(f"{call.name} is given no '{name}'")
         tensor = tensor_of(value)
         if tensor is None:
             return self.scalar(value)

@@ -1,8 +1,8 @@
 """What a mask means: causal, a window, padding, documents, a slope in the distance, or nothing of the kind.
 
 A mask is read as a function of the indices of batch, head, query and key (:mod:`index_reading`). What remains of it is a
-conjunction of conditions. Those on the distance of key and query are a band (:mod:`mask_bands`), equal numbers of a query and
-a key are documents (:mod:`mask_documents`), what depends on keys alone is padding. An additive mask is a number by cases:
+conjunction of conditions. Those on the distance of key and query are a band (:mod:`bands`), equal numbers of a query and
+a key are documents (:mod:`documents`), what depends on keys alone is padding. An additive mask is a number by cases:
 what it adds where it keeps, and where it drops. Nothing is said that does not hold at every size.
 """
 

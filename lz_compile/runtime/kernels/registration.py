@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -202,7 +203,8 @@ def _described(kernel_id: str, function: Callable[..., Any], given: dict[str, An
     try:
         (spec,) = registry.specs_of(capabilities.build(descriptor), "").values()
     except ValueError as error:  # msgspec's errors are ValueErrors too
-        raise RegistrationError(kernel_id, str(error)) from error
+        text = re.sub(r" - at `\$\.ops\[\.\.\.\]\[0\]\.(\w+).*`", r" for the argument '\1'", str(error))
+        raise RegistrationError(kernel_id, text) from error
     return replace(spec, prior=_promised(spec.priority), prior_source="the priority that it is registered with")
 
 

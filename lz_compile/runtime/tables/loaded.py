@@ -89,7 +89,7 @@ def load_dispatch_table(path: str | os.PathLike[str]) -> DispatchTable:
     was compiled already stays as it is.
 
     Args:
-        path: written by :meth:`DispatchTable.save` or :func:`save_decisions`.
+        path: written by :meth:`DispatchTable.save` or :func:`lz.save_decisions`.
 
     Raises:
         DispatchTableError: the file cannot be followed here; the text says why.

@@ -39,7 +39,7 @@ class Call(NamedTuple):
 def factors(
     delta: Tensor, gate: Tensor | None, place: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """``delta`` times the gate as the rows ``[K, R]`` of :func:`~.routing_steps.expand`, and where a token finds its own."""
+    """``delta`` times the gate as the rows ``[K, R]`` of :func:`~.steps.expand`, and where a token finds its own."""
     wide = torch.promote_types(torch.promote_types(delta.dtype, dtype), torch.float32)
     rows = delta.to(wide).unsqueeze(0)
     if gate is None:

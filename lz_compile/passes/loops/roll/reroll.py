@@ -1,7 +1,7 @@
 """Loops that Dynamo has unrolled, found and rolled again into ``torch.ops.higher_order.scan``.
 
-:mod:`loop_search` finds calls that repeat, :mod:`loop_steps` compares the steps, :mod:`loop_body` reads one of them as a
-function of the state, of slices and of what stays the same, :mod:`loop_outputs` finds what is read of them, :mod:`roll`
+:mod:`search` finds calls that repeat, :mod:`steps` compares the steps, :mod:`body` reads one of them as a
+function of the state, of slices and of what stays the same, :mod:`outputs` finds what is read of them, :mod:`roll`
 puts the scan in their place.
 """
 

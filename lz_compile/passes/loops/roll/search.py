@@ -1,7 +1,7 @@
 """Where a graph repeats itself: stretches of calls that are the same, but for their operands, again and again.
 
 Dynamo unrolls a Python loop into one stretch of calls per iteration, in the order of the source. Whether the repeated
-calls also are wired alike is for :mod:`loop_steps` to say.
+calls also are wired alike is for :mod:`steps` to say.
 """
 
 from __future__ import annotations
