@@ -27,6 +27,7 @@ from hypothesis import settings  # noqa: E402 - keeps the imports of this file t
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
 from lz_compile.runtime.choose import select  # noqa: E402 - reads the variables above
 from lz_compile.runtime.kernels import registry  # noqa: E402 - reads the variables above
+from lz_compile.runtime.kernels.capabilities import Prior  # noqa: E402 - reads the variables above
 from lz_compile.runtime.policy import policy  # noqa: E402 - reads the variables above
 
 logging.getLogger("torch.__trace").propagate = False  # pytest would keep and print every record of Dynamo
@@ -74,7 +75,7 @@ def sdpa_first(monkeypatch: pytest.MonkeyPatch) -> None:
         found = registry.kernels(operation)
         anywhere = frozenset({"*"})
         return {
-            name: replace(spec, prior=(registry.Prior("*", anywhere, order.get(name, 1.5)),))
+            name: replace(spec, prior=(Prior("*", anywhere, order.get(name, 1.5)),))
             for name, spec in found.items()
         }
 
