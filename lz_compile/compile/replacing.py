@@ -39,12 +39,13 @@ _BESIDE = ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE", "NOT_FUSED")
 
 def enter(state: State) -> None:
     """Give every match an entry in the report, and the kernel that its source names."""
-    if state.options.assume_finite:
-        state.matches = _assuming_finite(state.matches)
-    state.matches = [with_own_kernel(match) for match in state.matches]
-    state.entries = [MatchReport.of(match, state.path) for match in state.matches]
-    state.report.matches.extend(state.entries)
-    state.choices = Choices(policy.current().with_locks(state.options.lock), state.tables)
+    choices = Choices(policy.current().with_locks(state.options.lock), state.tables)
+    matches = _assuming_finite(state.matches) if state.options.assume_finite else state.matches
+    state.matches = []  # those that cannot be entered are left alone
+    matches = [with_own_kernel(match) for match in matches]
+    entries = [MatchReport.of(match, state.path) for match in matches]
+    state.matches, state.entries, state.choices = matches, entries, choices
+    state.report.matches.extend(entries)
 
 
 def find_fusions(state: State) -> None:
@@ -130,6 +131,7 @@ def tidy(state: State) -> None:
         return has_results
 
     state.change(Rewrite("tidying a rewritten graph", tidied, shown="nothing of it changes a value that anybody reads"))
+    state.before = None  # what nobody reads may be gone
 
 
 def _decide(match: Match, entry: MatchReport, state: State) -> Decision:
