@@ -75,8 +75,7 @@ def sdpa_first(monkeypatch: pytest.MonkeyPatch) -> None:
         found = registry.kernels(operation)
         anywhere = frozenset({"*"})
         return {
-            name: replace(spec, prior=(Prior("*", anywhere, order.get(name, 1.5)),))
-            for name, spec in found.items()
+            name: replace(spec, prior=(Prior("*", anywhere, order.get(name, 1.5)),)) for name, spec in found.items()
         }
 
     monkeypatch.setattr(select, "kernels", ranked)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lz_compile import reports
+from lz_compile.api import eager as _eager  # noqa: F401 it answers what lz.dispatch asks
 from lz_compile.backend import layerzero
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.bands import Band, Reach

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from lz_compile.api import eager as _eager  # noqa: F401 it answers what kernels ask of higher rooms (ground/hooks.py)
 from lz_compile.compile import pipeline
 from lz_compile.compile.options import Options, split
 from lz_compile.compile.verification import keep
