@@ -289,7 +289,7 @@ class Region:
 
 _REDUCTIONS: Mapping[str, str] = {"sum": "sum", "amax": "amax", "logsumexp": "logsumexp"}
 _NORMALISING = frozenset({"softmax", "log_softmax", "logsumexp"})
-#: Of an expression; what is larger is a leaf, and no op that anybody knows (those of the zoo have a few hundred).
+#: Of an expression; what is larger is a leaf, so that no graph takes exponential time. A bound by judgement, not measured.
 _MOST_PARTS = 2000
 _THROUGH = frozenset({"sum", "amax", "max", "cat", "getitem", "narrow", "detach"})
 
