@@ -30,6 +30,9 @@ from lz_compile.runtime.kernels import registry  # noqa: E402 - reads the variab
 from lz_compile.runtime.kernels.capabilities import Prior  # noqa: E402 - reads the variables above
 from lz_compile.runtime.policy import policy  # noqa: E402 - reads the variables above
 
+#: Where tensors are made that name no device. ``cuda`` runs tests on a GPU, those of kernels in Triton's interpreter too.
+DEVICE = os.environ.get("LZ_TEST_DEVICE")
+
 logging.getLogger("torch.__trace").propagate = False  # pytest would keep and print every record of Dynamo
 
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
@@ -40,6 +43,7 @@ settings.load_profile("ci")
 def clean_compiler() -> Iterator[None]:
     """Forget compiled code, reports and what was configured, and make random numbers repeat."""
     _forget()
+    torch.set_default_device(DEVICE)
     torch.manual_seed(0)
     yield
     _forget()

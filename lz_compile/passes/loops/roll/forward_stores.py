@@ -206,7 +206,7 @@ def _read_before(buffer: fx.Node, found: _Loads, first: fx.Node) -> None:
 def _keep_for_gradients(graph: fx.Graph, given: Collection[fx.Node]) -> None:
     """Let new calls whose operand is overwritten behind read a copy, as autograd does where a call itself overwrites it."""
     effects = Effects(graph)
-    last = next(reversed(graph.nodes))
+    last = next(iter(reversed(graph.nodes)))
     for node in [each for each in graph.nodes if each not in given]:
         call, view = effects.calls[node], next(iter(node.args), None)
         if call is None or call.name not in _KEEPING or not isinstance(view, fx.Node):
