@@ -40,6 +40,13 @@ class Publication:
         self.rows.append(row)
         self.write()
 
+    def resume(self) -> None:
+        """Go on with what was written before, on this machine and with these versions, if any was."""
+        found = json.loads(self.path.read_text()) if self.path.exists() else {}
+        if all(found.get(name) == self.record[name] for name in ("machine", "versions")):
+            self.rows[:] = found.pop("rows")
+            self.record.update({name: value for name, value in found.items() if name not in self.record})
+
     def write(self) -> None:
         """Write everything that there is."""
         self.path.parent.mkdir(parents=True, exist_ok=True)

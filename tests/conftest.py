@@ -33,6 +33,16 @@ from lz_compile.runtime.policy import policy  # noqa: E402 - reads the variables
 #: Where tensors are made that name no device. ``cuda`` runs tests on a GPU, those of kernels in Triton's interpreter too.
 DEVICE = os.environ.get("LZ_TEST_DEVICE")
 
+if DEVICE is not None:
+
+    class _Generator(torch.Generator):
+        """A generator of the device's, as factories ask for."""
+
+        def __new__(cls, device: object = DEVICE) -> torch.Generator:
+            return super().__new__(cls, device)
+
+    torch.Generator = _Generator  # type: ignore[misc]
+
 logging.getLogger("torch.__trace").propagate = False  # pytest would keep and print every record of Dynamo
 
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)

@@ -201,9 +201,12 @@ class FlashInfer(Library):
 class XFormers(Library):
     """``xformers.ops``: equal heads in four dimensions, groups of heads in a fifth, no broadcasting."""
 
+    has_kernels = True
+
     def modules(self) -> dict[str, ModuleType]:
-        names = ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias")
-        package, module, fmha, biases = modules = [ModuleType(name) for name in names]
+        names = ("xformers", "xformers._cpp_lib", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias")
+        package, build, module, fmha, biases = modules = [ModuleType(name) for name in names]
+        build._built_with_cuda = self.has_kernels
         package.ops, module.fmha, fmha.attn_bias = module, fmha, biases
         init = with_signature("xformers.ops", "LowerTriangularMask.__init__", lambda given: None)
         self.first = module.LowerTriangularMask = type("LowerTriangularMask", (), {"__init__": init})

@@ -32,6 +32,8 @@ from lz_compile.lowering.ops.attention import Operands, features, merged_mask, r
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.recognisers import recognisers
 from lz_compile.passes.rewriting.rewrite import Recipes, splice
+from lz_compile.runtime.kernels.libraries import forget as forget_libraries
+from lz_compile.runtime.kernels.libraries import load
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.problem.context import of_facts
 from tests.library_fakes import (
@@ -138,6 +140,17 @@ _CASES = {
     "softcap": (AttentionAttrs(softcap=2.0), {}),
     "softcap_causal": (AttentionAttrs(softcap=2.0, is_causal=True), {"batch": 1}),
 }
+
+
+def test_a_build_of_xformers_without_kernels_for_gpus_is_told_before_it_is_chosen():
+    library = XFormers()
+    library.has_kernels = False
+    forget_libraries()
+    try:
+        with installed(library):
+            assert "no CUDA kernels" in str(load(kernels("attention")["xformers"].implementation))
+    finally:
+        forget_libraries()
 
 
 @pytest.mark.parametrize("case", _CASES)

@@ -24,14 +24,16 @@ class LazyFunction:
     library: str | None = None
 
     def resolve(self) -> Callable[..., Any]:
-        """The function as its module has it now.
+        """The function as its module has it now; a module's ``check_library()`` says what its library was built without.
 
         Raises:
-            Exception: whatever the imports raise.
+            Exception: whatever the imports and the check raise.
         """
         if self.library is not None:
             importlib.import_module(self.library)
-        function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.name)
+        module = importlib.import_module(self.module)
+        getattr(module, "check_library", lambda: None)()
+        function: Callable[..., Any] = getattr(module, self.name)
         return function
 
     def source_digest(self) -> str:

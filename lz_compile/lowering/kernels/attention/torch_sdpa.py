@@ -54,8 +54,7 @@ def through(sdpa: Sdpa, x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     if _rows_overlap(query):  # PyTorch's CPU kernel then leaves part of the result uninitialised
         query = query.contiguous()
     merged = _merge(mask, bias, attrs, query.dtype)
-    masks = {} if merged is None else {"mask" if merged.dtype == torch.bool else "bias": merged}
-    out = sdpa(Operands(query, key, x.value, **masks), attrs, is_plain)
+    out = _over(sdpa, query, key, x.value, merged, attrs, is_plain)
     if merged is None or attrs.masked_rows == "zero" or (bias is None and attrs.masked_rows == "mean"):
         return out
     if bias is None:
@@ -63,6 +62,29 @@ def through(sdpa: Sdpa, x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     if attrs.bias_is_finite and (mask is None or attrs.masked_rows == "mean"):
         return out
     return torch.where(merged.amax(-1, keepdim=True) == -math.inf, math.nan, out)
+
+
+def _over(
+    sdpa: Sdpa,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    merged: torch.Tensor | None,
+    attrs: AttentionAttrs,
+    is_causal: bool,
+) -> torch.Tensor:
+    """``sdpa`` under a merged mask. Off the CPU, its rows are made dense, and operands as wide as what is added.
+
+    Fused kernels for GPUs refuse rows with gaps; a mask wider than the operands some of them refuse, and cuDNN's reads it as
+    if it were narrow (PyTorch 2.11).
+    """
+    dtype = query.dtype
+    masks = {} if merged is None else {"mask" if merged.dtype == torch.bool else "bias": merged}
+    if merged is not None and query.device.type != "cpu":
+        masks = {name: each if each.stride(-1) == 1 else each.contiguous() for name, each in masks.items()}
+        if merged.dtype not in (torch.bool, dtype):
+            query, key, value = (each.to(merged.dtype) for each in (query, key, value))
+    return sdpa(Operands(query, key, value, **masks), attrs, is_causal).to(dtype)
 
 
 def _rows_overlap(query: torch.Tensor) -> bool:

@@ -13,6 +13,18 @@ from lz_compile.lowering.kernels.attention.library_attention import NO_LIMIT, li
 from lz_compile.lowering.kernels.attention.token_major import Operands
 
 
+def check_library() -> None:
+    """Some builds import everywhere and have no kernel for any GPU.
+
+    Raises:
+        ImportError: this is one of them.
+    """
+    from xformers._cpp_lib import _built_with_cuda
+
+    if not _built_with_cuda:
+        raise ImportError("this build of xformers has no CUDA kernels")
+
+
 def _xformers(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     from xformers.ops import LowerTriangularMask, memory_efficient_attention_forward
     from xformers.ops.fmha.attn_bias import LowerTriangularFromBottomRightMask
