@@ -41,9 +41,9 @@ class Publication:
         self.write()
 
     def resume(self) -> None:
-        """Go on with what was written before, on this machine and with these versions, if any was."""
+        """Go on with what was written before, on this device and with this PyTorch, if any was."""
         found = json.loads(self.path.read_text()) if self.path.exists() else {}
-        if all(found.get(name) == self.record[name] for name in ("machine", "versions")):
+        if found and (_device(found), found["versions"]["torch"]) == (_device(self.record), torch.__version__):
             self.rows[:] = found.pop("rows")
             self.record.update({name: value for name, value in found.items() if name not in self.record})
 
@@ -194,6 +194,11 @@ def _entry(variant: Variant, timings: Mapping[str, Timing]) -> dict[str, Any]:
 def rounded(quartiles: Quartiles) -> dict[str, float]:
     """Four digits of each, as stable JSON."""
     return {name: float(f"{value:.4g}") for name, value in dataclasses.asdict(quartiles).items()}
+
+
+def _device(record: Mapping[str, Any]) -> str:
+    machine = record["machine"]
+    return str(machine.get("gpu", machine["cpu"]))
 
 
 def _median(entry: Mapping[str, Any], name: str) -> float:

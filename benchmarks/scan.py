@@ -121,7 +121,8 @@ def run_case(
         if is_training and length > LONGEST_EAGER_BACKWARD:
             continue
         torch.manual_seed(0)
-        model, inputs = MODELS[name](length, dtype)
+        with settings.device:
+            model, inputs = MODELS[name](length, dtype)
         run = _run(inputs, is_training=is_training)
         stages = compile_stages(model, run)
         torch._dynamo.reset()

@@ -124,7 +124,10 @@ def measured(function: Scan, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Both results, and the gradients of a sum that weighs their elements differently, by name."""
     leaves = {name: each.detach().requires_grad_() for name, each in given.items()}
     results = function(**leaves)
-    weights = (torch.linspace(-1, 1, max(each.numel(), 1), dtype=each.dtype)[: each.numel()] for each in results)
+    weights = (
+        torch.linspace(-1, 1, max(each.numel(), 1), dtype=each.dtype, device=each.device)[: each.numel()]
+        for each in results
+    )
     total = sum((each * weight.view(each.shape)).sum() for each, weight in zip(results, weights, strict=True))
     found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
     named = {f"of_{name}": gradient for name, gradient in zip(leaves, found, strict=True)}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,6 +22,7 @@ from lz_compile.api import eager as _eager  # noqa: F401 it answers what lz.disp
 from lz_compile.backend import layerzero
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.bands import Band, Reach
+from lz_compile.lowering.kernels.attention import torch_sdpa
 from lz_compile.lowering.ops.attention import Operands, features, reference
 from lz_compile.runtime.choose.problem import Problem
 from lz_compile.runtime.choose.select import select
@@ -173,6 +175,29 @@ def _runs_right(kernel: str, case: Case, dtype: torch.dtype) -> None:
 
 def _in_float64(attrs: AttentionAttrs) -> AttentionAttrs:
     return replace(attrs, score_dtype=torch.float64)
+
+
+@pytest.mark.parametrize("is_full", [(True, True, True, True), (False, False, True, True), (True, False, True, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", ["mean", "nan", "bias", "slopes"])
+def test_beside_the_cpu_sdpa_is_given_masks_that_any_fused_kernel_reads_right(monkeypatch, mask, dtype, is_full):
+    """Whole dense rows of the operands' own dtype, and no number that is minus infinity when multiplied by log2(e)."""
+    monkeypatch.setattr(torch_sdpa, "_TAKES_ANY_MASK", frozenset())
+    rows = mask if mask in ("mean", "nan") else "zero"
+    given = {"mean": {"has_mask": True}, "nan": {"has_mask": True}, "bias": {"has_bias": True, "bias_is_finite": True}}
+    attrs = AttentionAttrs(masked_rows=rows, score_dtype=torch.float32, **given.get(mask, {"has_slopes": True}))
+    case = Case(attrs=attrs, mask_is_full=is_full, bias_is_full=is_full, rows_fully_masked=mask == "mean")
+    seen, sdpa = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *each, **named: seen.append((each, named)) or sdpa(*each, **named)
+    )
+    _runs_right("torch.sdpa", case, dtype)
+    (((query, key, _), named),) = seen
+    given_mask = named["attn_mask"]
+    assert given_mask.dtype in (torch.bool, query.dtype)
+    assert given_mask.shape[-1] == key.shape[2]
+    assert given_mask.stride(-1) == 1
+    assert mask != "mean" or (given_mask.float() * 1.4427).isfinite().all()
 
 
 @for_every_kernel

@@ -15,8 +15,14 @@ import pytest
 import torch
 
 from lz_compile.ground import events, health
+from lz_compile.ground.hardware import Hardware
 from lz_compile.lowering.kernels.scan import triton_scan
+from lz_compile.lowering.ops import scan
+from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels.registry import kernels
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem.context import of_facts
 from tests.scan_kernel_problems import PROBLEMS, assert_near, exactly, missing, with_gradients
 
 TESTS = Path(__file__).parent
@@ -123,12 +129,21 @@ def test_importing_the_adapter_imports_no_triton():
     assert done.stdout.strip() == "False"
 
 
-@for_every_kernel
-def test_a_prior_that_nobody_measured_decides_nothing_and_says_so(name):
-    spec = kernels("scan")[name]
-    assert spec.platforms == {"cuda", "rocm"}
-    assert "a guess that was never measured" in spec.prior_source
-    assert all(row.relative_latency > 0.9 for row in spec.prior), "priors have a noise of a tenth"
+H100 = Hardware("cuda", "NVIDIA H100", 90, "hopper", 4, frozenset(), 0)
+
+
+@pytest.mark.usefixtures("no_preference")
+@pytest.mark.parametrize(("length", "variant", "expected"), [
+    (64, "delta", "lz.triton_scan"), (64, "diagonal", "lz.triton_scan"), (512, "delta", "lz.triton_scan"),
+    (2048, "delta", "lz.triton_chunked_scan"), (2048, "diagonal", "lz.triton_chunked_scan"),
+])  # fmt: skip
+def test_on_a_gpu_what_was_measured_decides_and_unrolled_steps_lose(length, variant, expected):
+    sizes = {"batch_size": 1, "num_heads": 2, "length": length, "key_dim": 8, "value_dim": 8, "rank": 1, "reads": 1}
+    sample = scan.sample(sizes, torch.bfloat16, torch.device("cpu"), variant=variant)
+    context = replace(of_facts("scan", sample.attrs, sample.facts), hardware=H100)
+    decision = select(Problem(context), policy.current())
+    assert decision.kernel.kernel_id == expected, decision.why
+    assert "on an H100" in kernels("scan")["lz.triton_scan"].prior_source
 
 
 @pytest.fixture

@@ -427,6 +427,18 @@ def test_a_kernel_that_fails_to_be_measured_breaks_no_compile(timed, given_kerne
     assert (len(timed), report.events) == (1, [])
 
 
+@pytest.mark.usefixtures("eagerly")
+@pytest.mark.parametrize("wrong", [lambda out: out * 1.5, lambda out: out / 0, lambda out: out.roll(1, -1)])
+def test_what_is_compiled_to_something_else_is_told_and_not_timed(timed, given_kernels, wrong):
+    given_kernels(**{"torch.sdpa": lambda x, attrs: wrong(torch_sdpa.attention(x, attrs))})
+    inputs = operands()
+    result, report = run(attention, *inputs)
+    torch.testing.assert_close(result, attention(*inputs))
+    assert codes(report.events) == ["MEASUREMENT_FAILED"]
+    assert "what is compiled of it is off by" in report.events[0].message
+    assert "torch.sdpa" not in {name for names in timed for name in names}
+
+
 def test_a_fault_of_measuring_breaks_no_compile(monkeypatch):
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no clock")

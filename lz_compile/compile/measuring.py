@@ -29,6 +29,10 @@ from lz_compile.runtime.problem.context import SelectionContext
 Sizes = Mapping[str, int]
 #: What failed in this process: kernel, environment, workload and surroundings.
 _failed: set[tuple[str, str, str, str]] = set()
+#: Features of results that no two kernels have alike.
+_DRAWING = frozenset({"dropout", "random"})
+#: The relative error (2-norm of a result) that is no rounding in any dtype.
+_ROUNDING = 0.1
 #: Compiles a kernel's form of a problem: given None, the form that is left to Inductor.
 Form = Callable[[Callable[..., Any] | None], Callable[..., Any]]
 
@@ -136,14 +140,23 @@ def _broken(kernel_ids: Iterable[str], happened: Collection[events.Event]) -> li
 def compile_forms(
     context: SelectionContext, specs: Sequence[KernelSpec], form: Form, inputs: Sequence[Any]
 ) -> dict[str, Callable[[], Any]]:
-    """Every kernel's form of a problem, compiled and run once, as something to time; what fails is an event."""
+    """Every kernel's form of a problem, compiled and run once, as something to time; what fails or is wrong is an event.
+
+    Results are held against the source's, for what Inductor makes of a kernel is not what its proof ran.
+    """
     calls: dict[str, Callable[[], Any]] = {}
+    expected: list[torch.Tensor] = []
     for spec in specs:
         try:
             function = form(spec.call)
             if not spec.is_shipped:  # what hangs or exits does so in a process of its own
                 tried(spec, {device_of(inputs)}, partial(_try, function, inputs, context.is_training))
-            calls[spec.kernel_id] = _prepared(function, inputs, context.is_training)
+            call, results = _prepared(function, inputs, context.is_training)
+            if spec.kernel_id == INDUCTOR:
+                expected = results
+            elif not _DRAWING & context.features.keys() and (difference := _difference(results, expected)):
+                raise ArithmeticError(difference)
+            calls[spec.kernel_id] = call
         except Exception as error:  # noqa: BLE001 a kernel that does not run here is named and left out
             events.record("MEASUREMENT_FAILED", f"{spec.kernel_id} for {context.operation} {context.hints()}", error)
     return calls
@@ -181,8 +194,21 @@ def _try(function: Callable[..., Any], inputs: Sequence[Any], is_training: bool)
         torch.autograd.grad(outputs, leaves, [torch.ones_like(each) for each in outputs], allow_unused=True)
 
 
-def _prepared(function: Callable[..., Any], inputs: Sequence[Any], is_training: bool) -> Callable[[], Any]:
-    """The compiled function as something to time, run once; numbers and shapes among the inputs are constants of it."""
+def _difference(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str:
+    """How results differ by more than rounding, in words; where all is next to zero, anything small is rounding."""
+    for one, other in zip(results, expected, strict=False):
+        known = other.isfinite()
+        ours, theirs = one[known].double(), other[known].double()
+        error, size = (ours - theirs).norm().item(), theirs.norm().item()
+        if not error <= _ROUNDING * max(size, _ROUNDING * len(theirs) ** 0.5):
+            return f"what is compiled of it is off by {error / max(size, 1e-30):.2g} of the source's result"
+    return ""
+
+
+def _prepared(
+    function: Callable[..., Any], inputs: Sequence[Any], is_training: bool
+) -> tuple[Callable[[], Any], list[torch.Tensor]]:
+    """The compiled function as something to time, and its results; numbers and shapes among the inputs are constants."""
     tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
 
     def of_tensors(*given: torch.Tensor) -> Any:
@@ -201,8 +227,7 @@ def _prepared(function: Callable[..., Any], inputs: Sequence[Any], is_training: 
 
     call = forward_and_backward if is_training else forward
     with inductor.apart():
-        call()
-    return call
+        return call, [each for each in _tensors(call()) if each.is_floating_point()]
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

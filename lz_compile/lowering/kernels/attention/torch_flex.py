@@ -198,7 +198,7 @@ def _reader(buffers: Buffers) -> Callable[[Sequence[Any], Sequence[Any]], Buffer
         found = {}
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
             parts = [position[part] for part in _DIMENSIONS.get(name, (0, 1, 2, 3))]
-            index = tuple(0 if is_one(size) else part for size, part in zip(shape, parts, strict=True))
+            index = tuple(part * 0 if is_one(size) else part for size, part in zip(shape, parts, strict=True))
             found[name] = tensor[index] if index else tensor
         return found
 

@@ -9,11 +9,14 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
+from lz_compile.ground.sizes import is_one
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.ops.attention import Operands, distances, merged_mask
 
 #: Computes what SDPA does: over operands with at most one of a mask and a bias, attributes, and whether it is causal.
 Sdpa: TypeAlias = Callable[[Operands, AttentionAttrs, bool], torch.Tensor]
+#: Devices whose kernels take masks of any strides and of a wider dtype, and the lowest number in them.
+_TAKES_ANY_MASK = frozenset({"cpu"})
 
 
 def attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
@@ -73,17 +76,22 @@ def _over(
     attrs: AttentionAttrs,
     is_causal: bool,
 ) -> torch.Tensor:
-    """``sdpa`` under a merged mask. Off the CPU, its rows are made dense, and operands as wide as what is added.
+    """``sdpa`` under a merged mask. Beside the CPU, its rows are made whole and dense, and operands as wide as what is added.
 
-    Fused kernels for GPUs refuse rows with gaps; a mask wider than the operands some of them refuse, and cuDNN's reads it as
-    if it were narrow (PyTorch 2.11).
+    Fused kernels for GPUs refuse rows with gaps or of one element for all keys, or read beyond them; a mask wider than the
+    operands some of them refuse, and cuDNN's reads it as if it were narrow. They multiply scores by log2(e), so that the
+    lowest number becomes minus infinity, and a row of nothing else zero instead of the mean (PyTorch 2.11 on an H100).
     """
     dtype = query.dtype
-    masks = {} if merged is None else {"mask" if merged.dtype == torch.bool else "bias": merged}
-    if merged is not None and query.device.type != "cpu":
-        masks = {name: each if each.stride(-1) == 1 else each.contiguous() for name, each in masks.items()}
+    if merged is not None and query.device.type not in _TAKES_ANY_MASK:
+        if is_one(merged.shape[-1]):
+            merged = merged.expand(*merged.shape[:-1], key.shape[-2])
+        merged = merged.contiguous() if merged.stride()[-1] != 1 else merged
         if merged.dtype not in (torch.bool, dtype):
             query, key, value = (each.to(merged.dtype) for each in (query, key, value))
+        if merged.dtype != torch.bool and attrs.masked_rows == "mean":
+            merged = merged.clamp_min(torch.finfo(merged.dtype).min / 2)
+    masks = {} if merged is None else {"mask" if merged.dtype == torch.bool else "bias": merged}
     return sdpa(Operands(query, key, value, **masks), attrs, is_causal).to(dtype)
 
 
