@@ -37,6 +37,9 @@ TITLES = {
     "sampling": "lz.sample over torch.multinomial",
     "routing": "lz.routed_adapter, training step",
     "blend": "blends",
+    "attention_gpu": "attention on a GPU, forward",
+    "models_gpu": "whole models on a GPU",
+    "gpu": "ops on a GPU, untuned choice",
 }
 
 
@@ -59,8 +62,14 @@ def points(results: Path = RESULTS) -> list[Point]:
             ratio = _ratio(row)
             if ratio is not None:
                 case = " ".join(map(str, row["case"].values()))
-                found.append(Point(record["name"], _machine(record), case, ratio))
+                found.append(Point(name_of(record), _machine(record), case, ratio))
     return found
+
+
+def name_of(record: Mapping[str, Any]) -> str:
+    """The row of a result file: those of GPUs are apart."""
+    name = str(record["name"])
+    return f"{name}_gpu" if "gpu" in record["machine"] and name != "gpu" else name
 
 
 def _machine(record: Mapping[str, Any]) -> str:
@@ -71,6 +80,9 @@ def _machine(record: Mapping[str, Any]) -> str:
 
 def _ratio(row: Mapping[str, Any]) -> float | None:
     """The median over rounds, None where the case was not compared with Inductor."""
+    if "chosen" in row:
+        chosen = row["of_inductor"].get(row["chosen"])
+        return None if chosen is None else float(chosen["median"])
     entries = row.get("variants") or {LAYERZERO: row.get("tuned", {})}
     ours, theirs = entries.get(LAYERZERO, {}), entries.get(INDUCTOR, {})
     if "of_inductor" in ours:
