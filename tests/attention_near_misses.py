@@ -56,6 +56,9 @@ def near_misses() -> dict[str, Lookalike]:
         "key_overwritten_in_between": Lookalike(key_overwritten_in_between, qkv, "OPERAND_MUTATED"),
         "scores_overwritten_through_a_view": Lookalike(scores_overwritten_through_a_view, qkv, "OPERAND_MUTATED"),
         "autocast_entered_in_between": Lookalike(autocast_entered_in_between, qkv, "MODE_CHANGES_INSIDE"),
+        "scores_scaled_one_by_one": Lookalike(
+            scores_scaled_one_by_one, (*qkv, 0.1 * normal(12, 19, 23)), "SCORES_LARGE"
+        ),
         "scores_through_relu": Lookalike(scores_through_relu, qkv, "SCORES_NOT_AFFINE"),
         "two_softmaxes_subtracted": Lookalike(two_softmaxes_subtracted, (*qkv, normal(2, 6, 23, 8)), "PROBABILITIES"),
     }
@@ -163,6 +166,13 @@ def autocast_entered_in_between(query: Tensor, key: Tensor, value: Tensor) -> Te
     weights = _scores(query, key).softmax(-1)
     with torch.autocast(query.device.type, torch.bfloat16):
         return weights @ value
+
+
+def scores_scaled_one_by_one(q: Tensor, k: Tensor, v: Tensor, scales: Tensor) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * SCALE
+    for scale in scales.unbind(0):
+        scores = scores + scores * scale
+    return scores.softmax(-1) @ v
 
 
 def scores_through_relu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

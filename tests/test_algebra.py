@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.algebra import MOST_PARTS, Region
 from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.expressions import (
     DROPOUT,
@@ -835,3 +835,66 @@ def test_a_leafs_axes_are_those_of_its_dimensions() -> None:
     axes = {leaf.node.name: set(leaf.axes) for leaf in region.leaves.values()}
     assert axes == {"l_a_": rows | columns, "l_b_": columns, "l_c_": rows, "l_d_": set()}
     assert all(isinstance(axis, Axis) for found in axes.values() for axis in found)
+
+
+def _repeated(step: Callable[[Tensor, Tensor], Tensor], steps: int) -> Callable[..., Tensor]:
+    def repeated(a: Tensor, b: Tensor) -> Tensor:
+        for _ in range(steps):
+            a = step(a, b)
+        return a
+
+    return repeated
+
+
+#: Whose expressions grow with every step: as they are, or once they are multiplied out.
+GROWING: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "read twice": lambda a, b: a * b + a.exp(),
+    "a product of sums": lambda a, b: a * (b.tanh() + a.exp()),
+    "a power of a sum": lambda a, b: (a + b).square(),
+    "a quotient of sums": lambda a, b: (a + b) / (a.square() + b.exp()),
+    "a function of a sum": lambda a, b: (a + b).tanh() + (a + 2 * b).exp(),
+    "rows of each other": lambda a, b: a + a[0] * b,
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_graph_is_read_in_linear_time_and_no_expression_grows_beyond_a_bound(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = 0
+    express = Region.express
+
+    def counted(region: Region, node: Any, dims: Any, reader: fx.Node | None = None) -> sympy.Expr:
+        nonlocal reads
+        reads += 1
+        if reads >= 20 * steps:
+            pytest.fail("a value is read again and again", pytrace=False)
+        found = express(region, node, dims, reader)
+        if region.facts(found).parts > MOST_PARTS:  # printing it would take for ever
+            pytest.fail("an expression has more parts than it may", pytrace=False)
+        return found
+
+    monkeypatch.setattr(Region, "express", counted)
+    for steps in (16, 32):
+        reads = 0
+        _, region, _ = expressed(captured(_repeated(GROWING[name], steps)))
+    assert name == "rows of each other" or any(leaf.kind == "large" for leaf in region.leaves.values())
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda a, b, c, d: (a + b) * (c + d) * (a + d + 2),
+        lambda a, b, c: (a + b + c) ** 3,
+        lambda a, b: (a + b).exp() * (a + b.exp()),
+        lambda a, b, c: (a * b * c + c) * 3,
+        lambda a, b: 1 / (a + b).square(),
+        lambda m, a, b: torch.where(m, a + b, a * b),
+    ],
+)
+def test_parts_are_counted_as_they_are_multiplied_out(fn: Callable[..., Tensor]) -> None:
+    expression, region, _ = expressed(captured(fn))
+    facts, expanded = region.facts(expression), sympy.expand(expression)
+    assert facts.parts >= len(sympy.Add.make_args(expanded))
+    assert facts.symbols == expression.free_symbols
+    assert facts.numbers == expression.atoms(sympy.Number)

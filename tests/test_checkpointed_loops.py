@@ -1,4 +1,7 @@
-"""Loops inside of `torch.utils.checkpoint`: PyTorch compiles no scan there, but kernels that take its place as a whole."""
+"""Loops inside of `torch.utils.checkpoint`, or of a loop that was rolled itself: PyTorch compiles no scan there.
+
+Kernels that take the place of a scan as a whole it compiles.
+"""
 
 from __future__ import annotations
 
@@ -86,3 +89,31 @@ def test_loops_elsewhere_are_rolled(place):
 
     backend = compiled(beside if place == "beside" else without, is_graded=place == "beside")
     assert [loop.rolled for loop in backend.report.loops] == [True]
+
+
+def layered(step: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Layers of a loop, which are equal themselves."""
+
+    def run(x: Tensor) -> Tensor:
+        h = torch.zeros_like(x[:, 0])
+        for _ in range(4):
+            for t in range(T):
+                h = step(h, x[:, t])
+            h = torch.sin(h).clone()
+        return h
+
+    return run
+
+
+@pytest.mark.parametrize("is_graded", [True, False])
+def test_a_loop_in_the_step_of_another_stays_where_a_gradient_is_taken(is_graded: bool):
+    backend = compiled(layered(lambda h, x: torch.tanh(h + x)), is_graded=is_graded)
+    loops = {loop.steps: loop for loop in backend.report.loops}
+    assert loops[4].rolled
+    assert [loop.reason.code for loop in loops.values() if not loop.rolled] == (["IN_LOOP"] if is_graded else [])
+
+
+def test_a_kernel_takes_the_place_of_a_loop_in_the_step_of_another():
+    backend = compiled(layered(lambda h, x: torch.sigmoid(x) * h + x), lock={"scan": "lz.rolled_scan"})
+    assert [loop.rolled for loop in backend.report.loops] == [True, True]
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()

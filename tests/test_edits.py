@@ -548,6 +548,10 @@ def test_a_place_at_fault_is_left_out_and_named_and_the_others_are_edited(fault:
     torch.testing.assert_close(torch.compile(program, backend=backend, fullgraph=True)(x, a), program(x, a))
 
 
+PLACES = torch.zeros(3, dtype=torch.int64)
+BEHIND = PLACES + 1
+
+
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
@@ -556,6 +560,10 @@ def test_a_place_at_fault_is_left_out_and_named_and_the_others_are_edited(fault:
         (lambda x: torch.sqrt(torch.where(x > 0, x, 1.0)), False),
         (lambda x: torch.log(x.abs()[:, 0]), False),
         (lambda x: torch.stack([x[:, 0] / (x[:, 1] - x[:, 1]), x[:, 0]]), True),
+        (lambda x: x[:1][PLACES], False),
+        (lambda x: x[:1].sqrt()[PLACES], True),
+        (lambda x: x[:1][2 - 2 * BEHIND], True),  # of zero it is no index, either
+        (lambda x: torch.linalg.cholesky(torch.diag_embed(x)), True),
     ],
 )
 def test_values_that_may_be_nan_are_seen_by_running_what_they_come_from(

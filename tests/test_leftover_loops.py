@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Rewriting
+from backends import Rewriting, Traced
 from torch import Tensor
 
 from lz_compile import reports
@@ -147,3 +147,43 @@ def test_the_same_through_inductor(seed: int) -> None:
     assert [loop.rolled for loop in reports()[-1].loops] == [True], case.notes
     assert not reports()[-1].events
     check(case, got, given)
+
+
+#: A state, a slice and a matrix, to the state after the step and what it gives, which its backward keeps as well.
+KEPT: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "a squashed state that is multiplied": lambda h, x, w: _given(
+        torch.tanh(h @ w + x), lambda y: torch.sigmoid(y @ w)
+    ),
+    "a product that is multiplied": lambda h, x, w: _given((h @ w + x) @ w, lambda y: torch.softmax(y * x, -1)),
+    "the next state": lambda h, x, w: (torch.exp(-(h @ w + x).square()),) * 2,
+    "the next state, and its product": lambda h, x, w: (y := torch.exp(-(h @ w + x).square()), y @ w),
+    "a maximum beside an affine state": lambda h, x, w: _given(torch.maximum(h, w), lambda y: torch.sigmoid(x) * y),
+    "a state that was selected": lambda h, x, w: _given(torch.where(x > 0, h, w), lambda y: torch.tanh(y) * y),
+}
+
+
+def _given(y: Tensor, after: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    return after(y), y
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_step_gives_may_be_what_its_backward_keeps(name: str, is_apart: bool) -> None:
+    def loop(x: Tensor, first: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h, affine, kept = first, first, []
+        for t in range(T):
+            h, y = KEPT[name](h, x[:, t], w)
+            affine = torch.sigmoid(x[:, t]) * affine + y if is_apart else y
+            kept.append(affine)
+        return h, torch.stack(kept, 1)
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((D, T, D), (D, D), (D, D))
+    given = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    torch._dynamo.reset()
+    backend = Traced(loops="roll", lock={"scan": "lz.rolled_scan"})
+    got = torch.compile(loop, backend=backend, fullgraph=True)(*given)
+    assert [each.rolled for each in backend.report.loops] == [True], backend.why_not()
+    assert [match.rewritten for match in backend.report.matches] == [True] * is_apart, backend.why_not()
+    assert not backend.report.events, backend.why_not()
+    check(Case(loop, name), got, given)

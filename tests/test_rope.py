@@ -25,6 +25,7 @@ from lz_compile.backend import layerzero
 from lz_compile.lowering.kernels.rope import torch_rope
 from lz_compile.lowering.ops import rope as op
 from lz_compile.lowering.ops.rope import RopeAttrs, RopeFacts
+from lz_compile.passes.formula.parts import Parts
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.proof import validate
 from lz_compile.passes.rewriting.match import Match
@@ -628,3 +629,25 @@ def test_tables_that_are_cut_from_the_end_by_the_number_of_tokens_are_proven() -
     got, backend = compiled(rotated, *inputs)
     assert only(backend).rewritten, backend.why_not()
     torch.testing.assert_close(got, rotated(*inputs))
+
+
+def test_a_loop_of_products_is_not_multiplied_out_in_search_of_a_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looped(c: Tensor, h: Tensor, y: Tensor) -> Tensor:
+        for t in range(8):
+            c = c + h[0].expand(4, 4)
+            h = h + c * y[:, t]
+        return h
+
+    parts: list[int] = []
+    express = Parts.express
+
+    def counted(region: Parts, node: Any, dims: Any, reader: Any = None) -> Any:
+        found = express(region, node, dims, reader)
+        parts.append(region.facts(found).parts)
+        return found
+
+    monkeypatch.setattr(Parts, "express", counted)
+    compiled_loop = torch.compile(looped, backend=Rewriting(), fullgraph=True)
+    compiled_loop(torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 8, 4))
+    assert max(parts) <= 64
+    assert sum(parts) < 150_000  # a read of both halves, however large, takes 400,000

@@ -11,7 +11,8 @@ from torch import fx
 
 from lz_compile.compile import reading, replacing
 from lz_compile.compile.options import Options
-from lz_compile.compile.stages import Scans, Stage, State, run
+from lz_compile.compile.stages import Stage, State, run
+from lz_compile.ground.reasons import Reason
 from lz_compile.passes.editing.dead import drop_dead, drop_dead_joins
 from lz_compile.passes.editing.edit import Edit
 from lz_compile.passes.graph.modes import ambient_behind, grad_enabled
@@ -19,6 +20,7 @@ from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
 from lz_compile.passes.loops.roll.scan import SCAN
+from lz_compile.passes.loops.roll.scan_outputs import is_graded
 from lz_compile.passes.loops.roll.unbatch import unbatch
 from lz_compile.passes.sampling.stores import with_values
 from lz_compile.report.report import GraphReport
@@ -66,16 +68,16 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
         DispatchTableError: the table of ``options`` is refused and ``options.strict`` is set.
     """
     tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
-    for path, child, is_checkpointed in graphs(module):
-        if not is_checkpointed:
+    for path, child, confined in graphs(module):
+        if confined is None:
             _rewrite(State(child, path, options, report, tables))
             continue
         before, trial = Snapshot(child), GraphReport(report.graph_id)
-        _rewrite(State(child, path, options, trial, tables, "replaced"))
+        _rewrite(State(child, path, options, trial, tables, confined))
         if any(loop.rolled for loop in trial.loops) and child.graph.find_nodes(op="call_function", target=SCAN):
             before.restore()  # no kernel took the place of a loop that was rolled for one
             trial = GraphReport(report.graph_id, seconds=trial.seconds)
-            _rewrite(State(child, path, options, trial, tables, "none"))
+            _rewrite(State(child, path, options, trial, tables, confined, is_kept=True))
         report.add(trial)
 
 
@@ -95,19 +97,18 @@ def choose(module: fx.GraphModule, options: Options, report: GraphReport) -> Non
         DispatchTableError: the table of ``options`` is refused and ``options.strict`` is set.
     """
     tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
-    for path, child, is_checkpointed in graphs(module):
-        scans: Scans = "replaced" if is_checkpointed else "any"
-        run((*READ, *CHOOSE), State(child, path, options, report, tables, scans))
+    for path, child, confined in graphs(module):
+        run((*READ, *CHOOSE), State(child, path, options, report, tables, confined))
 
 
 def graphs(
-    module: fx.GraphModule, path: str = "", *, is_checkpointed: bool = False
-) -> Iterator[tuple[str, fx.GraphModule, bool]]:
+    module: fx.GraphModule, path: str = "", confined: Reason | None = None
+) -> Iterator[tuple[str, fx.GraphModule, Reason | None]]:
     """The module and the graph modules that it uses then, at any depth, each once.
 
-    With each goes whether it runs inside of ``torch.utils.checkpoint`` with gradients.
+    With each goes why PyTorch compiles no scan in it, where it compiles none.
     """
-    yield path, module, is_checkpointed
+    yield path, module, confined
     seen: set[str] = set()
     nodes = list(module.graph.nodes)
     for place, node in enumerate(nodes):
@@ -117,11 +118,19 @@ def graphs(
         seen.add(name)
         child = operator.attrgetter(name)(module)
         if isinstance(child, fx.GraphModule):
-            is_inside = is_checkpointed or _checkpoints(node, nodes[:place])
-            yield from graphs(child, f"{path}.{name}" if path else name, is_checkpointed=is_inside)
+            yield from graphs(child, f"{path}.{name}" if path else name, confined or _confines(node, nodes[:place]))
 
 
-def _checkpoints(callee: fx.Node, ahead: Sequence[fx.Node]) -> bool:
-    """Whether a graph is run by a checkpoint that records gradients."""
-    is_run = any(user.target is torch.ops.higher_order.tag_activation_checkpoint for user in callee.users)
-    return is_run and grad_enabled(ambient_behind(ahead))
+def _confines(callee: fx.Node, ahead: Sequence[fx.Node]) -> Reason | None:
+    """Why no scan may be in a graph that is run by a checkpoint or a scan: those record gradients (2.13)."""
+    for user in callee.users:
+        if user.target is torch.ops.higher_order.tag_activation_checkpoint and grad_enabled(ambient_behind(ahead)):
+            return _confined("IN_CHECKPOINT", "torch.utils.checkpoint")
+        if user.target is SCAN and is_graded(user):
+            return _confined("IN_LOOP", "the step of a scan")
+    return None
+
+
+def _confined(code: str, where: str) -> Reason:
+    text = f"PyTorch compiles no scan inside of {where} with gradients, and no kernel takes the place of this loop"
+    return Reason(code, text)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeVar
 
 from torch import fx
 
@@ -14,6 +14,7 @@ from lz_compile.compile.choices import Choices
 from lz_compile.compile.options import Options
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.ground import events
+from lz_compile.ground.reasons import Reason
 from lz_compile.passes.editing.edit import Rewrite, apply
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss
@@ -22,9 +23,6 @@ from lz_compile.passes.rewriting.match import Match
 from lz_compile.report.report import GraphReport, MatchReport
 from lz_compile.runtime.tables.loaded import Loaded
 
-#: Which loops of a graph may become scans: as the policy says, those for kernels that take the place of the scan, none.
-Scans: TypeAlias = Literal["any", "replaced", "none"]
-
 Made = TypeVar("Made")
 
 
@@ -32,8 +30,9 @@ Made = TypeVar("Made")
 class State:
     """One graph on its way through the stages, and what is known of it by then.
 
-    ``effects`` is None where it could not be read; ``entries`` is what is told of each of ``matches``, ``before`` the graph
-    as it is, where that is known.
+    ``confined`` says why no scan may stay in the graph, where none may: a loop becomes one for kernels that take its place
+    then, and does not where ``is_kept``. ``effects`` is None where it could not be read; ``entries`` is what is told of each
+    of ``matches``, ``before`` the graph as it is, where that is known.
     """
 
     module: fx.GraphModule
@@ -41,7 +40,8 @@ class State:
     options: Options
     report: GraphReport
     tables: Sequence[Loaded]
-    scans: Scans = "any"
+    confined: Reason | None = None
+    is_kept: bool = False
     is_changed: bool = False
     before: Snapshot | None = None
     effects: Effects | None = None

@@ -85,7 +85,9 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
         return None
     if before is None:
         return _from_outside() if _holds(_is_from_outside, region, call, after[-1]) else None
-    return refused or (_distances() if is_distance(effects, before[-1]) else _through(effects, "scores", before))
+    if refused is None and is_distance(effects, before[-1]):
+        return _distances()
+    return refused or _large(region) or _through(effects, "scores", before)
 
 
 def _normalised_axes(call: Call) -> tuple[Axis, ...]:
@@ -118,6 +120,15 @@ def _read(region: Region, call: Call, keys: tuple[Axis, ...]) -> tuple[scores.Sc
     except LayoutError as error:
         text = f"the dimensions do not come apart into axes: {error}"
         return None, (Reason("LAYOUT_UNCLEAR", text), "reshape along whole heads and positions")
+
+
+def _large(region: Region) -> tuple[Reason, str] | None:
+    """What of the scores was read no further, where anything was not."""
+    node = next((leaf.node for leaf in region.leaves.values() if leaf.kind == "large"), None)
+    if node is None:
+        return None
+    text = f"{node.name} has more than {region.most_parts:,} parts when it is multiplied out, and is read no further"
+    return Reason("SCORES_LARGE", text), "compute what scales, masks or biases the scores as one tensor before"
 
 
 def _distances() -> tuple[Reason, str]:

@@ -11,7 +11,8 @@ Casts between floating dtypes are transparent here; what they mean for precision
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import math
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,13 +37,17 @@ from lz_compile.passes.formula.pointwise import POINTWISE, Rule
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of
 
+#: Of an expression; what is larger is a leaf, so that no graph takes exponential time. A bound by judgement, not measured.
+MOST_PARTS = 2000
+
 
 @dataclass(frozen=True)
 class Leaf:
     """A tensor (or symbolic number) at the edge of a region, with the axes of its dimensions.
 
     ``contraction`` is set where the leaf is a sum of products, ``kind`` names the reduction or normalisation that made
-    it (``"softmax"``, ``"sum"``, ``"amax"``, ``"logsumexp"``), ``"tensor"`` otherwise.
+    it (``"softmax"``, ``"sum"``, ``"amax"``, ``"logsumexp"``), ``"large"`` what is read no further because its expression has
+    more than :data:`MOST_PARTS` parts; ``"tensor"`` otherwise.
     """
 
     node: fx.Node
@@ -54,6 +59,35 @@ class Leaf:
     def axes(self) -> frozenset[Axis]:
         """Everything that the leaf depends on."""
         return frozenset(axis for dim in self.dims for axis in atoms(dim))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of an expression: the leaves and numbers in it, and how many ``parts`` it has once it is multiplied out.
+
+    Where it is larger as it is, those count; nothing is counted beyond :data:`MOST_PARTS`.
+    """
+
+    parts: int
+    symbols: frozenset[sympy.Basic]
+    numbers: frozenset[sympy.Basic]
+
+    @classmethod
+    def of(cls, expression: sympy.Basic, inner: Sequence[Facts]) -> Facts:
+        """Those of an expression of whose arguments they are known."""
+        parts = max(sum(each.parts for each in inner), 1)
+        if isinstance(expression, sympy.Mul):
+            parts = max(parts, math.prod(each.parts for each in inner))
+        elif isinstance(expression, sympy.Pow) and expression.exp.is_Integer:
+            power = min(abs(int(expression.exp)), MOST_PARTS)
+            parts = max(parts, math.comb(inner[0].parts + power - 1, power))
+        symbols = frozenset({expression} if isinstance(expression, sympy.Symbol) else ()).union(
+            *(each.symbols for each in inner)
+        )
+        numbers = frozenset({expression} if isinstance(expression, sympy.Number) else ()).union(
+            *(each.numbers for each in inner)
+        )
+        return cls(min(parts, MOST_PARTS + 1), symbols, numbers)
 
 
 @dataclass
@@ -77,13 +111,14 @@ class Region:
     selecting: set[sympy.Symbol] = field(default_factory=set)
     narrowed: set[sympy.Symbol] = field(default_factory=set)
     stops: Container[fx.Node] = frozenset()
+    most_parts: int = MOST_PARTS
     functions: Mapping[str, Rule] = field(default_factory=dict)
     #: What the operands of the call that is being read are made of.
     _symbols_read: set[sympy.Symbol] = field(default_factory=set)
     _symbols: dict[fx.Node, list[sympy.Symbol]] = field(default_factory=dict)
     #: By node, and its axes as they were cut by then.
     _known: dict[tuple[fx.Node, Dims], sympy.Expr] = field(default_factory=dict)
-    _sizes: dict[sympy.Basic, int] = field(default_factory=dict)
+    _facts: dict[sympy.Basic, Facts] = field(default_factory=dict)
 
     def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
         """The value of ``node`` at the index given by ``dims``.
@@ -115,14 +150,15 @@ class Region:
         key = node, resolve(dims)
         if key not in self._known:  # what is read twice by each step would be read 2 ** steps times
             expression = self._express_call(call, dims)
-            self._known[key] = expression if self._size(expression) <= _MOST_PARTS else self.leaf(node, dims)
+            is_large = self.facts(expression).parts > self.most_parts
+            self._known[key] = self.leaf(node, dims, kind="large") if is_large else expression
         return self._known[key]
 
-    def _size(self, expression: sympy.Basic) -> int:
-        """How many parts an expression has, equal ones each time: everything that walks it takes as long."""
-        if expression not in self._sizes:
-            self._sizes[expression] = 1 + sum(map(self._size, expression.args))
-        return self._sizes[expression]
+    def facts(self, expression: sympy.Basic) -> Facts:
+        """What is known of an expression: of parts that it shares with others, it is found out once."""
+        if expression not in self._facts:
+            self._facts[expression] = Facts.of(expression, [self.facts(each) for each in expression.args])
+        return self._facts[expression]
 
     def _is_read(self, node: fx.Node) -> bool:
         return self.expand_masks or self._is_constant(node)
@@ -190,7 +226,7 @@ class Region:
         outer, self._symbols_read = self._symbols_read, set()
         try:
             expression = rule(self, call, dims)
-            lost = set() if expression is None else self._symbols_read - expression.free_symbols
+            lost = set() if expression is None else self._symbols_read - self.facts(expression).symbols
         finally:
             self._symbols_read = outer
         is_tensor = (symbol in self.leaves and tensor_of(self.leaves[symbol].node) is not None for symbol in lost)
@@ -220,7 +256,7 @@ class Region:
         """The expression as the result's dtype holds it: constants beyond its range are infinities."""
         dtype = tensor_of(call.node).dtype  # type: ignore[union-attr]
         if not dtype.is_floating_point or not any(
-            abs(x) > torch.finfo(dtype).max for x in expression.atoms(sympy.Number)
+            abs(x) > torch.finfo(dtype).max for x in self.facts(expression).numbers
         ):
             return expression
         expanded = reduce_indicators(expression)
@@ -242,7 +278,7 @@ class Region:
         if tensor is None:
             return self.scalar(value)
         expression = self.express(value, broadcast_from(dims, shape_of(tensor)), call.node)
-        self._symbols_read |= expression.free_symbols
+        self._symbols_read |= self.facts(expression).symbols
         return expression
 
     def scalar(self, value: Any) -> sympy.Expr:
@@ -289,8 +325,6 @@ class Region:
 
 _REDUCTIONS: Mapping[str, str] = {"sum": "sum", "amax": "amax", "logsumexp": "logsumexp"}
 _NORMALISING = frozenset({"softmax", "log_softmax", "logsumexp"})
-#: Of an expression; what is larger is a leaf, so that no graph takes exponential time. A bound by judgement, not measured.
-_MOST_PARTS = 2000
 _THROUGH = frozenset({"sum", "amax", "max", "cat", "getitem", "narrow", "detach"})
 
 #: What makes a value worth reading rather than taking as a leaf.

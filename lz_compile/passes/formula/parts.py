@@ -62,9 +62,14 @@ def is_read(call: Call | None) -> bool:
 
 @dataclass
 class Parts(Region):
-    """A region that is read at parts of its tensors; only dimensions of ``features`` are cut."""
+    """A region that is read at parts of its tensors; only dimensions of ``features`` are cut.
+
+    What is computed from the source is read through, which takes no more numbers of it than ``places``: ``source_symbols``.
+    """
 
     features: list[Axis] = field(default_factory=list)
+    places: int = 1
+    source_symbols: set[sympy.Symbol] = field(default_factory=set)
 
     def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
         """As of every region; what is not computed from the source is a leaf where it has no other reading."""
@@ -83,12 +88,25 @@ class Parts(Region):
         kind: str = "tensor",
         contraction_: contraction.Contraction | None = None,
     ) -> sympy.Expr:
-        """The symbol of a tensor, those of real and imaginary part where it is complex."""
+        """The symbol of a tensor, those of real and imaginary part where it is complex.
+
+        Raises:
+            LayoutError: no more is read of the source; nothing cancels out, so that all else would be read in vain.
+        """
+        assert isinstance(self.stops, Edge), "parts are of a source"
+        if node is not self.stops.source and self.stops.depends(node):
+            raise LayoutError(f"{node.name} is computed from the source, and has no reading")
         tensor = tensor_of(node)
         if tensor is None or not tensor.is_complex():
-            return super().leaf(node, canonical(dims), kind, contraction_)
-        real, imaginary = (super(Parts, self).leaf(node, (*canonical(dims), (Fixed(2, i),))) for i in (0, 1))
-        return real + sympy.I * imaginary
+            found = super().leaf(node, canonical(dims), kind, contraction_)
+        else:
+            real, imaginary = (super(Parts, self).leaf(node, (*canonical(dims), (Fixed(2, i),))) for i in (0, 1))
+            found = real + sympy.I * imaginary
+        if node is self.stops.source:
+            self.source_symbols |= found.free_symbols
+        if len(self.source_symbols) > self.places:
+            raise LayoutError(f"{node.name} is read at more than {self.places} places")
+        return found
 
     def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
         assert isinstance(self.stops, Edge), "parts are of a source"

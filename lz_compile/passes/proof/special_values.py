@@ -9,7 +9,7 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.purity import is_pure
 from lz_compile.passes.graph.snapshot import Was
-from lz_compile.passes.proof.running import NotRunnableError, no_attribute
+from lz_compile.passes.proof.running import no_attribute
 from lz_compile.passes.proof.trial_run import random_inputs, run
 
 _MOST = 256
@@ -18,13 +18,17 @@ _MOST = 256
 def may_be_special(node: fx.Node) -> bool:
     """Compute a value from normal random numbers in the place of inputs (or far above); True if in doubt."""
     calls, leaves = _above(node)
-    try:
-        with isolated(), torch.no_grad():
-            inputs = random_inputs(leaves, 0, positive=False, doubled=True, with_grad=False)
-            (value,) = run([Was.of(each) for each in calls], [node], inputs, Ambient(), no_attribute).values
-    except (NotRunnableError, RuntimeError, TypeError, ValueError):
-        return True
-    return not bool(value.isfinite().all())
+    for below in (2, 1):  # where one is no index, zero is
+        try:
+            with isolated(), torch.no_grad():
+                inputs = random_inputs(leaves, 0, positive=False, doubled=True, with_grad=False, below=below)
+                (value,) = run([Was.of(each) for each in calls], [node], inputs, Ambient(), no_attribute).values
+            return not bool(value.isfinite().all())
+        except IndexError:
+            continue
+        except Exception:  # noqa: BLE001 whatever else a run on random numbers raises is doubt
+            return True
+    return True
 
 
 def _above(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

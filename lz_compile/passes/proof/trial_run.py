@@ -32,7 +32,9 @@ class Inputs:
     leaves: list[torch.Tensor] = field(default_factory=list)
 
 
-def random_inputs(nodes: Sequence[fx.Node], seed: int, *, positive: bool, doubled: bool, with_grad: bool) -> Inputs:
+def random_inputs(
+    nodes: Sequence[fx.Node], seed: int, *, positive: bool, doubled: bool, with_grad: bool, below: int = 2
+) -> Inputs:
     """Values like the example values of ``nodes``: the same for the same seed.
 
     Args:
@@ -41,12 +43,13 @@ def random_inputs(nodes: Sequence[fx.Node], seed: int, *, positive: bool, double
         positive: real numbers between 0.1 and 1 instead of normal ones.
         doubled: real numbers in float64, whatever they are in the graph.
         with_grad: whether what requires a gradient in the graph requires one.
+        below: what integers are less than.
 
     Raises:
         NotRunnableError: one is no strided tensor on a device that is there, or of a size that nobody knows.
     """
     made = Inputs()
-    generator = torch.Generator().manual_seed(seed)
+    draw = partial(_random, torch.Generator().manual_seed(seed), positive, below)
     memories: dict[int, list[torch.Tensor]] = {}
     examples = {node: _example(node) for node in nodes}
     for value in pytree.tree_leaves(list(examples.values())):
@@ -54,7 +57,7 @@ def random_inputs(nodes: Sequence[fx.Node], seed: int, *, positive: bool, double
             memories.setdefault(_memory(value), []).append(value)
     tensors: dict[int, torch.Tensor] = {}
     for shared in memories.values():
-        tensors.update(_realised(shared, generator, made, positive, doubled, with_grad))
+        tensors.update(_realised(shared, draw, made, doubled, with_grad))
 
     def real(value: Any) -> Any:
         return tensors[id(value)] if isinstance(value, torch.Tensor) else _number(value)
@@ -91,9 +94,8 @@ def _number(value: Any) -> Any:
 
 def _realised(
     shared: Sequence[torch.Tensor],
-    generator: torch.Generator,
+    draw: Callable[[int, torch.dtype, torch.device], torch.Tensor],
     made: Inputs,
-    positive: bool,
     doubled: bool,
     with_grad: bool,
 ) -> dict[int, torch.Tensor]:
@@ -106,7 +108,7 @@ def _realised(
     lies = [(size, stride, offset - start) for size, stride, offset in lies]
     extent = max(_extent(*each) for each in lies)
     is_doubled = doubled and dtype.is_floating_point
-    whole = _random(extent, torch.float64 if is_doubled else dtype, shared[0].device, generator, positive)
+    whole = draw(extent, torch.float64 if is_doubled else dtype, shared[0].device)
     if with_grad and any(each.requires_grad for each in shared):
         made.leaves.append(whole.requires_grad_())
         whole = whole.clone()
@@ -133,14 +135,14 @@ def _extent(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
 
 
 def _random(
-    count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, positive: bool
+    generator: torch.Generator, positive: bool, below: int, count: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """That many numbers; of very many, the same ones again and again."""
     if device.type == "meta":
         raise NotRunnableError("a tensor has no memory")
     drawn = min(count, _MOST_DRAWN)
     if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
-        value = torch.randint(0, 2, (drawn,), generator=generator)
+        value = torch.randint(0, 2 if dtype == torch.bool else below, (drawn,), generator=generator)
     elif dtype.is_complex:
         value = torch.randn(drawn, generator=generator, dtype=dtype)
     else:

@@ -23,6 +23,9 @@ from lz_compile.passes.formula.places import Fixed, FixedIndex, affine, canonica
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 
+#: Of two products, a sum, and tables that are scaled: what has more is no rotation.
+_MOST_PARTS = 64
+
 
 @dataclass(frozen=True)
 class Table:
@@ -101,24 +104,27 @@ def read(effects: Effects, source: fx.Node, output: fx.Node) -> Rotation | None:
 def _parts(effects: Effects, edge: Edge, cut: _Cut) -> Parts:
     """A region of its own for each way to cut, so that all of its axes belong together."""
     axes = [cut.pairs, *(axis for axis in cut.kept.values())]
-    return Parts(effects, expand_masks=True, stops=edge, functions=FUNCTIONS, features=axes)
+    return Parts(
+        effects,
+        expand_masks=True,
+        stops=edge,
+        functions=FUNCTIONS,
+        features=axes,
+        places=2 + len(cut.kept),
+        most_parts=_MOST_PARTS,
+    )
 
 
 def _try(region: Parts, source: fx.Node, output: fx.Node, cut: _Cut) -> Rotation | None:
     try:
-        first, second = (sympy.expand(region.express(output, dims)) for dims in cut.halves)
+        first = region.express(output, cut.halves[0])
+        found = _source_pair(region, cut.pair)  # most are none by now, and the other half is not read
+        second = first if found is None else region.express(output, cut.halves[1])
     except LayoutError:
         return None
-    symbols = (first.free_symbols | second.free_symbols) & region.leaves.keys()
-    own = [symbol for symbol in symbols if region.leaves[symbol].node is source]
-    if len(own) != 2 or any(_is_inner(region, source, symbol) for symbol in symbols.difference(own)):
+    if found is None or len(region.source_symbols) != 2:
         return None
-    for a, b in (own, own[::-1]):
-        dims = paired(region.leaves[a].dims, region.leaves[b].dims, cut.pair)
-        if dims is not None:
-            break
-    else:
-        return None
+    (a, b, dims), first, second = found, sympy.expand(first), sympy.expand(second)
     of_first, of_second = _factors(first, a, b), _factors(second, b, a)
     if of_first is None or of_second is None:
         return None
@@ -158,10 +164,16 @@ def _try(region: Parts, source: fx.Node, output: fx.Node, cut: _Cut) -> Rotation
     )
 
 
-def _is_inner(region: Parts, source: fx.Node, symbol: sympy.Symbol) -> bool:
-    """Whether a leaf is computed from the source in a way that has no reading."""
-    assert isinstance(region.stops, Edge), "parts are of a source"
-    return region.stops.depends(region.leaves[symbol].node)
+def _source_pair(region: Parts, pair: Axis) -> tuple[sympy.Symbol, sympy.Symbol, Dims] | None:
+    """The source at the two places of a pair, if it is read there alone, and its dimensions with the axis of pairs."""
+    if len(region.source_symbols) != 2:
+        return None
+    first, second = region.source_symbols
+    for a, b in ((first, second), (second, first)):
+        dims = paired(region.leaves[a].dims, region.leaves[b].dims, pair)
+        if dims is not None:
+            return a, b, dims
+    return None
 
 
 def _factors(expression: sympy.Expr, own: sympy.Symbol, other: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr] | None:

@@ -22,13 +22,7 @@ from lz_compile.passes.graph.view import known_tensor, where_of
 from lz_compile.passes.loops.recurrence.batched import Around, Batched
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.reading import Readings
-from lz_compile.passes.loops.recurrence.rebuilt_scan import (
-    CONTIGUOUS,
-    erase_scan,
-    insert_scan,
-    own_memory,
-    replace_results,
-)
+from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, insert_scan, replace_results
 from lz_compile.passes.loops.recurrence.states import restated
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
 
@@ -188,7 +182,7 @@ class _Loop:
         self.final.update(zip(part.states, picked, strict=False))
         self.batched.over_time.update(zip(part.wanted, picked[len(part.states) :], strict=True))
 
-    def _body(self, part: Part, slices: Sequence[fx.Node], given: Sequence[fx.Node]) -> fx.GraphModule:
+    def _body(self, part: Part, slices: Sequence[fx.Node], given: Sequence[fx.Node]) -> fx.Graph:
         """The step of one part."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -204,12 +198,9 @@ class _Loop:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         for node, copy in copies.items():
             copy.meta = _example(self.step.example(node))
-        taken: set[fx.Node] = set()
-        outputs = []
-        for node in (*(self.step.carried[state] for state in part.states), *part.wanted):
-            outputs.append(own_memory(graph, copies[node], taken))
-        graph.output(outputs)
-        return fx.GraphModule(torch.nn.Module(), graph)
+        results = (*(self.step.carried[state] for state in part.states), *part.wanted)
+        graph.output([copies[node] for node in results])
+        return graph
 
 
 def _example(value: torch.Tensor) -> dict[str, Any]:

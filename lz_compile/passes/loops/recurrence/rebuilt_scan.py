@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,19 +78,16 @@ def rebuild(old: ScanCall, around: Around, rewrite: Callable[[], Rewritten | Non
         if found is None:
             around.undo()
             return None
-        body = _module(found.graph)
         given = (*old.given, *found.added)
-        whole, picked = insert_scan(around, body, found.init, old.xs, given, old.length)
-    call = ScanCall(whole, body, found.init, old.xs, given)
+        call, picked = insert_scan(around, found.graph, found.init, old.xs, given, old.length)
     return Rebuilt(old, call, around, tuple(picked), found.final)
 
 
-def _module(graph: fx.Graph) -> fx.GraphModule:
-    taken: set[fx.Node] = set()
+def _module(graph: fx.Graph, is_graded: bool) -> fx.GraphModule:
     output = graph.output_node()
     with graph.inserting_before(output):
         given: Any = output.args[0]
-        output.args = ([own_memory(graph, node, taken) for node in given],)
+        output.args = (_apart(graph, given, is_graded),)
     for node in graph.nodes:
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
@@ -99,23 +96,25 @@ def _module(graph: fx.Graph) -> fx.GraphModule:
 
 def insert_scan(
     around: Around,
-    body: fx.GraphModule,
+    step: fx.Graph,
     init: Sequence[fx.Node],
     xs: Sequence[fx.Node],
     given: Sequence[fx.Node],
     length: Any,
-) -> tuple[fx.Node, list[fx.Node]]:
+) -> tuple[ScanCall, list[fx.Node]]:
     """A scan of ``length`` steps at the insertion point, and its results: last states, then what the steps give."""
     graph = around.graph
+    is_graded = wants_grad(around.ambient, (*init, *xs, *given))
+    body = _module(step, is_graded)
     callee = around.note(graph.get_attr(hold(graph.owning_module, "scan_part", body)), None)
     whole = graph.call_function(SCAN, (callee, list(init), list(xs), list(given)))
-    is_graded = wants_grad(around.ambient, (*init, *xs, *given))
     outputs: Any = body.graph.output_node().args[0]
     shapes = [(value, tuple(value.shape)) for value in map(known_tensor, init)]
     shapes += [(value, (length, *value.shape)) for value in (node.meta["val"] for node in outputs[len(init) :])]
     examples = [around.empty(shape, value, wants_grad=is_graded) for value, shape in shapes]
     around.note(whole, tuple(examples))
-    return whole, [around.note(graph.call_function(operator.getitem, (whole, i)), e) for i, e in enumerate(examples)]
+    picked = [around.note(graph.call_function(operator.getitem, (whole, i)), e) for i, e in enumerate(examples)]
+    return ScanCall(whole, body, tuple(init), tuple(xs), tuple(given)), picked
 
 
 def replace_results(call: ScanCall, values: Sequence[fx.Node], around: Around) -> None:
@@ -133,16 +132,22 @@ def replace_results(call: ScanCall, values: Sequence[fx.Node], around: Around) -
         node.graph.erase_node(node)
 
 
-def own_memory(graph: fx.Graph, node: fx.Node, taken: set[fx.Node]) -> fx.Node:
-    """The value in contiguous memory of its own: a scan takes nothing else."""
-    packet = getattr(node.target, "overloadpacket", None)
-    value: Any = node.meta["val"]
-    if node.op == "call_function" and packet not in _VIEWS and node not in taken and value.is_contiguous():
-        taken.add(node)
-        return node
-    copy = graph.call_function(aten.clone.default, (node,), CONTIGUOUS)
-    copy.meta = {"val": value, "example_value": value}
-    return copy
+def _apart(graph: fx.Graph, results: Iterable[fx.Node], is_graded: bool) -> list[fx.Node]:
+    """The results of a step, each in contiguous memory of its own: a scan takes nothing else.
+
+    With gradients it gives what its backward keeps besides, which may be any value of the step.
+    """
+    found: list[fx.Node] = []
+    for node in results:
+        packet = getattr(node.target, "overloadpacket", None)
+        value: Any = node.meta["val"]
+        is_made = node.op == "call_function" and packet not in _VIEWS and value.is_contiguous()
+        if is_made and not is_graded and node not in found:
+            found.append(node)
+            continue
+        found.append(graph.call_function(aten.clone.default, (node,), CONTIGUOUS))
+        found[-1].meta = {"val": value, "example_value": value}
+    return found
 
 
 def erase_scan(call: ScanCall) -> None:

@@ -69,8 +69,7 @@ def order_gradients(module: fx.GraphModule) -> int:
         callee, init = node.args[:2]
         states = list(map(tensor_of, init))
         carried = [index for index, each in enumerate(states) if each is not None and each.dim() > 1]
-        is_graded = any(isinstance(each, torch.Tensor) and each.requires_grad for each in value_of(node))
-        if not carried or not is_graded or any(each is None or not each.is_contiguous() for each in states):
+        if not carried or not is_graded(node) or any(each is None or not each.is_contiguous() for each in states):
             continue
         items = [user for user in node.users if user.target is operator.getitem and user.args[1] in carried]
         for item in items:
@@ -84,6 +83,11 @@ def order_gradients(module: fx.GraphModule) -> int:
             body.recompile()
         count += 1
     return count
+
+
+def is_graded(scan: fx.Node) -> bool:
+    """Whether gradients are taken of what a scan gives."""
+    return any(isinstance(each, torch.Tensor) and each.requires_grad for each in value_of(scan))
 
 
 def _reshape_for(state: fx.Node, place: fx.Node) -> None:
