@@ -179,14 +179,17 @@ def _in_float64(attrs: AttentionAttrs) -> AttentionAttrs:
 
 @pytest.mark.parametrize("is_full", [(True, True, True, True), (False, False, True, True), (True, False, True, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("mask", ["mean", "nan", "bias", "slopes"])
+@pytest.mark.parametrize("mask", ["mean", "mean_of_groups", "nan", "bias", "slopes"])
 def test_beside_the_cpu_sdpa_is_given_masks_that_any_fused_kernel_reads_right(monkeypatch, mask, dtype, is_full):
     """Whole dense rows of the operands' own dtype, and no number that is minus infinity when multiplied by log2(e)."""
     monkeypatch.setattr(torch_sdpa, "_TAKES_ANY_MASK", frozenset())
+    groups, mask = (2, "mean") if mask == "mean_of_groups" else (1, mask)
     rows = mask if mask in ("mean", "nan") else "zero"
     given = {"mean": {"has_mask": True}, "nan": {"has_mask": True}, "bias": {"has_bias": True, "bias_is_finite": True}}
     attrs = AttentionAttrs(masked_rows=rows, score_dtype=torch.float32, **given.get(mask, {"has_slopes": True}))
-    case = Case(attrs=attrs, mask_is_full=is_full, bias_is_full=is_full, rows_fully_masked=mask == "mean")
+    attrs = replace(attrs, enable_gqa=groups > 1)
+    full = {"mask_is_full": is_full, "bias_is_full": is_full}
+    case = Case(attrs=attrs, groups=groups, rows_fully_masked=mask == "mean", **full)
     seen, sdpa = [], F.scaled_dot_product_attention
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *each, **named: seen.append((each, named)) or sdpa(*each, **named)
@@ -197,7 +200,9 @@ def test_beside_the_cpu_sdpa_is_given_masks_that_any_fused_kernel_reads_right(mo
     assert given_mask.dtype in (torch.bool, query.dtype)
     assert given_mask.shape[-1] == key.shape[2]
     assert given_mask.stride(-1) == 1
-    assert mask != "mean" or (given_mask.float() * 1.4427).isfinite().all()
+    if mask == "mean":
+        assert (given_mask.float() * 1.4427).isfinite().all()
+        assert query.dtype == dtype, "float32 is a tenth as fast there"
 
 
 @for_every_kernel

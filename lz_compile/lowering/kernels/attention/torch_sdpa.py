@@ -56,7 +56,7 @@ def through(sdpa: Sdpa, x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
         mask = merged_mask(x, attrs)
     if _rows_overlap(query):  # PyTorch's CPU kernel then leaves part of the result uninitialised
         query = query.contiguous()
-    merged = _merge(mask, bias, attrs, query.dtype)
+    merged = _merge(mask, bias, attrs, query)
     out = _over(sdpa, query, key, x.value, merged, attrs, is_plain)
     if merged is None or attrs.masked_rows == "zero" or (bias is None and attrs.masked_rows == "mean"):
         return out
@@ -89,10 +89,15 @@ def _over(
         merged = merged.contiguous() if merged.stride()[-1] != 1 else merged
         if merged.dtype not in (torch.bool, dtype):
             query, key, value = (each.to(merged.dtype) for each in (query, key, value))
-        if merged.dtype != torch.bool and attrs.masked_rows == "mean":
+        if merged.dtype not in (torch.bool, torch.float16) and attrs.masked_rows == "mean":
             merged = merged.clamp_min(torch.finfo(merged.dtype).min / 2)
     masks = {} if merged is None else {"mask" if merged.dtype == torch.bool else "bias": merged}
-    return sdpa(Operands(query, key, value, **masks), attrs, is_causal).to(dtype)
+    out = sdpa(Operands(query, key, value, **masks), attrs, is_causal).to(dtype)
+    if merged is None or merged.dtype != torch.float16 or attrs.masked_rows != "mean":
+        return out
+    mean = value.mean(-2, keepdim=True)  # float16's lowest number swallows no score
+    mean = mean.repeat_interleave(query.shape[1] // value.shape[1], 1) if attrs.enable_gqa else mean
+    return torch.where(merged.amax(-1, keepdim=True) == torch.finfo(torch.float16).min, mean, out)
 
 
 def _rows_overlap(query: torch.Tensor) -> bool:
@@ -102,16 +107,18 @@ def _rows_overlap(query: torch.Tensor) -> bool:
 
 
 def _merge(
-    mask: torch.Tensor | None, bias: torch.Tensor | None, attrs: AttentionAttrs, dtype: torch.dtype
+    mask: torch.Tensor | None, bias: torch.Tensor | None, attrs: AttentionAttrs, query: torch.Tensor
 ) -> torch.Tensor | None:
     """One mask for SDPA: boolean where nothing is added, additive otherwise.
 
-    A finite fill is added in float32 for float16 operands: float16's smallest number is not small enough to swallow a
-    score, and rows that are masked completely would not come out as the mean of the values. A bias that is wider than the
+    On a CPU a finite fill is added in float32 for float16 operands: float16's smallest number is not small enough to swallow
+    a score, and rows that are masked completely would not come out as the mean of the values. A bias that is wider than the
     operands stays so.
     """
+    dtype = query.dtype
     is_wider = bias is not None and bias.dtype.itemsize > dtype.itemsize
-    additive = torch.float32 if dtype == torch.float16 or is_wider else dtype
+    widens = dtype == torch.float16 and query.device.type in _TAKES_ANY_MASK
+    additive = torch.float32 if widens or is_wider else dtype
     if bias is not None and bias.dtype != additive:
         bias = bias.to(additive)
     if mask is None:
