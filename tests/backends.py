@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops.scan import ScanAutogradImpl
 
 from lz_compile.compile.compiler import process
 from lz_compile.compile.options import split
 from lz_compile.report.report import GraphReport, Report
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
+
+#: Whether PyTorch compiles the backward of a scan over slices that gradients do not reach, as counters; 2.11 does not, and
+#: loops that need it stay unrolled.
+SCANS_TAKE_COUNTERS = hasattr(ScanAutogradImpl, "_break_bw_input_output_aliasing")
 
 
 class Rewriting:

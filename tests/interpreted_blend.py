@@ -25,7 +25,9 @@ OPS = torch.ops.layerzero
 
 @pytest.fixture(autouse=True)
 def _nothing_fell_back():
-    assert is_interpreted() or torch.get_default_device().type == "cuda", "set TRITON_INTERPRET=1 or LZ_TEST_DEVICE=cuda"
+    assert is_interpreted() or torch.get_default_device().type == "cuda", (
+        "set TRITON_INTERPRET=1 or LZ_TEST_DEVICE=cuda"
+    )
     torch.manual_seed(0)
     yield
     assert not health.retirements()

@@ -30,7 +30,9 @@ drawn = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 
 @pytest.fixture(autouse=True)
 def _nothing_fell_back():
-    assert is_interpreted() or torch.get_default_device().type == "cuda", "set TRITON_INTERPRET=1 or LZ_TEST_DEVICE=cuda"
+    assert is_interpreted() or torch.get_default_device().type == "cuda", (
+        "set TRITON_INTERPRET=1 or LZ_TEST_DEVICE=cuda"
+    )
     torch.manual_seed(0)
     yield
     assert not health.retirements()

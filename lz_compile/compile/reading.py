@@ -25,10 +25,6 @@ from lz_compile.passes.recognisers import Recogniser, recognisers
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.report.report import LoopReport, MissReport
 
-_IN_CHECKPOINT = Reason(
-    "IN_CHECKPOINT",
-    "PyTorch compiles no scan inside of torch.utils.checkpoint with gradients, and no kernel takes the place of this loop",
-)
 #: Of Python calls, while a graph is read.
 _RECURSION = 50_000
 
@@ -72,10 +68,10 @@ def roll(state: State) -> None:
         kept.extend([] if miss is None else [miss])
         return miss is None
 
-    policy, confined = (state.options.loops, None) if state.scans == "any" else ("keep", _IN_CHECKPOINT)
+    policy = state.options.loops if state.scans == "any" else "keep"
     special = never if state.scans == "none" else is_known
     state.before = None
-    found = reroll(state.module, policy, special, state.report.unproven, confined)
+    found = reroll(state.module, policy, special, state.report.unproven, state.kept)
     _fail_each("rolling the loop", found, state)
     loops = [each for each in found if isinstance(each, RolledLoop)]
     state.report.loops.extend(LoopReport.of(loop, state.path) for loop in loops)

@@ -14,6 +14,7 @@ from lz_compile.compile.choices import Choices
 from lz_compile.compile.options import Options
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.ground import events
+from lz_compile.ground.reasons import Reason
 from lz_compile.passes.editing.edit import Rewrite, apply
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss
@@ -33,7 +34,7 @@ class State:
     """One graph on its way through the stages, and what is known of it by then.
 
     ``effects`` is None where it could not be read; ``entries`` is what is told of each of ``matches``, ``before`` the graph
-    as it is, where that is known.
+    as it is, where that is known. ``kept`` is why not every loop may become a scan that stays, ``misfit`` why one must not.
     """
 
     module: fx.GraphModule
@@ -42,6 +43,8 @@ class State:
     report: GraphReport
     tables: Sequence[Loaded]
     scans: Scans = "any"
+    kept: Reason | None = None
+    misfit: str = ""
     is_changed: bool = False
     before: Snapshot | None = None
     effects: Effects | None = None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import sympy
 import torch
 from torch import fx
+from torch._higher_order_ops.scan import ScanAutogradImpl
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of
@@ -69,8 +70,7 @@ def order_gradients(module: fx.GraphModule) -> int:
         callee, init = node.args[:2]
         states = list(map(tensor_of, init))
         carried = [index for index, each in enumerate(states) if each is not None and each.dim() > 1]
-        is_graded = any(isinstance(each, torch.Tensor) and each.requires_grad for each in value_of(node))
-        if not carried or not is_graded or any(each is None or not each.is_contiguous() for each in states):
+        if not carried or not is_graded(node) or any(each is None or not each.is_contiguous() for each in states):
             continue
         items = [user for user in node.users if user.target is operator.getitem and user.args[1] in carried]
         for item in items:
@@ -84,6 +84,48 @@ def order_gradients(module: fx.GraphModule) -> int:
             body.recompile()
         count += 1
     return count
+
+
+def attach_states(module: fx.GraphModule) -> int:
+    """Let the first states of such scans require a gradient, in place; how many scans there were.
+
+    The operator's backward (2.11) hands no gradient on from step to step for states that required none at first, as zeros do:
+    only the last step had one. Nor does it compile where slices require none.
+    """
+    count, are_slices_too = 0, not hasattr(ScanAutogradImpl, "_break_bw_input_output_aliasing")
+    for node in module.graph.find_nodes(op="call_function", target=_SCAN):
+        callee, init, xs, given = node.args
+        if not is_graded(node):
+            continue
+        wanted = [each for each in (*init, *(xs if are_slices_too else ())) if _can_be_attached(tensor_of(each))]
+        attached = {each: _attached(each, node) for each in wanted}
+        states, slices = ([attached.get(each, each) for each in nodes] for nodes in (init, xs))
+        node.args = (callee, states, slices, given)
+        count += bool(attached)
+    return count
+
+
+def scans_of_ours(module: fx.GraphModule) -> list[fx.Node]:
+    """The scans of a graph that were loops."""
+    found = module.graph.find_nodes(op="call_function", target=_SCAN)
+    return [node for node in found if str(node.args[0].target).startswith(_OURS)]
+
+
+def is_graded(scan: fx.Node) -> bool:
+    """Whether a scan is differentiated."""
+    return any(isinstance(each, torch.Tensor) and each.requires_grad for each in value_of(scan))
+
+
+def _can_be_attached(value: torch.Tensor | None) -> bool:
+    return value is not None and not value.requires_grad and (value.is_floating_point() or value.is_complex())
+
+
+def _attached(state: fx.Node, scan: fx.Node) -> fx.Node:
+    with scan.graph.inserting_before(scan):
+        found = scan.graph.call_method("detach", (state,))
+        attached = scan.graph.call_method("requires_grad_", (found,))
+    found.meta["example_value"] = attached.meta["example_value"] = value_of(state).detach().requires_grad_()
+    return attached
 
 
 def _reshape_for(state: fx.Node, place: fx.Node) -> None:
