@@ -75,6 +75,19 @@ def test_gradients_go_through_all_steps_of_a_loop_that_stays(graded: tuple[str, 
     assert all(state.meta["example_value"].requires_grad for state in scan.args[1])
 
 
+def test_a_state_that_is_written_to_later_is_none_that_required_a_gradient() -> None:
+    def stored(x: Tensor, w: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        h = out[:, 0]
+        for t in range(1, T):
+            h = torch.tanh(0.5 * h + w[0] + x[:, t])
+            out[:, t] = h
+        return out
+
+    backend = compiled(stored, inputs("x", "w")[:2])
+    assert [loop.rolled for loop in backend.report.loops] == [True], backend.report.loops
+
+
 @pytest.mark.parametrize("operator", [with_cut_gradients, raising])
 def test_a_loop_that_the_operator_computes_otherwise_stays(
     monkeypatch: pytest.MonkeyPatch, operator: Callable[..., tuple[Tensor, ...]]

@@ -15,6 +15,7 @@ from torch._higher_order_ops.scan import ScanAutogradImpl
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of
+from lz_compile.passes.loops.roll.step_graph import readable
 
 _SCAN = torch.ops.higher_order.scan
 
@@ -117,14 +118,16 @@ def is_graded(scan: fx.Node) -> bool:
 
 
 def _can_be_attached(value: torch.Tensor | None) -> bool:
-    return value is not None and not value.requires_grad and (value.is_floating_point() or value.is_complex())
+    return value is not None and (value.is_floating_point() or value.is_complex())
 
 
 def _attached(state: fx.Node, scan: fx.Node) -> fx.Node:
+    """A name of its own for a tensor; what requires a gradient by then, which no example value tells, is as it was."""
     with scan.graph.inserting_before(scan):
-        found = scan.graph.call_method("detach", (state,))
+        found = scan.graph.call_method("view_as", (state, state))
         attached = scan.graph.call_method("requires_grad_", (found,))
-    found.meta["example_value"] = attached.meta["example_value"] = value_of(state).detach().requires_grad_()
+    value = readable(value_of(state))
+    found.meta["example_value"] = attached.meta["example_value"] = value.view_as(value).requires_grad_()
     return attached
 
 
