@@ -27,6 +27,9 @@ trains_attention_in_float64 = pytest.mark.skipif(
     _IS_OLD and os.environ.get("LZ_TEST_DEVICE", "cpu") == "cpu",
     reason="Inductor before PyTorch 2.13 compiles no gradients of attention in float64 on a CPU (expected Double, found Float)",
 )
+shows_multi_head_attention = pytest.mark.skipif(
+    _IS_OLD, reason="PyTorch's own multi-head attention reads contiguous().view() where it has reshape() since 2.13"
+)
 reads_autograd_functions = pytest.mark.skipif(
     _IS_OLD, reason="before PyTorch 2.13, Dynamo's graph of an autograd function's forward gives away every value of it"
 )
