@@ -30,6 +30,9 @@ trains_attention_in_float64 = pytest.mark.skipif(
 shows_multi_head_attention = pytest.mark.skipif(
     _IS_OLD, reason="PyTorch's own multi-head attention reads contiguous().view() where it has reshape() since 2.13"
 )
+traces_the_fast_path = pytest.mark.skipif(
+    _IS_OLD, reason="before PyTorch 2.13, Dynamo traces no _transformer_encoder_layer_fwd (no fake tensors)"
+)
 reads_autograd_functions = pytest.mark.skipif(
     _IS_OLD, reason="before PyTorch 2.13, Dynamo's graph of an autograd function's forward gives away every value of it"
 )
