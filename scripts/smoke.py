@@ -63,6 +63,22 @@ def loop() -> None:
     _same(model, [torch.randn(2, 20, 16, requires_grad=True) for _ in range(2)], "scan", "lz.rolled_scan")
 
 
+def rolled() -> None:
+    """A recurrence that no kernel computes, forward and backward: rolled up, and run by PyTorch's own ``scan``."""
+
+    def model(drive: Tensor, weight: Tensor) -> Tensor:
+        state, states = torch.zeros_like(drive[:, 0]), []
+        for step in range(drive.shape[1]):
+            state = torch.tanh(state @ weight + drive[:, step])
+            states.append(state)
+        return torch.stack(states, 1)
+
+    for is_graded in (True, False):
+        _alike(model, [torch.randn(2, 20, 8, requires_grad=is_graded), torch.randn(8, 8, requires_grad=True)], {})
+        loops = [loop.rolled for report in lz.reports() for loop in report.loops]
+        _check(loops == [True], f"expected one loop, rolled, received {loops}")
+
+
 def sampling() -> None:
     """Top-k and temperature before a softmax, and a draw of our own."""
 
@@ -107,7 +123,7 @@ def doctor() -> None:
 
 #: Issues of an installation that is new, or that has no GPU.
 EXPECTED = ("NOT_MEASURED", "GPU_NOT_USABLE")
-CHECKS = (attention, norm, loop, sampling, explain, tune, doctor)
+CHECKS = (attention, norm, loop, rolled, sampling, explain, tune, doctor)
 
 
 def main() -> int:
@@ -132,18 +148,22 @@ def _same(
     model: Callable[..., Tensor], inputs: Sequence[Tensor], op: str, kernel: str, *, may_refuse: bool = False
 ) -> None:
     """Rewritten to a kernel (or to another one, if that may be refused), with the results and gradients of eager."""
+    _alike(model, inputs, {"layerzero.lock": {op: kernel}})
+    matches = [match for report in lz.reports() for match in report.matches]
+    done = [(match.op, match.kernel, match.rewritten) for match in matches]
+    _check(may_refuse or (op, kernel, True) in done, f"expected {op} to run on {kernel}, received {done}")
+
+
+def _alike(model: Callable[..., Tensor], inputs: Sequence[Tensor], options: dict[str, Any]) -> None:
+    """The results and gradients of eager, with all loops rolled."""
     torch._dynamo.reset()
     lz.clear_reports()
-    options: dict[str, Any] = {"layerzero.lock": {op: kernel}, "layerzero.loops": "roll"}
-    compiled = torch.compile(model, backend="layerzero", options=options)
+    compiled = torch.compile(model, backend="layerzero", options={**options, "layerzero.loops": "roll"})
     wants = [each for each in inputs if each.requires_grad]
     results = []
     for function in (model, compiled):
         out = function(*inputs)
         results.append([out, *(torch.autograd.grad(out.square().sum(), wants) if wants else ())])
-    matches = [match for report in lz.reports() for match in report.matches]
-    done = [(match.op, match.kernel, match.rewritten) for match in matches]
-    _check(may_refuse or (op, kernel, True) in done, f"expected {op} to run on {kernel}, received {done}")
     for expected, received in zip(*results, strict=True):
         torch.testing.assert_close(received, expected, rtol=1e-3, atol=1e-4)
 

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
+from torch._higher_order_ops.scan import ScanAutogradImpl
 
 from lz_compile.compile.compiler import process
 from lz_compile.compile.options import split
 from lz_compile.report.report import GraphReport, Report
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
+
+#: Whether PyTorch compiles the backward of a scan over slices that gradients do not reach, as counters; 2.11 does not, and
+#: loops that need it stay unrolled.
+SCANS_TAKE_COUNTERS = hasattr(ScanAutogradImpl, "_break_bw_input_output_aliasing")
+
+_IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+trains_attention_in_float64 = pytest.mark.skipif(
+    _IS_OLD and os.environ.get("LZ_TEST_DEVICE", "cpu") == "cpu",
+    reason="Inductor before PyTorch 2.13 compiles no gradients of attention in float64 on a CPU (expected Double, found Float)",
+)
+shows_multi_head_attention = pytest.mark.skipif(
+    _IS_OLD, reason="PyTorch's own multi-head attention reads contiguous().view() where it has reshape() since 2.13"
+)
+traces_the_fast_path = pytest.mark.skipif(
+    _IS_OLD, reason="before PyTorch 2.13, Dynamo traces no _transformer_encoder_layer_fwd (no fake tensors)"
+)
+reads_autograd_functions = pytest.mark.skipif(
+    _IS_OLD, reason="before PyTorch 2.13, Dynamo's graph of an autograd function's forward gives away every value of it"
+)
 
 
 class Rewriting:

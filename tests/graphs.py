@@ -69,8 +69,12 @@ def placeholders(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def in_order(module: fx.GraphModule, named: Mapping[str, Tensor]) -> list[Tensor]:
-    """Inputs by their names in the traced function, in the order of :func:`placeholders`."""
-    return [named[node.name.removeprefix("l_").removesuffix("_")] for node in placeholders(module)]
+    """Inputs by their names in the traced function, in the order of :func:`placeholders`; ``named`` is in that of its arguments.
+
+    Dynamo (2.11) names arguments of functions without a file by their places.
+    """
+    places = {f"args_{place}": value for place, value in enumerate(named.values())}
+    return [{**places, **named}[node.name.removeprefix("l_").removesuffix("_")] for node in placeholders(module)]
 
 
 def parameters_of(fn: Callable[..., Any]) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
+from backends import reads_autograd_functions, trains_attention_in_float64
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
@@ -230,7 +231,7 @@ def test_the_name_layerzero_is_registered_when_the_package_is_installed():
 # ---- gradients and modes of execution ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=trains_attention_in_float64), torch.float32])
 def test_forward_and_backward_agree_with_eager(dtype):
     args = operands(dtype=dtype, requires_grad=True)
     expected = attention(*args)
@@ -252,7 +253,9 @@ def test_only_the_operands_that_ask_for_gradients_get_them():
     torch.testing.assert_close(torch.autograd.grad(actual.sum(), args[1]), expected)
 
 
-@pytest.mark.parametrize("operand", ["query", "key", "value", "bias"])
+@pytest.mark.parametrize(
+    "operand", [*(pytest.param(each, marks=trains_attention_in_float64) for each in ("query", "key", "value")), "bias"]
+)
 def test_an_attention_may_read_what_another_attention_gives(operand):
     def chained(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         first = attention(query, key, value)
@@ -357,6 +360,7 @@ def test_a_marked_dimension_stays_symbolic():
     assert_fired()
 
 
+@trains_attention_in_float64
 def test_symbolic_lengths_train():
     function = compiled(dynamic=True)
     for length in LENGTHS[:4]:
@@ -459,6 +463,7 @@ def test_a_subgraph_that_straddles_an_autocast_region_is_left_alone():
 # ---- nested graphs -------------------------------------------------------------------------------------------------
 
 
+@trains_attention_in_float64
 def test_activation_checkpointing_is_rewritten_inside():
     def checkpointed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return checkpoint(attention, query, key, value, use_reentrant=False).sin()
@@ -485,6 +490,7 @@ def test_both_bodies_of_a_cond_are_rewritten():
     assert sorted(match.graph for match in matches()) == ["cond_false_0", "cond_true_0"]
 
 
+@reads_autograd_functions
 def test_the_body_of_an_autograd_function_keeps_its_own_backward():
     class Doubled(torch.autograd.Function):
         @staticmethod

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,8 +41,8 @@ from tests.blend_spellings import (
     spellings,
 )
 from tests.graphs import capture, effects_of
+from tests.interpreting import interpreted
 
-TESTS = Path(__file__).parent
 LOCK = {"blend": "torch.blend"}
 many = settings(
     max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
@@ -402,21 +399,12 @@ def test_half_precision_is_rounded_no_more_than_the_source() -> None:
 
 
 def test_triton_is_the_reference_in_its_interpreter() -> None:
-    _interpreted("strided or cut")
+    interpreted("interpreted_blend.py", "strided or cut")
 
 
 @pytest.mark.slow
 def test_all_of_triton_is_the_reference_in_its_interpreter() -> None:
-    _interpreted("not (strided or cut)")
-
-
-def _interpreted(selection: str) -> None:
-    pytest.importorskip("triton", reason="needs Triton, whose interpreter runs its kernels on a CPU")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [str(TESTS / "interpreted_blend.py"), "-k", selection, "-W", "ignore::RuntimeWarning"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    interpreted("interpreted_blend.py", "not (strided or cut)")
 
 
 @pytest.mark.slow

@@ -32,7 +32,13 @@ from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll import reroll as rolling
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
 from lz_compile.passes.loops.roll.reroll import reroll
-from lz_compile.passes.loops.roll.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
+from lz_compile.passes.loops.roll.scan_outputs import (
+    attach_states,
+    drop_steps,
+    give_results,
+    give_symbols,
+    order_gradients,
+)
 from lz_compile.passes.loops.roll.unbatch import unbatch
 from lz_compile.passes.proof.special_values import may_be_special
 from lz_compile.passes.recognisers import recognisers
@@ -126,6 +132,7 @@ def tidied(module: fx.GraphModule) -> None:
     share_equal(module.graph)
     give_results(module)
     order_gradients(module)
+    attach_states(module)
     give_symbols(module)
     drop_steps(module)
 

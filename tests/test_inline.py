@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import traces_the_fast_path
 from torch import nn
 
 from lz_compile.errors import RewriteFailedError
@@ -307,6 +308,7 @@ def test_the_fast_path_of_a_transformer_encoder(norm_first, activation, masks):
     assert len(recorder.targets("scaled_dot_product_attention")) == (0 if masks else 2)
 
 
+@traces_the_fast_path
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_fast_path_with_dynamic_sizes(dtype):
     layer = encoder_layer().eval().to(dtype)

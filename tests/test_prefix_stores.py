@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Rewriting
+from backends import Rewriting, reads_autograd_functions
 from torch import Tensor
 
 Sweep = Callable[[Tensor, Tensor], Tensor]
@@ -180,6 +180,7 @@ class Parallel(torch.autograd.Function):
         return of_decay, found
 
 
+@reads_autograd_functions
 def test_an_autograd_function_over_sweeps_is_the_op_in_both_directions() -> None:
     torch._dynamo.reset()
     backend = Rewriting()

@@ -22,6 +22,7 @@ from lz_compile import reports
 from lz_compile.lowering import inductor
 from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.loops.roll.reroll import IsSpecial, RolledLoop, never, reroll
+from lz_compile.passes.loops.roll.scan_outputs import attach_states
 
 B, T, D = 3, 8, 5
 
@@ -40,6 +41,7 @@ class Rolling:
         for child in module.modules():
             if isinstance(child, fx.GraphModule):
                 found = reroll(child, self._policy, self._is_special)
+                attach_states(child)
                 child.graph.lint()
                 child.recompile()
                 self.loops.extend(each for each in found if isinstance(each, RolledLoop))

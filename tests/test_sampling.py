@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +17,9 @@ from lz_compile.errors import ConstraintError, TokenArgumentError
 from lz_compile.lowering.kernels.sampling import cpp_sampling, torch_sampling
 from lz_compile.lowering.ops import sampling as op
 from lz_compile.runtime.kernels import registry
+from tests.interpreting import interpreted
 
 KERNELS = {"lz.cpp_sampling": cpp_sampling.sampling, "torch.sampling": torch_sampling.sampling}
-TESTS = Path(__file__).parent
 LIMITS = ("bitmask", "bias", "temperature", "top_k", "top_p", "min_p")
 
 
@@ -592,12 +588,7 @@ def test_speculation_from_what_is_no_seed_is_refused(seeds, message):
 
 @pytest.mark.slow
 def test_triton_draws_what_the_definition_draws_in_its_interpreter():
-    pytest.importorskip("triton", reason="needs Triton, whose interpreter runs its kernels on a CPU")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [str(TESTS / "interpreted_sampling.py"), "-W", "ignore::RuntimeWarning"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    interpreted("interpreted_sampling.py")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import expecttest
 import torch
 import torch.nn.functional as F
+from backends import shows_multi_head_attention
 from canonical import compiled, edited, missed, report_of
 from torch import Tensor
 from torch._higher_order_ops import scan
@@ -324,6 +325,7 @@ after:
   return [softmax]""",
         )
 
+    @shows_multi_head_attention
     def test_a_call_of_multi_head_attention_is_spelled_out(self) -> None:
         def function(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
             given = {"bias_k": None, "bias_v": None, "add_zero_attn": False, "dropout_p": 0.0, "need_weights": False}

@@ -21,8 +21,8 @@ from lz_compile.lowering.kernels.norm import triton_norm
 from lz_compile.lowering.kernels.rope import triton_rope
 from lz_compile.lowering.ops import blend, mlp, norm, rope
 from lz_compile.runtime.kernels.registry import kernels
+from tests.interpreting import interpreted
 
-TESTS = Path(__file__).parent
 #: By kernel, its op.
 KERNELS = {
     "lz.triton_norm": "norm",
@@ -35,21 +35,13 @@ KERNELS = {
 for_every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 
-def interpreted(selection: str) -> None:
-    """Run tests of ``interpreted_triton.py`` where Triton is imported with its interpreter on."""
-    pytest.importorskip("triton", reason="needs Triton, whose interpreter runs its kernels on a CPU")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [str(TESTS / "interpreted_triton.py"), "-k", selection, "-W", "ignore::RuntimeWarning"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
 _ELSEWHERE = "rope or turned or tables or positions or activat or infinite or factors or operator or cuda_graph"
 
 
 def test_some_of_every_kernel_is_the_references_in_the_interpreter():
-    interpreted("one_column or one_number or rounded_before or one_launch or rows_of_any_length")
+    interpreted(
+        "interpreted_triton.py", "one_column or one_number or rounded_before or one_launch or rows_of_any_length"
+    )
 
 
 @pytest.mark.slow
@@ -59,7 +51,7 @@ def test_some_of_every_kernel_is_the_references_in_the_interpreter():
     ids=["embeddings_and_activations", "compiled", "norms"],
 )
 def test_kernels_are_the_references_in_the_interpreter(selection):
-    interpreted(selection)
+    interpreted("interpreted_triton.py", selection)
 
 
 # ---- for GPUs --------------------------------------------------------------------------------------------------------

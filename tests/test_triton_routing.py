@@ -17,21 +17,16 @@ from lz_compile.ground import events, health
 from lz_compile.lowering.kernels.routing import triton_routing
 from lz_compile.lowering.ops.routing import Operands
 from lz_compile.runtime.kernels.registry import kernels
+from tests.interpreting import interpreted
 from tests.routing_problems import Problem, expected, misses, with_gradients
 
-TESTS = Path(__file__).parent
 NAME = "lz.triton_routing"
 
 
 @pytest.mark.slow
 def test_kernels_are_the_references_in_the_interpreter():
     """All of ``interpreted_routing.py``, where Triton is imported with its interpreter on."""
-    pytest.importorskip("triton", reason="needs Triton, whose interpreter runs its kernels on a CPU")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [str(TESTS / "interpreted_routing.py"), "-W", "ignore::RuntimeWarning"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    interpreted("interpreted_routing.py")
 
 
 # ---- for GPUs --------------------------------------------------------------------------------------------------------

@@ -23,31 +23,21 @@ from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem.context import of_facts
+from tests.interpreting import interpreted
 from tests.scan_kernel_problems import PROBLEMS, assert_near, exactly, missing, with_gradients
 
-TESTS = Path(__file__).parent
 KERNELS = {"lz.triton_scan": triton_scan.scan, "lz.triton_chunked_scan": triton_scan.chunked_scan}
 for_every_kernel = pytest.mark.parametrize("name", KERNELS)
 
 
-def interpreted(selection: str) -> None:
-    """Run tests of ``interpreted_triton_scan.py`` where Triton is imported with its interpreter on."""
-    pytest.importorskip("triton", reason="needs Triton, whose interpreter runs its kernels on a CPU")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [str(TESTS / "interpreted_triton_scan.py"), "-k", selection, "-W", "ignore::RuntimeWarning"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
 def test_some_of_every_kernel_is_the_references_in_the_interpreter():
-    interpreted("kda_shared_keys or without_elements or differences")
+    interpreted("interpreted_triton_scan.py", "kda_shared_keys or without_elements or differences")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("selection", ["steps_are", "not steps_are"])
 def test_kernels_are_the_references_in_the_interpreter(selection):
-    interpreted(selection)
+    interpreted("interpreted_triton_scan.py", selection)
 
 
 # ---- for GPUs --------------------------------------------------------------------------------------------------------

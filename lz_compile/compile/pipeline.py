@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,16 +12,16 @@ from torch import fx
 
 from lz_compile.compile import reading, replacing
 from lz_compile.compile.options import Options
-from lz_compile.compile.stages import Stage, State, run
+from lz_compile.compile.stages import Scans, Stage, State, run
 from lz_compile.ground.reasons import Reason
 from lz_compile.passes.editing.dead import drop_dead, drop_dead_joins
-from lz_compile.passes.editing.edit import Edit
+from lz_compile.passes.editing.edit import Edit, RefutedError
 from lz_compile.passes.graph.modes import ambient_behind, grad_enabled
 from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
 from lz_compile.passes.loops.roll.scan import SCAN
-from lz_compile.passes.loops.roll.scan_outputs import is_graded
+from lz_compile.passes.loops.roll.scan_outputs import is_graded, scans_of_ours
 from lz_compile.passes.loops.roll.unbatch import unbatch
 from lz_compile.passes.sampling.stores import with_values
 from lz_compile.report.report import GraphReport
@@ -53,7 +54,10 @@ REPLACE = (
     Stage("measuring what was recognised", "MEASUREMENT_FAILED", replacing.tune),
     Stage("replacing what was recognised", "REWRITE_FAILED", replacing.replace_all),
     Stage("tidying a rewritten graph", "REWRITE_FAILED", replacing.tidy, "rewrite"),
+    Stage("trying the loops that stay", "LOOPS_FAILED", replacing.try_scans, "rewrite"),
 )
+#: Which loops become scans, in the first try and in those after it.
+_SCANS: tuple[Scans, ...] = ("any", "replaced", "none")
 #: Instead of that, for a dry run.
 CHOOSE = (Stage("choosing kernels", "REWRITE_FAILED", replacing.choose),)
 
@@ -69,22 +73,28 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
     """
     tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
     for path, child, confined in graphs(module):
-        if confined is None:
-            _rewrite(State(child, path, options, report, tables))
-            continue
-        before, trial = Snapshot(child), GraphReport(report.graph_id)
-        _rewrite(State(child, path, options, trial, tables, confined))
-        if any(loop.rolled for loop in trial.loops) and child.graph.find_nodes(op="call_function", target=SCAN):
-            before.restore()  # no kernel took the place of a loop that was rolled for one
-            trial = GraphReport(report.graph_id, seconds=trial.seconds)
-            _rewrite(State(child, path, options, trial, tables, confined, is_kept=True))
-        report.add(trial)
+        _rewrite(State(child, path, options, report, tables, kept=confined))
 
 
-def _rewrite(state: State) -> None:
-    """One graph through all stages; one that is broken then is the caller's to put back."""
-    run((*READ, *REPLACE), state)
-    if state.is_changed:
+def _rewrite(given: State) -> None:
+    """One graph through all stages, again with fewer loops as scans where one that stays must not."""
+    kept, trial = given.kept, GraphReport(given.report.graph_id)
+    try:
+        for scans in _SCANS[kept is not None :]:
+            before, trial = Snapshot(given.module), GraphReport(given.report.graph_id, seconds=trial.seconds)
+            state = replace(given, report=trial, scans=scans, kept=kept, before=before)
+            run((*READ, *REPLACE), state)
+            if not state.misfit and not (scans == "replaced" and scans_of_ours(state.module)):
+                break
+            kept = kept or Reason(
+                "SCAN_GRADIENTS", f"PyTorch's operator for loops gives something else: {state.misfit}"
+            )
+            before.restore()
+        else:
+            raise RefutedError(f"a loop of the source's own is another one taken apart: {state.misfit}")
+    finally:
+        given.report.add(trial)
+    if state.is_changed:  # one that is broken then is the caller's to put back
         state.module.graph.lint()
         state.module.recompile()
 
@@ -98,7 +108,8 @@ def choose(module: fx.GraphModule, options: Options, report: GraphReport) -> Non
     """
     tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
     for path, child, confined in graphs(module):
-        run((*READ, *CHOOSE), State(child, path, options, report, tables, confined))
+        scans = _SCANS[confined is not None]
+        run((*READ, *CHOOSE), State(child, path, options, report, tables, scans=scans, kept=confined))
 
 
 def graphs(

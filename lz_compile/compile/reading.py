@@ -68,10 +68,10 @@ def roll(state: State) -> None:
         kept.extend([] if miss is None else [miss])
         return miss is None
 
-    policy = state.options.loops if state.confined is None else "keep"
-    special = never if state.is_kept else is_known
+    policy = state.options.loops if state.scans == "any" else "keep"
+    special = never if state.scans == "none" else is_known
     state.before = None
-    found = reroll(state.module, policy, special, state.report.unproven, state.confined)
+    found = reroll(state.module, policy, special, state.report.unproven, state.kept)
     _fail_each("rolling the loop", found, state)
     loops = [each for each in found if isinstance(each, RolledLoop)]
     state.report.loops.extend(LoopReport.of(loop, state.path) for loop in loops)

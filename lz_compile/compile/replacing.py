@@ -16,13 +16,22 @@ from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import inductor
 from lz_compile.passes.editing.edit import Rewrite, apply
+from lz_compile.passes.editing.edit_proof import unlike_loop
 from lz_compile.passes.fusion.emitter import FusedEmitter
 from lz_compile.passes.fusion.fusion import fusions
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.share import share_equal
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.loops.roll.scan_outputs import drop_steps, give_results, give_symbols, order_gradients
+from lz_compile.passes.loops.roll.scan_outputs import (
+    attach_states,
+    drop_steps,
+    give_results,
+    give_symbols,
+    is_graded,
+    order_gradients,
+    scans_of_ours,
+)
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import erase_unread, splice
 from lz_compile.report.report import MatchReport
@@ -126,12 +135,23 @@ def tidy(state: State) -> None:
         share_equal(module.graph)
         given = [each for match in state.matches for each in match.found.inputs.items()]
         erase_unread(module.graph, (node for node, known in given if known.implied is not None))
-        has_results = give_results(module) + order_gradients(module) + give_symbols(module) > 0
+        made = (give_results(module), order_gradients(module), attach_states(module), give_symbols(module))
         drop_steps(module)
-        return has_results
+        return any(made)
 
     state.change(Rewrite("tidying a rewritten graph", tidied, shown="nothing of it changes a value that anybody reads"))
     state.before = None  # what nobody reads may be gone
+
+
+def try_scans(state: State) -> None:
+    """Say why a loop that stays cannot be left to PyTorch's operator, where its gradients are wanted."""
+    for scan in scans_of_ours(state.module):
+        if is_graded(scan):
+            verdict = unlike_loop(state.snapshot(), scan)
+            state.misfit = state.misfit or verdict.differs
+            if verdict.unproven:
+                text = f"PyTorch's operator for the loop {scan.name}: {verdict.unproven}"
+                state.report.unproven.append(Reason("EDIT_UNPROVEN", text))
 
 
 def _decide(match: Match, entry: MatchReport, state: State) -> Decision:

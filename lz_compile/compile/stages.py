@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from torch import fx
 
@@ -23,6 +23,9 @@ from lz_compile.passes.rewriting.match import Match
 from lz_compile.report.report import GraphReport, MatchReport
 from lz_compile.runtime.tables.loaded import Loaded
 
+#: Which loops of a graph may become scans: as the policy says, those for kernels that take the place of the scan, none.
+Scans: TypeAlias = Literal["any", "replaced", "none"]
+
 Made = TypeVar("Made")
 
 
@@ -30,9 +33,8 @@ Made = TypeVar("Made")
 class State:
     """One graph on its way through the stages, and what is known of it by then.
 
-    ``confined`` says why no scan may stay in the graph, where none may: a loop becomes one for kernels that take its place
-    then, and does not where ``is_kept``. ``effects`` is None where it could not be read; ``entries`` is what is told of each
-    of ``matches``, ``before`` the graph as it is, where that is known.
+    ``effects`` is None where it could not be read; ``entries`` is what is told of each of ``matches``, ``before`` the graph
+    as it is, where that is known. ``kept`` is why not every loop may become a scan that stays, ``misfit`` why one must not.
     """
 
     module: fx.GraphModule
@@ -40,8 +42,9 @@ class State:
     options: Options
     report: GraphReport
     tables: Sequence[Loaded]
-    confined: Reason | None = None
-    is_kept: bool = False
+    scans: Scans = "any"
+    kept: Reason | None = None
+    misfit: str = ""
     is_changed: bool = False
     before: Snapshot | None = None
     effects: Effects | None = None

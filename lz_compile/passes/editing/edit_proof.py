@@ -19,6 +19,7 @@ from torch import fx
 from lz_compile.ground import machine
 from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.store import Store
+from lz_compile.lowering import inductor
 from lz_compile.passes.editing.comparison import comparable, differences, exact, of_sums
 from lz_compile.passes.editing.dead import is_torchs
 from lz_compile.passes.editing.shared_memory import WrittenBehind, memories_of, tensors_in, written
@@ -28,7 +29,7 @@ from lz_compile.passes.graph.modes import ambient_behind
 from lz_compile.passes.graph.snapshot import Snapshot, Was
 from lz_compile.passes.graph.view import read
 from lz_compile.passes.proof.running import NotRunnableError
-from lz_compile.passes.proof.trial_run import Ran, random_inputs, run, sizes_of
+from lz_compile.passes.proof.trial_run import Ran, Scans, random_inputs, run, sizes_of
 
 #: Of all inputs and results of a stretch together; what is larger is not run.
 _MOST_BYTES = 1 << 32
@@ -58,6 +59,19 @@ def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
         verdict = _difference(before, after)
         store.save(key, asdict(verdict))
     return verdict
+
+
+def unlike_loop(module: Snapshot, scan: fx.Node) -> Verdict:
+    """Hold PyTorch's own operator against the loop that edits are proven with in its place, gradients included."""
+    place = next(place for place, was in enumerate(module.nodes) if was.node is scan)
+    ahead, call, behind = module.nodes[:place], (module.nodes[place],), module.nodes[place + 1 :]
+    stretch = Stretch(tuple(ahead), call, call, tuple(behind), ((scan, scan),))
+    try:
+        trial = _Trial(stretch, module, module, ("like", "operator"))
+        with inductor.apart():
+            return Verdict(trial.difference(positive=False))
+    except (NotRunnableError, WrittenBehind, RuntimeError, TypeError) as error:
+        return Verdict(unproven=str(error))
 
 
 def _key(before: Snapshot, after: Snapshot) -> str:
@@ -105,8 +119,11 @@ def _difference(before: Snapshot, after: Snapshot) -> Verdict:
 class _Trial:
     """One edit, run before and after."""
 
-    def __init__(self, stretch: Stretch, before: Snapshot, after: Snapshot) -> None:
+    def __init__(
+        self, stretch: Stretch, before: Snapshot, after: Snapshot, scans: tuple[Scans, Scans] = ("loop", "like")
+    ) -> None:
         self._stretch = stretch
+        self._scans = scans
         self._sides = (
             (stretch.before, [old for old, _ in stretch.read], before.attribute),
             (stretch.after, [new for _, new in stretch.read], after.attribute),
@@ -135,6 +152,8 @@ class _Trial:
             kinds = sides[0].kinds | sides[1].kinds
         else:
             kinds = (sides[0].kinds | sides[1].kinds) - {torch.float64}
+            if sides[1].error:  # nobody knows whether it was rounding
+                return found[0].text
         coarsest = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
         rounding = partial(of_sums, least=coarsest) if coarsest else exact
         left = (each for each in differences(self._stretch, *sides, rounding) if each.may_be_rounding)
@@ -170,7 +189,7 @@ class _Trial:
                     attribute,
                     seen=self._seen,
                     without=without,
-                    as_operators=side == 1,
+                    scans=self._scans[side],
                 )
         except Exception as error:  # noqa: BLE001 what a run raises is its result; the caller tells
             return error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import fx
@@ -16,7 +16,10 @@ from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.proof import running
 from lz_compile.passes.proof.running import SCAN, NotRunnableError
-from lz_compile.passes.proof.scan_steps import run_steps
+from lz_compile.passes.proof.scan_steps import run_operator, run_steps
+
+#: A plain loop, one with gradients as the operator ``scan`` has them whatever its steps do with them, or the operator itself.
+Scans: TypeAlias = Literal["loop", "like", "operator"]
 
 _MOST_DRAWN = 999_983  # a prime: rows do not repeat
 
@@ -178,7 +181,7 @@ def run(
     *,
     seen: Collection[fx.Node] = (),
     without: Collection[int] = (),
-    as_operators: bool = False,
+    scans: Scans = "loop",
 ) -> Ran:
     """Run calls one after the other under the modes that they begin in.
 
@@ -190,7 +193,7 @@ def run(
         attribute: what a ``get_attr`` node stands for.
         seen: those of ``inputs`` that somebody reads behind: gradients come from there, too.
         without: the places of values, ``seen`` behind ``read``, from which no gradients are taken.
-        as_operators: loops have gradients as the operator ``scan`` does, whatever their steps do with them.
+        scans: how those among the calls are run.
     """
     with ExitStack() as stack:
         for manager in ambient_context(ambient):
@@ -199,7 +202,7 @@ def run(
             calls,
             inputs.values,
             attribute=partial(_held, attribute),
-            adapt=_as_operator if as_operators else None,
+            adapt=_RUNNING[scans],
         )
     found = [values[node] for node in read]
     tensors = pytree.tree_leaves([value for node, value in values.items() if node not in inputs.values])
@@ -219,7 +222,7 @@ def _held(attribute: Callable[[str], Any], path: str) -> Any:
     return held.detach().clone() if isinstance(held, torch.Tensor) else held
 
 
-def _as_operator(
+def _alike_operator(
     was: Was, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if was.target is not SCAN or kwargs:
@@ -229,6 +232,13 @@ def _as_operator(
         return _of_operator(run_steps(_StepOfOperator(step), *given), [*given[0], *given[1], *given[2]])
 
     return operator_of, args, kwargs
+
+
+def _operator(was: Was, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    return run_operator if was.target is SCAN else was.target, args, kwargs
+
+
+_RUNNING: Mapping[Scans, running.Adapt | None] = {"loop": None, "like": _alike_operator, "operator": _operator}
 
 
 @dataclass(frozen=True)

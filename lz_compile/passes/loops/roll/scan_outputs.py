@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import sympy
 import torch
 from torch import fx
+from torch._higher_order_ops.scan import ScanAutogradImpl
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of
-
-_SCAN = torch.ops.higher_order.scan
-
+from lz_compile.passes.loops.roll.scan import SCAN
+from lz_compile.passes.loops.roll.step_graph import readable
 
 #: What the steps of our own making are called.
 _OURS = ("loop_body_", "scan_part_")
@@ -37,7 +37,7 @@ def drop_steps(module: fx.GraphModule) -> None:
 def give_results(module: fx.GraphModule) -> int:
     """Let the steps of such scans give a zero that nobody reads, in place; how many scans there were."""
     count = 0
-    for node in module.graph.find_nodes(op="call_function", target=_SCAN):
+    for node in module.graph.find_nodes(op="call_function", target=SCAN):
         callee, init, xs = node.args[:3]
         body = operator.attrgetter(str(callee.target))(module)
         (output,) = body.graph.find_nodes(op="output")
@@ -65,7 +65,7 @@ def order_gradients(module: fx.GraphModule) -> int:
     """
     count = 0
     bodies: set[str] = set()
-    for node in module.graph.find_nodes(op="call_function", target=_SCAN):
+    for node in module.graph.find_nodes(op="call_function", target=SCAN):
         callee, init = node.args[:2]
         states = list(map(tensor_of, init))
         carried = [index for index, each in enumerate(states) if each is not None and each.dim() > 1]
@@ -85,9 +85,48 @@ def order_gradients(module: fx.GraphModule) -> int:
     return count
 
 
+def attach_states(module: fx.GraphModule) -> int:
+    """Let the first states of such scans require a gradient, in place; how many scans there were.
+
+    The operator's backward (2.11) hands no gradient on from step to step for states that required none at first, as zeros do:
+    only the last step had one. Nor does it compile where slices require none.
+    """
+    count, are_slices_too = 0, not hasattr(ScanAutogradImpl, "_break_bw_input_output_aliasing")
+    for node in module.graph.find_nodes(op="call_function", target=SCAN):
+        callee, init, xs, given = node.args
+        if not is_graded(node):
+            continue
+        wanted = [each for each in (*init, *(xs if are_slices_too else ())) if _can_be_attached(tensor_of(each))]
+        attached = {each: _attached(each, node) for each in wanted}
+        states, slices = ([attached.get(each, each) for each in nodes] for nodes in (init, xs))
+        node.args = (callee, states, slices, given)
+        count += bool(attached)
+    return count
+
+
+def scans_of_ours(module: fx.GraphModule) -> list[fx.Node]:
+    """The scans of a graph that were loops."""
+    found = module.graph.find_nodes(op="call_function", target=SCAN)
+    return [node for node in found if str(node.args[0].target).startswith(_OURS)]
+
+
 def is_graded(scan: fx.Node) -> bool:
-    """Whether gradients are taken of what a scan gives."""
+    """Whether a scan is differentiated."""
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in value_of(scan))
+
+
+def _can_be_attached(value: torch.Tensor | None) -> bool:
+    return value is not None and (value.is_floating_point() or value.is_complex())
+
+
+def _attached(state: fx.Node, scan: fx.Node) -> fx.Node:
+    """A name of its own for a tensor; what requires a gradient by then, which no example value tells, is as it was."""
+    with scan.graph.inserting_before(scan):
+        found = scan.graph.call_method("view_as", (state, state))
+        attached = scan.graph.call_method("requires_grad_", (found,))
+    value = readable(value_of(state))
+    found.meta["example_value"] = attached.meta["example_value"] = value.view_as(value).requires_grad_()
+    return attached
 
 
 def _reshape_for(state: fx.Node, place: fx.Node) -> None:
@@ -112,7 +151,7 @@ def give_symbols(module: fx.GraphModule) -> int:
     """
     count = 0
     bodies: dict[str, fx.GraphModule] = {}
-    for node in module.graph.find_nodes(op="call_function", target=_SCAN):
+    for node in module.graph.find_nodes(op="call_function", target=SCAN):
         callee, init, xs, given = node.args
         known = {as_size(value_of(each)) for each in given if isinstance(value_of(each), torch.SymInt)}
         wanted = [symbol for symbol in _symbols(node) if symbol not in known]
