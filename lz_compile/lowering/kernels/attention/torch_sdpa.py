@@ -92,7 +92,8 @@ def _over(
         if merged.dtype not in (torch.bool, torch.float16) and attrs.masked_rows == "mean":
             merged = merged.clamp_min(torch.finfo(merged.dtype).min / 2)
     masks = {} if merged is None else {"mask" if merged.dtype == torch.bool else "bias": merged}
-    out = sdpa(Operands(query, key, value, **masks), attrs, is_causal).to(dtype)
+    out = sdpa(Operands(query, key, value, **masks), attrs, is_causal)
+    out = out if query.dtype == dtype else out.to(dtype)
     if merged is None or merged.dtype != torch.float16 or attrs.masked_rows != "mean":
         return out
     mean = value.mean(-2, keepdim=True)  # float16's lowest number swallows no score
