@@ -234,9 +234,18 @@ def _module(body: fx.GraphModule, values: Sequence[Any], ambient: Ambient, mode:
         if node.target in _VIEWS:
             node.target = aten.reshape.default
     _merge_equal(module.graph)
+    output = module.graph.output_node()
+    output.args = pytree.tree_map(_origin, output.args)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
+
+
+def _origin(node: Any) -> Any:
+    """What a result is a copy of: that each has memory of its own is no part of what a step computes."""
+    while isinstance(node, fx.Node) and node.target in (aten.clone.default, aten.alias.default):
+        (node,) = node.all_input_nodes
+    return node
 
 
 def _step(call: ScanCall, module: fx.GraphModule) -> Step:
