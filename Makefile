@@ -55,6 +55,7 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.routing_memory
 	$(PY) -m benchmarks.sampling
 	$(PY) -m benchmarks.decoding_steps
+	$(PY) -m benchmarks.gpu
 	$(PY) -m benchmarks.chart
 
 chart: $(STAMP) ## draw the README's chart from the result files

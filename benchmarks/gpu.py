@@ -329,6 +329,9 @@ def main() -> None:
         place, of = settings.warm
         warm(place, of, device, settings.out, is_dry=settings.dry)
         return
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device here: nothing is measured (--dry tries it on the CPU)")
+        return
     publication = Publication("gpu", device, is_quick=settings.dry)
     if settings.out is not None:
         settings.out.mkdir(parents=True, exist_ok=True)

@@ -356,11 +356,12 @@ def test_what_a_kernel_cannot_do_is_refused_with_a_reason(name, case, code):
 
 
 @pytest.mark.parametrize("name", ["chunked_scan", "associative_scan", "triton_scan", "fla_scan"])
-def test_a_descriptor_says_that_nothing_was_measured_on_a_gpu(name):
+def test_a_descriptor_says_what_was_measured_on_a_gpu_and_what_never_was(name):
     described = json.loads((KERNELS / "scan" / f"{name}.json").read_text())
     for entry in (each for entries in described["ops"].values() for each in entries):
-        assert "never" in entry["prior_source"]
-        assert all(row["platform"] == "cpu" or row["relative_latency"] > 0.9 for row in entry["prior"])
+        decides = any(row["platform"] != "cpu" and row["relative_latency"] <= 0.9 for row in entry["prior"])
+        measured = "on an H100" in entry["prior_source"] or "as lz.triton_scan" in entry["prior_source"]
+        assert measured if decides else "never" in entry["prior_source"]
 
 
 def test_the_op_s_sample_runs_on_every_kernel_that_takes_it():
