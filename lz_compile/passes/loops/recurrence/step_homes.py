@@ -19,7 +19,7 @@ FREE = -1
 
 def homes(step: Step) -> tuple[tuple[tuple[int, ...], ...], dict[fx.Node, int]]:
     """The components, and the one that every node belongs to. A state that never changes is none."""
-    changing = [i for i, state in enumerate(step.states) if step.carried[i] is not state]
+    changing = [i for i, state in enumerate(step.states) if _origin(step.carried[i]) is not state]
     depends: dict[fx.Node, frozenset[int]] = {step.states[i]: frozenset({i}) for i in changing}
     for node in step.graph.nodes:
         if node not in depends:
@@ -38,6 +38,13 @@ def homes(step: Step) -> tuple[tuple[tuple[int, ...], ...], dict[fx.Node, int]]:
         left = [j for j in left if j not in component]
     where = {state: place for place, component in enumerate(order) for state in component}
     return tuple(order), {node: max((where[i] for i in found), default=FREE) for node, found in depends.items()}
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What a tensor is a copy of."""
+    while node.target in (aten.clone.default, aten.alias.default):
+        (node,) = node.all_input_nodes
+    return node
 
 
 def is_delay(step: Step, states: tuple[int, ...]) -> bool:

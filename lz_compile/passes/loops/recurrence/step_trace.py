@@ -235,15 +235,15 @@ def _module(body: fx.GraphModule, values: Sequence[Any], ambient: Ambient, mode:
             node.target = aten.reshape.default
     _merge_equal(module.graph)
     output = module.graph.output_node()
-    output.args = pytree.tree_map(_origin, output.args)
+    output.args = pytree.tree_map(_taken, output.args)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
 
 
-def _origin(node: Any) -> Any:
-    """What a result is a copy of: that each has memory of its own is no part of what a step computes."""
-    while isinstance(node, fx.Node) and node.target in (aten.clone.default, aten.alias.default):
+def _taken(node: Any) -> Any:
+    """What was copied when a part of a loop was made a scan: that a result has memory of its own is not what it computes."""
+    while isinstance(node, fx.Node) and node.target is aten.clone.default and "memory_format" in node.kwargs:
         (node,) = node.all_input_nodes
     return node
 
