@@ -6,7 +6,7 @@ caches: the rows that decide most come first, and the time ends where ``--minute
 again, so that a second call goes on. ``chosen`` is what is chosen without any measurement.
 
 Inductor's part of a row is the op as models spell it; of recurrences longer than 64 steps it is left out, for it takes
-minutes to compile, as are some kernels at sizes where they lost (:data:`LONGEST`). Whether results are right is what
+minutes to compile, as are some kernels at large sizes (:data:`LONGEST`). Whether results are right is what
 ``tests/test_gpu.py`` tests.
 
     python -m benchmarks.gpu [--minutes 9] [--out DIR] [--dry]          ``--dry``: tiny sizes on the CPU, no published result
@@ -45,7 +45,7 @@ from lz_compile.runtime.problem.context import SelectionContext, name_of, of_fac
 
 #: Processes that compile side by side.
 WARMERS = 10
-#: What takes a minute to compile beyond a size, and never was the fastest there.
+#: Beyond which of a problem's sizes a kernel is left out: it takes a minute or more to compile there.
 LONGEST: Mapping[str, tuple[str, int]] = {
     INDUCTOR: ("length", 64),
     "torch.scan_sequential": ("length", 64),
@@ -237,18 +237,21 @@ def warm(place: int, of: int, device: torch.device, directory: Path, *, is_dry: 
 
 
 def _warm_all(directory: Path, seconds: float, *, is_dry: bool) -> dict[str, dict[str, str]]:
-    """In processes side by side, with a database of their own; what may be captured, and why not."""
+    """In processes side by side; what may be captured, and why not. One that fails is told; its rows are compiled later."""
     count = 1 if is_dry else WARMERS
     command = [sys.executable, "-m", "benchmarks.gpu", *(["--dry"] if is_dry else []), "--out", str(directory)]
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen([*command, "--warm", str(place), str(count)], env=environment, stderr=subprocess.DEVNULL)
-        for place in range(count)
-    ]
+    started = []
+    for place in range(count):
+        with (directory / f"errors-{place}.txt").open("w") as errors:
+            own = [*command, "--warm", str(place), str(count)]
+            started.append(subprocess.Popen(own, env=environment, stderr=errors))
     end = time.monotonic() + seconds
-    for process in started:
+    for place, process in enumerate(started):
         try:
-            process.wait(max(end - time.monotonic(), 0.0))
+            if process.wait(max(end - time.monotonic(), 0.0)):
+                lines = (directory / f"errors-{place}.txt").read_text().strip().splitlines()
+                print(f"warming up, process {place} failed: {lines[-1] if lines else process.returncode}", flush=True)
         except subprocess.TimeoutExpired:
             process.kill()
     found: dict[str, dict[str, str]] = {}
