@@ -15,7 +15,7 @@ from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.graph.held import hold
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.batched import Around
-from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall
+from lz_compile.passes.loops.recurrence.step_trace import PART, SCAN, ScanCall
 from lz_compile.passes.rewriting.core import wants_grad
 
 aten = torch.ops.aten
@@ -106,7 +106,7 @@ def insert_scan(
     graph = around.graph
     is_graded = wants_grad(around.ambient, (*init, *xs, *given))
     body = _module(step, is_graded)
-    callee = around.note(graph.get_attr(hold(graph.owning_module, "scan_part", body)), None)
+    callee = around.note(graph.get_attr(hold(graph.owning_module, PART, body)), None)
     whole = graph.call_function(SCAN, (callee, list(init), list(xs), list(given)))
     outputs: Any = body.graph.output_node().args[0]
     shapes = [(value, tuple(value.shape)) for value in map(known_tensor, init)]

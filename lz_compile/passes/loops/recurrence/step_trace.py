@@ -36,6 +36,8 @@ from lz_compile.passes.loops.recurrence.step_sizes import check_twins, name_size
 
 aten = torch.ops.aten
 SCAN = torch.ops.higher_order.scan
+#: How the steps of parts of a loop are called, in whose results every tensor is a copy.
+PART = "scan_part"
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _CHANGES_GRADIENTS = frozenset({"_set_grad_enabled", "inference_mode", "_enter_inference_mode"})
@@ -234,22 +236,24 @@ def _module(body: fx.GraphModule, values: Sequence[Any], ambient: Ambient, mode:
         if node.target in _VIEWS:
             node.target = aten.reshape.default
     _merge_equal(module.graph)
-    output = module.graph.output_node()
-    output.args = pytree.tree_map(_taken, output.args)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
 
 
-def _taken(node: Any) -> Any:
-    """What was copied when a part of a loop was made a scan: that a result has memory of its own is not what it computes."""
-    while isinstance(node, fx.Node) and node.target is aten.clone.default and "memory_format" in node.kwargs:
-        (node,) = node.all_input_nodes
-    return node
+def _copied(node: Any) -> Any:
+    """What was copied where a loop was taken apart: that a result has memory of its own is not what a step computes."""
+    is_copy = isinstance(node, fx.Node) and node.target is aten.clone.default and "memory_format" in node.kwargs
+    return node.args[0] if is_copy else node
 
 
 def _step(call: ScanCall, module: fx.GraphModule) -> Step:
     """A traced step with its inputs by their roles."""
+    if str(call.node.args[0].target).startswith(PART):  # type: ignore[union-attr]
+        output = module.graph.output_node()
+        output.args = pytree.tree_map(_copied, output.args)
+        module.graph.eliminate_dead_code()
+        module.recompile()
     inputs = list(module.graph.find_nodes(op="placeholder"))
     first, second = len(call.init), len(call.init) + len(call.xs)
     names = {inner: _source_name(outer) for inner, outer in zip(inputs, call.operands, strict=True)}
