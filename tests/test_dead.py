@@ -12,7 +12,7 @@ from backends import Rewriting
 from graphs import calls, capture
 from torch import Tensor, nn
 
-from lz_compile.passes.editing.dead import drop_dead
+from lz_compile.passes.editing.dead import drop_dead, drop_dead_of_loops
 
 UNREAD: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "averaged": lambda scores, weights: weights.float().mean(0),
@@ -122,3 +122,52 @@ def test_random_numbers_after_an_unread_dropout_are_those_of_eager() -> None:
     want = function(x)
     torch.manual_seed(1)
     torch.testing.assert_close(torch.compile(function, backend=backend)(x), want)
+
+
+def test_what_most_steps_compute_for_nobody_is_computed_where_it_is_read() -> None:
+    """A head whose last result is read: no product for the other steps, whose NaN takes no part in its gradient either."""
+
+    def function(x: Tensor, a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h, found = torch.zeros_like(x[:, 0]), []
+        for t in range(16):
+            h = torch.sigmoid(a[:, t]) * h + x[:, t]
+            found.append(F.linear(a[:, t] * 2, w).relu())
+        return found[-1], h
+
+    backend = Rewriting(loops="roll")
+    x, a, w = torch.randn(2, 16, 4), torch.randn(2, 16, 4), torch.randn(3, 4, requires_grad=True)
+    a[0, 3] = torch.nan
+    got = torch.compile(function, backend=backend)(x, a, w)
+    for found, wanted in zip(got, function(x, a, w), strict=True):
+        torch.testing.assert_close(found, wanted, equal_nan=True)
+    assert torch.autograd.grad(got[0].sum(), w)[0].isfinite().all()
+    assert [match.op for match in backend.report.matches if match.rewritten] == ["scan"], backend.why_not()
+    (product,) = [node for node in backend.graphs[0].graph.nodes if "linear" in str(node.target)]
+    assert tuple(product.meta["example_value"].shape) == (2, 3)
+
+
+def test_the_last_update_of_a_state_stays_though_nobody_reads_it() -> None:
+    def function(x: Tensor, a: Tensor) -> Tensor:
+        h, found = torch.ones_like(x[:, 0]), []
+        for t in range(16):
+            found.append(h + 1)
+            h = torch.sigmoid(a[:, t]) * h + x[:, t]
+        return torch.stack(found, 1)
+
+    module = capture(function, torch.randn(2, 16, 4), torch.randn(2, 16, 4))
+    assert drop_dead_of_loops(module.graph) == 0
+
+
+def test_what_a_step_in_the_middle_is_read_of_stays_in_all() -> None:
+    """Without it the steps before and behind that one would be two loops."""
+
+    def function(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        h, found = torch.ones_like(x[:, 0]), []
+        for t in range(16):
+            h = torch.tanh(a[:, t] * h + x[:, t])
+            found.append(h * 0.5)
+        return found[7], h
+
+    backend, inputs = Rewriting(loops="roll"), (torch.randn(2, 16, 4), torch.randn(2, 16, 4))
+    torch.testing.assert_close(torch.compile(function, backend=backend)(*inputs), function(*inputs))
+    assert [loop.steps for loop in backend.report.loops] == [16]

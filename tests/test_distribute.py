@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import Traced
 from step_spellings import KNOWN, STATE, B, Family, H, K, T, V, inputs
 from test_scan_steps import Compiler, compiled, eager
 from torch import fx
@@ -222,3 +223,23 @@ def test_loops_of_equal_layers_are_read_once(monkeypatch):
     for _ in range(3):
         want = torch.nn.functional.pad(eager(family, init, (want[..., :K], k, v, a, b))[1], (0, 1))
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_inputs_that_are_overwritten_behind_are_kept_for_gradients():
+    """For all steps at once, an index is a gather, whose gradient looks at its operand."""
+
+    def program(x, y, n):
+        h = torch.ones_like(y.select(1, 0))
+        for t in range(x.shape[1]):
+            h = h + torch.index_select(y[:, t], 1, n[0, :1])
+        y[:, 1:] = x[:, :-1]
+        return h
+
+    backend = Traced(loops="roll")
+    x, leaf, n = torch.randn(2, 12, 3), torch.randn(2, 12, 3, requires_grad=True), torch.zeros(2, 12, dtype=torch.long)
+    gradients = []
+    for run in (program, torch.compile(program, backend=backend)):
+        gradients.append(torch.autograd.grad(run(x, leaf.clone(), n).sum(), leaf)[0])
+    assert not backend.report.events
+    assert [match.op for match in backend.report.matches if match.rewritten] == ["scan"], backend.why_not()
+    torch.testing.assert_close(*gradients)

@@ -113,6 +113,77 @@ def test_chunks_take_no_state_that_is_dropped(spelling: str):
     assert "lz.chunked_scan does not take states that a condition drops, NaN included" in backend.why_not()
 
 
+# ---- what conditions leave out of operands ---------------------------------------------------------------------------
+
+#: A step of ``h`` by a factor, a condition, an input and something that is NaN, or infinite, now and then.
+SELECTING: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "a product with what is selected": lambda h, a, c, x, s: a * h + torch.where(c, x, 0.0) * s,
+    "a selected factor of an input": lambda h, a, c, x, s: a * h + torch.where(c, s, 0.0) * x,
+    "a mask as factor": lambda h, a, c, x, s: a * h + c.to(s.dtype) * s,
+    "a mask of the whole": lambda h, a, c, x, s: (a * h + s) * c.to(s.dtype),
+    "two selections": lambda h, a, c, x, s: a * h + torch.where(c, torch.where(x > 0, x, 0.0), x) * s,
+    "selections that are multiplied": lambda h, a, c, x, s: a * h + torch.where(c, s, x) * torch.where(x > 0, x, s),
+    "the state or an input, times a factor": lambda h, a, c, x, s: torch.where(c, h, x) * s,
+    "a dropped state, times a factor": lambda h, a, c, x, s: h.masked_fill(c, 0.0) * s + x,
+    "a kept state": lambda h, a, c, x, s: torch.where(c, a * h + s * x, h),
+    "a selected decay": lambda h, a, c, x, s: torch.where(c, s, a) * h + torch.where(c, s, x),
+    "a sum that is selected, times a factor": lambda h, a, c, x, s: s * torch.where(c, h + x, 0.0),
+    "a mask and its complement": lambda h, a, c, x, s: c.to(s.dtype) * (a * h + s) + (1 - c.to(s.dtype)) * h,
+}
+#: Of these, a factor that is infinite meets every summand by itself: what infinities add up to is open.
+OF_SUMS = {"a sum that is selected, times a factor", "a mask and its complement"}
+
+
+def test_what_a_dropped_state_is_multiplied_by_is_seen_in_what_is_read_of_it():
+    def alone(x: Tensor, u: Tensor, h: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        found = []
+        for t in range(STEPS):
+            h = h.masked_fill(d[:, t], 0.0) * u[:, t]
+            found.append(h)
+        return torch.stack(found, 1), h
+
+    def looked(q: Tensor, k: Tensor, v: Tensor, a: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        state, found = torch.zeros(B, H, K, V, dtype=q.dtype), []
+        for t in range(STEPS):
+            state = state * 0.9 + k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+            seen = state.masked_fill(d[:, t, None, None, None], 0.0)
+            found.append(torch.einsum("bhk,bhkv->bhv", q[:, t], seen))
+        return torch.stack(found, 1), state
+
+    x, u, h, d = given(3)
+    u[0, 4], d[0, 4] = torch.nan, True
+    q, k, v, a, dropped = (each.nan_to_num(0.3, 0.3) for each in matrix_operands())
+    q[0, 7, 1, 2], q[1, 12, 0, 0] = torch.nan, torch.inf
+    assert_as_eager(looked, "lz.rolled_scan", [(q, k, v, a, dropped)])
+    torch._dynamo.reset()
+    backend = Rewriting(loops="roll", lock={"scan": "lz.rolled_scan"})
+    for found, wanted in zip(torch.compile(alone, backend=backend)(x, u, h, d), alone(x, u, h, d), strict=True):
+        torch.testing.assert_close(
+            found, wanted, equal_nan=True
+        )  # nothing is added: gradients of earlier states are NaN
+    assert [match.kernel for match in backend.report.matches] == ["lz.rolled_scan"], backend.why_not()
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf], ids=["nan", "infinite"])
+@pytest.mark.parametrize("spelling", SELECTING)
+def test_what_conditions_leave_out_of_operands_is_there_as_it_is_eagerly(spelling: str, special: float):
+    """Values, and gradients that eager code has: neither a NaN that it does not have, nor a number where it has NaN."""
+    if spelling in OF_SUMS and special == torch.inf:
+        pytest.skip("what infinities add up to depends on the order of a sum")
+
+    def run(a: Tensor, c: Tensor, x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        h, found = torch.zeros_like(x[:, 0]), []
+        for t in range(STEPS):
+            h = SELECTING[spelling](h, a[:, t], c[:, t], x[:, t], s[:, t])
+            found.append(h)
+        return torch.stack(found, 1), h
+
+    torch.manual_seed(0)
+    a, x, s = torch.rand(3, B, STEPS, 4).double()
+    s[0, 5], s[1, 10] = special, special
+    assert_as_eager(run, "lz.rolled_scan", [(a, torch.rand(B, STEPS, 4) > 0.5, x - 0.5, s)])
+
+
 # ---- states of keys and values ---------------------------------------------------------------------------------------
 
 

@@ -486,6 +486,15 @@ def test_a_nan_gradient_must_stay_nan() -> None:
     assert "the gradient of input 0 is NaN" in told
 
 
+def test_a_table_of_one_row_is_looked_up_in() -> None:
+    def looked_up(x: Tensor, n: Tensor) -> Tensor:
+        return torch.sin(x)[n]
+
+    index = torch.zeros(3, dtype=torch.long)
+    assert edited(looked_up, scaled(1.0), torch.randn(1, 4), index) == ("", [])
+    assert "an edit is not made: " in edited(looked_up, scaled(0.5), torch.randn(1, 4), index)[0]
+
+
 def test_what_cannot_be_run_carries_the_reason() -> None:
     def program(x: Tensor, a: Tensor) -> Tensor:
         return torch.sin(x)[a.long()] * 2

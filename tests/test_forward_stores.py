@@ -191,6 +191,22 @@ def test_what_would_be_another_value_is_read_from_memory(program: Program) -> No
     assert counts == [0]
 
 
+@pytest.mark.parametrize("steps", [2, 6])
+def test_two_readers_keep_a_gradient_of_zeros_that_they_have_of_the_tensor_only(steps: int) -> None:
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        out = x.clone()
+        for t in reversed(range(steps)):
+            h = out[:, t] + out[:, t]
+            out[:, t] = y[:, t]
+        return h
+
+    x, y = torch.randn(2, 6, 3), torch.randn(2, 6, 3, requires_grad=True)
+    backend = Rewriting()
+    got = torch.compile(program, backend=backend, fullgraph=True)(x, y)
+    assert got.requires_grad
+    assert not backend.report.events, backend.why_not()
+
+
 def test_a_write_through_an_input_that_overlaps_is_a_write_to_what_is_filled() -> None:
     def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         for t in range(1, 12):

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import traces_the_fast_path
+from backends import Rewriting, traces_the_fast_path
 from torch import nn
 
 from lz_compile.errors import RewriteFailedError
@@ -466,3 +466,12 @@ def test_a_structure_is_proven_once():
     model = nn.TransformerEncoder(encoder_layer(), 4, enable_nested_tensor=False).train()
     check(model, tokens(batch_first=True), count=4)
     assert _difference.cache_info().misses == 2, "the first layer's input wants no gradient"
+
+
+def test_a_module_that_forms_its_weights_is_spelled_out_at_dynamic_sizes():
+    module, backend = nn.MultiheadAttention(6, 2, batch_first=True), Rewriting()
+    compiled = torch.compile(lambda x: module(x, x, x)[0], backend=backend, dynamic=True)
+    for x in (torch.randn(2, 2, 6), torch.randn(3, 5, 6)):
+        torch.testing.assert_close(compiled(x), module(x, x, x)[0])
+    assert not backend.report.events
+    assert {match.op for match in backend.report.matches if match.rewritten} == {"attention"}, backend.why_not()

@@ -276,3 +276,24 @@ def test_a_first_state_of_zeros_may_be_a_copy_of_another(first: str) -> None:
     )
     assert all(match.rewritten for match in backend.report.matches if match.op == "scan"), backend.why_not()
     assert kernels(backend)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["of the whole", "of a piece"])
+def test_a_first_state_that_was_zeros_and_was_written_to_since_is_read(view):
+    """In reverse order, so that the last write stands right before the loop, and of views that are results as well."""
+
+    def function(x, a):
+        filled, pieces = torch.zeros_like(x), []
+        for t in reversed(range(x.shape[1])):
+            piece = filled[:, t]
+            piece.add_(x[:, t])
+            pieces.append(piece)
+        h = filled[:, 0] if view else pieces[-1]
+        for t in range(x.shape[1]):
+            h = a[:, t] * h + x[:, t]
+        return torch.stack(pieces, 1), h
+
+    x, a = torch.randn(2, 12, 3), torch.rand(2, 12, 3)
+    backend = Rewriting(loops="roll")
+    torch.testing.assert_close(torch.compile(function, backend=backend)(x, a), function(x, a))
+    assert [match.op for match in backend.report.matches if match.rewritten] == ["scan"], backend.why_not()

@@ -14,7 +14,7 @@ from lz_compile.compile import reading, replacing
 from lz_compile.compile.options import Options
 from lz_compile.compile.stages import Scans, Stage, State, run
 from lz_compile.ground.reasons import Reason
-from lz_compile.passes.editing.dead import drop_dead, drop_dead_joins
+from lz_compile.passes.editing.dead import drop_dead, drop_dead_of_loops
 from lz_compile.passes.editing.edit import Edit, RefutedError
 from lz_compile.passes.graph.modes import ambient_behind, grad_enabled
 from lz_compile.passes.graph.snapshot import Snapshot
@@ -39,7 +39,7 @@ READ = (
     _everywhere("giving values to what is written in place", "INLINE_FAILED", with_values, "inline"),
     _everywhere("spelling out torch.vmap", "INLINE_FAILED", unbatch, "inline"),
     _everywhere("taking recurrences that are computed in place for values", "INLINE_FAILED", prefix_stores, "inline"),
-    Stage("dropping what nobody reads", "REWRITE_FAILED", partial(reading.drop, drop_dead_joins), "inline"),
+    Stage("dropping what nobody reads", "REWRITE_FAILED", partial(reading.drop, drop_dead_of_loops), "inline"),
     _everywhere("taking what is read back of a tensor for what was stored", "LOOPS_FAILED", forward_stores, "loops"),
     Stage("reading the loops of a graph", "LOOPS_FAILED", reading.roll, "loops"),
     Stage("taking the loops of a graph apart", "LOOPS_FAILED", reading.take_apart, "loops"),

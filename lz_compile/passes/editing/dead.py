@@ -6,6 +6,7 @@ computes none of it, so that it must not stand in the way of a rewrite either.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ _PURE = frozenset(
     "cat stack chunk split split_with_sizes unbind tensor_split gather take_along_dim index_select select narrow diagonal "
     "tril triu arange eye detach cpu cuda size dim numel".split()
 )
-#: A join of fewer values may be part of one step.
+#: A join of fewer values may be part of one step, and so may be fewer calls.
 _MANY = 4
 
 
@@ -39,17 +40,30 @@ def drop_dead(graph: fx.Graph) -> int:
     return _erase(graph, dead_calls(graph))
 
 
-def drop_dead_joins(graph: fx.Graph) -> int:
-    """The same of what is joined out of many values, such as those of all steps of a loop, and of what is computed of that.
+def drop_dead_of_loops(graph: fx.Graph) -> int:
+    """The same of what all steps of a loop but its last compute for nobody, of joins of many values, and computed of those.
 
-    The values stay: steps of a loop are equal only as long as they compute the same, whoever reads it.
+    Other values stay: steps are equal only as long as they compute the same, whoever reads it.
     """
-    dead, behind = dead_calls(graph), dict[fx.Node, None]()
+    dead, gone = dict.fromkeys(dead_calls(graph)), dict[fx.Node, None]()
+    unread, others, scattered = Counter(map(_alike, dead)), Counter[Any](), set[Any]()
+    for node in graph.nodes if dead else ():
+        if node not in dead:
+            others[_alike(node)] += 1
+        elif others[_alike(node)]:  # without it, the steps before and behind one that is read were two loops
+            scattered.add(_alike(node))
     for node in reversed(dead):
         is_join = str(getattr(read(node), "name", "")) in ("cat", "stack") and len(node.all_input_nodes) >= _MANY
-        if is_join or any(each in behind for each in node.all_input_nodes):
-            behind[node] = None
-    return _erase(graph, list(reversed(behind)))
+        key = _alike(node)
+        is_unread = key not in scattered and unread[key] >= _MANY * max(others[key], 1)
+        if is_join or is_unread or any(each in gone for each in node.all_input_nodes):
+            gone[node] = None
+    return _erase(graph, list(reversed(gone)))
+
+
+def _alike(node: fx.Node) -> Any:
+    """The same for a call in every step of a loop."""
+    return str(node.target) if node.op == "call_method" else node.target, node.meta.get("stack_trace")
 
 
 def dead_calls(graph: fx.Graph) -> list[fx.Node]:

@@ -136,6 +136,8 @@ class _Trial:
         self._seen = _seen_behind(stretch, self.edge)
         #: Whether anything was NaN or infinite before the edit.
         self.is_special = False
+        #: What integers are less than: where one is no index, zero is.
+        self._below = 2
         examples = [was.meta.get("example_value") for was in stretch.before]
         _refuse_large([*examples, *map(_noted, self.edge)])
 
@@ -161,6 +163,9 @@ class _Trial:
 
     def _both(self, positive: bool, *, doubled: bool) -> tuple[Ran, Ran]:
         original = self._run(0, positive, doubled)
+        if isinstance(original, IndexError) and self._below > 1:
+            self._below = 1
+            original = self._run(0, positive, doubled)
         if isinstance(original, Exception):
             text = f"it does not run on random inputs ({type(original).__name__}: {original})"
             raise NotRunnableError(text) from original
@@ -176,7 +181,7 @@ class _Trial:
     def _run(self, side: int, positive: bool, doubled: bool, without: frozenset[int] = frozenset()) -> Ran | Exception:
         calls, read, attribute = self._sides[side]
         records = torch.is_grad_enabled()
-        inputs = random_inputs(self.edge, 0, positive=positive, doubled=doubled, with_grad=records)
+        inputs = random_inputs(self.edge, 0, positive=positive, doubled=doubled, with_grad=records, below=self._below)
         named = {operand for was in calls for operand in operands_of(was)}
         given = [was for was in self._stretch.ahead if was.op == "get_attr" and was.node in named]
         try:

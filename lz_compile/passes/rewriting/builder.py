@@ -71,13 +71,16 @@ class TensorProxy(fx.Proxy):
 
 
 class _NumberProxy(fx.Proxy):
-    """A symbolic size, or another value that is no tensor; compared by value, under a guard."""
+    """A symbolic size, or another value that is no tensor; compared, and made a number, by value, under a guard."""
 
     def __eq__(self, other: object) -> bool:
         one, two = (each.node.meta["example_value"] if isinstance(each, fx.Proxy) else each for each in (self, other))
         return bool(one == two)
 
     __hash__ = fx.Proxy.__hash__
+
+    def __float__(self) -> float:
+        return float(self.node.meta["example_value"])
 
 
 class _Tracer(GraphAppendingTracer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch import fx
 from lz_compile.ground.sizes import Size, is_one
 from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
 from lz_compile.passes.graph.view import known_tensor, tensor_of
-from lz_compile.passes.loops.recurrence.dropped_states import factors_of
-from lz_compile.passes.loops.recurrence.index_sum import IndexSum, mapped
-from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, Term
+from lz_compile.passes.loops.recurrence.dropped_states import masked
+from lz_compile.passes.loops.recurrence.index_sum import IndexSum
+from lz_compile.passes.loops.recurrence.index_terms import Atom, Term
 from lz_compile.passes.loops.recurrence.index_values import TIME, Source, Values
 from lz_compile.passes.loops.recurrence.size_placeholders import NO_SYMBOLS, Place, SizePlaceholders
 from lz_compile.passes.loops.recurrence.transition import Read, Transition
@@ -70,17 +70,13 @@ class ScanEmitter(TableEmitter):
             found["decay"] = values.of(move.decay, (batch, heads, (TIME,), keys, columns))
         if move.drops is not None:
             dropped = values.of(move.drops, (batch, heads, (TIME,), keys, columns))
-            found["decay"] = torch.where(dropped != 0, DROPPED, found["decay"])
-        if move.leaks is not None:
-            leaking, whole = (
-                values.of(each, (batch, heads, (TIME,), keys, columns)) for each in (move.leaks, factors_of(move.decay))
-            )
-            found["decay"] = torch.where((leaking != 0) & ~whole.isfinite(), torch.nan, found["decay"])
+            is_dropped = (dropped != 0) & ~found["decay"].isnan() if move.decay in move.leaks else dropped != 0
+            found["decay"] = torch.where(is_dropped, DROPPED, found["decay"])
         if move.updates:
             found["left"] = self._stacked([u.left for u in move.updates], values, keys)
-            found["right"] = self._stacked([_masked(u.right, u.left, keys) for u in move.updates], values, columns)
+            found["right"] = self._stacked([masked(u.right, u.left, keys) for u in move.updates], values, columns)
         if any(update.erase is not None for update in move.updates):
-            found["erase"] = self._stacked([_masked(u.erase, u.left, keys) for u in move.updates], values, keys)
+            found["erase"] = self._stacked([masked(u.erase, u.left, keys) for u in move.updates], values, keys)
         if move.drive is not None:
             found["drive"] = values.of(move.drive, (batch, heads, (TIME,), keys, columns))
         query = self._query(values)
@@ -108,7 +104,7 @@ class ScanEmitter(TableEmitter):
 
         sizes = dict(enumerate(self.transition.space))
         like = builder.value(next(iter(self.given.values())).node)
-        return Values(source, sizes, self.attrs.compute_dtype, like, self._extents(builder))
+        return Values(source, sizes, self.attrs.compute_dtype, like, self._extents(builder), self.transition.leaks)
 
     def _groups(self) -> tuple[tuple[int, ...], ...]:
         """The indices of batch, heads, keys and values."""
@@ -139,9 +135,11 @@ class ScanEmitter(TableEmitter):
         for read in move.reads:
             own = replace(values, sizes=self._with_extras(read))
             query = read.query or IndexSum(tuple((size,) for size in move.space), dict(_ONE))
-            rows.append(
-                self._spread(own.of(query, (batch, heads, (TIME,), self._extras(read), keys)), read, values.extent)
-            )
+            groups = (batch, heads, (TIME,), self._extras(read), keys)
+            row = own.of(query, groups)
+            if read.drops is not None:  # of what is not looked at, gradients look at nothing either
+                row = torch.where(own.of(read.drops, groups) != 0, 0.0, row)
+            rows.append(self._spread(row, read, values.extent))
         return _joined(rows, 3)
 
     def _spread(self, rows: Any, read: Read, extent: Callable[[int], Any]) -> Any:
@@ -196,8 +194,16 @@ class ScanEmitter(TableEmitter):
         value = rows.reshape([length if index == TIME else extent(sizes[index]) for index in order])
         value = value.permute([order.index(index) for index in (TIME, *read.places)])
         if read.drops is not None:
-            own = replace(values, sizes=sizes, like=rows)
-            value = torch.where(own.of(read.drops, ((TIME,), *((place,) for place in read.places))) != 0, 0.0, value)
+            own, groups = replace(values, sizes=sizes, like=rows), ((TIME,), *((place,) for place in read.places))
+            is_dropped = own.of(read.drops, groups) != 0
+            leak = None if read.query is None else self.transition.leaks.get(read.query)
+            instead: Any = 0.0
+            if leak is not None:  # what the dropped state is multiplied by
+                summed = [(key,) for key in self.transition.keys if key not in read.places]
+                is_finite = own.of(leak, (*groups, *summed)).isfinite()
+                instead = torch.where(is_finite.flatten(len(groups)).all(-1) if summed else is_finite, 0.0, torch.nan)
+                instead = instead.to(value.dtype)
+            value = torch.where(is_dropped, instead, value)
         if read.rest.terms:
             own = replace(values, sizes=dict(enumerate(read.rest.sizes)), like=rows)
             value = value + own.of(read.rest, ((TIME,), *((i,) for i in range(len(read.rest.sizes)))))
@@ -243,27 +249,6 @@ class ScanEmitter(TableEmitter):
         if own & set(move.keys):
             return "full" if own & set(move.values) else "key"
         return "value" if own & set(move.values) else "scalar"
-
-
-def _masked(part: IndexSum | None, left: IndexSum, keys: tuple[int, ...]) -> IndexSum | None:
-    """Zero wherever a mask alone makes ``left`` zero: what is left out there may be NaN, and zero times NaN is not zero.
-
-    A mask over keys makes only some rows zero, and says nothing of the other side.
-    """
-    if part is None:
-        return None
-    masks = {factor for term in left.terms for factor in term.of("mask")}
-    for mask in sorted(each for each in masks if not set(keys) & set(each.indices)):
-        whole = IndexSum(part.dims, {Term((mask,)): 1.0})
-        if all(mask in term.factors for term in left.terms):
-            part = part.times(whole)
-        elif not mapped(left, partial(_where, mask)).terms:
-            part = part.plus(part.times(whole), -1)
-    return part
-
-
-def _where(mask: Factor, term: Term) -> Term:
-    return term.without([mask]) if mask in term.factors else term
 
 
 def _joined(rows: Sequence[Any], dim: int) -> Any:

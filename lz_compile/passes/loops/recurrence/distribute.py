@@ -25,6 +25,7 @@ from lz_compile.passes.loops.recurrence.reading import Readings
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, insert_scan, replace_results
 from lz_compile.passes.loops.recurrence.states import restated
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
+from lz_compile.passes.rewriting.core import wants_grad
 
 aten = torch.ops.aten
 
@@ -118,7 +119,9 @@ class _Loop:
         self.around = around
         step = plan.form.step
         self.step = step
-        self.batched = Batched(around, plan.traces, dict(zip(step.slices, call.xs, strict=True)))
+        effects = Effects(call.node.graph) if wants_grad(around.ambient, call.xs) else None
+        slices = [node if effects is None else self._kept(node, effects) for node in call.xs]
+        self.batched = Batched(around, plan.traces, dict(zip(step.slices, slices, strict=True)))
         self.batched.always.update(zip(step.given, call.given, strict=True))
         self.final: dict[int, fx.Node] = {}
         self.masks = {node: around.call(aten.ne.Scalar, self._given(node), 0) for node in plan.form.indicators}
@@ -129,6 +132,11 @@ class _Loop:
                 self.batched.always[state] = call.init[index]
                 if index in read:  # a scan gives tensors of its own
                     self.final[index] = around.call(aten.clone.default, call.init[index], **CONTIGUOUS)
+
+    def _kept(self, node: fx.Node, effects: Effects) -> fx.Node:
+        """A copy of what is overwritten behind the loop: what computes all steps at once may keep more for gradients."""
+        is_written = wants_grad(self.around.ambient, [node]) and effects.why_not_kept([node], self.call.node)
+        return self.around.call(aten.clone.default, node, **CONTIGUOUS) if is_written else node
 
     def _given(self, node: fx.Node) -> fx.Node:
         return self.batched.over_time.get(node) or self.batched.always[node]

@@ -1,36 +1,53 @@
-"""Conditions that drop a state: selected away, a state takes its NaN along, where a product with zero would keep it.
+"""What conditions leave out of a step: selected away, it takes its NaN along, where a product with zero would keep it.
 
-As sums of products, ``where(done, 0, h)`` and ``h * (1 - done)`` are the same. So a step whose factor vanishes under
-conditions is run as it is written, with a state of NaN, once for each way in which the conditions may hold.
+As sums of products, ``where(done, 0, h)`` and ``h * (1 - done)`` are the same. So a step of which something vanishes under
+conditions is run as it is written, with NaN there, once for each way in which the conditions may hold.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
 from torch import fx
 
-from lz_compile.passes.loops.recurrence.index_sum import IndexSum, mapped
-from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, Term
-from lz_compile.passes.loops.recurrence.index_values import MAX_MASKS
+from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, mapped
+from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, Term, subterm
+from lz_compile.passes.loops.recurrence.index_values import masks_of, ways_of, where_held
 from lz_compile.passes.loops.recurrence.step_check import poisoned
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.transition import Read, Transition
 
 
 def with_drops(form: StepForm, transition: Transition) -> Transition:
-    """The transition and its reads, with one as ``drops`` where the step as it is written drops a state of NaN, else zero.
-
-    ``leaks`` likewise where it does not drop the NaN of what the state would have been multiplied by.
-    """
+    """The transition and its reads, with what conditions drop of the state, and what they do not drop of operands."""
     old, new = form.step.states[transition.state], form.step.carried[transition.state]
     seen = (old,) if transition.mode == "before" else (old, new)
     reads = (replace(read, drops=_dropped_read(form, read, seen)) for read in transition.reads)
-    drops, leaks = _dropped(form, transition.decay, new, (old,)), _leaking(form, transition.decay, new)
-    return replace(transition, drops=drops, leaks=leaks, reads=tuple(reads))
+    drops = _dropped(form, transition.decay, new, (old,))
+    return replace(transition, drops=drops, leaks=_leaks(form, transition), reads=tuple(reads))
+
+
+def masked(part: IndexSum | None, left: IndexSum, keys: tuple[int, ...]) -> IndexSum | None:
+    """Zero wherever a mask alone makes ``left`` zero: what is left out there may be NaN, and zero times NaN is not zero.
+
+    A mask over keys makes only some rows zero, and says nothing of the other side.
+    """
+    if part is None:
+        return None
+    masks = {factor for term in left.terms for factor in term.of("mask")}
+    for mask in sorted(each for each in masks if not set(keys) & set(each.indices)):
+        whole = IndexSum(part.dims, {Term((mask,)): 1.0})
+        if all(mask in term.factors for term in left.terms):
+            part = part.times(whole)
+        elif not mapped(left, partial(_there, mask)).terms:
+            part = part.plus(part.times(whole), -1)
+    return part
+
+
+def _there(mask: Factor, term: Term) -> Term:
+    return term.without([mask]) if mask in term.factors else term
 
 
 def _dropped_read(form: StepForm, read: Read, states: Sequence[fx.Node]) -> IndexSum | None:
@@ -45,48 +62,70 @@ def _dropped(form: StepForm, factor: IndexSum, node: fx.Node, states: Sequence[f
     dropped = IndexSum(factor.dims, {})
     for held in _vanishing(factor):
         if not bool(poisoned(form, node, held, states).isnan().any()):
-            dropped = dropped.plus(_indicator(factor, held))
+            dropped = dropped.plus(_indicator(factor.dims, masks_of([factor]), held))
     return dropped if dropped.terms else None
 
 
-def _leaking(form: StepForm, decay: IndexSum, new: fx.Node) -> IndexSum | None:
-    """Where a decay vanishes under conditions, and the next state is NaN all the same if the decay's other factors are."""
-    atoms = dict.fromkeys(each.atom for term in decay.terms for each in term.of("given"))
-    factors = [form.atoms[atom] for atom in atoms if form.atoms[atom].meta["val"].is_floating_point()]
-    leaking = IndexSum(decay.dims, {})
-    for held in _vanishing(decay) if factors else ():
-        if bool(poisoned(form, new, held, factors).isnan().any()):
-            leaking = leaking.plus(_indicator(decay, held))
-    return leaking if leaking.terms else None
+def _leaks(form: StepForm, transition: Transition) -> dict[IndexSum, IndexSum]:
+    """Of operands, what they leave out under conditions although the step as it is written multiplies it by zero.
+
+    NaN and infinities of that are NaN afterwards. What another operand holds under the same conditions is seen there.
+    """
+    new = form.step.carried[transition.state]
+    whole = [transition.decay] if transition.drive is None else [transition.drive, transition.decay]
+    parts: list[IndexSum] = []
+    for update in transition.updates:
+        sides = (masked(each, update.left, transition.keys) for each in (update.right, update.erase))
+        parts += [update.left, *(side for side in sides if side is not None)]
+    found = _leaking(form, new, whole, parts)
+    known = {atom for each in (*whole, *parts) for atom in each.atoms} if transition.mode == "after" else set[Atom]()
+    for read in transition.reads:  # what the new state is made of makes a read of it NaN by itself
+        for each in (read.query, read.rest):
+            found |= {} if each is None else _leaking(form, read.node, [each], known=known)
+    return found
 
 
-def factors_of(decay: IndexSum) -> IndexSum:
-    """What a decay is made of beside conditions: not finite where one of its factors is not."""
-    return IndexSum(decay.dims, dict.fromkeys((term.without(term.of("mask")) for term in decay.terms), 1.0))
+def _leaking(
+    form: StepForm,
+    node: fx.Node,
+    whole: Sequence[IndexSum],
+    parts: Sequence[IndexSum] = (),
+    known: Collection[Atom] = (),
+) -> dict[IndexSum, IndexSum]:
+    """What of each of the sums reaches a node although conditions leave it out; ``parts`` do not have all indices."""
+    found: dict[IndexSum, IndexSum] = {}
+    sums = (*whole, *parts)
+    for atom in sorted({each for own in sums for each in own.atoms} - {*known}):
+        node_of = form.atoms.get(atom)
+        if atom.kind != "given" or node_of is None or not node_of.meta["val"].is_floating_point():
+            continue
+        own = [each for each in sums if atom in each.atoms]
+        masks = masks_of(own)
+        places = [*(whole if any(each in whole for each in own) else ()), *(o for o in own if masks_of([o]) == masks)]
+        for held in ways_of(masks) if places else ():
+            is_there = any(atom in mapped(each, partial(where_held, held)).atoms for each in own)
+            if not is_there and bool(poisoned(form, node, held, [node_of]).isnan().any()):
+                place, lost = places[0], _indicator(own[0].dims, masks, held).times(_alone(own[0], atom))
+                found[place] = found[place].plus(lost) if place in found else lost
+    return found
+
+
+def _alone(whole: IndexSum, atom: Atom) -> IndexSum:
+    """A factor of some products of a sum, without the others."""
+    found = (subterm(term, [each for each in term.factors if each.atom == atom]) for term in whole.terms)
+    return IndexSum(whole.dims, dict.fromkeys((term for term in found if term.factors), 1.0))
 
 
 def _vanishing(factor: IndexSum) -> Iterator[Mapping[Atom, bool]]:
     """The ways in which the conditions of a factor may hold that leave nothing of it."""
-    masks = sorted({each.atom for term in factor.terms for each in term.of("mask")})
-    if not masks or len({each for term in factor.terms for each in term.of("mask")}) > MAX_MASKS:
-        return
-    for values in itertools.product((False, True), repeat=len(masks)):
-        held = dict(zip(masks, values, strict=True))
-        if not mapped(factor, partial(_where, held)).terms:
-            yield held
+    return (held for held in ways_of(masks_of([factor])) if not mapped(factor, partial(where_held, held)).terms)
 
 
-def _where(held: Mapping[Atom, bool], term: Term) -> Term | None:
-    """A product where conditions hold, or do not."""
-    masks = term.of("mask")
-    return term.without(masks) if all(held[each.atom] for each in masks) else None
-
-
-def _indicator(factor: IndexSum, held: Mapping[Atom, bool]) -> IndexSum:
-    """One where all conditions of a factor hold so, else zero."""
+def _indicator(dims: Dims, masks: frozenset[Factor], held: Mapping[Atom, bool]) -> IndexSum:
+    """One where all conditions hold so, else zero."""
 
     def chosen(mask: Factor) -> IndexSum:
-        own = IndexSum(factor.dims, {Term((mask,)): 1.0})
-        return own if held[mask.atom] else IndexSum(factor.dims, {Term(): 1.0}).plus(own, -1)
+        own = IndexSum(dims, {Term((mask,)): 1.0})
+        return own if held[mask.atom] else IndexSum(dims, {Term(): 1.0}).plus(own, -1)
 
-    return reduce(IndexSum.times, map(chosen, sorted({each for term in factor.terms for each in term.of("mask")})))
+    return reduce(IndexSum.times, map(chosen, sorted(masks)))

@@ -6,10 +6,11 @@ may be NaN.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Values:
         dtype: in which is computed; a tensor that is taken as it is keeps its own.
         like: any tensor on the device.
         extent: what a size of a sum is where it stands for another one.
+        leaks: of sums, what must be finite for them not to be NaN.
     """
 
     source: Callable[[Atom], Source]
@@ -61,12 +63,21 @@ class Values:
     dtype: torch.dtype
     like: Any
     extent: Callable[[int], Any] = _itself
+    leaks: Mapping[IndexSum, IndexSum] = field(default_factory=dict)
 
     def of(self, whole: IndexSum, groups: Sequence[Sequence[int]]) -> Any:
         """The sum as a tensor with one dimension for each group of free indices (or :data:`TIME`).
 
         Dimensions of which it has no index have size one.
         """
+        value = self._of(whole, groups)
+        leak = self.leaks.get(whole)
+        if leak is None:
+            return value
+        # added, so that gradients are those of the value
+        return value + torch.where(self._of(leak, groups).isfinite(), 0.0, torch.nan).to(value.dtype)
+
+    def _of(self, whole: IndexSum, groups: Sequence[Sequence[int]]) -> Any:
         order = [index for group in groups for index in group]
         value = self._sum(whole, order)
         if not _is_tensor(value):
@@ -89,24 +100,32 @@ class Values:
 
     # ---- sums -----------------------------------------------------------------------------------------------------
 
-    def _sum(self, whole: IndexSum, order: Sequence[int]) -> Any:
-        """With one dimension per index of ``order``; a number where nothing else is in it."""
+    def _sum(self, whole: IndexSum, order: Sequence[int], chosen: Sequence[Any] = ()) -> Any:
+        """With one dimension per index of ``order``; a number where nothing else is in it.
+
+        It is looked at where all ``chosen`` hold. Elsewhere the factors of products are zeros: one that is NaN would make NaN
+        of a gradient of zero.
+        """
         mask = self._mask(whole)
-        if mask is not None:
-            there = self._sum(mapped(whole, lambda term: _without(term, mask)), order)
-            gone = self._sum(mapped(whole, lambda term: None if mask in term.factors else term), order)
-            if not _is_tensor(there) and not _is_tensor(gone):
-                there = self.like.new_full([], there, dtype=self.dtype)
-            condition = self._factor(mask, (), order)
-            return torch.where(condition if condition.dtype == torch.bool else condition != 0, there, gone)
-        shared = _shared(whole) if len(whole.terms) > 1 else []
+        outside = [] if mask is None else _outside(whole)
+        if mask is not None and not outside:
+            held = self._factor(mask, (), order)
+            held = held if held.dtype == torch.bool else held != 0
+            there = mapped(whole, lambda term: _without(term, mask))
+            gone = mapped(whole, lambda term: None if mask in term.factors else term)
+            one = self._sum(there, order, (*chosen, held) if _multiplies(there) else ())
+            other = self._sum(gone, order, (*chosen, ~held) if _multiplies(gone) else ())
+            if not _is_tensor(one) and not _is_tensor(other):
+                one = self.like.new_full([], one, dtype=self.dtype)
+            return torch.where(held, one, other)
+        shared = outside or (_shared(whole) if len(whole.terms) > 1 else [])
         if shared:
             rest = mapped(whole, lambda term: term.without(shared))
-            return self._times([self._factor(each, (), order) for each in shared]) * self._sum(rest, order)
+            return self._times(shared, (), order, chosen) * self._sum(rest, order, chosen)
         ordered = sorted(
             whole.terms.items(), key=lambda entry: (not entry[0].factors, entry[0].factors, entry[0].bound)
         )
-        parts = [self._product(term, number, order) for term, number in ordered]
+        parts = [self._product(term, number, order, chosen) for term, number in ordered]
         return reduce(operator.add, parts) if parts else 0.0
 
     def _mask(self, whole: IndexSum) -> Factor | None:
@@ -114,19 +133,26 @@ class Values:
         masks = {each for term in whole.terms for each in term.of("mask") if min(each.indices, default=0) >= 0}
         return min(masks) if 0 < len(masks) <= MAX_MASKS else None
 
-    def _product(self, term: Term, number: float, order: Sequence[int]) -> Any:
+    def _product(self, term: Term, number: float, order: Sequence[int], chosen: Sequence[Any]) -> Any:
         if not term.factors:
             return number
-        factors = [self._factor(each, term.bound, order) for each in term.factors]
-        if len(factors) == 1 and number == 1 and not term.bound and factors[0].dtype.is_floating_point:
-            return factors[0]
-        value = self._times(factors)
+        if len(term.factors) == 1 and number == 1 and not term.bound and not chosen:
+            value = self._factor(term.factors[0], (), order)
+            if value.dtype.is_floating_point:
+                return value
+        value = self._times(term.factors, term.bound, order, chosen)
         for _ in term.bound:
             value = value.sum(-1)
         return value if number == 1 else value * number
 
-    def _times(self, factors: Sequence[Any]) -> Any:
-        return reduce(operator.mul, [each.to(self.dtype) for each in factors])
+    def _times(
+        self, factors: Sequence[Factor], bound: Sequence[int], order: Sequence[int], chosen: Sequence[Any]
+    ) -> Any:
+        values = [self._factor(each, bound, order).to(self.dtype) for each in factors]
+        if chosen:
+            held = reduce(operator.and_, chosen)[(..., *(None for _ in bound))]
+            values = [torch.where(held, value, 0.0) for value in values]
+        return reduce(operator.mul, values)
 
     def _factor(self, factor: Factor, bound: Sequence[int], order: Sequence[int]) -> Any:
         """An atom with one dimension per index of ``order``, and then for the summed ones."""
@@ -158,8 +184,31 @@ class Values:
         return value
 
 
+def masks_of(sums: Iterable[IndexSum]) -> frozenset[Factor]:
+    """Every mask of some sums."""
+    return frozenset(each for whole in sums for term in whole.terms for each in term.of("mask"))
+
+
+def ways_of(masks: frozenset[Factor]) -> Iterator[dict[Atom, bool]]:
+    """How masks may hold, if there are any, and few enough to choose by."""
+    atoms = sorted({each.atom for each in masks})
+    if 0 < len(masks) <= MAX_MASKS:
+        yield from (dict(zip(atoms, each, strict=True)) for each in itertools.product((False, True), repeat=len(atoms)))
+
+
+def where_held(held: Mapping[Atom, bool], term: Term) -> Term | None:
+    """What a product is where masks hold, or do not; None is zero."""
+    masks = term.of("mask")
+    return term.without(masks) if all(held[each.atom] for each in masks) else None
+
+
 def _is_tensor(value: Any) -> bool:
     return not isinstance(value, (int, float))
+
+
+def _multiplies(whole: IndexSum) -> bool:
+    """Whether a sum has products of numbers that are given."""
+    return any(len(term.of("given")) > 1 for term in whole.terms)
 
 
 def _without(term: Term, factor: Factor) -> Term:
@@ -178,6 +227,13 @@ def _shared(whole: IndexSum) -> list[Factor]:
                 kept.append(factor)
         left = kept
     return left
+
+
+def _outside(whole: IndexSum) -> list[Factor]:
+    """The factors of every product that are left however masks hold: no mask chooses them, and nor do gradients."""
+    shared = [each for each in _shared(whole) if each.atom.kind == "given"] if len(whole.terms) > 1 else []
+    ways = ways_of(masks_of([whole])) if shared else ()
+    return shared if all(mapped(whole, partial(where_held, held)).terms for held in ways) else []
 
 
 def _product(sizes: Iterable[Any]) -> Any:

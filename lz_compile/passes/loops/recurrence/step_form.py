@@ -190,7 +190,7 @@ class _Reader:
             else:
                 self.reasons[node] = str(error)
             return
-        if is_free and _is_contraction(value):
+        if is_free and (_is_contraction(value) or _chooses(node, value)):
             self._keep(node)
         else:
             self.values[node] = value
@@ -315,3 +315,12 @@ def _is_contraction(value: IndexSum) -> bool:
     """Whether something is summed over, other than a product with an identity."""
     sums = any(term.bound for term in value.terms)
     return sums and not any(atom.kind == "identity" for atom in value.atoms)
+
+
+def _chooses(node: fx.Node, value: IndexSum) -> bool:
+    """Whether conditions decide what numbers a value holds, and it is no larger than what it is made of.
+
+    It is computed as it is written then: what gradients are of a condition that leaves out NaN, no sum of products says.
+    """
+    sizes = (each.meta["val"].numel() for each in node.all_input_nodes if is_tensor(each))
+    return value.has("mask") and value.has("given") and node.meta["val"].numel() <= max(sizes, default=0)

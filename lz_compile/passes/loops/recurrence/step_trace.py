@@ -20,10 +20,11 @@ from torch.utils import _pytree as pytree
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.calls import constant_value
+from lz_compile.passes.graph.effects import overwritten
 from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import known_tensor, read, tensor_of, value_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of, value_of
 from lz_compile.passes.loops.recurrence.size_placeholders import (
     ATTEMPTS,
     NO_SYMBOLS,
@@ -33,6 +34,7 @@ from lz_compile.passes.loops.recurrence.size_placeholders import (
     symbolic,
 )
 from lz_compile.passes.loops.recurrence.step_sizes import check_twins, name_sizes, unchanged_sizes
+from lz_compile.passes.proof.subgraph import needed
 
 aten = torch.ops.aten
 SCAN = torch.ops.higher_order.scan
@@ -271,12 +273,20 @@ def traced(function: Callable[..., Any], values: Sequence[Any], ambient: Ambient
 
 
 def is_filled(node: fx.Node, number: float | None = None) -> bool:
-    """Whether a tensor is known to hold one number everywhere (this one)."""
+    """Whether a tensor is known to hold one number everywhere (this one): it was made so, and nothing was written to it."""
     call = read(node)
     while call is not None and layout.rearranges(call) and isinstance(call.input, fx.Node) and not call.is_inplace:
         call = read(call.input)
     found = None if call is None or call.is_inplace else constant_value(call)
-    return found is not None and number in (None, found)
+    return call is not None and found is not None and number in (None, found) and not _is_written(call.node)
+
+
+def _is_written(made: fx.Node) -> bool:
+    """Whether anything writes to a tensor, under any name; memory of which nobody can tell counts as another's."""
+    memory = memory_of(made)
+    views = needed([made], (), lambda node: (user for user in node.users if memory_of(user) in (None, memory)))
+    calls = (read(user) for view in views for user in view.users)
+    return any(memory_of(target) == memory for call in calls if call is not None for target in overwritten(call))
 
 
 def _source_name(node: fx.Node) -> str:

@@ -10,7 +10,7 @@ nothing but decay, right and drive have, and the others are the *batch*, each el
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -57,8 +57,8 @@ class Read:
 class Transition:
     """A state's step; operands have the indices of the state, ``space`` their sizes. ``shape`` is that of the state.
 
-    ``drops`` is one where a condition drops the state, else zero (None: none does); ``leaks`` where one makes the decay zero
-    that is still multiplied by its other factors, NaN and infinities included.
+    ``drops`` is one where a condition drops the state, else zero (None: none does). ``leaks`` are what operands leave out
+    under conditions that must be finite all the same: a product with zero is NaN otherwise.
     """
 
     state: int
@@ -72,7 +72,7 @@ class Transition:
     mode: Reads = "after"
     shape: tuple[int, ...] = ()
     drops: IndexSum | None = None
-    leaks: IndexSum | None = None
+    leaks: Mapping[IndexSum, IndexSum] = field(default_factory=dict)
 
     @property
     def batch(self) -> tuple[int, ...]:

@@ -122,12 +122,12 @@ def _cuts_gradients(buffer: fx.Node, found: _Loads, stores: Sequence[fx.Node], e
         return bool(found.written) and not found.original and readers.issuperset(buffer.users)
     first = min((effects.position[each] for each in stores if _is_attached(each, effects)), default=math.inf)
     late = [load for load in found.original if effects.position[load] > first]
-    return any(not _is_attached(user, effects, load) for load in late for user in load.users)
+    return any(not _is_attached(user, effects, late) for load in late for user in load.users)
 
 
-def _is_attached(reader: fx.Node, effects: Effects, but: fx.Node | None = None) -> bool:
+def _is_attached(reader: fx.Node, effects: Effects, but: Collection[fx.Node] = ()) -> bool:
     """Whether a call reads something with a gradient, where they are recorded, besides the tensor that it writes to."""
-    own = {but} | ({reader.args[0]} if reader.target is operator.setitem else set())
+    own = {*but} | ({reader.args[0]} if reader.target is operator.setitem else set())
     return wants_grad(effects.ambient(reader), (each for each in reader.all_input_nodes if each not in own))
 
 
