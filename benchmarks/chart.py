@@ -29,7 +29,7 @@ TITLES = {
     "selection": "attention, tuned choice",
     "packed": "packed documents, forward",
     "packed_training": "packed documents, training step",
-    "models": "whole models, BERT and Llama shapes",
+    "models": "whole models",
     "third_party": "models of other projects",
     "scan": "KDA loop of 64 steps",
     "recurrent_models": "recurrent models of transformers",

@@ -25,9 +25,11 @@ import torch._dynamo  # noqa: E402 - reads the variables above
 from hypothesis import settings  # noqa: E402 - keeps the imports of this file together
 
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
+from lz_compile.compile import choices  # noqa: E402 - reads the variables above
 from lz_compile.runtime.choose import select  # noqa: E402 - reads the variables above
 from lz_compile.runtime.kernels import registry  # noqa: E402 - reads the variables above
 from lz_compile.runtime.kernels.capabilities import Prior  # noqa: E402 - reads the variables above
+from lz_compile.runtime.measure import cost  # noqa: E402 - reads the variables above
 from lz_compile.runtime.policy import policy  # noqa: E402 - reads the variables above
 
 #: Where tensors are made that name no device. ``cuda`` runs tests on a GPU, those of kernels in Triton's interpreter too.
@@ -73,6 +75,13 @@ def kernels_first(request: pytest.FixtureRequest, clean_compiler: None) -> None:
     """
     if not {"sdpa_first", "no_preference"} & set(request.fixturenames):
         policy.prefer("lz.blocked", "torch.sdpa")
+        request.getfixturevalue("by_priors")
+
+
+@pytest.fixture(autouse=True)
+def usual_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices of tests are those of one machine, whatever runs them."""
+    monkeypatch.setattr(cost, "rates", cost.usual)
 
 
 @pytest.fixture
@@ -81,7 +90,14 @@ def no_preference() -> None:
 
 
 @pytest.fixture
-def sdpa_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_priors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose by the priors of kernels, which a test sets, as if Inductor fused nothing by itself."""
+    monkeypatch.setattr(cost, "parts", lambda *_: None)
+    monkeypatch.setattr(choices, "left_as", lambda _: None)
+
+
+@pytest.fixture
+def sdpa_first(monkeypatch: pytest.MonkeyPatch, by_priors: None) -> None:
     """A fixed prior, for tests of what happens around a choice: SDPA before Inductor before everything else."""
     order = {"torch.sdpa": 0.8, "inductor": 1.0}
 

@@ -317,7 +317,7 @@ def test_another_capabilities_hash_names_the_kernels_that_changed(path):
 # ---- selection -------------------------------------------------------------------------------------------------------
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("by_priors")]
 
 
 @pytest.mark.parametrize(

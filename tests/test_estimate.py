@@ -17,6 +17,8 @@ from lz_compile.runtime.measure.estimate import ELSEWHERE, PRIOR_NOISE, estimate
 from lz_compile.runtime.measure.perf_record import canonical
 from lz_compile.runtime.problem.context import SymbolicDim
 
+pytestmark = pytest.mark.usefixtures("by_priors")
+
 SPECS = [kernel("inductor"), kernel("torch.sdpa", 0.5), kernel("lz.blocked")]
 
 

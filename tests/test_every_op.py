@@ -31,7 +31,7 @@ for_every_op = pytest.mark.parametrize("op", OPS)
 for_every_operation = pytest.mark.parametrize("operation", contexts.operations())
 #: A kernel of each op that runs on a CPU.
 OWN = {
-    "attention": "torch.sdpa", "blend": "torch.blend", "mlp": "torch.mlp", "norm": "torch.norm", "rope": "torch.rope",
+    "attention": "lz.blocked", "blend": "torch.blend", "mlp": "torch.mlp", "norm": "torch.norm", "rope": "torch.rope",
     "routing": "torch.routing", "sampling": "torch.sampling", "scan": "torch.scan_sequential",
 }  # fmt: skip
 #: Small sizes by the letters of dimensions.

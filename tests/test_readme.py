@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 
 import pytest
+import rich
 
 import lz_compile as lz
 from benchmarks import chart
@@ -27,7 +28,8 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def _alone(tmp_path, monkeypatch, no_preference):
     """No measurement steers what is chosen, and no kernel stays registered."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(rich, "_console", None)  # the one that rich.print uses reads it once
     yield
     for each in lz.list_kernels():
         if each.kernel_id.startswith("mine."):
@@ -167,3 +169,18 @@ def test_modules_that_docstrings_name_are_there():
         for name in re.findall(r":mod:`~?\.?([\w.]+)`", path.read_text()):
             wanted = "/" + name.replace(".", "/")
             assert any(each.endswith(wanted) for each in there), f"{path.relative_to(ROOT)} names {name}"
+
+
+def test_every_table_that_is_read_at_run_time_is_part_of_the_package():
+    """A file that is missing from a wheel is missed by its users alone."""
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packed = {
+        path
+        for package, patterns in settings.items()
+        for pattern in patterns
+        for path in ROOT.glob(
+            f"lz_compile/**/{pattern}" if package == "*" else f"{package.replace('.', '/')}/{pattern}"
+        )
+    }
+    assert set(ROOT.glob("lz_compile/**/*.json")) <= packed

@@ -147,7 +147,7 @@ def _symbol() -> Any:
     return sympy.Symbol("s0", integer=True, positive=True)
 
 
-@pytest.mark.usefixtures("no_preference")
+@pytest.mark.usefixtures("no_preference", "by_priors")
 @pytest.mark.parametrize("priority", [95, 50, 20])
 def test_a_priority_says_what_to_expect_of_a_kernel_that_was_never_measured(priority):
     register(sdpa, supports=["training"], is_traceable=True, priority=priority)

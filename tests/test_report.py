@@ -690,7 +690,9 @@ def test_a_report_is_written_even_where_the_compile_fails(tmp_path):
 
 CHILD = """
 import torch
+import lz_compile as lz
 from lz_compile.backend import layerzero
+lz.prefer("torch.sdpa")
 def attention(query, key, value):
     return (query @ key.transpose(-2, -1) * 0.25).softmax(-1) @ value
 def capped(query, key, value):

@@ -29,7 +29,7 @@ from lz_compile.runtime.measure.estimate import PRIOR_NOISE
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem.context import SymbolicDim
 
-pytestmark = pytest.mark.usefixtures("no_preference")
+pytestmark = pytest.mark.usefixtures("no_preference", "by_priors")
 
 
 @pytest.fixture(autouse=True)
@@ -501,6 +501,13 @@ def test_nothing_is_asked_inside_a_declared_range(given_kernels):
     symbol = Symbol(600, lower=512, upper=4096)
     assert choose_over(symbol).kernel.kernel_id in ("inductor", "torch.sdpa")
     assert symbol.questions == []
+
+
+def test_a_preferred_kernel_is_taken_at_sizes_of_which_nothing_is_known(given_kernels):
+    given_kernels(replace(kernel("torch.sdpa"), prior=growing((1024, 0.5))))
+    assert choose_over(Symbol(64)).kernel.kernel_id == "inductor"
+    lz.prefer("torch.sdpa")
+    assert choose_over(Symbol(64)).kernel.kernel_id == "torch.sdpa"
 
 
 def test_a_locked_kernel_asks_nothing(given_kernels):

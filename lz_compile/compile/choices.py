@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from lz_compile.compile.problems import of_match
+from lz_compile.compile.problems import left_as, of_match
 from lz_compile.compile.symbolic_sizes import symbolic_sizes
 from lz_compile.ground.store import Store
 from lz_compile.lowering import inductor
@@ -45,7 +45,10 @@ class Choices:
         if key not in self.problems:
             context = of_match(match.kind, is_cuda_graph_capturing=inductor.captures_cuda_graphs(match.facts.device))
             context = replace(context, fusable=key[1])
-            self.problems[key] = Problem(context, match.found.source_kernel, symbols=symbolic_sizes(match.kind))
+            symbols = symbolic_sizes(match.kind)
+            # Inductor's patterns know no scale that is computed from a symbolic size.
+            by_inductor = left_as(match.kind) if symbols is None else None
+            self.problems[key] = Problem(context, match.found.source_kernel, symbols=symbols, left_as=by_inductor)
         return self.problems[key]
 
     def key(self, match: Match) -> tuple[int, tuple[str, ...]]:

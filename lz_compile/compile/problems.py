@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from lz_compile.ground import events
+from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import as_size
+from lz_compile.lowering import inductor
 from lz_compile.passes.formula.axes import atoms, axes_of
 from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.proof.cases import Case, inputs_of
+from lz_compile.passes.proof.resize import representative_sizes, resized, whole
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.runtime.problem.context import SelectionContext, of_facts
 
@@ -29,6 +36,26 @@ def of_match(match: Match, *, deterministic: bool = False, is_cuda_graph_capturi
         is_last_dim_contiguous=_is_last_dim_contiguous(match),
         is_cuda_graph_capturing=is_cuda_graph_capturing,
     )
+
+
+def left_as(match: Match) -> str | None:
+    """The kernel that Inductor makes of a match by itself, as its own patterns say; None if they do not know it.
+
+    Not asked where there is dropout, which a proof's excerpt leaves out, nor of other devices, where no answer was
+    ever held against what Inductor does.
+    """
+    is_asked = match.op == "attention" and match.facts.device == "cpu" and match.found.source_kernel is None
+    if not is_asked or "dropout_p" in match.attributes.to_dict():
+        return None
+    sizes = representative_sizes(match)
+    with isolated() as outside, outside.entered():
+        try:
+            source, inputs = resized(whole(match), sizes), inputs_of(match, sizes, Case("plain"))
+            is_fused = inductor.fuses_attention(source.run, inputs, torch.device(match.facts.device))
+        except Exception as error:  # noqa: BLE001 a question that nobody can answer costs a choice by less, and says so
+            events.record("INDUCTOR_NOT_ASKED", f"what Inductor makes of the attention at {match.where}", error)
+            return None
+    return "torch.sdpa" if is_fused else None
 
 
 def _is_last_dim_contiguous(match: Match) -> bool:

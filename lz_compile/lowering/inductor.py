@@ -30,6 +30,8 @@ from torch._inductor.codecache import CppCodeCache
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._logging._internal import trace_structured
 from torch.compiler._cache import CacheArtifactManager
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -183,6 +185,20 @@ def compile_isolated(
     has_regions = "isolate_recompiles" in signature(torch.compile).parameters
     apart: dict[str, Any] = {"isolate_recompiles": True} if has_regions else {}
     return torch.compile(model, backend=backend, dynamic=dynamic, **apart)
+
+
+def fuses_attention(function: Callable[..., Any], inputs: Sequence[Any], device: torch.device) -> bool:
+    """Whether Inductor itself makes PyTorch's fused attention of what a function does: its own patterns are asked."""
+    counted = counters["inductor"].copy()
+    given = {"input_device": device} if "input_device" in signature(joint_graph_passes).parameters else {}
+    try:
+        with torch._guards.tracing(None):
+            module = make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs)
+            module.graph.eliminate_dead_code()  # its decompositions leave calls that nobody reads
+            joint_graph_passes(module, **given)
+    finally:
+        counters["inductor"] = counted  # a question is no compile
+    return any("scaled_dot_product" in str(node.target) for node in module.graph.nodes)
 
 
 def break_reason(module: fx.GraphModule) -> str | None:

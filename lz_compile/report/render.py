@@ -123,14 +123,16 @@ def _size(size: Any) -> str:
 
 
 def candidates(found: Sequence[Mapping[str, Any]], chosen: str, context: Mapping[str, Any] | None) -> Iterator[Any]:
-    """A row for each kernel that could be considered here; those of other platforms, and missing ones, in one line."""
-    elsewhere, missing, rows = [], [], []
+    """A row for each kernel that could be considered here; others, of which there is nothing to tell, in one line."""
+    elsewhere, missing, equal, rows = [], [], [], []
     for candidate in found:
         codes = [reason["code"] for reason in candidate["against"]]
         if "PLATFORM_MISMATCH" in codes:
             elsewhere.append(candidate["kernel"])
         elif codes == ["NOT_INSTALLED"]:
             missing.append(candidate["kernel"])
+        elif candidate["kernel"] != chosen and _is_as_fast(candidate):
+            equal.append(candidate["kernel"])
         else:
             rows.append(candidate)
     if rows:
@@ -139,7 +141,18 @@ def candidates(found: Sequence[Mapping[str, Any]], chosen: str, context: Mapping
         table = Rows("", columns, [_candidate(row, context) for row in rows], styles)
         yield Padding(table, (0, 0, 0, 2))
     platform = "this platform" if context is None else context["hardware"]["platform"]
-    yield facts({f"not for {platform}": ", ".join(elsewhere), "not installed": ", ".join(missing)})
+    told = {
+        "as fast as Inductor's own code, as far as is known": equal,
+        f"not for {platform}": elsewhere,
+        "not installed": missing,
+    }
+    yield facts({text: ", ".join(names) for text, names in told.items()})
+
+
+def _is_as_fast(candidate: Mapping[str, Any]) -> bool:
+    """Whether nothing speaks for or against a kernel but that it exists."""
+    is_told = bool(candidate["against"] or candidate.get("notes")) or candidate["kernel"] == "inductor"
+    return not is_told and candidate["origin"] in ("assumed", "prior") and candidate["relative_latency"] == 1.0
 
 
 def _candidate(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) -> tuple[str, ...]:
@@ -151,6 +164,9 @@ def _candidate(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) 
 
 def _latency(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) -> str:
     ratio = f"{candidate['relative_latency']:.3g} of Inductor's"
+    if candidate["origin"] == "estimated":
+        parts = (f"{us:.3g} µs {kind.replace('_', ' ')}" for kind, us in candidate["parts_us"].items())
+        return f"{ratio} (estimated: {' + '.join(parts)})"
     if candidate["origin"] != "measured":
         return f"{ratio} ({candidate['origin']})"
     own = {} if context is None else context["dims"]
@@ -245,6 +261,10 @@ def _measurements(found: Measurements) -> dict[str, str]:
         "database": f"{found.path} ({rows} measurements, {size})" if found.exists else f"{found.path}: none yet",
         "of this environment": here or "none",
         "environment": found.environment,
+        **{f"rates in {dtype}": rates for dtype, rates in found.rates.items()},
+        "rates": ""
+        if found.rates
+        else "none measured yet, by the first choice of an attention, or because the machine was too busy",
     }
 
 

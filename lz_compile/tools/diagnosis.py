@@ -274,11 +274,11 @@ def _about_measurements(found: Measurements | None) -> Iterator[Issue]:
         yield Issue(event.code, event.message, "Tune again, in a cache directory that can be written.")
     if not found.enabled:
         text = "the database of measurements is switched off (perfdb.enabled)"
-        yield Issue("PERFDB_DISABLED", text, "Switch it on: priors, which come from other machines, decide now.")
+        yield Issue("PERFDB_DISABLED", text, "Switch it on: estimates and priors decide now.")
     elif not found.here:
         rows = int(found.statistics.get("rows", 0))
         text = "nothing was measured in this environment"
         if rows:
             text += f"; the {rows} measurements there are were made on other hardware or software, or other threads"
-        advice = "Run 'python -m lz_compile tune' on the sizes of your models: until then priors decide."
+        advice = "Run 'python -m lz_compile tune' on the sizes of your models: until then estimates and priors decide."
         yield Issue("NOT_MEASURED", text, advice)

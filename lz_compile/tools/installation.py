@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +26,7 @@ from lz_compile.lowering import inductor, ops
 from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import capabilities, registry
 from lz_compile.runtime.kernels.kernel import KernelSpec
-from lz_compile.runtime.measure import perfdb
+from lz_compile.runtime.measure import cost, perfdb
 from lz_compile.runtime.policy import environment, policy
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.problem import context as contexts
@@ -188,7 +188,10 @@ def _unwritable(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Measurements(Record):
-    """What the database of measurements holds; ``here`` counts those that were made in this environment, by operation."""
+    """What the database of measurements holds; ``here`` counts those that were made in this environment, by operation.
+
+    ``rates`` are what work takes here, by dtype, where that was measured.
+    """
 
     path: str
     exists: bool
@@ -197,20 +200,22 @@ class Measurements(Record):
     here: Mapping[str, int]
     statistics: Mapping[str, Any]
     events: tuple[Event, ...]
+    rates: Mapping[str, str] = field(default_factory=dict)
 
 
 def measurements(policy_: Policy, device: torch.device) -> Measurements:
     """Look into the database; one that is not there is not created."""
     settings = policy_.settings.perfdb
     path, where = perfdb.path_of(settings.path), machine.environment(device.type)
+    rates = {dtype: found.told() for dtype, found in cost.kept().items()}
     if not path.exists():
-        return Measurements(str(path), False, settings.enabled, where, {}, {"rows": 0}, ())
+        return Measurements(str(path), False, settings.enabled, where, {}, {"rows": 0}, (), rates)
     with events.collect() as happened:
         database = database_at(settings.path)
         statistics = database.statistics()
         here = {operation: _count(database, operation, where) for operation in contexts.operations()}
     known = {operation: count for operation, count in here.items() if count}
-    return Measurements(str(path), True, settings.enabled, where, known, statistics, tuple(happened))
+    return Measurements(str(path), True, settings.enabled, where, known, statistics, tuple(happened), rates)
 
 
 def _count(database: perfdb.PerfDB, operation: str, where: str) -> int:

@@ -311,8 +311,8 @@ class Sample:
 
         return run
 
-    def as_written(self) -> Callable[..., torch.Tensor]:
-        """The problem as models spell it: two products, a softmax in float32, keys and values repeated for each group."""
+    def as_written(self, softmax: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Callable[..., torch.Tensor]:
+        """The problem as models spell it: two products, a softmax in float32 (or another), keys and values for each group."""
 
         def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
             query, key, value = self._heads(query, key, value)
@@ -331,7 +331,8 @@ class Sample:
             if self.attrs.is_causal:
                 keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
                 scores = scores.masked_fill(torch.logical_not(keep), -math.inf)
-            weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+            weights = scores.softmax(-1, dtype=torch.float32) if softmax is None else softmax(scores)
+            weights = weights.to(query.dtype)
             return self._merged(torch.nn.functional.dropout(weights, self.attrs.dropout_p) @ value)
 
         return run

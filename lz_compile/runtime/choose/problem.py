@@ -83,6 +83,7 @@ class Decision:
 class Problem:
     """What to choose a kernel for: the context, what the source calls itself, and what surrounds it.
 
+    ``left_as`` is the kernel that Inductor makes of it by itself, as far as that is known: what is left alone takes as long.
     ``symbols`` are given where sizes are symbolic and questions about them may become guards. ``is_eager`` stands for a
     call that nobody compiles: it takes a kernel that is one call, by default PyTorch's own.
     """
@@ -92,6 +93,7 @@ class Problem:
     surroundings: str = ""
     symbols: Symbols | None = None
     is_eager: bool = False
+    left_as: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
@@ -100,4 +102,5 @@ class Problem:
             "source_kernel": self.source_kernel,
             "surroundings": self.surroundings,
             **({"is_eager": True} if self.is_eager else {}),
+            **({"left_as": self.left_as} if self.left_as is not None else {}),
         }

@@ -122,6 +122,7 @@ class _Selection:
             source_kernel=problem.source_kernel,
             surroundings=problem.surroundings,
             spelled_out=self.spelled_out,
+            left_as=problem.left_as,
         )
 
     def _sample(
@@ -231,8 +232,10 @@ class _Selection:
         return sum(map(min, able)) < sum(alone)
 
     def _is_spoken_of(self, expected: Mapping[str, Estimate]) -> bool:
-        """Whether anything is known of the kernels that can run, beside that they exist."""
-        return any(expected[name].origin != "assumed" for name, reasons in self.against.items() if not reasons)
+        """Whether anything is known of the kernels that can run, beside that they exist, or one of them is preferred."""
+        able = [name for name, reasons in self.against.items() if not reasons]
+        is_wished = any(self.resolved_policy.preference(name) is not None for name in able)
+        return is_wished or any(expected[name].origin != "assumed" for name in able)
 
     def _dispatched(self, because: str, candidates: Sequence[Candidate], node: Node) -> Decision:
         why = f"the kernel is chosen at each call: {because}{self._while()}"

@@ -1,4 +1,4 @@
-"""What latency to expect of each kernel: as measured here at these sizes or near them, else by its prior.
+"""What latency to expect of each kernel: as measured here at these sizes or near them, else by its work, else by its prior.
 
 Only measurements that were made together are compared. Near means: the same features and exact sizes (as head_dim), and
 every bucketed size of the op less than :data:`REACH` away.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 from lz_compile.lowering import inductor, ops
 from lz_compile.runtime.kernels.kernel import KernelSpec
+from lz_compile.runtime.measure import cost
 from lz_compile.runtime.measure.perf_record import PerfRecord
 from lz_compile.runtime.problem.context import SelectionContext, SymbolicDim
 
@@ -34,15 +35,17 @@ class Estimate:
     """The expected latency of a kernel over that of Inductor's own code (1.0).
 
     ``noise`` is the relative difference that may be chance. ``median_us`` and ``samples`` are of the measurement, made
-    at ``sizes``; a kernel of which nothing is known is assumed to be as fast as Inductor.
+    at ``sizes``; ``parts_us`` are of what was estimated, by kind of work. A kernel of which nothing is known is assumed to
+    be as fast as Inductor.
     """
 
     relative_latency: float
-    origin: Literal["measured", "prior", "assumed"] = "assumed"
+    origin: Literal["measured", "estimated", "prior", "assumed"] = "assumed"
     noise: float = PRIOR_NOISE
     median_us: float | None = None
     samples: int = 0
     sizes: Sizes | None = None
+    parts_us: Mapping[str, float] | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -59,6 +62,8 @@ class Estimate:
                 "samples": self.samples,
                 "measured_at": dict(self.sizes or {}),
             }
+        if self.parts_us is not None:
+            found["parts_us"] = {kind: float(f"{us:.3g}") for kind, us in self.parts_us.items()}
         return found
 
 
@@ -89,6 +94,7 @@ def estimates(
     source_kernel: str | None = None,
     surroundings: str = "",
     spelled_out: Sequence[PerfRecord] = (),
+    left_as: str | None = None,
 ) -> dict[str, Estimate]:
     """What to expect of every kernel at ``sizes``.
 
@@ -102,9 +108,10 @@ def estimates(
         surroundings: those that the match has; measurements within them count more than others at the same distance.
         spelled_out: the same where no source calls the kernel itself (as ``tune`` measures): they count where there are no
             others, and that kernel was measured with the rest.
+        left_as: the kernel that Inductor makes of the source by itself; of measurements, that is part of what they are.
     """
     by_id = {spec.kernel_id: spec for spec in specs}
-    found = _priors(context, list(by_id.values()), sizes, source_kernel)
+    found = _priors(context, list(by_id.values()), sizes, source_kernel, left_as)
     measured = _measured(context, sizes, _current(records, by_id), surroundings)
     if source_kernel is not None:
         base = source_kernel if source_kernel in by_id else INDUCTOR  # a call with a mask that was proven is no kernel
@@ -126,16 +133,37 @@ def is_current(record: PerfRecord, spec: KernelSpec) -> bool:
 
 
 def _priors(
-    context: SelectionContext, specs: Sequence[KernelSpec], sizes: Sizes, source_kernel: str | None
+    context: SelectionContext,
+    specs: Sequence[KernelSpec],
+    sizes: Sizes,
+    source_kernel: str | None,
+    left_as: str | None,
 ) -> dict[str, Estimate]:
-    """What the shipped tables say, over the latency of leaving the match alone."""
+    """What work and the shipped tables say, over the latency of leaving the match alone."""
     priors = {spec.kernel_id: _prior(spec, context, sizes) for spec in specs}
+    if left_as in priors:
+        priors[INDUCTOR] = priors[left_as]
+    priors |= _worked_out(context, specs, sizes, left_as)
     if source_kernel in priors:
         priors[INDUCTOR] = priors[source_kernel]
     base = priors[INDUCTOR].relative_latency if INDUCTOR in priors else 1.0
+    return {name: replace(prior, relative_latency=prior.relative_latency / base) for name, prior in priors.items()}
+
+
+def _worked_out(
+    context: SelectionContext, specs: Sequence[KernelSpec], sizes: Sizes, left_as: str | None
+) -> dict[str, Estimate]:
+    """What those kernels take of which it is known what they do, over what is known of Inductor's own code."""
+    forms = {spec.kernel_id: spec.kernel_id for spec in specs}
+    if left_as is not None:
+        forms[INDUCTOR] = f"{INDUCTOR} {left_as}"
+    found = {kernel_id: cost.parts(form, context, sizes) for kernel_id, form in forms.items()}
+    whole = {name: sum(parts.values()) for name, parts in found.items() if parts is not None}
+    if INDUCTOR not in whole:
+        return {}
     return {
-        kernel_id: Estimate(prior.relative_latency / base, prior.origin, prior.noise)
-        for kernel_id, prior in priors.items()
+        name: Estimate(us / whole[INDUCTOR], "estimated", cost.NOISE, parts_us=found[name])
+        for name, us in whole.items()
     }
 
 

@@ -1,0 +1,175 @@
+"""What attention kernels do on a CPU, in amounts of work over its sizes.
+
+Two forms are told apart of what is left to Inductor: one that it makes PyTorch's fused kernel of (then that kernel is what
+the source calls), and the other, which writes all scores to memory. Factors are of what the kernels' code does to a score;
+those of conditions are how Inductor's C++ fares with them, and were read off one machine, an Intel Xeon with AMX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lz_compile.lowering.kernels.attention.blocked import BLOCK
+from lz_compile.lowering.work import Kind, Work, fresh
+
+#: Features by which work depends on data, or on what no size says: priors speak of these.
+_UNKNOWN = frozenset({"documents", "sliding_window", "alibi", "masked_row_fill"})
+#: Queries up to which products are reads of keys and values.
+_FEW = 4
+#: Keys of a block of PyTorch's kernel, where causal blocks are left out.
+_FUSED_BLOCK = 512
+#: What PyTorch's kernel takes for one query where the heads of a token lie next to each other, as projections leave them.
+_INTERLEAVED = 1.25
+
+
+@dataclass(frozen=True)
+class _Shape:
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    dims: int
+    bytes_each: int
+    features: frozenset[str]
+
+    @property
+    def scores(self) -> float:
+        return float(self.batch * self.heads * self.queries * self.keys)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.scores * self.dims
+
+    @property
+    def rows(self) -> int:
+        return min(self.queries, self.keys)
+
+    @property
+    def held(self) -> float:
+        """Elements of keys and values."""
+        return float(self.batch * self.kv_heads * self.keys * self.dims)
+
+    @property
+    def looked_at(self) -> float:
+        """The same where heads that share keys read them again, of which a cache holds some."""
+        return float(self.held * self.groups**0.65)
+
+    @property
+    def is_half(self) -> bool:
+        return self.bytes_each == 2
+
+    @property
+    def is_training(self) -> bool:
+        return "training" in self.features
+
+    @property
+    def groups(self) -> int:
+        return max(self.heads // self.kv_heads, 1)
+
+    def conditions(self, causal: float, boolean: float, added: float) -> float:
+        """What is done to scores beside a softmax, each in softmaxes: drawing random numbers takes some, a tanh one."""
+        own = {"causal": causal, "bool_mask": boolean, "float_mask": added, "softcap": 1.0, "dropout": 4.0}
+        return sum(cost for name, cost in own.items() if name in self.features)
+
+    def seen(self, block: int) -> float:
+        """The share of scores that a kernel computes which leaves out blocks of so many keys."""
+        return min(1.0, 0.5 + block / (2 * self.keys)) if "causal" in self.features else 1.0
+
+
+def _written_out(x: _Shape) -> Work:
+    """Two products, a softmax, and scores in memory: twice, or once more in float32 where they are narrower."""
+    buffers = [x.scores * 4] if x.is_half else []
+    buffers += [x.scores * x.bytes_each] * 2
+    points = x.scores * (1.2 + x.conditions(1.8, 4.0, 0.3))
+    if x.queries <= _FEW:
+        return _work(x, {"row": x.looked_at, "pointwise": points, "call": 2})
+    times = 3 if x.is_training else 1
+    memory = fresh(*buffers * (2 if x.is_training else 1))
+    return _work(x, {"product": times * x.flops, "pointwise": times * points, "fresh": memory, "call": 4 * times})
+
+
+def _fused(x: _Shape) -> Work:
+    """PyTorch's kernel for CPUs, which draws nothing. It adds masks: boolean ones are made numbers first."""
+    if "dropout" in x.features:
+        return _written_out(x)
+    masks: dict[Kind, float] = {"pointwise": x.scores * x.conditions(0.0, 1.0, 0.3) * (2 if x.is_training else 1)}
+    if x.queries <= _FEW:
+        return _work(x, {"fused_row": _INTERLEAVED * x.looked_at, **masks, "call": 1})
+    kind: Kind = "fused_training" if x.is_training else "fused"
+    return _work(x, {kind: x.flops * x.seen(_FUSED_BLOCK), **masks, "call": 1})
+
+
+def _fused_by_inductor(x: _Shape) -> Work:
+    """The same, of keys and values that are repeated before for the heads that share them."""
+    found = _fused(x)
+    repeated = 2 * x.held * x.groups * x.bytes_each / 4
+    whole = found.amounts.get("row", 0.0) + repeated
+    return found if x.groups == 1 else Work({**found.amounts, "row": whole}, found.size)
+
+
+def _tiled(x: _Shape) -> Work:
+    """Operators over tiles of scores, one by one; the backward computes each tile again."""
+    seen, passes = x.seen(BLOCK), 3.7 if x.is_half else 1.7
+    calls = 100 + 6 * x.batch * x.kv_heads * max(x.queries / BLOCK, 1)
+    points = x.scores * seen * (passes + x.conditions(0.3, 3.0, 1.0))
+    if x.queries <= _FEW:
+        return _work(x, {"row": (5.0 if x.is_half else 2.3) * x.held, "pointwise": points, "call": calls})
+    times = 4.2 if x.is_training else 1.0
+    return _work(x, {"product": times * x.flops * seen, "pointwise": times * points, "call": times * calls}, rows=BLOCK)
+
+
+def _blocked(x: _Shape) -> Work:
+    """Blocks of queries that Inductor compiles; conditions are looked at where a block meets the diagonal."""
+    seen = x.seen(BLOCK)
+    causal = min(1.0, BLOCK / x.keys)
+    points = x.scores * seen * (1.2 + x.conditions(1.8 * causal, 4.0, 0.3))
+    if x.queries <= _FEW:
+        kind: Kind = "row" if x.groups == 1 else "group"
+        copies = (1.25 if x.groups == 1 else 4.0) if x.is_half else 1.0  # products in 16 bits want keys in one piece
+        return _work(x, {kind: copies * x.held, "pointwise": points, "call": 2})
+    times, blocks = 4 if x.is_training else 1, -(-x.queries // BLOCK)
+    return _work(
+        x, {"product": times * x.flops * seen, "pointwise": times * points, "call": 3 * times * blocks}, rows=BLOCK
+    )
+
+
+def _work(x: _Shape, amounts: Mapping[Kind, float], rows: int | None = None) -> Work:
+    kinds: tuple[Kind, ...] = ("product", "pointwise", "fused", "fused_training")
+    size: dict[Kind, float] = dict.fromkeys(kinds, min(x.rows, rows or x.rows))
+    return Work(
+        {kind: amount for kind, amount in amounts.items() if amount}, {**size, "row": x.keys, "fused_row": x.keys}
+    )
+
+
+_KERNELS: Mapping[str, Callable[[_Shape], Work]] = {
+    "inductor": _written_out,
+    "inductor torch.sdpa": _fused_by_inductor,
+    "torch.sdpa": _fused,
+    "lz.tiled": _tiled,
+    "lz.blocked": _blocked,
+}
+
+
+def work(kernel_id: str, dtype: torch.dtype, features: frozenset[str], sizes: Mapping[str, int]) -> Work | None:
+    """What a kernel does in one call on a CPU; None where no formula says it.
+
+    ``inductor`` with the name of a kernel is what Inductor makes of a source that it fuses into that one.
+    """
+    found = _KERNELS.get(kernel_id)
+    if found is None or features & _UNKNOWN or not all(sizes.values()):
+        return None
+    shape = _Shape(
+        batch=sizes["batch_size"],
+        heads=sizes["num_heads"],
+        kv_heads=sizes["num_kv_heads"],
+        queries=sizes["seq_len_q"],
+        keys=sizes["seq_len_k"],
+        dims=sizes["head_dim"] + sizes["value_dim"],
+        bytes_each=dtype.itemsize,
+        features=features,
+    )
+    return found(shape)

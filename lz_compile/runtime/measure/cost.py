@@ -1,0 +1,203 @@
+"""Latency from first principles: what a kernel does (:mod:`lz_compile.lowering.work`) times what that takes on this machine.
+
+The rates of a machine are measured once for each dtype, in less than a second, by PyTorch's own operators at two sizes each:
+nothing is compiled for that, and nothing of it comes from another machine, unless this one is too busy to tell.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from lz_compile.ground import events, machine
+from lz_compile.ground.hardware import hardware
+from lz_compile.ground.isolation import isolated
+from lz_compile.ground.store import Store
+from lz_compile.lowering.work import FRESH_FROM, Kind, Work
+from lz_compile.runtime.problem.context import SelectionContext, name_of
+
+#: What two estimates may differ by without one being faster: the model's own error.
+NOISE = 0.15
+#: Rows, and keys, between which rates are interpolated.
+_ROWS, _KEYS = (64, 512), (256, 4096)
+_HEADS, _DIM, _GROUP = 8, 64, 4
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_PASSES, _LEAST_S = 3, 1e-3
+#: What two measurements of a rate may differ by.
+_AGREE = 1.6
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Rates:
+    """µs per unit of work, by kind: ``(size, rate)`` where they depend on a size."""
+
+    by_kind: dict[str, list[tuple[float, float]]]
+
+    def told(self) -> str:
+        """The rates of large problems, for people."""
+        products, fused, new = (self.by_kind[kind][-1][1] for kind in ("product", "fused", "fresh"))
+        return f"products {1e-3 / products:.3g}, fused attention {1e-3 / fused:.3g} GFLOP/s, new memory {1e-3 / new:.3g} GB/s"
+
+    def us(self, work: Work) -> dict[str, float]:
+        """What each kind of work takes, in µs."""
+        return {kind: amount * self._rate(kind, work.size.get(kind, 1.0)) for kind, amount in work.amounts.items()}
+
+    def _rate(self, kind: Kind, size: float) -> float:
+        """That at a size: geometrically between those that were measured, the nearest beyond them."""
+        points = self.by_kind[kind]
+        (low, first), (high, last) = points[0], points[-1]
+        if len(points) == 1 or size <= low:
+            return first
+        share = min(math.log(size / low) / math.log(high / low), 1.0)
+        return float(first * (last / first) ** share)
+
+
+def parts(kernel_id: str, context: SelectionContext, sizes: Mapping[str, int]) -> Mapping[str, float] | None:
+    """What a kernel's work takes, in µs by kind, here or (for another CPU) on a usual one; None where nothing says it."""
+    stated = _stated(context.op) if context.device_type == "cpu" else None
+    work = None if stated is None else stated(kernel_id, context.dtype, frozenset(context.features), sizes)
+    if work is None:
+        return None
+    is_here = context.hardware == hardware("cpu")
+    return (rates(context.dtype) if is_here else usual(context.dtype)).us(work)
+
+
+@cache
+def _stated(op: str) -> Callable[..., Work | None] | None:
+    """The formulas of an op's kernels, None if there are none."""
+    name = f"lz_compile.lowering.kernels.{op}.cost"
+    return None if importlib.util.find_spec(name) is None else importlib.import_module(name).work
+
+
+def rates(dtype: torch.dtype) -> Rates:
+    """Those of this machine, measured where they were not before; where something else keeps it busy, usual ones.
+
+    So where the program switched off what is to be measured.
+    """
+    if not (torch.backends.cuda.flash_sdp_enabled() and cast("bool", torch.backends.mkldnn.enabled)):
+        return usual(dtype)
+    with _lock:
+        return _rates(dtype, machine.environment("cpu"))
+
+
+def kept() -> dict[str, Rates]:
+    """Those that were measured on this machine, by the name of the dtype; nothing is measured for that."""
+    where = machine.environment("cpu")
+    found = {name_of(dtype): Store("rates").load(_key(dtype, where), Rates) for dtype in _DTYPES}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _key(dtype: torch.dtype, environment: str) -> str:
+    return f"{environment}-{name_of(dtype)}"
+
+
+@cache
+def _rates(dtype: torch.dtype, environment: str) -> Rates:
+    store, key = Store("rates"), _key(dtype, environment)
+    found = store.load(key, Rates)
+    if found is None or found.by_kind.keys() != usual(dtype).by_kind.keys():
+        with isolated():
+            found = measured(dtype)
+        if found is None:
+            events.logger.info("[MACHINE_BUSY] what it does in a second varies too much: usual rates are taken")
+            return usual(dtype)
+        store.save(key, asdict(found))
+    return found
+
+
+@cache
+def usual(dtype: torch.dtype) -> Rates:
+    """The rates of a usual machine, which the file beside this one names."""
+    text = Path(__file__).with_name("usual_rates.json").read_bytes()
+    tables: dict[str, Any] = msgspec.json.decode(text)["rates"]
+    return msgspec.convert({"by_kind": tables["float32" if dtype.itemsize > 2 else "bfloat16"]}, Rates)
+
+
+def measured(dtype: torch.dtype) -> Rates | None:
+    """Measure them now, in two halves that have to agree; of a rate, the best counts: what else is run only adds to it."""
+    first, second = ([_pass(dtype) for _ in range(_PASSES)] for _ in range(2))
+    one, other = _best(first), _best(second)
+    pairs = zip(itertools.chain(*one.by_kind.values()), itertools.chain(*other.by_kind.values()), strict=True)
+    if any(max(a, b) > _AGREE * min(a, b) for (_, a), (_, b) in pairs):
+        return None
+    return _best([*first, *second])
+
+
+def _best(passes: Sequence[Mapping[str, Sequence[tuple[float, float]]]]) -> Rates:
+    return Rates(
+        {
+            kind: [(size, min(each[kind][place][1] for each in passes)) for place, (size, _) in enumerate(points)]
+            for kind, points in passes[0].items()
+        }
+    )
+
+
+def _pass(dtype: torch.dtype) -> dict[str, list[tuple[float, float]]]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for rows in _ROWS:
+        for kind, rate in _at_rows(dtype, rows).items():
+            found.setdefault(kind, []).append((rows, rate))
+    for keys in _KEYS:
+        for kind, rate in _of_one_row(dtype, keys).items():
+            found.setdefault(kind, []).append((keys, rate))
+    new = _us(lambda: torch.empty(FRESH_FROM, dtype=torch.uint8).fill_(1)) / FRESH_FROM
+    few = torch.ones(1, 1, 8, dtype=dtype)
+    return {**found, "fresh": [(1, new)], "call": [(1, _us(torch.softmax, few, -1))]}
+
+
+def _at_rows(dtype: torch.dtype, rows: int) -> dict[Kind, float]:
+    operands = _operands(dtype, rows, rows)
+    query, key, value = operands
+    scores = torch.bmm(query, key.mT)
+    flops = 4.0 * scores.numel() * _DIM
+    products = _us(partial(torch.bmm, out=torch.empty_like(scores)), query, key.mT) + _us(torch.bmm, scores, value)
+    softmax = _us(partial(torch.softmax, dim=-1, out=torch.empty_like(scores)), scores)
+    forward = _us(_attention, *operands)
+    leaves = [each.requires_grad_() for each in operands]
+    both = _us(lambda: torch.autograd.grad(_attention(*leaves).sum(), leaves))
+    return {
+        "product": products / flops,
+        "pointwise": softmax / scores.numel(),
+        "fused": forward / flops,
+        "fused_training": both / flops,
+    }
+
+
+def _of_one_row(dtype: torch.dtype, keys: int) -> dict[Kind, float]:
+    query, key, value = wide = _operands(torch.float32, 1, keys)
+    held = key.numel() + value.numel()
+    products = _us(torch.bmm, query, key.mT) + _us(torch.bmm, torch.bmm(query, key.mT), value)
+    few, key, value = (each.to(dtype) for each in (query.expand(-1, _GROUP, -1), key, value))
+    grouped = _us(torch.bmm, few, key.mT) + _us(torch.bmm, torch.bmm(few, key.mT), value)
+    fused = _us(_attention, *(each.to(dtype) for each in wide))
+    return {"row": products / held, "group": grouped / held, "fused_row": fused / held}
+
+
+def _operands(dtype: torch.dtype, queries: int, keys: int) -> list[torch.Tensor]:
+    return [torch.full((_HEADS, rows, _DIM), 0.1, dtype=dtype) for rows in (queries, keys, keys)]
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query[None], key[None], value[None])
+
+
+def _us(call: Callable[..., object], *args: Any) -> float:
+    call(*args)
+    start, count = time.perf_counter(), 0
+    while count == 0 or time.perf_counter() - start < _LEAST_S:
+        call(*args)
+        count += 1
+    return 1e6 * (time.perf_counter() - start) / count

@@ -1,0 +1,271 @@
+"""Latency from first principles: what kernels do, at the rates of a machine, and what is chosen by that."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from backends import Rewriting
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lz_compile import doctor, explain
+from lz_compile.compile.problems import left_as
+from lz_compile.ground import events
+from lz_compile.lowering import inductor
+from lz_compile.lowering.kernels.attention.cost import work
+from lz_compile.lowering.ops import attention
+from lz_compile.lowering.work import FRESH_FROM, Work, fresh
+from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.choose.select import select
+from lz_compile.runtime.measure import cost
+from lz_compile.runtime.measure.cost import Rates
+from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem.context import of_facts
+
+pytestmark = pytest.mark.usefixtures("no_preference")
+
+KERNELS = ("inductor", "torch.sdpa", "lz.tiled", "lz.blocked")
+FEATURES = [frozenset(each) for n in range(3) for each in itertools.combinations(
+    ("causal", "bool_mask", "float_mask", "training", "softcap", "dropout"), n)]  # fmt: skip
+
+
+def sizes(queries: int, keys: int | None = None, **others: int) -> dict[str, int]:
+    found = {"batch_size": 1, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "value_dim": 64}
+    return {**found, "seq_len_q": queries, "seq_len_k": keys or queries, **others}
+
+
+def latency(kernel: str, features: frozenset[str], at: dict[str, int], dtype: torch.dtype = torch.float32) -> float:
+    found = work(kernel, dtype, features, at)
+    assert found is not None
+    return sum(cost.usual(dtype).us(found).values())
+
+
+# ---- work ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda each: " ".join(sorted(each)) or "plain")
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_more_tokens_heads_and_batches_take_longer(kernel: str, features: frozenset[str], dtype: torch.dtype) -> None:
+    for grown in (
+        [sizes(length) for length in (8, 64, 256, 1024, 4096)],
+        [sizes(256, num_heads=heads) for heads in (8, 16, 32)],
+        [sizes(256, batch_size=batch) for batch in (1, 4, 16)],
+        [sizes(1, keys) for keys in (64, 512, 4096)],
+    ):
+        found = [latency(kernel, features, each, dtype) for each in grown]
+        assert all(0 < one < other for one, other in itertools.pairwise(found)), found
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients_and_conditions_take_time_and_what_is_left_out_does_not(kernel: str) -> None:
+    at = sizes(2048)
+    plain = latency(kernel, frozenset(), at)
+    assert latency(kernel, frozenset({"training"}), at) > 2 * plain
+    assert latency(kernel, frozenset({"bool_mask"}), at) > plain
+    causal = latency(kernel, frozenset({"causal"}), at)
+    assert (causal > plain) == (kernel == "inductor"), "all but scores that are written out leave out the future"
+
+
+def test_scores_of_32_mebibytes_are_new_memory_at_every_call() -> None:
+    below, above = (work("inductor", torch.float32, frozenset(), sizes(length)) for length in (1023, 1024))
+    assert below is not None
+    assert above is not None
+    assert "fresh" not in below.amounts
+    assert above.amounts["fresh"] == 2 * FRESH_FROM
+    assert fresh(FRESH_FROM - 1, FRESH_FROM, 1) == FRESH_FROM
+
+
+def test_keys_that_heads_share_are_repeated_where_inductor_fuses_and_read_where_they_are_by_kernels() -> None:
+    alone, shared = sizes(1, 2048), sizes(1, 2048, num_kv_heads=2)
+    assert latency("inductor torch.sdpa", frozenset(), alone) == latency("torch.sdpa", frozenset(), alone)
+    assert latency("inductor torch.sdpa", frozenset({"gqa"}), shared) > 1.5 * latency(
+        "torch.sdpa", frozenset({"gqa"}), shared
+    )
+    assert all(latency(kernel, frozenset({"gqa"}), shared) < latency(kernel, frozenset(), alone) for kernel in KERNELS)
+
+
+@pytest.mark.parametrize("feature", ["documents", "sliding_window", "alibi"])
+def test_of_what_no_size_tells_nothing_is_stated(feature: str) -> None:
+    assert all(work(kernel, torch.float32, frozenset({feature}), sizes(512)) is None for kernel in KERNELS)
+    assert work("flash_attn.v2", torch.float32, frozenset(), sizes(512)) is None
+
+
+# ---- rates -----------------------------------------------------------------------------------------------------------
+
+
+def test_rates_are_those_measured_and_geometric_between() -> None:
+    rates = Rates({"product": [(64, 4.0), (1024, 1.0)], "fresh": [(1, 3.0)]})
+
+    def at(size: float) -> float:
+        return rates.us(Work({"product": 2.0}, {"product": size}))["product"]
+
+    assert [at(16), at(64), at(1024), at(1 << 20)] == [8.0, 8.0, 2.0, 2.0]
+    assert at(256) == pytest.approx(2 * math.sqrt(4.0))
+    assert rates.us(Work({"fresh": 5.0})) == {"fresh": 15.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_every_kind_of_work_is_measured(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_AGREE", math.inf)
+    found = cost.measured(dtype)
+    assert found is not None
+    assert found.by_kind.keys() == cost.usual(dtype).by_kind.keys()
+    assert all(rate > 0 for points in found.by_kind.values() for _, rate in points)
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Callable[[list[float]], Rates]]:
+    """Rates of float32, measured anew: each pass takes so many times as long as usual."""
+    monkeypatch.undo()
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    usual = cost.usual(torch.float32).by_kind
+
+    def run(factors: list[float]) -> Rates:
+        left = iter(factors)
+
+        def timed(_: torch.dtype) -> dict[str, list[tuple[float, float]]]:
+            factor = next(left)
+            return {kind: [(size, rate * factor) for size, rate in points] for kind, points in usual.items()}
+
+        monkeypatch.setattr(cost, "_pass", timed)
+        cost._rates.cache_clear()
+        return cost.rates(torch.float32)
+
+    yield run
+    cost._rates.cache_clear()
+
+
+def test_the_best_of_what_was_measured_is_kept_for_later_processes(measuring: Callable[[list[float]], Rates]) -> None:
+    found = measuring([3.0, 2.0, 9.0, 2.5, 4.0, 9.0])
+    expected = {
+        kind: [(s, 2.0 * rate) for s, rate in points] for kind, points in cost.usual(torch.float32).by_kind.items()
+    }
+    assert found.by_kind == expected
+    assert measuring([]).by_kind == expected
+
+
+def test_a_busy_machine_is_taken_for_a_usual_one_and_is_asked_again(
+    measuring: Callable[[list[float]], Rates], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, events.logger.name):
+        found = measuring([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])
+    assert found == cost.usual(torch.float32)
+    assert "MACHINE_BUSY" in caplog.text
+    assert measuring([1.5] * 6) != found
+
+
+def test_what_the_program_switched_off_is_not_measured(measuring: Callable[[list[float]], Rates]) -> None:
+    """Its rates would be kept for programs that do not."""
+    with sdpa_kernel(SDPBackend.MATH):
+        assert measuring([]) == cost.usual(torch.float32)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert measuring([]) == cost.usual(torch.float32)
+    assert measuring([2.0] * 6) != cost.usual(torch.float32)
+
+
+# ---- what Inductor makes of it by itself --------------------------------------------------------------------------------
+
+
+def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    powers = (q @ k.mT / math.sqrt(q.shape[-1])).exp()
+    return powers / powers.sum(-1, keepdim=True) @ v
+
+
+@pytest.mark.parametrize(("source", "kernel"), [(by_torch, "torch.sdpa"), (by_hand, None)])
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_inductor_is_asked_what_it_makes_of_an_attention(
+    source: Callable[..., Tensor], kernel: str | None, is_dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def noted(match: Any) -> str | None:
+        asked.append(left_as(match))
+        return asked[-1]
+
+    monkeypatch.setattr("lz_compile.compile.choices.left_as", noted)
+    backend = Rewriting()
+    q, k, v = torch.randn(3, 2, 4, 24, 16)
+    torch.testing.assert_close(torch.compile(source, backend=backend, dynamic=is_dynamic)(q, k, v), source(q, k, v))
+    assert asked == ([] if is_dynamic else [kernel])
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(source, dynamic=False)(q, k, v)
+    assert bool(torch._dynamo.utils.counters["inductor"]["fuse_attention"]) == (kernel is not None), (
+        "what it says, it does"
+    )
+
+
+def test_a_question_counts_as_no_compile() -> None:
+    torch._dynamo.utils.counters.clear()
+    assert inductor.fuses_attention(by_torch, torch.randn(3, 2, 4, 8, 16).unbind(), torch.device("cpu"))
+    assert not torch._dynamo.utils.counters["inductor"]
+
+
+def test_a_question_that_inductor_cannot_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*_: object) -> bool:
+        raise RuntimeError("no patterns")
+
+    monkeypatch.setattr(inductor, "fuses_attention", raising)
+    backend = Rewriting()
+    torch.compile(by_torch, backend=backend)(*torch.randn(3, 2, 4, 24, 16))
+    assert [event.code for event in backend.report.events] == ["INDUCTOR_NOT_ASKED"]
+
+
+# ---- choices -----------------------------------------------------------------------------------------------------------
+
+
+def chosen(at: dict[str, int], dtype: torch.dtype = torch.float32, **problem: Any) -> Any:
+    variant = problem.pop("variant", "full")
+    sample = attention.sample(
+        at, dtype, torch.device("cpu"), variant=variant, is_training=problem.pop("is_training", False)
+    )
+    return select(
+        Problem(of_facts("attention", sample.attrs, sample.facts, device=torch.device("cpu")), **problem),
+        policy.current(),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", ["full", "causal"])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_scores_that_do_not_fit_are_never_written_out(dtype: torch.dtype, variant: str, is_training: bool) -> None:
+    decision = chosen(sizes(2048), dtype, variant=variant, is_training=is_training)
+    assert decision.kernel.kernel_id == "torch.sdpa"
+    (own,) = [each.estimate for each in decision.candidates if each.kernel.kernel_id == "inductor"]
+    assert own.origin == "estimated"
+    assert own.parts_us is not None
+    assert own.parts_us["fresh"] > 0
+
+
+def test_what_inductor_fuses_by_itself_is_left_to_it() -> None:
+    decision = chosen(sizes(2048), left_as="torch.sdpa")
+    assert decision.kernel.kernel_id == "inductor"
+
+
+def test_a_report_tells_what_the_estimate_is_made_of(capsys: pytest.CaptureFixture[str]) -> None:
+    explain("attention", *torch.empty(3, 1, 8, 2048, 64))
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "estimated: " in text
+    assert "µs fresh" in text
+
+
+def test_doctor_shows_the_rates_of_this_machine(
+    measuring: Callable[[list[float]], Rates], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor(False).measurements.rates == {}
+    measuring([1.0] * 6)
+    report = doctor()
+    assert report.measurements.rates == {"float32": cost.usual(torch.float32).told()}
+    assert "rates in float32" in capsys.readouterr().out
