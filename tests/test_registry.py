@@ -116,7 +116,7 @@ def test_a_kernel_has_the_fields_of_its_descriptor(directory):
 
 
 def test_a_function_of_another_name_may_be_named(directory):
-    (directory / "attention" / "blocked.json").write_text(_descriptor(_entry(function="block_bounds")))
+    (directory / "attention" / "blocked.json").write_text(_descriptor(_entry(function="bounds")))
     assert kernels("attention")["new.kernel"].call(10, 20) == [(0, 10)]
 
 

@@ -8,7 +8,7 @@ free. A compiled backward computes the scores again instead of reading what the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -21,9 +21,11 @@ from lz_compile.lowering.ops.attention import Operands
 
 #: Operands that are not broadcast to scores as they are.
 _NOT_OVER_SCORES = {"query", "key", "value", "query_documents", "key_documents"}
-#: Queries per block, and the most blocks that are unrolled (each one is compiled code). Proofs use small blocks.
+#: Queries per block, and the most blocks that are unrolled. Proofs use small blocks.
 BLOCK = 256
 MAX_BLOCKS = 16
+#: The most blocks that differ in their sizes: each of these is compiled code, of about a second.
+MAX_KINDS = 3
 
 
 def attention(x: Operands, attrs: AttentionAttrs, block: int = BLOCK) -> torch.Tensor:
@@ -133,21 +135,30 @@ class _Block:
         )
 
 
-def _spans(whole: _Block, block: int, attrs: AttentionAttrs) -> Iterator[_Span]:
+def _spans(whole: _Block, block: int, attrs: AttentionAttrs) -> list[_Span]:
+    """Those of blocks that are as small as wished, or as large as it takes to have few kinds of them."""
     *_, queries, keys = whole.extents
-    is_static = isinstance(queries, int) and isinstance(keys, int)
-    for start, stop in block_bounds(queries, block) if isinstance(queries, int) else [(0, queries)]:
-        if is_static and _may_skip(whole, attrs):
-            first, last = attrs.span(start, stop, queries, keys)
-            yield (start, stop, first, last) if first < last else (start, stop, 0, 1)  # the mask drops that one too
-        else:
-            yield start, stop, 0, keys
-
-
-def block_bounds(queries: int, block: int) -> list[tuple[int, int]]:
-    """The half-open ranges of queries that are computed together: at most :data:`MAX_BLOCKS`, one for up to two blocks."""
+    if not isinstance(queries, int):
+        return [(0, queries, 0, keys)]
+    skips = isinstance(keys, int) and _may_skip(whole, attrs)
     size = max(block, -(-queries // MAX_BLOCKS)) if queries > 2 * block else queries
+    while True:
+        blocks = bounds(queries, size)
+        spans = [(*each, *(_seen(each, queries, keys, attrs) if skips else (0, keys))) for each in blocks]
+        kinds = {(stop - start, last - first, first - start) for start, stop, first, last in spans if skips}
+        if len(kinds) <= MAX_KINDS or size >= queries:
+            return spans
+        size = -(-queries // (len(blocks) - 1))
+
+
+def bounds(queries: int, size: int) -> list[tuple[int, int]]:
+    """The half-open ranges of queries that are computed together."""
     return [(start, min(start + size, queries)) for start in range(0, queries, size)]
+
+
+def _seen(rows: tuple[int, int], queries: int, keys: int, attrs: AttentionAttrs) -> tuple[int, int]:
+    first, last = attrs.span(*rows, queries, keys)
+    return (first, last) if first < last else (0, 1)  # the mask drops that one too
 
 
 def _may_skip(whole: _Block, attrs: AttentionAttrs) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lz_compile.lowering.kernels.attention.blocked import BLOCK
+from lz_compile.lowering.kernels.attention.blocked import BLOCK, MAX_KINDS
 from lz_compile.lowering.work import Kind, Work, fresh
 
 #: Features by which work depends on data, or on what no size says: priors speak of these.
@@ -75,7 +75,7 @@ class _Shape:
         own = {"causal": causal, "bool_mask": boolean, "float_mask": added, "softcap": 1.0, "dropout": 4.0}
         return sum(cost for name, cost in own.items() if name in self.features)
 
-    def seen(self, block: int) -> float:
+    def seen(self, block: float) -> float:
         """The share of scores that a kernel computes which leaves out blocks of so many keys."""
         return min(1.0, 0.5 + block / (2 * self.keys)) if "causal" in self.features else 1.0
 
@@ -124,14 +124,14 @@ def _tiled(x: _Shape) -> Work:
 
 def _blocked(x: _Shape) -> Work:
     """Blocks of queries that Inductor compiles; conditions are looked at where a block meets the diagonal."""
-    seen = x.seen(BLOCK)
-    causal = min(1.0, BLOCK / x.keys)
+    block = max(BLOCK, x.queries / MAX_KINDS) if "causal" in x.features else BLOCK
+    seen, causal = x.seen(block), min(1.0, block / x.keys)
     points = x.scores * seen * (1.2 + x.conditions(1.8 * causal, 4.0, 0.3))
     if x.queries <= _FEW:
         kind: Kind = "row" if x.groups == 1 else "group"
         copies = (1.25 if x.groups == 1 else 4.0) if x.is_half else 1.0  # products in 16 bits want keys in one piece
         return _work(x, {kind: copies * x.held, "pointwise": points, "call": 2})
-    times, blocks = 4 if x.is_training else 1, -(-x.queries // BLOCK)
+    times, blocks = 4 if x.is_training else 1, -(-x.queries // block)
     return _work(
         x, {"product": times * x.flops * seen, "pointwise": times * points, "call": 3 * times * blocks}, rows=BLOCK
     )

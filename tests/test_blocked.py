@@ -1,0 +1,59 @@
+"""Blocks of ``lz.blocked``: small where they are alike, and few kinds of them, each of which is code to compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lz_compile.lowering.attention_attributes import AttentionAttrs
+from lz_compile.lowering.bands import Band
+from lz_compile.lowering.kernels.attention import blocked
+from lz_compile.lowering.ops.attention import Operands, reference
+
+
+class Exponentials(TorchDispatchMode):
+    """The shapes of all blocks of scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.exp.default:
+            self.shapes.append(tuple(args[0].shape[-2:]))
+        return function(*args, **(kwargs or {}))
+
+
+ATTRIBUTES = {
+    "full": AttentionAttrs(),
+    "causal": AttentionAttrs(is_causal=True),
+    "causal at the end": AttentionAttrs(band=Band(upper=0, at_end=True)),
+    "window": AttentionAttrs(band=Band(-400, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", ATTRIBUTES)
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1, 700), (513, 513), (1000, 1000), (2048, 2048), (5000, 5000), (900, 2500)]
+)
+def test_blocks_have_few_kinds_at_any_length(kind, queries, keys):
+    x = Operands(*(torch.empty(1, 2, length, 8, device="meta") for length in (queries, keys, keys)))
+    with Exponentials() as seen:
+        blocked.attention(x, ATTRIBUTES[kind])
+    assert sum(rows for rows, _ in seen.shapes) == queries
+    assert len(set(seen.shapes)) <= blocked.MAX_KINDS + 1  # the last block of equal ones may be shorter
+    if queries > 2 * blocked.BLOCK:
+        assert max(rows for rows, _ in seen.shapes) <= max(blocked.BLOCK, -(-queries // blocked.MAX_KINDS))
+    if kind == "window" and queries == keys == 5000:
+        assert max(columns for _, columns in seen.shapes) <= 400 + 2 * blocked.BLOCK
+
+
+@pytest.mark.parametrize("kind", ATTRIBUTES)
+@pytest.mark.parametrize(("queries", "keys"), [(40, 40), (41, 41), (30, 57)])
+def test_blocks_of_any_size_give_the_reference(kind, queries, keys):
+    generator = torch.Generator().manual_seed(0)
+    x = Operands(*(torch.randn(2, 2, n, 8, generator=generator, dtype=torch.float64) for n in (queries, keys, keys)))
+    attrs = AttentionAttrs(**{**vars(ATTRIBUTES[kind]), "score_dtype": torch.float64})
+    for block in (3, 8, 16, 64):
+        torch.testing.assert_close(blocked.attention(x, attrs, block), reference(x, attrs))
