@@ -25,7 +25,7 @@ import torch._dynamo  # noqa: E402 - reads the variables above
 from hypothesis import settings  # noqa: E402 - keeps the imports of this file together
 
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
-from lz_compile.compile import choices  # noqa: E402 - reads the variables above
+from lz_compile.compile import choices, match_tuning  # noqa: E402 - reads the variables above
 from lz_compile.runtime.choose import select  # noqa: E402 - reads the variables above
 from lz_compile.runtime.kernels import registry  # noqa: E402 - reads the variables above
 from lz_compile.runtime.kernels.capabilities import Prior  # noqa: E402 - reads the variables above
@@ -82,6 +82,7 @@ def kernels_first(request: pytest.FixtureRequest, clean_compiler: None) -> None:
 def usual_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices of tests are those of one machine, whatever runs them."""
     monkeypatch.setattr(cost, "rates", cost.usual)
+    monkeypatch.setattr(match_tuning, "little", lambda _: 0.0)
 
 
 @pytest.fixture

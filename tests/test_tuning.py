@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lz_compile as lz
 from lz_compile.backend import layerzero
-from lz_compile.compile import match_tuning, measuring
+from lz_compile.compile import choices, match_tuning, measuring
 from lz_compile.compile.measuring import is_measured, runnable
 from lz_compile.errors import UnknownOperationError
 from lz_compile.ground import events, health
@@ -28,6 +28,7 @@ from lz_compile.lowering.kernels.attention import blocked, torch_sdpa
 from lz_compile.lowering.ops.attention import Operands
 from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.measure import cost
 from lz_compile.runtime.measure.perf_record import PerfRecord
 from lz_compile.runtime.measure.timing import Timing
 from lz_compile.runtime.policy import policy
@@ -36,6 +37,7 @@ from lz_compile.runtime.problem import context as contexts
 pytestmark = pytest.mark.usefixtures("no_preference")
 
 ON_MISS = {"layerzero.tune": "on-miss"}
+_little = match_tuning.little  # tests are given no time for it
 RUN_HERE = {"inductor", "lz.blocked", "torch.sdpa"}
 
 
@@ -336,10 +338,16 @@ def operands(length: int = 20, **options: Any) -> list[Tensor]:
     return [torch.randn(2, 3, length, 16, **options) for _ in range(3)]
 
 
-def run(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None, tune: str = "on-miss", **options: Any):
+def run(
+    function: Callable[..., Any],
+    *inputs: Any,
+    dynamic: bool | None = None,
+    tune: str | None = "on-miss",
+    **options: Any,
+):
     """The result and the report of a compile that measures what it misses, without Inductor."""
     torch._dynamo.reset()
-    backend = Rewriting(tune=tune, **options)
+    backend = Rewriting(**options, **({} if tune is None else {"tune": tune}))
     result = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
     return result, backend.report
 
@@ -377,6 +385,71 @@ def test_without_being_asked_a_compile_measures_nothing(timed):
     policy.configure(perfdb={"enabled": False})
     run(attention, *operands(34))
     assert len(timed) == 1
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """What kernels take, in ms, by an estimate; 5 s may be spent on measuring."""
+
+    def give(left_as: str | None = None, **found: float) -> None:
+        monkeypatch.setattr(choices, "left_as", lambda _: left_as)
+        named = {name.replace("_", "."): ms for name, ms in found.items()}
+        parts = {name: {"product": 1e3 * ms} for name, ms in named.items()}
+        monkeypatch.setattr(cost, "parts", lambda kernel_id, *_: parts.get(kernel_id, {"product": 1e6}))
+        monkeypatch.setattr(match_tuning, "little", lambda _: 5.0)
+
+    return give
+
+
+@pytest.mark.usefixtures("eagerly")
+@pytest.mark.parametrize(
+    ("found", "measured_kernels"),
+    [
+        ({"inductor": 50.0, "torch_sdpa": 47.0, "lz_blocked": 60.0}, {"inductor", "torch.sdpa"}),
+        ({"inductor": 90.0, "torch_sdpa": 47.0, "lz_blocked": 50.0}, {"inductor", "torch.sdpa", "lz.blocked"}),
+        ({"inductor": 50.0, "torch_sdpa": 40.0}, set()),  # the estimate tells
+        ({"inductor": 0.5, "torch_sdpa": 0.49}, set()),  # a thousand calls save less than measuring takes
+    ],
+)
+def test_by_default_what_no_estimate_tells_is_measured_where_that_pays(timed, costs, found, measured_kernels):
+    costs(**found)
+    _, report = run(attention, *operands(), tune=None)
+    assert timed == [measured_kernels] * bool(measured_kernels)
+    assert report.events == []
+    origins = {each["kernel"]: each["origin"] for each in report.matches[0].candidates}
+    assert {name for name, origin in origins.items() if origin == "measured"} == measured_kernels
+    run(attention, *operands(), tune=None)
+    assert len(timed) == bool(measured_kernels), "it is kept"
+    policy.configure(perfdb={"auto_tune": False})
+    run(attention, *operands(21), tune=None)
+    assert len(timed) == bool(measured_kernels)
+
+
+@pytest.mark.usefixtures("eagerly")
+def test_what_inductor_makes_of_an_attention_by_itself_is_no_question(timed, costs):
+    costs(left_as="torch.sdpa", **{"inductor torch.sdpa": 49.0, "torch_sdpa": 49.0})
+    _, report = run(attention, *operands(), tune=None)
+    assert (timed, report.matches[0].op) == ([], "attention")
+
+
+@pytest.mark.usefixtures("eagerly")
+def test_measuring_takes_a_tenth_of_what_compiling_will_and_five_seconds_at_most(timed, costs, monkeypatch):
+    def graph(calls: int) -> torch.fx.Graph:
+        made = torch.fx.Graph()
+        node = made.placeholder("x")
+        for _ in range(calls):
+            node = made.call_function(torch.relu, (node,))
+        return made
+
+    assert 0 < _little(graph(400)) < 2
+    assert _little(graph(400)) == pytest.approx(2 * _little(graph(200)))
+    assert _little(graph(9000)) == 5.0
+    costs(inductor=50.0, torch_sdpa=47.0)
+    monkeypatch.setattr(match_tuning, "little", lambda _: 1.0)
+    run(attention, *operands(), tune=None)
+    assert timed == []
+    run(attention, *operands(), tune="auto", tune_budget_s=60.0)
+    assert timed == [{"inductor", "torch.sdpa"}]
 
 
 @pytest.mark.usefixtures("eagerly")
@@ -689,7 +762,8 @@ def test_another_process_does_not_measure_again(tmp_path):
 # ---- what it costs -----------------------------------------------------------------------------------------------------
 
 
-def test_twelve_layers_select_quickly_from_a_filled_database():
+def test_twelve_layers_select_quickly_from_a_filled_database(monkeypatch):
+    monkeypatch.setattr(choices, "left_as", lambda _: None)  # Inductor is asked once for each kind
     """Printed, not judged, but for a bound that only something quadratic would miss."""
 
     def layers(x: Tensor, *weights: Tensor) -> Tensor:

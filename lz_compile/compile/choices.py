@@ -60,8 +60,12 @@ class Choices:
         """The kernel for a match."""
         key = self.key(match)
         if key not in self.decisions:
-            self.decisions[key] = select(self.problem(match), self.policy, self.tables)
+            self.decisions[key] = self.choice(match)
         return self.decisions[key]
+
+    def choice(self, match: Match) -> Decision:
+        """What would be decided now."""
+        return select(self.problem(match), self.policy, self.tables)
 
     def subject(self, match: Match, kernel: KernelSpec) -> Match:
         """What a kernel replaces: the match, with those before it that the kernel computes along."""

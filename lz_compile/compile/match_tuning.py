@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,15 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.lowering import inductor, ops
 from lz_compile.passes.graph.view import value_of
 from lz_compile.passes.proof.surroundings import Binding, Surrounded, surrounded, symbols
-from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.choose.calls import DISPATCH
+from lz_compile.runtime.choose.problem import Decision, Problem
 from lz_compile.runtime.choose.select import POWERS
+from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.problem.symbols import Symbols
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from lz_compile.passes.fusion.fusion import Fusion
     from lz_compile.passes.graph.effects import Effects
     from lz_compile.passes.rewriting.match import Match
@@ -34,10 +38,54 @@ Sizes = Mapping[str, int]
 #: A size that nobody has run here is measured up to this product of all sizes (scores of 256 MiB in float32), or four times
 #: that of the traced sizes: the memory for more may not be there.
 MAX_ELEMENTS = 1 << 26
+#: Seconds for a graph where everything is to be measured, and the most where a little is: the share of what compiling takes.
+BUDGET_S, _MOST_S, _SHARE = 60.0, 5.0, 0.1
+#: What compiling takes at least, in seconds for each call of a graph (benchmarks/compile_time.py, cold caches), and what it
+#: takes for one form of an attention and its timing. A usual machine will do: both grow alike on a slower one.
+_CALL_S, _FORM_S = 0.03, 0.8
+#: Calls of a graph after which measuring it has paid.
+_CALLS = 1000
+
+
+def little(graph: fx.Graph) -> float:
+    """Seconds in which a graph may be measured without being asked: a tenth of what compiling it will take."""
+    calls = len([node for node in graph.nodes if node.op.startswith("call_")])
+    return min(_SHARE * _CALL_S * calls, _MOST_S)
+
+
+def open_question(decision: Decision, problem: Problem, times: int, left_s: float) -> list[str]:
+    """The best two kernels, where estimates cannot tell which one is faster and finding out pays; else none.
+
+    Args:
+        decision: what would be chosen.
+        problem: what for.
+        times: how often it is in the graph.
+        left_s: for measuring.
+    """
+    same = {DISPATCH, problem.source_kernel, problem.left_as}  # as leaving it alone, which is there as well
+    able = [each for each in decision.candidates if not each.against and each.kernel.kernel_id not in same]
+    best = sorted(able, key=lambda each: each.estimate.relative_latency)[:2]
+    parts = [each.estimate.parts_us for each in best if each.estimate.parts_us is not None]
+    if problem.symbols is not None or len(parts) < 2:
+        return []
+    first, second = (each.estimate for each in best)
+    if second.relative_latency > first.relative_latency * (1 + first.noise):
+        return []
+    once_s = 1e-6 * sum(parts[0].values())
+    names = [each.kernel.kernel_id for each in best]
+    forms = len({INDUCTOR, *names}) * (2 if problem.context.is_training else 1)
+    costs_s, saves_s = forms * (_FORM_S + 3 * once_s), _CALLS * times * first.noise * once_s
+    return names if costs_s <= min(left_s, saves_s) else []
 
 
 def tune_match(
-    match: Match, effects: Effects, problem: Problem, policy_: Policy, deadline: float, fusion: Fusion | None = None
+    match: Match,
+    effects: Effects,
+    problem: Problem,
+    policy_: Policy,
+    deadline: float,
+    fusion: Fusion | None = None,
+    only: Collection[str] | None = None,
 ) -> Problem:
     """Measure a match with its surroundings, where that is not done yet and no lock decides.
 
@@ -51,6 +99,7 @@ def tune_match(
         policy_: forbids some kernels, and says how many samples to take.
         deadline: on the clock of ``time.perf_counter``; nothing is begun after it.
         fusion: what kernels may compute along: every kernel is measured on all of it then.
+        only: the kernels to measure beside leaving the match alone (None: all that can run).
 
     Returns:
         the problem with its surroundings.
@@ -61,7 +110,8 @@ def tune_match(
     problem = replace(problem, surroundings=found.surroundings)
     resolved_policy = policy_.resolved_policy(problem.context)
     candidates = [spec for spec in runnable(problem.context) if resolved_policy.excluded(spec.kernel_id) is None]
-    specs = [spec for spec in candidates if spec.kernel_id != problem.source_kernel]
+    wanted = [spec for spec in candidates if only is None or spec.kernel_id in (INDUCTOR, *only)]
+    specs = [spec for spec in wanted if spec.kernel_id != problem.source_kernel]
     if len(specs) == 1 or resolved_policy.lock in [spec.kernel_id for spec in candidates]:
         return problem
     for binding, sizes in _bindings(match, found, problem):

@@ -27,7 +27,9 @@ class Options:
     (default: ``$LAYERZERO_DUMP``); ``assume_finite`` promises operands without NaN and infinities, so that kernels need not
     treat them as the source does; ``lock`` names a kernel per op, as in ``{"attention": "torch.sdpa"}``. With ``tune``
     ``"on-miss"`` (the default of ``mode="max-autotune"``), what was never measured at these sizes is measured while
-    compiling, for ``tune_budget_s`` seconds per graph at most; ``"off"`` measures nothing. ``dispatch_table`` is the path of
+    compiling, for ``tune_budget_s`` seconds per graph at most (60); ``"auto"``, the default of other modes, measures the
+    best two kernels where their estimates are too close to tell, for a tenth of what compiling the graph takes and 5
+    seconds at most, unless ``tune_budget_s`` says more; ``"off"`` measures nothing. ``dispatch_table`` is the path of
     a table (:func:`lz_compile.solve`) or lock file (:func:`lz_compile.save_decisions`) whose decisions are followed.
     ``loops`` says which loops over time become one step that is run again and again: ``"auto"`` those for whose step there
     are kernels and those that compile faster so, ``"roll"`` all, ``"keep"`` only those for which there are kernels.
@@ -41,16 +43,17 @@ class Options:
     assume_finite: bool = False
     lock: Mapping[str, str] = field(default_factory=dict)
     tune: str | None = None
-    tune_budget_s: float = 60.0
+    tune_budget_s: float | None = None
     dispatch_table: str | os.PathLike[str] | None = None
     loops: str = "auto"
     verify: str = "off"
 
-    def tunes(self, policy: Policy) -> bool:
-        """Whether what was never measured is measured while compiling."""
-        settings = policy.settings
-        wanted = settings.perfdb.auto_tune if self.tune is None else self.tune == "on-miss"
-        return wanted and settings.enabled and settings.perfdb.enabled
+    def tuning(self, policy: Policy) -> str:
+        """What is measured while compiling: "off", "auto" or "on-miss"."""
+        perfdb = policy.settings.perfdb
+        if not (policy.settings.enabled and perfdb.enabled):
+            return "off"
+        return self.tune or {None: "auto", True: "on-miss", False: "off"}[perfdb.auto_tune]
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -65,7 +68,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "verify": (str,),
 }
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "tune": ("off", "on-miss"),
+    "tune": ("off", "auto", "on-miss"),
     "loops": ("auto", "roll", "keep"),
     "verify": ("off", "first-call", "always"),
 }

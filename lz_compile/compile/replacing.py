@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -70,14 +71,17 @@ def find_fusions(state: State) -> None:
 
 
 def tune(state: State) -> None:
-    """Measure what is not measured yet, each kind of match with its surroundings, while the budget lasts."""
+    """Measure what was not, or what no estimate tells, each kind of match with its surroundings, while the budget lasts."""
     choices, options = state.choices, state.options
-    if not options.tunes(choices.policy) or not state.matches or state.effects is None:
+    how = options.tuning(choices.policy)
+    if how == "off" or not state.matches or state.effects is None:
         return
     from lz_compile.compile import match_tuning
 
     with timed(state.report, "tune"):
-        deadline = time.perf_counter() + options.tune_budget_s
+        usual_s = match_tuning.BUDGET_S if how == "on-miss" else match_tuning.little(state.module.graph)
+        deadline = time.perf_counter() + (usual_s if options.tune_budget_s is None else options.tune_budget_s)
+        times = Counter(map(choices.key, state.matches))
         for match in {choices.key(match): match for match in reversed(state.matches)}.values():
             fusion = choices.fusions.get(match.output)
             fusion = fusion if fusion is not None and fusion.ops else None
@@ -86,8 +90,14 @@ def tune(state: State) -> None:
                 is_decided = loaded_tables.covers(problem.context, problem.source_kernel, choices.tables)
                 if is_decided or not match_tuning.may_differ(problem.context):
                     continue
+                only = None
+                if how == "auto":
+                    decision, left_s = choices.choice(match), deadline - time.perf_counter()
+                    only = match_tuning.open_question(decision, problem, times[choices.key(match)], left_s)
+                    if not only:
+                        continue
                 subject = match.kind if fusion is None else match
-                tuned = match_tuning.tune_match(subject, state.effects, problem, choices.policy, deadline, fusion)
+                tuned = match_tuning.tune_match(subject, state.effects, problem, choices.policy, deadline, fusion, only)
                 choices.problems[choices.key(match)] = tuned
             except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
                 state.fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error)

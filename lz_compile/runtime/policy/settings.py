@@ -11,11 +11,14 @@ from lz_compile.runtime.policy.rules import Lock, Rule, Statement
 
 @dataclass(frozen=True)
 class PerfDBSettings:
-    """The database of measurements. ``path`` None: in the user's cache directory; ``auto_tune`` measures what is missing."""
+    """The database of measurements. ``path`` None: in the user's cache directory.
+
+    ``auto_tune`` measures what is missing; None: where two kernels are close and the measuring pays.
+    """
 
     enabled: bool = True
     path: str | None = None
-    auto_tune: bool = False
+    auto_tune: bool | None = None
     tune_samples: int = 20
 
 
