@@ -45,6 +45,8 @@ def test_blocks_have_few_kinds_at_any_length(kind, queries, keys):
     assert len(set(seen.shapes)) <= blocked.MAX_KINDS + 1  # the last block of equal ones may be shorter
     if queries > 2 * blocked.BLOCK:
         assert max(rows for rows, _ in seen.shapes) <= max(blocked.BLOCK, -(-queries // blocked.MAX_KINDS))
+    if kind == "full":
+        assert max(rows for rows, _ in seen.shapes) <= max(2 * blocked.BLOCK, -(-queries // blocked.MAX_BLOCKS))
     if kind == "window" and queries == keys == 5000:
         assert max(columns for _, columns in seen.shapes) <= 400 + 2 * blocked.BLOCK
 

@@ -452,6 +452,40 @@ def test_measuring_takes_a_tenth_of_what_compiling_will_and_five_seconds_at_most
     assert timed == [{"inductor", "torch.sdpa"}]
 
 
+def _future(query: Tensor, key: Tensor) -> Tensor:
+    return torch.arange(key.shape[-2]) > torch.arange(query.shape[-2])[:, None]
+
+
+#: Causal scores, of which no kernel reads the mask: it is made in the graph.
+CAUSAL: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "tril": lambda s, q, k: s.masked_fill(~torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(), -torch.inf),
+    "triu of minus infinity": lambda s, q, k: s + torch.full((q.shape[-2], k.shape[-2]), -torch.inf).triu(1),
+    "positions": lambda s, q, k: s.masked_fill(_future(q, k), torch.finfo(s.dtype).min),
+    "where": lambda s, q, k: torch.where(_future(q, k), torch.tensor(-torch.inf), s),
+    "a product": lambda s, q, k: s + _future(q, k).float() * -1e30,
+}
+
+
+@pytest.mark.usefixtures("eagerly")
+@pytest.mark.parametrize("spelling", CAUSAL)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_mask_that_no_kernel_reads_is_what_it_is_while_measuring(timed, spelling, dynamic):
+    def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.tanh(CAUSAL[spelling](query @ key.transpose(-2, -1) * 0.3, query, key).softmax(-1) @ value)
+
+    _, report = run(causal, *operands(), dynamic=dynamic)
+    assert timed
+    assert all(each >= {"inductor", "torch.sdpa", "lz.blocked"} for each in timed)
+    assert report.events == []
+
+
+@pytest.mark.usefixtures("eagerly")
+def test_what_inductor_takes_alone_is_not_kept(timed, given_kernels):
+    given_kernels(**{"lz.blocked": _broken, "torch.sdpa": _broken})
+    run(attention, *operands())
+    assert records() == []
+
+
 @pytest.mark.usefixtures("eagerly")
 def test_equal_layers_are_measured_once(timed):
     def layers(x: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
         match: the match to resize.
         ones: axes that get size one, to try broadcasts.
     """
-    axes = _all_axes(match)
+    axes = all_axes(match)
     unchanged = match.trial.limited | match.trial.pinned
     large = sorted({axis.size for axis in axes if not _is_small(axis)}, key=_by_size)
     kept = {axis.size for axis in unchanged}
@@ -102,7 +102,7 @@ def real_sizes(match: Match) -> Sizes:
         return _UNKNOWN if known is None else known
 
     small = representative_sizes(match)
-    sizes = {axis: small[axis] if axis in match.trial.pinned else hint(axis.size) for axis in _all_axes(match)}
+    sizes = {axis: small[axis] if axis in match.trial.pinned else hint(axis.size) for axis in all_axes(match)}
     for axis in (*axes_of(match.output_dims), None):
         tied = {**sizes, **{axis: sizes[other] for axis, other in match.trial.ties.items()}}
         needed = _bytes_needed(match, tied)
@@ -138,7 +138,8 @@ def _is_small(axis: Axis) -> bool:
     return isinstance(axis.size, int) and axis.size <= _SMALL
 
 
-def _all_axes(match: Match) -> list[Axis]:
+def all_axes(match: Match) -> list[Axis]:
+    """Those of all tensors that are read, and of the result."""
     found: dict[Axis, None] = {}
     for dims in (*match.inputs.values(), *match.read.values(), match.output_dims):
         found.update(dict.fromkeys(axes_of(dims)))

@@ -23,7 +23,9 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.held import held_by
 from lz_compile.passes.graph.modes import ambient_context
 from lz_compile.passes.graph.view import is_symbolic, read, tensor_of, value_of, where_of
+from lz_compile.passes.proof.resize import all_axes
 from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import KernelCall, Recipes, splice
 
@@ -73,13 +75,24 @@ class Surrounded(Subgraph):
     def make_inputs(self, binding: Binding) -> list[Any]:
         """Random inputs of the real sizes, layouts and dtypes, with numbers in place of symbols.
 
-        What names documents names :data:`_DOCUMENTS` of equal length: how many there are decides what can be skipped.
+        What names documents names :data:`_DOCUMENTS` of equal length: how many there are decides what can be skipped. Masks
+        that kernels do not read, as they are implied, hold what implies them.
         """
         found = [_make_input(value_of(node), binding) for node in self.inputs]
         documents = {self.match.operands.get(name) for name in ("query_documents", "key_documents")}
         for node, value in zip(self.inputs, found, strict=True):
             if node in documents:
                 _name_documents(value)
+        known = {axis: axis.size for axis in all_axes(self.match)}
+        sizes = {
+            axis: size if isinstance(size, int) else int(size.xreplace(dict(binding))) for axis, size in known.items()
+        }
+        values = dict(zip(self.inputs, found, strict=True))
+        builder = Builder(values.__getitem__, sizes=sizes)
+        for place, node in enumerate(self.inputs):
+            if node in _implied(self.match):
+                value = self.match.emitter.implied_value(node, builder, values[node], sizes)
+                found[place] = value.detach().requires_grad_(values[node].requires_grad)
         return found
 
 
@@ -133,12 +146,20 @@ def _between(match: Match) -> set[fx.Node]:
 
 
 def _take_before(match: Match, effects: Effects, held: dict[fx.Node, None]) -> None:
-    """What only the match reads, upwards from its inputs."""
-    queue = list(match.inputs)
+    """What only the match reads, upwards from its inputs; what masks are made of stays outside where these are implied."""
+    implied = _implied(match)
+    queue = [node for node in match.inputs if node not in implied]
+    if implied:  # they may be made of integers, as of lengths
+        queue = [node for node in queue if (own := tensor_of(node)) is not None and own.is_floating_point()]
     taken = 0
     while queue and taken < _REACH:
         node = queue.pop(0)
-        if node in held or not _is_fusible(node, match, effects) or any(user not in held for user in node.users):
+        if (
+            node in held
+            or node in implied
+            or not _is_fusible(node, match, effects)
+            or any(user not in held for user in node.users)
+        ):
             continue
         held[node] = None
         taken += 1
@@ -160,6 +181,10 @@ def _take_after(match: Match, effects: Effects, held: dict[fx.Node, None]) -> No
         held[node] = None
         taken += 1
         queue.extend(node.users)
+
+
+def _implied(match: Match) -> set[fx.Node]:
+    return {node for node, each in match.found.inputs.items() if each.implied is not None}
 
 
 def _strangers(node: fx.Node, held: Mapping[fx.Node, None]) -> list[fx.Node]:

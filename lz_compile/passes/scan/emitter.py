@@ -67,18 +67,20 @@ class ScanEmitter(TableEmitter):
         batch, heads, keys, columns = self._groups()
         found: dict[str, Any] = {}
         if move.decay.terms != _ONE:
-            found["decay"] = values.of(move.decay, (batch, heads, (TIME,), keys, columns))
+            found["decay"] = values.of(move.decay, (batch, heads, (TIME,), keys, columns), move.leaks.get(("decay", 0)))
         if move.drops is not None:
             dropped = values.of(move.drops, (batch, heads, (TIME,), keys, columns))
-            is_dropped = (dropped != 0) & ~found["decay"].isnan() if move.decay in move.leaks else dropped != 0
+            is_dropped = (dropped != 0) & ~found["decay"].isnan() if ("decay", 0) in move.leaks else dropped != 0
             found["decay"] = torch.where(is_dropped, DROPPED, found["decay"])
         if move.updates:
-            found["left"] = self._stacked([u.left for u in move.updates], values, keys)
-            found["right"] = self._stacked([masked(u.right, u.left, keys) for u in move.updates], values, columns)
+            found["left"] = self._stacked("left", [u.left for u in move.updates], values, keys)
+            found["right"] = self._stacked(
+                "right", [masked(u.right, u.left, keys) for u in move.updates], values, columns
+            )
         if any(update.erase is not None for update in move.updates):
-            found["erase"] = self._stacked([masked(u.erase, u.left, keys) for u in move.updates], values, keys)
+            found["erase"] = self._stacked("erase", [masked(u.erase, u.left, keys) for u in move.updates], values, keys)
         if move.drive is not None:
-            found["drive"] = values.of(move.drive, (batch, heads, (TIME,), keys, columns))
+            found["drive"] = values.of(move.drive, (batch, heads, (TIME,), keys, columns), move.leaks.get(("drive", 0)))
         query = self._query(values)
         if query is not None:
             found["query"] = query
@@ -104,7 +106,7 @@ class ScanEmitter(TableEmitter):
 
         sizes = dict(enumerate(self.transition.space))
         like = builder.value(next(iter(self.given.values())).node)
-        return Values(source, sizes, self.attrs.compute_dtype, like, self._extents(builder), self.transition.leaks)
+        return Values(source, sizes, self.attrs.compute_dtype, like, self._extents(builder))
 
     def _groups(self) -> tuple[tuple[int, ...], ...]:
         """The indices of batch, heads, keys and values."""
@@ -118,11 +120,12 @@ class ScanEmitter(TableEmitter):
         given = next(each for each in self.given.values() if each.over_time)
         return builder.value(given.node).shape[0]
 
-    def _stacked(self, parts: Sequence[IndexSum | None], values: Values, last: tuple[int, ...]) -> Any:
+    def _stacked(self, name: str, parts: Sequence[IndexSum | None], values: Values, last: tuple[int, ...]) -> Any:
         """One row for every update; absent ones are zero."""
         batch, heads, *_ = self._groups()
         zero = IndexSum(tuple((size,) for size in self.transition.space), {})
-        rows = [values.of(part or zero, (batch, heads, (TIME,), (), last)) for part in parts]
+        groups, leaks = (batch, heads, (TIME,), (), last), self.transition.leaks
+        rows = [values.of(part or zero, groups, leaks.get((name, place))) for place, part in enumerate(parts)]
         return _joined(rows, 3)
 
     def _query(self, values: Values) -> Any:
@@ -132,11 +135,11 @@ class ScanEmitter(TableEmitter):
         if all(read.query is None for read in move.reads):
             return values.like.new_zeros([1] * 5, dtype=self.attrs.compute_dtype) if keys else None
         rows = []
-        for read in move.reads:
+        for place, read in enumerate(move.reads):
             own = replace(values, sizes=self._with_extras(read))
             query = read.query or IndexSum(tuple((size,) for size in move.space), dict(_ONE))
             groups = (batch, heads, (TIME,), self._extras(read), keys)
-            row = own.of(query, groups)
+            row = own.of(query, groups, move.leaks.get(("query", place)))
             if read.drops is not None:  # of what is not looked at, gradients look at nothing either
                 row = torch.where(own.of(read.drops, groups) != 0, 0.0, row)
             rows.append(self._spread(row, read, values.extent))
@@ -171,7 +174,7 @@ class ScanEmitter(TableEmitter):
         for node, place in self.reads:
             read = self.transition.reads[place]
             rows = looked if self._looks_once() else looked[:, :, :, offsets[place] : offsets[place + 1]]
-            found.append(self._read(builder, node, read, rows))
+            found.append(self._read(builder, node, place, rows))
         return tuple(found) if len(found) > 1 else found[0]
 
     def _looks_once(self) -> bool:
@@ -185,7 +188,8 @@ class ScanEmitter(TableEmitter):
         value = value.permute([order.index(index) for index in range(len(order))])
         return value.reshape([extent(size) for size in self.transition.shape]).to(_dtype(node))
 
-    def _read(self, builder: Builder, node: fx.Node, read: Read, rows: Any) -> Any:
+    def _read(self, builder: Builder, node: fx.Node, number: int, rows: Any) -> Any:
+        read, leaks = self.transition.reads[number], self.transition.leaks
         batch, heads, _, columns = self._groups()
         values = self._values(builder)
         extent, sizes = values.extent, self._with_extras(read)
@@ -196,7 +200,7 @@ class ScanEmitter(TableEmitter):
         if read.drops is not None:
             own, groups = replace(values, sizes=sizes, like=rows), ((TIME,), *((place,) for place in read.places))
             is_dropped = own.of(read.drops, groups) != 0
-            leak = None if read.query is None else self.transition.leaks.get(read.query)
+            leak = leaks.get(("query", number))
             instead: Any = 0.0
             if leak is not None:  # what the dropped state is multiplied by
                 summed = [(key,) for key in self.transition.keys if key not in read.places]
@@ -206,7 +210,8 @@ class ScanEmitter(TableEmitter):
             value = torch.where(is_dropped, instead, value)
         if read.rest.terms:
             own = replace(values, sizes=dict(enumerate(read.rest.sizes)), like=rows)
-            value = value + own.of(read.rest, ((TIME,), *((i,) for i in range(len(read.rest.sizes)))))
+            groups = ((TIME,), *((i,) for i in range(len(read.rest.sizes))))
+            value = value + own.of(read.rest, groups, leaks.get(("rest", number)))
         return value.reshape([length, *(extent(size) for size in read.node.meta["val"].shape)]).to(_dtype(node))
 
     # ---- facts ----------------------------------------------------------------------------------------------------

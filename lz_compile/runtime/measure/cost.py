@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -50,6 +52,12 @@ class Rates:
         """The rates of large problems, for people."""
         products, fused, new = (self.by_kind[kind][-1][1] for kind in ("product", "fused", "fresh"))
         return f"products {1e-3 / products:.3g}, fused attention {1e-3 / fused:.3g} GFLOP/s, new memory {1e-3 / new:.3g} GB/s"
+
+    def is_sound(self, kinds: Collection[str]) -> bool:
+        """Whether there is a rate of each of some kinds, as a file may not have it."""
+        return self.by_kind.keys() == set(kinds) and all(
+            points and all(rate > 0 and size > 0 for size, rate in points) for points in self.by_kind.values()
+        )
 
     def us(self, work: Work) -> dict[str, float]:
         """What each kind of work takes, in µs."""
@@ -108,14 +116,29 @@ def _key(dtype: torch.dtype, environment: str) -> str:
 def _rates(dtype: torch.dtype, environment: str) -> Rates:
     store, key = Store("rates"), _key(dtype, environment)
     found = store.load(key, Rates)
-    if found is None or found.by_kind.keys() != usual(dtype).by_kind.keys():
-        with isolated():
-            found = measured(dtype)
+    if found is None or not found.is_sound(usual(dtype).by_kind):
+        try:
+            with ThreadPoolExecutor(
+                1
+            ) as thread:  # a transform that the program is in, as of gradients, stays with its own
+                found = thread.submit(_alone, dtype).result()
+        except Exception as error:  # noqa: BLE001 a choice that costs nothing to be wrong about fails for nothing
+            events.record("RATES_NOT_MEASURED", f"what this machine does in {dtype}: usual rates are taken", error)
+            return usual(dtype)
         if found is None:
-            events.logger.info("[MACHINE_BUSY] what it does in a second varies too much: usual rates are taken")
+            events.record(
+                "MACHINE_BUSY",
+                f"what it does in {dtype} varies too much in a second: usual rates are taken",
+                level=logging.INFO,
+            )
             return usual(dtype)
         store.save(key, asdict(found))
     return found
+
+
+def _alone(dtype: torch.dtype) -> Rates | None:
+    with isolated():
+        return measured(dtype)
 
 
 @cache

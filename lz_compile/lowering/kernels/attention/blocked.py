@@ -141,11 +141,12 @@ def _spans(whole: _Block, block: int, attrs: AttentionAttrs) -> list[_Span]:
     if not isinstance(queries, int):
         return [(0, queries, 0, keys)]
     skips = isinstance(keys, int) and _may_skip(whole, attrs)
+    is_cut = attrs.limits is not None  # by a band, whose place in a block is part of its code
     size = max(block, -(-queries // MAX_BLOCKS)) if queries > 2 * block else queries
     while True:
         blocks = bounds(queries, size)
         spans = [(*each, *(_seen(each, queries, keys, attrs) if skips else (0, keys))) for each in blocks]
-        kinds = {(stop - start, last - first, first - start) for start, stop, first, last in spans if skips}
+        kinds = {(stop - start, skips and last - first, is_cut and first - start) for start, stop, first, last in spans}
         if len(kinds) <= MAX_KINDS or size >= queries:
             return spans
         size = -(-queries // (len(blocks) - 1))

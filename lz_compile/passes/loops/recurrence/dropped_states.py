@@ -6,9 +6,10 @@ conditions is run as it is written, with NaN there, once for each way in which t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from types import MappingProxyType
 
 from torch import fx
 
@@ -17,7 +18,7 @@ from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, Term, s
 from lz_compile.passes.loops.recurrence.index_values import masks_of, ways_of, where_held
 from lz_compile.passes.loops.recurrence.step_check import poisoned
 from lz_compile.passes.loops.recurrence.step_form import StepForm
-from lz_compile.passes.loops.recurrence.transition import Read, Transition
+from lz_compile.passes.loops.recurrence.transition import Read, Role, Transition
 
 
 def with_drops(form: StepForm, transition: Transition) -> Transition:
@@ -66,42 +67,43 @@ def _dropped(form: StepForm, factor: IndexSum, node: fx.Node, states: Sequence[f
     return dropped if dropped.terms else None
 
 
-def _leaks(form: StepForm, transition: Transition) -> dict[IndexSum, IndexSum]:
+def _leaks(form: StepForm, transition: Transition) -> dict[Role, IndexSum]:
     """Of operands, what they leave out under conditions although the step as it is written multiplies it by zero.
 
     NaN and infinities of that are NaN afterwards. What another operand holds under the same conditions is seen there.
     """
-    new = form.step.carried[transition.state]
-    whole = [transition.decay] if transition.drive is None else [transition.drive, transition.decay]
-    parts: list[IndexSum] = []
-    for update in transition.updates:
-        sides = (masked(each, update.left, transition.keys) for each in (update.right, update.erase))
-        parts += [update.left, *(side for side in sides if side is not None)]
-    found = _leaking(form, new, whole, parts)
-    known = {atom for each in (*whole, *parts) for atom in each.atoms} if transition.mode == "after" else set[Atom]()
-    for read in transition.reads:  # what the new state is made of makes a read of it NaN by itself
-        for each in (read.query, read.rest):
-            found |= {} if each is None else _leaking(form, read.node, [each], known=known)
+    whole = {("drive", 0): transition.drive, ("decay", 0): transition.decay}
+    parts: dict[Role, IndexSum | None] = {}
+    for place, update in enumerate(transition.updates):
+        parts["left", place] = update.left
+        for name in ("right", "erase"):
+            parts[name, place] = masked(getattr(update, name), update.left, transition.keys)
+    found = _leaking(form, form.step.carried[transition.state], whole, parts)
+    for place, read in enumerate(transition.reads):
+        for name in ("query", "rest"):
+            found |= _leaking(form, read.node, {(name, place): getattr(read, name)})
     return found
 
 
 def _leaking(
     form: StepForm,
     node: fx.Node,
-    whole: Sequence[IndexSum],
-    parts: Sequence[IndexSum] = (),
-    known: Collection[Atom] = (),
-) -> dict[IndexSum, IndexSum]:
+    whole: Mapping[Role, IndexSum | None],
+    parts: Mapping[Role, IndexSum | None] = MappingProxyType({}),
+) -> dict[Role, IndexSum]:
     """What of each of the sums reaches a node although conditions leave it out; ``parts`` do not have all indices."""
-    found: dict[IndexSum, IndexSum] = {}
-    sums = (*whole, *parts)
-    for atom in sorted({each for own in sums for each in own.atoms} - {*known}):
+    found: dict[Role, IndexSum] = {}
+    sums = {role: each for role, each in (*whole.items(), *parts.items()) if each is not None}
+    for atom in sorted({each for own in sums.values() for each in own.atoms}):
         node_of = form.atoms.get(atom)
         if atom.kind != "given" or node_of is None or not node_of.meta["val"].is_floating_point():
             continue
-        own = [each for each in sums if atom in each.atoms]
+        roles = [role for role, each in sums.items() if atom in each.atoms]
+        own = [sums[role] for role in roles]
         masks = masks_of(own)
-        places = [*(whole if any(each in whole for each in own) else ()), *(o for o in own if masks_of([o]) == masks)]
+        is_whole = any(role in whole for role in roles)
+        places = [*(role for role in sums if is_whole and role in whole)]
+        places += [role for role in roles if masks_of([sums[role]]) == masks]
         for held in ways_of(masks) if places else ():
             is_there = any(atom in mapped(each, partial(where_held, held)).atoms for each in own)
             if not is_there and bool(poisoned(form, node, held, [node_of]).isnan().any()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -55,7 +55,6 @@ class Values:
         dtype: in which is computed; a tensor that is taken as it is keeps its own.
         like: any tensor on the device.
         extent: what a size of a sum is where it stands for another one.
-        leaks: of sums, what must be finite for them not to be NaN.
     """
 
     source: Callable[[Atom], Source]
@@ -63,21 +62,15 @@ class Values:
     dtype: torch.dtype
     like: Any
     extent: Callable[[int], Any] = _itself
-    leaks: Mapping[IndexSum, IndexSum] = field(default_factory=dict)
 
-    def of(self, whole: IndexSum, groups: Sequence[Sequence[int]]) -> Any:
+    def of(self, whole: IndexSum, groups: Sequence[Sequence[int]], leak: IndexSum | None = None) -> Any:
         """The sum as a tensor with one dimension for each group of free indices (or :data:`TIME`).
 
-        Dimensions of which it has no index have size one.
+        Dimensions of which it has no index have size one. It is NaN where ``leak`` is not finite.
         """
-        value = self._of(whole, groups)
-        leak = self.leaks.get(whole)
-        if leak is None:
-            return value
-        # added, so that gradients are those of the value
-        return value + torch.where(self._of(leak, groups).isfinite(), 0.0, torch.nan).to(value.dtype)
-
-    def _of(self, whole: IndexSum, groups: Sequence[Sequence[int]]) -> Any:
+        if leak is not None:  # added, so that gradients are those of the value
+            value = self.of(whole, groups)
+            return value + torch.where(self.of(leak, groups).isfinite(), 0.0, torch.nan).to(value.dtype)
         order = [index for group in groups for index in group]
         value = self._sum(whole, order)
         if not _is_tensor(value):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from torch import fx
 
@@ -26,6 +27,10 @@ from lz_compile.passes.proof.subgraph import needed
 _MAX_RANK = 8
 #: More updates than this that nothing erases are one dense summand.
 _MAX_WRITES = 4
+
+
+#: An operand of a transition by its name here, and the place of its update or read among those.
+Role: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Transition:
     mode: Reads = "after"
     shape: tuple[int, ...] = ()
     drops: IndexSum | None = None
-    leaks: Mapping[IndexSum, IndexSum] = field(default_factory=dict)
+    leaks: Mapping[Role, IndexSum] = field(default_factory=dict)
 
     @property
     def batch(self) -> tuple[int, ...]:
