@@ -157,7 +157,7 @@ def test_a_loaded_table_has_no_part_in_solving(tmp_path):
 def test_what_was_never_measured_is_measured_within_the_budget(tmp_path, monkeypatch):
     seen: list[tuple[int, float]] = []
 
-    def tune_match(_match: Any, _effects: Any, problem: Any, _policy: Any, deadline: float, _fusion: Any) -> Any:
+    def tune_match(_match: Any, _effects: Any, problem: Any, _policy: Any, deadline: float, *_: Any) -> Any:
         seen.append((problem.context.dims["seq_len_q"], deadline - solving.time.perf_counter()))
         return problem
 

@@ -389,14 +389,14 @@ def test_without_being_asked_a_compile_measures_nothing(timed):
 
 @pytest.fixture
 def costs(monkeypatch):
-    """What kernels take, in ms, by an estimate; 5 s may be spent on measuring."""
+    """What kernels take, in ms, by an estimate; 10 s may be spent on measuring."""
 
     def give(left_as: str | None = None, **found: float) -> None:
         monkeypatch.setattr(choices, "left_as", lambda _: left_as)
         named = {name.replace("_", "."): ms for name, ms in found.items()}
         parts = {name: {"product": 1e3 * ms} for name, ms in named.items()}
         monkeypatch.setattr(cost, "parts", lambda kernel_id, *_: parts.get(kernel_id, {"product": 1e6}))
-        monkeypatch.setattr(match_tuning, "little", lambda _: 5.0)
+        monkeypatch.setattr(match_tuning, "little", lambda _: 10.0)
 
     return give
 

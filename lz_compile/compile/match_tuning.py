@@ -41,8 +41,9 @@ MAX_ELEMENTS = 1 << 26
 #: Seconds for a graph where everything is to be measured, and the most where a little is: the share of what compiling takes.
 BUDGET_S, _MOST_S, _SHARE = 60.0, 5.0, 0.1
 #: What compiling takes at least, in seconds for each call of a graph (benchmarks/compile_time.py, cold caches), and what it
-#: takes for one form of an attention and its timing. A usual machine will do: both grow alike on a slower one.
-_CALL_S, _FORM_S = 0.03, 0.8
+#: takes at most for one form of an attention and its timing. A usual machine will do: both grow alike on a slower one.
+_CALL_S, _FORM_S = 0.03, 2.0
+LEAST_S = 2 * _FORM_S
 #: Calls of a graph after which measuring it has paid.
 _CALLS = 1000
 
@@ -63,15 +64,14 @@ def open_question(decision: Decision, problem: Problem, times: int, left_s: floa
         left_s: for measuring.
     """
     same = {DISPATCH, problem.source_kernel, problem.left_as}  # as leaving it alone, which is there as well
-    able = [each for each in decision.candidates if not each.against and each.kernel.kernel_id not in same]
-    best = sorted(able, key=lambda each: each.estimate.relative_latency)[:2]
+    best = [each for each in decision.candidates if not each.against and each.kernel.kernel_id not in same][:2]
     parts = [each.estimate.parts_us for each in best if each.estimate.parts_us is not None]
-    if problem.symbols is not None or len(parts) < 2:
+    if problem.symbols is not None or len(parts) < 2 or any(each.notes for each in best):  # a wish tells
         return []
     first, second = (each.estimate for each in best)
     if second.relative_latency > first.relative_latency * (1 + first.noise):
         return []
-    once_s = 1e-6 * sum(parts[0].values())
+    once_s = 1e-6 * max(sum(each.values()) for each in parts)
     names = [each.kernel.kernel_id for each in best]
     forms = len({INDUCTOR, *names}) * (2 if problem.context.is_training else 1)
     costs_s, saves_s = forms * (_FORM_S + 3 * once_s), _CALLS * times * first.noise * once_s
@@ -132,6 +132,7 @@ def tune_match(
                 sizes,
                 source_kernel=problem.source_kernel,
                 surroundings=found.surroundings,
+                deadline=None if only is None else deadline,
                 budget_s=max(deadline - time.perf_counter(), 1.0),
             )
     return problem

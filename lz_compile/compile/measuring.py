@@ -5,6 +5,8 @@ A kernel that does not compile or run is an event and is left out.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -98,6 +100,7 @@ def measure_forms(
     surroundings: str = "",
     samples: int | None = None,
     budget_s: float | None = None,
+    deadline: float | None = None,
 ) -> Measured:
     """Compile every kernel's form of one problem, time them in turns and keep the latencies.
 
@@ -111,10 +114,11 @@ def measure_forms(
         surroundings: a hash of what the forms hold beside the problem.
         samples: rounds (default: the policy's ``perfdb.tune_samples``).
         budget_s: for the timing, not for the compiling.
+        deadline: on the clock of ``time.perf_counter``; no kernel is compiled after it, and nothing is measured then.
     """
     settings = policy.current().settings.perfdb
     with events.collect() as happened:
-        calls = compile_forms(context, specs, form, inputs)
+        calls = compile_forms(context, specs, form, inputs, deadline)
         timings: dict[str, Timing] = {}
         if INDUCTOR in calls:  # the others are compared with it
             rounds = settings.tune_samples if samples is None else samples
@@ -139,15 +143,26 @@ def _broken(kernel_ids: Iterable[str], happened: Collection[events.Event]) -> li
 
 
 def compile_forms(
-    context: SelectionContext, specs: Sequence[KernelSpec], form: Form, inputs: Sequence[Any]
+    context: SelectionContext,
+    specs: Sequence[KernelSpec],
+    form: Form,
+    inputs: Sequence[Any],
+    deadline: float | None = None,
 ) -> dict[str, Callable[[], Any]]:
     """Every kernel's form of a problem, compiled and run once, as something to time; what fails or is wrong is an event.
+
+    None where the time is up before all of them are.
 
     Results are held against the source's, for what Inductor makes of a kernel is not what its proof ran.
     """
     calls: dict[str, Callable[[], Any]] = {}
     expected: list[torch.Tensor] = []
     for spec in specs:
+        if deadline is not None and time.perf_counter() > deadline:
+            events.record(
+                "NOT_MEASURED", f"{context.operation} {context.hints()}: the time for it is up", level=logging.INFO
+            )
+            return {}
         try:
             function = form(spec.call)
             if not spec.is_shipped:  # what hangs or exits does so in a process of its own

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lz_compile.errors import OptionError, UnknownKernelError, nearest
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.policy import policy
@@ -49,11 +51,13 @@ class Options:
     verify: str = "off"
 
     def tuning(self, policy: Policy) -> str:
-        """What is measured while compiling: "off", "auto" or "on-miss"."""
+        """What is measured while compiling: "off", "auto" or "on-miss"; of many ranks, none goes by its own clock unasked."""
         perfdb = policy.settings.perfdb
         if not (policy.settings.enabled and perfdb.enabled):
             return "off"
-        return self.tune or {None: "auto", True: "on-miss", False: "off"}[perfdb.auto_tune]
+        how = self.tune or {None: "auto", True: "on-miss", False: "off"}[perfdb.auto_tune]
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return "off" if how == "auto" and ranks else how
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {

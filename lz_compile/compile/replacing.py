@@ -80,9 +80,18 @@ def tune(state: State) -> None:
 
     with timed(state.report, "tune"):
         usual_s = match_tuning.BUDGET_S if how == "on-miss" else match_tuning.little(state.module.graph)
-        deadline = time.perf_counter() + (usual_s if options.tune_budget_s is None else options.tune_budget_s)
-        times = Counter(map(choices.key, state.matches))
-        for match in {choices.key(match): match for match in reversed(state.matches)}.values():
+        budget_s = usual_s if options.tune_budget_s is None else options.tune_budget_s
+        if how == "auto" and budget_s < match_tuning.LEAST_S:
+            return
+        times, kinds = (
+            Counter(map(choices.key, state.matches)),
+            {choices.key(each): each for each in reversed(state.matches)},
+        )
+        if how == "auto":
+            for match in kinds.values():  # what a choice takes by itself is no part of the budget
+                choices.choice(match)
+        deadline = time.perf_counter() + budget_s
+        for match in kinds.values():
             fusion = choices.fusions.get(match.output)
             fusion = fusion if fusion is not None and fusion.ops else None
             try:
@@ -100,7 +109,8 @@ def tune(state: State) -> None:
                 tuned = match_tuning.tune_match(subject, state.effects, problem, choices.policy, deadline, fusion, only)
                 choices.problems[choices.key(match)] = tuned
             except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
-                state.fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error)
+                fail = events.record if how == "auto" else state.fail  # which nobody asked for, however strict
+                fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error)
 
 
 def choose(state: State) -> None:

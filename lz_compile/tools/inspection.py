@@ -199,7 +199,7 @@ def _explained(
     options: dict[str, Any] | None,
     dynamic: bool | None,
 ) -> list[GraphReport]:
-    ours, _ = split(options)
+    ours, _ = split({"layerzero.tune": "off", **(options or {})})
     found: list[GraphReport] = []
     breaks = GraphBreaks()
 
@@ -248,7 +248,7 @@ def dry_run(
     Returns:
         the reports of the model's graphs.
     """
-    ours, _ = split(options)
+    ours, _ = split({"layerzero.tune": "off", **(options or {})})
     reason: Exception | None = None
     try:
         with _unchanged(model):

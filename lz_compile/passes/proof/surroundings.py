@@ -89,10 +89,11 @@ class Surrounded(Subgraph):
         }
         values = dict(zip(self.inputs, found, strict=True))
         builder = Builder(values.__getitem__, sizes=sizes)
-        for place, node in enumerate(self.inputs):
+        for node in self.inputs:
             if node in _implied(self.match):
                 value = self.match.emitter.implied_value(node, builder, values[node], sizes)
-                found[place] = value.detach().requires_grad_(values[node].requires_grad)
+                once = _once(values[node])
+                values[node].detach()[once] = value.detach().expand(values[node].shape)[once]
         return found
 
 
@@ -256,10 +257,15 @@ def _random(count: int, like: torch.Tensor) -> torch.Tensor:
 def _name_documents(ids: torch.Tensor) -> None:
     """Number documents of equal length along the longest dimension, in place; elements may share memory."""
     along = max(range(ids.dim()), key=lambda dim: ids.shape[dim], default=0)
-    own = ids[tuple(slice(None) if ids.stride(dim) else slice(1) for dim in range(ids.dim()))]
+    own = ids[_once(ids)]
     if ids.dim() and own.shape[along] > 1:
         numbers = torch.arange(own.shape[along], device=ids.device) * _DOCUMENTS // own.shape[along]
         own.copy_(numbers.reshape([-1 if dim == along else 1 for dim in range(ids.dim())]).to(ids.dtype))
+
+
+def _once(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """A part that holds everything and shares no memory with itself."""
+    return tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
 
 
 def _number(value: Any, binding: Binding) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from lz_compile.ground.machine import environment
 from lz_compile.runtime.choose.problem import Problem
 from lz_compile.runtime.measure import perfdb
@@ -13,7 +15,8 @@ from lz_compile.runtime.problem.context import SelectionContext
 def records_of(problem: Problem, context: SelectionContext, path: str | None) -> list[PerfRecord]:
     """The measurements that share a problem's fixed part, in this environment."""
     database = database_at(path)
-    if not database.exists or context.device_type == "meta":  # nothing was ever measured there
+    is_here = context.device_type == "cpu" or (context.device_type != "meta" and torch.accelerator.is_available())
+    if not (database.exists and is_here):  # nothing was ever measured there
         return []
     fixed = fixed_part(context, problem.source_kernel)
     return database.curve(context.operation, context.dtype_name, environment(context.device_type), fixed)
