@@ -207,6 +207,25 @@ def test_inductor_is_asked_what_it_makes_of_an_attention(
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_with_gradients_inductor_sees_both_passes(dtype: torch.dtype) -> None:
+    """In 16 bits its patterns know the forward of this, and not the two together (2.13)."""
+
+    def upcast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(q @ k.mT * 0.125, -1, dtype=torch.float32).to(q.dtype) @ v
+
+    inputs = [torch.randn(2, 4, 24, 64, dtype=dtype) for _ in range(3)]
+    found = [inductor.fuses_attention(upcast, inputs, torch.device("cpu"), training) for training in (False, True)]
+    assert found == [True, dtype == torch.float32]
+
+
+def test_the_options_of_a_compile_are_those_of_a_question() -> None:
+    inputs = [torch.randn(2, 4, 24, 64) for _ in range(3)]
+    with inductor.compiling_with({"pattern_matcher": False}):
+        assert not inductor.fuses_attention(by_torch, inputs, torch.device("cpu"))
+    assert inductor.fuses_attention(by_torch, inputs, torch.device("cpu"))
+
+
 def test_a_question_counts_as_no_compile() -> None:
     torch._dynamo.utils.counters.clear()
     assert inductor.fuses_attention(by_torch, torch.randn(3, 2, 4, 8, 16).unbind(), torch.device("cpu"))

@@ -51,7 +51,8 @@ def left_as(match: Match) -> str | None:
     with isolated() as outside, outside.entered():
         try:
             source, inputs = resized(whole(match), sizes), inputs_of(match, sizes, Case("plain"))
-            is_fused = inductor.fuses_attention(source.run, inputs, torch.device(match.facts.device))
+            device, is_training = torch.device(match.facts.device), match.facts.needs_grad
+            is_fused = inductor.fuses_attention(source.run, inputs, device, is_training)
         except Exception as error:  # noqa: BLE001 a question that nobody can answer costs a choice by less, and says so
             events.record("INDUCTOR_NOT_ASKED", f"what Inductor makes of the attention at {match.where}", error)
             return None

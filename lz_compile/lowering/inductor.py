@@ -187,17 +187,33 @@ def compile_isolated(
     return torch.compile(model, backend=backend, dynamic=dynamic, **apart)
 
 
-def fuses_attention(function: Callable[..., Any], inputs: Sequence[Any], device: torch.device) -> bool:
-    """Whether Inductor itself makes PyTorch's fused attention of what a function does: its own patterns are asked."""
-    counted = counters["inductor"].copy()
+def fuses_attention(
+    function: Callable[..., Any], inputs: Sequence[Any], device: torch.device, is_training: bool = False
+) -> bool:
+    """Whether Inductor itself makes PyTorch's fused attention of what a function does: its own patterns are asked.
+
+    With ``is_training`` of the function with its gradients, which is what they see then. The user's passes are not asked.
+    """
+
+    def with_gradients(tangent: torch.Tensor, *values: Any) -> Any:
+        leaves = [
+            each.requires_grad_() for each in values if isinstance(each, torch.Tensor) and each.is_floating_point()
+        ]
+        found = function(*values)
+        return found, torch.autograd.grad(found, leaves, tangent, allow_unused=True)
+
+    counted, own = counters["inductor"].copy(), {"joint_custom_pre_pass": None, "joint_custom_post_pass": None}
     given = {"input_device": device} if "input_device" in signature(joint_graph_passes).parameters else {}
     try:
-        with torch._guards.tracing(None):
-            module = make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs)
+        with torch._guards.tracing(None), inductor_config.patch({**_configuration.get(), **own}):
+            traced, given_to = (with_gradients, (function(*inputs), *inputs)) if is_training else (function, inputs)
+            with torch.set_grad_enabled(is_training):
+                module = make_fx(traced, select_decomp_table(), tracing_mode="fake")(*given_to)
             module.graph.eliminate_dead_code()  # its decompositions leave calls that nobody reads
             joint_graph_passes(module, **given)
     finally:
-        counters["inductor"] = counted  # a question is no compile
+        counters["inductor"].clear()  # a question is no compile
+        counters["inductor"].update(counted)
     return any("scaled_dot_product" in str(node.target) for node in module.graph.nodes)
 
 

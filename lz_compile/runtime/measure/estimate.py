@@ -108,7 +108,7 @@ def estimates(
         surroundings: those that the match has; measurements within them count more than others at the same distance.
         spelled_out: the same where no source calls the kernel itself (as ``tune`` measures): they count where there are no
             others, and that kernel was measured with the rest.
-        left_as: the kernel that Inductor makes of the source by itself; of measurements, that is part of what they are.
+        left_as: the kernel that Inductor makes of the source by itself; measurements do not tell it apart.
     """
     by_id = {spec.kernel_id: spec for spec in specs}
     found = _priors(context, list(by_id.values()), sizes, source_kernel, left_as)
