@@ -14,6 +14,7 @@ from backends import Rewriting
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lz_compile import attention as eager_attention
 from lz_compile import doctor, explain
 from lz_compile.compile.problems import left_as
 from lz_compile.ground import events
@@ -159,6 +160,32 @@ def test_a_busy_machine_is_taken_for_a_usual_one_and_is_asked_again(
     assert found == cost.usual(torch.float32)
     assert "MACHINE_BUSY" in caplog.text
     assert measuring([1.5] * 6) != found
+
+
+def test_rates_are_measured_outside_of_the_transforms_of_a_program(monkeypatch, tmp_path) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    q, k, v = torch.randn(3, 1, 2, 16, 8)
+    want = torch.func.grad(lambda q: torch.nn.functional.scaled_dot_product_attention(q, k, v).sum())(q)
+    cost._rates.cache_clear()
+    with events.collect() as happened:
+        got = torch.func.grad(lambda q: eager_attention(q, k, v, causal=False).sum())(q)
+    cost._rates.cache_clear()
+    torch.testing.assert_close(got, want)
+    assert [event for event in happened if event.code != "MACHINE_BUSY"] == []
+
+
+@pytest.mark.parametrize("damage", [{}, {"product": []}, {"product": [(64, 0.0)]}, {"unknown": [(1, 1.0)]}])
+def test_a_file_without_rates_is_none(measuring, monkeypatch, damage) -> None:
+    kept = Rates({**cost.usual(torch.float32).by_kind, **damage} if damage else {})
+    monkeypatch.setattr(cost.Store, "load", lambda *_: kept)
+    assert measuring([2.0] * 6).by_kind != kept.by_kind
+
+
+def test_what_fails_while_measuring_costs_no_call(measuring) -> None:
+    with events.collect() as happened:
+        assert measuring([1.0]) == cost.usual(torch.float32)  # StopIteration in the second pass
+    assert [event.code for event in happened] == ["RATES_NOT_MEASURED"]
 
 
 def test_what_the_program_switched_off_is_not_measured(measuring: Callable[[list[float]], Rates]) -> None:

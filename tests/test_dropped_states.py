@@ -231,3 +231,81 @@ def test_a_matrix_that_is_multiplied_by_a_mask_keeps_its_nan():
         return state * (~ends).to(state.dtype)
 
     assert_as_eager(matrices(multiplied, erases=True), "lz.rolled_scan", [matrix_operands()])
+
+
+Matrix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _written(s: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return s * 0.9 + k[:, :, None] * v[:, None]
+
+
+def _looked(k: Tensor, s: Tensor) -> Tensor:
+    return torch.einsum("bk,bkv->bv", k, s)
+
+
+def _then(s: Tensor, read: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    return s, read(s)
+
+
+#: Steps of matrix states that write and read with the same tensors, and leave out one of both under a condition.
+MATRICES: dict[str, Matrix] = {
+    "a read of the old state by its key, multiplied": lambda s, q, k, v, c: (
+        torch.where(c, _written(s, k, v), s),
+        _looked(k, s * c.double()),
+    ),
+    "a product of the old state by its key": lambda s, q, k, v, c: (
+        torch.where(c, k[:, :, None] * s, 0.0) + q[:, :, None] * v[:, None],
+        (k[:, :, None] * s * c.double()).sum(1),
+    ),
+    "one query, chosen and multiplied": lambda s, q, k, v, c: _then(
+        _written(s, k, v),
+        lambda s: torch.cat(
+            [torch.where(c, q[:, :, None] * s, 0.0).sum(1), (q[:, :, None] * s * c.double()).sum(1)], -1
+        ),
+    ),
+    "the same of the old state": lambda s, q, k, v, c: (
+        _written(s, k, v),
+        torch.cat([torch.where(c, q[:, :, None] * s, 0.0).sum(1), (q[:, :, None] * s * c.double()).sum(1)], -1),
+    ),
+    "a state that is dropped where it is read by its key": lambda s, q, k, v, c: _then(
+        _written(s, k, v), lambda s: _looked(k, s.masked_fill(c, 0.0))
+    ),
+    "a write that is left out, read by its key": lambda s, q, k, v, c: _then(
+        torch.where(c, _written(s, k, v), s), lambda s: _looked(k, s * c.double())
+    ),
+    "a factor that is left out, read by itself": lambda s, q, k, v, c: _then(
+        torch.where(c, k[:, :, None] * s, 0.0) + q[:, :, None] * v[:, None],
+        lambda s: (k[:, :, None] * s * c.double()).sum(1),
+    ),
+    "a summand of a read that is multiplied": lambda s, q, k, v, c: _then(
+        torch.where(c, _written(s, k, v), s), lambda s: ((s + k[:, :, None]) * c.double()).sum(1)
+    ),
+    "a chosen product": lambda s, q, k, v, c: _then(
+        torch.where(c, _written(s, k, v), s), lambda s: torch.where(c, k[:, :, None] * s, 0.0).sum(1)
+    ),
+    "a state that is multiplied": lambda s, q, k, v, c: _then(_written(s, k, v) * c.double(), lambda s: _looked(q, s)),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("poisoned_one", ["query", "key", "value"])
+def test_what_one_operand_leaves_out_is_nan_there_and_nowhere_else(name: str, poisoned_one: str) -> None:
+    """Two operands may be the same sum, one of which leaves out what the other one multiplies by zero."""
+    given = {"query": torch.randn(2, 12, 3), "key": torch.randn(2, 12, 3), "value": torch.randn(2, 12, 5)}
+    given = {each: tensor.double() for each, tensor in given.items()}
+    c = torch.rand(2, 12) > 0.5
+    given[poisoned_one][0, 4, 1], c[0, 4] = torch.nan, False
+    given[poisoned_one][1, 9, 0], c[1, 9] = torch.nan, True
+
+    def function(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        s, found = q.new_zeros(2, 3, 5), []
+        for t in range(12):
+            s, y = MATRICES[name](s, q[:, t], k[:, t], v[:, t], c[:, t, None, None])
+            found.append(y)
+        return torch.stack(found, 1), s
+
+    backend = Rewriting(loops="roll", lock={"scan": "lz.rolled_scan"})
+    got = torch.compile(function, backend=backend, fullgraph=True)(*given.values(), c)
+    assert [match.op for match in backend.report.matches if match.rewritten] == ["scan"], backend.why_not()
+    torch.testing.assert_close(got, function(*given.values(), c), equal_nan=True)
