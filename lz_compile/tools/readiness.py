@@ -153,9 +153,9 @@ def _measurements(configuration: Configuration, device: torch.device) -> Iterato
     if found.events:
         yield Check("measurements", "fail", "; ".join(event.message for event in found.events))
     elif not found.enabled:
-        yield Check("measurements", "warn", "switched off (perfdb.enabled): priors decide")
+        yield Check("measurements", "warn", "switched off (perfdb.enabled): estimates and priors decide")
     elif not found.here:
-        text = f"none of this environment in {found.path}: priors decide. Run 'python -m lz_compile tune'"
+        text = f"none of this environment in {found.path}: estimates and priors decide. Run 'python -m lz_compile tune'"
         yield Check("measurements", "warn", text)
     else:
         count = sum(found.here.values())
