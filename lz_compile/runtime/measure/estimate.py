@@ -176,7 +176,7 @@ def _measured(
         groups.setdefault((record.workload, record.surroundings), {})[record.kernel_id] = record
     near = []
     for (text, around), group in groups.items():
-        if base in group and len(group) > 1:  # alone it says nothing of the others
+        if base in group:
             there = _dims_of(text)
             distance = _distance(context.op, sizes, there)
             if distance is not None:
