@@ -14,7 +14,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, cast
 
 import msgspec
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lz_compile.ground import events, machine
 from lz_compile.ground.hardware import hardware
@@ -118,10 +118,7 @@ def _rates(dtype: torch.dtype, environment: str) -> Rates:
     found = store.load(key, Rates)
     if found is None or not found.is_sound(usual(dtype).by_kind):
         try:
-            with ThreadPoolExecutor(
-                1
-            ) as thread:  # a transform that the program is in, as of gradients, stays with its own
-                found = thread.submit(_alone, dtype).result()
+            found = _alone(dtype)
         except Exception as error:  # noqa: BLE001 a choice that costs nothing to be wrong about fails for nothing
             events.record("RATES_NOT_MEASURED", f"what this machine does in {dtype}: usual rates are taken", error)
             return usual(dtype)
@@ -137,7 +134,8 @@ def _rates(dtype: torch.dtype, environment: str) -> Rates:
 
 
 def _alone(dtype: torch.dtype) -> Rates | None:
-    with isolated():
+    # Not in a thread of its own: OpenMP starts new threads there, for which the old ones leave no core.
+    with temporarily_clear_interpreter_stack(), isolated():
         return measured(dtype)
 
 
