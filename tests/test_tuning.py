@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -477,6 +478,27 @@ def test_a_mask_that_no_kernel_reads_is_what_it_is_while_measuring(timed, spelli
     assert timed
     assert all(each >= {"inductor", "torch.sdpa", "lz.blocked"} for each in timed)
     assert report.events == []
+
+
+@pytest.mark.usefixtures("eagerly")
+def test_where_the_time_is_up_nothing_failed(timed, costs, monkeypatch):
+    costs(inductor=50.0, torch_sdpa=47.0)
+    monkeypatch.setattr(measuring.time, "perf_counter", itertools.count(0.0, 6.0).__next__)
+    run(attention, *operands(), tune="auto", tune_budget_s=7.0)
+    assert (timed, measuring._failed, records()) == ([], set(), [])
+
+
+@pytest.mark.usefixtures("eagerly")
+def test_a_fault_of_measuring_that_nobody_asked_for_breaks_no_strict_compile(costs, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise ArithmeticError("planted")
+
+    costs(inductor=50.0, torch_sdpa=47.0)
+    monkeypatch.setattr(match_tuning, "tune_match", broken)
+    _, report = run(attention, *operands(), tune=None, strict=True)
+    assert codes(report.events) == ["MEASUREMENT_FAILED"]
+    with pytest.raises(Exception, match="planted"):
+        run(attention, *operands(), strict=True)
 
 
 @pytest.mark.usefixtures("eagerly")

@@ -41,7 +41,7 @@ MAX_ELEMENTS = 1 << 26
 #: Seconds for a graph where everything is to be measured, and the most where a little is: the share of what compiling takes.
 BUDGET_S, _MOST_S, _SHARE = 60.0, 5.0, 0.1
 #: What compiling takes at least, in seconds for each call of a graph (benchmarks/compile_time.py, cold caches), and what it
-#: takes at most for one form of an attention and its timing. A usual machine will do: both grow alike on a slower one.
+#: takes for one form of an attention and its timing. A usual machine will do: both grow alike on a slower one.
 _CALL_S, _FORM_S = 0.03, 2.0
 LEAST_S = 2 * _FORM_S
 #: Calls of a graph after which measuring it has paid.

@@ -78,20 +78,14 @@ def tune(state: State) -> None:
         return
     from lz_compile.compile import match_tuning
 
+    is_asked, times = how == "on-miss", Counter(map(choices.key, state.matches))
+    usual_s = match_tuning.BUDGET_S if is_asked else match_tuning.little(state.module.graph)
+    left_s = usual_s if options.tune_budget_s is None else options.tune_budget_s
+    if not is_asked and left_s < match_tuning.LEAST_S:
+        return
+    failing = state if is_asked else replace(state, options=replace(options, strict=False))
     with timed(state.report, "tune"):
-        usual_s = match_tuning.BUDGET_S if how == "on-miss" else match_tuning.little(state.module.graph)
-        budget_s = usual_s if options.tune_budget_s is None else options.tune_budget_s
-        if how == "auto" and budget_s < match_tuning.LEAST_S:
-            return
-        times, kinds = (
-            Counter(map(choices.key, state.matches)),
-            {choices.key(each): each for each in reversed(state.matches)},
-        )
-        if how == "auto":
-            for match in kinds.values():  # what a choice takes by itself is no part of the budget
-                choices.choice(match)
-        deadline = time.perf_counter() + budget_s
-        for match in kinds.values():
+        for match in {choices.key(match): match for match in reversed(state.matches)}.values():
             fusion = choices.fusions.get(match.output)
             fusion = fusion if fusion is not None and fusion.ops else None
             try:
@@ -100,17 +94,21 @@ def tune(state: State) -> None:
                 if is_decided or not match_tuning.may_differ(problem.context):
                     continue
                 only = None
-                if how == "auto":
-                    decision, left_s = choices.choice(match), deadline - time.perf_counter()
-                    only = match_tuning.open_question(decision, problem, times[choices.key(match)], left_s)
+                if not is_asked:  # what a choice takes by itself is no part of the budget
+                    only = match_tuning.open_question(choices.choice(match), problem, times[choices.key(match)], left_s)
                     if not only:
                         continue
-                subject = match.kind if fusion is None else match
-                tuned = match_tuning.tune_match(subject, state.effects, problem, choices.policy, deadline, fusion, only)
-                choices.problems[choices.key(match)] = tuned
+                subject, start = match.kind if fusion is None else match, time.perf_counter()
+                deadline = start + left_s
+                try:
+                    tuned = match_tuning.tune_match(
+                        subject, state.effects, problem, choices.policy, deadline, fusion, only
+                    )
+                    choices.problems[choices.key(match)] = tuned
+                finally:
+                    left_s -= time.perf_counter() - start
             except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
-                fail = events.record if how == "auto" else state.fail  # which nobody asked for, however strict
-                fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error)
+                failing.fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error)
 
 
 def choose(state: State) -> None:

@@ -24,6 +24,7 @@ from torch._dynamo.metrics_context import MetricsContext
 from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import counters, get_metrics_context
 from torch._functorch import config as functorch_config
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext, Guard, Source, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppCodeCache
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 #: What Inductor raises to have Dynamo trace again, with what it found out: no fault, and to be passed on.
 RESTARTS = (RestartAnalysis,)
+#: A context without the transforms of ``torch.func`` that the program is in.
+without_transforms = temporarily_clear_interpreter_stack
 
 
 def config_of(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -248,7 +248,7 @@ def dry_run(
     Returns:
         the reports of the model's graphs.
     """
-    ours, _ = split({"layerzero.tune": "off", **(options or {})})
+    ours, _ = split(options)
     reason: Exception | None = None
     try:
         with _unchanged(model):
