@@ -128,6 +128,10 @@ SELECTING: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]]
     "a kept state": lambda h, a, c, x, s: torch.where(c, a * h + s * x, h),
     "a selected decay": lambda h, a, c, x, s: torch.where(c, s, a) * h + torch.where(c, s, x),
     "a sum that is selected, times a factor": lambda h, a, c, x, s: s * torch.where(c, h + x, 0.0),
+    "what is selected, and a mask as factor": lambda h, a, c, x, s: (
+        a * h + torch.where(c, x, s) + (x > 0).to(s.dtype) * s
+    ),
+    "a selected product with a mask": lambda h, a, c, x, s: torch.where(x > 0, c.to(s.dtype) * s, 0.0) * h + s,
     "a mask and its complement": lambda h, a, c, x, s: c.to(s.dtype) * (a * h + s) + (1 - c.to(s.dtype)) * h,
 }
 #: Of these, a factor that is infinite meets every summand by itself: what infinities add up to is open.

@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -100,8 +100,7 @@ class Values:
         of a gradient of zero.
         """
         mask = self._mask(whole)
-        outside = [] if mask is None else _outside(whole)
-        if mask is not None and not outside:
+        if mask is not None:
             held = self._factor(mask, (), order)
             held = held if held.dtype == torch.bool else held != 0
             there = mapped(whole, lambda term: _without(term, mask))
@@ -111,7 +110,7 @@ class Values:
             if not _is_tensor(one) and not _is_tensor(other):
                 one = self.like.new_full([], one, dtype=self.dtype)
             return torch.where(held, one, other)
-        shared = outside or (_shared(whole) if len(whole.terms) > 1 else [])
+        shared = _shared(whole) if len(whole.terms) > 1 else []
         if shared:
             rest = mapped(whole, lambda term: term.without(shared))
             return self._times(shared, (), order, chosen) * self._sum(rest, order, chosen)
@@ -220,13 +219,6 @@ def _shared(whole: IndexSum) -> list[Factor]:
                 kept.append(factor)
         left = kept
     return left
-
-
-def _outside(whole: IndexSum) -> list[Factor]:
-    """The factors of every product that are left however masks hold: no mask chooses them, and nor do gradients."""
-    shared = [each for each in _shared(whole) if each.atom.kind == "given"] if len(whole.terms) > 1 else []
-    ways = ways_of(masks_of([whole])) if shared else ()
-    return shared if all(mapped(whole, partial(where_held, held)).terms for held in ways) else []
 
 
 def _product(sizes: Iterable[Any]) -> Any:
