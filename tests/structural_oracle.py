@@ -30,6 +30,8 @@ from lz_compile.compile import pipeline, reading
 from lz_compile.compile.compiler import process
 from lz_compile.compile.options import split
 from lz_compile.passes.graph.refusal import NearMiss
+from lz_compile.passes.loops.recurrence.distribute import Distributed
+from lz_compile.passes.loops.roll import reroll
 from lz_compile.passes.proof.scan_steps import run_steps
 from lz_compile.report.report import GraphReport
 
@@ -43,6 +45,8 @@ _NOTHING = Open()
 STAGES = ("inline", "distribute")
 #: Events that are faults of ours; an edit that its proof refuted is none.
 FAULTS = ("REWRITE_FAILED", "RECOGNISER_FAILED", "INLINE_FAILED", "LOOPS_FAILED", "COMPILE_FAILED", "FUSION_FAILED")
+#: What a long loop is: with its parts short ones, as of loops of thousands of calls.
+_LONG = {"WORTHWHILE_CALLS": 20, "MANY_CALLS": 40, "WORTHWHILE_STEPS": 4, "WORTHWHILE_ITERATIONS": 4}
 #: Larger values than this have left what a comparison can tell.
 _WILD = 1e15
 _runs = itertools.count()
@@ -294,6 +298,7 @@ def counting() -> Iterator[Counter[str]]:
                 result = list(result)
             is_list = isinstance(result, (list, tuple))
             found[name] += sum(not isinstance(each, NearMiss) for each in result) if is_list else int(result or 0)
+            found["unrolled"] += sum(each.unrolled for each in result if isinstance(each, Distributed)) if is_list else 0
             return result
 
         return run
@@ -307,6 +312,8 @@ def counting() -> Iterator[Counter[str]]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(reading, "apply_places", counted_places))
+        for name, number in _LONG.items():
+            stack.enter_context(patch.object(reroll, name, number))
         for name in STAGES:
             stack.enter_context(patch.object(reading, name, counted(name, getattr(reading, name))))
         yield found

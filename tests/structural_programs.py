@@ -269,7 +269,7 @@ def generate(seed: int) -> Program:
     source = "\n".join([f"def f(m, {', '.join(inputs)}):", *_indented(lines)])
     if "autocast(" in source and rng.random() < 0.8:  # which leaves doubles alone
         inputs = {name: text.replace("float64", "float32") for name, text in inputs.items()}
-    options = {"loops": rng.choice(["auto", "roll", "roll", "roll", "roll", "keep"])}
+    options = {"loops": rng.choice(["auto", "auto", "roll", "roll", "roll", "keep"])}
     lock = {op: rng.choice(kernels) for op, kernels in LOCKS.items() if rng.random() < 0.6}
     options |= {"lock": lock} if lock else {}
     dynamic = rng.choice([None, None, None, None, False, True])

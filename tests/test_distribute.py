@@ -243,3 +243,53 @@ def test_inputs_that_are_overwritten_behind_are_kept_for_gradients():
     assert not backend.report.events
     assert [match.op for match in backend.report.matches if match.rewritten] == ["scan"], backend.why_not()
     torch.testing.assert_close(*gradients)
+
+
+#: Updates of a state that no kernel knows.
+OPAQUE = {
+    "log-space maximum": lambda m, f, i: torch.maximum(m + f, i),
+    "tanh": lambda m, f, i: torch.tanh(m) * f + i,
+    "reset": lambda m, f, i: torch.where(m > 0.5, i, m + f),
+}
+#: What an affine state reads of it: before and after the step.
+READS = {
+    "both": lambda before, after, h, i: torch.exp(before - after).clamp(max=2.0) * h + torch.exp(i - after),
+    "after": lambda before, after, h, i: torch.sigmoid(after) * h + i,
+    "before": lambda before, after, h, i: 0.5 * h + before * i,
+}
+
+
+@pytest.mark.parametrize("is_graded", [False, True])
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize("update", OPAQUE)
+def test_what_no_kernel_takes_of_a_long_loop_runs_step_by_step_again(update, reads, is_graded, monkeypatch):
+    for name, number in {"WORTHWHILE_CALLS": 80, "MANY_CALLS": 100}.items():
+        monkeypatch.setattr(f"lz_compile.passes.loops.roll.reroll.{name}", number)
+
+    def program(f, i, start):
+        m, h, late, out = start, start * 0.5, start * 0, torch.zeros_like(f)
+        for t in range(f.shape[1]):
+            after = OPAQUE[update](m, f[:, t], i[:, t])
+            h = READS[reads](m, after, h, i[:, t])
+            out[:, t] = (h * after + late).sin() * i[:, t].cos() + (h - m).sigmoid()
+            late, m = m, after
+        return out, m, h, late
+
+    generator = torch.Generator().manual_seed(7)
+    f, i = (torch.randn(2, 12, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    start = torch.randn(2, 3, generator=generator, dtype=torch.float64)
+    backend = Traced(loops="auto", lock={"scan": "lz.rolled_scan"})
+    found = []
+    for run in (program, torch.compile(program, backend=backend, fullgraph=True)):
+        torch._dynamo.reset()
+        leaves = [each.clone().requires_grad_(is_graded) for each in (f, i, start)]
+        results = run(*leaves)
+        gradients = torch.autograd.grad(sum(each.sum() for each in results), leaves) if is_graded else ()
+        found.append(((*results, *gradients), [each.stride() for each in results]))
+    assert not backend.report.events, backend.why_not()
+    assert [loop.rolled for loop in backend.report.loops] == [True]
+    assert [match.op for match in backend.report.matches if match.rewritten] == ["scan"], backend.why_not()
+    assert not [node for graph in backend.graphs for node in graph.graph.nodes if node.target is SCAN]
+    (want, strides), (got, found_strides) = found
+    assert strides == found_strides
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

@@ -98,6 +98,15 @@ with torch.no_grad():
     for t in range(T):
         o[:, t] = vs[t]
 return torch.stack([o[:, t] * x[:, t] for t in range(T)], 1)"""),
+    "two equal attentions are returned": program("""
+s = x * 2
+return tuple(torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s for _ in range(2))"""),
+    "two equal attentions are returned, the second without a gradient": program("""
+s = x * 2
+one = torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s
+with torch.no_grad():
+    other = torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s
+return one, other.unsqueeze(0)"""),
     "what a step gives repeats its elements": program("""
 h, outs = z, []
 for t in range(T):

@@ -86,7 +86,7 @@ def take_apart(state: State) -> None:
     found: list[Distributed | NearMiss | Failure] = []
     state.before = None
     try:
-        found.extend(distribute(state.module, state.report.unproven))
+        found.extend(distribute(state.module, state.report.unproven, state.options.loops))
     finally:  # what was taken apart before a fault is
         state.is_changed |= any(isinstance(each, Distributed) for each in found)
         state.misses += [miss for miss in found if isinstance(miss, NearMiss)]

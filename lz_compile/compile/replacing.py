@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from torch import fx
@@ -33,6 +33,7 @@ from lz_compile.passes.loops.roll.scan_outputs import (
     order_gradients,
     scans_of_ours,
 )
+from lz_compile.passes.proof.subgraph import needed
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import erase_unread, splice
 from lz_compile.report.report import MatchReport
@@ -45,6 +46,9 @@ from lz_compile.runtime.tables import loaded as loaded_tables
 
 #: Reasons that do not say why a match is left to Inductor.
 _BESIDE = ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE", "NOT_FUSED")
+_RETURNED_TWICE = Reason(
+    "RETURNED_TWICE", "what an equal one gives is returned, too, and PyTorch would return one tensor for both"
+)
 
 
 def enter(state: State) -> None:
@@ -124,20 +128,20 @@ def choose(state: State) -> None:
 def replace_all(state: State) -> None:
     """Splice in the best kernel for each match that proves to be right."""
     state.before = None
+    again = set() if state.effects is None else set(map(id, _handed_out_again(state.matches, state.effects)))
     # Last to first: a match may read what an earlier one computes, and names the node that is still there.
     for match, entry in reversed(list(zip(state.matches, state.entries, strict=True))):
         try:
-            kept = _why_not_kept(match, state.effects)
+            reason = _RETURNED_TWICE if id(match) in again else _why_not_kept(match, state.effects)
             if state.effects is not None:
                 effects = state.effects
                 written = (node for node in match.outputs if _is_written(match, effects, node))
                 state.choices.overwritten.update(written)
-            if kept:
+            if reason is None:
+                _replace(match, entry, state)
+            else:
                 entry.kernel = _left(match)
-                text = f"a kernel's backward pass may need what changes: {kept}"
-                entry.reasons.append(Reason("OVERWRITTEN_LATER", text))
-                continue
-            _replace(match, entry, state)
+                entry.reasons.append(reason)
         except Exception as error:  # noqa: BLE001 one match must not cost the others; it is an event
             state.fail("REWRITE_FAILED", f"{match.op} at {match.where} is left to Inductor", error)
             entry.kernel, entry.rewritten = INDUCTOR, False
@@ -293,9 +297,10 @@ def _holds(match: Match) -> bool:
     return not match.found.buffers or inductor.guard_values(match.found.buffers)
 
 
-def _why_not_kept(match: Match, effects: Effects | None) -> str:
-    """What a match reads that is overwritten later, where gradients are recorded; empty if nothing is."""
-    return "" if effects is None else _overwritten(match, effects, match.inputs)
+def _why_not_kept(match: Match, effects: Effects | None) -> Reason | None:
+    """What a match reads that is overwritten later, where gradients are recorded; None if nothing is."""
+    kept = "" if effects is None else _overwritten(match, effects, match.inputs)
+    return Reason("OVERWRITTEN_LATER", f"a kernel's backward pass may need what changes: {kept}") if kept else None
 
 
 def _is_written(match: Match, effects: Effects, node: fx.Node) -> bool:
@@ -306,6 +311,25 @@ def _is_written(match: Match, effects: Effects, node: fx.Node) -> bool:
     if not grad_enabled(match.ambient):
         return any(grad_enabled(effects.ambient(writer)) for writer, _ in effects.writes_to(node))
     return bool(_overwritten(match, effects, [node]))
+
+
+def _handed_out_again(matches: Iterable[Match], effects: Effects) -> Iterator[Match]:
+    """Matches that may compute what an earlier one does, where both results are handed out.
+
+    AOTAutograd (2.13) merges equal calls of operators that have several results, and hands out one tensor for both, which
+    whoever writes to one of them sees in the other.
+    """
+    *_, output = effects.position
+    handed = {effects.owner(node) for node in output.all_input_nodes}
+    seen: set[object] = set()
+    for match in matches:
+        if handed.isdisjoint(match.outputs):
+            continue
+        given = frozenset(node for node in needed(match.inputs, ()) if not node.all_input_nodes)
+        key = match.op, repr(match.attributes), given
+        if key in seen:
+            yield match
+        seen.add(key)
 
 
 def _overwritten(match: Match, effects: Effects, nodes: Iterable[fx.Node]) -> str:

@@ -25,6 +25,8 @@ from lz_compile.passes.loops.recurrence.reading import Readings
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, insert_scan, replace_results
 from lz_compile.passes.loops.recurrence.states import restated
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
+from lz_compile.passes.loops.roll.reroll import takes_long
+from lz_compile.passes.loops.roll.scan_outputs import scans_of_ours
 from lz_compile.passes.rewriting.core import wants_grad
 
 aten = torch.ops.aten
@@ -32,14 +34,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Distributed:
-    """A loop that was taken apart, ``where`` in the source: into how many scans, and states that are one step late."""
+    """A loop that was taken apart, ``where`` in the source: into how many scans, states that are late, and unrolled parts."""
 
     where: str
     scans: int
     delays: int
+    unrolled: int = 0
 
 
-def distribute(module: fx.GraphModule, unproven: Unproven | None = None) -> Iterator[Distributed | NearMiss | Failure]:
+def distribute(
+    module: fx.GraphModule, unproven: Unproven | None = None, policy: str = "roll"
+) -> Iterator[Distributed | NearMiss | Failure]:
     """Take apart every scan of a graph of which a part has a structure that kernels know; others stay as they are.
 
     Either a whole loop is rewritten, and proven, or it is as it was.
@@ -47,7 +52,10 @@ def distribute(module: fx.GraphModule, unproven: Unproven | None = None) -> Iter
     Args:
         module: whose graph is rewritten.
         unproven: gets the loops that could not be proven, with the reason.
+        policy: ``"roll"`` keeps parts that no kernel takes as loops. Otherwise they become what Dynamo made of them, where
+            that is short: one by one, steps run faster.
     """
+    unrolls = {node.name for node in scans_of_ours(module)} if policy != "roll" else set()
     scans = [node for node in module.graph.nodes if node.target is SCAN and node.users]
     effects = Effects(module.graph) if scans else None
     ambients = {node.name: effects.ambient(node) for node in scans if effects is not None}
@@ -57,7 +65,7 @@ def distribute(module: fx.GraphModule, unproven: Unproven | None = None) -> Iter
         node = next(each for each in module.graph.nodes if each.name == name)
         where = where_of(node)
         try:
-            take_apart = partial(_taken_apart, node, ambient, readings)
+            take_apart = partial(_taken_apart, node, ambient, readings, unrolls=name in unrolls)
             found = apply(module, Rewrite(f"taking the loop at {where} apart", take_apart), unproven)
         except RefusedError as refusal:
             yield NearMiss("scan", node, refusal.reason, refusal.edit, where)
@@ -67,7 +75,7 @@ def distribute(module: fx.GraphModule, unproven: Unproven | None = None) -> Iter
             yield from [] if found is None else [found]
 
 
-def _taken_apart(node: fx.Node, ambient: Ambient, readings: Readings) -> Distributed | None:
+def _taken_apart(node: fx.Node, ambient: Ambient, readings: Readings, *, unrolls: bool) -> Distributed | None:
     """What a scan was taken apart into, None where it stays as it is (the recogniser says why)."""
     call = scan_call(node)
     if call is None:
@@ -79,7 +87,7 @@ def _taken_apart(node: fx.Node, ambient: Ambient, readings: Readings) -> Distrib
         return None
     found.keep()
     if plan.is_apart:
-        return _distributed(found.call, plan, ambient)
+        return _distributed(found.call, plan, ambient, unrolls=unrolls)
     return Distributed(where_of(node), 1, 0) if found.tried else None
 
 
@@ -99,24 +107,27 @@ def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
         return NearMiss.of("scan", node, refusal)
 
 
-def _distributed(call: ScanCall, plan: Plan, ambient: Ambient) -> Distributed:
+def _distributed(call: ScanCall, plan: Plan, ambient: Ambient, *, unrolls: bool) -> Distributed:
     if not all(known_tensor(node).is_contiguous() for node in call.init):
         raise RefusedError("LOOP_KEPT_WHOLE", "a first state is not contiguous", "make it contiguous")
     around = Around(call, ambient)
     with around.inserting():
-        replace_results(call, _Loop(call, plan, around).values(), around)
+        loop = _Loop(call, plan, around, unrolls=unrolls)
+        replace_results(call, loop.values(), around)
     erase_scan(call)
     delays = sum(part.is_delay for part in plan.parts)
-    return Distributed(where_of(call.node), len(plan.parts) - delays, delays)
+    return Distributed(where_of(call.node), len(plan.parts) - delays - loop.unrolled, delays, loop.unrolled)
 
 
 class _Loop:
     """Emits the parts of one loop."""
 
-    def __init__(self, call: ScanCall, plan: Plan, around: Around) -> None:
+    def __init__(self, call: ScanCall, plan: Plan, around: Around, *, unrolls: bool) -> None:
         self.call = call
         self.plan = plan
         self.around = around
+        self.unrolls = unrolls
+        self.unrolled = 0
         step = plan.form.step
         self.step = step
         effects = Effects(call.node.graph) if wants_grad(around.ambient, call.xs) else None
@@ -147,6 +158,8 @@ class _Loop:
             self.batched.compute(part.outside)
             if part.is_delay:
                 self._delay(part)
+            elif self.unrolls and part.transition is None and self._is_short(part):
+                self._one_by_one(part)
             else:
                 self._scan(part)
         self.batched.compute(self.step.results)
@@ -175,6 +188,37 @@ class _Loop:
                 earlier = self.around.call(aten.slice.Tensor, source, 0, 0, -1)
                 shifted = self.around.call(aten.cat.default, [first, earlier], 0)
                 self.batched.over_time[self.step.states[state]] = shifted
+
+    def _is_short(self, part: Part) -> bool:
+        """Whether a part that no kernel takes is better off one step after the other."""
+        length = self.call.length
+        if not isinstance(length, int):
+            return False
+        calls = length * (len(part.nodes) + sum(node in self.batched.over_time for node in part.outside))
+        is_graded = wants_grad(self.around.ambient, (*self.call.init, *self.call.xs, *self.call.given))
+        return not takes_long(calls, len(self.around.graph.nodes) + calls, is_graded=is_graded)
+
+    def _one_by_one(self, part: Part) -> None:
+        self.unrolled += 1
+        values = {self.step.states[state]: self.call.init[state] for state in part.states}
+        given: dict[fx.Node, list[fx.Node]] = {node: [] for node in part.wanted}
+        for time in range(self.call.length):
+            for node in part.outside:
+                whole = self.batched.over_time.get(node)
+                now = self.batched.always[node] if whole is None else self.around.call(aten.select.int, whole, 0, time)
+                values[node] = now
+            for node in part.nodes:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = self.around.call(node.target, *args, **kwargs)
+            for node, found in given.items():
+                found.append(values[node])
+            carried = {self.step.states[state]: values[self.step.carried[state]] for state in part.states}
+            values.update(carried)
+        for state in part.states:
+            last = values[self.step.states[state]]
+            self.final[state] = self.around.call(aten.clone.default, last, **CONTIGUOUS)  # a tensor of its own
+        for node, found in given.items():
+            self.batched.over_time[node] = self.around.call(aten.stack.default, found)
 
     def _scan(self, part: Part) -> None:
         slices = [node for node in part.outside if node in self.batched.over_time] or [self.step.slices[0]]
