@@ -375,7 +375,11 @@ def _compare(program: Program, run: Callable[..., Any], expected: _Expected) -> 
     has_factors = has_special and bool(edits["kernel scan"])
     # An infinite factor of a sum meets every summand by itself there.
     has_sums = has_factors or bool(edits["distribute"])
-    may_differ = Open(has_sums, backend.hides_nan(), has_factors, has_special and backend.couples())
+    has_attention = has_special and bool(edits["kernel attention"])
+    # PyTorch's own kernels differ in rows of minus infinity that nothing masks, and drop NaN in rows of few keys (docs/masks.md).
+    is_undefined = has_attention and "scaled_dot_product_attention" in program.source
+    hides_nan = backend.hides_nan() or (has_attention and (program.is_dynamic or len(set(program.sizes)) > 1))
+    may_differ = Open(has_sums, bool(hides_nan), has_factors, is_undefined or (has_special and backend.couples()))
     differs = _against(program, found, expected, may_differ)
     is_torchs = _OVERWRITTEN in differs.get("raised:", "") and len(backend.reports) > 1
     differs = {} if is_torchs else differs

@@ -98,6 +98,14 @@ with torch.no_grad():
     for t in range(T):
         o[:, t] = vs[t]
 return torch.stack([o[:, t] * x[:, t] for t in range(T)], 1)"""),
+    "a state that is detached in every step, beside infinities": program(
+        """
+h = z.zero_()
+for t in range(T):
+    h = 0.5 * h.detach() + y[:, t].tanh() * w[0]
+return h[:1], x""",
+        inputs="special({})",
+    ),
     "two equal attentions are returned": program("""
 s = x * 2
 return tuple(torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s for _ in range(2))"""),

@@ -147,6 +147,8 @@ def step_graph(
     examples = tuple(tensor for tensor in map(tensor_of, outputs[len(slots) :]) if tensor is not None)
     flowing = _flowing(outputs, stopped)
     reached = frozenset(ref for ref in values if not isinstance(ref, Part) and values[ref] in flowing)
+    if has_gradient:
+        _refuse_zeros(body, slots, reached)
     module = fx.GraphModule(torch.nn.Module(), graph)
     return StepGraph(module, tuple(slots), tuple(streams), tuple(around), examples, reached)
 
@@ -295,6 +297,16 @@ def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, others: Iterable
         taken.add(memory_of(node))
         found.append(node)
     return found
+
+
+def _refuse_zeros(body: Body, slots: Sequence[int], reached: Collection[Ref]) -> None:
+    """A loop's backward hands zeros to a state from which no gradient comes: what meets an infinity there is NaN."""
+    for slot in slots:
+        source = body.slots[slot].source
+        made = body.entries[source.number].like if isinstance(source, Part) else None
+        if made is not None and Carried(slot) not in reached and _has_gradient(made, body.steps):
+            text = f"no gradient flows from step to step through {made.name}, and a loop would send zeros"
+            raise RefusedError("GRADIENT_STOPS", text, "detach what is carried, not what is read of it")
 
 
 def _refuse_without_gradient(outputs: Sequence[fx.Node], has_gradient: bool) -> None:
