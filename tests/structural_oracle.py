@@ -298,7 +298,9 @@ def counting() -> Iterator[Counter[str]]:
                 result = list(result)
             is_list = isinstance(result, (list, tuple))
             found[name] += sum(not isinstance(each, NearMiss) for each in result) if is_list else int(result or 0)
-            found["unrolled"] += sum(each.unrolled for each in result if isinstance(each, Distributed)) if is_list else 0
+            found["unrolled"] += (
+                sum(each.unrolled for each in result if isinstance(each, Distributed)) if is_list else 0
+            )
             return result
 
         return run
