@@ -180,8 +180,11 @@ class Prepared:
 
     def form(self, call: Callable[..., Any] | None) -> Callable[..., Any]:
         """The problem by a kernel, or as it is written."""
-        found: Callable[..., Any] = self.sample.as_written() if call is None else self.sample.with_kernel(call)
-        return found
+        fused = (
+            {"softmax": partial(torch.softmax, dim=-1, dtype=torch.float32)} if self.context.op == "attention" else {}
+        )
+        written: Callable[..., Any] = self.sample.as_written(**fused)
+        return written if call is None else self.sample.with_kernel(call)
 
     def compiled(self) -> dict[str, Callable[[], Any]]:
         """Every form as something to time."""

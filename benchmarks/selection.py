@@ -45,8 +45,8 @@ LIMITS = {"tuned": (1.03, 1.05), "auto": (1.04, 1.03), "untuned": (1.08, 1.05)}
 LAYERS, LITTLE_S = 24, 5.0
 #: How the source spells its softmax.
 SPELLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor] | None] = {
-    "torch": None,
-    "by hand": lambda s: (s.float() - s.float().logsumexp(-1, keepdim=True)).exp(),
+    "torch": partial(torch.softmax, dim=-1, dtype=torch.float32),
+    "by hand": None,
 }
 
 
@@ -154,9 +154,11 @@ def _publish(
     asked = match_tuning.open_question(untuned, problem, LAYERS, LITTLE_S)
     if asked:
         timed = {name: first[name] for name in (INDUCTOR, *asked)}
-        measuring.keep(problem.context, specs, timed, case.sizes(), surroundings=problem.surroundings)
+        measuring.keep(
+            problem.context, specs, timed, case.sizes(), alone=problem.alone, surroundings=problem.surroundings
+        )
         auto = select(problem, policy.current())
-    measuring.keep(problem.context, specs, first, case.sizes(), surroundings=problem.surroundings)
+    measuring.keep(problem.context, specs, first, case.sizes(), alone=problem.alone, surroundings=problem.surroundings)
     start = time.perf_counter()
     tuned = select(problem, policy.current())
     select_s = time.perf_counter() - start

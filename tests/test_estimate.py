@@ -89,17 +89,18 @@ def test_a_kernel_that_was_not_measured_does_not_compete_by_its_prior_with_those
     assert found["torch.sdpa"] == found["inductor"]
 
 
-def test_what_was_measured_spelled_out_counts_for_a_source_that_calls_one_of_the_kernels():
-    context = problem_context()
+@pytest.mark.parametrize("alone", ["source_kernel", "left_as"])
+def test_what_was_measured_spelled_out_counts_where_one_of_the_kernels_runs_anyway(alone):
+    context, runs = problem_context(), {alone: "torch.sdpa"}
     spelled_out = [measured("inductor", context, 400.0), measured("torch.sdpa", context, 100.0)]
     spelled_out += [measured("lz.blocked", context, 150.0)]
-    found = expected([], source_kernel="torch.sdpa", spelled_out=spelled_out)
+    found = expected([], spelled_out=spelled_out, **runs)
     assert relative(found) == {"inductor": 1.0, "torch.sdpa": 1.0, "lz.blocked": 1.5}
     own = [measured("inductor", context, 100.0, source="torch.sdpa")]
     own += [measured("lz.blocked", context, 90.0, source="torch.sdpa")]
-    assert relative(expected(own, source_kernel="torch.sdpa", spelled_out=spelled_out))["lz.blocked"] == 0.9
+    assert relative(expected(own, spelled_out=spelled_out, **runs))["lz.blocked"] == 0.9
     without = spelled_out[:1] + spelled_out[2:]
-    assert expected([], source_kernel="torch.sdpa", spelled_out=without)["lz.blocked"].origin == "assumed"
+    assert expected([], spelled_out=without, **runs)["lz.blocked"].origin == "assumed"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from lz_compile.compile import choices, match_tuning, measuring
 from lz_compile.compile.measuring import is_measured, runnable
 from lz_compile.errors import UnknownOperationError
 from lz_compile.ground import events, health
-from lz_compile.lowering import ops
+from lz_compile.lowering import inductor, ops
 from lz_compile.lowering.kernels.attention import blocked, torch_sdpa
 from lz_compile.lowering.ops.attention import Operands
 from lz_compile.runtime.choose.records import database_at
@@ -258,6 +259,19 @@ def test_a_problem_as_written_and_with_a_kernel_gives_the_same(mask, is_causal):
     written = sample.as_written()(*sample.inputs)
     for call in (torch_sdpa.attention, blocked.attention):
         torch.testing.assert_close(sample.with_kernel(call)(*sample.inputs), written, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float"])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_what_is_measured_as_written_is_no_fused_attention_of_inductors(mask, is_training):
+    """What it makes of others is asked, and takes what that kernel takes: both are told apart then."""
+    sizes = dict.fromkeys(("num_heads", "num_kv_heads"), 2) | {"batch_size": 1, "seq_len_q": 16, "seq_len_k": 16}
+    sizes |= dict.fromkeys(("head_dim", "value_dim"), 8)
+    cpu = torch.device("cpu")
+    sample = ops.module("attention").sample(sizes, torch.float32, cpu, mask=mask, is_training=is_training)
+    asked = [sample.as_written(), sample.as_written(partial(torch.softmax, dim=-1, dtype=torch.float32))]
+    fused = [inductor.fuses_attention(each, sample.inputs, cpu, is_training) for each in asked]
+    assert fused == [False, mask == "none"]
 
 
 def test_without_a_database_latencies_are_only_reported(timed, eagerly):
@@ -796,7 +810,8 @@ x = torch.randn(2, 3, 12, 16)
 f = lambda q, k, v: torch.nn.functional.gelu((q @ k.mT * 0.3).softmax(-1) @ v)
 out = torch.compile(f, backend=layerzero, options={{"layerzero.tune": "on-miss"}})(x, x, x)
 torch.testing.assert_close(out, f(x, x, x))
-print(len(count), lz.reports()[0].matches[0].candidates[0]["origin"], [e.message for e in lz.reports()[0].events])
+faults = [e.message for e in lz.reports()[0].events if e.code != "MACHINE_BUSY"]
+print(len(count), lz.reports()[0].matches[0].candidates[0]["origin"], faults)
 """
 
 

@@ -115,9 +115,7 @@ def tune_match(
     if len(specs) == 1 or resolved_policy.lock in [spec.kernel_id for spec in candidates]:
         return problem
     for binding, sizes in _bindings(match, found, problem):
-        if is_measured(
-            problem.context, specs, sizes, source_kernel=problem.source_kernel, surroundings=found.surroundings
-        ):
+        if is_measured(problem.context, specs, sizes, alone=problem.alone, surroundings=found.surroundings):
             continue
         if time.perf_counter() > deadline:
             text = f"{match.op} at {match.where} at {dict(sizes)}: the tuning budget is used up"
@@ -130,7 +128,7 @@ def tune_match(
                 partial(_form, found, match, fusion, specs),
                 found.make_inputs(binding),
                 sizes,
-                source_kernel=problem.source_kernel,
+                alone=problem.alone,
                 surroundings=found.surroundings,
                 deadline=None if only is None else deadline,
                 budget_s=max(deadline - time.perf_counter(), 1.0),

@@ -70,11 +70,11 @@ def is_measured(
     specs: Iterable[KernelSpec],
     sizes: Sizes,
     *,
-    source_kernel: str | None = None,
+    alone: str | None = None,
     surroundings: str | None = None,
 ) -> bool:
     """Whether every one of the kernels has been measured, together, at exactly these sizes (or fails in this process)."""
-    where, text = machine.environment(context.device_type), canonical(workload(context, source_kernel, sizes))
+    where, text = machine.environment(context.device_type), canonical(workload(context, alone, sizes))
     found = database_at(policy.current().settings.perfdb.path).lookup(
         context.operation, context.dtype_name, where, workload=text, surroundings=surroundings
     )
@@ -96,7 +96,7 @@ def measure_forms(
     inputs: Sequence[Any],
     sizes: Sizes,
     *,
-    source_kernel: str | None = None,
+    alone: str | None = None,
     surroundings: str = "",
     samples: int | None = None,
     budget_s: float | None = None,
@@ -110,7 +110,7 @@ def measure_forms(
         form: gives the function of ``inputs`` for a kernel's ``call``.
         inputs: real ones.
         sizes: what the symbolic sizes of the context are here.
-        source_kernel: the kernel that the source itself calls.
+        alone: the kernel that leaving the problem alone runs.
         surroundings: a hash of what the forms hold beside the problem.
         samples: rounds (default: the policy's ``perfdb.tune_samples``).
         budget_s: for the timing, not for the compiling.
@@ -127,10 +127,10 @@ def measure_forms(
             timings = measure(calls, device_of(inputs), rounds=rounds, block_ms=10.0, budget_s=budget_s)
     broken = _broken(timings, happened)
     timings = {kernel_id: timing for kernel_id, timing in timings.items() if kernel_id not in broken}
-    where, text = machine.environment(context.device_type), canonical(workload(context, source_kernel, sizes))
+    where, text = machine.environment(context.device_type), canonical(workload(context, alone, sizes))
     _failed.update((spec.kernel_id, where, text, surroundings) for spec in specs if spec.kernel_id not in timings)
     if len(timings) > 1:  # one alone is faster than nothing
-        keep(context, specs, timings, sizes, source_kernel=source_kernel, surroundings=surroundings)
+        keep(context, specs, timings, sizes, alone=alone, surroundings=surroundings)
     return Measured(context, {kernel_id: timing.latency_us.median for kernel_id, timing in timings.items()})
 
 
@@ -186,7 +186,7 @@ def keep(
     timings: Mapping[str, Timing],
     sizes: Sizes,
     *,
-    source_kernel: str | None = None,
+    alone: str | None = None,
     surroundings: str = "",
 ) -> None:
     """Put the timings of one problem into the database, unless the policy has none."""
@@ -194,7 +194,7 @@ def keep(
     if settings.enabled:
         by_id = {spec.kernel_id: spec for spec in specs}
         database_at(settings.path).put(
-            _record(by_id[kernel_id], timing, context, sizes, source_kernel, surroundings)
+            _record(by_id[kernel_id], timing, context, sizes, alone, surroundings)
             for kernel_id, timing in timings.items()
         )
 
@@ -260,7 +260,7 @@ def _record(
     timing: Timing,
     context: SelectionContext,
     sizes: Sizes,
-    source_kernel: str | None,
+    alone: str | None,
     surroundings: str,
 ) -> PerfRecord:
     conditions = machine.conditions(context.device_type)
@@ -270,7 +270,7 @@ def _record(
         device_id=context.hardware.device_name,
         dtype=context.dtype_name,
         environment=machine.environment(context.device_type),
-        workload=canonical(workload(context, source_kernel, sizes)),
+        workload=canonical(workload(context, alone, sizes)),
         surroundings=surroundings,
         median_us=timing.latency_us.median,
         p95_us=timing.p95_us,

@@ -95,6 +95,11 @@ class Problem:
     is_eager: bool = False
     left_as: str | None = None
 
+    @property
+    def alone(self) -> str | None:
+        """The kernel that runs where it is left alone, None for Inductor's own code."""
+        return self.source_kernel or self.left_as
+
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         return {

@@ -18,7 +18,7 @@ def records_of(problem: Problem, context: SelectionContext, path: str | None) ->
     is_here = context.device_type == "cpu" or (context.device_type != "meta" and torch.accelerator.is_available())
     if not (database.exists and is_here):  # nothing was ever measured there
         return []
-    fixed = fixed_part(context, problem.source_kernel)
+    fixed = fixed_part(context, problem.alone)
     return database.curve(context.operation, context.dtype_name, environment(context.device_type), fixed)
 
 

@@ -61,7 +61,8 @@ class _Selection:
         self.specs = list(kernels(self.context.operation).values())
         self.against = {spec.kernel_id: tuple(self._against(spec)) for spec in self.specs}
         self.records = self._records()
-        self.spelled_out = [] if problem.source_kernel is None else self._records(replace(problem, source_kernel=None))
+        spelled_out = replace(problem, source_kernel=None, left_as=None)
+        self.spelled_out = [] if problem.alone is None else self._records(spelled_out)
         self.table: Loaded | None
         self.table_tree: Node | None
         self.table, self.table_tree = self._table(tables)

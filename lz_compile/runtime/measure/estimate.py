@@ -67,21 +67,21 @@ class Estimate:
         return found
 
 
-def fixed_part(context: SelectionContext, source_kernel: str | None) -> dict[str, Any]:
-    """What a measurement must share with a context: features, which sizes are symbolic, how the source spells it."""
+def fixed_part(context: SelectionContext, alone: str | None) -> dict[str, Any]:
+    """What a measurement must share with a context: features, which sizes are symbolic, what leaving it alone runs."""
     exact = {name: dim for name, dim in context.dims.items() if name in ops.module(context.op).EXACT_DIMS}
     return {
         "features": sorted(context.features.keys() - ops.module(context.op).TIMELESS_FEATURES),
         "symbolic": sorted(name for name, dim in context.dims.items() if isinstance(dim, SymbolicDim)),
-        "source": source_kernel or "",
+        "source": alone or "",
         "config": inductor.configuration_digest(),
         "dims": {name: dim for name, dim in exact.items() if isinstance(dim, int)},
     }
 
 
-def workload(context: SelectionContext, source_kernel: str | None, sizes: Sizes) -> dict[str, Any]:
+def workload(context: SelectionContext, alone: str | None, sizes: Sizes) -> dict[str, Any]:
     """The full description under which a measurement at ``sizes`` is kept."""
-    fixed = fixed_part(context, source_kernel)
+    fixed = fixed_part(context, alone)
     return {**fixed, "dims": {name: sizes[name] for name in sorted(context.dims)}}
 
 
@@ -106,15 +106,16 @@ def estimates(
         source_kernel: the kernel that the source itself calls: leaving that to Inductor is to run it. It may be one that
             is no candidate.
         surroundings: those that the match has; measurements within them count more than others at the same distance.
-        spelled_out: the same where no source calls the kernel itself (as ``tune`` measures): they count where there are no
+        spelled_out: the same where leaving it alone runs no kernel (as ``tune`` measures): they count where there are no
             others, and that kernel was measured with the rest.
-        left_as: the kernel that Inductor makes of the source by itself; measurements do not tell it apart.
+        left_as: the kernel that Inductor makes of the source by itself.
     """
     by_id = {spec.kernel_id: spec for spec in specs}
     found = _priors(context, list(by_id.values()), sizes, source_kernel, left_as)
     measured = _measured(context, sizes, _current(records, by_id), surroundings)
-    if source_kernel is not None:
-        base = source_kernel if source_kernel in by_id else INDUCTOR  # a call with a mask that was proven is no kernel
+    alone = source_kernel or left_as
+    if alone is not None:
+        base = alone if alone in by_id else INDUCTOR  # a call with a mask that was proven is no kernel
         measured = measured or _measured(context, sizes, _current(spelled_out, by_id), surroundings, base)
         measured |= {base: measured[INDUCTOR]} if measured else {}
     if measured:  # a prior is no match for measurements: whatever was not measured with the others is not preferred
