@@ -6,6 +6,7 @@ they read of one another, and everything that is made of reads, is computed in b
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -201,12 +202,14 @@ class _Loop:
     def _one_by_one(self, part: Part) -> None:
         self.unrolled += 1
         values = {self.step.states[state]: self.call.init[state] for state in part.states}
+        values |= {node: self.batched.always[node] for node in part.outside if node in self.batched.always}
+        moving = [node for node in part.outside if node in self.batched.over_time]
+        # Whose gradients are stacked; those of a slice for each step are as large as the whole, each.
+        steps = {node: self.around.call(aten.unbind.int, self.batched.over_time[node], 0) for node in moving}
         given: dict[fx.Node, list[fx.Node]] = {node: [] for node in part.wanted}
         for time in range(self.call.length):
-            for node in part.outside:
-                whole = self.batched.over_time.get(node)
-                now = self.batched.always[node] if whole is None else self.around.call(aten.select.int, whole, 0, time)
-                values[node] = now
+            for node in moving:
+                values[node] = self.around.call(operator.getitem, steps[node], time)
             for node in part.nodes:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = self.around.call(node.target, *args, **kwargs)
