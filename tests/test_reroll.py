@@ -739,3 +739,32 @@ def test_a_rolled_loop_goes_through_inductor(is_training):
         ways = torch.randn_like(expected)
         gradients = [torch.autograd.grad(y, [*inputs, weight], ways) for y in (found, expected)]
         torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+
+
+#: Steps that detach what they read of a state, which has its gradient another way, or only passes one on.
+DETACHED = {
+    "a spike resets": lambda m, s, x: (0.9 * m + x - s.detach(), torch.sigmoid(4 * (m - 1)), s),
+    "a gate by the last value": lambda m, s, x: (m * ((k := x.tanh()) * s.detach()).sigmoid() + k, k, m),
+    "a trace": lambda m, s, x: (torch.tanh(m + x), 0.9 * s.detach() + m, m * s),
+    "a running mean": lambda m, s, x: (n := torch.tanh(m + x), 0.9 * s.detach() + 0.1 * n, m),
+}
+
+
+@pytest.mark.parametrize("name", DETACHED)
+def test_loops_that_detach_a_state_are_rolled_where_no_zeros_are_sent(name):
+    def function(x, a):
+        m, s, outs = x[:, 0] * 0, x[:, 0] * 0, []
+        for t in range(T):
+            m, s, out = DETACHED[name](m, s, x[:, t])
+            outs.append(out)
+        return torch.stack(outs, 1), m, s
+
+    backend = Rewriting(loops="roll")
+    leaf, a = sequences()
+    found = []
+    for run in (function, torch.compile(function, backend=backend)):
+        x = leaf.clone().requires_grad_()
+        results = run(x, a)
+        found.append((*results, torch.autograd.grad(sum(each.sum() for each in results), x)[0]))
+    assert [loop.rolled for loop in backend.report.loops] == [True], backend.why_not()
+    torch.testing.assert_close(*found)

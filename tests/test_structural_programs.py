@@ -106,9 +106,43 @@ for t in range(T):
 return h[:1], x""",
         inputs="special({})",
     ),
+    "a state that is two steps late and detached, beside infinities": program(
+        """
+h = late = z.zero_()
+for t in range(T):
+    h, late = 0.5 * late.detach() + y[:, t].tanh() * w[0], h
+return h[:1], late[:1], x""",
+        inputs="special({})",
+    ),
+    "a result that is read of some steps, beside infinities": program(
+        """
+h, outs = z.zero_(), []
+for t in range(T):
+    outs.append((h.tanh() * y[:, t].tanh()) * w[0])
+    h = h.tanh() * 0.5 + y[:, t].tanh()
+return outs[0], outs[T - 2], h""",
+        inputs="special({})",
+    ),
     "two equal attentions are returned": program("""
 s = x * 2
 return tuple(torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s for _ in range(2))"""),
+    "two equal attentions under masks of their own are returned": program("""
+def attend():
+    keep = torch.ones(T, T, dtype=torch.bool).tril()
+    scores = (x @ x.transpose(1, 2) / D ** 0.5).masked_fill(~keep, float("-inf"))
+    return torch.softmax(scores, -1) @ x
+return attend(), attend()"""),
+    "two equal loops are returned": program(
+        """
+def run():
+    h, outs = z, []
+    for t in range(T):
+        h = h * w[0] + x[:, t]
+        outs.append(h)
+    return torch.stack(outs, 1), h
+return *run(), *run()""",
+        lock={"scan": "lz.rolled_scan"},
+    ),
     "two equal attentions are returned, the second without a gradient": program("""
 s = x * 2
 one = torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s

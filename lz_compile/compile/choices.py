@@ -27,7 +27,7 @@ from lz_compile.runtime.tables.loaded import Loaded
 
 @dataclass
 class Choices:
-    """By the kind of match (and kernel); ``overwritten`` are results that are written to later."""
+    """By the kind of match (and kernel); ``copied`` are results that must be copies."""
 
     policy: Policy = field(default_factory=policy.current)
     tables: Sequence[Loaded] = field(default_factory=loaded_tables.active)
@@ -37,7 +37,7 @@ class Choices:
     decisions: dict[tuple[int, tuple[str, ...]], Decision] = field(default_factory=dict)
     verdicts: dict[tuple[int, str], Validation] = field(default_factory=dict)
     recipes: Recipes = field(default_factory=Recipes)
-    overwritten: set[fx.Node] = field(default_factory=set)
+    copied: set[fx.Node] = field(default_factory=set)
 
     def problem(self, match: Match) -> Problem:
         """What a kernel is to be chosen for."""

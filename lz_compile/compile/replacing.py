@@ -46,9 +46,6 @@ from lz_compile.runtime.tables import loaded as loaded_tables
 
 #: Reasons that do not say why a match is left to Inductor.
 _BESIDE = ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE", "NOT_FUSED")
-_RETURNED_TWICE = Reason(
-    "RETURNED_TWICE", "what an equal one gives is returned, too, and PyTorch would return one tensor for both"
-)
 
 
 def enter(state: State) -> None:
@@ -128,20 +125,22 @@ def choose(state: State) -> None:
 def replace_all(state: State) -> None:
     """Splice in the best kernel for each match that proves to be right."""
     state.before = None
-    again = set() if state.effects is None else set(map(id, _handed_out_again(state.matches, state.effects)))
+    if state.effects is not None:
+        state.choices.copied.update(_returned_again(state.matches, state.effects))
     # Last to first: a match may read what an earlier one computes, and names the node that is still there.
     for match, entry in reversed(list(zip(state.matches, state.entries, strict=True))):
         try:
-            reason = _RETURNED_TWICE if id(match) in again else _why_not_kept(match, state.effects)
+            kept = _why_not_kept(match, state.effects)
             if state.effects is not None:
                 effects = state.effects
                 written = (node for node in match.outputs if _is_written(match, effects, node))
-                state.choices.overwritten.update(written)
-            if reason is None:
-                _replace(match, entry, state)
-            else:
+                state.choices.copied.update(written)
+            if kept:
                 entry.kernel = _left(match)
-                entry.reasons.append(reason)
+                text = f"a kernel's backward pass may need what changes: {kept}"
+                entry.reasons.append(Reason("OVERWRITTEN_LATER", text))
+                continue
+            _replace(match, entry, state)
         except Exception as error:  # noqa: BLE001 one match must not cost the others; it is an event
             state.fail("REWRITE_FAILED", f"{match.op} at {match.where} is left to Inductor", error)
             entry.kernel, entry.rewritten = INDUCTOR, False
@@ -284,7 +283,7 @@ def _splice(subject: Match, kernel: KernelSpec, state: State) -> None:
     graph, call, choices = state.module.graph, kernel.call, state.choices
 
     def spliced() -> None:
-        splice(graph, subject, call, choices.recipes, overwritten=choices.overwritten)
+        splice(graph, subject, call, choices.recipes, copied=choices.copied)
         if isinstance(subject.emitter, FusedEmitter):
             erase_unread(graph, subject.read)
 
@@ -297,10 +296,9 @@ def _holds(match: Match) -> bool:
     return not match.found.buffers or inductor.guard_values(match.found.buffers)
 
 
-def _why_not_kept(match: Match, effects: Effects | None) -> Reason | None:
-    """What a match reads that is overwritten later, where gradients are recorded; None if nothing is."""
-    kept = "" if effects is None else _overwritten(match, effects, match.inputs)
-    return Reason("OVERWRITTEN_LATER", f"a kernel's backward pass may need what changes: {kept}") if kept else None
+def _why_not_kept(match: Match, effects: Effects | None) -> str:
+    """What a match reads that is overwritten later, where gradients are recorded; empty if nothing is."""
+    return "" if effects is None else _overwritten(match, effects, match.inputs)
 
 
 def _is_written(match: Match, effects: Effects, node: fx.Node) -> bool:
@@ -313,23 +311,24 @@ def _is_written(match: Match, effects: Effects, node: fx.Node) -> bool:
     return bool(_overwritten(match, effects, [node]))
 
 
-def _handed_out_again(matches: Iterable[Match], effects: Effects) -> Iterator[Match]:
-    """Matches that may compute what an earlier one does, where both results are handed out.
+def _returned_again(matches: Iterable[Match], effects: Effects) -> Iterator[fx.Node]:
+    """What is returned of matches that may compute what an earlier one does, where there are gradients.
 
-    AOTAutograd (2.13) merges equal calls of operators that have several results, and hands out one tensor for both, which
-    whoever writes to one of them sees in the other.
+    The partitioner of AOTAutograd (2.13) merges equal calls of operators that have several results, and returns one tensor
+    for both, so that whoever writes to one of them writes to the other.
     """
     *_, output = effects.position
-    handed = {effects.owner(node) for node in output.all_input_nodes}
-    seen: set[object] = set()
+    results = output.all_input_nodes
+    if not any(tensor.requires_grad for tensor in map(tensor_of, results) if tensor is not None):
+        return
+    returned, seen = set(map(effects.owner, results)), set[object]()
     for match in matches:
-        if handed.isdisjoint(match.outputs):
-            continue
-        given = frozenset(node for node in needed(match.inputs, ()) if not node.all_input_nodes)
-        key = match.op, repr(match.attributes), given
-        if key in seen:
-            yield match
-        seen.add(key)
+        places = [place for place, node in enumerate(match.outputs) if effects.owner(node) in returned]
+        if places:
+            given = [node for node in needed(match.inputs, ()) if node.op in ("placeholder", "get_attr")]
+            key = match.op, repr(match.attributes), frozenset(str(node.target) for node in given)
+            yield from (match.outputs[place] for place in places if key in seen)
+            seen.add(key)
 
 
 def _overwritten(match: Match, effects: Effects, nodes: Iterable[fx.Node]) -> str:

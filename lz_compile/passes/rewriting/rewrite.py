@@ -87,7 +87,7 @@ def splice(
     recipes: Recipes,
     *,
     original: tuple[fx.Node, ...] | None = None,
-    overwritten: Collection[fx.Node] = (),
+    copied: Collection[fx.Node] = (),
 ) -> None:
     """Replace the outputs of ``match`` by the kernel's nodes and erase what became superfluous.
 
@@ -102,7 +102,7 @@ def splice(
         call: the kernel, a function of the op's canonical operands and ``attrs`` (see ``lowering/ops``).
         recipes: what was emitted for equal matches of this graph.
         original: of a match in an excerpt, its outputs in the whole graph, whose readers decide about strides.
-        overwritten: outputs that are overwritten later, and are copies then: a kernel may keep its result for the backward.
+        copied: outputs that must be copies: of what is overwritten later, a kernel may keep its result for the backward.
 
     Raises:
         RewriteError: the replacement's shape, dtype or device differs, or it reads what is computed later.
@@ -122,7 +122,7 @@ def splice(
                 results, created = _emit(graph, match, call, place, shows_strides)
                 recipes.keep(match, call, created, results, shows_strides)
             results = tuple(
-                _copied(graph, result) if node in overwritten else result
+                _copied(graph, result) if node in copied else result
                 for node, result in zip(match.outputs, results, strict=True)
             )
     except BaseException:
@@ -141,8 +141,9 @@ def splice(
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A copy of a new node."""
-    copy, tensor = graph.call_method("clone", (node,)), known_tensor(node)
+    """A copy of a new node, by arithmetic: Inductor drops clones, and what it copies may be merged with another one."""
+    tensor = known_tensor(node)
+    copy = graph.call_method("clone", (node,)) if tensor.dtype == torch.bool else graph.call_method("sub", (node, 0))
     with faking(tensor.fake_mode):  # type: ignore[attr-defined]
         copy.meta = {**node.meta, "example_value": tensor.clone()}
     return copy

@@ -35,7 +35,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Distributed:
-    """A loop that was taken apart, ``where`` in the source: into how many scans, states that are late, and unrolled parts."""
+    """A loop that was taken apart, ``where`` in the source.
+
+    Into so many ``scans``, ``delays`` (states that are one step late), and parts that run one step after the other again.
+    """
 
     where: str
     scans: int

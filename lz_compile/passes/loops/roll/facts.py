@@ -93,7 +93,8 @@ def read_loop(steps: Steps, ambient: Ambient) -> Loop:
         results["value", index] = Result(body.refs[index])
     for use in uses:
         if use.reader not in collected and not (use.step == steps.count - 1 and use.index in finals):
-            results.setdefault(("value", use.index), Result(body.refs[use.index]))
+            is_read_always = len({each.step for each in uses if each.index == use.index}) == steps.count
+            results.setdefault(("value", use.index), Result(body.refs[use.index], is_read_always=is_read_always))
     last = {use.index for use in uses if use.step == steps.count - 1 and use.index in finals}
     emitter = Emitters(steps, ambient)
     step = step_graph(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,7 @@ class Result:
 
     ref: Any
     slot: torch.Tensor | None = None
+    is_read_always: bool = True
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def step_graph(
     flowing = _flowing(outputs, stopped)
     reached = frozenset(ref for ref in values if not isinstance(ref, Part) and values[ref] in flowing)
     if has_gradient:
-        _refuse_zeros(body, slots, reached)
+        _refuse_zeros(body, slots, results, outputs, values, stopped)
     module = fx.GraphModule(torch.nn.Module(), graph)
     return StepGraph(module, tuple(slots), tuple(streams), tuple(around), examples, reached)
 
@@ -299,14 +300,46 @@ def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, others: Iterable
     return found
 
 
-def _refuse_zeros(body: Body, slots: Sequence[int], reached: Collection[Ref]) -> None:
-    """A loop's backward hands zeros to a state from which no gradient comes: what meets an infinity there is NaN."""
-    for slot in slots:
-        source = body.slots[slot].source
+def _refuse_zeros(
+    body: Body,
+    slots: Sequence[int],
+    results: Sequence[Result],
+    outputs: Sequence[fx.Node],
+    values: Mapping[Ref, fx.Node],
+    stopped: set[fx.Node],
+) -> None:
+    """A loop's backward hands zeros to what eager code gives no gradient, and what meets an infinity there is NaN.
+
+    That is a state from which no gradient comes, and a result that is read of some steps only. Where the value has a
+    gradient anyhow, or adds up what has, zeros change nothing.
+    """
+    states, given = outputs[: len(slots)], outputs[len(slots) :]
+    always = [output for result, output in zip(results, given, strict=True) if result.is_read_always]
+    live = dict(zip(slots, states, strict=True))
+    while True:
+        flowing = _flowing([*always, *live.values()], stopped)
+        still = {slot: output for slot, output in live.items() if values[Carried(slot)] in flowing}
+        if len(still) == len(live):
+            break
+        live = still
+    sources = [body.slots[slot].source for slot in slots if slot not in live]
+    sources += [result.ref for result in results if not result.is_read_always]
+    for source in sources:
         made = body.entries[source.number].like if isinstance(source, Part) else None
-        if made is not None and Carried(slot) not in reached and _has_gradient(made, body.steps):
-            text = f"no gradient flows from step to step through {made.name}, and a loop would send zeros"
-            raise RefusedError("GRADIENT_STOPS", text, "detach what is carried, not what is read of it")
+        if made is None or not _has_gradient(made, body.steps) or _adds_up(values[source], flowing | stopped):
+            continue
+        text = f"{made.name} has no gradient in some steps, or hands none on, and a loop would send zeros"
+        raise RefusedError("GRADIENT_STOPS", text, f"carry {made.name}.detach(), read it of every step")
+
+
+def _adds_up(node: fx.Node, flowing: Collection[fx.Node]) -> bool:
+    """Whether a value is one of these or of what is handed in, or a sum of such with numbers for weights."""
+    if node in flowing or node.op == "placeholder":
+        return True
+    call = read(node)
+    is_scaled = call is not None and call.name == "mul" and len(node.all_input_nodes) == 1 < len(node.args)
+    is_sum = call is not None and call.name in ("add", "sub", "neg", "clone")
+    return (is_scaled or is_sum) and all(_adds_up(each, flowing) for each in node.all_input_nodes)
 
 
 def _refuse_without_gradient(outputs: Sequence[fx.Node], has_gradient: bool) -> None:
