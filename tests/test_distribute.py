@@ -289,7 +289,8 @@ def test_what_no_kernel_takes_of_a_long_loop_runs_step_by_step_again(update, rea
     assert not backend.report.events, backend.why_not()
     assert [loop.rolled for loop in backend.report.loops] == [True]
     assert [match.op for match in backend.report.matches if match.rewritten] == ["scan"], backend.why_not()
-    assert not [node for graph in backend.graphs for node in graph.graph.nodes if node.target is SCAN]
+    scans = [node for graph in backend.graphs for node in graph.graph.nodes if node.target is SCAN]
+    assert len(scans) == is_graded  # a backward of single steps takes Inductor far longer
     (want, strides), (got, found_strides) = found
     assert strides == found_strides
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

@@ -7,10 +7,10 @@ they read of one another, and everything that is made of reads, is computed in b
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -31,6 +31,9 @@ from lz_compile.passes.loops.roll.scan_outputs import scans_of_ours
 from lz_compile.passes.rewriting.core import wants_grad
 
 aten = torch.ops.aten
+
+#: Whether so many calls, one by one, take no minutes to compile.
+IsShort: TypeAlias = Callable[[int], bool]
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,14 @@ def distribute(
         module: whose graph is rewritten.
         unproven: gets the loops that could not be proven, with the reason.
         policy: ``"roll"`` keeps parts that no kernel takes as loops. Otherwise they become what Dynamo made of them, where
-            that is short: one by one, steps run faster.
+            that is short and has no gradients: one by one, steps run faster, and compile slower.
     """
-    unrolls = {node.name for node in scans_of_ours(module)} if policy != "roll" else set()
+    ours = {node.name for node in scans_of_ours(module)} if policy != "roll" else set()
+    size = len(module.graph.nodes)
+
+    def is_short(calls: int) -> bool:
+        return not takes_long(calls, size + calls * len(ours))  # the others are likely equal layers
+
     scans = [node for node in module.graph.nodes if node.target is SCAN and node.users]
     effects = Effects(module.graph) if scans else None
     ambients = {node.name: effects.ambient(node) for node in scans if effects is not None}
@@ -69,7 +77,7 @@ def distribute(
         node = next(each for each in module.graph.nodes if each.name == name)
         where = where_of(node)
         try:
-            take_apart = partial(_taken_apart, node, ambient, readings, unrolls=name in unrolls)
+            take_apart = partial(_taken_apart, node, ambient, readings, is_short if name in ours else None)
             found = apply(module, Rewrite(f"taking the loop at {where} apart", take_apart), unproven)
         except RefusedError as refusal:
             yield NearMiss("scan", node, refusal.reason, refusal.edit, where)
@@ -79,7 +87,7 @@ def distribute(
             yield from [] if found is None else [found]
 
 
-def _taken_apart(node: fx.Node, ambient: Ambient, readings: Readings, *, unrolls: bool) -> Distributed | None:
+def _taken_apart(node: fx.Node, ambient: Ambient, readings: Readings, is_short: IsShort | None) -> Distributed | None:
     """What a scan was taken apart into, None where it stays as it is (the recogniser says why)."""
     call = scan_call(node)
     if call is None:
@@ -91,7 +99,7 @@ def _taken_apart(node: fx.Node, ambient: Ambient, readings: Readings, *, unrolls
         return None
     found.keep()
     if plan.is_apart:
-        return _distributed(found.call, plan, ambient, unrolls=unrolls)
+        return _distributed(found.call, plan, ambient, is_short)
     return Distributed(where_of(node), 1, 0) if found.tried else None
 
 
@@ -111,12 +119,12 @@ def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
         return NearMiss.of("scan", node, refusal)
 
 
-def _distributed(call: ScanCall, plan: Plan, ambient: Ambient, *, unrolls: bool) -> Distributed:
+def _distributed(call: ScanCall, plan: Plan, ambient: Ambient, is_short: IsShort | None) -> Distributed:
     if not all(known_tensor(node).is_contiguous() for node in call.init):
         raise RefusedError("LOOP_KEPT_WHOLE", "a first state is not contiguous", "make it contiguous")
     around = Around(call, ambient)
     with around.inserting():
-        loop = _Loop(call, plan, around, unrolls=unrolls)
+        loop = _Loop(call, plan, around, is_short)
         replace_results(call, loop.values(), around)
     erase_scan(call)
     delays = sum(part.is_delay for part in plan.parts)
@@ -126,11 +134,12 @@ def _distributed(call: ScanCall, plan: Plan, ambient: Ambient, *, unrolls: bool)
 class _Loop:
     """Emits the parts of one loop."""
 
-    def __init__(self, call: ScanCall, plan: Plan, around: Around, *, unrolls: bool) -> None:
+    def __init__(self, call: ScanCall, plan: Plan, around: Around, is_short: IsShort | None) -> None:
         self.call = call
         self.plan = plan
         self.around = around
-        self.unrolls = unrolls
+        is_graded = wants_grad(around.ambient, (*call.init, *call.xs, *call.given))
+        self.is_short = None if is_graded else is_short
         self.unrolled = 0
         step = plan.form.step
         self.step = step
@@ -162,7 +171,7 @@ class _Loop:
             self.batched.compute(part.outside)
             if part.is_delay:
                 self._delay(part)
-            elif self.unrolls and part.transition is None and self._is_short(part):
+            elif part.transition is None and self._runs_one_by_one(part):
                 self._one_by_one(part)
             else:
                 self._scan(part)
@@ -193,21 +202,18 @@ class _Loop:
                 shifted = self.around.call(aten.cat.default, [first, earlier], 0)
                 self.batched.over_time[self.step.states[state]] = shifted
 
-    def _is_short(self, part: Part) -> bool:
+    def _runs_one_by_one(self, part: Part) -> bool:
         """Whether a part that no kernel takes is better off one step after the other."""
         length = self.call.length
-        if not isinstance(length, int):
+        if self.is_short is None or not isinstance(length, int):
             return False
-        calls = length * (len(part.nodes) + sum(node in self.batched.over_time for node in part.outside))
-        is_graded = wants_grad(self.around.ambient, (*self.call.init, *self.call.xs, *self.call.given))
-        return not takes_long(calls, len(self.around.graph.nodes) + calls, is_graded=is_graded)
+        return self.is_short(length * (len(part.nodes) + sum(node in self.batched.over_time for node in part.outside)))
 
     def _one_by_one(self, part: Part) -> None:
         self.unrolled += 1
         values = {self.step.states[state]: self.call.init[state] for state in part.states}
         values |= {node: self.batched.always[node] for node in part.outside if node in self.batched.always}
         moving = [node for node in part.outside if node in self.batched.over_time]
-        # Whose gradients are stacked; those of a slice for each step are as large as the whole, each.
         steps = {node: self.around.call(aten.unbind.int, self.batched.over_time[node], 0) for node in moving}
         given: dict[fx.Node, list[fx.Node]] = {node: [] for node in part.wanted}
         for time in range(self.call.length):

@@ -154,19 +154,19 @@ def _may_be_special(loop: Loop, policy: str) -> bool:
     return policy == "keep" and loop.has_streams and loop.steps.count >= LEAST_POINTWISE
 
 
-def takes_long(calls: int, graph: int, *, is_graded: bool) -> bool:
+def takes_long(calls: int, graph: int) -> bool:
     """Whether so many calls, one by one, are too long to compile in a graph of ``graph`` calls, themselves included."""
-    return calls >= WORTHWHILE_CALLS and graph * (2 if is_graded else 1) >= MANY_CALLS
+    return calls >= WORTHWHILE_CALLS and graph >= MANY_CALLS
 
 
 def _too_short(loop: Loop, policy: str) -> Reason | None:
     if policy == "keep":
         return Reason("LOOPS_KEPT", "layerzero.loops is 'keep', and nothing is known of its step")
-    steps, graph = loop.steps.count, len(loop.steps.program.nodes)
+    steps = loop.steps.count
+    graph = len(loop.steps.program.nodes) * (2 if loop.has_gradient else 1)
     least = WORTHWHILE_STEPS if loop.has_streams else WORTHWHILE_ITERATIONS
-    if steps >= least and takes_long(steps * loop.step.calls, graph, is_graded=loop.has_gradient):
+    if steps >= least and takes_long(steps * loop.step.calls, graph):
         return None
-    graph *= 2 if loop.has_gradient else 1
     text = f"{steps} steps of {loop.step.calls} calls, in a graph of {graph:,}, run as fast or faster one by one"
     return Reason("LOOP_SHORT", f"{text}, and do not take minutes to compile")
 
