@@ -120,7 +120,9 @@ def step_graph(
     values: dict[Ref, fx.Node] = {}
     stopped: set[fx.Node] = set()
     for slot in slots:
-        like = known_tensor(body.slots[slot].like)
+        like = tensor_of(body.slots[slot].like)
+        if like is None:
+            raise RefusedError("STEP_DIFFERS", f"{body.slots[slot].like.name} is no tensor", "let steps carry tensors only")
         blank = emit.compute(torch.empty, tuple(like.shape), dtype=like.dtype, device=like.device)
         values[Carried(slot)] = _placeholder(graph, f"carry_{slot}", blank)
     for number in streams:
