@@ -122,7 +122,9 @@ def step_graph(
     for slot in slots:
         like = tensor_of(body.slots[slot].like)
         if like is None:
-            raise RefusedError("STEP_DIFFERS", f"{body.slots[slot].like.name} is no tensor", "let steps carry tensors only")
+            raise RefusedError(
+                "STEP_DIFFERS", f"{body.slots[slot].like.name} is no tensor", "let steps carry tensors only"
+            )
         blank = emit.compute(torch.empty, tuple(like.shape), dtype=like.dtype, device=like.device)
         values[Carried(slot)] = _placeholder(graph, f"carry_{slot}", blank)
     for number in streams:
