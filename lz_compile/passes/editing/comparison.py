@@ -12,10 +12,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from lz_compile.passes.editing.shared_memory import may_be_view, memories_of, shared_otherwise, tensors_in, written
+from lz_compile.passes.editing.shared_memory import may_be_view, shared_otherwise, written
 from lz_compile.passes.editing.stretch import Stretch
 from lz_compile.passes.formula.strides import strides_matter
-from lz_compile.passes.graph.view import read, value_of
+from lz_compile.passes.graph.view import memories_of, read, tensors_in, value_of
 from lz_compile.passes.proof.trial_run import Ran
 
 #: Rounding of that many operations in a row is no difference, of the largest value of a tensor.

@@ -22,12 +22,13 @@ from lz_compile.ground.store import Store
 from lz_compile.lowering import inductor
 from lz_compile.passes.editing.comparison import comparable, differences, exact, of_sums
 from lz_compile.passes.editing.dead import is_torchs
-from lz_compile.passes.editing.shared_memory import WrittenBehind, memories_of, tensors_in, written
+from lz_compile.passes.editing.shared_memory import WrittenBehind, written
 from lz_compile.passes.editing.stretch import Stretch, edited_stretch, operands_of
-from lz_compile.passes.graph.effects import overwritten
+from lz_compile.passes.graph.effects import Effects, overwritten
+from lz_compile.passes.graph.gradients import differentiated
 from lz_compile.passes.graph.modes import ambient_behind
 from lz_compile.passes.graph.snapshot import Snapshot, Was
-from lz_compile.passes.graph.view import read
+from lz_compile.passes.graph.view import memories_of, read, tensors_in
 from lz_compile.passes.proof.running import NotRunnableError
 from lz_compile.passes.proof.trial_run import Ran, Scans, random_inputs, run, sizes_of
 
@@ -52,11 +53,11 @@ def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
     after = Snapshot(module)
     has_others = any(not is_torchs(was.target) for was in (*before.nodes, *after.nodes))
     if len(before.nodes) < _REMEMBERED or has_others:  # running takes as long as describing; others' code may change
-        return _difference(before, after)
+        return _difference(before, after, module.graph)
     store, key = Store("edits"), _key(before, after)
     verdict = store.load(key, Verdict)
     if verdict is None:
-        verdict = _difference(before, after)
+        verdict = _difference(before, after, module.graph)
         store.save(key, asdict(verdict))
     return verdict
 
@@ -81,7 +82,7 @@ def _key(before: Snapshot, after: Snapshot) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _difference(before: Snapshot, after: Snapshot) -> Verdict:
+def _difference(before: Snapshot, after: Snapshot, graph: fx.Graph) -> Verdict:
     ahead = behind = len(before.nodes)
     refuted, first = "", sum(was.op == "placeholder" for was in before.nodes)
     touched, is_whole = written(before.nodes), True
@@ -97,6 +98,8 @@ def _difference(before: Snapshot, after: Snapshot) -> Verdict:
                 not differs and trial.is_special
             ):  # roots and logarithms of negative numbers hide what is computed of them
                 differs = trial.difference(positive=True)
+            if differs and trial.leaves_out(graph):
+                differs = trial.difference(positive=False)
         except NotRunnableError as error:
             if is_whole and not refuted and ahead < len(before.nodes):
                 ahead, is_whole = len(before.nodes), False
@@ -138,8 +141,18 @@ class _Trial:
         self.is_special = False
         #: What integers are less than: where one is no index, zero is.
         self._below = 2
+        #: The places of values, what is seen behind them, that nobody differentiates.
+        self._without: frozenset[int] = frozenset()
         examples = [was.meta.get("example_value") for was in stretch.before]
         _refuse_large([*examples, *map(_noted, self.edge)])
+
+    def leaves_out(self, graph: fx.Graph) -> bool:
+        """From now on, take no gradients from what nobody in a graph differentiates; whether there is any."""
+        found = differentiated(graph, Effects(graph))
+        ends = [*(new for _, new in self._stretch.read), *self._seen]
+        is_left_out = (found.isdisjoint((end, *end.users)) for end in ends)
+        self._without = frozenset(place for place, is_out in enumerate(is_left_out) if is_out)
+        return bool(self._without)
 
     def difference(self, *, positive: bool) -> str:
         """What is another one after the edit, empty if nothing is."""
@@ -162,23 +175,23 @@ class _Trial:
         return next((each.text for each in left), "")
 
     def _both(self, positive: bool, *, doubled: bool) -> tuple[Ran, Ran]:
-        original = self._run(0, positive, doubled)
+        original = self._run(0, positive, doubled, self._without)
         if isinstance(original, IndexError) and self._below > 1:
             self._below = 1
-            original = self._run(0, positive, doubled)
+            original = self._run(0, positive, doubled, self._without)
         if isinstance(original, Exception):
             text = f"it does not run on random inputs ({type(original).__name__}: {original})"
             raise NotRunnableError(text) from original
         numbers = [*tensors_in(original.values), *(original.gradients or ())]
         self.is_special |= any(each is not None and not bool(comparable(each).isfinite().all()) for each in numbers)
-        edited = self._run(1, positive, doubled, original.raising)
+        edited = self._run(1, positive, doubled, original.raising | self._without)
         if isinstance(edited, NotRunnableError):
             raise edited
         if isinstance(edited, Exception):
             edited = Ran([], {}, None, error=f"{type(edited).__name__}: {edited}")
         return original, edited
 
-    def _run(self, side: int, positive: bool, doubled: bool, without: frozenset[int] = frozenset()) -> Ran | Exception:
+    def _run(self, side: int, positive: bool, doubled: bool, without: frozenset[int]) -> Ran | Exception:
         calls, read, attribute = self._sides[side]
         records = torch.is_grad_enabled()
         inputs = random_inputs(self.edge, 0, positive=positive, doubled=doubled, with_grad=records, below=self._below)

@@ -7,20 +7,14 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from lz_compile.passes.editing.stretch import Stretch, operands_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.graph.effects import overwritten
 from lz_compile.passes.graph.snapshot import Was
-from lz_compile.passes.graph.view import Call, memory_of, read
+from lz_compile.passes.graph.view import Call, memories_of, read
 from lz_compile.passes.proof.running import SCAN
 from lz_compile.passes.proof.trial_run import Ran
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor of a value."""
-    return [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 class WrittenBehind(Exception):
@@ -139,8 +133,3 @@ def _leaving(stretch: Stretch) -> set[fx.Node]:
 def may_be_view(call: Call) -> bool:
     """Whether a result may share memory with what a call reads."""
     return layout.is_view(call) or call.is_inplace or call.name == "getitem"
-
-
-def memories_of(node: fx.Node) -> list[int]:
-    """The memory that a node's tensors lie in, as numbers."""
-    return [memory for each in tensors_in(node.meta.get("example_value")) if (memory := memory_of(each)) is not None]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.utils import _pytree as pytree
 
 # Parameter names in positional order, where the function and the method form agree (a method's self is the first).
 _SIGNATURES: Mapping[str, tuple[str, ...]] = {
@@ -302,6 +303,16 @@ def memory_of(node: Any) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:  # as inside torch.vmap
         return None
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor of a value."""
+    return [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
+def memories_of(node: fx.Node) -> list[int]:
+    """The memory that a node's tensors lie in, as numbers."""
+    return [memory for each in tensors_in(value_of(node)) if (memory := memory_of(each)) is not None]
 
 
 def is_symbolic(node: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.purity import refuse_impure
 from lz_compile.passes.graph.refusal import RefusedError
@@ -83,27 +84,31 @@ def read_loop(steps: Steps, ambient: Ambient) -> Loop:
         return read_loop(replace(steps, count=count), ambient)
     collectors = _collectors(steps, uses)
     finals = _finals(body)
+    differentiated = steps.versions.differentiated
+    graded = [use for use in uses if use.reader in differentiated and has_gradient(use.operand)]
     results: dict[Any, Result] = {
-        each.index: Result(body.assigned[each.index], _slot(steps, buffer, each))
+        each.index: Result(body.assigned[each.index], _slot(steps, buffer, each), buffer.node in differentiated)
         for buffer in buffers
         for each in buffer.assignments
     }
     collected = {collector.node for collector in collectors}
     for index in sorted({index for collector in collectors for index in collector.indices}):
-        results["value", index] = Result(body.refs[index])
+        results["value", index] = Result(body.refs[index], is_graded=any(use.index == index for use in graded))
     for use in uses:
         if use.reader not in collected and not (use.step == steps.count - 1 and use.index in finals):
-            is_read_always = len({each.step for each in uses if each.index == use.index}) == steps.count
-            results.setdefault(("value", use.index), Result(body.refs[use.index], is_read_always=is_read_always))
+            count = len({each.step for each in graded if each.index == use.index})
+            result = Result(body.refs[use.index], is_graded=count > 0, is_read_always=count == steps.count)
+            results.setdefault(("value", use.index), result)
     last = {use.index for use in uses if use.step == steps.count - 1 and use.index in finals}
+    ends = {use.index for use in graded if use.step == steps.count - 1 and use.reader not in collected}
     emitter = Emitters(steps, ambient)
     step = step_graph(
         body,
         list(results.values()),
-        [finals[index] for index in last],
+        {finals[index]: index in ends for index in last},
         lambda number: emitter.entry(body.streams[number]),
         emitter,
-        has_gradient=wants_grad(ambient, steps.nodes),
+        is_graded=wants_grad(ambient, steps.nodes),
     )
     if not step.slots:
         raise RefusedError("NO_STATE", "no step reads what the one before it made", "run all steps at once, as a batch")

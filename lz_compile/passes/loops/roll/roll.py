@@ -11,6 +11,7 @@ from torch import fx
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import is_returned, stride_order
 from lz_compile.passes.formula.strides import strides_matter
+from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.purity import is_pure
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import origin_of, tensor_of
@@ -188,6 +189,9 @@ class _Readers:
         emit = self._emit
         emit.like = self._loop.steps.node(0, assignment.index)
         value = self._values(assignment.index)
+        assigned = [self._loop.steps.node(step, assignment.index).args[2] for step in range(self._loop.steps.count)]
+        if has_gradient(value) and not any(has_gradient(each) for each in assigned):
+            value = emit.call("detach", value)
         if (assignment.cut.pace or 1) < 0:
             value = emit.call("flip", value, 0)
         dim = sum(isinstance(element, slice) for element in assignment.elements[: assignment.place])

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, read, tensor_of, value_of, where_of
@@ -70,6 +71,8 @@ class Result:
 
     ref: Any
     slot: torch.Tensor | None = None
+    #: Whether gradients come back from it, and from every step's.
+    is_graded: bool = True
     is_read_always: bool = True
 
 
@@ -94,29 +97,28 @@ class StepGraph:
 def step_graph(
     body: Body,
     results: Sequence[Result],
-    finals: Sequence[int],
+    finals: Mapping[int, bool],
     streamed: Callable[[int], torch.Tensor],
     emitter: Callable[[fx.Graph, fx.Node], Emitter],
     *,
-    has_gradient: bool,
+    is_graded: bool,
 ) -> StepGraph:
     """Build the graph of a step.
 
     Args:
         body: the step.
         results: what is read of each step.
-        finals: the slots whose last value is read.
+        finals: the slots whose last value is read, and whether gradients come back from that.
         streamed: the example value of a step's entry of a stream.
         emitter: makes an emitter for a graph.
-        has_gradient: whether the loop is differentiated; what is saved for that must not be what is handed on.
+        is_graded: whether the loop is differentiated; what is saved for that must not be what is handed on.
 
     Raises:
         RefusedError: what a call gives in the loop is something else than without.
     """
     used = _used(body, [result.ref for result in results], finals)
     slots, streams, around = (sorted(ref.number for ref in used if isinstance(ref, kind)) for kind in _HANDED)
-    graph = fx.Graph()
-    emit = emitter(graph, body.steps.node(0, 0))
+    emit = emitter(graph := fx.Graph(), body.steps.node(0, 0))
     values: dict[Ref, fx.Node] = {}
     stopped: set[fx.Node] = set()
     for slot in slots:
@@ -130,41 +132,49 @@ def step_graph(
     for number in streams:
         values[Streamed(number)] = _placeholder(graph, f"x_{number}", streamed(number))
     for number in around:
-        node, value = body.around[number], value_of(body.around[number])
-        if isinstance(value, torch.SymFloat) and slots:  # a scan takes no such number, but a tensor of it
-            device = values[Carried(slots[0])].meta["example_value"].device
-            value = emit.compute(torch.empty, (), dtype=torch.float64, device=device)
-        if not isinstance(value, (torch.Tensor, torch.SymInt, int)):
-            raise RefusedError("STEP_DIFFERS", f"{node.name} is no tensor", "let steps read tensors only")
+        value = _handed_in(emit, body.around[number], values[Carried(slots[0])] if slots else None)
         values[Around(number)] = _placeholder(graph, f"around_{number}", value)
     for number, entry in enumerate(body.entries):
         if Part(number) in used:
             emit.like = entry.like
             values[Part(number)] = _emit(emit, entry, values)
-            if not _has_gradient(entry.like, body.steps):
+            if not _is_graded(entry.like, body.steps):
                 stopped.add(values[Part(number)])
     outputs = [values[body.slots[slot].source] for slot in slots]
     outputs += [_shaped(emit, result, values) for result in results]
-    taken = values.values() if has_gradient else [values[ref] for ref in values if not isinstance(ref, Part)]
+    given = [pair for pair in zip(results, outputs[len(slots) :], strict=True) if pair[0].is_graded]
+    states = dict(zip(slots, outputs, strict=False))
+    ends = [output for slot, output in states.items() if finals.get(slot)]
+    flowing = _flowing_through(states, [*ends, *(output for _, output in given)], values, stopped)
+    if is_graded:
+        states = {slot: output for slot, output in states.items() if output in flowing}
+        _refuse_zeros(body, states, given, values, stopped)
+    taken = values.values() if is_graded else [values[ref] for ref in values if not isinstance(ref, Part)]
+    outputs = [emit.call("detach", each) if has_gradient(each) and each not in flowing else each for each in outputs]
     outputs = _apart(emit, outputs, len(slots), taken)
-    _refuse_without_gradient(outputs, has_gradient)
+    _refuse_without_gradient(outputs, is_graded)
     graph.output(outputs)
     examples = tuple(tensor for tensor in map(tensor_of, outputs[len(slots) :]) if tensor is not None)
-    flowing = _flowing(outputs, stopped)
     reached = frozenset(ref for ref in values if not isinstance(ref, Part) and values[ref] in flowing)
-    if has_gradient:
-        _refuse_zeros(body, slots, results, outputs, values, stopped)
     module = fx.GraphModule(torch.nn.Module(), graph)
     return StepGraph(module, tuple(slots), tuple(streams), tuple(around), examples, reached)
 
 
-def _has_gradient(like: fx.Node, steps: Steps) -> bool:
+def _handed_in(emit: Emitter, node: fx.Node, state: fx.Node | None) -> Any:
+    """The example value of what all steps read."""
+    value = value_of(node)
+    if isinstance(value, torch.SymFloat) and state is not None:  # a scan takes no such number, but a tensor of it
+        value = emit.compute(torch.empty, (), dtype=torch.float64, device=known_tensor(state).device)
+    if not isinstance(value, (torch.Tensor, torch.SymInt, int)):
+        raise RefusedError("STEP_DIFFERS", f"{node.name} is no tensor", "let steps read tensors only")
+    return value
+
+
+def _is_graded(like: fx.Node, steps: Steps) -> bool:
     """Whether a call has a gradient in any step, by what Dynamo says: in the first one a state may have none yet."""
     place = steps.place(like)
     nodes = [like] if place is None else [like, steps.node(steps.count - 1, place[1])]
-    written = [node.args[0] if node.target is operator.setitem else node for node in nodes]
-    values = [value for node in written for value in pytree.tree_leaves(value_of(node))]
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+    return any(has_gradient(node.args[0] if node.target is operator.setitem else node) for node in nodes)
 
 
 def _flowing(outputs: Sequence[fx.Node], stopped: Collection[fx.Node]) -> set[fx.Node]:
@@ -182,10 +192,25 @@ def _overwrites(node: fx.Node) -> bool:
     return call is not None and (call.is_inplace or call.name == "setitem")
 
 
+def _flowing_through(
+    states: Mapping[int, fx.Node],
+    wanted: Sequence[fx.Node],
+    values: Mapping[Ref, fx.Node],
+    stopped: Collection[fx.Node],
+) -> set[fx.Node]:
+    """The nodes of a step that gradients of some outputs flow to, be it from the outputs of later steps."""
+    while True:
+        flowing = _flowing(wanted, stopped)
+        more = [out for slot, out in states.items() if values[Carried(slot)] in flowing and out not in wanted]
+        if not more:
+            return flowing
+        wanted = [*wanted, *more]
+
+
 _HANDED = (Carried, Streamed, Around)
 
 
-def _used(body: Body, roots: Sequence[Any], finals: Sequence[int]) -> set[Ref]:
+def _used(body: Body, roots: Sequence[Any], finals: Iterable[int]) -> set[Ref]:
     """Everything that results, and the state that they depend on, are made of."""
     used: set[Ref] = set()
     pending: list[Ref] = [ref for root in roots for ref in refs_in(root)] + [Carried(slot) for slot in finals]
@@ -306,9 +331,8 @@ def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, others: Iterable
 
 def _refuse_zeros(
     body: Body,
-    slots: Sequence[int],
-    results: Sequence[Result],
-    outputs: Sequence[fx.Node],
+    states: Mapping[int, fx.Node],
+    given: Sequence[tuple[Result, fx.Node]],
     values: Mapping[Ref, fx.Node],
     stopped: set[fx.Node],
 ) -> None:
@@ -317,20 +341,19 @@ def _refuse_zeros(
     That is a state from which no gradient comes, and a result that is read of some steps only. Where the value has a
     gradient anyhow, or adds up what has, zeros change nothing.
     """
-    states, given = outputs[: len(slots)], outputs[len(slots) :]
-    always = [output for result, output in zip(results, given, strict=True) if result.is_read_always]
-    live = dict(zip(slots, states, strict=True))
+    always = [output for result, output in given if result.is_read_always]
+    live = states
     while True:
         flowing = _flowing([*always, *live.values()], stopped)
         still = {slot: output for slot, output in live.items() if values[Carried(slot)] in flowing}
         if len(still) == len(live):
             break
         live = still
-    sources = [body.slots[slot].source for slot in slots if slot not in live]
-    sources += [result.ref for result in results if not result.is_read_always]
+    sources = [body.slots[slot].source for slot in states if slot not in live]
+    sources += [result.ref for result, _ in given if not result.is_read_always]
     for source in sources:
         made = body.entries[source.number].like if isinstance(source, Part) else None
-        if made is None or not _has_gradient(made, body.steps) or _adds_up(values[source], flowing | stopped):
+        if made is None or not _is_graded(made, body.steps) or _adds_up(values[source], flowing | stopped):
             continue
         text = f"{made.name} has no gradient in some steps, or hands none on, and a loop would send zeros"
         raise RefusedError("GRADIENT_STOPS", text, f"carry {made.name}.detach(), read it of every step")

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.gradients import differentiated
 from lz_compile.passes.graph.view import Call, memory_of, read, tensor_of
 from lz_compile.passes.loops.roll.search import Program
 
@@ -39,6 +41,7 @@ class Versions:
 
     def __init__(self, program: Program) -> None:
         self.effects = Effects(program.graph)
+        self._graph = program.graph
         #: Calls that overwrite a whole tensor or, as assignments, part of it, with the tensor's node.
         self.writes: dict[fx.Node, fx.Node] = {}
         #: Calls that overwrite what they are not understood to, and readers of what was overwritten through an alias.
@@ -55,6 +58,11 @@ class Versions:
         if not self.is_pure:
             for node in program.graph.nodes:
                 self._follow(node, overwritten.get(node))
+
+    @cached_property
+    def differentiated(self) -> frozenset[fx.Node]:
+        """The nodes that gradients of results may come back to."""
+        return differentiated(self._graph, self.effects)
 
     def resolve(self, reader: fx.Node, value: Any) -> Any:
         """The call whose result ``reader`` sees where it names ``value``."""

@@ -1,0 +1,46 @@
+"""Through which nodes of a graph a backward pass goes: what nobody differentiates gets no gradient, rather than zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from lz_compile.passes.graph.effects import Effects, overwritten
+from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.view import memories_of, read, tensors_in, value_of
+
+
+def has_gradient(node: Any) -> bool:
+    """Whether what Dynamo noted for a node has a gradient, or any of several tensors."""
+    return any(each.requires_grad for each in tensors_in(value_of(node)))
+
+
+def differentiated(graph: fx.Graph, effects: Effects) -> frozenset[fx.Node]:
+    """The output, and the nodes to which gradients may come back from it.
+
+    A view counts as what it is a view of, unless it is detached; inputs that are overwritten are results.
+    """
+    bases = _bases(graph)
+    touched = {node: {bases[node]} for node in graph.nodes}
+    live = {graph.output_node()}
+    for node, call in effects.calls.items():
+        written = {bases[target] for target in (() if call is None else overwritten(call))}
+        touched[node] |= written
+        live |= {base for base in written if base.op in ("placeholder", "get_attr")}
+    for node in reversed(graph.nodes):
+        if grad_enabled(effects.ambient(node)) and not live.isdisjoint(touched[node]):
+            live |= {bases[each] for each in node.all_input_nodes if has_gradient(each)}
+    return frozenset(node for node in graph.nodes if not live.isdisjoint(touched[node]))
+
+
+def _bases(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """By node, what it is a view or a part of, as autograd sees it."""
+    bases: dict[fx.Node, fx.Node] = {}
+    memories: dict[fx.Node, set[int]] = {}
+    for node in graph.nodes:
+        call, memories[node] = read(node), set(memories_of(node))
+        is_stopped = call is not None and (call.name == "detach" or call.arguments.get("#1") == "data")
+        shown = [] if is_stopped else [each for each in node.all_input_nodes if memories[node] & memories[each]]
+        bases[node] = bases[shown[0]] if shown else node
+    return bases
