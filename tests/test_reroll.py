@@ -768,3 +768,62 @@ def test_loops_that_detach_a_state_are_rolled_where_no_zeros_are_sent(name):
         found.append((*results, torch.autograd.grad(sum(each.sum() for each in results), x)[0]))
     assert [loop.rolled for loop in backend.report.loops] == [True], backend.why_not()
     torch.testing.assert_close(*found)
+
+
+#: What a loop computes besides its state, and nobody differentiates: of the rows it stores, a result of its own.
+UNDIFFERENTIATED = {
+    "stored for nobody": lambda rows: (),
+    "read detached": lambda rows: (rows[:, 1:].detach() * 2,),
+    "compared": lambda rows: (rows > 0,),
+    "read under no_grad": lambda rows: (_without_gradients(rows),),
+}
+
+
+@torch.no_grad()
+def _without_gradients(rows):
+    return rows.cumsum(1)
+
+
+@pytest.mark.parametrize("is_stacked", [True, False])
+@pytest.mark.parametrize("name", UNDIFFERENTIATED)
+def test_what_nobody_differentiates_of_a_loop_gets_no_zeros(name, is_stacked):
+    """Neither zeros for ``weight``, which eager code gives nothing, nor NaN for ``x``: zero times the slope of a root at zero."""
+
+    def function(x, a, weight):
+        h, rows, stored = x[:, 0], [], torch.zeros_like(x)
+        for t in range(T):
+            h = torch.tanh(a[:, t] * h) + x[:, t]
+            row = torch.sqrt(F.linear(h - h, weight))
+            if is_stacked:
+                rows.append(row)
+            else:
+                stored[:, t] = row
+        return h, *UNDIFFERENTIATED[name](torch.stack(rows, 1) if is_stacked else stored)
+
+    backend = Rewriting(loops="roll")
+    leaf, a = sequences()
+    found = []
+    for run in (function, torch.compile(function, backend=backend)):
+        x, weight = leaf.clone().requires_grad_(), torch.ones(D, D, dtype=torch.float64, requires_grad=True)
+        h, *rest = run(x, a, weight)
+        assert not any(each.requires_grad for each in rest)
+        found.append((h, *rest, *torch.autograd.grad(h.sum(), [x, weight], allow_unused=True)))
+    assert [loop.rolled for loop in backend.report.loops] == [True], backend.why_not()
+    assert found[0][-1] is found[1][-1] is None
+    torch.testing.assert_close(found[1][:-1], found[0][:-1])
+
+
+def test_rows_without_a_gradient_are_stored_without_one():
+    def function(x, a):
+        h, stored = x[:, 0], torch.zeros_like(a)
+        for t in range(T):
+            h = torch.tanh(a[:, t] * h) + x[:, t]
+            stored[:, t] = a[:, t - 1].cos()
+        return h, stored
+
+    backend = Rewriting(loops="roll")
+    x, a = sequences()
+    found = torch.compile(function, backend=backend)(x.requires_grad_(), a)
+    assert [loop.rolled for loop in backend.report.loops] == [True], backend.why_not()
+    assert [each.requires_grad for each in found] == [True, False]
+    torch.testing.assert_close(found, function(x, a))
