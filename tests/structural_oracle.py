@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from structural_comparison import Open, difference, tolerance_of
 from structural_programs import Program
 from torch import nn
+from torch._dynamo.utils import counters
 
 from lz_compile.compile import pipeline, reading
 from lz_compile.compile.compiler import process
@@ -367,8 +368,10 @@ def check(program: Program) -> Verdict:
 
 def _compare(program: Program, run: Callable[..., Any], expected: _Expected) -> Verdict:
     backend = Structural(program, run)
+    breaks = counters["graph_break"].total()
     with counting() as stages:
         found = _observed(program, backend)
+    is_broken = counters["graph_break"].total() > breaks
     edits, events = backend.edits() + +stages, backend.events()
     # States that depend on each other become the product with a matrix, zeros of which make NaN of infinities.
     # Of a factor that a condition leaves out, eager multiplies a gradient of zero by what it is (docs/recurrences.md).
@@ -382,7 +385,7 @@ def _compare(program: Program, run: Callable[..., Any], expected: _Expected) -> 
     hides_nan = backend.hides_nan() or (has_attention and (program.is_dynamic or len(set(program.sizes)) > 1))
     may_differ = Open(has_sums, bool(hides_nan), has_factors, is_undefined or (has_special and backend.couples))
     differs = _against(program, found, expected, may_differ)
-    is_torchs = _OVERWRITTEN in differs.get("raised:", "") and len(backend.reports) > 1
+    is_torchs = _OVERWRITTEN in differs.get("raised:", "") and is_broken
     differs = {} if is_torchs else differs
     differs |= {f"event:{event.split(':')[0]}": event for event in events}
     if differs and may_differ.sums and "special(" in f"{program.inputs}" and _COMPARES.search(program.source):

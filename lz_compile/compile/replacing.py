@@ -312,22 +312,24 @@ def _is_written(match: Match, effects: Effects, node: fx.Node) -> bool:
 
 
 def _returned_again(matches: Iterable[Match], effects: Effects) -> Iterator[fx.Node]:
-    """What is returned of matches that may compute what an earlier one does, where there are gradients.
+    """What is returned of matches that may compute what an earlier one does, or twice, where there are gradients.
 
     The partitioner of AOTAutograd (2.13) merges equal calls of operators that have several results, and returns one tensor
-    for both, so that whoever writes to one of them writes to the other.
+    for both, so that whoever writes to one of them writes to the other. And of a tensor that is returned with a view of it
+    (be it detached), it makes both from what a kernel's result may be a view of, and fails where that is larger.
     """
     *_, output = effects.position
     results = output.all_input_nodes
     if not any(tensor.requires_grad for tensor in map(tensor_of, results) if tensor is not None):
         return
-    returned, seen = set(map(effects.owner, results)), set[object]()
+    returned, seen = Counter(map(effects.owner, results)), set[object]()
     for match in matches:
         places = [place for place, node in enumerate(match.outputs) if effects.owner(node) in returned]
         if places:
             given = [node for node in needed(match.inputs, ()) if node.op in ("placeholder", "get_attr")]
             key = match.op, repr(match.attributes), frozenset(str(node.target) for node in given)
-            yield from (match.outputs[place] for place in places if key in seen)
+            outputs = [match.outputs[place] for place in places]
+            yield from (node for node in outputs if key in seen or returned[effects.owner(node)] > 1)
             seen.add(key)
 
 
