@@ -123,6 +123,46 @@ for t in range(T):
 return outs[0], outs[T - 2], h""",
         inputs="special({})",
     ),
+    "a state is returned, and detached as well": program(
+        """
+h = 1
+for t in range(T + 1):
+    h = h + torch.cat([x, x[:, :1]], 1)[:, t]
+return h.detach(), h""",
+        lock={"scan": "lz.associative_scan"},
+    ),
+    "what was stored is returned as a detached view": program(
+        """
+for t in range(T):
+    x[:, t].copy_(x[:, t] * 0.5)
+return x[:, 1].detach()""",
+        roles="constant",
+    ),
+    "parts of what was stored are returned": program("""
+o = x.clone()
+for t in range(T):
+    o[:, t] = (o[:, t - 1] if t else z) * 0.5
+return o[:, 1].split(2, -1), o[:, 2].unbind(0), o[:, 3].diagonal()"""),
+    "a detached view of an input is overwritten behind the steps that made it": program(
+        """
+h = y[:, 0]
+for t in range(1, T):
+    row = x[:, t].detach()
+    h = F.one_hot(y[:, t, 0].long(), D) * h
+    if t == T // 2:
+        row.sigmoid_()
+h.mul_(0.9)""",
+        (2, 8, 1),
+        roles="constant",
+        inputs="torch.rand({})",
+    ),
+    "steps that carry a list of views": program("""
+h = x[:, 0]
+for t in range(T):
+    rows = x.unbind(1)
+    h = h + rows[0]
+    h.add_(torch.where(rows[t] > 0, h, rows[-1]))
+return h"""),
     "two equal attentions are returned": program("""
 s = x * 2
 return tuple(torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s for _ in range(2))"""),
@@ -610,6 +650,21 @@ return o, h"""
     assert verdict.finding is None, verdict.finding.text()
     assert verdict.edits["rolled" if SCANS_TAKE_COUNTERS else "loops kept"]
     assert not any(name.startswith("refuted: rolling") for name in verdict.edits)
+
+
+@pytest.mark.parametrize("row", ["x[:, t] * w[0]", "h"])
+def test_a_tensor_has_its_gradient_of_rows_that_are_stored_over(row: str):
+    text = f"""
+h, o, rows = z, torch.zeros_like(x), []
+for t in reversed(range(T)):
+    h = h * 0.5 + x[:, t]
+    o[:, t] = {row}
+    rows.append(o[:, t - 1].tanh())
+    o[:, t] = y[:, t].detach()
+return o[:, 1:], rows[-1]"""
+    verdict = check(program(text))
+    assert verdict.finding is None, verdict.finding.text()
+    assert not any(name.startswith("refuted") for name in verdict.edits)
 
 
 def test_steps_that_read_nothing_that_moves_on_are_rolled():

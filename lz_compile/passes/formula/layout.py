@@ -11,7 +11,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import Shape, Size, product, shape_of
 from lz_compile.passes.formula.axes import Dims, LayoutError, atoms, broadcast_from, regroup, take
-from lz_compile.passes.graph.view import Call, read, tensor_of, value_of
+from lz_compile.passes.graph.view import Call, memories_of, read, tensor_of, value_of
 
 Reader = Callable[[Call, Shape, Dims], Dims]
 
@@ -209,11 +209,13 @@ def is_returned(node: fx.Node) -> bool:
     """Whether a tensor, or one that may be a view of it, leaves the graph."""
     stack, seen = [node], {node}
     while stack:
-        for user in stack.pop().users:
+        shown = stack.pop()
+        for user in shown.users:
             call = read(user)
             if user.op == "output":
                 return True
-            if user not in seen and call is not None and (call.is_inplace or rearranges(call)):
+            is_view = not {*memories_of(shown)}.isdisjoint(memories_of(user))
+            if user not in seen and call is not None and (call.is_inplace or rearranges(call) or is_view):
                 seen.add(user)
                 stack.append(user)
     return False

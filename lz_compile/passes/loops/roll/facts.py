@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.purity import refuse_impure
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import known_tensor, tensor_of, where_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, tensor_of, where_of
 from lz_compile.passes.loops.roll.body import Body, Numbers, Stream
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use, buffers_of, collector_of, uses_of
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
@@ -79,6 +80,7 @@ def read_loop(steps: Steps, ambient: Ambient) -> Loop:
     written = frozenset(each.index for buffer in buffers for each in buffer.assignments)
     body = Body(steps, written)
     uses = [use for use in uses_of(steps, written) if _is_in_step(body, use.index)]
+    _refuse_views(steps, uses)
     count = _steps_read(steps, uses)
     if count < steps.count:
         return read_loop(replace(steps, count=count), ambient)
@@ -143,6 +145,21 @@ def _refuse_unclear(steps: Steps) -> None:
     for node, text in versions.unclear.items():
         if node not in inside and any(versions.shares(node_read, written) for node_read in node.all_input_nodes):
             raise RefusedError("OPERAND_MUTATED", f"{text} ({where_of(node)})", "copy it before the loop")
+
+
+def _refuse_views(steps: Steps, uses: Sequence[Use]) -> None:
+    """A view of what was made before the loop is a tensor of its own behind it: whoever writes to one of them meant both."""
+    versions = steps.versions
+    for use in uses:
+        if steps.place(use.operand) is None or use.operand in versions.writes or memory_of(use.operand) is None:
+            continue
+        owner = versions.effects.owner(use.operand)
+        is_shown = steps.place(owner) is None and memory_of(owner) == memory_of(use.operand)
+        if is_shown and (versions.is_overwritten(use.operand) or is_returned(use.operand)):
+            text = (
+                f"{use.reader.name} reads {use.operand.name}, a view of {owner.name}, which is overwritten or returned"
+            )
+            raise RefusedError("OVERWRITTEN_LATER", text, f"copy {use.operand.name}")
 
 
 def _is_in_step(body: Body, index: int) -> bool:

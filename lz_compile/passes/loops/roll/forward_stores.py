@@ -23,6 +23,7 @@ from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.attachment import is_made_attached
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of
 from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
@@ -242,10 +243,15 @@ def _drop_overwritten(buffer: fx.Node, may_edit: MayEdit) -> int:
         for store, following in itertools.pairwise(ordered):
             # A view that was taken before is read who knows when; a copy was not of what is stored here.
             is_read = any(each < following and (each > store or memory_of(each) == memory) for each in readers)
-            if not is_read and may_edit(store):
+            if not is_read and not _attaches(store, following) and may_edit(store):
                 buffer.graph.erase_node(store)
                 count += 1
     return count
+
+
+def _attaches(store: fx.Node, following: fx.Node) -> bool:
+    """Whether a tensor may have its gradient of one store only, not of the one that follows."""
+    return has_gradient(store.args[2]) and not has_gradient(following.args[2])
 
 
 def _is_seen_otherwise(buffer: fx.Node) -> bool:
