@@ -87,7 +87,7 @@ def read_loop(steps: Steps, ambient: Ambient) -> Loop:
     collectors = _collectors(steps, uses)
     finals = _finals(body)
     differentiated = steps.versions.differentiated
-    graded = [use for use in uses if use.reader in differentiated and has_gradient(use.operand)]
+    graded = [use for use in uses if use.reader in differentiated and _is_attached(steps, use)]
     results: dict[Any, Result] = {
         each.index: Result(body.assigned[each.index], _slot(steps, buffer, each), buffer.node in differentiated)
         for buffer in buffers
@@ -145,6 +145,11 @@ def _refuse_unclear(steps: Steps) -> None:
     for node, text in versions.unclear.items():
         if node not in inside and any(versions.shares(node_read, written) for node_read in node.all_input_nodes):
             raise RefusedError("OPERAND_MUTATED", f"{text} ({where_of(node)})", "copy it before the loop")
+
+
+def _is_attached(steps: Steps, use: Use) -> bool:
+    """Whether what is read has a gradient, as it is named or as it was made, for notes are those of the end."""
+    return has_gradient(use.operand) or has_gradient(steps.node(use.step, use.index))
 
 
 def _refuse_views(steps: Steps, uses: Sequence[Use]) -> None:
