@@ -38,16 +38,15 @@ class Comparing:
         self.reached = self.others = 0
 
     def __call__(self, module: fx.GraphModule, _inputs: Any) -> Any:
-        effects = Effects(module.graph)
-        found = differentiated(module.graph, effects)
-        overwritten = [bool(effects.writes_to(node)) for node in module.graph.find_nodes(op="placeholder")]
+        found = differentiated(module.graph, Effects(module.graph))
 
         def run(*inputs: Any) -> Any:
             watched, given = Watched(module), [_copied(each) for each in inputs]
+            made_by = [_maker(each) for each in given]
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 results = watched.run(*given)
-            results = [results, [each for each, is_written in zip(given, overwritten, strict=True) if is_written]]
-            ends = [each.sum() for each in tensors_in(results) if each.requires_grad]
+            overwritten = [each for each, made in zip(given, made_by, strict=True) if _maker(each) is not made]
+            ends = [each.sum() for each in tensors_in([results, overwritten]) if each.requires_grad]
             if ends:
                 torch.stack(ends).sum().backward()
             self.missed += [f"{node.name} of {module.code}" for node in watched.reached - found]
@@ -56,6 +55,11 @@ class Comparing:
             return module.forward(*inputs)
 
         return run
+
+
+def _maker(value: Any) -> Any:
+    """What a gradient of a value goes to, which writes change."""
+    return value.grad_fn if isinstance(value, torch.Tensor) else None
 
 
 def _copied(value: Any) -> Any:
