@@ -139,3 +139,15 @@ def test_gradients_come_back_to_no_other_node(function):
         torch.set_grad_enabled(True)
     assert not comparing.missed, comparing.missed[0]
     assert comparing.reached + comparing.others
+
+
+def test_what_a_graph_itself_differentiates_is_differentiated():
+    found = []
+
+    def backend(module: fx.GraphModule, _inputs: Any) -> Any:
+        inner = differentiated(module.graph, Effects(module.graph))
+        found.extend(node.name for node in module.graph.nodes if node in inner)
+        return module.forward
+
+    torch.compile(lambda w: torch.func.grad(lambda v: (v * 2).sum())(w).detach() * 0, backend=backend)(torch.ones(3))
+    assert "mul" in found

@@ -13,6 +13,9 @@ from lz_compile.passes.graph.view import memories_of, read, tensors_in, value_of
 #: In-place calls after which a tensor's note says whether it has a gradient by then, not whether it had one.
 _CHANGING = frozenset({"detach", "requires_grad"})
 
+#: Calls that go backward inside of a graph.
+_DIFFERENTIATING = frozenset({"grad", "backward", "_autograd_grad"})
+
 
 def has_gradient(node: Any) -> bool:
     """Whether what Dynamo noted for a node has a gradient, or any of several tensors."""
@@ -36,8 +39,11 @@ def differentiated(graph: fx.Graph, effects: Effects) -> frozenset[fx.Node]:
         written = {bases[target] for target in (() if call is None else overwritten(call))}
         touched[node] |= written
         live |= {base for base in written if base.op in ("placeholder", "get_attr")}
+        read_here = {bases[each] for each in node.all_input_nodes}
+        if call is not None and call.name in _DIFFERENTIATING:
+            live |= read_here
         if call is not None and call.is_inplace and call.name in _CHANGING:
-            changed |= {bases[each] for each in node.all_input_nodes}
+            changed |= read_here
     for node in reversed(graph.nodes):
         is_recorded = node.op == "output" or grad_enabled(effects.ambient(node))
         if is_recorded and not live.isdisjoint(touched[node]):
