@@ -163,6 +163,28 @@ for t in range(T):
     h = h + rows[0]
     h.add_(torch.where(rows[t] > 0, h, rows[-1]))
 return h"""),
+    "a last state is overwritten and returned by another name": program(
+        """
+h = c = z.t().contiguous().t().detach()
+o = torch.zeros_like(x)
+for t in range(T):
+    h, c = c + x[:, t], 0.5 * h
+    o[:, t] = h
+h *= 0.9
+h.masked_fill_(h > 0, 1)
+return h""",
+        roles="constant",
+    ),
+    "a view of what a loop wrote is written to and returned": program("""
+h, o, views = z, y.clone(), []
+for t in range(T):
+    h = h * 0.1 + o[:, t]
+    v = o[:, t]
+    v += h
+    o.mul_(0.5)
+    views.append(v)
+views[-1].add_(h)
+return h, views[-1]"""),
     "two equal attentions are returned": program("""
 s = x * 2
 return tuple(torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s for _ in range(2))"""),
@@ -650,6 +672,12 @@ return o, h"""
     assert verdict.finding is None, verdict.finding.text()
     assert verdict.edits["rolled" if SCANS_TAKE_COUNTERS else "loops kept"]
     assert not any(name.startswith("refuted: rolling") for name in verdict.edits)
+
+
+def test_a_view_that_is_returned_is_no_store():
+    verdict = check(CORPUS["a view of what a loop wrote is written to and returned"])
+    assert verdict.finding is None
+    assert not any(name.startswith("refuted") for name in verdict.edits)
 
 
 @pytest.mark.parametrize("row", ["x[:, t] * w[0]", "h"])

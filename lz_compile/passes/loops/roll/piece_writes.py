@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.editing.edit import MayEdit
+from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.modes import Ambient
@@ -122,7 +123,7 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
         return False
     buffer = view.args[0]
     index = view.args[1]
-    if piece_of(index, tensor_of(buffer)) is None or _is_seen_later(view, node, effects):
+    if piece_of(index, tensor_of(buffer)) is None or _is_seen_later(view, node, effects) or is_returned(view):
         return False
     if _is_written_later(view, node, effects) or _changes_later(view, node, effects) or not may_edit(node):
         return False

@@ -16,7 +16,7 @@ from lz_compile.passes.graph.purity import is_pure
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import origin_of, tensor_of
 from lz_compile.passes.loops.roll.facts import Loop, emitter_of
-from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector
+from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use
 from lz_compile.passes.loops.roll.scan import emit_scan
 from lz_compile.passes.loops.roll.step_graph import Emitter
 from lz_compile.passes.loops.roll.steps import Steps, kind_of
@@ -60,7 +60,6 @@ class _Readers:
         self._items: dict[int, fx.Node] = {}
         self._entries: dict[tuple[int, int], fx.Node] = {}
         self._handed: set[int] = set()
-        self._laid: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def replacements(self) -> list[tuple[fx.Node | None, fx.Node, fx.Node]]:
         """Pairs of old and new, with the reader concerned (None: all of them). Emits the new ones."""
@@ -81,13 +80,17 @@ class _Readers:
                 raise RefusedError("SHAPE_CHANGES", f"{collector.node.name} joins something else", "stack tensors")
             found.append((None, collector.node, value))
         collected = {collector.node for collector in loop.collectors}
+        names: dict[tuple[fx.Node, str], list[Use]] = {}  # whoever reads one tensor, by whatever name, reads one tensor
         for use in loop.uses:
             if use.reader not in collected:
-                self._emit.like = use.operand
-                pair = self._entry(use.step, use.index), use.operand
-                if pair not in self._laid:  # whoever read one tensor reads one tensor
-                    self._laid[pair] = self._as_it_lay(*pair)
-                found.append((use.reader, use.operand, self._laid[pair]))
+                self._emit.like, tensor = use.operand, tensor_of(use.operand)
+                lies = "" if tensor is None else f"{tensor.stride()} {tensor.requires_grad}"
+                names.setdefault((self._entry(use.step, use.index), lies), []).append(use)
+        for (entry, _), uses in names.items():
+            strictest = max(uses, key=lambda use: (strides_matter(use.operand), is_returned(use.operand)))
+            self._emit.like = strictest.operand
+            value = self._as_it_lay(entry, strictest.operand)
+            found.extend((use.reader, use.operand, value) for use in uses)
         return found
 
     def _as_it_lay(self, value: fx.Node, operand: fx.Node) -> fx.Node:
