@@ -153,8 +153,14 @@ def _is_attached(steps: Steps, use: Use) -> bool:
 
 
 def _refuse_views(steps: Steps, uses: Sequence[Use]) -> None:
-    """A view of what was made before the loop is a tensor of its own behind it: whoever writes to one of them meant both."""
+    """A view is a tensor of its own behind a loop: whoever writes to one that shares memory meant both."""
     versions = steps.versions
+    written = {use.index: use for use in uses if versions.writes.get(use.reader) is use.operand}
+    for use in uses:
+        for index, other in written.items():
+            if use.index != index and versions.shares(use.operand, [other.operand]):
+                text = f"{other.reader.name} overwrites {other.operand.name}, memory of which {use.operand.name} shows"
+                raise RefusedError("OVERWRITTEN_LATER", text, f"copy {use.operand.name}")
     for use in uses:
         if steps.place(use.operand) is None or use.operand in versions.writes or memory_of(use.operand) is None:
             continue

@@ -304,8 +304,8 @@ def _shaped(emit: Emitter, result: Result, values: dict[Ref, fx.Node]) -> fx.Nod
 def in_order(emit: Emitter, node: fx.Node) -> fx.Node:
     """A tensor with the strides of a new one: the operator compares even those of dimensions of size one."""
     tensor = known_tensor(node)
-    if not tensor.is_contiguous():
-        return emit.call("contiguous", node)
+    if not tensor.is_contiguous():  # a copy even where what is read turns out to be contiguous
+        return emit.call("clone", node, memory_format=torch.contiguous_format)
     step: Size = 1
     for size, stride in zip(reversed(shape_of(tensor)), reversed(tensor.stride()), strict=True):
         if size == 1 and as_size(stride) != step:
