@@ -185,6 +185,24 @@ for t in range(T):
     views.append(v)
 views[-1].add_(h)
 return h, views[-1]"""),
+    "a last state is overwritten of which a view is returned": program(
+        """
+h, outs = z, []
+for t in range(T):
+    h = h + y[:, t]
+    outs.append(h.detach())
+h[z > 0] = 0.1
+return outs"""
+    ),
+    "a step hands on what it makes of what is transposed": program(
+        """
+h, z = B, z.t().contiguous().t()
+for t in range(T):
+    h = z * h
+    x[:, t] = h
+return x""",
+        roles="constant",
+    ),
     "two equal attentions are returned": program("""
 s = x * 2
 return tuple(torch.softmax(s @ s.transpose(1, 2) / D ** 0.5, -1) @ s for _ in range(2))"""),
