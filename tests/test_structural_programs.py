@@ -692,8 +692,15 @@ return o, h"""
     assert not any(name.startswith("refuted: rolling") for name in verdict.edits)
 
 
-def test_a_view_that_is_returned_is_no_store():
-    verdict = check(CORPUS["a view of what a loop wrote is written to and returned"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a view of what a loop wrote is written to and returned",
+        "a last state is overwritten of which a view is returned",
+    ],
+)
+def test_what_shares_memory_is_left_without_a_trial(name: str):
+    verdict = check(CORPUS[name])
     assert verdict.finding is None
     assert not any(name.startswith("refuted") for name in verdict.edits)
 
