@@ -827,3 +827,20 @@ def test_rows_without_a_gradient_are_stored_without_one():
     assert [loop.rolled for loop in backend.report.loops] == [True], backend.why_not()
     assert [each.requires_grad for each in found] == [True, False]
     torch.testing.assert_close(found, function(x, a))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_length_changes_where_an_input_and_a_view_of_it_are_inputs(is_first: bool):
+    def norms(x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        state = start if is_first else start + 1
+        for t in range(0, x.shape[1], 2):
+            state = F.layer_norm(state + x[:, t], (2,))
+        return state
+
+    compiled = torch.compile(norms, backend="layerzero", options={"layerzero.loops": "roll"})
+    for length in (9, 8):
+        x = torch.randn(2, length, 2, dtype=torch.bfloat16)
+        torch.testing.assert_close(compiled(x, x[:, 0]), norms(x, x[:, 0]))
+        (loop,) = reports()[-1].loops
+        assert loop.rolled
+        assert not reports()[-1].events

@@ -89,8 +89,31 @@ def compile_graph(
         _allow_counters()
         # Inductor (2.13) writes over what a loop's body carries while it is still read: gradients of an sLSTM came out wrong.
         patches["inplace_buffers"] = False
+    known = _bases(module, inputs)  # as long as it lives
     with _without_recomputation(module):
-        return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=patches))
+        compiled = cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=patches))
+    del known
+    return compiled
+
+
+def _bases(module: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Inputs as AOTAutograd is to know them while this list lives: those that Dynamo took for the base of a view.
+
+    Of an input that it meets before a view of it, Dynamo (2.13) keeps the note "base of that view", and no guard can be
+    written for the sizes that are made of that; the other note is still where it keeps all of them.
+    """
+    context = TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
+    if context is None or mode is None or mode.shape_env is None:
+        return []
+    noted = {each.source: each.symbolic_context for each in mode.shape_env.tracked_fakes or ()}
+    found: list[torch.Tensor] = []
+    for node, each in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        kept = context.tensor_to_context.get(each) if isinstance(each, torch.Tensor) else None
+        if source in noted and kept is not None and kept.tensor_source != source:
+            found.append(mode.from_tensor(each, symbolic_context=noted[source], source=source, trace=False))
+    return found
 
 
 def _has_scans(module: fx.GraphModule) -> bool:
