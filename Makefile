@@ -41,6 +41,9 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.norm
 	$(PY) -m benchmarks.models
 	$(PY) -m benchmarks.compile_time
+	$(PY) -m benchmarks.layers
+	$(PY) -m benchmarks.warm_start
+	$(PY) -m benchmarks.serving
 	$(PY) -m benchmarks.selection
 	$(PY) -m benchmarks.eager_selection
 	$(PY) -m benchmarks.eager_calls

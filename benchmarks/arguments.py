@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 
 import torch
+
+from benchmarks.shapes import SHAPES
 
 ROUNDS, QUICK_ROUNDS, QUICK_LENGTHS = 15, 3, 2
 
@@ -30,6 +33,26 @@ def parse(options: argparse.ArgumentParser, lengths: Sequence[int]) -> argparse.
         settings.lengths = sorted(lengths)[:QUICK_LENGTHS] if settings.quick else list(lengths)
     if settings.rounds is None:
         settings.rounds = QUICK_ROUNDS if settings.quick else ROUNDS
+    return settings
+
+
+def parse_models(
+    description: str | None, models: Sequence[str], *, layers: int, quick_layers: int
+) -> argparse.Namespace:
+    """The settings of scripts that compile models in processes of their own, which are told by ``--child`` what to do.
+
+    ``sizes`` are those of :class:`benchmarks.shapes.Size`, and ``repeats`` how often everything is measured.
+    """
+    options = parser(description)
+    options.add_argument("--models", nargs="+", choices=list(SHAPES), default=models)
+    options.add_argument("--layers", type=int)
+    options.add_argument("--hidden", type=int, default=256, help="a multiple of 64")
+    options.add_argument("--repeats", type=int)
+    options.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    settings = options.parse_args()
+    settings.layers = settings.layers or (quick_layers if settings.quick else layers)
+    settings.repeats = settings.repeats or (1 if settings.quick else 3)
+    settings.sizes = {"length": 128, "layers": settings.layers, "hidden": settings.hidden}
     return settings
 
 

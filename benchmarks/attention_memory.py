@@ -18,10 +18,7 @@ import ctypes
 import itertools
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ import torch
 from rich.table import Table
 
 import lz_compile
+from benchmarks.apart import run_apart
 from benchmarks.arguments import parser
 from benchmarks.attention import Case, runner
 from benchmarks.harness import EAGER, INDUCTOR, compiled
@@ -77,14 +75,9 @@ def measure_here(variant: str, dtype: str, length: int, settings: argparse.Names
 def measure_apart(variant: str, dtype: str, length: int, settings: argparse.Namespace) -> dict[str, Any]:
     """One point, in a process of its own."""
     point = json.dumps({"variant": variant, "dtype": dtype, "length": length})
-    command = [sys.executable, "-m", "benchmarks.attention_memory", "--point", point, "--rounds", str(settings.rounds)]
-    command += ["--device", str(settings.device), "--batch", str(settings.batch), "--heads", str(settings.heads)]
-    command += ["--head-dim", str(settings.head_dim)]
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, env=os.environ | ALLOCATOR, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"measuring {point} in a process of its own failed:\n{done.stdout}{done.stderr}")
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    arguments = ["--point", point, "--rounds", str(settings.rounds), "--device", str(settings.device)]
+    arguments += ["--batch", str(settings.batch), "--heads", str(settings.heads), "--head-dim", str(settings.head_dim)]
+    measured: dict[str, Any] = run_apart("attention_memory", arguments, ALLOCATOR)
     return measured
 
 

@@ -12,16 +12,10 @@ return, without Inductor: recognition, selection, validation, rewriting, and wha
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +23,11 @@ from rich.table import Table
 from torch import Tensor
 
 import lz_compile
-from benchmarks.arguments import parser
+from benchmarks.apart import fresh_caches, run_apart
+from benchmarks.arguments import parse_models
 from benchmarks.harness import INDUCTOR, LAYERZERO, Quartiles
 from benchmarks.publish import Publication, rounded, table_of
-from benchmarks.shapes import SHAPES, Size, build
+from benchmarks.shapes import Size, build
 from lz_compile.backend import layerzero
 
 Measured = dict[str, Any]
@@ -99,19 +94,8 @@ def cold_and_warm(backend: str, name: str, size: Size) -> dict[str, Measured]:
     """The same compile in two processes, the first with empty caches."""
     sizes = {"length": size.length, "layers": size.layers, "hidden": size.hidden}
     child = json.dumps({"backend": backend, "name": name, "size": sizes})
-    with tempfile.TemporaryDirectory(prefix="lz-compile-time-") as directory:
-        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{directory}/inductor", "LAYERZERO_CACHE_DIR": f"{directory}/layerzero"}
-        return {heat: _in_fresh_process(child, caches) for heat in LIMITS}
-
-
-def _in_fresh_process(child: str, variables: Mapping[str, str]) -> Measured:
-    command = [sys.executable, "-m", "benchmarks.compile_time", "--child", child]
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, env=os.environ | variables, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"compiling {child} in a fresh process failed:\n{done.stdout}{done.stderr}")
-    measured: Measured = json.loads(done.stdout.splitlines()[-1])
-    return measured
+    with fresh_caches() as caches:
+        return {heat: run_apart("compile_time", ["--child", child], caches) for heat in LIMITS}
 
 
 def run_case(name: str, size: Size, repeats: int, publication: Publication) -> None:
@@ -174,20 +158,12 @@ def overhead_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def main() -> None:
     """Measure every model, or, as a child, compile once and print the seconds."""
-    options = parser(__doc__)
-    options.add_argument("--models", nargs="+", choices=list(SHAPES), default=["bert", "llama"])
-    options.add_argument("--layers", type=int)
-    options.add_argument("--hidden", type=int, default=256, help="a multiple of 64")
-    options.add_argument("--repeats", type=int)
-    options.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
-    settings = options.parse_args()
+    settings = parse_models(__doc__, ["bert", "llama"], layers=12, quick_layers=2)
     if settings.child:
         size = Size(**settings.child["size"])
         print(json.dumps(compile_once(settings.child["backend"], settings.child["name"], size)))
         return
-    layers = settings.layers or (2 if settings.quick else 12)
-    repeats = settings.repeats or (1 if settings.quick else 3)
-    sizes = {"length": 128, "layers": layers, "hidden": settings.hidden}
+    sizes, repeats = settings.sizes, settings.repeats
     publication = Publication("compile_time", torch.device("cpu"), is_quick=settings.quick, repeats=repeats, **sizes)
     for name in settings.models:
         run_case(name, Size(**sizes), repeats, publication)

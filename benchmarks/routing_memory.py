@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
+from benchmarks.apart import run_apart
 from benchmarks.arguments import parser
 from benchmarks.attention_memory import ALLOCATOR, peak_bytes
 from benchmarks.harness import INDUCTOR, LAYERZERO
@@ -40,15 +37,11 @@ def measure_here(variant: str, case: Mapping[str, Any], settings: argparse.Names
 def measure_apart(variant: str, case: Mapping[str, Any], settings: argparse.Namespace) -> int:
     """One point, in a process of its own."""
     point = json.dumps({"variant": variant, "case": dict(case)})
-    command = [sys.executable, "-m", "benchmarks.routing_memory", "--point", point, "--rounds", str(settings.rounds)]
-    command += ["--device", str(settings.device), "--width", str(settings.width)]
+    arguments = ["--point", point, "--rounds", str(settings.rounds), "--device", str(settings.device)]
+    arguments += ["--width", str(settings.width)]
     if settings.quarantine_rank:
-        command += ["--quarantine-rank", str(settings.quarantine_rank)]
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, env=os.environ | ALLOCATOR, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"measuring {point} in a process of its own failed:\n{done.stdout}{done.stderr}")
-    return int(done.stdout.splitlines()[-1])
+        arguments += ["--quarantine-rank", str(settings.quarantine_rank)]
+    return int(run_apart("routing_memory", arguments, ALLOCATOR))
 
 
 def memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:

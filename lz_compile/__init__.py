@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lz_compile.api.warming import warmup
     from lz_compile.errors import (
         ArgumentError,
+        ArtifactError,
         CapabilitiesError,
         CommandError,
         ConfigError,
@@ -54,9 +55,17 @@ if TYPE_CHECKING:
     from lz_compile.runtime.policy.policy import avoid, configure, disabled, load_config, lock, prefer, unlock
     from lz_compile.runtime.tables.dispatch_table import DispatchTable
     from lz_compile.runtime.tables.loaded import load_dispatch_table, unload_dispatch_table
+    from lz_compile.tools.artifacts import (
+        Artifacts,
+        inspect_artifacts,
+        load_artifacts,
+        merge_artifacts,
+        save_artifacts,
+    )
     from lz_compile.tools.diagnosis import DoctorReport, doctor
     from lz_compile.tools.inspection import SelectionReport, dry_run, explain, which
     from lz_compile.tools.readiness import ReadinessReport, readiness_check
+    from lz_compile.tools.serving import Padding, Served, ServedState, serve
     from lz_compile.tools.solving import save_decisions, solve
     from lz_compile.tools.trial import validate
     from lz_compile.tools.tuning import TuneReport, tune
@@ -64,6 +73,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
+    "ArtifactError",
+    "Artifacts",
     "BlendMode",
     "Blender",
     "BlenderConfig",
@@ -86,12 +97,15 @@ __all__ = [
     "NoKernelFoundError",
     "OperatorRedefinedError",
     "OptionError",
+    "Padding",
     "ReadinessReport",
     "RegistrationError",
     "Report",
     "RewriteFailedError",
     "RoutingRecord",
     "SelectionReport",
+    "Served",
+    "ServedState",
     "SoftGate",
     "SolveError",
     "TokenArgumentError",
@@ -115,14 +129,17 @@ __all__ = [
     "dry_run",
     "embedding",
     "explain",
+    "inspect_artifacts",
     "kda",
     "layer_norm",
     "linear",
     "linear_scan",
     "list_kernels",
+    "load_artifacts",
     "load_config",
     "load_dispatch_table",
     "lock",
+    "merge_artifacts",
     "mlp_fused",
     "prefer",
     "readiness_check",
@@ -135,7 +152,9 @@ __all__ = [
     "sample_topk",
     "sample_topp",
     "sampling_probs",
+    "save_artifacts",
     "save_decisions",
+    "serve",
     "solve",
     "speculative_verify",
     "tune",
@@ -172,11 +191,16 @@ _HOMES = {
     **dict.fromkeys(
         ("alibi", "embedding", "layer_norm", "linear", "mlp_fused", "rms_norm", "rope"), "lz_compile.api.functional"
     ),
+    **dict.fromkeys(
+        ("Artifacts", "inspect_artifacts", "load_artifacts", "merge_artifacts", "save_artifacts"),
+        "lz_compile.tools.artifacts",
+    ),
     "DoctorReport": "lz_compile.tools.diagnosis",
     "doctor": "lz_compile.tools.diagnosis",
     **dict.fromkeys(("SelectionReport", "dry_run", "explain", "which"), "lz_compile.tools.inspection"),
     "ReadinessReport": "lz_compile.tools.readiness",
     "readiness_check": "lz_compile.tools.readiness",
+    **dict.fromkeys(("Padding", "Served", "ServedState", "serve"), "lz_compile.tools.serving"),
     "validate": "lz_compile.tools.trial",
     **dict.fromkeys(("TuneReport", "tune"), "lz_compile.tools.tuning"),
     "GraphReport": "lz_compile.report.report",

@@ -179,6 +179,13 @@ class DispatchTableError(LayerZeroError, ValueError):
         super().__init__(f"loading {'decisions' if kind == 'lock' else 'dispatch table'} {path}: {problem}. {again}")
 
 
+class ArtifactError(LayerZeroError, ValueError):
+    """A file of artifacts that is none, or is damaged."""
+
+    def __init__(self, doing: str, expected: str, received: str, advice: str) -> None:
+        super().__init__(f"{doing}: expected {expected}, received {received}. {advice}")
+
+
 class SolveError(LayerZeroError, ValueError):
     """A model cannot be solved for the buckets that were asked for."""
 

@@ -60,6 +60,8 @@ def difference(found: Any, expected: Any, exact: Any, tolerance: float, may_diff
     if truth is not None and bool(truth.isfinite().all()):
         error, own = (one - truth).norm().item(), (other - truth).norm().item()
         allowed = _TIMES * own + _ROUNDING * max(norm, 1.0)
+        if own > truth.norm().item() / 2:  # eager has rounding and little else, of which another order may make more
+            allowed *= _TIMES
     return "" if error <= allowed else f"error {error:.3g} of norm {norm:.3g}, allowed {allowed:.3g}"
 
 

@@ -275,4 +275,5 @@ def generate(seed: int) -> Program:
     dynamic = rng.choice([None, None, None, None, False, True])
     sizes, is_graded = _sizes(rng, writer.is_tame), rng.random() < 0.85
     is_inference = not is_graded and rng.random() < 0.5
+    options |= {"layers": "fold"} if rng.random() < 0.3 else {}
     return Program(seed, source, inputs, roles, sizes, options, is_graded, dynamic, is_inference)

@@ -212,7 +212,7 @@ class _Users(CustomGraphPass):
 
 
 def test_a_pass_of_the_user_keeps_its_part_in_the_key():
-    assert _Fingerprint("ours", None).uuid() == "ours"
+    assert _Fingerprint("ours", None).uuid() == ("ours",)
     assert _Fingerprint("ours", _Users("theirs")).uuid() == ("ours", "theirs")
     assert _Fingerprint("ours", _Users(None)).uuid() is None
     assert _Fingerprint("ours", lambda graph: None).uuid() is None

@@ -564,6 +564,17 @@ def test_a_place_at_fault_is_left_out_and_named_and_the_others_are_edited(fault:
     torch.testing.assert_close(torch.compile(program, backend=backend, fullgraph=True)(x, a), program(x, a))
 
 
+def test_a_graph_is_put_back_again_and_again_as_it_was() -> None:
+    module = fx.symbolic_trace(lambda x: torch.sin(x) * 2)
+    first = next(iter(module.graph.nodes))
+    first.meta["example_value"] = "as it was"
+    before = Snapshot(module)
+    for _ in range(3):
+        next(iter(module.graph.nodes)).meta["example_value"] = "edited"
+        before.restore()
+        assert next(iter(module.graph.nodes)).meta["example_value"] == "as it was"
+
+
 PLACES = torch.zeros(3, dtype=torch.int64)
 BEHIND = PLACES + 1
 

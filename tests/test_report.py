@@ -258,6 +258,7 @@ class Snapshots(expecttest.TestCase):
     }
    ],
    "loops": [],
+   "layers": [],
    "near_misses": [
     {
      "op": "attention",
@@ -420,7 +421,16 @@ def test_json_has_the_same_keys_whatever_happened():
         assert json.loads(json.dumps(report)) == report
         assert set(report) == {"schema_version", "graphs"}
         for graph in report["graphs"]:
-            assert set(graph) == {"graph_id", "loops", "matches", "near_misses", "unproven", "events", "seconds"}
+            assert set(graph) == {
+                "graph_id",
+                "loops",
+                "layers",
+                "matches",
+                "near_misses",
+                "unproven",
+                "events",
+                "seconds",
+            }
             assert graph["matches"]
             for match in graph["matches"]:
                 assert set(match) == MATCH_KEYS

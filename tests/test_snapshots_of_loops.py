@@ -63,8 +63,8 @@ after:
   scan = scan(loop_body_0, [zeros_like], [movedim], [decay])
   getitem_2: f32[4, 2, 3] = getitem(scan, 1)
   movedim_2: f32[2, 4, 3] = movedim(getitem_2, 0, 1)
-  contiguous: f32[2, 4, 3] = contiguous(movedim_2)
-  return [contiguous]
+  clone: f32[2, 4, 3] = clone(movedim_2, memory_format=torch.contiguous_format)
+  return [clone]
   loop_body_0:
     carry_0: f32[2, 3]
     x_0: f32[2, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -654,6 +655,126 @@ for t in range(0, T, 2):
 z[:] = 0.9
 return o, h"""
     ),
+    "rows stacked without gradients are stored into with them": program("""
+h, outs = z.clone(), []
+for t in range(T):
+    h = torch.sigmoid(y[:, t]) * h + x[:, t]
+    outs.append(h)
+with torch.no_grad():
+    o = torch.stack(outs, 1)
+o[:, 0] = h
+return o"""),
+    "what is stored and what is stacked are two tensors": program(
+        """
+h, outs, o = z, [], torch.zeros_like(x)
+for t in range(T):
+    h = h * (b > 0) + x[:, T - 1 - t]
+    outs.append(h.clone())
+    o[:, t] = h
+return torch.stack(outs, 1), o""",
+        roles="constant",
+        is_graded=False,
+    ),
+    "what repeats elements is stored, read back and transposed": program(
+        """
+y[:, 0] = z.sum(1, True).expand(B, D)
+h = y[:, 0]
+o = (h.t() * 0.9).t() + y[:, 1]
+return o""",
+        roles="made",
+        is_graded=False,
+    ),
+    "a state of width one was scaled through a transpose": program(
+        """
+z.t().mul_(0.1)
+z += y.select(1, -1)
+h = z
+for t in range(T):
+    h = torch.sigmoid(x[:, t].cumsum(-1) * 0.5) * h + y[:, t]
+return h""",
+        size=(4, 9, 1),
+        is_graded=False,
+        loops="roll",
+        lock={"scan": "inductor"},
+    ),
+    "a last state is what contiguous has nothing to do for": program(
+        """
+h, outs = z.t().contiguous().t(), []
+for t in range(T):
+    h = (h.t() * float(t)).t() + torch.maximum(x[:, t], y[:, t])
+    outs.append(h.clone())
+return h, h.t().contiguous().t()""",
+        is_graded=False,
+        loops="roll",
+    ),
+    "a last state is returned with its data": program(
+        """
+h = z
+for t in range(T):
+    h = torch.sigmoid(y[:, t]) * h + x[:, t]
+return h, h.data""",
+        lock={"scan": "lz.associative_scan"},
+    ),
+    "a tuple that each step makes is made behind the loop as well": program("""
+h, last = z, None
+for t in range(T):
+    last = torch.broadcast_tensors(h, h)[0]
+    h = torch.sigmoid(y[:, t]) * h + x[:, t]
+return h, last, torch.broadcast_tensors(h, h)[0]"""),
+    "rows of what lies transposed are flattened in each step": program(
+        """
+h = x[:, 0]
+for t in range(T):
+    h = torch.maximum(h, x[:, t].flatten(0, 1).view(B, D))
+return h""",
+        size=(2, 8, 2),
+        inputs="transposed(torch.randn({}))",
+        roles="constant",
+        is_graded=False,
+        lock={"scan": "inductor"},
+    ),
+    "what is stored over is read of no step after all": program(
+        """
+h = z * 1
+o = torch.zeros(B, T, D, dtype=x.dtype)
+for t in range(T):
+    h = h + torch.sigmoid(torch.cat([y[:, t - 1][:, :1], h[:, 1:]], -1)) * (o[:, t] - h)
+    h = h + w[0] * x[:, t].detach()
+    o[:, t] = h
+    o[:, t].copy_(m.w.T[(x[:, t, 0] > 0).long()])
+return h""",
+        size=(2, 17, 2),
+    ),
+    "a piece is written to again behind a write to all of the tensor": replace(
+        program("""
+h, outs, o = torch.zeros_like(z), [], y
+for t in range(T):
+    h = torch.maximum(h.detach() * 0.5 + o[:, t], z)
+    v = o[:, t]
+    v += h
+    o.mul_(0.5)
+    outs.append(v)
+with torch.no_grad():
+    outs[1].add_(m.scale.expand(B, D))
+return h"""),
+        roles={name: "leaf" if name == "z" else "constant" for name in "xyzbwk"},
+    ),
+    "rows that a loop read are overwritten behind it": program(
+        """
+h = x[:, -1].contiguous()
+for t in range(1, T):
+    h = h @ m.w
+    h = torch.sigmoid(x[:, t]) * h + x[:, t]
+x[:, 2] += h""",
+        size=(4, 6, 4),
+        roles="constant",
+        loops="roll",
+    ),
+    "a layer without gradients of a batch of one": program(
+        "with torch.no_grad():\n    return m.layer(x[:, :])",
+        size=(1, 5, 6),
+        inputs="transposed(torch.randn({}))",
+    ),
     "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
 }
 
@@ -765,6 +886,31 @@ def test_bfloat16_is_held_against_float64():
     for error, is_right in ((0.1, True), (-0.1, True), (1.0, False)):  # eager errs by as much on the other side
         text = difference((exact + error).bfloat16(), eager, exact, 0.01, Open())
         assert (not text) == is_right, text
+
+
+def test_more_is_allowed_where_eager_has_rounding_alone():
+    exact = torch.linspace(1, 2, 100)
+    noise, other = exact * 4, exact * -20
+    assert not difference(other, noise, exact.double(), 0.01, Open())
+    assert difference(3 * other, noise, exact.double(), 0.01, Open())
+    assert difference(other, exact, exact.double(), 0.01, Open())
+
+
+def test_a_view_that_aotautograd_hands_out_is_none_of_ours():
+    """Behind the kernel comes a last state that is a view, and needs no gradient in a graph that has some."""
+    text = """
+h = x.new_zeros(B, D)
+for t in range(T):
+    h = torch.lerp(h, x[:, t], 0.1)
+o = x + w[0]
+torch._dynamo.graph_break()
+h.copy_(o[:, 0])
+return h"""
+    found = program(text, roles="constant", lock={"scan": "lz.associative_scan"})
+    verdict = check(replace(found, roles={**found.roles, "w": "made"}))
+    assert verdict.is_run
+    assert verdict.edits["kernel scan"]
+    assert verdict.finding is None, verdict.finding.text()
 
 
 NAN_BEHIND_A_MASK = """

@@ -531,7 +531,7 @@ def another_machine(monkeypatch) -> Iterator[Callable[[str], None]]:
         if what == "instruction set":
             monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2 of another CPU")
         elif what == "compiler":
-            monkeypatch.setattr(machine, "_compiler", lambda command: "another")
+            monkeypatch.setattr(machine, "_compiler", lambda: "another")
         elif what == "precision":
             monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
         else:

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -57,25 +58,18 @@ def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run
             note_as_handed_in(module.graph, inputs)
             snapshot = Snapshot(module)
             original = None if options.verify == "off" else keep(module)
-            _rewrite(module, options, report, dump, snapshot)
+            unfolded = _rewrite(module, options, report, dump, snapshot)
             start = time.perf_counter()
+            earlier = [
+                _Earlier("the graph with regions", "the one without them", unfolded, _unmark_layers),
+                _Earlier("the rewritten graph", "the original one", snapshot, _unmark),
+            ]
             try:
-                compiled = run(module, inputs, report)
+                changed = [each for each in earlier if each.snapshot.differs()]
+                compiled = _run(run, module, inputs, report, options, changed)
                 if original is None or not _is_changed(report, snapshot):
                     return compiled
                 return original.verifying(compiled, report, options)
-            except inductor.RESTARTS:
-                raise
-            except Exception as error:
-                if not snapshot.differs():
-                    raise
-                text = "compiling the rewritten graph"
-                if options.strict:
-                    raise RewriteFailedError(f"{text}: {type(error).__name__}: {error}") from error
-                events.record("COMPILE_FAILED", f"{text}; the original one is compiled", error)
-                snapshot.restore()
-                _unmark(report)
-                return run(module, inputs, report)
             finally:
                 report.seconds["compile"] = time.perf_counter() - start
         finally:
@@ -84,12 +78,50 @@ def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run
             _count(report)
 
 
-def _rewrite(module: fx.GraphModule, options: Options, report: GraphReport, dump: Dump, snapshot: Snapshot) -> None:
-    """Rewrite in place; whatever fails here leaves the graph as it was."""
+@dataclass(frozen=True)
+class _Earlier:
+    """A graph as it was, compiled where what became of it does not compile."""
+
+    failed: str
+    compiled: str
+    snapshot: Snapshot
+    unmark: Callable[[GraphReport], None]
+
+
+def _run(
+    run: Runner,
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    report: GraphReport,
+    options: Options,
+    earlier: Sequence[_Earlier],
+) -> Callable[..., Any]:
+    """Compile a graph, or the latest of those before it that does compile."""
+    try:
+        return run(module, inputs, report)
+    except inductor.RESTARTS:
+        raise
+    except Exception as error:
+        if not earlier:
+            raise
+        last, text = earlier[0], f"compiling {earlier[0].failed}"
+        if options.strict:
+            raise RewriteFailedError(f"{text}: {type(error).__name__}: {error}") from error
+        events.record("COMPILE_FAILED", f"{text}; {last.compiled} is compiled", error)
+        last.snapshot.restore()
+        last.unmark(report)
+    return _run(run, module, inputs, report, options, earlier[1:])
+
+
+def _rewrite(module: fx.GraphModule, options: Options, report: GraphReport, dump: Dump, snapshot: Snapshot) -> Snapshot:
+    """Rewrite in place; whatever fails here leaves the graph as it was. The graph as it is without regions."""
+    unfolded = snapshot
     try:
         dump.graph("before", module)
         with isolated() as outside, outside.entered():  # example values are computed, which hooks and modes would see
             pipeline.rewrite(module, options, report)
+            unfolded = Snapshot(module)
+            pipeline.fold(module, options, report)
         dump.graph("after", module)
     except USER_ERRORS:
         raise
@@ -100,6 +132,7 @@ def _rewrite(module: fx.GraphModule, options: Options, report: GraphReport, dump
         events.record("REWRITE_FAILED", f"{text}; the original one is compiled", error)
         snapshot.restore()
         _unmark(report)
+    return unfolded
 
 
 def _is_changed(report: GraphReport, snapshot: Snapshot) -> bool:
@@ -111,6 +144,12 @@ def _unmark(report: GraphReport) -> None:
         match.rewritten, match.kernel = False, "inductor"
     for loop in report.loops:
         loop.rolled = False
+    _unmark_layers(report)
+
+
+def _unmark_layers(report: GraphReport) -> None:
+    for layers in report.layers:
+        layers.folded = False
 
 
 def _cache_key(report: GraphReport) -> str:

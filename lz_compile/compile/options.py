@@ -35,6 +35,8 @@ class Options:
     a table (:func:`lz_compile.solve`) or lock file (:func:`lz_compile.save_decisions`) whose decisions are followed.
     ``loops`` says which loops over time become one step that is run again and again: ``"auto"`` those for whose step there
     are kernels and those that compile faster so, ``"roll"`` all, ``"keep"`` only those for which there are kernels.
+    ``layers`` says which repeated layers become calls of one region, which is compiled once: ``"auto"`` where that saves much
+    of the compile and cuts no fusion, ``"fold"`` all that may, ``"keep"`` none.
     With ``verify`` ``"first-call"``, the first call of every rewritten graph also runs that graph as it was, on the real
     inputs, and compares the results; after a difference, which is an event, the graph as it was runs instead. ``"always"``
     compares every call, ``"off"`` none.
@@ -48,6 +50,7 @@ class Options:
     tune_budget_s: float | None = None
     dispatch_table: str | os.PathLike[str] | None = None
     loops: str = "auto"
+    layers: str = "auto"
     verify: str = "off"
 
     def tuning(self, policy: Policy) -> str:
@@ -69,11 +72,13 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "tune_budget_s": (int, float),
     "dispatch_table": (str, os.PathLike),
     "loops": (str,),
+    "layers": (str,),
     "verify": (str,),
 }
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "tune": ("off", "auto", "on-miss"),
     "loops": ("auto", "roll", "keep"),
+    "layers": ("auto", "fold", "keep"),
     "verify": ("off", "first-call", "always"),
 }
 

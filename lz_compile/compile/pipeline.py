@@ -56,6 +56,8 @@ REPLACE = (
     Stage("tidying a rewritten graph", "REWRITE_FAILED", replacing.tidy, "rewrite"),
     Stage("trying the loops that stay", "LOOPS_FAILED", replacing.try_scans, "rewrite"),
 )
+#: When all graphs are as they will be: what is nested in the outermost one was rewritten by then.
+FOLD = (Stage("computing layers by one region", "LAYERS_FAILED", replacing.fold, "layers"),)
 #: Which loops become scans, in the first try and in those after it.
 _SCANS: tuple[Scans, ...] = ("any", "replaced", "none")
 #: Instead of that, for a dry run.
@@ -94,9 +96,24 @@ def _rewrite(given: State) -> None:
             raise RefutedError(f"a loop of the source's own is another one taken apart: {state.misfit}")
     finally:
         given.report.add(trial)
+    _made_again(state)
+
+
+def _made_again(state: State) -> None:
     if state.is_changed:  # one that is broken then is the caller's to put back
         state.module.graph.lint()
         state.module.recompile()
+
+
+def fold(module: fx.GraphModule, options: Options, report: GraphReport) -> None:
+    """Compute repeated layers of a rewritten graph by one region, in place.
+
+    Raises:
+        RewriteFailedError: it failed and ``options.strict`` is set.
+    """
+    state = State(module, "", options, report, ())
+    run(FOLD, state)
+    _made_again(state)
 
 
 def choose(module: fx.GraphModule, options: Options, report: GraphReport) -> None:

@@ -24,19 +24,21 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.share import share_equal
 from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.layers.fold import fold_layers
 from lz_compile.passes.loops.roll.scan_outputs import (
     attach_states,
     drop_steps,
     give_results,
     give_symbols,
     is_graded,
+    keep_operands,
     order_gradients,
     scans_of_ours,
 )
 from lz_compile.passes.proof.subgraph import needed
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import erase_unread, splice
-from lz_compile.report.report import MatchReport
+from lz_compile.report.report import LayersReport, MatchReport
 from lz_compile.runtime.choose.problem import Decision
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
@@ -156,7 +158,13 @@ def tidy(state: State) -> None:
         share_equal(module.graph)
         given = [each for match in state.matches for each in match.found.inputs.items()]
         erase_unread(module.graph, (node for node, known in given if known.implied is not None))
-        made = (give_results(module), order_gradients(module), attach_states(module), give_symbols(module))
+        made = (
+            give_results(module),
+            keep_operands(module),
+            order_gradients(module),
+            attach_states(module),
+            give_symbols(module),
+        )
         drop_steps(module)
         return any(made)
 
@@ -235,6 +243,15 @@ def _why_left(entry: MatchReport) -> list[Reason]:
         return [Reason("SELECTS_ITSELF", text)]
     is_told = not all(reason.code in _BESIDE for reason in entry.reasons)
     return [] if is_told else [Reason("LEFT_TO_INDUCTOR", "Inductor's own code is expected to be the fastest")]
+
+
+def fold(state: State) -> None:
+    """Compute layers that differ in nothing but their tensors by one region."""
+    if state.options.layers == "keep":
+        return
+    found = fold_layers(state.module, state.options.layers, inductor.why_no_regions())
+    state.report.layers += [LayersReport.of(each, state.path) for each in found]
+    state.is_changed |= any(each.kept is None for each in found)
 
 
 def _settles(match: Match, kernel: KernelSpec, entry: MatchReport, state: State) -> bool:

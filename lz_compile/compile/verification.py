@@ -84,16 +84,14 @@ class Original:
         outputs, after = expected
         overwritten = self._overwritten(inputs)
         told = {
-            **{f"output {index}": pair for index, pair in enumerate(_pairs(outputs, result))},
+            **{f"output {index}": pair for index, pair in enumerate(pairs(outputs, result))},
             **{f"input {index} afterwards": (after[index], inputs[index]) for index in overwritten},
         }
         written = [index for index, value in enumerate(inputs) if _version(value) != versions[index]]
         differences += [
             f"input {index} is written to, and what it held is lost" for index in written if index not in overwritten
         ]
-        differences += [
-            f"{name} {text}" for name, (ours, theirs) in told.items() if (text := _difference(ours, theirs))
-        ]
+        differences += [f"{name} {text}" for name, (ours, theirs) in told.items() if (text := difference(ours, theirs))]
         if not differences:
             return result, True
         text = f"the compiled graph does not give what the graph gave before it was rewritten: {'; '.join(differences)}"
@@ -143,7 +141,7 @@ class Original:
         told: dict[int, str] = {}
         for index, ours in expected.gradients.items():
             coarsest = max({ours.dtype, *kinds}, key=lambda kind: TOLERANCE.get(kind, TOLERANCE[torch.bfloat16]))
-            told[index] = _difference(ours, found.gradients[index], coarsest, _GRADIENT_SLACK)
+            told[index] = difference(ours, found.gradients[index], coarsest, _GRADIENT_SLACK)
         return [*lost, *(f"the gradient of input {index} {text}" for index, text in told.items() if text)]
 
     def _differentiated(
@@ -244,12 +242,13 @@ def _written(graph: fx.Graph) -> list[int] | str:
     return [index for index, node in enumerate(placeholders) if node in owners]
 
 
-def _pairs(expected: Any, actual: Any) -> list[tuple[Any, Any]]:
+def pairs(expected: Any, actual: Any) -> list[tuple[Any, Any]]:
+    """What is in two results, side by side; the results themselves where they hold unlike many things."""
     ours, theirs = pytree.tree_leaves(expected), pytree.tree_leaves(actual)
     return list(zip(ours, theirs, strict=True)) if len(ours) == len(theirs) else [(expected, actual)]
 
 
-def _difference(expected: Any, actual: Any, kind: torch.dtype | None = None, slack: float = 1.0) -> str:
+def difference(expected: Any, actual: Any, kind: torch.dtype | None = None, slack: float = 1.0) -> str:
     """How a result differs by more than a dtype (its own, if ``kind`` is None) explains, empty where it does not."""
     if not _is_tensor(expected) or not _is_tensor(actual):
         return "" if expected == actual else f"is {actual!r}, expected {expected!r}"

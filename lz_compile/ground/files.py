@@ -26,13 +26,21 @@ def read_bounded(path: Path, most: int) -> bytes:
     return data
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes, mode: int | None = None) -> None:
     """Write a file whole and rename it into place, in a directory that is made where need be.
+
+    Args:
+        path: of the file.
+        content: text is written as UTF-8.
+        mode: its permissions; by default the owner's alone.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(text)
+    data = content.encode() if isinstance(content, str) else content
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(data)
+    if mode is not None:
+        Path(file.name).chmod(mode)
     Path(file.name).replace(path)

@@ -274,7 +274,18 @@ def _tracebacks() -> Iterator[None]:
         logger.removeFilter(is_of_others)
 
 
+@contextmanager
+def _transforms() -> Iterator[None]:
+    """What a run enters of ``torch.func``'s transforms, and leaves by an exception, is left with it."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
 _PARTS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
+    _transforms,
     _function_modes,
     _disable_current_modes,
     _saved_tensor_hooks,

@@ -78,7 +78,7 @@ def proven_on(device: torch.device | str = "cpu") -> str:
     details = {
         "software": " ".join(_software()[name] for name in ("torch", "triton", "system")),
         "toolkit": f"{torch.version.cuda} {torch.version.hip}",
-        "compiler": _compiler(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")),
+        "compiler": _compiler(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "device": f"{found.platform} {found.sm_version} {found.generation}",
     }
@@ -89,9 +89,24 @@ def proven_on(device: torch.device | str = "cpu") -> str:
     return json.dumps(details, sort_keys=True)
 
 
-@cache
-def _compiler(command: str) -> str:
+def code_runs_on() -> str:
+    """What native code that is built here may ask of a machine: Inductor compiles for this very processor."""
+    found = {
+        "processor": _processor()["name"].rpartition(" x ")[0],
+        "instructions": _processor()["instructions"],
+        "system": _software()["system"],
+        "compiler": _compiler(),
+    }
+    return json.dumps(found, sort_keys=True)
+
+
+def _compiler() -> str:
     """The C++ compiler that Inductor calls, as its file: to ask it for its version takes longer than many a proof."""
+    return _file_of(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+
+
+@cache
+def _file_of(command: str) -> str:
     path = shutil.which(command.split(maxsplit=1)[0])
     if path is None:
         return "none"

@@ -19,6 +19,13 @@ __all__ = ["Store", "cache_directory"]
 Record = TypeVar("Record")
 #: A file with more bytes is none of ours.
 _MOST_BYTES = 1 << 20
+#: The files of all records that this process has read or written.
+used: set[Path] = set()
+
+
+def version() -> str:
+    """What records of this package are valid for: its source, and torch."""
+    return f"{torch.__version__}-{source_hash()[:16]}"
 
 
 class Store:
@@ -28,26 +35,30 @@ class Store:
     """
 
     def __init__(self, kind: str, directory: Path | None = None) -> None:
-        version = f"{torch.__version__}-{source_hash()[:16]}"
-        self.directory = (directory or cache_directory()) / kind / version
+        self.directory = (directory or cache_directory()) / kind / version()
 
     def load(self, key: str, kind: type[Record]) -> Record | None:
         """The record, None where there is none, or none that is of that ``kind`` (an event): nothing is converted."""
+        path = self.directory / f"{key}.json"
         try:
-            with (self.directory / f"{key}.json").open("rb") as file:
+            with path.open("rb") as file:
                 text = file.read(_MOST_BYTES + 1)
             if len(text) > _MOST_BYTES:
                 raise ValueError(f"{key}.json has more than {_MOST_BYTES} bytes")
-            return msgspec.json.decode(text, type=kind)
+            record = msgspec.json.decode(text, type=kind)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors too
             events.record("STORE_UNREADABLE", f"{self.directory.parent.name}: {error}; it is made again")
             return None
+        used.add(path)
+        return record
 
     def save(self, key: str, record: dict[str, Any]) -> None:
         """Write the record; the last of several writers wins."""
+        path = self.directory / f"{key}.json"
         try:
-            write_whole(self.directory / f"{key}.json", json.dumps(record))
+            write_whole(path, json.dumps(record))
+            used.add(path)
         except OSError as error:
             events.record("STORE_UNWRITABLE", f"{self.directory.parent.name}: {error}")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from inspect import signature
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +20,7 @@ import torch
 from torch import fx
 from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]  # not in its stubs
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.decorators import run
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.metrics_context import MetricsContext
@@ -27,16 +30,19 @@ from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext, Guard, Source, TracingContext
 from torch._inductor import config as inductor_config
-from torch._inductor.codecache import CppCodeCache
+from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging._internal import trace_structured
 from torch.compiler._cache import CacheArtifactManager
+from torch.fx._symbolic_trace import _Patcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lz_compile.lowering.regions import has_regions, untangle
 from lz_compile.lowering.value_guards import Frame, KnownValues, has_values
 
 if TYPE_CHECKING:
@@ -44,6 +50,8 @@ if TYPE_CHECKING:
 
 #: What Inductor raises to have Dynamo trace again, with what it found out: no fault, and to be passed on.
 RESTARTS = (RestartAnalysis,)
+#: A library by which Inductor tries an instruction set is smaller: it computes nothing.
+_PROBE_BYTES = 1 << 16
 #: A context without the transforms of ``torch.func`` that the program is in.
 without_transforms = temporarily_clear_interpreter_stack
 
@@ -64,33 +72,42 @@ class _Fingerprint(CustomGraphPass):
 
     def __init__(self, key: str, inner: Any) -> None:
         self._key = key
-        self._inner = inner
+        self._inner = tuple(inner) if isinstance(inner, (list, tuple)) else (inner,) * (inner is not None)
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self._inner is not None:
-            self._inner(graph)
+        for each in self._inner:
+            each(graph)
 
     def uuid(self) -> Any:
-        if self._inner is None:
-            return self._key
-        own = getattr(self._inner, "uuid", None)
-        inner = own() if callable(own) else None
-        return None if inner is None else (self._key, inner)  # a pass without uuid bypasses the cache, as ever
+        own = [getattr(each, "uuid", None) for each in self._inner]
+        inner = [each() if callable(each) else None for each in own]
+        return None if None in inner else (self._key, *inner)  # a pass without uuid bypasses the cache, as ever
+
+
+class _Untangling(_Fingerprint):
+    """Lets regions hand out nothing that lies in other memory, behind a pass of the user's."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
+        untangle(graph)
 
 
 def compile_graph(
     module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], cache_key: str
 ) -> Callable[..., Any]:
     """Hand a graph to Inductor; ``cache_key`` becomes part of its cache keys."""
-    name = "post_grad_custom_pre_pass"
-    inner = config.get(name, getattr(inductor_config, name))
-    patches = {**config, name: _Fingerprint(cache_key, inner)}
+    patches = {**config, **_around("post_grad_custom_pre_pass", _Fingerprint, config, cache_key)}
+    donated: AbstractContextManager[Any] = nullcontext()
+    if has_regions(module):
+        patches |= _around("post_grad_custom_post_pass", _Untangling, config, cache_key)
+        # A region's backward pass (2.13) writes to operands whose numbers are those of what the whole graph may write to.
+        donated = functorch_config.patch(donated_buffer=False)
     if _has_scans(module):
         _allow_counters()
         # Inductor (2.13) writes over what a loop's body carries while it is still read: gradients of an sLSTM came out wrong.
         patches["inplace_buffers"] = False
     known = _bases(module, inputs)  # as long as it lives
-    with _without_recomputation(module):
+    with _without_recomputation(module), donated:
         compiled = cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=patches))
     del known
     return compiled
@@ -114,6 +131,11 @@ def _bases(module: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
         if source in noted and kept is not None and kept.tensor_source != source:
             found.append(mode.from_tensor(each, symbolic_context=noted[source], source=source, trace=False))
     return found
+
+
+def _around(name: str, kind: type[_Fingerprint], config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A pass of ours around the user's."""
+    return {name: kind(key, config.get(name, getattr(inductor_config, name)))}
 
 
 def _has_scans(module: fx.GraphModule) -> bool:
@@ -163,10 +185,25 @@ def compiling_with(config: Mapping[str, Any]) -> Iterator[None]:
         _configuration.reset(token)
 
 
+def configuration() -> dict[str, Any]:
+    """The configuration of the compile that goes on, beyond Inductor's defaults."""
+    return dict(_configuration.get())
+
+
 def configuration_digest() -> str:
     """A hash of the configuration of the compile that goes on; empty under Inductor's defaults."""
     lines = [f"{name}={value!r}" for name, value in sorted(_configuration.get().items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else ""
+
+
+def why_no_regions() -> str:
+    """Why no graph should be called by another in the compile that goes on (read in 2.13); empty if it may be."""
+    config = {
+        name: _configuration.get().get(name, getattr(inductor_config, name)) for name in ("cpp_wrapper", "freezing")
+    }
+    if config["cpp_wrapper"]:
+        return "Inductor's C++ wrapper calls no graph"
+    return "Inductor packs weights only where it sees which ones they are (freezing)" if config["freezing"] else ""
 
 
 def captures_cuda_graphs(device: str) -> bool:
@@ -181,7 +218,7 @@ def compile_apart(function: Callable[..., Any], inputs: Sequence[Any]) -> Callab
     """
     with apart():
         module = make_fx(function)(*inputs)
-        return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=dict(_configuration.get())))
+        return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=configuration()))
 
 
 @contextmanager
@@ -273,6 +310,20 @@ def load_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     return library
 
 
+def cache_root() -> Path:
+    """The directory that Inductor keeps what it builds in."""
+    return Path(cache_dir())
+
+
+def built_libraries() -> list[Path]:
+    """The C++ libraries of this process, generated code and ours, and those by which instruction sets were tried."""
+    root = cache_root()
+    keys = {key for kind in (CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache) for key in kind.cache}
+    built = [path for key in keys for path in root.glob(f"{key[1:3]}/{key}*.so")]
+    tried = [path for path in root.glob("*/*.so") if "." not in path.stem and path.stat().st_size < _PROBE_BYTES]
+    return sorted({*built, *tried})
+
+
 def empty_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for real results, as Inductor's own code takes it: in a third of the time of ``torch.empty_strided``."""
     found: torch.Tensor = _empty_strided_cpu(shape, strides, dtype)
@@ -303,6 +354,49 @@ def unlimited_recompiles() -> AbstractContextManager[Any]:
         recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30
     )
     return manager
+
+
+def run_only(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What was compiled, never compiled again: the function runs eagerly where its guards do not hold."""
+    found: Callable[..., Any] = run(compiled)
+    return found
+
+
+_patch_method = _Patcher.patch_method
+_patches_lock = threading.Lock()
+_patching_threads: list[int] = []
+
+
+@contextmanager
+def traces_apart() -> Iterator[None]:
+    """What FX patches in ``nn.Module`` while this thread traces holds for this thread; in others, modules are called as ever.
+
+    FX (2.13) patches the class for the whole process: a module that another thread calls meanwhile would be asked for its
+    name in the graph.
+    """
+    owner = threading.get_ident()
+    with _patches_lock:
+        _patching_threads.append(owner)
+        _Patcher.patch_method = _patch_method_apart  # type: ignore[method-assign, assignment]  # the name of an argument
+    try:
+        yield
+    finally:
+        with _patches_lock:
+            _patching_threads.remove(owner)
+            if not _patching_threads:
+                _Patcher.patch_method = _patch_method  # type: ignore[method-assign]
+
+
+def _patch_method_apart(
+    patcher: _Patcher, cls: type, name: str, new: Callable[..., Any], deduplicate: bool = True
+) -> None:
+    before, owner = getattr(cls, name), threading.get_ident()
+
+    @wraps(new)
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        return (new if threading.get_ident() == owner else before)(*args, **kwargs)
+
+    _patch_method(patcher, cls, name, apart if owner in _patching_threads else new, deduplicate)
 
 
 def compiles_left() -> int | None:

@@ -9,11 +9,12 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lz_compile.report.layout import Rows, amount, facts, places, short
-from lz_compile.report.summary import grouped, summary
+from lz_compile.report.summary import grouped, state_of, summary
 
 if TYPE_CHECKING:
     from lz_compile.report.report import LoopReport, MatchReport, Report
     from lz_compile.runtime.kernels.registry import KernelInfo
+    from lz_compile.tools.artifacts import Artifacts
     from lz_compile.tools.diagnosis import DoctorReport
     from lz_compile.tools.inspection import SelectionReport
     from lz_compile.tools.installation import Compilers, Measurements
@@ -30,9 +31,12 @@ def tables(report: Report) -> Iterator[Any]:
         yield from _matches(report)
     if report.loops:
         yield Rows("Loops", ("where", "steps", "carried", "each step"), [_loop(loop) for loop in report.loops])
+    if report.layers:
+        rows = [(short(each.where), str(each.count), str(each.calls), state_of(each)) for each in report.layers]
+        yield Rows("Layers", ("where", "layers", "calls of each", "compiled as"), rows)
     if report.unproven:
-        rows = [(reason.code, short(reason.message)) for reason in report.unproven]
-        yield Rows("Edits that could not be run before and after", ("code", "why"), rows)
+        reasons = [(reason.code, short(reason.message)) for reason in report.unproven]
+        yield Rows("Edits that could not be run before and after", ("code", "why"), reasons)
     if report.events:
         yield Rows("Events", ("code", "message"), [(event.code, short(event.message)) for event in report.events])
     yield _times(report)
@@ -325,6 +329,21 @@ def readiness(report: ReadinessReport) -> Iterator[Any]:
     styles = [None if check.status == "pass" else _STYLES[check.status] for check in report.checks]
     yield Rows("", ("check", "status", "found"), rows, styles)
     yield Text("Ready." if report.ok else "Not ready.", style=_STYLES["pass" if report.ok else "fail"])
+
+
+def artifacts(found: Artifacts) -> Iterator[Any]:
+    """A row for each part, and what of it is of no use here."""
+    rows = [
+        (
+            part.kind,
+            part.torch,
+            str(part.count),
+            _bytes(part.size_bytes),
+            "; ".join(f"{count}: {reason}" for reason, count in part.left_out.items()),
+        )
+        for part in found.parts
+    ]
+    yield Rows(f"Artifacts of {found.path}", ("kind", "torch", "count", "size", "left out here"), rows)
 
 
 def _bytes(count: int) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderResult
 
     from lz_compile.passes.graph.refusal import NearMiss
+    from lz_compile.passes.layers.fold import Folded
     from lz_compile.passes.loops.roll.reroll import RolledLoop
     from lz_compile.passes.rewriting.match import Match
     from lz_compile.runtime.choose.problem import Decision, Problem
@@ -127,6 +128,23 @@ class LoopReport(Record):
 
 
 @dataclass
+class LayersReport(Record):
+    """``count`` layers of ``calls`` calls each that compute the same; folded into one region, or the reason why not."""
+
+    where: str
+    graph: str
+    count: int
+    calls: int
+    folded: bool
+    reason: Reason | None = None
+
+    @classmethod
+    def of(cls, found: Folded, graph: str) -> LayersReport:
+        """The report of layers that were found in the nested graph at a path."""
+        return cls(found.where, graph, found.count, found.calls, found.kept is None, found.kept)
+
+
+@dataclass
 class GraphReport(Record):
     """One compiled graph. ``seconds`` is the time by stage, ``compile`` being what Inductor took.
 
@@ -136,6 +154,7 @@ class GraphReport(Record):
     graph_id: int
     matches: list[MatchReport] = field(default_factory=list)
     loops: list[LoopReport] = field(default_factory=list, kw_only=True)
+    layers: list[LayersReport] = field(default_factory=list, kw_only=True)
     near_misses: list[MissReport] = field(default_factory=list)
     unproven: list[Reason] = field(default_factory=list, kw_only=True)
     events: list[Event] = field(default_factory=list)
@@ -146,6 +165,7 @@ class GraphReport(Record):
         self.matches += part.matches
         self.near_misses += part.near_misses
         self.loops += part.loops
+        self.layers += part.layers
         self.unproven += part.unproven
         for stage, seconds in part.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
@@ -170,6 +190,11 @@ class Report(Record):
     def loops(self) -> list[LoopReport]:
         """Every loop of every graph."""
         return [loop for graph in self.graphs for loop in graph.loops]
+
+    @property
+    def layers(self) -> list[LayersReport]:
+        """Repeated layers of every graph."""
+        return [layers for graph in self.graphs for layers in graph.layers]
 
     @property
     def near_misses(self) -> list[MissReport]:

@@ -11,7 +11,7 @@ from rich.text import Text
 from lz_compile.report.layout import OneLine, amount, counted, places, short
 
 if TYPE_CHECKING:
-    from lz_compile.report.report import MatchReport, MissReport, Report
+    from lz_compile.report.report import LayersReport, MatchReport, MissReport, Report
 
 #: Kinds of matches, and of everything else, that a screen has room for.
 MOST_MATCHES, MOST = 16, 5
@@ -37,6 +37,7 @@ def summary(report: Report, *, is_cut: bool = True) -> Iterator[Any]:
         yield from _near_misses(report.near_misses, MOST if is_cut else None)
     if is_cut:
         yield from _loops(report)
+        yield from _layers(report)
         yield from _events(report)
         yield _time(report)
         if report.matches:
@@ -103,6 +104,23 @@ def _loops(report: Report) -> Iterator[Any]:
     ]
     yield counted([(len(group), (text,)) for group, text in zip(groups[:MOST], told, strict=False)])
     yield from _rest(groups, MOST, "loops")
+
+
+def _layers(report: Report) -> Iterator[Any]:
+    groups = grouped(report.layers, lambda layers: (layers.count, layers.calls, layers.where, layers.folded))
+    if not groups:
+        return
+    yield Text(f"Layers: {sum(layers.count for layers in report.layers)}", style="bold")
+    told = [
+        f"{layers.count} of {layers.calls} calls at {short(layers.where)}, {state_of(layers)}" for layers, *_ in groups
+    ]
+    yield counted([(len(group), (text,)) for group, text in zip(groups[:MOST], told, strict=False)])
+    yield from _rest(groups, MOST, "groups of layers")
+
+
+def state_of(layers: LayersReport) -> str:
+    """What became of repeated layers."""
+    return "one region" if layers.folded else f"kept: {layers.reason}"
 
 
 def _events(report: Report) -> Iterator[Any]:

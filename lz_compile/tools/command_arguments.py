@@ -47,6 +47,11 @@ def parser() -> argparse.ArgumentParser:
     ready.add_argument("--dispatch-table", metavar="FILE", help="a table that solve wrote")
 
     _add_tuning(add("tune", "measure kernels over a grid of sizes; what is measured is kept, also after Ctrl-C"))
+    stored = add("artifacts", "files of lz_compile.save_artifacts: what is in one, or several as one")
+    stored.add_argument("action", choices=("inspect", "merge"))
+    stored.add_argument(
+        "files", nargs="+", metavar="FILE", help="the file; of merge, the one to write and then those to read"
+    )
     _add_solving(add("solve", "the kernels for a model at every combination of sizes, as a dispatch table"))
     return found
 

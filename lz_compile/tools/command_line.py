@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lz_compile.errors import CommandError, LayerZeroError
 from lz_compile.tools.command_arguments import parser
+from lz_compile.tools.progress import bar
 
 if TYPE_CHECKING:
     import argparse
@@ -199,7 +200,7 @@ def _tuned(arguments: argparse.Namespace, done: list[int]) -> TuneReport:
     from lz_compile.tools.command_operands import device_of, dtype_of, operation_of
     from lz_compile.tools.tuning import tune
 
-    with _interruptible() as stop_if_asked, _progress() as show:
+    with _interruptible() as stop_if_asked, bar() as show:
 
         def on_progress(finished: int, total: int, problem: str) -> None:
             stop_if_asked()
@@ -255,6 +256,18 @@ def _solve(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _artifacts(arguments: argparse.Namespace) -> int:
+    from lz_compile.tools.artifacts import inspect_artifacts, merge_artifacts
+
+    is_merge = arguments.action == "merge"
+    if len(arguments.files) < 2 if is_merge else len(arguments.files) != 1:
+        raise CommandError(f"artifacts {arguments.action}: expected {'OUTPUT FILE ...' if is_merge else 'one FILE'}")
+    first, *others = arguments.files
+    found = merge_artifacts(first, others) if is_merge else inspect_artifacts(first)
+    _show(arguments, found.to_dict(), found)
+    return OK
+
+
 # ---- what commands work on -------------------------------------------------------------------------------------------
 
 
@@ -297,20 +310,6 @@ def _show(arguments: argparse.Namespace, record: dict[str, Any], told: Any) -> N
     console.print(told, markup=not isinstance(told, str), highlight=False, soft_wrap=isinstance(told, str))
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on the error stream: what is done of how much, what is measured now, and for how long it has been going on."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda finished, total, problem: progress.update(
-            task, completed=finished, total=total, description=problem
-        )
-
-
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "which": _which,
     "explain": _explain,
@@ -321,4 +320,5 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "readiness-check": _readiness_check,
     "tune": _tune,
     "solve": _solve,
+    "artifacts": _artifacts,
 }

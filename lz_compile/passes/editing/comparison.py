@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lz_compile.passes.editing.shared_memory import may_be_view, shared_otherwise, written
 from lz_compile.passes.editing.stretch import Stretch
-from lz_compile.passes.formula.strides import strides_matter
+from lz_compile.passes.formula.strides import order_of, strides_matter, that_count
 from lz_compile.passes.graph.view import memories_of, read, tensors_in, value_of
 from lz_compile.passes.proof.trial_run import Ran
 
@@ -111,7 +111,7 @@ def _unlike(
             if first is not second and first != second:
                 yield Difference(f"{name} is {second!r}, and was {first!r}")
             continue
-        was, now = ({**_kind(each), "strides": _that_count(strides(each), each)} for each in (first, second))
+        was, now = ({**_kind(each), "strides": that_count(strides(each), each)} for each in (first, second))
         other_kinds = [f"{name} has {what} {now[what]}, and had {was[what]}" for what in was if was[what] != now[what]]
         yield from map(Difference, other_kinds[:1])
         if not other_kinds:
@@ -131,10 +131,6 @@ def _kind(value: torch.Tensor) -> dict[str, Any]:
 _STRIDED = frozenset({"view", "view_as", "as_strided", "stride", "data_ptr", "is_contiguous", "storage_offset"})
 
 
-def _that_count(strides: Sequence[int], value: torch.Tensor) -> tuple[int, ...]:
-    return tuple(stride for stride, extent in zip(strides, value.shape, strict=False) if extent > 1)
-
-
 def _strides_seen_of(node: fx.Node) -> Callable[[torch.Tensor], Sequence[int]]:
     """What can be seen behind of the strides of a value: all, their order, or nothing."""
     queue, seen = list(node.users), set()
@@ -143,11 +139,11 @@ def _strides_seen_of(node: fx.Node) -> Callable[[torch.Tensor], Sequence[int]]:
         call = read(user)
         if call is None or call.is_inplace or call.name in _STRIDED:
             return torch.Tensor.stride
-        if user not in seen and (may_be_view(call) or isinstance(value_of(user), tuple)):
+        if user not in seen and (may_be_view(call, user.all_input_nodes) or isinstance(value_of(user), tuple)):
             queue.extend(user.users)
         seen.add(user)
     if strides_matter(node):
-        return lambda value: torch.empty_like(value).stride()
+        return order_of
     return lambda _: ()
 
 

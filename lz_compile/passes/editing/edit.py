@@ -113,6 +113,8 @@ def apply_places(
 ) -> tuple[int, list[tuple[str, Exception]]]:
     """Make an edit wherever it can be proven: what fails is made again in halves, so that a bad place costs no other.
 
+    Those that are right are proven together: what each of them leaves to be read, nobody may read after all.
+
     Args:
         module: whose graph is changed.
         what: the edit, in an error.
@@ -125,19 +127,28 @@ def apply_places(
     """
     count, faults = 0, list[tuple[str, Exception]]()
     pending: list[list[str] | None] = [None]
-    start: Snapshot | None = before
-    trials = 0
+    good: list[str] = []
+    trials, is_made = 0, True
+
+    def edited(places: _Places, start: Snapshot | None) -> int:
+        return apply(module, Rewrite(what, partial(edit, module.graph, places)), unproven, start)
+
     while pending:
-        places = _Places(pending.pop())
+        part = pending.pop()
+        places = _Places(part if part is None else [*good, *part])
         trials += 1
         try:
-            count += apply(module, Rewrite(what, partial(edit, module.graph, places)), unproven, start)
+            count = edited(places, before if trials == 1 else None)
+            good, is_made = list(places.taken), True
         except Exception as error:  # noqa: BLE001 one place must not cost the others; the caller makes an event of it
-            taken = list(places.taken)
+            taken, is_made = [name for name in places.taken if name not in good], False
             middle = len(taken) // 2
             if middle and trials < _MOST_TRIALS:
                 pending += [taken[middle:], taken[:middle]]
             else:
                 faults.append((", ".join(taken), error))
-        start = None
+        if pending or not is_made:
+            before.restore()
+    if good and not is_made:
+        edited(_Places(good), None)
     return count, faults

@@ -24,11 +24,12 @@ from lz_compile.passes.editing.comparison import comparable, differences, exact,
 from lz_compile.passes.editing.dead import is_torchs
 from lz_compile.passes.editing.shared_memory import WrittenBehind, written
 from lz_compile.passes.editing.stretch import Stretch, edited_stretch, operands_of
-from lz_compile.passes.graph.effects import Effects, overwritten
+from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.gradients import differentiated
 from lz_compile.passes.graph.modes import ambient_behind
 from lz_compile.passes.graph.snapshot import Snapshot, Was
 from lz_compile.passes.graph.view import memories_of, read, tensors_in
+from lz_compile.passes.graph.writes import overwritten
 from lz_compile.passes.proof.running import NotRunnableError
 from lz_compile.passes.proof.trial_run import Ran, Scans, random_inputs, run, sizes_of
 
@@ -132,9 +133,8 @@ class _Trial:
             (stretch.after, [new for _, new in stretch.read], after.attribute),
         )
         self._ambient = ambient_behind([was.node for was in stretch.ahead])
-        inside = next((name for name in self._ambient.other if "_nesting" in name), None)
-        if inside is not None:
-            raise NotRunnableError(f"it lies inside of a transform ({inside})")
+        if self._ambient.is_transformed:
+            raise NotRunnableError(f"it lies inside of a transform ({', '.join(self._ambient.other)})")
         self.edge = _edge(stretch)
         self._seen = _seen_behind(stretch, self.edge)
         #: Whether anything was NaN or infinite before the edit.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,9 +10,9 @@ from torch import fx
 
 from lz_compile.passes.editing.stretch import Stretch, operands_of
 from lz_compile.passes.formula import layout
-from lz_compile.passes.graph.effects import overwritten
 from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.graph.view import Call, memories_of, read
+from lz_compile.passes.graph.writes import overwritten
 from lz_compile.passes.proof.running import SCAN
 from lz_compile.passes.proof.trial_run import Ran
 
@@ -125,11 +125,13 @@ def _leaving(stretch: Stretch) -> set[fx.Node]:
     given = {memory for node in found for memory in memories_of(node)}
     for was in reversed(stretch.behind):
         call = read(was.node)
-        if was.op == "output" or (was.node in found and call is not None and may_be_view(call)):
+        if was.op == "output" or (was.node in found and call is not None and may_be_view(call, operands_of(was))):
             found.update(operands_of(was))
     return found | {was.node for was in stretch.ahead if not given.isdisjoint(memories_of(was.node))}
 
 
-def may_be_view(call: Call) -> bool:
-    """Whether a result may share memory with what a call reads."""
-    return layout.is_view(call) or call.is_inplace or call.name == "getitem"
+def may_be_view(call: Call, operands: Iterable[fx.Node]) -> bool:
+    """Whether a result may share memory with what a call reads: as a view, or since there is nothing to be done."""
+    if layout.is_view(call) or call.is_inplace or call.name == "getitem":
+        return True
+    return not set(memories_of(call.node)).isdisjoint(memory for node in operands for memory in memories_of(node))

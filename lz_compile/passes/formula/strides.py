@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import fx
 
+from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.view import read
@@ -31,3 +36,18 @@ def strides_matter(node: fx.Node) -> bool:
             return True
         queue.extend(user.users)
     return False
+
+
+def order_of(tensor: torch.Tensor) -> tuple[Size, ...]:
+    """What pointwise operations take over of a tensor's strides.
+
+    They pack the dimensions in the order that they have in memory. Where elements repeat (a stride of zero) there is none:
+    which order they take then depends on that of the dimensions themselves, after a transpose for one.
+    """
+    strides, packed = (map(as_size, each.stride()) for each in (tensor, torch.empty_like(tensor)))
+    return tuple(0 if stride == 0 else dense for stride, dense in zip(strides, packed, strict=True))
+
+
+def that_count(strides: Sequence[Any], tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Those of dimensions with more than one element: the others lead nowhere, and PyTorch makes them up."""
+    return tuple(stride for stride, extent in zip(strides, tensor.shape, strict=False) if as_size(extent) not in (0, 1))

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.effects import Effects, overwritten
+from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.view import called, tensor_of
+from lz_compile.passes.graph.writes import overwritten
 
 
 def note_as_handed_in(graph: fx.Graph, inputs: Sequence[Any]) -> None:

@@ -16,13 +16,14 @@ from torch import fx
 
 from lz_compile.passes.graph.modes import Ambient, ambient_of, grad_enabled
 from lz_compile.passes.graph.view import Call, memory_of, read, tensor_of
+from lz_compile.passes.graph.writes import overwritten
 
 _VIEWS = frozenset(
     "transpose permute t mT movedim view reshape flatten unflatten ravel view_as reshape_as expand expand_as unsqueeze "
     "squeeze contiguous alias getitem select narrow chunk split unbind tensor_split detach to type_as diagonal unfold "
     "as_strided getattr view_as_real view_as_complex real imag float half bfloat16 double type positive hsplit vsplit "
     "split_with_sizes broadcast_tensors swapaxes dropout pos adjoint conj resolve_conj resolve_neg cpu cuda atleast_1d "
-    "atleast_2d atleast_3d slice einsum T mT H mH data values ravel view_as_real numpy_T".split()
+    "atleast_2d atleast_3d slice einsum T mT H mH data _get_data_attr values ravel view_as_real numpy_T".split()
 )
 _OVERLAPPING = frozenset({"expand", "expand_as", "unfold", "as_strided", "broadcast_to", "broadcast_tensors"})
 _SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit"})
@@ -77,7 +78,7 @@ class Effects:
     """Mutations and ambient modes of one graph, indexed once."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.position: Mapping[fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
         self._calls = _Calls((node, read(node)) for node in graph.nodes)
         self.calls: Mapping[fx.Node, Call | None] = self._calls
         self._mutations = [
@@ -326,28 +327,3 @@ def _share_storage(one: fx.Node, other: fx.Node) -> bool:
     """Whether Dynamo's own values of two nodes are the same memory, whatever made them so."""
     memory = memory_of(one)
     return memory is not None and memory == memory_of(other)
-
-
-def overwritten(call: Call) -> list[fx.Node]:
-    """The tensors that a call writes into."""
-    targets: list[Any] = []
-    if call.is_inplace or call.name == "setitem":
-        targets.extend(call.input if isinstance(call.input, (tuple, list)) else (call.input,))
-    if isinstance(call.node.target, torch._ops.HigherOrderOperator) and _writes_inside(call.node):
-        targets.extend(call.node.all_input_nodes)
-    if "out" in call.arguments:
-        out = call.arguments["out"]
-        targets.extend(out if isinstance(out, (tuple, list)) else (out,))
-    schema = getattr(call.node.target, "_schema", None)
-    if schema is not None and schema.is_mutable:
-        by_name = dict(zip((a.name for a in schema.arguments), call.node.args, strict=False)) | call.node.kwargs
-        targets.extend(by_name.get(a.name) for a in schema.arguments if a.is_write)
-    return [target for target in targets if isinstance(target, fx.Node)]
-
-
-def _writes_inside(node: fx.Node) -> bool:
-    """Whether a graph that a higher-order operator calls overwrites anything."""
-    owner = node.graph.owning_module
-    bodies = [getattr(owner, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
-    calls = (read(inner) for body in bodies if isinstance(body, fx.GraphModule) for inner in body.graph.nodes)
-    return any(overwritten(call) for call in calls if call is not None)

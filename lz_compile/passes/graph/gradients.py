@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import fx
 
-from lz_compile.passes.graph.effects import Effects, overwritten
+from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import memories_of, read, tensors_in, value_of
+from lz_compile.passes.graph.writes import overwritten
 
 #: In-place calls after which a tensor's note says whether it has a gradient by then, not whether it had one.
 _CHANGING = frozenset({"detach", "requires_grad"})

@@ -21,6 +21,11 @@ class Ambient:
     grad: bool | None = None
     other: tuple[str, ...] = ()
 
+    @property
+    def is_transformed(self) -> bool:
+        """Whether this is inside of a transform of ``torch.func``: tensors are wrappers there."""
+        return any("_increment_nesting" in name for name in self.other)
+
 
 def ambient_behind(nodes: Iterable[fx.Node]) -> Ambient:
     """The modes that follow on the first nodes of a graph."""

@@ -7,14 +7,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, read, value_of, where_of
+from lz_compile.passes.graph.writes import is_seeded, writes
 
 _RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal poisson binomial rrelu "
-    "uniform exponential geometric cauchy log_normal random gumbel_softmax native_dropout".split()
+    "uniform exponential geometric cauchy log_normal random gumbel_softmax native_dropout _standard_gamma _sample_dirichlet "
+    "fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices "
+    "rrelu_with_noise".split()
 )
-_DROPOUTS = frozenset(
+DROPOUTS = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout".split()
 )
 _DECIDED_BY_DATA = frozenset(
@@ -34,7 +38,7 @@ def is_arithmetic(node: fx.Node) -> bool:
 def is_pure(node: fx.Node) -> bool:
     """Whether a call gives the same whenever it is made."""
     call = read(node)
-    return call is not None and not call.is_inplace and "out" not in call.arguments and _objection(node, call) is None
+    return call is not None and not writes(call) and _objection(node, call) is None
 
 
 def refuse_impure(node: fx.Node) -> None:
@@ -50,9 +54,19 @@ def refuse_impure(node: fx.Node) -> None:
         raise RefusedError(code, f"{node.name} at {where_of(node)} {text}", edit)
 
 
+def refuse_transformed(ambient: Ambient) -> None:
+    """Refuse what stands inside of a transform of ``torch.func``.
+
+    Raises:
+        RefusedError: it does.
+    """
+    if ambient.is_transformed:
+        raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
+
+
 def _objection(node: fx.Node, call: Call) -> tuple[str, str, str] | None:
     name = str(getattr(node.target, "__name__", node.target))
-    if call.name in _RANDOM or _drops(call) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if call.name in _RANDOM or _drops(call) or is_seeded(node.target):
         text = "draws random numbers: a loop that is rolled up would draw them in another order"
         return "RANDOM", text, "draw those of all steps before the loop"
     if name.startswith(_MODES) or name.endswith("_nesting"):
@@ -71,7 +85,7 @@ def _drops(call: Call) -> bool:
         return bool(call.get("dropout_p", 0.0) != 0.0)
     if call.name == "multi_head_attention_forward":
         return True
-    if call.name not in _DROPOUTS:
+    if call.name not in DROPOUTS:
         return False
     probability, training = call.get("p", call.get("#1", 0.5)), call.get("training", call.get("#2", True))
     return training is not False and not (isinstance(probability, (int, float)) and probability == 0)

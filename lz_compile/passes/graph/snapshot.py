@@ -94,7 +94,7 @@ class _Graph:
         for was in self.nodes:
             args, kwargs = fx.map_arg((was.args, was.kwargs), twins.__getitem__)
             twin = fresh.create_node(was.op, was.target, args, kwargs, was.node.name, was.node.type)
-            twin.meta = was.meta
+            twin.meta = dict(was.meta)  # a graph may be put back again
             for name, value in vars(was.node).items():
                 if name.startswith("_dynamo"):
                     setattr(twin, name, value)

@@ -168,6 +168,12 @@ _INPLACE_OPERATORS: Mapping[Any, str] = {
 }
 
 
+#: The same, called as methods of a tensor (which has no in-place product of matrices).
+_INPLACE_METHODS = {
+    f"__{function.__name__}__": _SYNONYMS.get(name, name) for function, name in _INPLACE_OPERATORS.items()
+}
+
+
 @dataclass(frozen=True)
 class Call:
     """A node read as ``name(**arguments)``.
@@ -199,6 +205,8 @@ class Call:
 
 
 def _spelled(name: str) -> tuple[str, bool]:
+    if name in _INPLACE_METHODS:
+        return _INPLACE_METHODS[name], True
     is_inplace = name.endswith("_") and not name.endswith("__") and name not in _SYNONYMS
     stem = name[:-1] if is_inplace else name
     if stem.startswith("__") and stem.endswith("__"):

@@ -19,6 +19,7 @@ from torch import fx
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
 from lz_compile.ground.sizes import as_size
+from lz_compile.passes.formula.strides import that_count
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
 from lz_compile.passes.graph.provenance import EMITTED
@@ -99,7 +100,7 @@ def _emit(builder: GraphBuilder, node: fx.Node, arguments: Mapping[str, Any], re
         value = laid_out(value, [as_size(stride) for stride in old.stride()])
     output: fx.Node = value.node
     (expected, given) = (
-        (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        (tensor.dtype, tensor.device, tensor.shape, that_count(tensor.stride(), tensor))
         for tensor in map(tensor_of, (replaced, output))
         if tensor is not None
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -10,7 +11,7 @@ from torch import fx
 
 from lz_compile.ground.isolation import is_isolated
 from lz_compile.passes.graph.snapshot import Was
-from lz_compile.passes.graph.view import called
+from lz_compile.passes.graph.view import called, tensors_in
 from lz_compile.passes.proof.scan_steps import run_steps
 
 SCAN = torch.ops.higher_order.scan
@@ -83,4 +84,7 @@ def _result(
         target, args, kwargs = adapt(call, args, kwargs)
     if target is SCAN and not kwargs:  # the operator traces its step at every call; it computes a plain loop
         return run_steps(*args)
+    for each in tensors_in((args, kwargs)):
+        with suppress(RuntimeError):  # which the call raises as well, if it matters
+            each.grad_fn  # noqa: B018  PyTorch takes a view, of which another one was written to, for a leaf until asked
     return called(target, args, kwargs)

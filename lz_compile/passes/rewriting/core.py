@@ -12,6 +12,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
+from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import read, tensor_of, where_of
 
@@ -73,8 +74,7 @@ class Core:
                     f"{node.name} writes into memory of {effects.owner(node).name}, which others may read",
                     "use the out-of-place form of that operation",
                 )
-        if any("_increment_nesting" in name for name in self.ambient.other):
-            raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
+        refuse_transformed(self.ambient)
         for node, reader in readers.items():
             writer = reader if effects.writes(reader, node) else effects.overwritten_after(node, reader, self.output)
             if writer is not None:

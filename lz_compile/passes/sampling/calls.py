@@ -47,7 +47,7 @@ def _match(node: fx.Node, effects: Effects) -> Match:
         RefusedError: it is mapped over a dimension.
     """
     ambient = effects.ambient(node)
-    if any("_increment_nesting" in name for name in ambient.other):
+    if ambient.is_transformed:
         raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
     arguments: dict[str, Any] = (
         dict(zip((*Operands.names, "result", "out_dtype"), node.args, strict=False)) | node.kwargs

@@ -18,6 +18,7 @@ from lz_compile.lowering.ops import scan as scan_op
 from lz_compile.lowering.ops.scan import DIMS, RESULTS, Operands, ScanAttrs
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.rewriting.core import wants_grad
@@ -83,8 +84,7 @@ def _match(node: fx.Node, effects: Effects) -> Match:
 
 def _outputs(node: fx.Node, effects: Effects, given: Mapping[str, fx.Node]) -> dict[fx.Node, int]:
     """The nodes that pick a result, with its place."""
-    if any("_increment_nesting" in name for name in effects.ambient(node).other):
-        raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
+    refuse_transformed(effects.ambient(node))
     found: dict[fx.Node, int] = {}
     for user in node.users:
         if user.target is not operator.getitem or not isinstance(user.args[1], int):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.loops.recurrence.chunked_forms import chunked_forms
 from lz_compile.passes.loops.recurrence.dropped_states import with_drops
@@ -81,8 +82,7 @@ def _described(parts: list[Part], form: StepForm) -> str:
 
 def _check_surroundings(call: ScanCall, effects: Effects) -> None:
     """Refuse inside of function transforms, and where an operand is overwritten before the last result is taken."""
-    if any("_increment_nesting" in name for name in effects.ambient(call.node).other):
-        raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
+    refuse_transformed(effects.ambient(call.node))
     last = max(call.node.users)
     for node in call.operands:
         writer = effects.overwritten_after(node, call.node, last)

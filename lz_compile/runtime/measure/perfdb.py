@@ -120,6 +120,12 @@ class PerfDB:
         """
         return self._remembered((operation, environment, dtype, None, surroundings), json.loads(canonical(match)))
 
+    def of(self, environments: Iterable[str]) -> list[PerfRecord]:
+        """All valid measurements of some environments."""
+        if not self.exists:
+            return []
+        return [each for name in environments for each in self._remembered((None, name, None, None, None), {})]
+
     def invalidate(
         self, *, kernel_id: str | None = None, operation: str | None = None, environment: str | None = None
     ) -> int:

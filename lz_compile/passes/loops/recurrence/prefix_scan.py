@@ -120,7 +120,7 @@ class _Reader:
         """Whether a node joins or adds up pieces, and nobody goes on doing so with it."""
         if not node.users or self._effects.has_mutations or node not in self._alive():
             return False
-        if any("_increment_nesting" in name for name in self._effects.ambient(node).other):
+        if self._effects.ambient(node).is_transformed:
             return False
         return not any(self._goes_on(node, user) for user in node.users if user in self._alive())
 

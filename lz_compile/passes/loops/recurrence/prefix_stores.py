@@ -180,7 +180,7 @@ class _Memory:
         if len(ambients) != 1 or any(self.position[each] >= places[0] for each in operands):
             return False
         (ambient,) = ambients
-        is_mapped = any("_increment_nesting" in name for name in ambient.other)
+        is_mapped = ambient.is_transformed
         return (
             not wants_grad(ambient, operands)
             and not is_mapped
@@ -282,5 +282,5 @@ def _states(emit: Emitter, sweep: Sweep) -> fx.Node:
     value = emit.call(operator.getitem, both, 0)
     value = emit.call("reshape", value, tuple(example.shape[place] for place in order))
     value = emit.call("flip", value, dim) if sweep.is_reversed else value
-    value = emit.call("clone", value, memory_format=torch.contiguous_format)
+    value = emit.copied(value)
     return value if order == sorted(order) else emit.call("permute", value, back)

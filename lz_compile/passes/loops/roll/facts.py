@@ -13,7 +13,7 @@ from torch import fx
 from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.purity import refuse_impure
+from lz_compile.passes.graph.purity import refuse_impure, refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, tensor_of, where_of
 from lz_compile.passes.loops.roll.body import Body, Numbers, Stream
@@ -73,6 +73,7 @@ def read_loop(steps: Steps, ambient: Ambient) -> Loop:
     Raises:
         RefusedError: it is no scan.
     """
+    refuse_transformed(ambient)
     for index in range(steps.period):
         refuse_impure(steps.node(0, index))
     _refuse_unclear(steps)

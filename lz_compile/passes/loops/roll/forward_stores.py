@@ -20,6 +20,7 @@ from torch import fx
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.layout import is_returned
+from lz_compile.passes.formula.strides import order_of, strides_matter
 from lz_compile.passes.graph.attachment import is_made_attached
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
@@ -58,6 +59,8 @@ def _forward_stores(graph: fx.Graph, may_edit: MayEdit) -> int:
         return count
     effects = Effects(graph)
     for buffer in loaded:
+        if effects.ambient(stores[buffer][0]).is_transformed:
+            continue
         if all(_is_a_store(node, target, buffer) for node, target in effects.writes_to(buffer)):
             found = _loads(buffer, effects)
             if _cuts_gradients(buffer, found, stores[buffer], effects):
@@ -284,6 +287,8 @@ def _replaced(load: fx.Node, store: fx.Node, effects: Effects, may_edit: MayEdit
     if [as_size(size) for size in old.shape] != [as_size(size) for size in new.shape]:
         return False
     if any((call := effects.calls[user]) is not None and call.name in _STRIDED for user in load.users):
+        return False
+    if strides_matter(load) and _copied(old, order_of) != _copied(new, order_of):
         return False
     if effects.why_not_forwarded(value, store, load) or is_returned(load) or not may_edit(load):
         return False

@@ -20,6 +20,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.view import memory_of, origin_of, read, tensor_of, value_of
+from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 
 #: For every dimension from where to where, or None for all of it.
@@ -60,7 +61,7 @@ def piece_of(index: Any, tensor: torch.Tensor | None) -> Piece | None:
 
 
 def _span(element: Any, size: Any) -> tuple[int, int] | None:
-    if not isinstance(size, int):
+    if not isinstance(size, int) or not size:
         return None
     if isinstance(element, int) and not isinstance(element, bool):
         return element % size, element % size + 1
@@ -119,7 +120,7 @@ def _target(node: fx.Node, chained: Collection[fx.Node] = ()) -> Any:
 def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     """Rewrite one call, unless somebody looks at the piece through another view afterwards."""
     view, target = node.args[0], _target(node)
-    if target is None or not isinstance(view, fx.Node):
+    if target is None or not isinstance(view, fx.Node) or effects.ambient(node).is_transformed:
         return False
     buffer = view.args[0]
     index = view.args[1]
@@ -139,8 +140,10 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
         if not is_stored:
             store = graph.call_function(operator.setitem, (buffer, index, value))
             store.meta.update(origin_of(node), example_value=None)
+            effects.position[store] = effects.position[node]
     for user in followers:
         user.replace_input_with(view, value)
+    effects.position.setdefault(value, effects.position[node])
     graph.erase_node(node)
     return True
 
@@ -193,13 +196,10 @@ def _is_written_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
     while queue:
         user = queue.pop()
         call = read(user)
-        schema = getattr(user.target, "_schema", None)
         is_store = call is not None and call.name == "setitem" and memory_of(user.args[0]) == memory
         if is_store and user.args[0] is view.args[0] and user.args[2] is view:
             continue  # the piece is put where it is
-        if is_store or (call is not None and (call.is_inplace or "out" in call.arguments)):
-            return True
-        if schema is not None and schema.is_mutable:
+        if is_store or (call is not None and writes(call)):
             return True
         if memory_of(user) == memory:
             queue.extend(user.users)
@@ -208,7 +208,7 @@ def _is_written_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
 
 def _changes_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
     """Whether the piece, or what is copied into it, is overwritten by another name before the last that reads the view."""
-    readers = [user for user in view.users if user is not node and user in effects.position]
+    readers = [user for user in view.users if user is not node]
     last = max(readers, key=effects.position.__getitem__, default=node)
     if not _is_after(last, node, effects):
         return False
@@ -217,5 +217,5 @@ def _changes_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
 
 
 def _is_after(user: fx.Node, node: fx.Node, effects: Effects) -> bool:
-    """Whether a node comes after one; new ones take the place of what did."""
-    return effects.position.get(user, len(effects.position)) > effects.position[node]
+    """Whether a node comes after one; new ones have the place of what they replace."""
+    return effects.position[user] > effects.position[node]

@@ -111,7 +111,7 @@ class _Readers:
             value = self._emit.call("copy_", blank, value)
             return self._emit.call("expand", value, one.shape) if repeated else value
         order, back = stride_order(old)
-        return self._emit.call("permute", self._emit.call("contiguous", self._emit.call("permute", value, order)), back)
+        return self._emit.call("permute", self._emit.copied(self._emit.call("permute", value, order)), back)
 
     def _item(self, number: int) -> fx.Node:
         if number not in self._items:
@@ -141,7 +141,7 @@ class _Readers:
             value = emit.call("flatten", value, dim, dim + 1)
         if not (collector.before or collector.after):
             tensor = tensor_of(value)
-            return value if tensor is None or tensor.is_contiguous() else emit.call("contiguous", value)
+            return value if tensor is None or tensor.is_contiguous() else emit.copied(value)
         parts = [self._joined(collector, nodes) for nodes in (collector.before, collector.after)]
         return emit.call(torch.cat, [*parts[0], value, *parts[1]], dim)
 
@@ -171,7 +171,7 @@ class _Readers:
             value = values[0][1]
             example = tensor_of(value)
             if example is not None and not example.is_contiguous():
-                value = self._emit.call("contiguous", value)
+                value = self._emit.copied(value)
             position, stop = self._loop.steps.program.position, self._loop.steps.stop
             readers = [user for user in buffer.node.users if position.get(user, stop) >= stop]
             return [(reader, buffer.node, value) for reader in readers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.graph.held import hold
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError
@@ -30,7 +31,7 @@ def emit_scan(loop: Loop, emit: Emitter, owner: fx.GraphModule, place: Place) ->
         _without_streams(step)
     taken: set[int | None] = set()
     initial = [_flowing(emit, loop, _initial(emit, loop, slot, place), Carried(slot)) for slot in step.slots]
-    initial = [_alone(emit, node, taken) for node in initial]
+    initial = [_alone(emit, _with_known_strides(emit, node), taken) for node in initial]
     around = [_as_tensor(emit, loop, place(body.around[number])) for number in step.around]
     around = [_flowing(emit, loop, node, Around(n)) for n, node in zip(step.around, around, strict=True)]
     around = [_alone(emit, node, taken) for node in around]
@@ -80,6 +81,15 @@ def _as_tensor(emit: Emitter, loop: Loop, node: fx.Node) -> fx.Node:
     return emit.call(torch.full, (), node, dtype=torch.float64, device=like.device)
 
 
+def _with_known_strides(emit: Emitter, node: fx.Node) -> fx.Node:
+    """A state, copied where AOTAutograd may know other strides of it than its example value has.
+
+    It does (2.13) where sizes of one leave them open, and a view of the state was written to.
+    """
+    is_open = tensor_of(node) is not None and any(size == 1 for size in shape_of(known_tensor(node)))
+    return emit.copied(node) if is_open else node
+
+
 def _alone(emit: Emitter, node: fx.Node, taken: set[int | None]) -> fx.Node:
     """An operand that shares memory with no other one; carried ones are contiguous, and so are all copies."""
     tensor = tensor_of(node)
@@ -87,7 +97,7 @@ def _alone(emit: Emitter, node: fx.Node, taken: set[int | None]) -> fx.Node:
         return node
     memory = memory_of(node)
     if memory in taken:
-        return emit.call("clone", node, memory_format=torch.contiguous_format)
+        return emit.copied(node)
     taken.add(memory)
     return in_order(emit, node)
 

@@ -14,7 +14,8 @@ from torch import fx
 from torch._higher_order_ops.scan import ScanAutogradImpl
 
 from lz_compile.ground.sizes import as_size
-from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import known_tensor, origin_of, tensor_of, value_of
 from lz_compile.passes.loops.roll.scan import SCAN
 from lz_compile.passes.loops.roll.step_graph import readable
 
@@ -82,6 +83,25 @@ def order_gradients(module: fx.GraphModule) -> int:
                 _reshape_for(given[index], given[-1].next)
             body.recompile()
         count += 1
+    return count
+
+
+def keep_operands(module: fx.GraphModule) -> int:
+    """Let such scans read copies of what is overwritten behind them, in place; how many scans there were.
+
+    The operator's backward keeps what it reads. AOTAutograd (2.13) writes to a graph's inputs as its forward ends, and
+    hands them to the backward as they are then: gradients came out wrong.
+    """
+    count, effects = 0, Effects(module.graph)
+    for node in module.graph.find_nodes(op="call_function", target=SCAN):
+        operands = [each for each in node.all_input_nodes if tensor_of(each) is not None]
+        written = [each for each in operands if is_graded(node) and effects.why_not_kept([each], node)]
+        for each in written:
+            with module.graph.inserting_before(node):
+                copied = module.graph.call_method("clone", (each,))
+            copied.meta.update(origin_of(node), example_value=readable(value_of(each)).clone())
+            node.replace_input_with(each, copied)
+        count += bool(written)
     return count
 
 

@@ -42,6 +42,10 @@ class Emitter:
         node.meta["example_value"] = self.compute(_function(target), *given, **named)
         return node
 
+    def copied(self, value: fx.Node) -> fx.Node:
+        """A tensor in order, and in memory of its own even where the value is in order already."""
+        return self.call("clone", value, memory_format=torch.contiguous_format)
+
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The example value of a call."""
         with faking(self.mode, self.ambient):
@@ -286,9 +290,11 @@ def _out_of_place(entry: Entry) -> Any:
 
 def _shaped(emit: Emitter, result: Result, values: dict[Ref, fx.Node]) -> fx.Node:
     node = _mapped(result.ref, values)
-    if result.slot is None:
-        return node  # type: ignore[no-any-return]
     tensor = tensor_of(node)
+    if result.slot is None:
+        if tensor is None:
+            raise RefusedError("NO_TENSOR", "what is read of each step is no tensor", "read parts of it in each step")
+        return node  # type: ignore[no-any-return]
     if is_number(node) or tensor is None:
         raise RefusedError("BUFFER_READ", "a number is assigned in each step", "assign tensors")
     if tensor.dtype != result.slot.dtype:
@@ -304,12 +310,12 @@ def _shaped(emit: Emitter, result: Result, values: dict[Ref, fx.Node]) -> fx.Nod
 def in_order(emit: Emitter, node: fx.Node) -> fx.Node:
     """A tensor with the strides of a new one: the operator compares even those of dimensions of size one."""
     tensor = known_tensor(node)
-    if not tensor.is_contiguous():  # a copy even where what is read turns out to be contiguous
-        return emit.call("clone", node, memory_format=torch.contiguous_format)
+    if not tensor.is_contiguous():
+        return emit.copied(node)
     step: Size = 1
     for size, stride in zip(reversed(shape_of(tensor)), reversed(tensor.stride()), strict=True):
         if size == 1 and as_size(stride) != step:
-            return emit.call("clone", node, memory_format=torch.contiguous_format)
+            return emit.copied(node)
         step = step * size
     return node
 
@@ -321,7 +327,7 @@ def _apart(emit: Emitter, outputs: list[fx.Node], carried: int, others: Iterable
     for number, output in enumerate(outputs):
         node = output
         if memory_of(node) in taken:
-            node = emit.call("clone", node, memory_format=torch.contiguous_format)
+            node = emit.copied(node)
         elif number < carried:
             node = in_order(emit, node)
         taken.add(memory_of(node))

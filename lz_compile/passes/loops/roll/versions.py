@@ -16,6 +16,7 @@ from torch import fx
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.gradients import differentiated
 from lz_compile.passes.graph.view import Call, memory_of, read, tensor_of
+from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.loops.roll.search import Program
 
 #: In-place calls that change shapes, strides or the memory behind a tensor.
@@ -148,11 +149,7 @@ class Versions:
 
 
 def _writes(call: Call | None) -> bool:
-    if call is None:
-        return False
-    schema = getattr(call.node.target, "_schema", None)
-    is_mutable = schema is not None and schema.is_mutable
-    return call.is_inplace or call.name == "setitem" or "out" in call.arguments or is_mutable
+    return call is not None and writes(call)
 
 
 def _is_plain(call: Call) -> bool:
