@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import fx
+from torch._inductor import cpu_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from lz_compile.compile.compiler import _cache_key
 from lz_compile.ground import fingerprint
 from lz_compile.ground.store import Store, cache_directory
+from lz_compile.lowering import inductor
 from lz_compile.lowering.inductor import _Fingerprint
 from lz_compile.report.report import GraphReport, MatchReport
 
@@ -245,3 +249,56 @@ def test_the_directory_comes_from_the_environment_or_the_platform(monkeypatch, t
     assert cache_directory() == tmp_path
     monkeypatch.delenv("LAYERZERO_CACHE_DIR")
     assert cache_directory().name == "layerzero"
+
+
+# ---- instruction sets ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tried(monkeypatch, tmp_path) -> Iterator[list[str]]:
+    """What PyTorch builds and loads to try an instruction set, for a processor with two; none is really built."""
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(inductor, "x86_isa_checker", lambda: ["avx2", "avx512"])
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512"])
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    found: list[str] = []
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda isa, _: found.append(str(isa)) or True)
+    _forget_instructions()
+    yield found
+    monkeypatch.undo()
+    _forget_instructions()
+
+
+def _forget_instructions() -> None:
+    """As another process would."""
+    inductor._ask_for_the_widest_instructions.cache_clear()
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    for kept in (cpu_vec_isa.VecISA._VecISA__bool__impl, cpu_vec_isa.VecAVX512.__bool__):
+        kept.cache_clear()
+
+
+def test_the_widest_instructions_are_tried_once_for_all_processes(tried):
+    inductor._ask_for_the_widest_instructions()
+    assert tried == ["avx512"]
+    assert list(map(str, cpu_vec_isa.valid_vec_isa_list())) == ["avx512", "avx2"]
+    _forget_instructions()
+    inductor._ask_for_the_widest_instructions()
+    assert str(cpu_vec_isa.pick_vec_isa()) == "avx512"
+    assert tried == ["avx512"]
+
+
+def test_where_the_widest_instructions_fail_pytorch_tries_the_others(tried, monkeypatch):
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda isa, _: tried.append(str(isa)) or str(isa) == "avx2")
+    for _ in range(2):
+        _forget_instructions()
+        inductor._ask_for_the_widest_instructions()
+        assert list(map(str, cpu_vec_isa.valid_vec_isa_list())) == ["avx2"]
+    assert tried == ["avx512", "avx2"] * 2
+
+
+def test_what_the_user_says_of_instructions_holds(tried):
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
+        inductor._ask_for_the_widest_instructions()
+        assert cpu_vec_isa.valid_vec_isa_list() == []
+    assert tried == []

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial, wraps
 from inspect import signature
 from pathlib import Path
@@ -32,7 +32,7 @@ from torch._guards import CompileContext, Guard, Source, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.cpu_vec_isa import pick_vec_isa, supported_vec_isa_list, valid_vec_isa_list, x86_isa_checker
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -42,6 +42,8 @@ from torch.compiler._cache import CacheArtifactManager
 from torch.fx._symbolic_trace import _Patcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lz_compile.ground.machine import code_runs_on
+from lz_compile.ground.store import Store
 from lz_compile.lowering.regions import has_regions, untangle
 from lz_compile.lowering.value_guards import Frame, KnownValues, has_values
 
@@ -50,8 +52,6 @@ if TYPE_CHECKING:
 
 #: What Inductor raises to have Dynamo trace again, with what it found out: no fault, and to be passed on.
 RESTARTS = (RestartAnalysis,)
-#: A library by which Inductor tries an instruction set is smaller: it computes nothing.
-_PROBE_BYTES = 1 << 16
 #: A context without the transforms of ``torch.func`` that the program is in.
 without_transforms = temporarily_clear_interpreter_stack
 
@@ -96,6 +96,7 @@ def compile_graph(
     module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], cache_key: str
 ) -> Callable[..., Any]:
     """Hand a graph to Inductor; ``cache_key`` becomes part of its cache keys."""
+    _know_instructions(inputs)
     patches = {**config, **_around("post_grad_custom_pre_pass", _Fingerprint, config, cache_key)}
     donated: AbstractContextManager[Any] = nullcontext()
     if has_regions(module):
@@ -216,6 +217,7 @@ def compile_apart(function: Callable[..., Any], inputs: Sequence[Any]) -> Callab
 
     A backward is compiled when it first runs: that too has to be done inside of :func:`apart`.
     """
+    _know_instructions(inputs)
     with apart():
         module = make_fx(function)(*inputs)
         return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=configuration()))
@@ -289,8 +291,42 @@ def break_reason(module: fx.GraphModule) -> str | None:
     return f"{found.user_stack[-1].filename}:{found.user_stack[-1].lineno} ({reason})" if found.user_stack else reason
 
 
+@dataclass(frozen=True)
+class _Instructions:
+    """The widest instruction set of a processor; what PyTorch tries it by was built and loaded."""
+
+    widest: str
+
+
+def _know_instructions(inputs: Sequence[Any]) -> None:
+    if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in inputs):
+        _ask_for_the_widest_instructions()
+
+
+@lru_cache(maxsize=1)
+def _ask_for_the_widest_instructions() -> None:
+    """Spare Inductor trying PyTorch's vectors by every instruction set of this processor: the widest stands for all.
+
+    It (2.13) builds a library for each, 4 s the first time, and loads it in a process of its own, 0.7 s each time that a
+    program starts. What it tries besides, of bfloat16, VNNI and AMX, it still does.
+    """
+    flags = set(x86_isa_checker())
+    widest = next((each for each in supported_vec_isa_list if flags.issuperset(str(each).split())), None)
+    if widest is None or inductor_config.cpp.vec_isa_ok is not None or valid_vec_isa_list.cache_info().currsize:
+        return
+    store, key = Store("instructions"), hashlib.sha256(code_runs_on().encode()).hexdigest()
+    known = store.load(key, _Instructions)
+    if known is None and widest:
+        known = _Instructions(str(widest))
+        store.save(key, asdict(known))
+    if known is not None and known.widest == str(widest):
+        with inductor_config.patch({"cpp.vec_isa_ok": True}):
+            valid_vec_isa_list()
+
+
 def vector_bits() -> int:
     """The size of a vector register in the code that Inductor writes for this CPU; 128 where it writes none for vectors."""
+    _ask_for_the_widest_instructions()
     return _vector_bits(inductor_config.cpp.simdlen)
 
 
@@ -306,6 +342,7 @@ def load_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     Raises:
         RuntimeError: there is no compiler, or it refuses the source.
     """
+    _ask_for_the_widest_instructions()
     library: ctypes.CDLL = CppCodeCache.load(source, extra_flags=tuple(flags))
     return library
 
@@ -316,12 +353,10 @@ def cache_root() -> Path:
 
 
 def built_libraries() -> list[Path]:
-    """The C++ libraries of this process, generated code and ours, and those by which instruction sets were tried."""
+    """The C++ libraries of this process, generated code and ours."""
     root = cache_root()
     keys = {key for kind in (CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache) for key in kind.cache}
-    built = [path for key in keys for path in root.glob(f"{key[1:3]}/{key}*.so")]
-    tried = [path for path in root.glob("*/*.so") if "." not in path.stem and path.stat().st_size < _PROBE_BYTES]
-    return sorted({*built, *tried})
+    return sorted({path for key in keys for path in root.glob(f"{key[1:3]}/{key}*.so")})
 
 
 def empty_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
