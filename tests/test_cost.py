@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,7 +260,25 @@ def test_a_question_counts_as_no_compile() -> None:
     assert not torch._dynamo.utils.counters["inductor"]
 
 
-def test_a_question_that_inductor_cannot_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_is_asked_once_for_all_processes_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    asked: list[bool] = []
+    monkeypatch.setattr(inductor, "fuses_attention", lambda *_: asked.append(True) or True)
+
+    def asked_by(**options: bool) -> int:
+        torch._dynamo.reset()
+        backend = Rewriting()
+        with inductor.compiling_with(options):
+            torch.compile(by_torch, backend=backend)(*torch.randn(3, 2, 4, 24, 16))
+        assert not backend.report.events
+        return len(asked)
+
+    assert [asked_by(), asked_by(), asked_by(pattern_matcher=False), asked_by(pattern_matcher=False)] == [1, 1, 2, 2]
+
+
+def test_a_question_that_inductor_cannot_answer_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+
     def raising(*_: object) -> bool:
         raise RuntimeError("no patterns")
 

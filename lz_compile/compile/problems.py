@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,11 +10,14 @@ import torch
 from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import as_size
+from lz_compile.ground.store import Store
 from lz_compile.lowering import inductor
 from lz_compile.passes.formula.axes import atoms, axes_of
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.proof.cases import Case, inputs_of
 from lz_compile.passes.proof.resize import representative_sizes, resized, whole
+from lz_compile.passes.proof.subgraph import Sizes, Subgraph
+from lz_compile.passes.proof.verdict_keys import verdict_key
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.runtime.problem.context import SelectionContext, of_facts
 
@@ -38,6 +41,13 @@ def of_match(match: Match, *, deterministic: bool = False, is_cuda_graph_capturi
     )
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Whether Inductor's own patterns make PyTorch's fused attention of a match."""
+
+    is_fused: bool
+
+
 def left_as(match: Match) -> str | None:
     """The kernel that Inductor makes of a match by itself, as its own patterns say; None if they do not know it.
 
@@ -50,13 +60,18 @@ def left_as(match: Match) -> str | None:
     sizes = representative_sizes(match)
     with isolated() as outside, outside.entered():
         try:
-            source, inputs = resized(whole(match), sizes), inputs_of(match, sizes, Case("plain"))
-            device, is_training = torch.device(match.facts.device), match.facts.needs_grad
-            is_fused = inductor.fuses_attention(source.run, inputs, device, is_training)
+            source = resized(whole(match), sizes)
+            facts = verdict_key(match, source, f"inductor {inductor.settings_digest()}", None)
+            found = Store("patterns").recall(facts, Asked, lambda: Asked(_is_fused(match, source, sizes)))
         except Exception as error:  # noqa: BLE001 a question that nobody can answer costs a choice by less, and says so
             events.record("INDUCTOR_NOT_ASKED", f"what Inductor makes of the attention at {match.where}", error)
             return None
-    return "torch.sdpa" if is_fused else None
+    return "torch.sdpa" if found.is_fused else None
+
+
+def _is_fused(match: Match, source: Subgraph, sizes: Sizes) -> bool:
+    inputs, device = inputs_of(match, sizes, Case("plain")), torch.device(match.facts.device)
+    return inductor.fuses_attention(source.run, inputs, device, match.facts.needs_grad)
 
 
 def _is_last_dim_contiguous(match: Match) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
@@ -14,9 +17,13 @@ from lz_compile.ground.directories import cache_directory
 from lz_compile.ground.files import write_whole
 from lz_compile.ground.fingerprint import source_hash
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 __all__ = ["Store", "cache_directory"]
 
 Record = TypeVar("Record")
+Made = TypeVar("Made", bound="DataclassInstance")
 #: A file with more bytes is none of ours.
 _MOST_BYTES = 1 << 20
 #: The files of all records that this process has read or written.
@@ -53,6 +60,15 @@ class Store:
             return None
         used.add(path)
         return record
+
+    def recall(self, facts: str, kind: type[Made], make: Callable[[], Made]) -> Made:
+        """The record of what follows from ``facts``; where there is none, it is made, and kept."""
+        key = hashlib.sha256(facts.encode()).hexdigest()
+        found = self.load(key, kind)
+        if found is None:
+            found = make()
+            self.save(key, asdict(found))
+        return found
 
     def save(self, key: str, record: dict[str, Any]) -> None:
         """Write the record; the last of several writers wins."""

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from inspect import signature
 from pathlib import Path
@@ -197,6 +197,12 @@ def configuration_digest() -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else ""
 
 
+def settings_digest() -> str:
+    """A hash of all of Inductor's settings in the compile that goes on, its defaults included."""
+    with inductor_config.patch(configuration()):
+        return inductor_config.get_hash().hex()
+
+
 def why_no_regions() -> str:
     """Why no graph should be called by another in the compile that goes on (read in 2.13); empty if it may be."""
     config = {
@@ -293,9 +299,10 @@ def break_reason(module: fx.GraphModule) -> str | None:
 
 @dataclass(frozen=True)
 class _Instructions:
-    """The widest instruction set of a processor; what PyTorch tries it by was built and loaded."""
+    """The widest instruction set of a processor, and whether what PyTorch tries it by could be built and loaded."""
 
     widest: str
+    works: bool
 
 
 def _know_instructions(inputs: Sequence[Any]) -> None:
@@ -314,12 +321,10 @@ def _ask_for_the_widest_instructions() -> None:
     widest = next((each for each in supported_vec_isa_list if flags.issuperset(str(each).split())), None)
     if widest is None or inductor_config.cpp.vec_isa_ok is not None or valid_vec_isa_list.cache_info().currsize:
         return
-    store, key = Store("instructions"), hashlib.sha256(code_runs_on().encode()).hexdigest()
-    known = store.load(key, _Instructions)
-    if known is None and widest:
-        known = _Instructions(str(widest))
-        store.save(key, asdict(known))
-    if known is not None and known.widest == str(widest):
+    known = Store("instructions").recall(
+        f"{widest} {code_runs_on()}", _Instructions, lambda: _Instructions(str(widest), bool(widest))
+    )
+    if known.works:
         with inductor_config.patch({"cpp.vec_isa_ok": True}):
             valid_vec_isa_list()
 

@@ -6,10 +6,9 @@ order may differ by rounding; where it differs by more, both are run in float64,
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -55,12 +54,7 @@ def difference(before: Snapshot, module: fx.GraphModule) -> Verdict:
     has_others = any(not is_torchs(was.target) for was in (*before.nodes, *after.nodes))
     if len(before.nodes) < _REMEMBERED or has_others:  # running takes as long as describing; others' code may change
         return _difference(before, after, module.graph)
-    store, key = Store("edits"), _key(before, after)
-    verdict = store.load(key, Verdict)
-    if verdict is None:
-        verdict = _difference(before, after, module.graph)
-        store.save(key, asdict(verdict))
-    return verdict
+    return Store("edits").recall(_facts(before, after), Verdict, lambda: _difference(before, after, module.graph))
 
 
 def unlike_loop(module: Snapshot, scan: fx.Node) -> Verdict:
@@ -76,11 +70,12 @@ def unlike_loop(module: Snapshot, scan: fx.Node) -> Verdict:
         return Verdict(unproven=str(error))
 
 
-def _key(before: Snapshot, after: Snapshot) -> str:
+def _facts(before: Snapshot, after: Snapshot) -> str:
+    """All that a verdict depends on."""
     devices = {value.device for value in tensors_in([was.meta.get("example_value") for was in before.nodes])}
     lines = [*sorted(map(machine.proven_on, devices)), repr(Outside.now())]
     lines += [str(torch.is_grad_enabled()), *before.lines(), "becomes", *after.lines()]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return "\n".join(lines)
 
 
 def _difference(before: Snapshot, after: Snapshot, graph: fx.Graph) -> Verdict:

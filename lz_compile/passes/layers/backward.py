@@ -5,10 +5,9 @@ It was wrong in PyTorch 2.13 (:mod:`lz_compile.lowering.regions` says why, and m
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,17 +34,11 @@ class Tried:
 
 def why_not_differentiated(device: torch.device) -> str:
     """Why no backward pass goes through regions on a device, under the configuration of this compile; empty if it may."""
-    where = f"{machine.proven_on(device)} {inductor.configuration_digest()}"
-    store, key = Store("regions"), hashlib.sha256(where.encode()).hexdigest()
-    found = store.load(key, Tried)
-    if found is not None:
-        return found.wrong
+    where = f"{machine.proven_on(device)} {inductor.settings_digest()}"
     try:
-        found = Tried(_try(device))
+        return Store("regions").recall(where, Tried, lambda: Tried(_try(device))).wrong
     except Exception as error:  # noqa: BLE001 what cannot be tried is not trusted, and the reason says so
         return f"it cannot be tried here: {type(error).__name__}: {error}"
-    store.save(key, asdict(found))
-    return found.wrong
 
 
 def _layer(x: torch.Tensor, scale: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor]:
