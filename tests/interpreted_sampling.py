@@ -40,7 +40,7 @@ def _nothing_fell_back():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [1, 5000])
+@pytest.mark.parametrize("vocab", [1, 1500])
 @pytest.mark.parametrize("names", COMBINATIONS, ids="-".join)
 def test_draws_are_the_references(names, vocab, dtype):
     operands = problem(3, vocab, names, dtype=dtype, seed=vocab)
@@ -74,7 +74,7 @@ def test_of_equal_scores_those_are_kept_that_the_reference_keeps(top_k_ties, top
     modes = (top_k_ties, top_p_ties)
     operands, attrs = ties.problem(6, 37, ("top_k", "top_p"), modes, dtype=torch.bfloat16)
     ties.assert_is_the_definitions(triton_sampling.sampling, operands, attrs, ["scores"])
-    operands, attrs = ties.problem(4, 300, LIMITS, modes)
+    operands, attrs = ties.problem(3, 130, LIMITS, modes)
     ties.assert_is_the_definitions(triton_sampling.sampling, operands, attrs, ["scores"])
 
 

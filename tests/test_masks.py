@@ -539,14 +539,14 @@ def agrees(recipe: Recipe) -> None:
 drawn = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
-@settings(drawn, max_examples=40)
+@settings(drawn, max_examples=20)
 @given(recipes())
 def test_any_mask_means_what_it_computes(recipe: Recipe) -> None:
     agrees(recipe)
 
 
 @pytest.mark.slow
-@settings(drawn, max_examples=100)
+@settings(drawn, max_examples=60)
 @given(recipes())
 def test_very_many_masks_mean_what_they_compute(recipe: Recipe) -> None:
     agrees(recipe)

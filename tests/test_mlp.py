@@ -28,7 +28,7 @@ LOCK = {"mlp": "torch.mlp"}
 X = sympy.Symbol("x", real=True)
 
 many = settings(
-    max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
 
 
