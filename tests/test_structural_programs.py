@@ -776,6 +776,15 @@ x[:, 2] += h""",
         inputs="transposed(torch.randn({}))",
     ),
     "a layer without gradients in a program with them": program("with torch.no_grad():\n    return m.layer(x)"),
+    "a last state that nobody reads, and infinities in the steps before it": program(
+        """
+h = c = torch.zeros_like(x[:, 0])
+for t in range(T):
+    h, c = c.tanh() + x[:, t] * y[:, t], h.tanh()
+return h""",
+        (4, 8, 2),
+        inputs="special({})",
+    ),
 }
 
 
