@@ -21,7 +21,7 @@ from lz_compile.backend import layerzero
 many = settings(
     max_examples=48, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
-some = settings(many, max_examples=24)
+some = settings(many, max_examples=40)
 few = settings(many, max_examples=8)  # Dynamo alone takes seconds where every size is symbolic
 
 

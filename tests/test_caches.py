@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -298,7 +299,33 @@ def test_where_the_widest_instructions_fail_pytorch_tries_the_others(tried, monk
 
 
 def test_what_the_user_says_of_instructions_holds(tried):
-    with torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
+    told = {"cpp.vec_isa_ok": False}
+    with inductor.compiling_with(told):
+        inductor._ask_for_the_widest_instructions()
+    with torch._inductor.config.patch(told):
         inductor._ask_for_the_widest_instructions()
         assert cpu_vec_isa.valid_vec_isa_list() == []
     assert tried == []
+
+
+def test_without_a_compiler_what_needs_none_compiles(tried, monkeypatch):
+    def raising(*_: object) -> bool:
+        raise torch._inductor.exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", raising)
+    inductor._ask_for_the_widest_instructions()
+    assert not cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
+
+
+def test_settings_have_a_hash_whatever_passes_the_user_has():
+    class Locked:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __call__(self, graph: fx.Graph) -> None: ...
+
+    with inductor.compiling_with({"post_grad_custom_post_pass": Locked()}):
+        one = inductor.settings_digest()
+    assert one == inductor.settings_digest()
+    with inductor.compiling_with({"pattern_matcher": False}):
+        assert inductor.settings_digest() != one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from torch.compiler._cache import CacheArtifactManager
 from torch.fx._symbolic_trace import _Patcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lz_compile.ground import events
 from lz_compile.ground.machine import code_runs_on
 from lz_compile.ground.store import Store
 from lz_compile.lowering.regions import has_regions, untangle
@@ -198,9 +200,14 @@ def configuration_digest() -> str:
 
 
 def settings_digest() -> str:
-    """A hash of all of Inductor's settings in the compile that goes on, its defaults included."""
+    """A hash of all of Inductor's settings in the compile that goes on, its defaults included.
+
+    Raises:
+        Exception: whatever a setting of the user's raises that can be neither copied nor printed.
+    """
     with inductor_config.patch(configuration()):
-        return inductor_config.get_hash().hex()
+        settings = inductor_config.save_config_portable()  # passes of the user's are none of them
+    return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
 
 
 def why_no_regions() -> str:
@@ -319,11 +326,15 @@ def _ask_for_the_widest_instructions() -> None:
     """
     flags = set(x86_isa_checker())
     widest = next((each for each in supported_vec_isa_list if flags.issuperset(str(each).split())), None)
-    if widest is None or inductor_config.cpp.vec_isa_ok is not None or valid_vec_isa_list.cache_info().currsize:
+    is_told = _configuration.get().get("cpp.vec_isa_ok", inductor_config.cpp.vec_isa_ok) is not None
+    if widest is None or is_told or valid_vec_isa_list.cache_info().currsize:
         return
-    known = Store("instructions").recall(
-        f"{widest} {code_runs_on()}", _Instructions, lambda: _Instructions(str(widest), bool(widest))
-    )
+    facts = f"{widest} {inductor_config.cpp.cxx} {code_runs_on()}"
+    try:
+        known = Store("instructions").recall(facts, _Instructions, lambda: _Instructions(str(widest), bool(widest)))
+    except Exception as error:  # noqa: BLE001 without a compiler; what needs one says so itself
+        events.record("INSTRUCTIONS_NOT_TRIED", f"by {widest}: Inductor asks for each", error, level=logging.INFO)
+        return
     if known.works:
         with inductor_config.patch({"cpp.vec_isa_ok": True}):
             valid_vec_isa_list()

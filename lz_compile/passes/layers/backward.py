@@ -34,8 +34,8 @@ class Tried:
 
 def why_not_differentiated(device: torch.device) -> str:
     """Why no backward pass goes through regions on a device, under the configuration of this compile; empty if it may."""
-    where = f"{machine.proven_on(device)} {inductor.settings_digest()}"
     try:
+        where = f"{machine.proven_on(device)} {inductor.settings_digest()}"
         return Store("regions").recall(where, Tried, lambda: Tried(_try(device))).wrong
     except Exception as error:  # noqa: BLE001 what cannot be tried is not trusted, and the reason says so
         return f"it cannot be tried here: {type(error).__name__}: {error}"

@@ -87,7 +87,7 @@ def _changed(current: Restated, ambient: Ambient) -> Rebuilt | None:
     around = Around(call, ambient)
     changes: list[Callable[[], Rewritten | None]] = []
     if not current.tried:
-        changes.append(lambda: _split(current, ambient, around))
+        changes.append(lambda: _split(call, ambient, around))
     changes.append(lambda: _joined(current, around))
     for change in changes:
         try:
@@ -99,9 +99,9 @@ def _changed(current: Restated, ambient: Ambient) -> Rebuilt | None:
     return None
 
 
-def _split(current: Restated, ambient: Ambient, around: Around) -> Rewritten | None:
-    step = trace_step(current.call, ambient) if current.plan is None else current.plan.form.step
-    return None if step.sizes.symbols else split_states(current.call, step, around)
+def _split(call: ScanCall, ambient: Ambient, around: Around) -> Rewritten | None:
+    step = trace_step(call, ambient)
+    return None if step.sizes.symbols else split_states(call, step, around)
 
 
 def _joined(current: Restated, around: Around) -> Rewritten | None:
