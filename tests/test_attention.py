@@ -19,10 +19,10 @@ import lz_compile
 from lz_compile.backend import layerzero
 
 many = settings(
-    max_examples=48, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
 some = settings(many, max_examples=40)
-few = settings(many, max_examples=8)  # Dynamo alone takes seconds where every size is symbolic
+few = settings(many, max_examples=12)  # Dynamo alone takes seconds where every size is symbolic
 
 
 def check(spelling: Spelling, got: Tensor, inputs: tuple[Tensor, ...]) -> None:
