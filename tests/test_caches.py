@@ -298,14 +298,17 @@ def test_where_the_widest_instructions_fail_pytorch_tries_the_others(tried, monk
     assert tried == ["avx512", "avx2"] * 2
 
 
-def test_what_the_user_says_of_instructions_holds(tried):
+def test_what_the_user_says_of_instructions_holds(tried, tmp_path):
     told = {"cpp.vec_isa_ok": False}
     with inductor.compiling_with(told):
         inductor._ask_for_the_widest_instructions()
+        assert not cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
+    _forget_instructions()
     with torch._inductor.config.patch(told):
         inductor._ask_for_the_widest_instructions()
         assert cpu_vec_isa.valid_vec_isa_list() == []
     assert tried == []
+    assert not list(tmp_path.rglob("*.json")), "what he says is no record of what works"
 
 
 def test_without_a_compiler_what_needs_none_compiles(tried, monkeypatch):

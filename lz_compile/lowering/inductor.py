@@ -313,7 +313,8 @@ class _Instructions:
 
 
 def _know_instructions(inputs: Sequence[Any]) -> None:
-    if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in inputs):
+    """Of what runs on a CPU; a number there may belong to a graph of another device."""
+    if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" and each.dim() for each in inputs):
         _ask_for_the_widest_instructions()
 
 
