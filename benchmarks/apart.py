@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks.publish import Publication
 
 
 def run_apart(script: str, arguments: Sequence[str], variables: Mapping[str, str]) -> Any:
@@ -22,10 +28,42 @@ def run_apart(script: str, arguments: Sequence[str], variables: Mapping[str, str
     """
     command = [sys.executable, "-m", f"benchmarks.{script}", *arguments]
     root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, env=os.environ | variables, capture_output=True, text=True, check=False)
+    # An installed package is compiled to byte code, whatever this environment says.
+    usual = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, cwd=root, env={**usual, **variables}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"measuring {script} {' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_child(script: str, variables: Mapping[str, str], **told: Any) -> Any:
+    """What the child of a script that :func:`measure_models` runs measured, told by keywords what to do."""
+    return run_apart(script, ["--child", json.dumps(told)], variables)
+
+
+def measure_models(
+    script: str,
+    settings: argparse.Namespace,
+    child: Callable[..., Any],
+    run_case: Callable[..., Iterable[dict[str, Any]]],
+    table: Callable[[Sequence[Mapping[str, Any]]], Table],
+    **told: Any,
+) -> None:
+    """The rows of ``run_case`` for every model and depth; or, as a child, print what ``child`` measured."""
+    if settings.child:
+        print(json.dumps(child(**settings.child)))
+        return
+    depths = [size["layers"] for size in settings.sizes]
+    stated = {**settings.sizes[0], "layers": depths, "repeats": settings.repeats, **told}
+    name = script + ("_training" if settings.training else "")
+    publication = Publication(name, torch.device("cpu"), is_quick=settings.quick, **stated)
+    if settings.resume:
+        publication.resume()
+    for model in settings.models:
+        for size in settings.sizes:
+            for row in run_case(model, size, settings.repeats, **told):
+                publication.add(row)
+    publication.show(table(publication.rows))
 
 
 @contextmanager

@@ -37,22 +37,25 @@ def parse(options: argparse.ArgumentParser, lengths: Sequence[int]) -> argparse.
 
 
 def parse_models(
-    description: str | None, models: Sequence[str], *, layers: int, quick_layers: int
+    description: str | None, models: Sequence[str], *, layers: Sequence[int], quick_layers: int
 ) -> argparse.Namespace:
     """The settings of scripts that compile models in processes of their own, which are told by ``--child`` what to do.
 
-    ``sizes`` are those of :class:`benchmarks.shapes.Size`, and ``repeats`` how often everything is measured.
+    ``sizes`` are those of :class:`benchmarks.shapes.Size`, one for each depth, and ``repeats`` how often everything is
+    measured.
     """
     options = parser(description)
     options.add_argument("--models", nargs="+", choices=list(SHAPES), default=models)
-    options.add_argument("--layers", type=int)
+    options.add_argument("--layers", type=int, nargs="+")
     options.add_argument("--hidden", type=int, default=256, help="a multiple of 64")
     options.add_argument("--repeats", type=int)
+    options.add_argument("--training", action="store_true", help="forward and backward, where the script can")
+    options.add_argument("--resume", action="store_true", help="add to what was measured before")
     options.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     settings = options.parse_args()
-    settings.layers = settings.layers or (quick_layers if settings.quick else layers)
+    depths = settings.layers or ([quick_layers] if settings.quick else layers)
     settings.repeats = settings.repeats or (1 if settings.quick else 3)
-    settings.sizes = {"length": 128, "layers": settings.layers, "hidden": settings.hidden}
+    settings.sizes = [{"length": 128, "layers": depth, "hidden": settings.hidden} for depth in depths]
     return settings
 
 

@@ -13,9 +13,8 @@ return, without Inductor: recognition, selection, validation, rewriting, and wha
 from __future__ import annotations
 
 import importlib
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ from rich.table import Table
 from torch import Tensor
 
 import lz_compile
-from benchmarks.apart import fresh_caches, run_apart
+from benchmarks.apart import fresh_caches, measure_models, run_child
 from benchmarks.arguments import parse_models
 from benchmarks.harness import INDUCTOR, LAYERZERO, Quartiles
-from benchmarks.publish import Publication, rounded, table_of
+from benchmarks.publish import rounded, table_of
 from benchmarks.shapes import Size, build
 from lz_compile.backend import layerzero
 
@@ -35,7 +34,7 @@ _WHOLES = ("import_s", "total_s", "inductor_s", "ours_s")
 LIMITS = {"cold": 0.10, "warm": 0.02}
 
 
-def compile_once(backend: str, name: str, size: Size) -> Measured:
+def compile_once(backend: str, name: str, size: Mapping[str, int]) -> Measured:
     """Compile in this process, and run once: seconds by part.
 
     ``import_s`` is the import of layerzero's modules beyond those that Inductor needs too.
@@ -44,7 +43,7 @@ def compile_once(backend: str, name: str, size: Size) -> Measured:
     start = time.perf_counter()
     importlib.import_module("lz_compile.compile.compiler")
     import_s = time.perf_counter() - start
-    model, inputs = build(name, size)
+    model, inputs = build(name, Size.of(size))
     timed, backend_s = _timed(backend)
     compiled = torch.compile(model, backend=timed, dynamic=False)
     with torch.no_grad():
@@ -90,16 +89,14 @@ def _timed(name: str) -> tuple[Callable[..., Any], list[float]]:
     return timed, seconds
 
 
-def cold_and_warm(backend: str, name: str, size: Size) -> dict[str, Measured]:
+def cold_and_warm(backend: str, name: str, size: Mapping[str, int]) -> dict[str, Measured]:
     """The same compile in two processes, the first with empty caches."""
-    sizes = {"length": size.length, "layers": size.layers, "hidden": size.hidden}
-    child = json.dumps({"backend": backend, "name": name, "size": sizes})
     with fresh_caches() as caches:
-        return {heat: run_apart("compile_time", ["--child", child], caches) for heat in LIMITS}
+        return {heat: run_child("compile_time", caches, backend=backend, name=name, size=size) for heat in LIMITS}
 
 
-def run_case(name: str, size: Size, repeats: int, publication: Publication) -> None:
-    """Measure a model with both backends in turns, and keep it."""
+def run_case(name: str, size: Mapping[str, int], repeats: int) -> Iterator[dict[str, Any]]:
+    """Measure a model with both backends in turns: a row for each state of the caches."""
     runs: dict[tuple[str, str], list[Measured]] = {}
     for _ in range(repeats):
         for backend in (INDUCTOR, LAYERZERO):
@@ -116,11 +113,11 @@ def run_case(name: str, size: Size, repeats: int, publication: Publication) -> N
             "whole_overhead": rounded(Quartiles.of([run["ours_s"] / run["inductor_s"] for run in ours])),
             "runs": {INDUCTOR: theirs, LAYERZERO: ours},
         }
-        publication.add(row)
         shares = (
             f"{row['overhead']['median']:.1%} recognising and proving, {row['whole_overhead']['median']:.1%} in all"
         )
         print(name, heat, f"{shares}, of Inductor's own time", sep=" | ", flush=True)
+        yield row
 
 
 def _claimed_s(run: Measured) -> float:
@@ -158,16 +155,8 @@ def overhead_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def main() -> None:
     """Measure every model, or, as a child, compile once and print the seconds."""
-    settings = parse_models(__doc__, ["bert", "llama"], layers=12, quick_layers=2)
-    if settings.child:
-        size = Size(**settings.child["size"])
-        print(json.dumps(compile_once(settings.child["backend"], settings.child["name"], size)))
-        return
-    sizes, repeats = settings.sizes, settings.repeats
-    publication = Publication("compile_time", torch.device("cpu"), is_quick=settings.quick, repeats=repeats, **sizes)
-    for name in settings.models:
-        run_case(name, Size(**sizes), repeats, publication)
-    publication.show(overhead_table(publication.rows))
+    settings = parse_models(__doc__, ["bert", "llama"], layers=[12], quick_layers=2)
+    measure_models("compile_time", settings, compile_once, run_case, overhead_table)
 
 
 if __name__ == "__main__":

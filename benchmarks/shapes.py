@@ -8,7 +8,7 @@ Weights are spread wider than transformers initialises them, so that attention i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,11 @@ class Size:
     hidden: int = 512
     batch: int = 1
     dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, Any]) -> Size:
+        """Those that were told by name."""
+        return cls(**sizes)
 
     @property
     def heads(self) -> int:

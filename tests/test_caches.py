@@ -8,15 +8,17 @@ import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 from torch._inductor import cpu_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from lz_compile.compile.compiler import _cache_key
 from lz_compile.ground import fingerprint
@@ -264,7 +266,9 @@ def tried(monkeypatch, tmp_path) -> Iterator[list[str]]:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     found: list[str] = []
-    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda isa, _: found.append(str(isa)) or True)
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda isa, _: found.append(f"PyTorch: {isa}") or True)
+    built = inductor.CppPythonBindingsCodeCache
+    monkeypatch.setattr(built, "load_pybinding", lambda *_: found.append(str(cpu_vec_isa.pick_vec_isa())))
     _forget_instructions()
     yield found
     monkeypatch.undo()
@@ -289,13 +293,36 @@ def test_the_widest_instructions_are_tried_once_for_all_processes(tried):
     assert tried == ["avx512"]
 
 
-def test_where_the_widest_instructions_fail_pytorch_tries_the_others(tried, monkeypatch):
+@pytest.mark.parametrize("error", [CppCompileError(["c++"], "no such instructions"), ImportError("no such symbol")])
+def test_where_the_widest_instructions_fail_pytorch_tries_the_others(tried, monkeypatch, error: Exception):
     monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda isa, _: tried.append(str(isa)) or str(isa) == "avx2")
+    monkeypatch.setattr(inductor.CppPythonBindingsCodeCache, "load_pybinding", raising(error))
     for _ in range(2):
         _forget_instructions()
         inductor._ask_for_the_widest_instructions()
         assert list(map(str, cpu_vec_isa.valid_vec_isa_list())) == ["avx2"]
     assert tried == ["avx512", "avx2"] * 2
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fails(*_: object) -> Any:
+        raise error
+
+    return fails
+
+
+def test_the_widest_instructions_are_tried_whatever_the_user_picks(tried, monkeypatch):
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    inductor._ask_for_the_widest_instructions()
+    assert tried == ["avx512"]
+    assert str(cpu_vec_isa.pick_vec_isa()) == "avx2"
+
+
+def test_what_pytorch_tries_instructions_by_is_really_built_and_loaded(monkeypatch):
+    widest = cpu_vec_isa.valid_vec_isa_list()[0]
+    assert inductor._loads(widest)
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "_avx_code", "#error no such instructions")
+    assert not inductor._loads(widest)
 
 
 def test_what_the_user_says_of_instructions_holds(tried, tmp_path):
@@ -312,10 +339,8 @@ def test_what_the_user_says_of_instructions_holds(tried, tmp_path):
 
 
 def test_without_a_compiler_what_needs_none_compiles(tried, monkeypatch):
-    def raising(*_: object) -> bool:
-        raise torch._inductor.exc.InvalidCxxCompiler
-
-    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", raising)
+    failing = raising(InvalidCxxCompiler())
+    monkeypatch.setattr(inductor.CppPythonBindingsCodeCache, "load_pybinding", failing)
     inductor._ask_for_the_widest_instructions()
     assert not cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
 
