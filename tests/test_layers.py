@@ -436,14 +436,6 @@ def trusted(monkeypatch):
     monkeypatch.setattr(fold, "why_not_differentiated", lambda device: "")
 
 
-def test_layers_with_gradients_are_kept_by_default():
-    backend = Traced()
-    gradients(Stack(8), torch.randn(2, 8, D), backend)
-    (layers,) = backend.report.layers
-    assert not calls_of(backend)
-    assert "[GRADIENTS] a backward pass follows" in str(layers.reason)
-
-
 def test_layers_with_gradients_are_kept_where_their_backward_pass_is_wrong(monkeypatch):
     monkeypatch.setattr(fold, "why_not_differentiated", lambda device: f"it is off by 0.5 on {device}")
     backend = Traced(layers="fold")
@@ -463,11 +455,12 @@ class Scaled(Stack):
         return super().forward(x * scale)
 
 
+@pytest.mark.parametrize("policy", ["auto", "fold"])
 @pytest.mark.parametrize("stack", [Stack, Scaled])
-def test_layers_with_gradients_are_calls_of_one_region(trusted, stack):
-    model, x = stack(), torch.randn(2, 8, D)
-    found = gradients(model, x, backend := Traced(layers="fold"))
-    assert calls_of(backend) in (5, 6), backend.report.layers
+def test_layers_with_gradients_are_calls_of_one_region(trusted, stack, policy: str):
+    model, x = stack(8), torch.randn(2, 8, D)
+    found = gradients(model, x, backend := Traced(layers=policy))
+    assert calls_of(backend) in (7, 8), backend.report.layers
     for one, other in zip(found, gradients(model, x, Traced(layers="keep")), strict=True):
         torch.testing.assert_close(one, other)
 

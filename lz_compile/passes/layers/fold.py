@@ -57,7 +57,7 @@ def fold_layers(module: fx.GraphModule, policy: str = "auto", unfit: str = "") -
     program = Program(module.graph)
     found: list[Folded] = []
     planned: list[Layers] = []
-    looked = _Looked(module.graph, policy)
+    looked = _Looked(module.graph)
     for phases in repeats(program):
         tried: list[tuple[Layers, Reason | None]] = []
         for layers in phases:
@@ -87,9 +87,8 @@ def _why_not_worth(layers: Layers, policy: str) -> Reason | None:
 class _Looked:
     """What is asked of a graph once, for all its layers."""
 
-    def __init__(self, graph: fx.Graph, policy: str) -> None:
+    def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._policy = policy
 
     @cached_property
     def _effects(self) -> Effects:
@@ -109,8 +108,6 @@ class _Looked:
             return Reason("WRITTEN_INSIDE", f"{writer.name} writes in place to memory that its layer did not make")
         attached = next((each for node in nodes for each in _tensors(node) if each.requires_grad), None)
         if attached is not None and torch.is_grad_enabled():
-            if self._policy == "auto":
-                return Reason("GRADIENTS", "a backward pass follows; with layerzero.layers='fold' that is no reason")
             operands = [node for each in layers.operands for node in each]
             overwritten = self._effects.why_not_kept(operands, nodes[-1])
             if overwritten:
