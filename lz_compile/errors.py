@@ -210,6 +210,15 @@ class ArgumentError(LayerZeroError, ValueError):
         return _again, (type(self), self.function, self.argument, str(self))
 
 
+class IntegrationError(LayerZeroError, ImportError):
+    """A library that we are to be registered with is missing, or is another version than the one that is known."""
+
+    def __init__(self, library: str, expected: str, received: object) -> None:
+        super().__init__(
+            f"registering with {library}: expected {library} {expected}, received {received}. Install a version that is known"
+        )
+
+
 class TokenArgumentError(ArgumentError, ConstraintError):
     """An argument of a function that draws tokens: constraints that it cannot take."""
 

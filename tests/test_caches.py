@@ -281,6 +281,8 @@ def _forget_instructions() -> None:
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     for kept in (cpu_vec_isa.VecISA._VecISA__bool__impl, cpu_vec_isa.VecAVX512.__bool__):
         kept.cache_clear()
+    for each in cpu_vec_isa.supported_vec_isa_list:
+        vars(each).pop("check_build", None)
 
 
 def test_the_widest_instructions_are_tried_once_for_all_processes(tried):
@@ -290,7 +292,10 @@ def test_the_widest_instructions_are_tried_once_for_all_processes(tried):
     _forget_instructions()
     inductor._ask_for_the_widest_instructions()
     assert str(cpu_vec_isa.pick_vec_isa()) == "avx512"
+    assert bool(cpu_vec_isa.pick_vec_isa())  # as code generation asks
     assert tried == ["avx512"]
+    assert cpu_vec_isa.pick_vec_isa().check_build("another program")
+    assert tried == ["avx512", "PyTorch: avx512"]
 
 
 @pytest.mark.parametrize("error", [CppCompileError(["c++"], "no such instructions"), ImportError("no such symbol")])

@@ -344,6 +344,8 @@ def _ask_for_the_widest_instructions() -> None:
         events.record("INSTRUCTIONS_NOT_TRIED", f"by {widest}: Inductor asks for each", error, level=logging.INFO)
         return
     if known.works:
+        asked = widest.check_build  # also by code generation, of each instruction set that it meets
+        widest.check_build = lambda code: code == widest._avx_code or asked(code)  # type: ignore[method-assign]
         with inductor_config.patch({"cpp.vec_isa_ok": True}):
             valid_vec_isa_list()
 

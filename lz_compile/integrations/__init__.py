@@ -1,0 +1,1 @@
+"""Other libraries: each module registers us with one, when it is imported."""

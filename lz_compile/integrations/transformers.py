@@ -1,0 +1,157 @@
+"""Attention of ``transformers`` models: importing this module registers ``attn_implementation="layerzero"``.
+
+Each call of a model's attention selects a kernel like ``lz.attention`` does. Soft caps, sinks, position biases and grouped
+heads are operands and attributes of the op; masks are those that the model makes for PyTorch's own function. In a model that
+is compiled, by our backend or another, attention is PyTorch's operations, which our backend reads.
+
+**Source** ``AttentionInterface`` and ``AttentionMaskInterface`` of transformers 5; checked with 5.23.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lz_compile.api.attention_calls import attend
+from lz_compile.errors import ArgumentError, IntegrationError
+from lz_compile.lowering.ops.attention import Operands
+
+NAME = "layerzero"
+#: What models hand on that changes nothing here: masks say it already, or it is for other kernels.
+_KNOWN = frozenset(
+    {
+        "position_ids",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "num_items_in_batch",
+        "seq_idx",
+        "cache_position",
+        "sliding_window",
+    }
+)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as models of transformers call it.
+
+    Args:
+        module: the model's attention; what it calls ``is_causal`` holds where the argument says nothing.
+        query: what looks.
+        key: what is looked at; a divisor of the query's heads is enough heads.
+        value: what is read.
+        attention_mask: boolean (True keeps) or added to the scores; without one, attention of several queries is causal
+            where ``is_causal`` says so.
+        dropout: probability of dropout.
+        scaling: of the scores, by default ``D ** -0.5``.
+        is_causal: see ``attention_mask``.
+        softcap: scores are ``softcap * tanh(scores / softcap)``.
+        s_aux: an extra score of every head that takes part in the softmax and has no value (a sink).
+        position_bias: added to the scores.
+        **others: what models hand to other implementations.
+
+    Shapes:
+        query ``[B, Hq, Sq, D]``, key ``[B, Hk, Sk, D]``, value ``[B, Hk, Sk, E]``, mask and bias broadcastable to
+        ``[B, Hq, Sq, Sk]``, sinks ``[Hq]``; the result is ``[B, Sq, Hq, E]``, with None in the place of probabilities.
+
+    Raises:
+        ArgumentError: probabilities are asked for, or a tensor is given whose meaning is not known.
+    """
+    _refuse_unknown(others)
+    queries, keys = query.shape[2], key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal and queries > 1 and attention_mask is None
+    if causal and keys > queries:  # a static cache that is being filled: keys beyond the queries are not there yet
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    mask, bias = (None if each is None else each[..., : key.shape[2]] for each in (attention_mask, position_bias))
+    if mask is not None and mask.dtype != torch.bool:
+        mask, bias = None, mask if bias is None else bias + mask
+    out = attend(
+        Operands(query, key, value, mask=mask, bias=bias, sinks=None if s_aux is None else s_aux.reshape(1, -1, 1, 1)),
+        is_causal=causal,
+        scale=scaling,
+        dropout_p=dropout,
+        softcap=softcap,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _for(key: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor | None:
+    """What is as wide as the scores, for the keys that there are."""
+    return None if scores is None else scores[..., : key.shape[2]]
+
+
+def _refuse_unknown(others: Mapping[str, Any]) -> None:
+    doing = "integrations.transformers.attention"
+    if others.get("output_attentions"):
+        raise ArgumentError(
+            doing, "output_attentions", "False, for no probabilities are kept", True, "Load the model with 'eager'"
+        )
+    for name, value in others.items():
+        if isinstance(value, torch.Tensor) and name not in _KNOWN:
+            expected = "absent, for what it changes is not known"
+            raise ArgumentError(doing, name, expected, "a tensor", "Load the model with 'sdpa' or 'eager'")
+
+
+def _register() -> None:
+    """Make the name known to transformers.
+
+    Raises:
+        IntegrationError: transformers is missing, or has no such interfaces.
+    """
+    try:
+        import transformers
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+        from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+    except ImportError as error:
+        raise IntegrationError("transformers", ">=5", f"{error}") from error
+    needed = {"mask_function", "attention_mask", "allow_is_causal_skip"}
+    checked = getattr(PreTrainedModel, "get_correct_attn_implementation", None)
+    if checked is None or not needed.issubset(inspect.signature(sdpa_mask).parameters):
+        received = f"{transformers.__version__}, whose attention interfaces are other ones"
+        raise IntegrationError("transformers", ">=5, as 5.23 has it", received)
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    PreTrainedModel.get_correct_attn_implementation = _refusing_others(checked)
+
+
+def _refusing_others(checked: Callable[..., str]) -> Callable[..., str]:
+    """The check of transformers, which lets any registered name pass, also of a model whose attention looks for none."""
+
+    @functools.wraps(checked)
+    def check(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        found = checked(model, requested_attention, *args, **kwargs)
+        is_asked = model._supports_sdpa or model._supports_attention_backend
+        if found == NAME and (not is_asked or _has_classes_of_its_own(type(model))):
+            text = f"{type(model).__name__} computes attention by itself, or by one of its own classes"
+            advice = 'load it with "eager", and compile it with backend="layerzero", which reads what it computes'
+            raise ValueError(f'attn_implementation="{NAME}": {text}; {advice}')
+        return found
+
+    return check
+
+
+def _has_classes_of_its_own(model: type) -> bool:
+    """Whether a model's module looks its attention up among classes of its own, as Falcon's does."""
+    values = vars(sys.modules[model.__module__]).values()
+    return any(isinstance(value, dict) and {"eager", "sdpa"}.issubset(value) for value in values)
+
+
+_register()

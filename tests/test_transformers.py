@@ -1,0 +1,288 @@
+"""``attn_implementation="layerzero"``: models of transformers give what they give with PyTorch's attention, or refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import zoo
+from backends import Rewriting, Traced
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+import lz_compile
+import lz_compile.integrations.transformers as integration
+from lz_compile.api import attention_calls, mask_reading
+from lz_compile.errors import ArgumentError, IntegrationError
+from lz_compile.lowering.bands import CAUSAL, Band
+from lz_compile.lowering.ops import attention as op
+from lz_compile.lowering.ops.attention import Operands
+
+NAME = integration.NAME
+
+
+def lacks(name: str) -> bool:
+    """Whether a family computes attention by itself, or by classes of its own."""
+    model = getattr(transformers, zoo.family(name).classes[1])
+    return integration._has_classes_of_its_own(model) or not (model._supports_sdpa or model._supports_attention_backend)
+
+
+def reference(name: str) -> str:
+    """The implementation that a family is held against."""
+    return "eager" if zoo.family(name).lacks("sdpa") else "sdpa"
+
+
+SERVED = [name for name in zoo.names() if not lacks(name) and name != "bert_weights"]
+
+
+def results(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor | None], ...]:
+    """What a model gives, and its gradients of a sum of that with fixed factors."""
+    found = [each for each in zoo.tensors(model(**inputs)) if each.is_floating_point()]
+    generator = torch.Generator().manual_seed(1)
+    total = sum((each * torch.randn(each.shape, generator=generator)).sum() for each in found if each.requires_grad)
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    assert isinstance(total, Tensor)
+    return [each.detach() for each in found], torch.autograd.grad(total, parameters, allow_unused=True)
+
+
+def assert_near(*pairs: tuple[Sequence[Tensor | None], Sequence[Tensor | None]]) -> None:
+    """Results and results, gradients and gradients: of one that is zero but for rounding, the largest of all is the scale."""
+    for found, expected in pairs:
+        scale = max(float(each.abs().max()) for each in expected if each is not None and each.numel())
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * scale, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_families_give_the_same_values_and_gradients(name: str):
+    family = zoo.family(name)
+    assert_near(*zip(*(results(*family.build(each)) for each in (NAME, reference(name))), strict=True))
+
+
+def test_most_families_are_served():
+    assert len(SERVED) >= 60
+
+
+@pytest.mark.parametrize("name", ["gptj", "bloom", "deberta_v2", "falcon", "sam_vision"])
+def test_models_that_ask_no_implementation_are_refused(name: str):
+    with pytest.raises(ValueError, match=r"by itself, or by one of its own classes; load it with \"eager\""):
+        zoo.family(name).build(NAME)
+
+
+def test_other_names_are_checked_as_ever():
+    with pytest.raises(ValueError, match="is not supported"):
+        zoo.family("llama").build("layerone")
+
+
+def test_probabilities_are_refused():
+    model, inputs = zoo.family("bert_weights").build(NAME)
+    with pytest.raises(ArgumentError, match=r"output_attentions False.*Load the model with 'eager'"):
+        model(**inputs)
+
+
+def test_tensors_that_other_kernels_understand_are_refused():
+    x = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ArgumentError, match="expected indices absent, for what it changes is not known"):
+        integration.attention(nn.Module(), x, x, x, None, indices=torch.zeros(1, 3, 2))
+    integration.attention(nn.Module(), x, x, x, None, indices=None, position_ids=torch.arange(3)[None])
+
+
+def test_a_transformers_without_the_interfaces_is_an_error_that_says_so(monkeypatch):
+    monkeypatch.delattr(PreTrainedModel, "get_correct_attn_implementation")
+    with pytest.raises(IntegrationError, match=r"expected transformers >=5, as 5.23 has it, received 5\.\d+"):
+        integration._register()
+
+
+def test_an_additive_mask_of_the_caller_is_added():
+    x, mask = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 9)
+    keys = torch.randn(2, 2, 9, 8)
+    found, _ = integration.attention(nn.Module(), x, keys, keys, mask)
+    expected = nn.functional.scaled_dot_product_attention(x, keys, keys, mask, enable_gqa=True)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_biases_and_sinks_join_what_drops_scores(is_causal: bool, has_mask: bool):
+    x = torch.randn(2, 4, 5, 8, dtype=torch.float64)
+    bias, sinks = torch.randn(1, 4, 5, 5, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    mask = torch.rand(2, 1, 5, 5) > 0.3 if has_mask else None
+    found, _ = integration.attention(
+        nn.Module(), x, x, x, mask, is_causal=is_causal, position_bias=bias, s_aux=sinks, softcap=3.0
+    )
+    scores = (x @ x.mT * 8**-0.5 / 3).tanh() * 3 + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif is_causal:
+        scores = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf)
+    joined = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 5, 1)], -1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(found, (joined @ x).transpose(1, 2))
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_left_padded", "mistral", "gemma2", "gpt_oss", "bert", "t5", "vit"])
+def test_attention_of_a_compiled_model_is_recognised(name: str):
+    family = zoo.family(name)
+    model, inputs = family.build(NAME)
+    backend = Rewriting()
+    with torch.no_grad():
+        found = zoo.tensors(torch.compile(model, backend=backend, dynamic=False)(**inputs))
+        expected = zoo.tensors(family.build(reference(name))[0](**inputs))
+    attentions = [match for match in backend.report.matches if match.op == "attention"]
+    assert len(attentions) == family.instances, backend.why_not()
+    assert not backend.report.events
+    assert_near((found, expected))
+
+
+def test_gradients_of_a_compiled_model():
+    model, inputs = zoo.family("gemma2").build(NAME)
+    compiled = torch.compile(model, backend=(backend := Traced()), dynamic=False)
+    found = [*zoo.tensors(compiled(**inputs))]
+    assert any(match.op == "attention" for match in backend.report.matches)
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(found[0].square().sum(), parameters)
+    other, _ = zoo.family("gemma2").build("eager")
+    expected = torch.autograd.grad(other(**inputs)[0].square().sum(), list(other.parameters()))
+    assert_near((gradients, expected))
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+DECODERS = (
+    "gpt2 gpt_neox llama mistral qwen2 qwen3 gemma gemma2 gemma3 phi3 olmo2 cohere2 gpt_oss mixtral deepseek_v3 llama4"
+).split()
+
+
+def generator(name: str, implementation: str) -> Any:
+    """A family's model for generation, weights spread as the zoo's are."""
+    family = zoo.family(name)
+    config = getattr(transformers, family.classes[0])(**family.settings)
+    zoo._switch_off(config)
+    config.use_cache, config.eos_token_id, config.pad_token_id, config.bos_token_id = True, None, 0, 1
+    numbers = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=numbers), alpha=0.125)
+    return model.eval()
+
+
+def tokens(model: Any, cache: str | None, count: int = 32) -> Tensor:
+    """Greedy, of two prompts, one of which is padded."""
+    prompts = torch.randint(5, 90, (2, 11), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(prompts)
+    mask[0, :3] = 0
+    given = {"max_new_tokens": count, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    found: Tensor = model.generate(prompts, attention_mask=mask, **given)
+    return found
+
+
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation_gives_the_same_tokens(name: str, cache: str | None):
+    found, expected = (tokens(generator(name, each), cache) for each in (NAME, reference(name)))
+    assert found.unique().numel() > 5
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_compiled_generation_gives_the_same_tokens(name: str):
+    model = generator(name, NAME)
+    expected = tokens(generator(name, reference(name)), "static", 8)
+    model.forward = torch.compile(model.forward, backend=(backend := Rewriting()))
+    assert torch.equal(tokens(model, "static", 8), expected)
+    assert any(match.op == "attention" and match.rewritten for match in backend.report.matches), backend.why_not()
+
+
+def test_gradient_checkpointing():
+    model, inputs = zoo.family("llama").build(NAME)
+    expected = results(model, inputs)
+    model.gradient_checkpointing_enable()
+    assert_near(*zip(results(model.train(), inputs), expected, strict=True))
+
+
+# ---- what a mask says ------------------------------------------------------------------------------------------------
+
+
+def masks(seed: int) -> Tensor:
+    """A boolean mask of some kind, ``[B, 1, Sq, Sk]``."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=draw))
+
+    batch, queries = number(1, 4), number(1, 12)
+    keys = queries + (number(0, 6) if number(0, 2) else 0)
+    upper = (0, keys - queries, number(-1, 4), None)[number(0, 4)]
+    lower = (None, None, -number(0, 8), number(-3, 2))[number(0, 4)]
+    keep = Band(lower, upper).mask(torch.empty(0), queries, keys).expand(batch, 1, queries, keys).clone()
+    if number(0, 2):  # padding on either side
+        lengths = torch.randint(0, keys + 1, (batch,), generator=draw)
+        padding = torch.arange(keys) < lengths[:, None]
+        keep &= (padding if number(0, 2) else padding.flip(1))[:, None, None]
+    if not number(0, 3):
+        documents = torch.randint(0, 2, (batch, keys), generator=draw).cumsum(1)
+        keep &= (documents[:, None, -queries:, None] == documents[:, None, None]) if queries == keys else keep
+    if not number(0, 4):
+        keep[number(0, batch), 0, number(0, queries), number(0, keys)] ^= True
+    return keep
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_what_is_read_of_a_mask_says_the_same(seed: int):
+    mask = masks(seed)
+    found = mask_reading.kept(mask)
+    if found is None:
+        return
+    x = torch.empty(mask.shape[0], 1, mask.shape[2], 4)
+    keys = torch.empty(mask.shape[0], 1, mask.shape[3], 4)
+    attributes = {"band": None, **found.attributes}
+    said = op.merged_mask(Operands(x, keys, keys, **found.operands), op.AttentionAttrs(**attributes))
+    said = torch.ones_like(mask) if said is None else said.expand_as(mask)
+    assert torch.equal(said, mask)
+
+
+def test_most_masks_are_read():
+    found = [mask_reading.kept(masks(seed)) for seed in range(300)]
+    assert sum(each is not None for each in found) > 180
+    assert sum(each is not None and "query_documents" in each.operands for each in found) > 5
+    assert sum(each is not None and each.attributes.get("band") is not None for each in found) > 50
+
+
+def test_a_mask_that_was_written_to_is_read_again():
+    mask = CAUSAL.mask(torch.empty(0), 6, 6)[None, None].clone()
+    assert mask_reading.kept(mask).attributes == {"is_causal": True}
+    assert mask_reading.kept(mask) is mask_reading.kept(mask)
+    mask[0, 0, 0, 5] = True
+    assert mask_reading.kept(mask) is None
+    with torch.inference_mode():
+        other = CAUSAL.mask(torch.empty(0), 6, 6)[None, None].clone()
+        assert mask_reading.kept(other).attributes == {"is_causal": True}
+        other[0, 0, 0, 5] = True
+        assert mask_reading.kept(other) is None
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama_packed", "llama_left_padded", "llama_static_prefill"])
+def test_kernels_get_what_a_mask_says(name: str, monkeypatch):
+    monkeypatch.setattr(attention_calls, "_WORTHWHILE", 0)
+    given: list[Operands] = []
+    run = attention_calls._through
+    monkeypatch.setattr(
+        attention_calls, "_through", lambda call, attrs, x, plain: given.append(x) or run(call, attrs, x, plain)
+    )
+    lz_compile.prefer("lz.tiled")
+    model, inputs = zoo.family(name).build(NAME)
+    found = results(model, inputs)
+    assert given
+    assert all(each.mask is None or each.mask.shape[2] == 1 for each in given)
+    assert any(each.query_documents is not None for each in given) == (name == "llama_packed")
+    other, _ = zoo.family(name).build("sdpa")
+    assert_near(*zip(found, results(other, inputs), strict=True))
