@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from lz_compile.api import eager
 from lz_compile.api.arguments import PLAIN
 from lz_compile.api.mask_reading import kept
-from lz_compile.lowering.attention_attributes import AttentionAttrs
+from lz_compile.lowering.attention_attributes import AttentionAttrs, MaskedRows
 from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernels.attention import torch_sdpa
 from lz_compile.lowering.ops import attention as op
@@ -26,82 +26,106 @@ from lz_compile.lowering.ops.attention import Operands
 _WORTHWHILE = 1 << 18
 
 
-def attend(x: Operands, *, is_causal: bool = False, **attributes: Any) -> torch.Tensor:
-    """The attention over canonical operands (see ``lowering/ops/attention.py``); rows that see no key give zero.
+def attend(x: Operands, *, is_causal: bool = False, band: Band | None = None, **attributes: Any) -> torch.Tensor:
+    """The attention over canonical operands (see ``lowering/ops/attention.py``).
 
-    A kernel gets what a mask says instead of the mask, where that is known exactly (:mod:`mask_reading`). In a function that
-    is compiled these are PyTorch's operations, which our backend reads like any others.
+    A row that sees no key gives zero, as in PyTorch's function; with a soft cap or sinks it sees all of them alike.
+    A kernel gets what a mask says instead of the mask, where that is known (:mod:`mask_reading`). In a function that is
+    compiled, these are PyTorch's operations, which our backend reads like any others.
 
     Args:
-        x: the operands; a mask is all that drops scores, but for causality.
+        x: the operands.
         is_causal: whether a query sees the keys up to its own position only, counted from the first ones.
+        band: what a query sees by position, where that is something else.
         **attributes: others of :class:`AttentionAttrs` that no operand tells, by name.
 
     Shapes:
         the result is ``[B, Hq, Sq, E]``.
     """
+    plain = _Call(x, is_causal, band)
     tensors = x.flat()
     is_traced = torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0
     if is_traced or any(each is not None and type(each) not in PLAIN for each in tensors):
-        return _own(x, _problem(x, is_causal, attributes)[0])
-    told = _without_mask(x, is_causal)
-    plain, known, limits = (x, x, {"is_causal": is_causal}) if told is None else (x, *told)
+        return _own(x, plain.problem(attributes)[0])
+    known = plain.without_mask() or plain
     names = (
-        *(tuple(sorted(each.items())) for each in (attributes, limits)),
-        is_causal,
+        tuple(attributes.items()),
+        *((each.is_causal, each.band) for each in (plain, known)),
         torch.is_grad_enabled(),
-        *map(eager.layout, (*known.flat(), x.mask)),
+        *map(_layout, Operands.names, known.x.flat()),
+        _layout("mask", x.mask),
     )
-    build = partial(_bind, plain, known, is_causal, limits, attributes)
-    found: torch.Tensor = eager.bound("attention", names, build)(known, plain)
+    found: torch.Tensor = eager.bound("attention", names, partial(_bind, plain, known, attributes))(known.x, x)
     return found
 
 
-def _without_mask(x: Operands, is_causal: bool) -> tuple[Operands, dict[str, Any]] | None:
-    """The same attention without its mask, and what is said instead; None where there is none, or it says more."""
-    mask = x.mask
-    if mask is None or is_causal or mask.dim() != 4 or mask.shape[1] != 1:
-        return None
-    is_whole = mask.shape[-2:] == (x.query.shape[2], x.key.shape[2])
-    if not is_whole or mask.numel() < _WORTHWHILE or not eager.has_choice("attention", mask.device.type):
-        return None
-    found = kept(mask)
-    if found is None:
-        return None
-    given = {name: each for name, each in x.given().items() if name != "mask"}
-    return Operands(**given, **found.operands), found.attributes
+#: Which axes of operands are lengths: a choice holds for all up to a power of two.
+_IS_LENGTH = {name: [dim.startswith("S") for dim in dims.split()] for name, dims in op.SHAPES.items()}
 
 
-def _bind(
-    plain: Operands, known: Operands, is_causal: bool, limits: dict[str, Any], attributes: dict[str, Any]
-) -> Callable[[Operands, Operands], torch.Tensor]:
+def _layout(name: str, tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What a kernel is chosen by; of lengths their bucket, for the keys that decoding sees become more with each token."""
+    if tensor is None:
+        return None
+    sizes = [size.bit_length() if wide else size for size, wide in zip(tensor.shape, _IS_LENGTH[name], strict=True)]
+    return (*sizes, tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()[-1] == 1)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Operands, and what a query sees by position."""
+
+    x: Operands
+    is_causal: bool = False
+    band: Band | None = None
+
+    def without_mask(self) -> _Call | None:
+        """The same attention by what its mask says; None where there is none, or it says more."""
+        mask = self.x.mask
+        if mask is None or self.is_causal or self.band is not None or mask.shape[1] != 1:
+            return None
+        is_whole = mask.shape[-2:] == (self.x.query.shape[2], self.x.key.shape[2])
+        if not is_whole or mask.numel() < _WORTHWHILE or not eager.has_choice("attention", mask.device.type):
+            return None
+        found = kept(mask)
+        if found is None:
+            return None
+        given = {name: each for name, each in self.x.given().items() if name != "mask"}
+        return _Call(Operands(**given, **found.operands), **found.attributes)
+
+    def problem(self, attributes: Mapping[str, Any]) -> tuple[AttentionAttrs, Any]:
+        """Attributes, and the facts by which a kernel is chosen."""
+        x = self.x
+        batch, heads, queries, width = x.query.shape
+        sizes = {"B": batch, "Hq": heads, "Sq": queries, "D": width}
+        sizes |= {"Hk": x.key.shape[1], "Sk": x.key.shape[2], "E": x.value.shape[3]}
+        attrs, facts = op.from_operands(x, sizes, is_causal=self.is_causal, band=self.band, **attributes)
+        masks_keys = x.mask is not None and x.mask.shape[1:3] == (1, 1)
+        wide = torch.promote_types(x.query.dtype, torch.float32)
+        # What PyTorch's function gives for a row that sees no key; what models give that write it out.
+        empty: MaskedRows = "zero" if _is_known(x, attrs) else "mean"
+        return replace(attrs, masked_rows=empty, masks_keys=masks_keys, score_dtype=wide), facts
+
+
+def _bind(plain: _Call, known: _Call, attributes: Mapping[str, Any]) -> Callable[[Operands, Operands], torch.Tensor]:
     """The attention of tensors like these: by a kernel over what is ``known``, or PyTorch's over the ``plain`` operands."""
-    own = partial(_plainly, _problem(plain, is_causal, attributes)[0])
-    attrs, facts = _problem(known, **limits, attributes=attributes)
+    own = partial(_plainly, plain.problem(attributes)[0])
+    attrs, facts = known.problem(attributes)
     if 0 in (facts.batch, facts.query_len, facts.key_len):
         return own
-    kernel = eager.kernel_for("attention", attrs, facts, known.query.device, known.given())
+    kernel = eager.kernel_for("attention", attrs, facts, known.x.query.device, known.x.given())
     if kernel is None or kernel.call is None:
         return own
     return eager.guarded(kernel, partial(_through, kernel.call, attrs), own)
 
 
-def _problem(
-    x: Operands, is_causal: bool, attributes: dict[str, Any], band: Band | None = None
-) -> tuple[AttentionAttrs, Any]:
-    batch, heads, queries, width = x.query.shape
-    sizes = {"B": batch, "Hq": heads, "Sq": queries, "D": width}
-    sizes |= {"Hk": x.key.shape[1], "Sk": x.key.shape[2], "E": x.value.shape[3]}
-    attrs, facts = op.from_operands(x, sizes, is_causal=is_causal, band=band, **attributes)
-    masks_keys = x.mask is not None and x.mask.shape[1:3] == (1, 1)
-    wide = torch.promote_types(x.query.dtype, torch.float32)
-    return replace(attrs, masked_rows="zero", masks_keys=masks_keys, score_dtype=wide), facts
-
-
 def _own(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """PyTorch's function; what it does not know is written out."""
-    is_known = x.sinks is None and attrs.softcap is None
-    return torch_sdpa.attention(x, attrs) if is_known else op.reference(x, attrs)
+    return torch_sdpa.attention(x, attrs) if _is_known(x, attrs) else op.reference(x, attrs)
+
+
+def _is_known(x: Operands, attrs: AttentionAttrs) -> bool:
+    return x.sinks is None and attrs.softcap is None
 
 
 def _plainly(attrs: AttentionAttrs, _known: Operands, plain: Operands) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Each call of a model's attention selects a kernel like ``lz.attention`` does. Soft caps, sinks, position biases and grouped
 heads are operands and attributes of the op; masks are those that the model makes for PyTorch's own function. In a model that
-is compiled, by our backend or another, attention is PyTorch's operations, which our backend reads.
+is compiled, by our backend or another, attention is PyTorch's operations, which our backend reads. Continuous batching has
+no mask: every request attends to its own keys.
 
 **Source** ``AttentionInterface`` and ``AttentionMaskInterface`` of transformers 5; checked with 5.23.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 
 from lz_compile.api.attention_calls import attend
 from lz_compile.errors import ArgumentError, IntegrationError
+from lz_compile.lowering.bands import Band
 from lz_compile.lowering.ops.attention import Operands
 
 NAME = "layerzero"
@@ -31,7 +34,8 @@ _KNOWN = frozenset(
         "num_items_in_batch",
         "seq_idx",
         "cache_position",
-        "sliding_window",
+        "logits_indices",
+        "logits_processor_args",
     }
 )
 
@@ -48,6 +52,8 @@ def attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    cache: Any = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as models of transformers call it.
@@ -65,37 +71,46 @@ def attention(
         softcap: scores are ``softcap * tanh(scores / softcap)``.
         s_aux: an extra score of every head that takes part in the softmax and has no value (a sink).
         position_bias: added to the scores.
-        **others: what models hand to other implementations.
+        sliding_window: how many keys a query sees, with a paged cache; a mask says it otherwise.
+        cache: a paged cache, of which keys and values are the newest; requests lie one behind the other.
+        **others: what models hand to other implementations; with a paged cache, where each request begins.
 
     Shapes:
         query ``[B, Hq, Sq, D]``, key ``[B, Hk, Sk, D]``, value ``[B, Hk, Sk, E]``, mask and bias broadcastable to
         ``[B, Hq, Sq, Sk]``, sinks ``[Hq]``; the result is ``[B, Sq, Hq, E]``, with None in the place of probabilities.
+        With a paged cache ``B`` is 1.
 
     Raises:
         ArgumentError: probabilities are asked for, or a tensor is given whose meaning is not known.
     """
     _refuse_unknown(others)
+    sinks = None if s_aux is None else s_aux.reshape(1, -1, 1, 1)
+    attributes: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap}
+    if cache is not None:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others)
+        starts = [others[name].tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+        band = Band(None if sliding_window is None else 1 - sliding_window, 0, at_end=True)
+        requests = [
+            attend(Operands(query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], sinks=sinks), band=band, **attributes)
+            for (a, b), (c, d) in zip(*map(itertools.pairwise, starts), strict=True)
+        ]
+        return torch.cat(requests, 2).transpose(1, 2), None
     queries, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and queries > 1 and attention_mask is None
     if causal and keys > queries:  # a static cache that is being filled: keys beyond the queries are not there yet
         key, value = key[:, :, :queries], value[:, :, :queries]
-    mask, bias = (None if each is None else each[..., : key.shape[2]] for each in (attention_mask, position_bias))
+    mask, bias = _for(key, attention_mask), _for(key, position_bias)
     if mask is not None and mask.dtype != torch.bool:
-        mask, bias = None, mask if bias is None else bias + mask
-    out = attend(
-        Operands(query, key, value, mask=mask, bias=bias, sinks=None if s_aux is None else s_aux.reshape(1, -1, 1, 1)),
-        is_causal=causal,
-        scale=scaling,
-        dropout_p=dropout,
-        softcap=softcap,
-    )
+        bias = mask if bias is None else mask + bias
+        mask = None
+    out = attend(Operands(query, key, value, mask=mask, bias=bias, sinks=sinks), is_causal=causal, **attributes)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _for(key: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor | None:
-    """What is as wide as the scores, for the keys that there are."""
-    return None if scores is None else scores[..., : key.shape[2]]
+    """What is as wide as the scores, in four dimensions, for the keys that there are."""
+    return None if scores is None else scores[(None,) * (4 - scores.dim())][..., : key.shape[2]]
 
 
 def _refuse_unknown(others: Mapping[str, Any]) -> None:
@@ -130,6 +145,21 @@ def _register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     PreTrainedModel.get_correct_attn_implementation = _refusing_others(checked)
+    _serve_batches()
+
+
+def _serve_batches() -> None:
+    """Let continuous batching take the name, where transformers has a list of those that it takes."""
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+    checked = ContinuousBatchingManager.switch_to_cb_friendly_attn
+
+    @functools.wraps(checked)
+    def check(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if model.config._attn_implementation != NAME:
+            checked(self, model, *args, **kwargs)
+
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = check
 
 
 def _refusing_others(checked: Callable[..., str]) -> Callable[..., str]:
