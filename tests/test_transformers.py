@@ -295,6 +295,41 @@ def test_a_mask_that_was_written_to_is_read_again():
         assert mask_reading.kept(other) is None
 
 
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_of_a_cache_that_is_not_full_only_what_is_seen_is_read(is_padded: bool, monkeypatch):
+    mask = torch.zeros(2, 1, 3, 400, dtype=torch.bool)
+    mask[:, :, :, 5:70] = True
+    if is_padded:
+        mask[0, :, :2] = False  # rows that see no key
+    query, bias = torch.randn(2, 4, 3, 8), torch.randn(1, 4, 3, 400)
+    key, value = torch.randn(2, 2, 400, 8), torch.randn(2, 2, 400, 8)
+    key[:, :, 300:] = torch.nan
+    value[:, :, 300:] = torch.nan
+    given: list[Operands] = []
+    run = attention_calls._plainly
+    monkeypatch.setattr(
+        attention_calls, "_plainly", lambda attrs, known, plain: given.append(plain) or run(attrs, known, plain)
+    )
+    found, _ = integration.attention(nn.Module(), query, key, value, mask, position_bias=bias)
+    (plain,) = given
+    assert plain.key.shape[2] == plain.mask.shape[3] == plain.bias.shape[3] == 65
+    scores = query @ key[:, :, :300].repeat_interleave(2, 1).mT * 8**-0.5 + bias[..., :300]
+    probabilities = scores.masked_fill(~mask[..., :300], -torch.inf).softmax(-1).nan_to_num(0)
+    expected = probabilities @ value[:, :, :300].repeat_interleave(2, 1)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
+def test_what_is_seen_of_a_cache_is_read_again_once_more_is():
+    mask = torch.zeros(1, 1, 1, 400, dtype=torch.bool)
+    assert mask_reading.seen(mask).keys == slice(0, 400)
+    mask[..., 3:9] = True
+    first = mask_reading.seen(mask)
+    assert first.keys == slice(3, 9)
+    assert mask_reading.seen(mask) is first
+    mask[..., 9] = True
+    assert mask_reading.seen(mask).keys == slice(3, 10)
+
+
 @pytest.mark.parametrize("name", ["mistral", "llama_packed", "llama_left_padded", "llama_static_prefill"])
 def test_kernels_get_what_a_mask_says(name: str, monkeypatch):
     monkeypatch.setattr(attention_calls, "_WORTHWHILE", 0)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from lz_compile.api import eager
 from lz_compile.api.arguments import PLAIN
-from lz_compile.api.mask_reading import kept
+from lz_compile.api.mask_reading import kept, seen
 from lz_compile.lowering.attention_attributes import AttentionAttrs, MaskedRows
 from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernels.attention import torch_sdpa
@@ -24,6 +24,8 @@ from lz_compile.lowering.ops.attention import Operands
 
 #: Elements of a mask from which on another kernel than PyTorch's may bring more than reading the mask costs.
 _WORTHWHILE = 1 << 18
+#: Keys from which on it is looked how many of them anybody sees.
+_LONG = 256
 
 
 def attend(x: Operands, *, is_causal: bool = False, band: Band | None = None, **attributes: Any) -> torch.Tensor:
@@ -47,15 +49,17 @@ def attend(x: Operands, *, is_causal: bool = False, band: Band | None = None, **
     is_traced = torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0
     if is_traced or any(each is not None and type(each) not in PLAIN for each in tensors):
         return _own(x, plain.problem(attributes)[0])
+    if attributes.get("softcap") is None:  # with one, a row that sees no key is the mean of all values
+        plain = plain.of_seen_keys()
     known = plain.without_mask() or plain
     names = (
         tuple(attributes.items()),
         *((each.is_causal, each.band) for each in (plain, known)),
         torch.is_grad_enabled(),
         *map(_layout, Operands.names, known.x.flat()),
-        _layout("mask", x.mask),
+        _layout("mask", plain.x.mask),
     )
-    found: torch.Tensor = eager.bound("attention", names, partial(_bind, plain, known, attributes))(known.x, x)
+    found: torch.Tensor = eager.bound("attention", names, partial(_bind, plain, known, attributes))(known.x, plain.x)
     return found
 
 
@@ -78,6 +82,19 @@ class _Call:
     x: Operands
     is_causal: bool = False
     band: Band | None = None
+
+    def of_seen_keys(self) -> _Call:
+        """The same attention over the keys that its mask lets anybody see, as of a cache that is not full."""
+        x, keys = self.x, self.x.key.shape[2]
+        if x.mask is None or self.is_causal or self.band is not None or keys < _LONG:
+            return self
+        found = seen(x.mask)
+        if found.keys.stop - found.keys.start > keys // 2 or x.mask.shape[-1] != keys:
+            return self
+        bias = x.bias if x.bias is None or x.bias.shape[-1] == 1 else x.bias[..., found.keys]
+        return _Call(
+            replace(x, key=x.key[:, :, found.keys], value=x.value[:, :, found.keys], mask=found.mask, bias=bias)
+        )
 
     def without_mask(self) -> _Call | None:
         """The same attention by what its mask says; None where there is none, or it says more."""

@@ -5,8 +5,9 @@ An eager call has the mask and not how it was made. What is read is held against
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -26,8 +27,19 @@ class Kept:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """The keys from the first to before the last that any query sees, and the mask over these."""
+
+    version: int | None
+    keys: slice
+    mask: torch.Tensor
+
+
+Read = TypeVar("Read", Kept, Seen)
 #: A model makes a mask once, and hands it to every layer.
-_read: Any = WeakTensorKeyDictionary()
+_kept: Any = WeakTensorKeyDictionary()
+_seen: Any = WeakTensorKeyDictionary()
 
 
 def kept(mask: torch.Tensor) -> Kept | None:
@@ -36,12 +48,33 @@ def kept(mask: torch.Tensor) -> Kept | None:
     Shapes:
         mask ``[B, 1, Sq, Sk]``, True keeps.
     """
-    version = None if mask.is_inference() else mask._version
-    found: Kept | None = _read.get(mask)
-    if found is None or version is None or found.version != version:
-        found = _Reading(mask[:, 0]).kept(version)
-        _read[mask] = found
+    found = _once(_kept, mask, lambda version: _Reading(mask[:, 0]).kept(version))
     return found if found.attributes else None
+
+
+def seen(mask: torch.Tensor) -> Seen:
+    """The keys that a mask lets anybody see, as of a cache that is not full.
+
+    Shapes:
+        mask ``[..., Sk]``, True keeps.
+    """
+
+    def read(version: int | None) -> Seen:
+        places = mask.flatten(0, -2).any(0).nonzero()
+        keys = slice(int(places[0]), int(places[-1]) + 1) if places.numel() else slice(0, mask.shape[-1])
+        return Seen(version, keys, mask[..., keys])
+
+    return _once(_seen, mask, read)
+
+
+def _once(known: Any, mask: torch.Tensor, read: Callable[[int | None], Read]) -> Read:
+    """What is read of a mask, once as long as nobody writes to it."""
+    version = None if mask.is_inference() else mask._version
+    found: Read | None = known.get(mask)
+    if found is None or version is None or found.version != version:
+        found = read(version)
+        known[mask] = found
+    return found
 
 
 class _Reading:
