@@ -1,8 +1,8 @@
 """A step of decoding over a static cache that is not full.
 
-With ``attn_implementation="layerzero"`` a step over a cache of 4,096 tokens of which 300 are filled takes at most 1.3 of one over
-a cache of 512, is the claim: keys that nobody sees are not read. transformers' ``"sdpa"`` is the peer. All take turns in one
-process.
+With ``attn_implementation="layerzero"`` a step over a cache of 4,096 tokens of which 300 are filled takes at most 1.3 of one
+over a cache of 512, is the claim: keys that nobody sees are not read. ``"sdpa"`` of transformers is the peer. All take turns
+in one process.
 
     python -m benchmarks.static_cache [--filled 300] [--rounds 15] [--quick]
 """
