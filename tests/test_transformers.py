@@ -295,6 +295,19 @@ def test_a_mask_that_was_written_to_is_read_again():
         assert mask_reading.kept(other) is None
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("shared", [1, 2, 4])
+def test_heads_that_share_keys_are_rows_of_one_query(softcap: float | None, shared: int):
+    query, key, value = torch.randn(2, 4, 1, 8), torch.randn(2, shared, 9, 8), torch.randn(2, shared, 9, 6)
+    bias, mask, sinks = torch.randn(1, 4, 1, 9), torch.rand(2, 1, 1, 9) > 0.3, torch.randn(4)
+    given = {"position_bias": bias, "s_aux": sinks, "softcap": softcap}
+    found, _ = integration.attention(nn.Module(), query, key, value, mask, **given)
+    whole, over = torch.cat([query] * 2, 2), torch.cat([bias] * 2, 2)
+    expected, _ = integration.attention(nn.Module(), whole, key, value, mask, **{**given, "position_bias": over})
+    assert found.shape == (2, 1, 4, 6)
+    torch.testing.assert_close(found, expected[:, :1])
+
+
 @pytest.mark.parametrize("is_padded", [True, False])
 def test_of_a_cache_that_is_not_full_only_what_is_seen_is_read(is_padded: bool, monkeypatch):
     mask = torch.zeros(2, 1, 3, 400, dtype=torch.bool)

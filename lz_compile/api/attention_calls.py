@@ -45,10 +45,11 @@ def attend(x: Operands, *, is_causal: bool = False, band: Band | None = None, **
         the result is ``[B, Hq, Sq, E]``.
     """
     plain = _Call(x, is_causal, band)
-    tensors = x.flat()
+    given = x.given()
     is_traced = torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0
-    if is_traced or any(each is not None and type(each) not in PLAIN for each in tensors):
+    if is_traced or any(type(each) not in PLAIN for each in given.values()):
         return _own(x, plain.problem(attributes)[0])
+    plain = plain.of_one_query()
     if attributes.get("softcap") is None:  # with one, a row that sees no key is the mean of all values
         plain = plain.of_seen_keys()
     known = plain.without_mask() or plain
@@ -56,23 +57,21 @@ def attend(x: Operands, *, is_causal: bool = False, band: Band | None = None, **
         tuple(attributes.items()),
         *((each.is_causal, each.band) for each in (plain, known)),
         torch.is_grad_enabled(),
-        *map(_layout, Operands.names, known.x.flat()),
-        _layout("mask", plain.x.mask),
+        *(_layout(*each) for each in known.x.given().items()),
+        None if plain.x.mask is None else _layout("mask", plain.x.mask),
     )
     found: torch.Tensor = eager.bound("attention", names, partial(_bind, plain, known, attributes))(known.x, plain.x)
-    return found
+    return found if plain.x.query is x.query else found.reshape(*x.query.shape[:3], -1)
 
 
 #: Which axes of operands are lengths: a choice holds for all up to a power of two.
 _IS_LENGTH = {name: [dim.startswith("S") for dim in dims.split()] for name, dims in op.SHAPES.items()}
 
 
-def _layout(name: str, tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+def _layout(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
     """What a kernel is chosen by; of lengths their bucket, for the keys that decoding sees become more with each token."""
-    if tensor is None:
-        return None
     sizes = [size.bit_length() if wide else size for size, wide in zip(tensor.shape, _IS_LENGTH[name], strict=True)]
-    return (*sizes, tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()[-1] == 1)
+    return (name, *sizes, tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()[-1] == 1)
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,23 @@ class _Call:
     x: Operands
     is_causal: bool = False
     band: Band | None = None
+
+    def of_one_query(self) -> _Call:
+        """The same attention of one query; heads that share keys are queries of one head then, so that no key is repeated."""
+        x, band, keys = self.x, self.band, self.x.key.shape[2]
+        if x.query.shape[2] != 1 or x.query_documents is not None or x.slopes is not None:
+            return self
+        if band is not None and band.at_end and band.upper == 0 and (band.lower is None or 1 - band.lower >= keys):
+            band = None
+        heads, shared = x.query.shape[1], x.key.shape[1]
+        if heads == shared or self.is_causal or band is not None:
+            return _Call(x, self.is_causal, band)
+        grouped = {
+            name: each.reshape(each.shape[0], shared, heads // shared, -1)
+            for name, each in x.given().items()
+            if each.shape[1] == heads
+        }
+        return _Call(replace(x, **grouped))
 
     def of_seen_keys(self) -> _Call:
         """The same attention over the keys that its mask lets anybody see, as of a cache that is not full."""
