@@ -109,8 +109,13 @@ def attention(
 
 
 def _for(key: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor | None:
-    """What is as wide as the scores, in four dimensions, for the keys that there are."""
-    return None if scores is None else scores[(None,) * (4 - scores.dim())][..., : key.shape[2]]
+    """What is as wide as the scores, in four dimensions, for the keys that there are.
+
+    It is the tensor itself where nothing is cut: what is read of a mask is known by the mask.
+    """
+    if scores is None or (scores.dim() == 4 and scores.shape[3] <= key.shape[2]):
+        return scores
+    return scores[(None,) * (4 - scores.dim())][..., : key.shape[2]]
 
 
 def _refuse_unknown(others: Mapping[str, Any]) -> None:
