@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from lz_compile.api import eager
-from lz_compile.api.arguments import PLAIN
+from lz_compile.api.arguments import is_plain
 from lz_compile.api.mask_reading import kept, seen
 from lz_compile.lowering.attention_attributes import AttentionAttrs, MaskedRows
 from lz_compile.lowering.bands import Band
@@ -31,9 +30,10 @@ _LONG = 256
 def attend(x: Operands, *, is_causal: bool = False, band: Band | None = None, **attributes: Any) -> torch.Tensor:
     """The attention over canonical operands (see ``lowering/ops/attention.py``).
 
-    A row that sees no key gives zero, as in PyTorch's function; with a soft cap or sinks it sees all of them alike.
-    A kernel gets what a mask says instead of the mask, where that is known (:mod:`mask_reading`). In a function that is
-    compiled, these are PyTorch's operations, which our backend reads like any others.
+    A row that a mask lets see no key gives zero, as in PyTorch's function; with a soft cap, sinks or a bias it sees all of
+    them alike, as in models that write those out. A kernel gets what a mask says instead of the mask, where that is known
+    (:mod:`mask_reading`). In a function that is compiled, these are PyTorch's operations, which our backend reads like any
+    others.
 
     Args:
         x: the operands.
@@ -44,32 +44,39 @@ def attend(x: Operands, *, is_causal: bool = False, band: Band | None = None, **
     Shapes:
         the result is ``[B, Hq, Sq, E]``.
     """
+    if x.query.shape[0] != x.key.shape[0]:  # learned queries are the same for all
+        batch = max(x.query.shape[0], x.key.shape[0])
+        alike = {name: getattr(x, name).expand(batch, -1, -1, -1) for name in ("query", "key", "value")}
+        x = replace(x, **alike)
     plain = _Call(x, is_causal, band)
-    given = x.given()
-    is_traced = torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0
-    if is_traced or any(type(each) not in PLAIN for each in given.values()):
+    if not is_plain(*x.flat()):
         return _own(x, plain.problem(attributes)[0])
     plain = plain.of_one_query()
-    if attributes.get("softcap") is None:  # with one, a row that sees no key is the mean of all values
+    if not plain.averages(attributes):
         plain = plain.of_seen_keys()
     known = plain.without_mask() or plain
+    operands = list(known.x.given().items())
     names = (
         tuple(attributes.items()),
         *((each.is_causal, each.band) for each in (plain, known)),
         torch.is_grad_enabled(),
-        *(_layout(*each) for each in known.x.given().items()),
+        *(_layout(*each) for each in operands),
         None if plain.x.mask is None else _layout("mask", plain.x.mask),
     )
-    found: torch.Tensor = eager.bound("attention", names, partial(_bind, plain, known, attributes))(known.x, plain.x)
-    return found if plain.x.query is x.query else found.reshape(*x.query.shape[:3], -1)
+    run = eager.bound("attention", names, partial(_bind, plain, known, attributes))
+    if run is _exactly:  # what a kernel can do may depend on each length
+        names = (*names, *(each.shape for _, each in operands))
+        run = eager.bound("attention", names, partial(_bind, plain, known, attributes, is_exact=True))
+    found: torch.Tensor = run(known.x, plain.x)
+    return found if plain.x.query is x.query else found.reshape(*x.query.shape[:3], x.value.shape[3])
 
 
-#: Which axes of operands are lengths: a choice holds for all up to a power of two.
+#: Which axes of operands are lengths: that PyTorch's function is taken holds for all up to a power of two.
 _IS_LENGTH = {name: [dim.startswith("S") for dim in dims.split()] for name, dims in op.SHAPES.items()}
 
 
 def _layout(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a kernel is chosen by; of lengths their bucket, for the keys that decoding sees become more with each token."""
+    """What is looked at beside the elements; of lengths their bucket, for each token of decoding sees one key more."""
     sizes = [size.bit_length() if wide else size for size, wide in zip(tensor.shape, _IS_LENGTH[name], strict=True)]
     return (name, *sizes, tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()[-1] == 1)
 
@@ -93,24 +100,28 @@ class _Call:
         if heads == shared or self.is_causal or band is not None:
             return _Call(x, self.is_causal, band)
         grouped = {
-            name: each.reshape(each.shape[0], shared, heads // shared, -1)
+            name: each.reshape(each.shape[0], shared, heads // shared, each.shape[3])
             for name, each in x.given().items()
             if each.shape[1] == heads
         }
         return _Call(replace(x, **grouped))
+
+    def averages(self, attributes: Mapping[str, Any]) -> bool:
+        """Whether a row that a mask lets see no key sees all of them alike, as in models that write out what they add."""
+        x = self.x
+        return (
+            x.sinks is not None or attributes.get("softcap") is not None or (x.mask is not None and x.bias is not None)
+        )
 
     def of_seen_keys(self) -> _Call:
         """The same attention over the keys that its mask lets anybody see, as of a cache that is not full."""
         x, keys = self.x, self.x.key.shape[2]
         if x.mask is None or self.is_causal or self.band is not None or keys < _LONG:
             return self
-        found = seen(x.mask)
-        if found.keys.stop - found.keys.start > keys // 2 or x.mask.shape[-1] != keys:
+        found = seen(x.mask) if x.mask.shape[-1] == keys else None
+        if found is None or found.mask is None:
             return self
-        bias = x.bias if x.bias is None or x.bias.shape[-1] == 1 else x.bias[..., found.keys]
-        return _Call(
-            replace(x, key=x.key[:, :, found.keys], value=x.value[:, :, found.keys], mask=found.mask, bias=bias)
-        )
+        return _Call(replace(x, key=x.key[:, :, found.keys], value=x.value[:, :, found.keys], mask=found.mask))
 
     def without_mask(self) -> _Call | None:
         """The same attention by what its mask says; None where there is none, or it says more."""
@@ -135,13 +146,17 @@ class _Call:
         attrs, facts = op.from_operands(x, sizes, is_causal=self.is_causal, band=self.band, **attributes)
         masks_keys = x.mask is not None and x.mask.shape[1:3] == (1, 1)
         wide = torch.promote_types(x.query.dtype, torch.float32)
-        # What PyTorch's function gives for a row that sees no key; what models give that write it out.
-        empty: MaskedRows = "zero" if _is_known(x, attrs) else "mean"
+        empty: MaskedRows = "mean" if self.averages(attributes) else "zero"
         return replace(attrs, masked_rows=empty, masks_keys=masks_keys, score_dtype=wide), facts
 
 
-def _bind(plain: _Call, known: _Call, attributes: Mapping[str, Any]) -> Callable[[Operands, Operands], torch.Tensor]:
-    """The attention of tensors like these: by a kernel over what is ``known``, or PyTorch's over the ``plain`` operands."""
+def _bind(
+    plain: _Call, known: _Call, attributes: Mapping[str, Any], is_exact: bool = False
+) -> Callable[[Operands, Operands], torch.Tensor]:
+    """The attention of tensors like these: by a kernel over what is ``known``, or PyTorch's over the ``plain`` operands.
+
+    A kernel is bound to lengths that are exact.
+    """
     own = partial(_plainly, plain.problem(attributes)[0])
     attrs, facts = known.problem(attributes)
     if 0 in (facts.batch, facts.query_len, facts.key_len):
@@ -149,7 +164,12 @@ def _bind(plain: _Call, known: _Call, attributes: Mapping[str, Any]) -> Callable
     kernel = eager.kernel_for("attention", attrs, facts, known.x.query.device, known.x.given())
     if kernel is None or kernel.call is None:
         return own
-    return eager.guarded(kernel, partial(_through, kernel.call, attrs), own)
+    return eager.guarded(kernel, partial(_through, kernel.call, attrs), own) if is_exact else _exactly
+
+
+def _exactly(known: Operands, plain: Operands) -> torch.Tensor:
+    """Stands for a choice that is made for each length."""
+    raise NotImplementedError("it is asked for, and not called")
 
 
 def _own(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:

@@ -25,6 +25,7 @@ from lz_compile.lowering.bands import Band
 from lz_compile.lowering.ops.attention import Operands
 
 NAME = "layerzero"
+_DOING = "integrations.transformers.attention"
 #: What models hand on that changes nothing here: masks say it already, or it is for other kernels.
 _KNOWN = frozenset(
     {
@@ -87,14 +88,9 @@ def attention(
     sinks = None if s_aux is None else s_aux.reshape(1, -1, 1, 1)
     attributes: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap}
     if cache is not None:
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others)
-        starts = [others[name].tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
-        band = Band(None if sliding_window is None else 1 - sliding_window, 0, at_end=True)
-        requests = [
-            attend(Operands(query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], sinks=sinks), band=band, **attributes)
-            for (a, b), (c, d) in zip(*map(itertools.pairwise, starts), strict=True)
-        ]
-        return torch.cat(requests, 2).transpose(1, 2), None
+        newest = Operands(query, key, value, sinks=sinks)
+        paged: torch.Tensor = _over_pages(newest, cache, module.layer_idx, sliding_window, attributes, others)
+        return paged, None
     queries, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and queries > 1 and attention_mask is None
@@ -102,10 +98,33 @@ def attention(
         key, value = key[:, :, :queries], value[:, :, :queries]
     mask, bias = _for(key, attention_mask), _for(key, position_bias)
     if mask is not None and mask.dtype != torch.bool:
+        if not mask.is_floating_point():
+            advice = "Give mask.bool(), if ones keep"
+            raise ArgumentError(_DOING, "attention_mask", "boolean (True keeps), or floating-point", mask.dtype, advice)
         bias = mask if bias is None else mask + bias
         mask = None
     out = attend(Operands(query, key, value, mask=mask, bias=bias, sinks=sinks), is_causal=causal, **attributes)
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # where a request begins is data
+def _over_pages(
+    x: Operands, cache: Any, layer: Any, window: int | None, attributes: Mapping[str, Any], others: dict[str, Any]
+) -> torch.Tensor:
+    """Each request over its own keys, ``[1, Sq, Hq, E]``; queries that are padding give zero."""
+    if x.query.is_cuda and torch.cuda.is_current_stream_capturing():
+        advice = "Leave CUDA graphs out (use_cuda_graph=False)"
+        raise ArgumentError(
+            _DOING, "cache", "outside of a capture, for requests differ from batch to batch", "one", advice
+        )
+    key, value = cache.update(key_states=x.key, value_states=x.value, layer_idx=layer, kwargs=others)
+    starts = [others[name].tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    band = Band(None if window is None else 1 - window, 0, at_end=True)
+    out = x.query.new_zeros((1, x.query.shape[2], x.query.shape[1], value.shape[3]))
+    for (a, b), (c, d) in zip(*map(itertools.pairwise, starts), strict=True):
+        request = Operands(x.query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], sinks=x.sinks)
+        out[:, a:b] = attend(request, band=band, **attributes).transpose(1, 2)
+    return out
 
 
 def _for(key: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor | None:
@@ -119,15 +138,14 @@ def _for(key: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _refuse_unknown(others: Mapping[str, Any]) -> None:
-    doing = "integrations.transformers.attention"
     if others.get("output_attentions"):
         raise ArgumentError(
-            doing, "output_attentions", "False, for no probabilities are kept", True, "Load the model with 'eager'"
+            _DOING, "output_attentions", "False, for no probabilities are kept", True, "Load the model with 'eager'"
         )
     for name, value in others.items():
         if isinstance(value, torch.Tensor) and name not in _KNOWN:
             expected = "absent, for what it changes is not known"
-            raise ArgumentError(doing, name, expected, "a tensor", "Load the model with 'sdpa' or 'eager'")
+            raise ArgumentError(_DOING, name, expected, "a tensor", "Load the model with 'sdpa' or 'eager'")
 
 
 def _register() -> None:
@@ -148,9 +166,20 @@ def _register() -> None:
         received = f"{transformers.__version__}, whose attention interfaces are other ones"
         raise IntegrationError("transformers", ">=5, as 5.23 has it", received)
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, functools.partial(_mask, sdpa_mask))
     PreTrainedModel.get_correct_attn_implementation = _refusing_others(checked)
     _serve_batches()
+
+
+def _mask(make: Callable[..., torch.Tensor | None], *args: Any, **given: Any) -> torch.Tensor | None:
+    """The mask that PyTorch's attention gets.
+
+    It is always made for a model that drops queries behind the layers whose keys others share, as Gemma 4 does: which place
+    a query has is then known by the mask only.
+    """
+    if getattr(given.get("config"), "num_kv_shared_layers", 0):
+        given["allow_is_causal_skip"] = False
+    return make(*args, **given)
 
 
 def _serve_batches() -> None:

@@ -344,10 +344,15 @@ def _ask_for_the_widest_instructions() -> None:
         events.record("INSTRUCTIONS_NOT_TRIED", f"by {widest}: Inductor asks for each", error, level=logging.INFO)
         return
     if known.works:
-        asked = widest.check_build  # also by code generation, of each instruction set that it meets
-        widest.check_build = lambda code: code == widest._avx_code or asked(code)  # type: ignore[method-assign]
+        # Code generation asks again, of each instruction set that it meets.
+        widest.check_build = partial(_is_built, widest.check_build)  # type: ignore[method-assign]
         with inductor_config.patch({"cpp.vec_isa_ok": True}):
             valid_vec_isa_list()
+
+
+def _is_built(asked: Callable[[str], bool], code: str) -> bool:
+    """What is known of PyTorch's own trial, and asked of any other."""
+    return code == VecISA._avx_code or asked(code)
 
 
 def _loads(instructions: VecISA) -> bool:
