@@ -139,7 +139,7 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
         "has_sinks": x.sinks is not None,
         "has_slopes": x.slopes is not None,
         "has_documents": x.query_documents is not None,
-        "enable_gqa": heads != kv_heads,
+        "enable_gqa": bool(heads != kv_heads),
     }
     told |= {} if x.fill is None else {"masked_rows": "fill"}
     attrs = AttentionAttrs(**{"nan_is_open": True, "score_dtype": x.query.dtype, **given, **told})
