@@ -195,6 +195,27 @@ def test_generation_gives_the_same_tokens(name: str, cache: str | None):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("how", ["beams", "assistant", "prompt_lookup"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_beams_and_speculation_give_the_same_tokens(name: str, how: str):
+    prompts = torch.randint(5, 90, (1, 11), generator=torch.Generator().manual_seed(3))
+
+    def generated(implementation: str) -> Tensor:
+        given: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+        if how == "beams":
+            given |= {"num_beams": 3, "early_stopping": False}
+        elif how == "assistant":
+            given |= {"assistant_model": generator(name, implementation)}
+        else:
+            given |= {"prompt_lookup_num_tokens": 3}
+        found: Tensor = generator(name, implementation).generate(prompts, **given)
+        return found
+
+    found = generated(NAME)
+    assert found.shape == (1, 23)
+    assert torch.equal(found, generated(reference(name)))
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_compiled_generation_gives_the_same_tokens(name: str):
     model = generator(name, NAME)
