@@ -446,6 +446,16 @@ def test_layers_with_gradients_are_kept_where_their_backward_pass_is_wrong(monke
     assert "it is off by 0.5 on cpu" in str(layers.reason)
 
 
+def test_no_backward_pass_is_tried_for_layers_that_are_kept_anyway(monkeypatch):
+    tried = []
+    monkeypatch.setattr(fold, "why_not_differentiated", lambda device: tried.append(device) or "")
+    gradients(Stack(8, Random), torch.randn(2, 8, D), backend := Traced())
+    assert "RANDOM" in str(backend.report.layers[0].reason)
+    assert not tried
+    gradients(Stack(8), torch.randn(2, 8, D), Traced())
+    assert tried
+
+
 class Scaled(Stack):
     """Switches gradients off and on again in front of its layers, as rotary embeddings do."""
 

@@ -106,17 +106,6 @@ class _Looked:
         writer = next(self._writers_elsewhere(layers), None)
         if writer is not None:
             return Reason("WRITTEN_INSIDE", f"{writer.name} writes in place to memory that its layer did not make")
-        attached = next((each for node in nodes for each in _tensors(node) if each.requires_grad), None)
-        if attached is not None and torch.is_grad_enabled():
-            operands = [node for each in layers.operands for node in each]
-            overwritten = self._effects.why_not_kept(operands, nodes[-1])
-            if overwritten:
-                return Reason("OVERWRITTEN_LATER", f"the backward pass may need what changes: {overwritten}")
-            wrong = why_not_differentiated(attached.device)
-            if wrong:
-                return Reason(
-                    "GRADIENTS", f"PyTorch's backward through a region that is called more than once: {wrong}"
-                )
         product = next((node for node in nodes[: layers.calls] if _goes_by_gradients(node)), None)
         if product is not None:
             text = f"{product.name} multiplies in another order inside of a region, where no weight requires a gradient"
@@ -126,7 +115,21 @@ class _Looked:
                 refuse_impure(layers.node(0, place))
         except RefusedError as refusal:
             return refusal.reason
-        return self._why_not_handed_out(layers)
+        return self._why_not_handed_out(layers) or self._why_not_differentiated(layers)
+
+    def _why_not_differentiated(self, layers: Layers) -> Reason | None:
+        """Asked last: where nothing else speaks against it, a backward pass is tried, which takes seconds the first time."""
+        attached = next((each for node in layers.nodes for each in _tensors(node) if each.requires_grad), None)
+        if attached is None or not torch.is_grad_enabled():
+            return None
+        operands = [node for each in layers.operands for node in each]
+        overwritten = self._effects.why_not_kept(operands, layers.nodes[-1])
+        if overwritten:
+            return Reason("OVERWRITTEN_LATER", f"the backward pass may need what changes: {overwritten}")
+        wrong = why_not_differentiated(attached.device)
+        if not wrong:
+            return None
+        return Reason("GRADIENTS", f"PyTorch's backward through a region that is called more than once: {wrong}")
 
     def _writers_elsewhere(self, layers: Layers) -> Iterator[fx.Node]:
         """Calls of a layer that write to what was not made by it."""
