@@ -227,13 +227,20 @@ def test_compiled_generation_gives_the_same_tokens(name: str):
     assert all(match.rewritten or match.kernel == "torch.sdpa" for match in attentions), backend.why_not()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "qwen3"])
-def test_continuous_batching_gives_the_same_tokens(name: str):
+@pytest.mark.parametrize(
+    ("name", "is_compiled"),
+    [*((name, False) for name in ("llama", "mistral", "gemma2", "gpt_oss", "qwen3")), ("llama", True)],
+)
+def test_continuous_batching_gives_the_same_tokens(name: str, is_compiled: bool):
+    """Compiled, batches are padded with tokens that belong to no request."""
     numbers = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 90, (length,), generator=numbers).tolist() for length in (3, 19, 11, 30)]
     prompts += [prompts[1][:17]]
     given = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    settings = {"max_batch_tokens": 32, "max_memory_percent": 0.02, "page_size": 16}  # prompts come in several parts
+    settings: dict[str, Any] = {"max_batch_tokens": 32, "max_memory_percent": 0.02, "page_size": 16}  # prompts in parts
+    if is_compiled:
+        compiling = transformers.CompileConfig(backend="eager", fullgraph=False, mode=None, dynamic=None)
+        settings["varlen_compile_config"] = compiling
 
     def generated(implementation: str) -> list[list[int]]:
         model = generator(name, implementation)
