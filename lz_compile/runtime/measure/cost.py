@@ -216,7 +216,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
 
 
 def _us(call: Callable[..., object], *args: Any) -> float:
-    """Of a call that was not warmed up: the best of several passes counts."""
+    call(*args)
     start, count = time.perf_counter(), 0
     while count == 0 or time.perf_counter() - start < _LEAST_S:
         call(*args)
