@@ -55,7 +55,7 @@ def measure_models(
         return
     depths = [size["layers"] for size in settings.sizes]
     stated = {**settings.sizes[0], "layers": depths, "repeats": settings.repeats, **told}
-    name = script + ("_training" if settings.training else "")
+    name = script + ("_training" if told.get("training") else "")
     publication = Publication(name, torch.device("cpu"), is_quick=settings.quick, **stated)
     if settings.resume:
         publication.resume()

@@ -37,7 +37,7 @@ def parse(options: argparse.ArgumentParser, lengths: Sequence[int]) -> argparse.
 
 
 def parse_models(
-    description: str | None, models: Sequence[str], *, layers: Sequence[int], quick_layers: int
+    description: str | None, models: Sequence[str], *, layers: Sequence[int], quick_layers: int, trains: bool = False
 ) -> argparse.Namespace:
     """The settings of scripts that compile models in processes of their own, which are told by ``--child`` what to do.
 
@@ -49,7 +49,8 @@ def parse_models(
     options.add_argument("--layers", type=int, nargs="+")
     options.add_argument("--hidden", type=int, default=256, help="a multiple of 64")
     options.add_argument("--repeats", type=int)
-    options.add_argument("--training", action="store_true", help="forward and backward, where the script can")
+    if trains:
+        options.add_argument("--training", action="store_true", help="forward and backward")
     options.add_argument("--resume", action="store_true", help="add to what was measured before")
     options.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     settings = options.parse_args()

@@ -145,7 +145,7 @@ def layers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def main() -> None:
     """Measure every model, or, as a child, compile once and print what was measured."""
-    settings = parse_models(__doc__, ["llama", "bert", "gpt2", "vit"], layers=[24, 32], quick_layers=6)
+    settings = parse_models(__doc__, ["llama", "bert", "gpt2", "vit"], layers=[24, 32], quick_layers=6, trains=True)
     measure_models("layers", settings, compile_once, run_case, layers_table, training=settings.training)
 
 

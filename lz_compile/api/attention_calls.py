@@ -55,18 +55,15 @@ def attend(x: Operands, *, is_causal: bool = False, band: Band | None = None, **
     if not plain.averages(attributes):
         plain = plain.of_seen_keys()
     known = plain.without_mask() or plain
-    operands = list(known.x.given().items())
     names = (
         tuple(attributes.items()),
-        *((each.is_causal, each.band) for each in (plain, known)),
+        plain.limits,
+        known.limits,
         torch.is_grad_enabled(),
-        *(_layout(*each) for each in operands),
+        *(_layout(*each) for each in known.x.given().items()),
         None if plain.x.mask is None else _layout("mask", plain.x.mask),
     )
-    run = eager.bound("attention", names, partial(_bind, plain, known, attributes))
-    if run is _exactly:  # what a kernel can do may depend on each length
-        names = (*names, *(each.shape for _, each in operands))
-        run = eager.bound("attention", names, partial(_bind, plain, known, attributes, is_exact=True))
+    run = eager.bound("attention", names, partial(_bind, names, plain, known, attributes))
     found: torch.Tensor = run(known.x, plain.x)
     return found if plain.x.query is x.query else found.reshape(*x.query.shape[:3], x.value.shape[3])
 
@@ -88,6 +85,11 @@ class _Call:
     x: Operands
     is_causal: bool = False
     band: Band | None = None
+
+    @property
+    def limits(self) -> tuple[bool, Band | None]:
+        """Causality and band."""
+        return self.is_causal, self.band
 
     def of_one_query(self) -> _Call:
         """The same attention of one query; heads that share keys are queries of one head then, so that no key is repeated."""
@@ -151,11 +153,11 @@ class _Call:
 
 
 def _bind(
-    plain: _Call, known: _Call, attributes: Mapping[str, Any], is_exact: bool = False
+    names: tuple[Any, ...], plain: _Call, known: _Call, attributes: Mapping[str, Any], is_exact: bool = False
 ) -> Callable[[Operands, Operands], torch.Tensor]:
     """The attention of tensors like these: by a kernel over what is ``known``, or PyTorch's over the ``plain`` operands.
 
-    A kernel is bound to lengths that are exact.
+    What a kernel can do may depend on each length: one is bound to lengths that are exact.
     """
     own = partial(_plainly, plain.problem(attributes)[0])
     attrs, facts = known.problem(attributes)
@@ -164,12 +166,26 @@ def _bind(
     kernel = eager.kernel_for("attention", attrs, facts, known.x.query.device, known.x.given())
     if kernel is None or kernel.call is None:
         return own
-    return eager.guarded(kernel, partial(_through, kernel.call, attrs), own) if is_exact else _exactly
+    if not is_exact:
+        return partial(_by_length, names, plain.limits, known.limits, attributes)
+    return eager.guarded(kernel, partial(_through, kernel.call, attrs), own)
 
 
-def _exactly(known: Operands, plain: Operands) -> torch.Tensor:
-    """Stands for a choice that is made for each length."""
-    raise NotImplementedError("it is asked for, and not called")
+def _by_length(
+    names: tuple[Any, ...],
+    plain_limits: tuple[bool, Band | None],
+    known_limits: tuple[bool, Band | None],
+    attributes: Mapping[str, Any],
+    known: Operands,
+    plain: Operands,
+) -> torch.Tensor:
+    """The attention as it is chosen for these very lengths."""
+    exact = (*names, *(each.shape for each in known.given().values()))
+    calls = _Call(plain, *plain_limits), _Call(known, *known_limits)
+    found: torch.Tensor = eager.bound("attention", exact, partial(_bind, exact, *calls, attributes, is_exact=True))(
+        known, plain
+    )
+    return found
 
 
 def _own(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:

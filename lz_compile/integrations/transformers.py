@@ -156,19 +156,21 @@ def _register() -> None:
     """
     try:
         import transformers
+        from transformers.generation.continuous_batching import ContinuousBatchingManager
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
         from transformers.modeling_utils import AttentionInterface, PreTrainedModel
     except ImportError as error:
         raise IntegrationError("transformers", ">=5", f"{error}") from error
     needed = {"mask_function", "attention_mask", "allow_is_causal_skip"}
     checked = getattr(PreTrainedModel, "get_correct_attn_implementation", None)
-    if checked is None or not needed.issubset(inspect.signature(sdpa_mask).parameters):
+    batched = getattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn", None)
+    if checked is None or batched is None or not needed.issubset(inspect.signature(sdpa_mask).parameters):
         received = f"{transformers.__version__}, whose attention interfaces are other ones"
         raise IntegrationError("transformers", ">=5, as 5.23 has it", received)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, functools.partial(_mask, sdpa_mask))
     PreTrainedModel.get_correct_attn_implementation = _refusing_others(checked)
-    _serve_batches()
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = _taking_ours(batched)
 
 
 def _mask(make: Callable[..., torch.Tensor | None], *args: Any, **given: Any) -> torch.Tensor | None:
@@ -182,18 +184,15 @@ def _mask(make: Callable[..., torch.Tensor | None], *args: Any, **given: Any) ->
     return make(*args, **given)
 
 
-def _serve_batches() -> None:
-    """Let continuous batching take the name, where transformers has a list of those that it takes."""
-    from transformers.generation.continuous_batching import ContinuousBatchingManager
-
-    checked = ContinuousBatchingManager.switch_to_cb_friendly_attn
+def _taking_ours(checked: Callable[..., None]) -> Callable[..., None]:
+    """The check of continuous batching, which has a list of the names that it takes."""
 
     @functools.wraps(checked)
     def check(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         if model.config._attn_implementation != NAME:
             checked(self, model, *args, **kwargs)
 
-    ContinuousBatchingManager.switch_to_cb_friendly_attn = check
+    return check
 
 
 def _refusing_others(checked: Callable[..., str]) -> Callable[..., str]:

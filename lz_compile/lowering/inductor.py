@@ -364,7 +364,8 @@ def _loads(instructions: VecISA) -> bool:
     try:
         with inductor_config.patch({"cpp.vec_isa_ok": True, "cpp.simdlen": instructions.bit_width()}):
             CppPythonBindingsCodeCache.load_pybinding([], trial)
-    except (CppCompileError, ImportError, OSError):
+    except (CppCompileError, ImportError, OSError) as error:
+        events.record("INSTRUCTIONS_FAIL", f"{instructions}: Inductor asks for the others", error, level=logging.INFO)
         return False
     finally:
         valid_vec_isa_list.cache_clear()  # of those that were all taken to work
