@@ -347,6 +347,21 @@ def test_padding_is_no_window():
         assert found.operands["mask"].shape == (2, 1, 1, 20)
 
 
+def test_a_band_that_leaves_a_query_no_key_is_none():
+    """Kernels count on a key for every query."""
+    assert mask_reading.kept(Band(lower=2).mask(torch.empty(0), 6, 6)[None, None].clone()) is None
+    assert mask_reading.kept(Band(lower=-2).mask(torch.empty(0), 6, 6)[None, None].clone()) is not None
+
+
+@pytest.mark.parametrize("window", [4, 8, 9, 10])
+def test_one_query_sees_its_window_of_the_keys(window: int):
+    query, keys, values = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    found = attention_calls.attend(Operands(query, keys, values), band=Band(1 - window, 0, at_end=True))
+    last = slice(max(9 - window, 0), None)
+    expected = nn.functional.scaled_dot_product_attention(query, keys[:, :, last], values[:, :, last], enable_gqa=True)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.fixture
 def square() -> Iterator[list[tuple[int, int]]]:
     """A kernel for as many keys as queries, and what it was called with."""
