@@ -44,6 +44,8 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.layers
 	$(PY) -m benchmarks.warm_start
 	$(PY) -m benchmarks.serving
+	$(PY) -m benchmarks.batching
+	$(PY) -m benchmarks.static_cache
 	$(PY) -m benchmarks.selection
 	$(PY) -m benchmarks.eager_selection
 	$(PY) -m benchmarks.eager_calls
