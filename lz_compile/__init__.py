@@ -143,6 +143,7 @@ __all__ = [
     "lock",
     "merge_artifacts",
     "mlp_fused",
+    "paged_attention",
     "prefer",
     "readiness_check",
     "register_kernel",
@@ -166,6 +167,7 @@ __all__ = [
     "validate",
     "warmup",
     "which",
+    "write_to_cache",
 ]
 
 _HOMES = {
@@ -179,6 +181,7 @@ _HOMES = {
     "load_dispatch_table": "lz_compile.runtime.tables.loaded",
     "unload_dispatch_table": "lz_compile.runtime.tables.loaded",
     **dict.fromkeys(("kda", "linear_scan"), "lz_compile.api.scans"),
+    **dict.fromkeys(("paged_attention", "write_to_cache"), "lz_compile.api.paged"),
     **dict.fromkeys(
         ("apply_token_bitmask", "domain_fusion", "sample", "sample_topk", "sample_topp", "sampling_probs"),
         "lz_compile.api.sampling",

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 
+from lz_compile.api import paged_calls
 from lz_compile.api.attention_calls import attend
 from lz_compile.errors import ArgumentError, IntegrationError
 from lz_compile.lowering.bands import Band
+from lz_compile.lowering.ops import paged_attention as paged
 from lz_compile.lowering.ops.attention import Operands
 
 NAME = "layerzero"
@@ -117,6 +119,9 @@ def _over_pages(
         raise ArgumentError(
             _DOING, "cache", "outside of a capture, for requests differ from batch to batch", "one", advice
         )
+    allocator = cache.layer_to_allocator[layer]
+    if allocator.supports_block_table and others["read_index"][allocator.index].numel() and not attributes["dropout_p"]:
+        return _in_place(x, allocator, layer, window, attributes, others)
     key, value = cache.update(key_states=x.key, value_states=x.value, layer_idx=layer, kwargs=others)
     starts = [others[name].tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     band = Band(None if window is None else 1 - window, 0, at_end=True)
@@ -125,6 +130,24 @@ def _over_pages(
         request = Operands(x.query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], sinks=x.sinks)
         out[:, a:b] = attend(request, band=band, **attributes).transpose(1, 2)
     return out
+
+
+def _in_place(
+    x: Operands, allocator: Any, layer: Any, window: int | None, attributes: Mapping[str, Any], others: dict[str, Any]
+) -> torch.Tensor:
+    """The same over the pages where they lie. Of each page, the table has what the first of its slots says."""
+    read, written = (others[name][allocator.index] for name in ("read_index", "write_index"))
+    tokens = [each[0].transpose(0, 1) for each in (x.query, x.key, x.value)]
+    allocator.update(*tokens[1:], layer, read[:0], written)  # without an index to read by, it writes
+    starts, slots = others["cu_seq_lens_k"][allocator.layer_type], allocator.tokens_per_page
+    pages = -(-others["max_length_k"][allocator.layer_type] // slots)
+    first = starts[:-1, None] + torch.arange(pages, device=starts.device) * slots
+    table = (read[first.clamp(max=read.numel() - 1)] // slots).to(torch.int32)
+    sinks = None if x.sinks is None else x.sinks.flatten()
+    caches = allocator.get_cache_for_block_table(layer)
+    operands = paged.Operands(tokens[0], *caches, table, starts.diff(), others["cu_seq_lens_q"], sinks)
+    attrs = paged.PagedAttentionAttrs(attributes["scale"], attributes["softcap"], window, out_dtype=x.query.dtype)
+    return paged_calls.run(operands, attrs)[None]
 
 
 def _for(key: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor | None:

@@ -32,11 +32,11 @@ constexpr int64_t kLanes = {lanes};
 constexpr int64_t kVectors = {count};
 constexpr int64_t kColumns = kLanes * kVectors;
 """
-    return "\n".join((*includes, HEADERS)) + constants + BLOCKS + _sums(lanes) + MEMORY
+    return "\n".join((*includes, HEADERS)) + constants + TYPES + PICK + BLOCKS + lane_sums(lanes) + MEMORY
 
 
-def _sums(lanes: int) -> str:
-    """``sums``: of the elements of each of ``kLanes`` registers, as one register.
+def lane_sums(lanes: int) -> str:
+    """``sums``: of the elements of each of ``kLanes`` registers (``Vec``), as one register; it needs :data:`PICK`.
 
     Two registers become one that holds half sums of both, and so on: a third of the work of one sum after the other.
     """
@@ -76,16 +76,22 @@ HEADERS = """
 INLINE int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
 """
 
-BLOCKS = """
+TYPES = """
 typedef Acc Vec __attribute__((vector_size(kLanes * sizeof(Acc)), may_alias));
 typedef Acc LooseVec __attribute__((vector_size(kLanes * sizeof(Acc)), aligned(sizeof(Acc)), may_alias));
 typedef Mask MaskVec __attribute__((vector_size(kLanes * sizeof(Acc))));
+"""
+
+#: Lanes of two registers by their numbers, which are lanes of a ``MaskVec``.
+PICK = """
 #if defined(__clang__)
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define PICK(a, b, ...) __builtin_shuffle(a, b, MaskVec{__VA_ARGS__})
 #endif
+"""
 
+BLOCKS = """
 struct Block { Vec v[kVectors]; };
 
 INLINE Block splat(Acc x) {

@@ -1,0 +1,89 @@
+"""An attention over blocks by the kernel that is chosen for it: a call, or the operator that graphs hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from lz_compile.api import eager
+from lz_compile.api.arguments import is_plain
+from lz_compile.ground import fingerprint
+from lz_compile.lowering.kernel_operator import call_operator
+from lz_compile.lowering.kernels.paged_attention import torch_paged_attention
+from lz_compile.lowering.ops import paged_attention as op
+from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs
+from lz_compile.runtime.problem import context as contexts
+
+#: Which dimensions differ from step to step of a server: a kernel is chosen for all up to a power of two.
+_IS_LENGTH = {name: [dim in "TNRMQ" for dim in dims.split()] for name, dims in op.SHAPES.items()}
+
+
+def run(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
+    """The attention over the op's canonical operands."""
+    if not torch.compiler.is_compiling():
+        return _selected(x, attrs)
+    said = (attrs.scale, attrs.softcap, attrs.window, attrs.out_dtype, fingerprint.traced_source())
+    found: torch.Tensor = torch.ops.layerzero.paged_attention.default(*x.flat(), *said)
+    return found
+
+
+def _selected(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
+    if not is_plain(*x.flat()):
+        return _bind(x, attrs, is_traced=True)(x)
+    names = (attrs, torch.is_grad_enabled(), *[_layout(name, each) for name, each in x.given().items()])
+    found: torch.Tensor = eager.bound("paged_attention", names, partial(_bind, x, attrs))(x)
+    return found
+
+
+def _layout(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What is looked at beside the elements."""
+    sizes = [size.bit_length() if wide else size for size, wide in zip(tensor.shape, _IS_LENGTH[name], strict=True)]
+    return (name, *sizes, tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _bind(x: Operands, attrs: PagedAttentionAttrs, is_traced: bool = False) -> Callable[[Operands], torch.Tensor]:
+    """The attention of operands like these, by the kernel that is chosen for them."""
+    sizes: dict[str, Any] = {}
+    for name, each in x.given().items():
+        known = map(contexts.known_size, each.shape)
+        sizes |= dict(zip((dim.removesuffix("|1") for dim in op.SHAPES[name].split()), known, strict=True))
+    given = {name: getattr(attrs, name) for name in ("scale", "softcap", "window", "out_dtype")}
+    attrs, facts = op.from_operands(x, {**sizes, "Hk": contexts.known_size(x.key_cache.shape[2])}, **given)
+    own = partial(_own, attrs)
+    if not sizes["T"] or not sizes["R"]:
+        return own
+    operands = None if is_traced else x.given()
+    kernel = eager.kernel_for("paged_attention", attrs, facts, x.query.device, operands)
+    if kernel is None or kernel.call is None:
+        return own
+    of_kernel = None if is_traced or facts.needs_grad else getattr(kernel.call, "bind", None)
+    call = partial(_through, kernel.call, attrs) if of_kernel is None else of_kernel(x, attrs)
+    return eager.guarded(kernel, call, own)
+
+
+def _through(call: Callable[..., torch.Tensor], attrs: PagedAttentionAttrs, x: Operands) -> torch.Tensor:
+    return call(x, attrs)
+
+
+def _own(attrs: PagedAttentionAttrs, x: Operands) -> torch.Tensor:
+    if x.query.device.type == "cpu" and is_plain(*x.flat()):
+        op.check_places(x, attrs)
+    if 0 in (x.query.shape[0], x.lengths.shape[0]):
+        return torch.zeros_like(op.fake(x, attrs))
+    return torch_paged_attention.paged_attention(x, attrs)
+
+
+def _operator(*given: Any) -> torch.Tensor:
+    """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced."""
+    *operands, scale, softcap, window, out_dtype, _source = given  # the last is for caches: see traced_source
+    x = Operands(*operands)
+    told = {"scale": scale, "softcap": softcap, "window": window, "out_dtype": out_dtype}
+    return _selected(x, PagedAttentionAttrs(**told))
+
+
+call_operator(
+    "paged_attention", op, _operator, scale=float | None, softcap=float | None, window=int | None, out_dtype=torch.dtype
+)

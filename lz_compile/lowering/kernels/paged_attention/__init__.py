@@ -1,0 +1,1 @@
+"""Kernels of attention over a cache in blocks."""
