@@ -32,6 +32,7 @@ for_every_operation = pytest.mark.parametrize("operation", contexts.operations()
 #: A kernel of each op that runs on a CPU.
 OWN = {
     "attention": "lz.blocked", "blend": "torch.blend", "mlp": "torch.mlp", "norm": "torch.norm", "rope": "torch.rope",
+    "paged_attention": "torch.paged_attention",
     "routing": "torch.routing", "sampling": "torch.sampling", "scan": "torch.scan_sequential",
 }  # fmt: skip
 #: Small sizes by the letters of dimensions.
@@ -55,14 +56,17 @@ LETTERS = {
     "Q": 2,
     "V": 40,
     "T": 4,
+    "P": 4,
+    "M": 2,
 }
+OWN_LETTERS = {"scan": {"K": 4, "V": 4}, "paged_attention": {"Q": 5}}
 #: Operands beside those that are not optional, by operation; of a blend and a scan all are optional.
 OTHERS = {
     "blend": ("host", "seed", "alpha"), "blend.confidence": ("host", "seed", "alpha", "logits"),
     "blend.soft_gate": ("host", "seed", "alpha", "host_weight"), "blend.margin": ("logits",),
     "norm": ("weight",), "mlp": ("up",), "mlp.plain": (), "routing.grad": ("v",), "routing.act": ("v",),
     "sampling": ("temperature", "top_k", "top_p", "min_p", "seeds"), "scan": ("decay", "left", "right", "erase", "query"),
-    "scan.diagonal": ("decay", "drive", "query"),
+    "scan.diagonal": ("decay", "drive", "query"), "paged_attention.ragged": ("query_starts",),
 }  # fmt: skip
 
 
@@ -79,7 +83,7 @@ def operand(op: str, name: str, *, wants: bool = False) -> torch.Tensor:
     module = ops.module(op)
     letters = [each.removesuffix("|1") for each in module.SHAPES[name].split()]
     shape = [
-        int(each) if each.isdigit() else {**LETTERS, **({"K": 4, "V": 4} if op == "scan" else {})}[each]
+        int(each) if each.isdigit() else {**LETTERS, **OWN_LETTERS.get(op, {})}[each]
         for each in letters
     ]
     kind = getattr(module, "KINDS", {}).get(name, "")

@@ -181,7 +181,7 @@ def _check_attention(
 ) -> None:
     given = _Arguments("paged_attention")
     given.tokens("query", query, "Hq", "D", query_starts)
-    given.places(key_cache, value_cache, block_table, lengths, query_starts, layout)
+    given.places("query", query, key_cache, value_cache, block_table, lengths, query_starts, layout)
     given.scales(key_scale, value_scale, key_cache)
     given.tensor("sinks", sinks, "Hq", optional=True)
     heads, kv_heads = query.shape[-2], key_cache.shape[2 if layout == "NHD" else 1]
@@ -209,7 +209,7 @@ def _check_writing(
     given = _Arguments("write_to_cache")
     given.tokens("key", key, "Hk", "D", query_starts)
     given.tokens("value", value, "Hk", "E", query_starts)
-    given.places(key_cache, value_cache, block_table, lengths, query_starts, layout)
+    given.places("key", key, key_cache, value_cache, block_table, lengths, query_starts, layout)
     given.scales(key_scale, value_scale, key_cache)
 
 
@@ -225,11 +225,12 @@ class _Arguments(Arguments):
         is_even = isinstance(value, torch.Tensor) and value.dim() == 4
         if is_even and starts is not None:
             raise self.wrong("query_starts", f"for {name} of three dimensions", "four", "Leave it out")
-        count = "R S" if is_even else "R" if starts is None else "T"
-        self.tensor(name, value, f"{count} {heads} {features}")
+        self.tensor(name, value, f"{'R S' if is_even else 'T'} {heads} {features}")
 
     def places(
         self,
+        name: str,
+        tokens: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         block_table: torch.Tensor,
@@ -243,8 +244,11 @@ class _Arguments(Arguments):
         self.tensor("value_cache", value_cache, f"{_LETTERS[layout]} E", "stored")
         if key_cache.dtype != value_cache.dtype:
             raise self.wrong("value_cache", f"in the dtype of key_cache, {key_cache.dtype}", value_cache.dtype)
-        self.tensor("block_table", block_table, "R M", "integer")
         self.tensor("lengths", lengths, "R", "integer")
+        self.tensor("block_table", block_table, "R M", "integer")
+        if starts is None and tokens.dim() == 3 and tokens.shape[0] != lengths.shape[0]:
+            advice = "Give query_starts, where those of each request begin"
+            raise self.wrong(name, f"with one token for each of {lengths.shape[0]} requests", tokens.shape[0], advice)
         if starts is not None:
             self.tensor("query_starts", starts, "Q", "integer")
             if starts.shape[0] != lengths.shape[0] + 1:

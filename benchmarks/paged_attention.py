@@ -1,0 +1,133 @@
+"""Decoding over a cache in blocks: ``lz.paged_attention`` over gathering the keys and PyTorch's attention of them.
+
+Reading blocks in place takes at most a third of gathering and SDPA, is the claim, eager or compiled by Inductor. Beside it
+stand bytes per second, over those of a sum over as much memory. Requests are of one length, their blocks lie anywhere.
+
+    python -m benchmarks.paged_attention [--rounds 15] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+
+import lz_compile as lz
+from benchmarks.harness import Quartiles
+from benchmarks.publish import Publication, rounded, table_of
+from lz_compile.runtime.measure.timing import measure
+from lz_compile.runtime.problem.context import name_of
+
+OURS, GATHERED, COMPILED, SUM = "paged_attention", "gather and SDPA", "the same by Inductor", "sum"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests of so many keys each, in blocks of so many slots."""
+
+    requests: int
+    keys: int
+    heads: int
+    kv_heads: int
+    dims: int = 64
+    slots: int = 16
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def read_bytes(self) -> int:
+        """Keys and values, once."""
+        return 2 * self.requests * self.keys * self.kv_heads * self.dims * self.dtype.itemsize
+
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """Query, caches, table, lengths."""
+        columns = -(-self.keys // self.slots)
+        blocks = self.requests * columns
+        caches = torch.randn(2, blocks, self.slots, self.kv_heads, self.dims).to(self.dtype).unbind()
+        table = torch.randperm(blocks).reshape(self.requests, columns).to(torch.int32)
+        lengths = torch.full((self.requests,), self.keys, dtype=torch.int32)
+        return torch.randn(self.requests, self.heads, self.dims).to(self.dtype), *caches, table, lengths
+
+
+CASES = (
+    Case(32, 2048, 8, 2),
+    Case(32, 2048, 8, 2, dtype=torch.bfloat16),
+    Case(32, 2048, 8, 8, dims=32),
+    Case(32, 2048, 8, 2, slots=1),
+    Case(8, 4096, 32, 8, dims=128),
+    Case(1, 8192, 8, 2),
+    Case(4, 256, 8, 2),
+)
+
+
+def gathered(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """What is written where there is no kernel for blocks."""
+    key, value = (each[table].flatten(1, 2).transpose(1, 2) for each in (key_cache, value_cache))
+    mask = torch.arange(key.shape[2], device=lengths.device) < lengths[:, None]
+    found = F.scaled_dot_product_attention(query[:, :, None], key, value, mask[:, None, None], enable_gqa=True)
+    return found[:, :, 0]
+
+
+def run_case(case: Case, rounds: int) -> dict[str, Any]:
+    """All in turns."""
+    torch._dynamo.reset()
+    operands = case.operands()
+    memory = torch.randn(case.read_bytes // 4)
+    functions = {OURS: lz.paged_attention, GATHERED: gathered, COMPILED: torch.compile(gathered, dynamic=False)}
+    calls: dict[str, Callable[[], Any]] = {name: _bound(function, operands) for name, function in functions.items()}
+    expected = calls[GATHERED]()
+    apart = max(float((calls[name]() - expected).abs().max()) for name in functions)
+    calls[SUM] = memory.sum
+    found = measure(calls, torch.device("cpu"), rounds=rounds)
+    return {
+        "case": {**vars(case), "dtype": name_of(case.dtype)},
+        "kernel": lz.which("paged_attention", *operands)["kernel_id"],
+        "latency_us": {name: rounded(Quartiles.of(each.rounds_us)) for name, each in found.items()},
+        "of_gathered": rounded(found[OURS].relative_to(found[GATHERED])),
+        "of_compiled": rounded(found[OURS].relative_to(found[COMPILED])),
+        "gb_per_s": rounded(Quartiles.of([case.read_bytes / each / 1e3 for each in found[OURS].rounds_us])),
+        "of_bandwidth": rounded(found[SUM].relative_to(found[OURS])),
+        "apart": apart,
+    }
+
+
+def _bound(function: Callable[..., Any], operands: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
+    return lambda: function(*operands)
+
+
+def paged_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A line per case."""
+    columns = ["case", "kernel", "ms", "of gathered", "of compiled", "GB/s", "of a sum's"]
+    table = table_of("decoding over a cache in blocks (medians)", columns, left=("case", "kernel"))
+    for row in rows:
+        case = row["case"]
+        text = "{requests} x {keys} keys, {heads}/{kv_heads} x {dims}, blocks of {slots}, {dtype}".format(**case)
+        figures = [row["latency_us"][OURS]["median"] / 1e3]
+        figures += [row[name]["median"] for name in ("of_gathered", "of_compiled", "gb_per_s", "of_bandwidth")]
+        table.add_row(text, row["kernel"], *(f"{each:.2f}" for each in figures))
+    return table
+
+
+def main() -> None:
+    """Measure, and publish."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--quick", action="store_true", help="one case, few rounds; no published result")
+    settings = options.parse_args()
+    rounds = 3 if settings.quick else settings.rounds
+    publication = Publication("paged_attention", torch.device("cpu"), is_quick=settings.quick, rounds=rounds)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for case in CASES[-1:] if settings.quick else CASES:
+            publication.add(run_case(case, rounds))
+    publication.show(paged_table(publication.rows))
+
+
+if __name__ == "__main__":
+    main()
