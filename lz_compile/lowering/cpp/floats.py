@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 FLOATS = """
 #include <cmath>
 #include <cstring>
@@ -61,5 +63,83 @@ INLINE bool any(Ints x) {
   std::memcpy(parts, &x, sizeof(x));
   for (int j = 0; j < kLanes / 2; ++j) found |= parts[j];
   return found != 0;
+}
+"""
+
+#: Elements that :data:`STORED` reads as floats, as C++ has them (of bfloat16 the bits).
+STORED_TYPES = {
+    torch.float32: "float",
+    torch.bfloat16: "uint16_t",
+    torch.int8: "int8_t",
+    torch.uint8: "uint8_t",
+    torch.float8_e4m3fn: "E4M3",
+    torch.float8_e5m2: "E5M2",
+}
+
+#: ``floats_at`` (``kLanes`` elements) and ``number_of`` (one) of all these. Compilers make single elements of
+#: ``__builtin_convertvector`` from bytes.
+STORED = """
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+enum class E4M3 : uint8_t {};
+enum class E5M2 : uint8_t {};
+
+#define WHOLE(Element, letter)                                                                            \\
+  INLINE Ints whole(const Element* at) {                                                                  \\
+    WHOLE_512(letter) WHOLE_256(letter) Ints x;                                                           \\
+    for (int j = 0; j < kLanes; ++j) x[j] = at[j];                                                        \\
+    return x;                                                                                             \\
+  }
+#if defined(__AVX512F__)
+#define WHOLE_512(letter) \\
+  if constexpr (kLanes == 16) return (Ints)_mm512_cvtep##letter##8_epi32(_mm_loadu_si128((const __m128i*)at));
+#else
+#define WHOLE_512(letter)
+#endif
+#if defined(__AVX2__)
+#define WHOLE_256(letter) \\
+  if constexpr (kLanes == 8) return (Ints)_mm256_cvtep##letter##8_epi32(_mm_loadl_epi64((const __m128i*)at));
+#else
+#define WHOLE_256(letter)
+#endif
+WHOLE(int8_t, i)
+WHOLE(uint8_t, u)
+
+// Of eight bits: sign, exponent, and so many of a mantissa; the exponent is moved to where a float has it. What is below the
+// smallest normal number is (m - 1) * 2 of what that gives.
+template <int kMantissa, typename Int, typename Float> INLINE Float float8(Int bits, Float) {
+  constexpr int kBias = kMantissa == 3 ? 7 : 15;
+  constexpr float kLeast = kMantissa == 3 ? 0x1p-7f : 0x1p-15f;
+  const Int size = bits & 0x7f, moved = (size << (23 - kMantissa)) + ((127 - kBias) << 23);
+  Float x;
+  std::memcpy(&x, &moved, sizeof(x));
+  x = size < (1 << kMantissa) ? (x - kLeast) * 2.0f : x;
+  const Float none = Float{} + std::numeric_limits<float>::quiet_NaN(), most = Float{} - kNothing;
+  if constexpr (kMantissa == 3) {
+    x = size == 0x7f ? none : x;
+  } else {
+    x = size == 0x7c ? most : x;
+    x = size > 0x7c ? none : x;
+  }
+  return (bits & 0x80) != 0 ? -x : x;
+}
+
+INLINE Floats floats_at(const float* at) { return load(at); }
+INLINE Floats floats_at(const uint16_t* at) { return load(at); }
+INLINE Floats floats_at(const int8_t* at) { return __builtin_convertvector(whole(at), Floats); }
+INLINE Floats floats_at(const uint8_t* at) { return __builtin_convertvector(whole(at), Floats); }
+INLINE Floats floats_at(const E4M3* at) { return float8<3>(whole(reinterpret_cast<const uint8_t*>(at)), Floats{}); }
+INLINE Floats floats_at(const E5M2* at) { return float8<2>(whole(reinterpret_cast<const uint8_t*>(at)), Floats{}); }
+INLINE float number_of(float x) { return x; }
+INLINE float number_of(int8_t x) { return x; }
+INLINE float number_of(uint8_t x) { return x; }
+INLINE float number_of(E4M3 x) { return float8<3>(int32_t(x), 0.0f); }
+INLINE float number_of(E5M2 x) { return float8<2>(int32_t(x), 0.0f); }
+INLINE float number_of(uint16_t x) {
+  const uint32_t bits = uint32_t(x) << 16;
+  float found;
+  std::memcpy(&found, &bits, 4);
+  return found;
 }
 """

@@ -16,22 +16,14 @@ from typing import Any
 import torch
 
 from lz_compile.lowering import inductor
-from lz_compile.lowering.cpp.floats import FLOATS
+from lz_compile.lowering.cpp.floats import FLOATS, STORED, STORED_TYPES
 from lz_compile.lowering.cpp.vectors import PICK, lane_sums
 from lz_compile.lowering.kernels.sampling.cpp_vectors import VECTORS
 from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs
 
 #: Beside Inductor's own: no more than the rounding of ``a * b + c`` depends on it.
 FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
-#: Elements of caches that the code reads, as C++ has them; those of eight bits that are no numbers of C++ by a table.
-STORED = {
-    torch.float32: "float",
-    torch.bfloat16: "uint16_t",
-    torch.int8: "int8_t",
-    torch.float8_e4m3fn: "uint8_t",
-    torch.float8_e5m2: "uint8_t",
-}
-_COUNT = len(Operands.names) + 3
+_COUNT = len(Operands.names) + 2
 
 
 @dataclass(frozen=True)
@@ -49,11 +41,11 @@ class Program:
         return f"""#include <cstdint>
 #include <type_traits>
 #include <vector>
-using Stored = {STORED[self.stored]};
 constexpr int kLanes = {self.lanes};
 constexpr int kD = {self.head_dim}, kE = {self.value_dim};
 constexpr bool kHasCap = {str(self.has_softcap).lower()};
-{FLOATS}{VECTORS}
+{FLOATS}{STORED}{VECTORS}
+using Stored = {STORED_TYPES[self.stored]};
 typedef Floats Vec;
 typedef Ints MaskVec;
 {PICK}{lane_sums(self.lanes)}{PAGED}"""
@@ -71,9 +63,8 @@ def run(x: Operands, attrs: PagedAttentionAttrs, most_queries: int) -> tuple[tor
     blocks, slots, kv_heads, value_dim = x.value_cache.shape
     out = torch.zeros(tokens, heads, value_dim)
     left_out = torch.zeros(requests, dtype=torch.int32)
-    table = torch.from_numpy(_table(x.key_cache.dtype)) if x.key_cache.dtype.itemsize == 1 else None
     readable = _readable(x)
-    tensors = [*readable.flat(), out, left_out, table]
+    tensors = [*readable.flat(), out, left_out]
     scale = dims**-0.5 if attrs.scale is None else attrs.scale
     sizes = [tokens, heads, kv_heads, requests, columns, blocks, slots, most_queries, attrs.window or 0]
     strides = [*readable.key_cache.stride(), *readable.value_cache.stride()]
@@ -101,12 +92,6 @@ def _readable(x: Operands) -> Operands:
         expanded = each.expand(x.key_cache.shape[2]) if name.endswith("_scale") else each
         given[name] = expanded.to(torch.int32 if is_table else torch.float32).contiguous()
     return Operands(**given)
-
-
-@lru_cache(maxsize=8)
-def _table(dtype: torch.dtype) -> Any:
-    """What the 256 values of eight bits are."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
 
 
 @lru_cache(maxsize=64)
@@ -140,40 +125,21 @@ struct Part {
 };
 
 // One row of a cache as floats, zeros behind it.
-INLINE float number_of(float x, const float*) { return x; }
-INLINE float number_of(int8_t x, const float*) { return x; }
-INLINE float number_of(uint8_t x, const float* table) { return table[x]; }
-INLINE float number_of(uint16_t x, const float*) {
-  const uint32_t bits = uint32_t(x) << 16;
-  float found;
-  std::memcpy(&found, &bits, 4);
-  return found;
-}
 template <int kCount, int kPadded>
-INLINE void widen(const Stored* from, int64_t stride, const float* table, float* to) {
+INLINE void widen(const Stored* from, int64_t stride, float* to) {
   int j = 0;
-  if constexpr (!std::is_same_v<Stored, uint8_t>) {
-    for (; stride == 1 && j + kLanes <= kCount; j += kLanes) {
-      Floats x;
-      if constexpr (std::is_same_v<Stored, int8_t>) {
-        typedef int8_t Bytes __attribute__((vector_size(kLanes), may_alias));
-        Bytes bytes;
-        std::memcpy(&bytes, from + j, sizeof(bytes));
-        x = __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
-      } else {
-        x = load(from + j);
-      }
-      std::memcpy(to + j, &x, sizeof(x));
-    }
+  for (; stride == 1 && j + kLanes <= kCount; j += kLanes) {
+    const Floats x = floats_at(from + j);
+    std::memcpy(to + j, &x, sizeof(x));
   }
-  for (; j < kCount; ++j) to[j] = number_of(from[j * stride], table);
+  for (; j < kCount; ++j) to[j] = number_of(from[j * stride]);
   for (; j < kPadded; ++j) to[j] = 0.0f;
 }
 
 // Rows of a tile: where they lie, or widened copies.
 template <int kCount, int kPadded>
 INLINE void rows_of(const Stored* cache, const int64_t* stride, const Request& request, const Numbers& n, int64_t head,
-                    int64_t begin, int count, const float* table, float* copies, const float** rows) {
+                    int64_t begin, int count, float* copies, const float** rows) {
   int64_t block = begin / n.slots, slot = begin % n.slots;
   const Stored* at = cache + int64_t(request.row[block]) * stride[0] + head * stride[2];
   for (int t = 0; t < count; ++t) {
@@ -190,7 +156,7 @@ INLINE void rows_of(const Stored* cache, const int64_t* stride, const Request& r
     }
     float* to = copies + t * kPadded;
     if constexpr (!kIsFloat) __builtin_prefetch(from + kSoon * stride[1]);
-    widen<kCount, kPadded>(from, stride[3], table, to);
+    widen<kCount, kPadded>(from, stride[3], to);
     rows[t] = to;
   }
 }
@@ -319,7 +285,7 @@ INLINE void range_of(const Request& request, int64_t window, int64_t query, int6
 }
 
 static void compute(const Part& part, const Request& request, const Numbers& n, const Stored* key_cache,
-                    const Stored* value_cache, const float* queries, const float* table, float cap, float* states,
+                    const Stored* value_cache, const float* queries, float cap, float* states,
                     float* copies) {
   static const float zeros[kDP > kEP ? kDP : kEP] = {};
   const int64_t groups = n.heads / n.kv_heads;
@@ -338,8 +304,8 @@ static void compute(const Part& part, const Request& request, const Numbers& n, 
     const int64_t begin = part.begin + piece / n.kv_heads * kTile, head = piece % n.kv_heads, side = piece % 2;
     const int count = int(part.end - begin < kTile ? part.end - begin : kTile);
     float* own = copies + side * kTile * (kDP + kEP);
-    rows_of<kD, kDP>(key_cache, n.key, request, n, head, begin, count, table, own, keys[side]);
-    rows_of<kE, kEP>(value_cache, n.value, request, n, head, begin, count, table, own + kTile * kDP, values[side]);
+    rows_of<kD, kDP>(key_cache, n.key, request, n, head, begin, count, own, keys[side]);
+    rows_of<kE, kEP>(value_cache, n.value, request, n, head, begin, count, own + kTile * kDP, values[side]);
     for (int t = count; t < kTile; ++t) keys[side][t] = values[side][t] = zeros;
   };
   look_up(0);
@@ -416,7 +382,6 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
   const auto *value_scale = static_cast<const float*>(operands[8]);
   float* out = static_cast<float*>(const_cast<void*>(operands[9]));
   int32_t* left_out = static_cast<int32_t*>(const_cast<void*>(operands[10]));
-  const float* table = static_cast<const float*>(operands[11]);
   const int64_t groups = n.heads / n.kv_heads;
 
   std::vector<Request> requests;
@@ -455,7 +420,7 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
 #pragma omp for schedule(dynamic)
     for (int64_t p = 0; p < int64_t(parts.size()); ++p) {
       const Part& part = parts[p];
-      compute(part, requests[part.request], n, key_cache, value_cache, queries.data(), table, float(shares[1]),
+      compute(part, requests[part.request], n, key_cache, value_cache, queries.data(), float(shares[1]),
               states.data() + part.state, memory.data());
     }
 #pragma omp for schedule(static)

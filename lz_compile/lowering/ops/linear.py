@@ -1,0 +1,236 @@
+"""Products with weights that are stored in few bits: ``input @ dequantised(weight)^T + bias``.
+
+Canonical layout:
+
+    input   [N, K]
+    weight  [O, W]; int8, uint8 or float8 with W = K, or uint8 that holds two numbers of four bits, with W = K / 2
+    scale   [O or 1, G or 1], what stored numbers are multiplied by; G divides K, and each number serves K / G neighbours
+    zero    [O or 1, G or 1], what is subtracted from a stored number before that
+    offset  [O or 1, G or 1], what is added after that
+    bias    [O]
+    result  [N, O] in ``attrs.out_dtype``
+
+The weight that is meant is ``(stored - zero) * scale + offset``. Of two numbers in a byte, ``packing`` says which is where:
+``low_first`` has in byte ``j`` the columns ``2 j`` (the lower four bits) and ``2 j + 1``, ``high_first`` the other way round;
+``low_half`` has the columns ``j`` (the lower bits) and ``K / 2 + j``, ``high_half`` the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+from lz_compile.lowering import operands as base
+from lz_compile.lowering.attributes import OpAttributes
+from lz_compile.lowering.operands import MisfitError, operands
+from lz_compile.lowering.sample import Sample
+
+if TYPE_CHECKING:
+    from lz_compile.ground.sizes import Size
+
+#: One number in each element, or two in a byte.
+Packing: TypeAlias = Literal["none", "low_first", "high_first", "low_half", "high_half"]
+
+VARIANTS = ("quantised",)
+LAYOUT = "NK"
+EXACT_DIMS = ("in_features", "out_features")
+BUCKETED_DIMS = (("num_rows",),)
+TIMELESS_FEATURES: frozenset[str] = frozenset({"bias", "zero", "offset"})
+
+
+@dataclass(frozen=True)
+class LinearAttrs(OpAttributes):
+    """The attributes of one product with a stored weight.
+
+    ``compute_dtype`` is the widest dtype in which the source computes anything; a kernel may round less, never more.
+    """
+
+    packing: Packing = "none"
+    has_scale: bool = False
+    has_zero: bool = False
+    has_offset: bool = False
+    has_bias: bool = False
+    compute_dtype: torch.dtype = torch.float32
+    out_dtype: torch.dtype = torch.float32
+
+    @property
+    def variant(self) -> str:
+        """The only one."""
+        return "quantised"
+
+
+#: What operators encode as text.
+Attributes = LinearAttrs
+#: The operands that kernels give gradients of: none; PyTorch's own operations have theirs.
+DIFFERENTIABLE: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LinearFacts:
+    """Sizes, dtypes (of the input and of what is stored) and device of one product, for kernel selection."""
+
+    num_rows: Size
+    in_features: Size
+    out_features: Size
+    groups: int
+    dtype: torch.dtype
+    stored_dtype: torch.dtype
+    device: str
+    needs_grad: bool = False
+
+
+#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
+SHAPES: Mapping[str, str] = {
+    "input": "N K",
+    "weight": "O W",
+    **dict.fromkeys(("scale", "zero", "offset"), "O|1 G|1"),
+    "bias": "O",
+}
+#: What the elements of operands are that are no floating-point numbers of 16 bits or more.
+KINDS: Mapping[str, str] = {"weight": "stored", "zero": "number"}
+#: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
+LENGTHS = ("N",)
+#: What makes the variant.
+VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"quantised": {}}
+#: Sizes that are measured where no others are asked for.
+TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
+    "num_rows": (1, 256),
+    "in_features": (4096,),
+    "out_features": (4096,),
+}
+
+
+@operands
+class Operands(base.Operands):
+    """What is multiplied, the stored weight, what its numbers mean, and a bias; shapes as in the module's legend."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[LinearAttrs, LinearFacts]:
+    """The attributes, of which some are given, and the facts of a product over tensors (real or fake)."""
+    packing, columns, groups = given.get("packing", "none"), sizes["K"], sizes["G"]
+    wanted = columns if packing == "none" else columns // 2
+    if packing != "none" and (columns % 2 or x.weight.dtype != torch.uint8):
+        raise MisfitError("linear", "weight", "in uint8, for an even number of columns", f"{x.weight.dtype}, {columns}")
+    if sizes["W"] != wanted:
+        advice = "Two numbers in a byte are told by packing"
+        raise MisfitError("linear", "weight", f"of {wanted} elements in a row for {columns} columns", sizes["W"], advice)
+    if groups == 0 or columns % groups:
+        raise MisfitError("linear", "scale", f"of groups that divide {columns} columns", groups)
+    told = {f"has_{name}": getattr(x, name) is not None for name in ("scale", "zero", "offset", "bias")}
+    dtype = x.input.dtype
+    attrs = LinearAttrs(**{"compute_dtype": torch.promote_types(dtype, torch.float32), "out_dtype": dtype, **given, **told})
+    facts = LinearFacts(
+        sizes["N"], columns, sizes["O"], groups, dtype, x.weight.dtype, x.input.device.type, x.wants_gradient()
+    )
+    return attrs, facts
+
+
+def fake(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
+    """An empty result, contiguous."""
+    return x.input.new_empty((x.input.shape[0], x.weight.shape[0]), dtype=attrs.out_dtype)
+
+
+def reference(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
+    """The definition of the op, in float32 or the wider dtype of its input.
+
+    Shapes:
+        as in the module's legend.
+    """
+    wide = torch.promote_types(torch.promote_types(x.input.dtype, attrs.compute_dtype), torch.float32)
+    bias = None if x.bias is None else x.bias.to(wide)
+    return torch.nn.functional.linear(x.input.to(wide), dequantised(x, attrs, wide), bias).to(attrs.out_dtype)
+
+
+def dequantised(x: Operands, attrs: LinearAttrs, dtype: torch.dtype) -> torch.Tensor:
+    """The weight that is meant, ``[O, K]``."""
+    stored = unpacked(x.weight, attrs.packing).to(dtype)
+    found = stored.unflatten(1, (groups_of(x), -1))
+    if x.zero is not None:
+        found = found - x.zero.to(dtype)[..., None]
+    if x.scale is not None:
+        found = found * x.scale.to(dtype)[..., None]
+    if x.offset is not None:
+        found = found + x.offset.to(dtype)[..., None]
+    return found.flatten(1)
+
+
+def groups_of(x: Operands) -> int:
+    """How many groups a row of the weight has."""
+    return max((each.shape[1] for each in (x.scale, x.zero, x.offset) if each is not None), default=1)
+
+
+def unpacked(weight: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """A number in each element, ``[O, K]``."""
+    if packing == "none":
+        return weight
+    parts = [weight & 15, weight >> 4]
+    if packing.startswith("high"):
+        parts.reverse()
+    return torch.stack(parts, -1).flatten(1) if packing.endswith("first") else torch.cat(parts, -1)
+
+
+def packed(numbers: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """Numbers from 0 to 15 ``[O, K]``, two in a byte."""
+    if packing.endswith("first"):
+        first, second = numbers[:, ::2], numbers[:, 1::2]
+    else:
+        first, second = numbers.chunk(2, -1)
+    low, high = (first, second) if packing.startswith("low") else (second, first)
+    return (low | (high << 4)).to(torch.uint8)
+
+
+def features(attrs: LinearAttrs, facts: LinearFacts) -> dict[str, str]:
+    """What a kernel must support for this product: feature name (``supports`` in descriptors) and what asks for it."""
+    stored = str(facts.stored_dtype).removeprefix("torch.")
+    is_four = attrs.packing != "none"
+    needed = {
+        "int8": facts.stored_dtype == torch.int8 and "a weight in int8",
+        "uint8": facts.stored_dtype == torch.uint8 and not is_four and "a weight in uint8",
+        "float8": facts.stored_dtype.is_floating_point and f"a weight in {stored}",
+        "int4": is_four and f"two numbers of a weight in a byte ({attrs.packing})",
+        "groups": facts.groups > 1 and f"{facts.groups} groups in a row",
+        "scale": attrs.has_scale and "a scale",
+        "zero": attrs.has_zero and "zero points",
+        "offset": attrs.has_offset and "offsets",
+        "bias": attrs.has_bias and "a bias",
+        "training": facts.needs_grad and "gradients",
+    }
+    return {name: text for name, text in needed.items() if isinstance(text, str)}
+
+
+def sample(
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    variant: str = "quantised",
+    is_training: bool = False,
+) -> Sample:
+    """A problem of given sizes (by the names that descriptors use) with random inputs: int8, a scale for each row."""
+    assert variant == "quantised", "there is no other variant"
+    rows, columns, out = (sizes[name] for name in ("num_rows", "in_features", "out_features"))
+    given = torch.randn(rows, columns, device=device, dtype=torch.float32).to(dtype).requires_grad_(is_training)
+    weight = torch.randint(-127, 128, (out, columns), device=device, dtype=torch.int8)
+    scale = (torch.rand(out, 1, device=device) / 127).to(dtype)
+    x = Operands(given, weight, scale)
+    attrs, facts = from_operands(x, {"N": rows, "K": columns, "O": out, "W": columns, "G": 1})
+    return Sample(x.flat()[:3], attrs, facts, Operands, _written(attrs))
+
+
+def _written(attrs: LinearAttrs) -> Callable[..., torch.Tensor]:
+    """The op as models spell it."""
+
+    def run(given: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(given, weight.to(given.dtype) * scale).to(attrs.out_dtype)
+
+    return run

@@ -1,0 +1,1 @@
+"""Products with weights that are stored in few bits."""

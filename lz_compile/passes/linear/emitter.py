@@ -1,0 +1,127 @@
+"""A recognised product with a stored weight: its operands in the op's canonical layout, and its result in the source's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.ground.sizes import product
+from lz_compile.lowering.ops.linear import LinearAttrs, LinearFacts, Operands
+from lz_compile.passes.formula.algebra import Leaf
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
+from lz_compile.passes.formula.contraction import Contraction, Factor
+from lz_compile.passes.graph.view import known_tensor
+from lz_compile.passes.linear.reading import Weight
+from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.core import Core
+from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+
+
+@dataclass(frozen=True)
+class LinearEmitter(TableEmitter):
+    """``op(input, weight, scale, zero, offset, bias)`` over the rows of the input."""
+
+    kind: ClassVar = Operands
+
+    given: Factor
+    weight: Weight
+    bias: Leaf | None
+    rows: tuple[Axis, ...]
+    output: fx.Node
+    output_dims: Dims
+    attrs: LinearAttrs
+
+    @classmethod
+    def of(cls, found: Contraction, given: Factor, weight: Weight, bias: Leaf | None, core: Core) -> LinearEmitter:
+        """What was read, over the axes of the result."""
+        rows = tuple(axis for axis in axes_of(found.dims) if axis not in set(weight.out))
+        numbers = meaning(weight)
+        dtypes = [known_tensor(node).dtype for node in core.nodes]
+        attrs = LinearAttrs(
+            packing=weight.packing,
+            **{f"has_{name}": name in numbers for name in ("scale", "zero", "offset")},
+            has_bias=bias is not None,
+            compute_dtype=max((each for each in dtypes if each.is_floating_point), key=lambda each: each.itemsize),
+            out_dtype=known_tensor(core.output).dtype,
+        )
+        return cls(given, weight, bias, rows, core.output, found.dims, attrs)
+
+    @property
+    def groups(self) -> Groups:
+        """Rows and outputs."""
+        return (self.rows, self.weight.out)
+
+    def operands(self, builder: Builder) -> Any:
+        """Those of the table; what is the same number everywhere is a tensor of one element."""
+        table = self.table()
+        given = {name: cell.value(builder) for name, cell in table.items()}
+        like = given["input"]
+        for name in ("scale", "zero", "offset"):
+            if isinstance(given.get(name), float):
+                given[name] = like.new_full((1, 1), given[name], dtype=torch.float32)
+        return Operands(**given)
+
+    def table(self) -> dict[str, Cell]:
+        """The input, what is stored, and what that means."""
+        weight = self.weight
+        table = {
+            "input": Cell(Leaf(self.given.node, self.given.dims), (self.rows, weight.columns)),
+            "weight": Cell(weight.leaf, (weight.out, weight.stored_columns)),
+        }
+        for name, what in meaning(weight).items():
+            table[name] = Cell(what, (weight.out, weight.groups), region=weight.region)
+        if self.bias is not None:
+            table["bias"] = Cell(self.bias, (weight.out,), is_whole=True)
+        return table
+
+    def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
+        """The finished match."""
+        weight, stored = self.weight, known_tensor(self.weight.leaf.node)
+        inputs = {self.given.node: Input(self.given.dims)}
+        symbols = {symbol for what in meaning(weight).values() for symbol in what.free_symbols}
+        leaves = [weight.region.leaves[symbol] for symbol in symbols if symbol in weight.region.leaves]
+        for leaf in (*leaves, *(() if self.bias is None else (self.bias,))):
+            inputs.setdefault(leaf.node, Input(leaf.dims, range=_range(known_tensor(leaf.node))))
+        inputs[weight.leaf.node] = Input(weight.leaf.dims, range=_range(stored))
+        facts = LinearFacts(
+            num_rows=product(axis.size for axis in self.rows),
+            in_features=product(axis.size for axis in weight.columns),
+            out_features=product(axis.size for axis in weight.out),
+            groups=int(product(axis.size for axis in weight.groups)),
+            dtype=known_tensor(self.given.node).dtype,
+            stored_dtype=stored.dtype,
+            device=known_tensor(self.output).device.type,
+            needs_grad=core.wants_grad(inputs),
+        )
+        operands = {"input": self.given.node, "weight": weight.leaf.node}
+        pinned = frozenset() if weight.packing == "none" else frozenset(atoms((*weight.columns, *weight.stored_columns)))
+        return Match(
+            op,
+            Site.of(core, self.output_dims, read),
+            Found(self.attrs, facts, inputs, operands, self),
+            Trial(masked_rows_count=False, pinned=pinned),
+        )
+
+
+def meaning(weight: Weight) -> dict[str, sympy.Expr]:
+    """What stored numbers mean, by the op's names: a summand is a zero point where it is a simple multiple of the scale."""
+    found = {} if weight.scale == 1 else {"scale": weight.scale}
+    if weight.summand != 0:
+        zero = sympy.cancel(-weight.summand / weight.scale)
+        is_simple = not sympy.fraction(zero)[1].free_symbols
+        found["zero" if is_simple else "offset"] = zero if is_simple else weight.summand
+    return found
+
+
+def _range(tensor: torch.Tensor) -> tuple[float, float] | None:
+    """Between which numbers proofs draw what is stored."""
+    if tensor.dtype.is_floating_point:
+        return (-8.0, 8.0) if tensor.dtype.itemsize == 1 else None
+    limits = torch.iinfo(tensor.dtype)
+    return (float(max(limits.min, -128)), float(min(limits.max, 255)))

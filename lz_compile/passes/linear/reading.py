@@ -1,0 +1,189 @@
+"""Reads what a product's weight is made of: stored numbers of few bits, and what each of them means.
+
+The weight is read as an expression over its leaves, at every element alike. It is affine in what is stored, and neither
+factor nor summand changes within a group of neighbouring columns. Of bytes that hold two numbers the weight is read at two
+places, the columns that come from lower and from upper bits: their factors and summands must be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.lowering.ops.linear import Packing
+from lz_compile.passes.formula.algebra import Leaf, Region
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
+from lz_compile.passes.formula.contraction import Contraction, Factor
+from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
+from lz_compile.passes.formula.places import Fixed, has_fixed_index, paired
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.linear.bits import BITS, HIGH, LOW
+
+#: Dtypes of what is stored.
+STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
+#: So many calls are followed up from a weight, which no unpacking has.
+_MOST_CALLS = 64
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight in stored numbers, ``scale * stored + summand`` over ``out`` and ``columns``, the axes of its rows.
+
+    ``groups`` are the first of the columns' axes: scale and summand do not depend on others. The stored tensor has the
+    dims of ``leaf``; of bytes that hold two numbers these lack the axis of the two.
+    """
+
+    leaf: Leaf
+    packing: Packing
+    scale: sympy.Expr
+    summand: sympy.Expr
+    region: Region
+    out: tuple[Axis, ...]
+    columns: tuple[Axis, ...]
+    groups: tuple[Axis, ...]
+    stored_columns: tuple[Axis, ...]
+    read: Mapping[fx.Node, Dims] = field(default_factory=dict)
+
+
+def storage_of(effects: Effects, node: fx.Node) -> fx.Node | None:
+    """The one tensor of few bits that a value is computed from; None where there is none, or several."""
+    found, seen, queue = set(), {node}, [node]
+    while queue and len(seen) <= _MOST_CALLS:
+        each = queue.pop()
+        tensor = tensor_of(each)
+        if effects.calls[each] is None:
+            if tensor is not None and tensor.dtype in STORED and tensor.dim() >= 2:
+                found.add(each)
+            continue
+        queue += [operand for operand in each.all_input_nodes if operand not in seen]
+        seen.update(each.all_input_nodes)
+    largest = sorted(found, key=lambda each: -tensor_of(each).numel())  # type: ignore[union-attr]
+    return largest[0] if largest and not queue else None
+
+
+def read_weight(effects: Effects, product: Contraction, factor: Factor, storage: fx.Node) -> Weight:
+    """What ``factor`` of a product is made of.
+
+    Raises:
+        RefusedError: it is not affine in what is stored, with the reason.
+        MutatedError: an alias of a value was overwritten before it is read.
+        LayoutError: a layout has no exact form in axes.
+    """
+    columns = axes_of((product.summed,))
+    out = tuple(axis for axis in axes_of(factor.dims) if axis not in set(columns))
+    if not columns or not out:
+        raise LayoutError("a product without columns")
+    stored = tensor_of(storage)
+    assert stored is not None, "what is stored is a tensor"
+    if stored.dtype == torch.uint8 and _is_even(product.summed):
+        for is_first in (True, False):
+            found = _read_packed(effects, product, factor, storage, out, is_first=is_first)
+            if found is not None:
+                return found
+    region = Region(effects, expand_masks=True, stops={storage}, functions=BITS)
+    expression = region.express(factor.node, factor.dims, product.call.node)
+    return _weight(region, expression, storage, "none", out, product.summed, product.summed)
+
+
+def _is_even(columns: tuple[Axis, ...]) -> bool:
+    """Whether columns may be pairs."""
+    return len(columns) == 1 and isinstance(columns[0].size, int) and columns[0].size % 2 == 0 and columns[0].size > 2
+
+
+def _read_packed(
+    effects: Effects, product: Contraction, factor: Factor, storage: fx.Node, out: tuple[Axis, ...], *, is_first: bool
+) -> Weight | None:
+    """The weight of bytes that hold two numbers each, neighbours or from both halves; None where it is none."""
+    (axis,) = product.summed
+    own, pair = Axis(axis.size // 2), Axis(2)
+    edge = Edge(effects, storage)
+    region = Parts(effects, expand_masks=True, stops=edge, functions={**FUNCTIONS, **BITS}, features=[own])
+    halves = []
+    for place in (Fixed(2, 0), Fixed(2, 1)):
+        columns = (own, place) if is_first else (place, own)
+        dims = tuple(columns if dim == (axis,) else dim for dim in factor.dims)
+        try:
+            halves.append(region.express(factor.node, dims, product.call.node))
+        except LayoutError:
+            return None
+    numbers = [each.atoms(LOW, HIGH) for each in halves]
+    if any(len(each) != 1 for each in numbers) or len(region.source_symbols) != 1:
+        return None
+    ((one,), (other,)), (symbol,) = numbers, region.source_symbols
+    if type(one) is type(other) or one.args != (symbol,) or other.args != (symbol,):
+        return None
+    first, second = halves[0].xreplace({one: symbol}), halves[1].xreplace({other: symbol})
+    if not _join(region, first, second, pair):
+        raise RefusedError("NOT_DEQUANTISED", "the two numbers of a byte mean different things", "scale both alike")
+    axis.parts = (own, pair) if is_first else (pair, own)
+    order: Packing = ("low_first" if is_first else "low_half") if isinstance(one, LOW) else _HIGH_PACKING[is_first]
+    return _weight(region, first, storage, order, out, (own,), (axis,))
+
+
+_HIGH_PACKING: Mapping[bool, Packing] = {True: "high_first", False: "high_half"}
+
+
+def _join(region: Region, first: sympy.Expr, second: sympy.Expr, pair: Axis) -> bool:
+    """Whether two expressions are one, of leaves that get an axis of pairs where they are read at two places."""
+    leaves, joined = region.leaves, {}
+    for a in first.free_symbols & leaves.keys():
+        for b in second.free_symbols & leaves.keys():
+            dims = None if leaves[a].node is not leaves[b].node else paired(leaves[a].dims, leaves[b].dims, pair)
+            if dims is not None:
+                joined[a] = b, Leaf(leaves[a].node, dims)
+                break
+    if sympy.expand(first.xreplace({a: b for a, (b, _) in joined.items()}) - second) != 0:
+        return False
+    leaves.update({a: leaf for a, (_, leaf) in joined.items()})
+    return not any(has_fixed_index(dim) for a in joined for dim in leaves[a].dims)
+
+
+def _weight(
+    region: Region,
+    expression: sympy.Expr,
+    storage: fx.Node,
+    packing: Packing,
+    out: tuple[Axis, ...],
+    stored_columns: tuple[Axis, ...],
+    columns: tuple[Axis, ...],
+) -> Weight:
+    """The parts of an expression.
+
+    Raises:
+        RefusedError: it is not affine in what is stored, or reads that in two ways.
+    """
+    own = [symbol for symbol in expression.free_symbols if symbol in region.leaves and region.leaves[symbol].node is storage]
+    if len(own) != 1:
+        raise RefusedError("NOT_DEQUANTISED", "the weight reads what is stored in two ways", "read it once")
+    (symbol,) = own
+    expanded = sympy.expand(expression)
+    scale = expanded.coeff(symbol, 1)
+    summand = expanded.coeff(symbol, 0)
+    if sympy.expand(scale * symbol + summand - expanded) != 0 or scale == 0 or scale.has(symbol):
+        text = f"the weight is no multiple of what is stored, but {expression}"
+        raise RefusedError("NOT_AFFINE", text, "write it as (stored - zero) * scale")
+    leaf = region.leaves[symbol]
+    span = {*out, *atoms(stored_columns)}
+    if leaf.axes != span or {*axes_of(leaf.dims)} != span:
+        raise RefusedError("NOT_DEQUANTISED", "what is stored is repeated, or has other axes than the weight", "store it once")
+    groups = _groups(region, scale, summand, {*out}, columns)
+    return Weight(leaf, packing, scale, summand, region, out, columns, groups, stored_columns, region.interior)
+
+
+def _groups(
+    region: Region, scale: sympy.Expr, summand: sympy.Expr, out: set[Axis], columns: tuple[Axis, ...]
+) -> tuple[Axis, ...]:
+    """The first axes of the columns, such that factor and summand depend on no others of them."""
+    symbols = (scale.free_symbols | summand.free_symbols) & region.leaves.keys()
+    used = {axis for symbol in symbols for axis in region.leaves[symbol].axes}
+    parts = atoms(columns)
+    if not used <= out | {*parts}:
+        raise RefusedError("NOT_DEQUANTISED", "what is multiplied depends on more than rows and columns", "scale it afterwards")
+    last = max((place for place, axis in enumerate(parts) if axis in used), default=-1)
+    return tuple(parts[: last + 1])

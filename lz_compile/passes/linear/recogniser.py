@@ -1,0 +1,123 @@
+"""Products whose weight is computed from stored numbers of few bits, however it is spelled.
+
+The anchor is the product. Its weight may be int8, uint8 or float8, or bytes that hold two numbers of four bits, with scales,
+zero points or offsets of rows, columns and groups of columns. A weight that is only cast is one, too: what its result is
+multiplied by afterwards stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula import contraction
+from lz_compile.passes.formula.algebra import Leaf, Region
+from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, broadcast_from, fresh
+from lz_compile.passes.formula.contraction import Contraction
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
+from lz_compile.passes.linear.emitter import LinearEmitter
+from lz_compile.passes.linear.reading import read_weight, storage_of
+from lz_compile.passes.rewriting.core import Core, find_core
+from lz_compile.passes.rewriting.driver import Driver, Outcome
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.twins import Twins
+
+OP = "linear"
+
+
+def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
+    """Every product with a stored weight in ``graph``, and every one that is nearly so, with the reason."""
+    reader = _Reader(effects, Twins(effects))
+    return Driver(OP).walk(graph.nodes, reader.is_anchor, reader.read)
+
+
+@dataclass
+class _Reader:
+    effects: Effects
+    twins: Twins
+    _storage: dict[fx.Node, fx.Node | None] = field(default_factory=dict)
+
+    def is_anchor(self, node: fx.Node) -> bool:
+        """Whether a call is a product one of whose factors is computed from stored numbers."""
+        call, tensor = self.effects.calls[node], tensor_of(node)
+        is_product = call is not None and call.name in contraction.PRODUCTS
+        if not is_product or tensor is None or not tensor.is_floating_point() or 0 in tensor.shape:
+            return False
+        return any(self.storage(operand) is not None for operand in node.all_input_nodes)
+
+    def storage(self, node: fx.Node) -> fx.Node | None:
+        """See :func:`storage_of`."""
+        if node not in self._storage:
+            self._storage[node] = storage_of(self.effects, node)
+        return self._storage[node]
+
+    def read(self, anchor: fx.Node) -> Match | NearMiss | None:
+        """What an anchor is.
+
+        Raises:
+            RefusedError: its weight means something else, with the reason.
+            MutatedError: an alias of a value was overwritten before it is read.
+            LayoutError: it is no product of a weight and rows.
+        """
+        return self.twins.read((anchor,), lambda: self._match(anchor))
+
+    def _match(self, anchor: fx.Node) -> Match:
+        call = self.effects.calls[anchor]
+        assert call is not None, "an anchor is a call"
+        region, dims = Region(self.effects), fresh(shape_of(known_tensor(anchor)))
+        product, bias = self._product(region, call, dims)
+        sides = (product.left, product.right)
+        stored = [self.storage(side.node) for side in sides]
+        if (stored[0] is None) == (stored[1] is None):
+            raise LayoutError("both factors, or none, are computed from stored numbers")
+        factor, given = sides if stored[0] is not None else sides[::-1]
+        storage = stored[0] if stored[0] is not None else stored[1]
+        assert storage is not None, "one of them is"
+        rows = set(axes_of(given.dims)) - set(product.summed)
+        if rows & set(axes_of(factor.dims)):
+            raise RefusedError("BATCHED_WEIGHT", "every row has a weight of its own", "multiply each by itself")
+        weight = read_weight(self.effects, product, factor, storage)
+        core = self._core(weight.region, storage, anchor, [given.node, *([] if bias is None else [bias.node])])
+        read: Mapping[fx.Node, Dims] = {**weight.read, anchor: dims}
+        return LinearEmitter.of(product, given, weight, bias, core).match(OP, core, read)
+
+    def _product(self, region: Region, call: Call, dims: Dims) -> tuple[Contraction, Leaf | None]:
+        """The product, and what is added to each of its columns.
+
+        Raises:
+            LayoutError: it is none, or something else is added.
+        """
+        added = call.get("bias") if call.name == "linear" else None
+        plain = Call(call.name, call.node, {name: each for name, each in call.arguments.items() if name != "bias"})
+        product = contraction.read(region, plain if added is not None else call, dims)
+        if product is None or product.coefficient != 1:
+            raise LayoutError("no product, or a multiple of one")
+        if added is not None:
+            node = region.seen_by(call.node, added)
+            return product, Leaf(node, broadcast_from(dims, shape_of(known_tensor(node))))
+        if product.addend is None:
+            return product, None
+        node, added_dims, weight = product.addend
+        leaf = Leaf(node, added_dims)
+        if weight != 1 or not leaf.axes <= set(axes_of(dims[-1:])):
+            raise LayoutError("what is added is no bias")
+        return product, leaf
+
+    def _core(self, region: Region, storage: fx.Node, anchor: fx.Node, others: list[fx.Node]) -> Core:
+        """What becomes superfluous.
+
+        Raises:
+            RefusedError: someone else needs the weight, a mode changes, or an operand is overwritten.
+        """
+        core = find_core(self.effects, storage, anchor)
+        edge = {leaf.node for leaf in region.leaves.values()} | set(others)
+        readers: dict[fx.Node, fx.Node] = {node: region.readers.get(node, anchor) for node in edge}
+        core.check(self.effects, readers, if_used="use the dequantised weight for one product only")
+        return core
+
+
