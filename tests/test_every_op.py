@@ -31,7 +31,7 @@ for_every_op = pytest.mark.parametrize("op", OPS)
 for_every_operation = pytest.mark.parametrize("operation", contexts.operations())
 #: A kernel of each op that runs on a CPU.
 OWN = {
-    "attention": "lz.blocked", "blend": "torch.blend", "mlp": "torch.mlp", "norm": "torch.norm", "rope": "torch.rope",
+    "attention": "lz.blocked", "blend": "torch.blend", "linear": "torch.linear", "mlp": "torch.mlp", "norm": "torch.norm", "rope": "torch.rope",
     "paged_attention": "torch.paged_attention",
     "routing": "torch.routing", "sampling": "torch.sampling", "scan": "torch.scan_sequential",
 }  # fmt: skip
@@ -59,14 +59,16 @@ LETTERS = {
     "P": 4,
     "M": 2,
 }
-OWN_LETTERS = {"scan": {"K": 4, "V": 4}, "paged_attention": {"Q": 5}}
+OWN_LETTERS = {
+    "scan": {"K": 4, "V": 4}, "paged_attention": {"Q": 5}, "linear": {"O": 4, "K": 32, "W": 32, "G": 2}
+}  # fmt: skip
 #: Operands beside those that are not optional, by operation; of a blend and a scan all are optional.
 OTHERS = {
     "blend": ("host", "seed", "alpha"), "blend.confidence": ("host", "seed", "alpha", "logits"),
     "blend.soft_gate": ("host", "seed", "alpha", "host_weight"), "blend.margin": ("logits",),
     "norm": ("weight",), "mlp": ("up",), "mlp.plain": (), "routing.grad": ("v",), "routing.act": ("v",),
     "sampling": ("temperature", "top_k", "top_p", "min_p", "seeds"), "scan": ("decay", "left", "right", "erase", "query"),
-    "scan.diagonal": ("decay", "drive", "query"), "paged_attention.ragged": ("query_starts",),
+    "linear": ("scale",), "scan.diagonal": ("decay", "drive", "query"), "paged_attention.ragged": ("query_starts",),
 }  # fmt: skip
 
 
@@ -87,6 +89,8 @@ def operand(op: str, name: str, *, wants: bool = False) -> torch.Tensor:
         for each in letters
     ]
     kind = getattr(module, "KINDS", {}).get(name, "")
+    if kind == "bytes":
+        return torch.randint(-128, 128, shape, dtype=torch.int8)
     if "int" in kind:
         return torch.ones(shape, dtype=getattr(torch, kind))
     is_share = name in ("decay", "temperature", "top_p", "min_p", "alpha", "host_weight")

@@ -19,8 +19,8 @@ from lz_compile.errors import ArgumentError
 from lz_compile.ground.sizes import is_one
 
 #: What the elements of an operand are: floating-point numbers of 16 bits or more (``inexact``: or complex ones; ``stored``:
-#: or numbers of eight bits), truth values, whole numbers (``index``: that PyTorch indexes by), or any real numbers.
-Kind: TypeAlias = Literal["floating", "inexact", "stored", "boolean", "integer", "index", "real"]
+#: or numbers of eight bits; ``bytes``: or any eight bits), truth values, whole numbers (``index``: that PyTorch indexes by), or any real numbers.
+Kind: TypeAlias = Literal["floating", "inexact", "stored", "bytes", "boolean", "integer", "index", "real"]
 
 #: Types of tensors that kernels of ours read; others are those of a transform, a mode or a subclass.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -246,8 +246,8 @@ def is_watched() -> bool:
 
 
 def _is_of(kind: Kind, dtype: torch.dtype) -> bool:
-    if kind == "stored":
-        return dtype.is_floating_point or dtype == torch.int8
+    if kind in ("stored", "bytes"):
+        return dtype.is_floating_point or dtype == torch.int8 or (kind == "bytes" and dtype == torch.uint8)
     if kind in ("floating", "inexact"):
         return (dtype.is_floating_point and dtype.itemsize > 1) or (kind == "inexact" and dtype.is_complex)
     if kind == "index":
@@ -264,6 +264,7 @@ _WORDS: Mapping[Kind, tuple[str, str]] = {
     "floating": ("of floating-point numbers, 16 bits or more", ".float()"),
     "inexact": ("of floating-point numbers, 16 bits or more", ".float()"),
     "stored": ("of floating-point numbers or int8", ".float()"),
+    "bytes": ("of numbers of eight bits, or of floating-point numbers", ".float()"),
     "boolean": ("of booleans", ".bool()"),
     "integer": ("of integers", ".long()"),
     "index": ("in int64 or int32", ".long()"),

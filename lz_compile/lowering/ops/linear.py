@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 #: One number in each element, or two in a byte.
 Packing: TypeAlias = Literal["none", "low_first", "high_first", "low_half", "high_half"]
 
+#: Fewer columns than this fill no vector register.
+FEW_COLUMNS = 8
+
 VARIANTS = ("quantised",)
 LAYOUT = "NK"
 EXACT_DIMS = ("in_features", "out_features")
@@ -45,10 +48,11 @@ TIMELESS_FEATURES: frozenset[str] = frozenset({"bias", "zero", "offset"})
 class LinearAttrs(OpAttributes):
     """The attributes of one product with a stored weight.
 
-    ``compute_dtype`` is the widest dtype in which the source computes anything; a kernel may round less, never more.
+    ``is_transposed`` says that neighbours in a row of the weight are none in memory. ``compute_dtype`` is the widest dtype in which the source computes anything; a kernel may round less, never more.
     """
 
     packing: Packing = "none"
+    is_transposed: bool = False
     has_scale: bool = False
     has_zero: bool = False
     has_offset: bool = False
@@ -90,7 +94,7 @@ SHAPES: Mapping[str, str] = {
     "bias": "O",
 }
 #: What the elements of operands are that are no floating-point numbers of 16 bits or more.
-KINDS: Mapping[str, str] = {"weight": "stored", "zero": "number"}
+KINDS: Mapping[str, str] = {"weight": "bytes", "zero": "real"}
 #: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
 LENGTHS = ("N",)
 #: What makes the variant.
@@ -126,7 +130,8 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
         raise MisfitError("linear", "weight", f"of {wanted} elements in a row for {columns} columns", sizes["W"], advice)
     if groups == 0 or columns % groups:
         raise MisfitError("linear", "scale", f"of groups that divide {columns} columns", groups)
-    told = {f"has_{name}": getattr(x, name) is not None for name in ("scale", "zero", "offset", "bias")}
+    told: dict[str, Any] = {f"has_{name}": getattr(x, name) is not None for name in ("scale", "zero", "offset", "bias")}
+    told["is_transposed"] = x.weight.shape[1] != 1 and x.weight.stride(1) != 1
     dtype = x.input.dtype
     attrs = LinearAttrs(**{"compute_dtype": torch.promote_types(dtype, torch.float32), "out_dtype": dtype, **given, **told})
     facts = LinearFacts(
@@ -196,9 +201,14 @@ def features(attrs: LinearAttrs, facts: LinearFacts) -> dict[str, str]:
     needed = {
         "int8": facts.stored_dtype == torch.int8 and "a weight in int8",
         "uint8": facts.stored_dtype == torch.uint8 and not is_four and "a weight in uint8",
-        "float8": facts.stored_dtype.is_floating_point and f"a weight in {stored}",
+        "float8": stored.startswith("float8") and f"a weight in {stored}",
+        "wide": facts.stored_dtype.itemsize > 1 and f"a weight in {stored}, which is not few bits",
         "int4": is_four and f"two numbers of a weight in a byte ({attrs.packing})",
+        "small_groups": facts.groups > 1
+        and facts.in_features // facts.groups < FEW_COLUMNS
+        and f"groups of {facts.in_features // facts.groups} columns",
         "groups": facts.groups > 1 and f"{facts.groups} groups in a row",
+        "transposed": attrs.is_transposed and "a weight whose rows lie apart in memory",
         "scale": attrs.has_scale and "a scale",
         "zero": attrs.has_zero and "zero points",
         "offset": attrs.has_offset and "offsets",

@@ -9,6 +9,7 @@ import sympy
 import torch
 
 from lz_compile.passes.formula.axes import Dims
+from lz_compile.passes.formula.calls import CASTS
 from lz_compile.passes.formula.expressions import plain_number
 from lz_compile.passes.formula.pointwise import POINTWISE, Rule
 from lz_compile.passes.graph.view import Call, tensor_of
@@ -76,7 +77,17 @@ def _division(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     return _of_number(_divided, "")(region, call, dims) if floors else POINTWISE["div"](region, call, dims)
 
 
+def _widened(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+    """A cast between integers that holds all that there was."""
+    source, result = tensor_of(call.input), tensor_of(call.node)
+    if source is None or result is None or not (_is_whole(source) and _is_whole(result)):
+        return None
+    old, new = torch.iinfo(source.dtype), torch.iinfo(result.dtype)
+    return region.operand(call, "input", dims) if new.min <= old.min and old.max <= new.max else None
+
+
 BITS: Mapping[str, Rule] = {
+    **dict.fromkeys((*CASTS, "int", "long", "short"), _widened),
     "and": _of_number(_and, "and"),
     **dict.fromkeys(("rshift", "bitwise_right_shift"), _of_number(_shifted, "")),
     **dict.fromkeys(("floordiv", "floor_divide"), _of_number(_divided, "")),

@@ -45,6 +45,7 @@ class LinearEmitter(TableEmitter):
         dtypes = [known_tensor(node).dtype for node in core.nodes]
         attrs = LinearAttrs(
             packing=weight.packing,
+            is_transposed=_is_transposed(weight),
             **{f"has_{name}": name in numbers for name in ("scale", "zero", "offset")},
             has_bias=bias is not None,
             compute_dtype=max((each for each in dtypes if each.is_floating_point), key=lambda each: each.itemsize),
@@ -63,8 +64,11 @@ class LinearEmitter(TableEmitter):
         given = {name: cell.value(builder) for name, cell in table.items()}
         like = given["input"]
         for name in ("scale", "zero", "offset"):
-            if isinstance(given.get(name), float):
-                given[name] = like.new_full((1, 1), given[name], dtype=torch.float32)
+            value = given.get(name)
+            if isinstance(value, float):
+                given[name] = like.new_full((1, 1), value, dtype=torch.float32)
+            elif value is not None and value.dim() == 0:
+                given[name] = value.reshape(1, 1)
         return Operands(**given)
 
     def table(self) -> dict[str, Cell]:
@@ -107,6 +111,11 @@ class LinearEmitter(TableEmitter):
             Found(self.attrs, facts, inputs, operands, self),
             Trial(masked_rows_count=False, pinned=pinned),
         )
+
+
+def _is_transposed(weight: Weight) -> bool:
+    stored = known_tensor(weight.leaf.node)
+    return weight.leaf.dims[-1] == () or atoms(weight.leaf.dims[-1])[-1:] != atoms(weight.stored_columns)[-1:] or stored.stride(-1) != 1
 
 
 def meaning(weight: Weight) -> dict[str, sympy.Expr]:

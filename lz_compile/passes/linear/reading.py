@@ -17,7 +17,7 @@ from torch import fx
 from lz_compile.lowering.ops.linear import Packing
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
-from lz_compile.passes.formula.contraction import Contraction, Factor
+from lz_compile.passes.formula.contraction import PRODUCTS, Contraction, Factor
 from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
 from lz_compile.passes.formula.places import Fixed, has_fixed_index, paired
 from lz_compile.passes.graph.effects import Effects
@@ -52,12 +52,14 @@ class Weight:
 
 
 def storage_of(effects: Effects, node: fx.Node) -> fx.Node | None:
-    """The one tensor of few bits that a value is computed from; None where there is none, or several."""
+    """The largest tensor of few bits that a value is computed from; None where there is none, or a product on the way."""
     found, seen, queue = set(), {node}, [node]
     while queue and len(seen) <= _MOST_CALLS:
         each = queue.pop()
-        tensor = tensor_of(each)
-        if effects.calls[each] is None:
+        call, tensor = effects.calls[each], tensor_of(each)
+        if call is not None and call.name in PRODUCTS:  # what comes out of a layer
+            return None
+        if call is None:
             if tensor is not None and tensor.dtype in STORED and tensor.dim() >= 2:
                 found.add(each)
             continue

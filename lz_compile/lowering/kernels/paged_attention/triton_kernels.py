@@ -1,7 +1,7 @@
 """Attention over blocks in Triton: a kernel for a few queries and a part of their keys, and one that joins parts.
 
-A tile has the query heads that share a key head, of as many queries of one request as fit. Tables are looked at on the device.
-Whatever they hold, nothing is read that is not there: a query is NaN if it needs a block, or a length, that cannot be.
+A tile has the query heads that share a key head, of as many queries of one request as fit. Tables are looked at on the
+device. Whatever they hold, nothing is read that is not there: a query is NaN that needs a block, or a length, that cannot be.
 
 What no query of a tile sees is not read. A value that is no finite number, and that some of a request's newest queries see,
 may make those of the others NaN, as zero times it is NaN.
@@ -50,10 +50,21 @@ def _place_of(
 
 
 @triton.jit
-def _limits_of(token, is_row, length, finish, window, HAS_WINDOW: tl.constexpr):
-    """Of rows the first key that they see, and the first behind it that they do not."""
-    end = tl.maximum(tl.where(is_row, length - (finish - 1 - token), 0), 0).to(tl.int32)
-    return tl.maximum(end - window, 0) if HAS_WINDOW else tl.zeros_like(end), end
+def _rows_of(
+    lengths, starts, tokens, requests, most_keys, window, HAS_WINDOW: tl.constexpr, IS_RAGGED: tl.constexpr,
+    STEPS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """The request of this tile, and whether its length cannot be; of rows the query, whether it is one, the keys it sees."""
+    request, begin, finish = _place_of(tl.program_id(0), starts, tokens, requests, IS_RAGGED, STEPS, QUERIES)
+    length = tl.load(lengths + request, mask=request < requests, other=0).to(tl.int64)
+    is_wrong = (length < 0) | (length > most_keys) | (finish > tokens)
+    place = tl.arange(0, ROWS) // HEADS
+    token = begin + place
+    is_row = (place < QUERIES) & (token >= 0) & (token < tl.minimum(finish, tokens))
+    end = tl.where(is_row & (is_wrong == 0), length - (finish - 1 - token), 0)
+    end = tl.maximum(end, 0).to(tl.int32)
+    low = tl.maximum(end - window, 0) if HAS_WINDOW else tl.zeros_like(end)
+    return request, is_wrong, token, is_row, low, end
 
 
 @triton.jit
@@ -64,6 +75,11 @@ def _part_of(low, end, KEYS: tl.constexpr):
     span = tl.cdiv(tl.cdiv(high - least, tl.num_programs(2)), KEYS) * KEYS
     begin = least + tl.program_id(2) * span
     return begin, tl.minimum(begin + span, high)
+
+
+@triton.jit
+def _scale_of(place, HAS_SCALE: tl.constexpr):
+    return tl.load(place).to(tl.float32) if HAS_SCALE else tl.full((), 1.0, tl.float32)
 
 
 @triton.jit
@@ -133,19 +149,17 @@ def attend(
     of_key, piece = (tl.program_id(1) // PIECES).to(tl.int64), tl.program_id(1) % PIECES
     row, lane = tl.arange(0, ROWS), tl.arange(0, KEYS)
     d, e = tl.arange(0, DIMS).to(tl.int64), tl.arange(0, VALUE_DIMS).to(tl.int64)
-    request, begin, finish = _place_of(tl.program_id(0), starts, tokens, requests, IS_RAGGED, STEPS, QUERIES)
-    length = tl.load(lengths + request, mask=request < requests, other=0).to(tl.int64)
-    is_wrong = (length < 0) | (length > columns * SLOTS) | (finish > tokens)
-    member, token = piece * HEADS + row % HEADS, begin + row // HEADS
-    is_row = (member < GROUP) & (row // HEADS < QUERIES) & (token >= 0) & (token < tl.minimum(finish, tokens))
-    low, end = _limits_of(token, is_row & (is_wrong == 0), length, finish, window, HAS_WINDOW)
+    request, is_wrong, token, is_row, low, end = _rows_of(
+        lengths, starts, tokens, requests, columns * SLOTS, window, HAS_WINDOW, IS_RAGGED, STEPS, QUERIES, ROWS, HEADS
+    )
+    member = piece * HEADS + row % HEADS
+    is_row = is_row & (member < GROUP)
     first, last = _part_of(low, end, KEYS)
 
     head = of_key * GROUP + member
     place = (token * query_token + head * query_head)[:, None] + (d * query_dim)[None, :]
     q = tl.load(query + place, mask=is_row[:, None] & (d < DIM)[None, :], other=0.0).to(DTYPE)
-    if HAS_KEY_SCALE:
-        scale *= tl.load(key_scale + of_key * key_scale_head).to(tl.float32)
+    scale *= _scale_of(key_scale + of_key * key_scale_head, HAS_KEY_SCALE)
     keys += of_key * key_head + (d * key_dim)[:, None]
     values += of_key * value_head + (e * value_dim)[None, :]
     most, total = tl.full((ROWS,), NOTHING, tl.float32), tl.zeros((ROWS,), tl.float32)
@@ -161,10 +175,9 @@ def attend(
         weights, most, total, kept = _weighed(scores, most, total)
         found = tl.dot(weights.to(DTYPE), _decoded(v, FORMAT, DTYPE), found * kept[:, None], input_precision="ieee")
 
-    is_seen = (tl.minimum(end, last) > tl.maximum(low, first)) | is_wrong
+    found *= _scale_of(value_scale + of_key * value_scale_head, HAS_VALUE_SCALE)
     total = tl.where(is_wrong, float("nan"), total)
-    if HAS_VALUE_SCALE:
-        found *= tl.load(value_scale + of_key * value_scale_head).to(tl.float32)
+    is_seen = (tl.minimum(end, last) > tl.maximum(low, first)) | is_wrong
     place = token * ALL_HEADS + head
     if IS_SPLIT:
         place = place * tl.num_programs(2) + tl.program_id(2)

@@ -1,6 +1,6 @@
 """How attention over blocks in Triton is launched: the rows of a tile and the number of parts follow from shapes alone.
 
-A tile's keys are divided into parts where there are too few tiles for a GPU. Rows that no tile has, as where tables are wrong,
+A tile's keys are divided into parts where there are too few tiles for a GPU. Queries that no tile has, for starts are wrong,
 are NaN.
 """
 
@@ -16,7 +16,7 @@ from lz_compile.lowering.kernels.paged_attention.triton_kernels import attend, j
 from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs, fake
 from lz_compile.lowering.triton_launch import is_interpreted, on, processors
 
-#: Rows of a tile: as many as a product takes at least, and where requests have many queries, for which float32 has no registers.
+#: Rows of a tile: the least that a product takes; and where there are many, of numbers of 16 bits, for which registers do.
 ROWS, MOST_ROWS = 16, 64
 #: Bytes of the keys, and of the values, that are looked at at a time.
 TILE = 16384
@@ -28,9 +28,7 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 _FORMATS = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
 
 
-def run(
-    x: Operands, attrs: PagedAttentionAttrs, *, rows: int = 0, keys: int = 0, parts: int = 0
-) -> torch.Tensor:
+def run(x: Operands, attrs: PagedAttentionAttrs, *, rows: int = 0, keys: int = 0, parts: int = 0) -> torch.Tensor:
     """The op (see ``lowering/ops/paged_attention.py``).
 
     Args:
@@ -59,7 +57,7 @@ def run(
         attend[(*grid, parts)](
             *_operands(x), found, greatest, totals,
             tokens, requests, x.key_cache.shape[0], columns,
-            x.query.shape[2] ** -0.5 if attrs.scale is None else attrs.scale, attrs.softcap or 1.0, attrs.window or 0,
+            x.query.shape[2] ** -0.5 if attrs.scale is None else float(attrs.scale), attrs.softcap or 1.0, attrs.window or 0,
             *x.query.stride(), *x.key_cache.stride(), *x.value_cache.stride(), *x.block_table.stride(),
             *[0 if each is None or each.shape[0] == 1 else each.stride(0) for each in (x.key_scale, x.value_scale)],
             **constants, IS_SPLIT=parts > 1, num_warps=4, num_stages=2,
@@ -76,8 +74,7 @@ def run(
 def _operands(x: Operands) -> list[torch.Tensor]:
     """What is read, by the kernel's names; another in the place of what is not given."""
     caches = [each.view(torch.uint8) if each.dtype in _FORMATS else each for each in (x.key_cache, x.value_cache)]
-    lines = (x.lengths, x.query_starts, x.sinks)
-    lines = [x.lengths if each is None else each.contiguous() for each in lines]
+    lines = [x.lengths if each is None else each.contiguous() for each in (x.lengths, x.query_starts, x.sinks)]
     scales = [x.query if each is None else each for each in (x.key_scale, x.value_scale)]
     return [x.query, *caches, x.block_table, *lines, *scales]
 

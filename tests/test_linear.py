@@ -1,0 +1,420 @@
+"""Products with weights of few bits: kernels against the definition, spellings that are read, lookalikes that are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import lz_compile as lz
+from lz_compile.lowering.kernels.linear import cpp_linear, torch_linear
+from lz_compile.lowering.ops import linear as op
+from lz_compile.lowering.ops.linear import Operands
+from tests.backends import Rewriting
+
+pytestmark = pytest.mark.usefixtures("no_preference")
+KERNELS = {"lz.cpp_linear": cpp_linear.linear, "torch.linear": torch_linear.linear}
+PACKINGS = ("low_first", "high_first", "low_half", "high_half")
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+many = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+)
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def stored_numbers(out: int, columns: int, dtype: torch.dtype, packing: str = "none") -> torch.Tensor:
+    if packing != "none":
+        return op.packed(torch.randint(0, 16, (out, columns), dtype=torch.uint8), packing)  # type: ignore[arg-type]
+    if dtype.is_floating_point:
+        return torch.randn(out, columns).to(dtype)
+    return torch.randint(-128 if dtype == torch.int8 else 0, 128, (out, columns)).to(dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@many
+@given(
+    rows=st.sampled_from((1, 2, 3, 5, 16, 17)),
+    shape=st.sampled_from(((64, 5, 4), (48, 7, 1), (40, 3, 2), (36, 4, 3), (2, 1, 1), (120, 9, 5), (128, 3, 64))),
+    stored=st.sampled_from((torch.int8, torch.uint8, *FLOAT8, *PACKINGS)),
+    names=st.lists(st.sampled_from(("scale", "zero", "offset", "bias")), unique=True),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    seed=st.integers(0, 99),
+)
+def test_kernels_give_what_the_definition_says(kernel, rows, shape, stored, names, dtype, seed):
+    torch.manual_seed(seed)
+    columns, out, groups = shape
+    packing, kind = (stored, torch.uint8) if isinstance(stored, str) else ("none", stored)
+    weight = stored_numbers(out, columns, kind, packing)
+    wide = {"scale": 0.05, "zero": 8.0, "offset": 0.1}
+    given_ = {name: torch.rand(out, groups) * wide[name] for name in names if name != "bias"}
+    if names and names[0] in wide:
+        given_[names[0]] = given_[names[0]][:1]  # the same for all rows
+    if "bias" in names:
+        given_["bias"] = torch.randn(out)
+    x = Operands(torch.randn(rows, columns).to(dtype), weight, **given_)
+    sizes = {"N": rows, "K": columns, "O": out, "W": weight.shape[1], "G": op.groups_of(x)}
+    attrs, _ = op.from_operands(x, sizes, packing=packing)
+    exact = x.map(lambda each: each.double() if each.is_floating_point() else each)
+    truth = op.reference(exact, dataclasses.replace(attrs, compute_dtype=torch.float64, out_dtype=torch.float64))
+    found = KERNELS[kernel](x, attrs)
+    assert found.dtype == dtype
+    size = float(truth.abs().max()) + 1e-6
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.double(), truth, rtol=tolerance, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("width", [1, 16])
+def test_all_numbers_of_eight_bits_are_read(dtype, width):
+    bits = torch.zeros(256, width, dtype=torch.uint8)
+    bits[:, 0] = torch.arange(256)
+    x = Operands(F.pad(torch.ones(1, 1), (0, width - 1)), bits.view(dtype))
+    attrs, _ = op.from_operands(x, {"N": 1, "K": width, "O": 256, "W": width, "G": 1})
+    expected = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    torch.testing.assert_close(cpp_linear.linear(x, attrs)[0], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_give_the_same_bits_whatever_is_beside_them():
+    x = Operands(torch.randn(7, 256), stored_numbers(33, 256, torch.int8), torch.rand(33, 4))
+    attrs, _ = op.from_operands(x, {"N": 7, "K": 256, "O": 33, "W": 256, "G": 4})
+    whole = cpp_linear.linear(x, attrs)
+    for row in range(7):
+        assert torch.equal(whole[row], cpp_linear.linear(dataclasses.replace(x, input=x.input[row : row + 1]), attrs)[0])
+
+
+def test_operands_that_do_not_fit_are_named():
+    x, weight = torch.randn(2, 8), torch.randint(0, 255, (3, 4), dtype=torch.uint8)
+    with pytest.raises(lz.ArgumentError, match="expected weight of 8 elements in a row for 8 columns, received 4"):
+        lz.which("linear", x, weight)
+    with pytest.raises(lz.ArgumentError, match="expected scale of groups that divide 8 columns, received 3"):
+        lz.which("linear", x, weight, torch.rand(3, 3), packing="low_half")
+    with pytest.raises(lz.ArgumentError, match="expected weight in uint8, for an even number of columns"):
+        lz.which("linear", x, weight.to(torch.int8), packing="low_first")
+    with pytest.raises(lz.ArgumentError, match=r"expected packing as one of none, low_first"):
+        lz.which("linear", x, weight, packing="nibbles")
+
+
+# ---- spellings -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Spelling:
+    """One way to write a product with a stored weight."""
+
+    stored: Any = torch.int8
+    product: str = "linear"
+    scale: str = "rows"
+    zero: str = "none"
+    order: str = "zero_first"
+    cast: str = "to"
+    unpacking: str = "bits"
+    has_bias: bool = False
+    dtype: torch.dtype = torch.float32
+    rows: tuple[int, ...] = (3,)
+
+    columns, out, groups = 32, 12, 4
+
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self.stored, str)
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        found = {"x": torch.randn(*self.rows, self.columns).to(self.dtype)}
+        kind = torch.uint8 if self.is_packed else self.stored
+        found["weight"] = stored_numbers(self.out, self.columns, kind, self.stored if self.is_packed else "none")
+        shapes = {"rows": (self.out, 1), "flat": (self.out,), "groups": (self.out, self.groups), "one": ()}
+        if self.scale in shapes:
+            found["scale"] = (torch.rand(shapes[self.scale]) * 0.05 + 0.01).to(self.dtype)
+        if self.zero in ("tensor", "integers"):
+            shape = shapes["groups" if self.scale == "groups" else "rows"]
+            zero = torch.randint(0, 16, shape)
+            found["zero"] = zero.to(torch.int8 if self.zero == "integers" else self.dtype)
+        if self.has_bias:
+            found["bias"] = torch.randn(self.out).to(self.dtype)
+        return found
+
+    def numbers(self, weight: torch.Tensor) -> torch.Tensor:
+        """Stored numbers, one in each element."""
+        if not self.is_packed:
+            return weight
+        low, high = {
+            "bits": lambda: (weight & 0xF, weight >> 4),
+            "functions": lambda: (torch.bitwise_and(weight, 15), torch.bitwise_right_shift(weight, 4)),
+            "division": lambda: (weight % 16, weight // 16),
+            "masks": lambda: (weight & 15, (weight & 0xF0) >> 4),
+            "wide": lambda: (weight.to(torch.int32) & 15, (weight.to(torch.int32) >> 4) & 15),
+            "functional": lambda: (torch.remainder(weight, 16), torch.div(weight, 16, rounding_mode="floor")),
+        }[self.unpacking]()
+        parts = (low, high) if self.stored.startswith("low") else (high, low)
+        if self.stored.endswith("half"):
+            return torch.cat(parts, -1)
+        return torch.stack(parts, dim=-1).reshape(weight.shape[0], -1)
+
+    def weight(self, weight, scale=None, zero=None):
+        numbers = self.numbers(weight)
+        if self.scale == "groups":
+            numbers = numbers.view(self.out, self.groups, -1)
+            scale, zero = (None if each is None else each.unsqueeze(-1) for each in (scale, zero))
+        if self.scale == "flat":
+            scale = scale[:, None]
+        found = {
+            "to": lambda: numbers.to(self.dtype),
+            "type": lambda: numbers.type(self.dtype),
+            "float": lambda: numbers.float(),
+            "promoted": lambda: numbers,
+        }[self.cast]()
+        if self.zero == "number":
+            zero = 8
+        if zero is not None and self.order == "zero_first":
+            found = (found - zero) * scale
+        elif zero is not None:
+            found = found * scale - zero * scale if self.order == "zero_last" else scale * found + (-zero) * scale
+        elif scale is not None:
+            found = scale * found if self.order == "zero_last" else found * scale
+        return found.reshape(self.out, self.columns).to(self.dtype)
+
+    def run(self, x, weight, scale=None, zero=None, bias=None):
+        """The product as it is written."""
+        outer = scale if self.scale in ("rows", "flat") and self.order == "after" else None
+        inner = {"scale": None if outer is not None else scale, "zero": zero}
+        full = self.weight(weight, **inner) if outer is None else self.numbers(weight).to(self.dtype)
+        if self.product == "linear":
+            found = F.linear(x, full, None if outer is not None else bias)
+        elif self.product == "matmul":
+            found = x @ full.t()
+        elif self.product == "addmm":
+            found = torch.addmm(bias, x, full.T) if bias is not None and outer is None else torch.mm(x, full.mT)
+        else:
+            found = torch.einsum("...k,ok->...o", x, full)
+        if outer is not None:
+            found = found * outer.view(1, -1)
+        is_added = bias is not None and (outer is not None or self.product not in ("linear", "addmm"))
+        return found + bias if is_added else found
+
+
+def allows(s: Spelling) -> bool:
+    """Whether choices go together."""
+    if s.zero != "none" and s.scale == "none":
+        return False
+    if s.order == "after" and (s.scale not in ("rows", "flat") or s.zero != "none"):
+        return False
+    if s.cast == "promoted" and ((not s.is_packed and s.stored.is_floating_point) or s.scale == "none"):
+        return False
+    if s.cast == "promoted" and (s.zero in ("number", "integers") or s.dtype != torch.float32 or s.scale == "one"):
+        return False  # the difference would be one of integers
+    return not (s.product == "addmm" and len(s.rows) != 1)
+
+
+@st.composite
+def spellings(draw):
+    options = {
+        "stored": (torch.int8, torch.uint8, *FLOAT8, *PACKINGS),
+        "product": ("linear", "matmul", "addmm", "einsum"),
+        "scale": ("rows", "flat", "groups", "one", "none"),
+        "zero": ("none", "number", "tensor", "integers"),
+        "order": ("zero_first", "zero_last", "sum", "after"),
+        "cast": ("to", "type", "float", "promoted"),
+        "unpacking": ("bits", "functions", "division", "masks", "wide", "functional"),
+        "has_bias": (False, True),
+        "dtype": (torch.float32, torch.bfloat16),
+        "rows": ((3,), (1,), (2, 3)),
+    }
+    chosen: dict[str, Any] = {}
+    for name, values in options.items():
+        fitting = [each for each in values if allows(Spelling(**{**chosen, name: each}))]
+        chosen[name] = draw(st.sampled_from(fitting or [getattr(Spelling, name)]))
+    return Spelling(**chosen)
+
+
+def rewritten(function, *inputs, **named):
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"linear": "lz.cpp_linear"})
+    with torch.no_grad():
+        return torch.compile(function, backend=backend, fullgraph=True)(*inputs, **named), backend
+
+
+@settings(many, max_examples=150)
+@given(spelling=spellings())
+def test_every_spelling_is_read(spelling):
+    if not allows(spelling):
+        return
+    inputs = spelling.inputs()
+    result, backend = rewritten(spelling.run, **inputs)
+    matches = [match for match in backend.report.matches if match.op == "linear"]
+    assert [match.rewritten for match in matches] == [True], f"{spelling}\n{backend.why_not()}"
+    (match,) = matches
+    assert match.kernel == "lz.cpp_linear", f"{spelling}\n{backend.why_not()}"
+    assert match.attributes["packing"] == (spelling.stored if spelling.is_packed else "none")
+    with torch.no_grad():
+        expected = spelling.run(**inputs)
+    wide = {name: each.double() if each.dtype in (torch.float32, torch.bfloat16) else each for name, each in inputs.items()}
+    truth = dataclasses.replace(spelling, dtype=torch.float64).run(**wide)
+    size, own = float(truth.abs().max()), float((expected.double() - truth).abs().max())
+    assert float((result.double() - truth).abs().max()) <= 1.5 * own + (1e-5 if spelling.dtype == torch.float32 else 5e-3) * size
+
+
+def test_grouped_weights_are_read_with_their_groups():
+    spelling = Spelling("low_half", scale="groups", zero="tensor")
+    _, backend = rewritten(spelling.run, **spelling.inputs())
+    (match,) = backend.report.matches
+    assert match.context["dims"]["num_rows"] == 3
+    assert {"int4", "groups", "scale", "zero"} <= {*match.context["features"]}
+    assert "4 groups in a row" in match.context["features"]["groups"]
+
+
+# ---- what is refused, or is none -------------------------------------------------------------------------------------
+
+X, W8, P4 = torch.randn(3, 32), torch.randint(-128, 128, (12, 32), dtype=torch.int8), torch.randint(0, 256, (12, 16), dtype=torch.uint8)  # fmt: skip
+S = torch.rand(12, 1)
+TABLE = torch.randn(16)
+
+
+def two_scales(x, w, s):
+    return F.linear(x, torch.stack([(w & 15) * s, (w >> 4) * (2 * s)], -1).flatten(1))
+
+
+def wrong_order(x, w, s):
+    return F.linear(x, torch.stack([w & 15, w & 15], -1).flatten(1) * s)
+
+
+def used_twice(x, w, s):
+    full = w.float() * s
+    return F.linear(x, full) + full.sum()
+
+
+def for_each_row(x, w, s):
+    return torch.einsum("nk,nok->no", x, w.float().expand(3, -1, -1) * s)
+
+
+LOOKALIKES = {
+    "squares": (lambda x, w, s: F.linear(x, w.float() ** 2 * s), W8, "NOT_AFFINE"),
+    "a table": (lambda x, w, s: F.linear(x, TABLE[torch.stack([w & 15, w >> 4], -1).flatten(1).long()] * s), P4, "NOT_DEQUANTISED"),
+    "two scales in a byte": (two_scales, P4, "NOT_DEQUANTISED"),
+    "lower bits twice": (wrong_order, P4, "NOT_DEQUANTISED"),
+    "rounded": (lambda x, w, s: F.linear(x, (w.float() * s).round()), W8, "NOT_DEQUANTISED"),
+    "held to bounds": (lambda x, w, s: F.linear(x, (w.float() * s).clamp(-1, 1)), W8, "NOT_DEQUANTISED"),
+    "used twice": (used_twice, W8, "INTERIOR_USED"),
+    "a weight for each row": (for_each_row, W8, None),
+    "a mask": (lambda x, w, s: F.linear(x, torch.where(w > 0, s, -s)), W8, "NOT_DEQUANTISED"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_lookalikes_stay_what_they_are(name):
+    function, weight, code = LOOKALIKES[name]
+    found, backend = rewritten(function, X, weight, S)
+    assert not [match for match in backend.report.matches if match.op == "linear" and match.kernel != "inductor"], name
+    torch.testing.assert_close(found, function(X, weight, S), rtol=0, atol=0)
+    if code is not None:
+        assert code in {miss.reason.code for miss in backend.report.near_misses}, backend.why_not()
+
+
+def test_a_weight_that_is_overwritten_is_left_alone():
+    def function(x, w, s):
+        full = w.float() * s
+        w.zero_()
+        return F.linear(x, full)
+
+    found, backend = rewritten(function, X, W8.clone(), S)
+    assert not [match for match in backend.report.matches if match.rewritten and match.kernel == "lz.cpp_linear"]
+    torch.testing.assert_close(found, function(X, W8.clone(), S))
+
+
+def test_signed_halves_of_bytes_are_no_unsigned_ones():
+    packed = torch.randint(-128, 128, (12, 16), dtype=torch.int8)
+
+    def function(x, w, s):
+        return F.linear(x, torch.stack([(w << 4) >> 4, w >> 4], -1).flatten(1) * s)
+
+    found, backend = rewritten(function, X, packed, S)
+    assert not [match for match in backend.report.matches if match.rewritten and match.kernel == "lz.cpp_linear"]
+    torch.testing.assert_close(found, function(X, packed, S))
+
+
+def test_products_that_are_trained_keep_their_gradients():
+    scale = S.clone().requires_grad_()
+    x = X.clone().requires_grad_()
+
+    def function(x, w, s):
+        return F.linear(x, w.float() * s)
+
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"linear": "lz.cpp_linear"})
+    found = torch.compile(function, backend=backend, fullgraph=True)(x, W8, scale)
+    (match,) = [each for each in backend.report.matches if each.op == "linear"]
+    assert match.kernel != "lz.cpp_linear"
+    gradients = torch.autograd.grad(found.square().sum(), (x, scale))
+    for one, other in zip(gradients, torch.autograd.grad(function(x, W8, scale).square().sum(), (x, scale)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_module_decodes_with_the_kernel_by_default():
+    """As gpt-fast writes it: weights are buffers, and what is multiplied with them comes after."""
+
+    class Int8Linear(torch.nn.Module):
+        def __init__(self, columns, out):
+            super().__init__()
+            self.register_buffer("weight", torch.randint(-128, 128, (out, columns), dtype=torch.int8))
+            self.register_buffer("scales", torch.rand(out) / 128)
+
+        def forward(self, x):
+            return F.linear(x, self.weight.to(dtype=x.dtype)) * self.scales
+
+    model = torch.nn.Sequential(Int8Linear(1024, 2048), torch.nn.ReLU(), Int8Linear(2048, 1024)).eval()
+    x = torch.randn(1, 1024)
+    with torch.no_grad():
+        report = lz.explain(model, x, print_report=False)
+        assert [match.kernel for match in report.matches if match.op == "linear"] == ["lz.cpp_linear"] * 2
+        torch.testing.assert_close(torch.compile(model, backend="layerzero")(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_may_be_symbolic():
+    spelling = Spelling("low_first", scale="groups", zero="tensor")
+    inputs = spelling.inputs()
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"linear": "lz.cpp_linear"})
+    compiled = torch.compile(spelling.run, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for rows in (3, 5, 40):
+            inputs["x"] = torch.randn(rows, 32)
+            torch._dynamo.mark_dynamic(inputs["x"], 0)
+            torch.testing.assert_close(compiled(**inputs), spelling.run(**inputs), rtol=1e-4, atol=1e-4)
+    assert [match.kernel for match in backend.report.matches] == ["lz.cpp_linear"], backend.why_not()
+
+
+def test_a_weight_whose_rows_lie_apart_is_not_for_the_kernel():
+    """Which would copy it at every call."""
+
+    def function(x, w, s):
+        return x @ (w.float() * s)
+
+    inputs = (X, W8.t().contiguous(), S[:, 0])
+    found, backend = rewritten(function, *inputs)
+    (match,) = [each for each in backend.report.matches if each.op == "linear"]
+    assert match.kernel == "inductor"
+    assert "a weight whose rows lie apart in memory" in backend.why_not()
+    torch.testing.assert_close(found, function(*inputs))
+
+
+def test_groups_of_few_columns_are_not_for_the_kernel():
+    scale = torch.rand(12, 8)
+
+    def function(x, w, s):
+        return F.linear(x, (w.view(12, 8, 4) * s[..., None]).flatten(1))
+
+    _, backend = rewritten(function, X, W8, scale)
+    assert "groups of 4 columns" in backend.why_not()
+
+
+def test_all_packings_are_undone():
+    for packing, rows in itertools.product(PACKINGS, (1, 3)):
+        numbers = torch.randint(0, 16, (rows, 24), dtype=torch.uint8)
+        assert torch.equal(op.unpacked(op.packed(numbers, packing), packing), numbers)
