@@ -32,24 +32,25 @@ SHAPE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,
-    "vocab_size": VOCABULARY,
     "max_position_embeddings": 4096,
     "initializer_range": 0.06,
 }
 
 
-def model_with(implementation: str) -> Any:
+def model_with(implementation: str, vocabulary: int = VOCABULARY) -> Any:
     """Llama with random weights, the same every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model("llama", **SHAPE)
+        config = transformers.AutoConfig.for_model("llama", vocab_size=vocabulary, **SHAPE)
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
 
 
-def generated(model: Any, prompts: Sequence[Sequence[int]], count: int) -> tuple[list[list[int]], float]:
-    """Greedy tokens of each request, and seconds."""
+def generated(
+    model: Any, prompts: Sequence[Sequence[int]], count: int, **options: Any
+) -> tuple[list[list[int]], float]:
+    """Greedy tokens of each request, and seconds; ``options`` are further ones of continuous batching."""
     config = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = transformers.ContinuousBatchingConfig(max_batch_tokens=512, max_memory_percent=0.3)
+    batching = transformers.ContinuousBatchingConfig(max_batch_tokens=512, max_memory_percent=0.3, **options)
     start = time.perf_counter()
     found = model.generate_batch(
         list(prompts), generation_config=config, continuous_batching_config=batching, progress_bar=False

@@ -84,10 +84,7 @@ def operands(operation: str, *, wants: bool = False) -> dict[str, Any]:
 def operand(op: str, name: str, *, wants: bool = False) -> torch.Tensor:
     module = ops.module(op)
     letters = [each.removesuffix("|1") for each in module.SHAPES[name].split()]
-    shape = [
-        int(each) if each.isdigit() else {**LETTERS, **OWN_LETTERS.get(op, {})}[each]
-        for each in letters
-    ]
+    shape = [int(each) if each.isdigit() else {**LETTERS, **OWN_LETTERS.get(op, {})}[each] for each in letters]
     kind = getattr(module, "KINDS", {}).get(name, "")
     if kind == "bytes":
         return torch.randint(-128, 128, shape, dtype=torch.int8)

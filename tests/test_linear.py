@@ -86,7 +86,9 @@ def test_rows_give_the_same_bits_whatever_is_beside_them():
     attrs, _ = op.from_operands(x, {"N": 7, "K": 256, "O": 33, "W": 256, "G": 4})
     whole = cpp_linear.linear(x, attrs)
     for row in range(7):
-        assert torch.equal(whole[row], cpp_linear.linear(dataclasses.replace(x, input=x.input[row : row + 1]), attrs)[0])
+        assert torch.equal(
+            whole[row], cpp_linear.linear(dataclasses.replace(x, input=x.input[row : row + 1]), attrs)[0]
+        )
 
 
 def test_operands_that_do_not_fit_are_named():
@@ -168,8 +170,8 @@ class Spelling:
         found = {
             "to": lambda: numbers.to(self.dtype),
             "type": lambda: numbers.type(self.dtype),
-            "float": lambda: numbers.float(),
-            "promoted": lambda: numbers,
+            "float": numbers.float,
+            "promoted": numbers.clone,
         }[self.cast]()
         if self.zero == "number":
             zero = 8
@@ -255,10 +257,15 @@ def test_every_spelling_is_read(spelling):
     assert match.attributes["packing"] == (spelling.stored if spelling.is_packed else "none")
     with torch.no_grad():
         expected = spelling.run(**inputs)
-    wide = {name: each.double() if each.dtype in (torch.float32, torch.bfloat16) else each for name, each in inputs.items()}
+    wide = {
+        name: each.double() if each.dtype in (torch.float32, torch.bfloat16) else each for name, each in inputs.items()
+    }
     truth = dataclasses.replace(spelling, dtype=torch.float64).run(**wide)
     size, own = float(truth.abs().max()), float((expected.double() - truth).abs().max())
-    assert float((result.double() - truth).abs().max()) <= 1.5 * own + (1e-5 if spelling.dtype == torch.float32 else 5e-3) * size
+    assert (
+        float((result.double() - truth).abs().max())
+        <= 1.5 * own + (1e-5 if spelling.dtype == torch.float32 else 5e-3) * size
+    )
 
 
 def test_grouped_weights_are_read_with_their_groups():
@@ -352,7 +359,9 @@ def test_products_that_are_trained_keep_their_gradients():
     (match,) = [each for each in backend.report.matches if each.op == "linear"]
     assert match.kernel != "lz.cpp_linear"
     gradients = torch.autograd.grad(found.square().sum(), (x, scale))
-    for one, other in zip(gradients, torch.autograd.grad(function(x, W8, scale).square().sum(), (x, scale)), strict=True):
+    for one, other in zip(
+        gradients, torch.autograd.grad(function(x, W8, scale).square().sum(), (x, scale)), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 

@@ -19,7 +19,8 @@ from lz_compile.errors import ArgumentError
 from lz_compile.ground.sizes import is_one
 
 #: What the elements of an operand are: floating-point numbers of 16 bits or more (``inexact``: or complex ones; ``stored``:
-#: or numbers of eight bits; ``bytes``: or any eight bits), truth values, whole numbers (``index``: that PyTorch indexes by), or any real numbers.
+#: or numbers of eight bits; ``bytes``: or any eight bits), truth values, whole numbers (``index``: that PyTorch indexes
+#: by), or any real numbers.
 Kind: TypeAlias = Literal["floating", "inexact", "stored", "bytes", "boolean", "integer", "index", "real"]
 
 #: Types of tensors that kernels of ours read; others are those of a transform, a mode or a subclass.

@@ -24,7 +24,14 @@ from lz_compile.runtime.problem import context as contexts
 from lz_compile.runtime.problem.context import SelectionContext
 
 #: What elements are, by an op's name for it; integers of another width are taken, too.
-_ELEMENTS: Mapping[str, Kind] = {"boolean": "boolean", "int32": "integer", "int64": "integer", "stored": "stored", "bytes": "bytes", "real": "real"}
+_ELEMENTS: Mapping[str, Kind] = {
+    "boolean": "boolean",
+    "int32": "integer",
+    "int64": "integer",
+    "stored": "stored",
+    "bytes": "bytes",
+    "real": "real",
+}
 #: The operands whose layout in memory kernels ask for.
 _LAID_OUT = ("query", "key", "value")
 

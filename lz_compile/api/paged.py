@@ -137,7 +137,10 @@ def write_to_cache(
     slots = key_cache.shape[1]
     block = block_table[owners[chosen], (place // slots).clamp(max=block_table.shape[1] - 1)].long()
     block = torch.where(is_real.any(), block, 0)
-    for rows, cache, scale in ((keys, key_cache, key_scale), (value.reshape(-1, *value.shape[-2:]), value_cache, value_scale)):
+    for rows, cache, scale in (
+        (keys, key_cache, key_scale),
+        (value.reshape(-1, *value.shape[-2:]), value_cache, value_scale),
+    ):
         stored = _stored(rows if scale is None else rows / scale.to(rows.dtype)[:, None], cache.dtype)[chosen]
         bits = cache.view(torch.uint8) if cache.dtype in NARROW else cache
         stored = stored.view(torch.uint8) if cache.dtype in NARROW else stored

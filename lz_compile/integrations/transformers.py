@@ -144,8 +144,8 @@ def _in_place(
     first = starts[:-1, None] + torch.arange(pages, device=starts.device) * slots
     table = (read[first.clamp(max=read.numel() - 1)] // slots).to(torch.int32)
     sinks = None if x.sinks is None else x.sinks.flatten()
-    caches = allocator.get_cache_for_block_table(layer)
-    operands = paged.Operands(tokens[0], *caches, table, starts.diff(), others["cu_seq_lens_q"], sinks)
+    key_cache, value_cache = allocator.get_cache_for_block_table(layer)
+    operands = paged.Operands(tokens[0], key_cache, value_cache, table, starts.diff(), others["cu_seq_lens_q"], sinks)
     attrs = paged.PagedAttentionAttrs(attributes["scale"], attributes["softcap"], window, out_dtype=x.query.dtype)
     return paged_calls.run(operands, attrs)[None]
 

@@ -48,7 +48,8 @@ TIMELESS_FEATURES: frozenset[str] = frozenset({"bias", "zero", "offset"})
 class LinearAttrs(OpAttributes):
     """The attributes of one product with a stored weight.
 
-    ``is_transposed`` says that neighbours in a row of the weight are none in memory. ``compute_dtype`` is the widest dtype in which the source computes anything; a kernel may round less, never more.
+    ``is_transposed`` says that neighbours in a row of the weight are none in memory. ``compute_dtype`` is the widest dtype in
+    which the source computes anything; a kernel may round less, never more.
     """
 
     packing: Packing = "none"
@@ -127,13 +128,17 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
         raise MisfitError("linear", "weight", "in uint8, for an even number of columns", f"{x.weight.dtype}, {columns}")
     if sizes["W"] != wanted:
         advice = "Two numbers in a byte are told by packing"
-        raise MisfitError("linear", "weight", f"of {wanted} elements in a row for {columns} columns", sizes["W"], advice)
+        raise MisfitError(
+            "linear", "weight", f"of {wanted} elements in a row for {columns} columns", sizes["W"], advice
+        )
     if groups == 0 or columns % groups:
         raise MisfitError("linear", "scale", f"of groups that divide {columns} columns", groups)
     told: dict[str, Any] = {f"has_{name}": getattr(x, name) is not None for name in ("scale", "zero", "offset", "bias")}
     told["is_transposed"] = x.weight.shape[1] != 1 and x.weight.stride(1) != 1
     dtype = x.input.dtype
-    attrs = LinearAttrs(**{"compute_dtype": torch.promote_types(dtype, torch.float32), "out_dtype": dtype, **given, **told})
+    attrs = LinearAttrs(
+        **{"compute_dtype": torch.promote_types(dtype, torch.float32), "out_dtype": dtype, **given, **told}
+    )
     facts = LinearFacts(
         sizes["N"], columns, sizes["O"], groups, dtype, x.weight.dtype, x.input.device.type, x.wants_gradient()
     )
@@ -153,13 +158,14 @@ def reference(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
     """
     wide = torch.promote_types(torch.promote_types(x.input.dtype, attrs.compute_dtype), torch.float32)
     bias = None if x.bias is None else x.bias.to(wide)
-    return torch.nn.functional.linear(x.input.to(wide), dequantised(x, attrs, wide), bias).to(attrs.out_dtype)
+    found: torch.Tensor = torch.nn.functional.linear(x.input.to(wide), dequantised(x, attrs, wide), bias)
+    return found.to(attrs.out_dtype)
 
 
 def dequantised(x: Operands, attrs: LinearAttrs, dtype: torch.dtype) -> torch.Tensor:
     """The weight that is meant, ``[O, K]``."""
-    stored = unpacked(x.weight, attrs.packing).to(dtype)
-    found = stored.unflatten(1, (groups_of(x), -1))
+    found: torch.Tensor = unpacked(x.weight, attrs.packing).to(dtype)
+    found = found.unflatten(1, (groups_of(x), -1))
     if x.zero is not None:
         found = found - x.zero.to(dtype)[..., None]
     if x.scale is not None:

@@ -159,7 +159,9 @@ def from_operands(
     """The attributes, of which some are given, and the facts of an attention over blocks (real or fake)."""
     heads, kv_heads, requests = sizes["Hq"], sizes["Hk"], sizes["R"]
     if kv_heads == 0 or heads % kv_heads:
-        advice = "NHD caches are [blocks, slots, heads, features], HND ones have heads before slots: say which by layout"
+        advice = (
+            "NHD caches are [blocks, slots, heads, features], HND ones have heads before slots: say which by layout"
+        )
         raise MisfitError("paged_attention", "query", f"heads in a multiple of the cache's, {kv_heads}", heads, advice)
     if x.query_starts is None and sizes["T"] != requests:
         advice = "Give query_starts, where the queries of each request begin"
@@ -239,6 +241,8 @@ def seen_by(x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
 
 def gathered(x: Operands, name: str, dtype: torch.dtype) -> torch.Tensor:
     """All blocks of every request behind each other, ``[R, M * P, Hk, D]``; of ``name``, key or value."""
+    cache: torch.Tensor
+    scale: torch.Tensor | None
     cache, scale = getattr(x, f"{name}_cache"), getattr(x, f"{name}_scale")
     blocks = x.block_table.long().clamp(0, cache.shape[0] - 1)
     if cache.dtype in NARROW and cache.dtype != torch.int8:  # few operations know such elements
@@ -315,11 +319,13 @@ def sample(
     blocks = -(-sizes["seq_len_k"] // slots)
     table = torch.randperm(requests * blocks, device=device).to(torch.int32).reshape(requests, blocks)
     lengths = torch.full((requests,), sizes["seq_len_k"], dtype=torch.int32, device=device)
-    shapes = [(requests if variant == "decode" else tokens, sizes["num_heads"], sizes["head_dim"])]
+    shapes: list[tuple[int, ...]] = [
+        (requests if variant == "decode" else tokens, sizes["num_heads"], sizes["head_dim"])
+    ]
     shapes += [(requests * blocks, slots, sizes["num_kv_heads"], sizes[each]) for each in ("head_dim", "value_dim")]
     tensors = [torch.randn(each, device=device, dtype=torch.float32).to(dtype) for each in shapes]
     tensors[0].requires_grad_(is_training)
-    given = (*tensors, table, lengths)
+    given: tuple[torch.Tensor, ...] = (*tensors, table, lengths)
     if variant == "ragged":
         given = (*given, torch.linspace(0, tokens, requests + 1, device=device).to(torch.int32))
     x = Operands(*given)

@@ -104,7 +104,9 @@ class LinearEmitter(TableEmitter):
             needs_grad=core.wants_grad(inputs),
         )
         operands = {"input": self.given.node, "weight": weight.leaf.node}
-        pinned = frozenset() if weight.packing == "none" else frozenset(atoms((*weight.columns, *weight.stored_columns)))
+        pinned = (
+            frozenset() if weight.packing == "none" else frozenset(atoms((*weight.columns, *weight.stored_columns)))
+        )
         return Match(
             op,
             Site.of(core, self.output_dims, read),
@@ -115,7 +117,11 @@ class LinearEmitter(TableEmitter):
 
 def _is_transposed(weight: Weight) -> bool:
     stored = known_tensor(weight.leaf.node)
-    return weight.leaf.dims[-1] == () or atoms(weight.leaf.dims[-1])[-1:] != atoms(weight.stored_columns)[-1:] or stored.stride(-1) != 1
+    return (
+        weight.leaf.dims[-1] == ()
+        or atoms(weight.leaf.dims[-1])[-1:] != atoms(weight.stored_columns)[-1:]
+        or stored.stride(-1) != 1
+    )
 
 
 def meaning(weight: Weight) -> dict[str, sympy.Expr]:

@@ -160,7 +160,11 @@ def _weight(
     Raises:
         RefusedError: it is not affine in what is stored, or reads that in two ways.
     """
-    own = [symbol for symbol in expression.free_symbols if symbol in region.leaves and region.leaves[symbol].node is storage]
+    own = [
+        symbol
+        for symbol in expression.free_symbols
+        if symbol in region.leaves and region.leaves[symbol].node is storage
+    ]
     if len(own) != 1:
         raise RefusedError("NOT_DEQUANTISED", "the weight reads what is stored in two ways", "read it once")
     (symbol,) = own
@@ -173,7 +177,9 @@ def _weight(
     leaf = region.leaves[symbol]
     span = {*out, *atoms(stored_columns)}
     if leaf.axes != span or {*axes_of(leaf.dims)} != span:
-        raise RefusedError("NOT_DEQUANTISED", "what is stored is repeated, or has other axes than the weight", "store it once")
+        raise RefusedError(
+            "NOT_DEQUANTISED", "what is stored is repeated, or has other axes than the weight", "store it once"
+        )
     groups = _groups(region, scale, summand, {*out}, columns)
     return Weight(leaf, packing, scale, summand, region, out, columns, groups, stored_columns, region.interior)
 
@@ -186,6 +192,8 @@ def _groups(
     used = {axis for symbol in symbols for axis in region.leaves[symbol].axes}
     parts = atoms(columns)
     if not used <= out | {*parts}:
-        raise RefusedError("NOT_DEQUANTISED", "what is multiplied depends on more than rows and columns", "scale it afterwards")
+        raise RefusedError(
+            "NOT_DEQUANTISED", "what is multiplied depends on more than rows and columns", "scale it afterwards"
+        )
     last = max((place for place, axis in enumerate(parts) if axis in used), default=-1)
     return tuple(parts[: last + 1])

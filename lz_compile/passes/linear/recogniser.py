@@ -119,5 +119,3 @@ class _Reader:
         readers: dict[fx.Node, fx.Node] = {node: region.readers.get(node, anchor) for node in edge}
         core.check(self.effects, readers, if_used="use the dequantised weight for one product only")
         return core
-
-

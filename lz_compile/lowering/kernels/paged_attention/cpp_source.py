@@ -87,9 +87,9 @@ def _readable(x: Operands) -> Operands:
         if name in ("key_cache", "value_cache"):
             continue
         is_table = name in ("block_table", "lengths", "query_starts")
-        if is_table and each.dtype.itemsize > 4:
-            each = each.clamp(-1, 2**31 - 1)  # what no int32 holds is no place, either
-        expanded = each.expand(x.key_cache.shape[2]) if name.endswith("_scale") else each
+        # What no int32 holds is no place, either.
+        held = each.clamp(-1, 2**31 - 1) if is_table and each.dtype.itemsize > 4 else each
+        expanded = held.expand(x.key_cache.shape[2]) if name.endswith("_scale") else held
         given[name] = expanded.to(torch.int32 if is_table else torch.float32).contiguous()
     return Operands(**given)
 
@@ -275,7 +275,8 @@ INLINE void attend(float* const* states, const float* const* queries, const floa
   for (; e + kColumns <= kEV; e += kColumns) {
     add_values<kRows, kColumns>(states, weights, values, e * kLanes, low, high, e ? nullptr : ahead);
   }
-  if constexpr (kEV % kColumns != 0) add_values<kRows, kEV % kColumns>(states, weights, values, e * kLanes, low, high, nullptr);
+  constexpr int kRest = kEV % kColumns;
+  if constexpr (kRest != 0) add_values<kRows, kRest>(states, weights, values, e * kLanes, low, high, nullptr);
 }
 
 // Where a query's keys begin and end.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from lz_compile.lowering.arange import arange
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernel_operator import kernel_operator
@@ -28,12 +29,14 @@ def _decode(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
     dtype = x.query.dtype
     _, ends = seen_by(x)
     key, value = (gathered(x, name, dtype) for name in ("key", "value"))
-    place = op.arange(ends, key.shape[1])
+    place = arange(ends, key.shape[1])
     sees = place < ends[:, None]
     if attrs.window is not None:
         sees = torch.logical_and(sees, place >= ends[:, None] - attrs.window)
     is_seen = sees[:, :, None, None]
-    key, value = (torch.where(is_seen, each, 0.0).transpose(1, 2) for each in (key, value))  # what is not read may be NaN
+    key, value = (
+        torch.where(is_seen, each, 0.0).transpose(1, 2) for each in (key, value)
+    )  # what is not read may be NaN
     given = attention.Operands(x.query[:, :, None], key, value, mask=sees[:, None, None], sinks=_sinks(x))
     return _attend(given, attrs, None)[:, :, 0].to(attrs.out_dtype)
 
