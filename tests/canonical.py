@@ -214,4 +214,6 @@ def _loop(loop: LoopReport) -> str:
 def _source(where: str) -> str:
     """The line of a place, which stays the same when others come before it."""
     file, _, line = where.rpartition(":")
+    if file not in _LINES:  # a line of the package's own
+        return Path(file).name
     return _LINES[file][int(line) - 1].strip()

@@ -11,6 +11,7 @@ from canonical import missed, rewritten
 from torch import Tensor
 from torch._higher_order_ops import scan
 
+import lz_compile as lz
 from lz_compile.passes.recognisers import recognisers
 
 
@@ -18,13 +19,20 @@ def random(*shape: int, grad: bool = False) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).requires_grad_(grad)
 
 
+def paged(requests: int) -> tuple[Tensor, ...]:
+    """Query, cache, tables and lengths."""
+    table, lengths = torch.ones(requests, 2, dtype=torch.int32), torch.ones(requests, dtype=torch.int32)
+    return random(requests, 4, 8), random(5, 2, 2, 8), random(5, 2, 2, 8), table, lengths
+
+
 class Snapshots(expecttest.TestCase):
     def test_every_recogniser_is_here(self) -> None:
-        written = {
-            name.split("_")[1] for name in dir(self) if name.startswith("test_") and name.endswith("_is_rewritten")
-        }
-        nearly = {name.split("_")[1] for name in dir(self) if name.startswith("test_") and "_nearly_" in name}
-        assert written == nearly == set(recognisers())
+        names = [name.removeprefix("test_") for name in dir(self) if name.startswith("test_")]
+        written = [name for name in names if name.endswith("_is_rewritten")]
+        nearly = [name for name in names if "_nearly_" in name]
+        for op in recognisers():
+            assert any(name.startswith(f"{op}_") for name in written), op
+            assert any(name.startswith(f"{op}_nearly_") for name in nearly), op
 
     # ---- attention -----------------------------------------------------------------------------------------------------
 
@@ -237,6 +245,119 @@ report:
 near miss of mlp at `return activated * F.linear(x, up), activated`
   [INTERIOR_USED] activated is also used by output
   -> use the activation for its product only""",
+        )
+
+    # ---- linear --------------------------------------------------------------------------------------------------------
+
+    def test_linear_with_two_numbers_in_a_byte_is_rewritten(self) -> None:
+        def function(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+            numbers = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+            return x @ ((numbers.to(torch.int8) - 8) * scale).t()
+
+        inputs = random(3, 8), torch.arange(16, dtype=torch.uint8).view(4, 4), random(4, 1)
+        self.assertExpectedInline(
+            rewritten(function, *inputs, lock={"linear": "lz.cpp_linear"}),
+            """\
+before:
+  packed: u8[4, 4]
+  scale: f32[4, 1]
+  x: f32[3, 8]
+  and: u8[4, 4] = and(packed, 15)
+  rshift: u8[4, 4] = rshift(packed, 4)
+  stack: u8[4, 4, 2] = stack([and, rshift], -1)
+  flatten: u8[4, 8] = flatten(stack, 1)
+  to: i8[4, 8] = to(flatten, torch.int8)
+  sub: i8[4, 8] = sub(to, 8)
+  mul: f32[4, 8] = mul(sub, scale)
+  t: f32[8, 4] = t(mul)
+  matmul: f32[3, 4] = matmul(x, t)
+  return [matmul]
+after:
+  packed: u8[4, 4]
+  scale: f32[4, 1]
+  x: f32[3, 8]
+  new_full: f32[1, 1] = new_full(x, [1, 1], 8.0, dtype=torch.float32)
+  cpp_linear: f32[3, 4] = cpp_linear(x, packed, scale, new_full, None, None, {"packing": "low_first", "is_transposed": false, "has_scale": true, "has_zero": true, "has_offset": false, "has_bias": false, "compute_dtype": "torch.float32", "out_dtype": "torch.float32"})
+  return [cpp_linear]
+report:
+  linear: lz.cpp_linear, rewritten, at `return x @ ((numbers.to(torch.int8) - 8) * scale).t()`
+    attributes: packing=low_first, has_scale, has_zero, compute_dtype=torch.float32, out_dtype=torch.float32
+    why: locked by options['layerzero.lock']""",
+        )
+
+    def test_linear_nearly_when_its_weight_is_returned(self) -> None:
+        def function(x: Tensor, stored: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+            weight = stored * scale
+            return F.linear(x, weight), weight
+
+        inputs = random(3, 8), torch.ones(4, 8, dtype=torch.int8), random(4, 1)
+        self.assertExpectedInline(
+            missed(function, *inputs),
+            """\
+near miss of linear at `return F.linear(x, weight), weight`
+  [INTERIOR_USED] weight is also used by output
+  -> use the dequantised weight for one product only""",
+        )
+
+    # ---- paged attention -----------------------------------------------------------------------------------------------
+
+    def test_paged_attention_that_is_called_is_rewritten(self) -> None:
+        self.assertExpectedInline(
+            rewritten(lz.paged_attention, *paged(3), lock={"paged_attention": "torch.paged_attention"}),
+            """\
+before:
+  query: f32[3, 4, 8]
+  key_cache: f32[5, 2, 2, 8]
+  value_cache: f32[5, 2, 2, 8]
+  lengths: i32[3]
+  block_table: i32[3, 2]
+  paged_attention: f32[3, 4, 8] = paged_attention(query, key_cache, value_cache, block_table, lengths, None, None, None, None, None, None, None, torch.float32, ...)
+  reshape: f32[3, 4, 8] = reshape(paged_attention, 3, 4, 8)
+  return [reshape]
+after:
+  query: f32[3, 4, 8]
+  key_cache: f32[5, 2, 2, 8]
+  value_cache: f32[5, 2, 2, 8]
+  lengths: i32[3]
+  block_table: i32[3, 2]
+  long: i64[3] = long(lengths)
+  long_2: i64[3, 2] = long(block_table)
+  clamp: i64[3, 2] = clamp(long_2, 0, 4)
+  getitem: f32[3, 2, 2, 2, 8] = getitem(key_cache, clamp)
+  to: f32[3, 2, 2, 2, 8] = to(getitem, torch.float32)
+  flatten: f32[3, 4, 2, 8] = flatten(to, 1, 2)
+  getitem_2: f32[3, 2, 2, 2, 8] = getitem(value_cache, clamp)
+  to_2: f32[3, 2, 2, 2, 8] = to(getitem_2, torch.float32)
+  flatten_2: f32[3, 4, 2, 8] = flatten(to_2, 1, 2)
+  arange: i64[4] = arange(4, device=cpu)
+  getitem_3: i64[3, 1] = getitem(long, [:, None])
+  lt: b8[3, 4] = lt(arange, getitem_3)
+  getitem_4: b8[3, 4, 1, 1] = getitem(lt, [:, :, None, None])
+  where: f32[3, 4, 2, 8] = where(getitem_4, flatten, 0.0)
+  transpose: f32[3, 2, 4, 8] = transpose(where, 1, 2)
+  where_2: f32[3, 4, 2, 8] = where(getitem_4, flatten_2, 0.0)
+  transpose_2: f32[3, 2, 4, 8] = transpose(where_2, 1, 2)
+  getitem_5: f32[3, 4, 1, 8] = getitem(query, [:, :, None])
+  getitem_6: b8[3, 1, 1, 4] = getitem(lt, [:, None, None])
+  scaled_dot_product_attention: f32[3, 4, 1, 8] = scaled_dot_product_attention(getitem_5, transpose, transpose_2, attn_mask=getitem_6, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=True)
+  getitem_7: f32[3, 4, 8] = getitem(scaled_dot_product_attention, [:, :, 0])
+  to_3: f32[3, 4, 8] = to(getitem_7, torch.float32)
+  reshape: f32[3, 4, 8] = reshape(to_3, 3, 4, 8)
+  return [reshape]
+report:
+  paged_attention: torch.paged_attention, rewritten, at `paged_calls.py`
+    attributes: out_dtype=torch.float32
+    formula: softmax(query key_cache[block_table]^T) value_cache[block_table], decode
+    why: locked by options['layerzero.lock']""",
+        )
+
+    def test_paged_attention_nearly_when_there_are_no_queries(self) -> None:
+        self.assertExpectedInline(
+            missed(lz.paged_attention, *paged(0)),
+            """\
+near miss of paged_attention at `paged_calls.py`
+  [EMPTY] there are no queries, or no blocks
+  -> leave the call out""",
         )
 
     # ---- blend ---------------------------------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from lz_compile.api import eager
+from lz_compile.api.paged_calls import problem_of_call
 from lz_compile.api.scan_calls import facts_of_call
 from lz_compile.lowering import ops
+from lz_compile.lowering.ops import paged_attention
 from lz_compile.lowering.ops.scan import Operands
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.match import Match
@@ -29,6 +31,9 @@ def with_own_kernel(match: Match) -> Match:
     facts: Any = match.facts
     if match.op == "scan":
         facts = replace(facts_of_call(Operands(**tensors)), needs_grad=match.facts.needs_grad)
+    elif match.op == "paged_attention":
+        facts = problem_of_call(paged_attention.Operands(**tensors), match.attributes)[1]
+        facts = replace(facts, needs_grad=match.facts.needs_grad)
     else:
         logits = tensors["logits"]
         assert logits is not None, "a sampling has logits"

@@ -83,7 +83,8 @@ def _widened(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     if source is None or result is None or not (_is_whole(source) and _is_whole(result)):
         return None
     old, new = torch.iinfo(source.dtype), torch.iinfo(result.dtype)
-    return region.operand(call, "input", dims) if new.min <= old.min and old.max <= new.max else None
+    found = region.operand(call, "input", dims)
+    return found if isinstance(found, (LOW, HIGH)) or (new.min <= old.min and old.max <= new.max) else None
 
 
 BITS: Mapping[str, Rule] = {

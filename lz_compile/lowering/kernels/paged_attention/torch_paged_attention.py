@@ -20,8 +20,11 @@ from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttr
 
 def paged_attention(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
     """The attention in the op's canonical layout (see ``lowering/ops/paged_attention.py``)."""
-    found: torch.Tensor = _ragged(x, attrs) if attrs.is_ragged else _decode(x, attrs)
-    return found
+    if attrs.is_ragged:
+        found: torch.Tensor = _ragged(x, attrs)
+        return found
+    is_known = x.sinks is None and attrs.softcap is None  # to PyTorch's function
+    return _decode(x, attrs) if is_known else op.reference(x, attrs)
 
 
 def _decode(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
@@ -37,7 +40,7 @@ def _decode(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
     key, value = (
         torch.where(is_seen, each, 0.0).transpose(1, 2) for each in (key, value)
     )  # what is not read may be NaN
-    given = attention.Operands(x.query[:, :, None], key, value, mask=sees[:, None, None], sinks=_sinks(x))
+    given = attention.Operands(x.query[:, :, None], key, value, mask=sees[:, None, None])
     return _attend(given, attrs, None)[:, :, 0].to(attrs.out_dtype)
 
 
@@ -61,16 +64,13 @@ def ragged(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
         key, value = (gathered(own, name, x.query.dtype)[:, :length].transpose(1, 2) for name in ("key", "value"))
         query = x.query[None, rows.start + skipped : rows.stop].transpose(1, 2)
         band = Band(None if attrs.window is None else 1 - attrs.window, 0, at_end=True)
-        found = _attend(attention.Operands(query, key, value, sinks=_sinks(x)), attrs, band)
+        sinks = None if x.sinks is None else x.sinks.to(x.query.dtype).reshape(1, -1, 1, 1)
+        found = _attend(attention.Operands(query, key, value, sinks=sinks), attrs, band)
         out[rows.start + skipped : rows.stop] = found[0].transpose(0, 1)
     return out
 
 
 _ragged = kernel_operator("torch_paged_attention", op, ragged, has_fallback=False)
-
-
-def _sinks(x: Operands) -> torch.Tensor | None:
-    return None if x.sinks is None else x.sinks.to(x.query.dtype).reshape(1, -1, 1, 1)
 
 
 def _attend(x: attention.Operands, attrs: PagedAttentionAttrs, band: Band | None) -> torch.Tensor:
