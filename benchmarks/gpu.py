@@ -92,6 +92,13 @@ def _attention(batch: int, heads: int, kv_heads: int, queries: int, keys: int, d
     }  # fmt: skip
 
 
+def _paged(requests: int, queries: int) -> dict[str, int]:
+    return {
+        "num_requests": requests, "num_queries": requests * queries, "num_heads": 32, "num_kv_heads": 8, "seq_len_k": 4096,
+        "block_size": 16, "head_dim": 128, "value_dim": 128,
+    }  # fmt: skip
+
+
 def _scan(length: int, *, heads: int = 16, width: int = 64, batch: int = 4) -> dict[str, int]:
     return {"batch_size": batch, "num_heads": heads, "length": length, "key_dim": width, "value_dim": width}
 
@@ -123,6 +130,10 @@ def rows() -> list[Row]:
         Row("attention.full", decoding),
         Row("attention.causal", middle, single),
         Row("attention.full", middle, single, details={"mask": "float"}),
+        Row("paged_attention.decode", _paged(64, 1)),
+        Row("paged_attention.ragged", _paged(16, 16)),
+        Row("linear.quantised", {"num_rows": 1, "in_features": 4096, "out_features": 4096}),
+        Row("linear.quantised", {"num_rows": 256, "in_features": 4096, "out_features": 4096}),
         Row("scan.delta", _scan(64)),
         Row("scan.delta", _scan(2048)),
         Row("scan.diagonal", _scan(2048)),
