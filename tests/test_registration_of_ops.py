@@ -80,6 +80,7 @@ def source(op: str) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
         "mlp": (gated, torch.randn(4, 8, 8).unbind()),
         "scan": (moving, torch.randn(2, 2, 12, 4).unbind()),
         "sampling": (likeliest, (torch.randn(3, 96),)),
+        "paged_attention": (lz.paged_attention, problem("paged_attention").inputs),
     }
     given = problem(op)
     return written.get(op, (given.as_written(), given.inputs))
