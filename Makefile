@@ -46,6 +46,7 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.serving
 	$(PY) -m benchmarks.batching
 	$(PY) -m benchmarks.paged_attention
+	$(PY) -m benchmarks.quantised
 	$(PY) -m benchmarks.static_cache
 	$(PY) -m benchmarks.selection
 	$(PY) -m benchmarks.eager_selection

@@ -26,13 +26,14 @@ def with_own_kernel(match: Match) -> Match:
     """A match; of such a call, with the kernel that it selects when it is traced as the one that the source calls."""
     if not isinstance(match.emitter, CallEmitter):
         return match
-    tensors = {name: tensor_of(node) for name, node in match.emitter.given.items()}
+    tensors: dict[str, Any] = {name: tensor_of(node) for name, node in match.emitter.given.items()}
     device = next(tensor.device for tensor in tensors.values() if tensor is not None)
     facts: Any = match.facts
     if match.op == "scan":
         facts = replace(facts_of_call(Operands(**tensors)), needs_grad=match.facts.needs_grad)
     elif match.op == "paged_attention":
-        facts = problem_of_call(paged_attention.Operands(**tensors), match.attributes)[1]
+        attrs: Any = match.attributes
+        facts = problem_of_call(paged_attention.Operands(**tensors), attrs)[1]
         facts = replace(facts, needs_grad=match.facts.needs_grad)
     else:
         logits = tensors["logits"]
