@@ -101,7 +101,7 @@ def _sizes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 def _axes(sizes: Mapping[str, Any], *, is_ragged: bool) -> dict[str, tuple[Axis, ...]]:
     """Axes by letter: those of query heads are the cache's times a group, and requests of one query are the queries."""
-    axes = {letter: () if size == 1 else (Axis(size),) for letter, size in sizes.items()}
+    axes: dict[str, tuple[Axis, ...]] = {letter: () if size == 1 else (Axis(size),) for letter, size in sizes.items()}
     group = sizes["Hq"] // sizes["Hk"]
     axes["Hq"] = (*axes["Hk"], *(() if group == 1 else (Axis(group),)))
     if not is_ragged:

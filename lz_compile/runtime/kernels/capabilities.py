@@ -129,6 +129,7 @@ class Kernel(Struct, frozen=True, forbid_unknown_fields=True):
     min_head_dim: Count | None = None
     max_head_dim: Count | None = None
     head_dim_multiple: Count = 1
+    multiples: Annotated[dict[Name, Count], Meta(description="what other sizes must be multiples of")] = {}
     max_seq_len: Count | None = None
     requires_last_dim_stride1: bool = False
     is_cuda_graph_safe: bool = False
@@ -270,8 +271,10 @@ def _kernel_problems(op: str, kernel: Kernel) -> Iterator[str]:
         first, last = getattr(kernel, least), getattr(kernel, most)
         if first is not None and last is not None and first > last:
             yield f"{least} {first} is above {most} {last}"
-    for name in sorted({name for row in kernel.prior for name in row.limits} - set(dim_names(op))):
-        yield f"prior: no size '{name}'{nearest(name, dim_names(op))}; valid are {', '.join(dim_names(op))}"
+    named = {("prior", name) for row in kernel.prior for name in row.limits}
+    named |= {("multiples", name) for name in kernel.multiples}
+    for field, name in sorted(each for each in named if each[1] not in dim_names(op)):
+        yield f"{field}: no size '{name}'{nearest(name, dim_names(op))}; valid are {', '.join(dim_names(op))}"
     grid = kernel.grid or Grid("0")
     for formula in (kernel.workspace, grid.x, grid.y, grid.z, grid.threads):
         if formula is not None:

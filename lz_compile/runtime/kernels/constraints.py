@@ -112,6 +112,10 @@ def _sizes(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:
             yield Reason("HEAD_DIM_INVALID", text)
         if not _is_multiple(dim, multiple):
             yield Reason("HEAD_DIM_ALIGNMENT", f"{label} {dim}, {name} takes multiples of {multiple}")
+    for label, of in kernel.multiples.items():
+        dim = context.dims.get(label)
+        if dim is None or not _is_multiple(dim, of):
+            yield Reason("SIZE_ALIGNMENT", f"{label} {dim}, {name} takes multiples of {of}")
     for label in ("seq_len_q", "seq_len_k") if kernel.max_seq_len is not None else ():
         dim = context.dims.get(label)
         if dim is None or not _is_within(dim, 0, kernel.max_seq_len):

@@ -54,6 +54,7 @@ class KernelSpec:
     min_head_dim: int | None = None
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
+    multiples: Mapping[str, int] = field(default_factory=dict)
     max_seq_len: int | None = None
     supports_scale: bool = True
     requires_last_dim_stride1: bool = False
@@ -103,8 +104,9 @@ class KernelSpec:
 
     @property
     def limits_head_dim(self) -> bool:
-        """Whether not every size of the features will do."""
-        return self.head_dim_multiple > 1 or self.min_head_dim is not None or self.max_head_dim is not None
+        """Whether not every size of the features, or of a block, will do."""
+        is_any = self.head_dim_multiple == 1 and self.min_head_dim is None and self.max_head_dim is None
+        return not is_any or bool(self.multiples)
 
     @property
     def call(self) -> Callable[..., Any] | None:
