@@ -18,6 +18,7 @@ from lz_compile.passes.editing.dead import drop_dead, drop_dead_of_loops
 from lz_compile.passes.editing.edit import Edit, RefutedError
 from lz_compile.passes.graph.modes import ambient_behind, grad_enabled
 from lz_compile.passes.graph.snapshot import Snapshot
+from lz_compile.passes.inlining.subclasses import spell_out_subclasses
 from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
 from lz_compile.passes.loops.roll.scan import SCAN
@@ -36,6 +37,7 @@ def _everywhere(does: str, code: str, edit: Edit, timed: str) -> Stage:
 #: Up to what was recognised in a graph.
 READ = (
     Stage("spelling out calls", "INLINE_FAILED", reading.spell_out, "inline"),
+    _everywhere("spelling out tensor subclasses", "INLINE_FAILED", spell_out_subclasses, "inline"),
     _everywhere("giving values to what is written in place", "INLINE_FAILED", with_values, "inline"),
     _everywhere("spelling out torch.vmap", "INLINE_FAILED", unbatch, "inline"),
     _everywhere("taking recurrences that are computed in place for values", "INLINE_FAILED", prefix_stores, "inline"),

@@ -199,6 +199,8 @@ def reference(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
         as in the module's legend.
     """
     wide = torch.promote_types(x.query.dtype, torch.float32)
+    if x.query.shape[0] == 0 or x.lengths.shape[0] == 0:
+        return x.query.new_zeros(fake(x, attrs).shape, dtype=attrs.out_dtype)
     owners, ends = seen_by(x)
     key, value = (gathered(x, name, wide)[owners] for name in ("key", "value"))  # [T, L, Hk, D]
     tokens, heads, dims = x.query.shape

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from lz_compile.passes.editing.shared_memory import may_be_view, shared_otherwise, written
 from lz_compile.passes.editing.stretch import Stretch
 from lz_compile.passes.formula.strides import order_of, strides_matter, that_count
+from lz_compile.passes.graph.subclasses import is_subclass
 from lz_compile.passes.graph.view import memories_of, read, tensors_in, value_of
 from lz_compile.passes.proof.trial_run import Ran
 
@@ -103,6 +104,8 @@ def _unlike(
     scale: Callable[[], float],
     rounding: Rounding,
 ) -> Iterator[Difference]:
+    if is_subclass(one) and is_subclass(other):
+        one, other = tensors_in(one), tensors_in(other)
     pairs = list(zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False))
     if pytree.tree_structure(one) != pytree.tree_structure(other):
         yield Difference(f"{name} has another structure")

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from lz_compile.passes.graph.subclasses import inner_tensors
+
 # Parameter names in positional order, where the function and the method form agree (a method's self is the first).
 _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "add": ("input", "other", "alpha"),
@@ -314,8 +316,9 @@ def memory_of(node: Any) -> int | None:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor of a value."""
-    return [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+    """Every tensor of a value; of one that is made of others, those."""
+    found = [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+    return [tensor for each in found for _, tensor in inner_tensors(each)]
 
 
 def memories_of(node: fx.Node) -> list[int]:

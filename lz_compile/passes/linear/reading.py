@@ -59,7 +59,7 @@ def storage_of(effects: Effects, node: fx.Node) -> fx.Node | None:
         call, tensor = effects.calls[each], tensor_of(each)
         if call is not None and call.name in PRODUCTS:  # what comes out of a layer
             return None
-        if call is None:
+        if call is None or call.name == "getattr":  # what is given, or the tensor inside of one
             if tensor is not None and tensor.dtype in STORED and tensor.dim() >= 2:
                 found.add(each)
             continue

@@ -79,6 +79,7 @@ def _match(node: fx.Node, effects: Effects) -> Match:
     least = {"N": _BLOCKS, "P": _SLOTS, "M": _COLUMNS}
     trial = Trial(
         masked_rows_count=False,
+        limited=frozenset((*axes["D"], *axes["E"], *axes["P"])),
         least={axis: least[letter] for letter in least for axis in axes[letter]},
     )
     dims = (axes["T"], axes["Hq"], axes["E"])

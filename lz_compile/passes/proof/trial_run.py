@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.snapshot import Was
+from lz_compile.passes.graph.subclasses import inner_tensors, rebuilt
 from lz_compile.passes.proof import running
 from lz_compile.passes.proof.running import SCAN, NotRunnableError
 from lz_compile.passes.proof.scan_steps import run_operator, run_steps
@@ -56,14 +57,16 @@ def random_inputs(
     memories: dict[int, list[torch.Tensor]] = {}
     examples = {node: _example(node) for node in nodes}
     for value in pytree.tree_leaves(list(examples.values())):
-        if isinstance(value, torch.Tensor):
-            memories.setdefault(_memory(value), []).append(value)
+        for _, tensor in inner_tensors(value) if isinstance(value, torch.Tensor) else ():
+            memories.setdefault(_memory(tensor), []).append(tensor)
     tensors: dict[int, torch.Tensor] = {}
     for shared in memories.values():
         tensors.update(_realised(shared, draw, made, doubled, with_grad))
 
     def real(value: Any) -> Any:
-        return tensors[id(value)] if isinstance(value, torch.Tensor) else _number(value)
+        if not isinstance(value, torch.Tensor):
+            return _number(value)
+        return rebuilt(value, (tensors[id(tensor)] for _, tensor in inner_tensors(value)))
 
     made.values = {node: pytree.tree_map(real, example) for node, example in examples.items()}
     return made
@@ -149,7 +152,8 @@ def _random(
     elif dtype.is_complex:
         value = torch.randn(drawn, generator=generator, dtype=dtype)
     else:
-        value = torch.randn(drawn, generator=generator, dtype=torch.promote_types(dtype, torch.float32))
+        wide = torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
+        value = torch.randn(drawn, generator=generator, dtype=wide)
         value = value.abs().clamp(0.1, 1.0) if positive else value
     value = value.to(device, dtype)
     return value if drawn == count else value.repeat(-(-count // drawn))[:count].clone()

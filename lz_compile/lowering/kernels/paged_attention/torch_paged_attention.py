@@ -61,7 +61,8 @@ def ragged(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
             continue
         blocks = x.block_table[request : request + 1, : -(-length // slots)]
         own = Operands(x.query, x.key_cache, x.value_cache, blocks, x.lengths, None, None, x.key_scale, x.value_scale)
-        key, value = (gathered(own, name, x.query.dtype)[:, :length].transpose(1, 2) for name in ("key", "value"))
+        first = 0 if attrs.window is None else max(length - count + skipped + 1 - attrs.window, 0)  # seen by any
+        key, value = (gathered(own, name, x.query.dtype)[:, first:length].transpose(1, 2) for name in ("key", "value"))
         query = x.query[None, rows.start + skipped : rows.stop].transpose(1, 2)
         band = Band(None if attrs.window is None else 1 - attrs.window, 0, at_end=True)
         sinks = None if x.sinks is None else x.sinks.to(x.query.dtype).reshape(1, -1, 1, 1)
