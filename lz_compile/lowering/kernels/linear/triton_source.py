@@ -1,0 +1,179 @@
+"""Products with stored weights in Triton: a weight is read once in its few bits, and its numbers are widened in registers.
+
+Every stored number is exact in 16 bits, and inputs of 16 bits are multiplied with these. What a group's numbers mean is then
+found from their sum and that of the input there, so that an input that is not finite may give NaN where the definition gives
+infinity. Inputs in float32 are multiplied with the weight that is meant, as are others where a tile would have numbers of two
+groups. All sums are in float32, and the same from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lz_compile.lowering.ops.linear import LinearAttrs, Operands, fake, groups_of
+from lz_compile.lowering.triton_launch import is_interpreted, on
+
+#: Rows that take as long as reading the weight, and the least that a tile of any kind has.
+FEW_ROWS = LEAST = 16
+
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+#: Numbers that are read as bits, for not every GPU knows their formats.
+_FORMATS = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
+
+
+@triton.jit
+def _number(stored, PLANE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """What is stored as numbers: of packed bytes the lower (plane 0) or the upper four bits."""
+    if FORMAT == "packed":
+        stored = stored >> 4 if PLANE == 1 else stored & 15
+    if FORMAT == "float8_e5m2":
+        stored = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    if FORMAT == "float8_e4m3fn":
+        bits = stored.to(tl.uint16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        stored = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    return stored.to(DTYPE)
+
+
+@triton.jit
+def _meant(
+    found, sums, group, is_out, scale, zero, offset, scale_group, zero_group, offset_group,
+    HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """What stored numbers mean (``sums`` is 1 then), or the sum of their products with an input whose sum is ``sums``."""
+    if HAS_ZERO:
+        found -= sums * tl.load(zero + group * zero_group, mask=is_out, other=0).to(tl.float32)
+    if HAS_SCALE:
+        found *= tl.load(scale + group * scale_group, mask=is_out, other=0).to(tl.float32)
+    if HAS_OFFSET:
+        found += sums * tl.load(offset + group * offset_group, mask=is_out, other=0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _group_of(
+    start, away, elements, size, HAS_GROUPS: tl.constexpr, IS_CUT: tl.constexpr, STEP: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    """The group of a tile's columns, or of each of them."""
+    column = start * STEP + away
+    if IS_CUT:
+        column = (tl.minimum(start + tl.arange(0, DEPTH), elements - 1) * STEP + away)[:, None]
+    return column // size if HAS_GROUPS else 0
+
+
+@triton.jit
+def _product(
+    given, weight, scale, zero, offset, is_row, is_out, elements, shift, size,
+    given_column, weight_column, scale_group, zero_group, offset_group,
+    HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_GROUPS: tl.constexpr,
+    IS_CUT: tl.constexpr, IS_MEANT: tl.constexpr, IS_HIGH: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Rows times rows of the weight. Byte ``j`` has numbers of the columns ``STEP * j`` and ``STEP * j + shift``."""
+    HAS_SUMS: tl.constexpr = (HAS_ZERO or HAS_OFFSET) and not IS_MEANT
+    total, sums = tl.zeros((ROWS, OUTS), tl.float32), tl.zeros((ROWS, 1), tl.float32)
+    for start in range(0, elements, DEPTH):
+        place = start + tl.arange(0, DEPTH).to(tl.int64)
+        is_place = place < elements
+        stored = tl.load(weight + place[:, None] * weight_column, mask=is_place[:, None] & is_out, other=0)
+        for plane in tl.static_range(2 if FORMAT == "packed" else 1):
+            away = shift if (plane == 1) != IS_HIGH else 0
+            column = (place * STEP + away)[None, :]
+            x = tl.load(given + column * given_column, mask=is_row & is_place[None, :], other=0.0).to(DTYPE)
+            w = _number(stored, plane, FORMAT, DTYPE)
+            group = _group_of(start, away, elements, size, HAS_GROUPS, IS_CUT, STEP, DEPTH)
+            part = tl.sum(x.to(tl.float32), 1)[:, None] if HAS_SUMS else tl.zeros_like(sums)
+            if IS_MEANT:
+                w = _meant(
+                    w, 1.0, group, is_out, scale, zero, offset, scale_group, zero_group, offset_group,
+                    HAS_SCALE, HAS_ZERO, HAS_OFFSET,
+                )  # fmt: skip
+            if IS_MEANT or not HAS_GROUPS:
+                total, sums = tl.dot(x, w, total, input_precision="ieee"), sums + part
+            else:
+                total += _meant(
+                    tl.dot(x, w, input_precision="ieee"), part, group, is_out, scale, zero, offset,
+                    scale_group, zero_group, offset_group, HAS_SCALE, HAS_ZERO, HAS_OFFSET,
+                )  # fmt: skip
+    if not IS_MEANT and not HAS_GROUPS:
+        total = _meant(total, sums, 0, is_out, scale, zero, offset, 0, 0, 0, HAS_SCALE, HAS_ZERO, HAS_OFFSET)
+    return total
+
+
+@triton.jit
+def multiply(
+    given, weight, scale, zero, offset, bias, result, rows, outs, elements, shift, size,
+    given_row, given_column, weight_row, weight_column, scale_row, scale_group, zero_row, zero_group,
+    offset_row, offset_group, bias_row,
+    HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr, IS_CUT: tl.constexpr, IS_MEANT: tl.constexpr, IS_HIGH: tl.constexpr, STEP: tl.constexpr,
+    FORMAT: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of the result; those that read the same rows of the weight are neighbours."""
+    tiles = tl.cdiv(rows, ROWS)
+    row = ((tl.program_id(0) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    out = ((tl.program_id(0) // tiles).to(tl.int64) * OUTS + tl.arange(0, OUTS))[None, :]
+    is_row, is_out = row < rows, out < outs
+    total = _product(
+        given + row * given_row, weight + out * weight_row, scale + out * scale_row, zero + out * zero_row,
+        offset + out * offset_row, is_row, is_out, elements, shift, size,
+        given_column, weight_column, scale_group, zero_group, offset_group,
+        HAS_SCALE, HAS_ZERO, HAS_OFFSET, HAS_GROUPS, IS_CUT, IS_MEANT, IS_HIGH, STEP, FORMAT, DTYPE, ROWS, OUTS, DEPTH,
+    )  # fmt: skip
+    if HAS_BIAS:
+        total += tl.load(bias + out * bias_row, mask=is_out, other=0).to(tl.float32)
+    tl.store(result + row * outs + out, total.to(result.dtype.element_ty), mask=is_row & is_out)
+
+
+def run(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
+    """The op (see ``lowering/ops/linear.py``), over operands that lie anywhere in memory."""
+    out = fake(x, attrs)
+    if not out.numel():
+        return out
+    (rows, columns), (outs, elements), groups = x.input.shape, x.weight.shape, groups_of(x)
+    weight = x.weight.view(torch.uint8) if x.weight.dtype in _FORMATS else x.weight
+    others = [x.scale, x.zero, x.offset, x.bias]
+    strides = [*x.input.stride(), *weight.stride()]
+    for each in others[:3]:
+        strides += (0, 0) if each is None else each.expand(outs, groups).stride()
+    constants = constants_of(x, attrs)
+    with on(out.device):
+        multiply[(triton.cdiv(rows, constants["ROWS"]) * triton.cdiv(outs, constants["OUTS"]),)](
+            x.input, weight, *[x.input if each is None else each for each in others], out,
+            rows, outs, elements, elements if constants["STEP"] == 1 else 1, columns // groups,
+            *strides, 0 if x.bias is None else x.bias.stride(0), **constants,
+        )  # fmt: skip
+    return out
+
+
+def constants_of(x: Operands, attrs: LinearAttrs) -> dict[str, Any]:
+    """What the kernel is compiled for, which follows from shapes and dtypes alone."""
+    (rows, columns), elements, groups = x.input.shape, x.weight.shape[1], groups_of(x)
+    size, step = columns // groups, 2 if attrs.packing.endswith("first") else 1
+    is_few, is_meant = rows <= FEW_ROWS, x.input.dtype not in _DTYPES
+    depth = (128 if is_few else 64) // (4 if is_meant else 1)  # registers do for so many
+    depth = min(depth, max(LEAST, triton.next_power_of_2(elements)))
+    if groups > 1:
+        depth = 1 if size % step else math.gcd(depth, size // step, elements)
+    is_cut = depth < LEAST
+    is_meant = is_meant or is_cut
+    return {
+        **{f"HAS_{name.upper()}": getattr(x, name) is not None for name in ("scale", "zero", "offset", "bias")},
+        "HAS_GROUPS": groups > 1,
+        "IS_CUT": is_cut,
+        "IS_MEANT": is_meant,
+        "IS_HIGH": attrs.packing.startswith("high"),
+        "STEP": step,
+        "FORMAT": _FORMATS.get(x.weight.dtype, "" if attrs.packing == "none" else "packed"),
+        "DTYPE": tl.float32 if is_meant or is_interpreted() else _DTYPES[x.input.dtype],
+        "ROWS": LEAST if is_few else 64,
+        "OUTS": 32 if is_few else 64,
+        "DEPTH": max(depth, LEAST),
+        "num_warps": 4 if is_few else 8,
+        "num_stages": 2 if is_cut else 4 if is_few else 3,
+    }
