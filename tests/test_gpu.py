@@ -42,6 +42,15 @@ def heads(queries: int = 300, keys: int = 300, *, groups: int = 1, dim: int = 64
     }  # fmt: skip
 
 
+def cache(requests: int, queries: int | None = None) -> dict[str, Tensor]:
+    table = torch.randperm(requests * 20, device="cuda").reshape(requests, 20).int()
+    return {
+        "query": normal(queries or requests, 8, 64), "key_cache": normal(requests * 20, 16, 2, 64),
+        "value_cache": normal(requests * 20, 16, 2, 64), "block_table": table,
+        "lengths": torch.randint(60, 321, (requests,), device="cuda").int(),
+    }  # fmt: skip
+
+
 def documents(length: int) -> Tensor:
     return (torch.arange(length, device="cuda") * 3 // length).expand(2, -1).contiguous()
 
@@ -84,6 +93,19 @@ PROBLEMS: Mapping[tuple[str, str], Any] = {
     },
     ("blend.confidence", "rows"): lambda: {
         "host": normal(64, 512, 49), "seed": normal(64, 512, 49), "alpha": share(64, 1, 1), "logits": normal(64, 1000)
+    },
+    ("linear.quantised", "int8"): lambda: {
+        "input": normal(3, 512), "weight": torch.randint(-128, 128, (300, 512), device="cuda").to(torch.int8),
+        "scale": share(300, 1) / 100,
+    },
+    ("linear.quantised", "int4 in groups"): lambda: {
+        "input": normal(33, 512), "weight": torch.randint(0, 256, (300, 256), device="cuda").to(torch.uint8),
+        "scale": share(300, 4) / 100, "zero": normal(300, 4), "packing": "low_first",
+    },
+    ("paged_attention.decode", "of a group"): lambda: cache(5),
+    ("paged_attention.decode", "window and sinks"): lambda: {**cache(5), "window": 100, "sinks": normal(8)},
+    ("paged_attention.ragged", "of a group"): lambda: {
+        **cache(5, 90), "query_starts": torch.tensor([0, 1, 40, 40, 41, 90], device="cuda").int()
     },
     ("mlp.gated", "rows"): lambda: {"gate": normal(500, 1408), "up": normal(500, 1408)},
     ("mlp.plain", "rows"): lambda: {"gate": normal(500, 1408), "activation": "gelu"},

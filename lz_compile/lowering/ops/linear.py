@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 #: One number in each element, or two in a byte.
 Packing: TypeAlias = Literal["none", "low_first", "high_first", "low_half", "high_half"]
 
+#: Kinds of float8 that kernels read.
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Fewer columns than this fill no vector register.
 FEW_COLUMNS = 8
 
@@ -207,8 +209,8 @@ def features(attrs: LinearAttrs, facts: LinearFacts) -> dict[str, str]:
     needed = {
         "int8": facts.stored_dtype == torch.int8 and "a weight in int8",
         "uint8": facts.stored_dtype == torch.uint8 and not is_four and "a weight in uint8",
-        "float8": stored.startswith("float8") and f"a weight in {stored}",
-        "wide": facts.stored_dtype.itemsize > 1 and f"a weight in {stored}, which is not few bits",
+        "float8": facts.stored_dtype in FLOAT8 and f"a weight in {stored}",
+        "other_weight": facts.stored_dtype not in (torch.int8, torch.uint8, *FLOAT8) and f"a weight in {stored}",
         "int4": is_four and f"two numbers of a weight in a byte ({attrs.packing})",
         "small_groups": facts.groups > 1
         and facts.in_features // facts.groups < FEW_COLUMNS
