@@ -100,7 +100,8 @@ def test_what_is_no_module_is_refused():
 def test_a_missing_library_is_named(monkeypatch):
     import sys
 
-    monkeypatch.setitem(sys.modules, "torchao", None)
+    for name in ("torchao", "torchao.quantization"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(IntegrationError, match=r"expected torchao >=0\.17"):
         lz.quantize_(model_of())
 
