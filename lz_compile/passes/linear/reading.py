@@ -22,6 +22,7 @@ from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
 from lz_compile.passes.formula.places import Fixed, has_fixed_index, paired
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.subclasses import is_subclass
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.linear.bits import BITS, HIGH, LOW
 
@@ -59,7 +60,7 @@ def storage_of(effects: Effects, node: fx.Node) -> fx.Node | None:
         call, tensor = effects.calls[each], tensor_of(each)
         if call is not None and call.name in PRODUCTS:  # what comes out of a layer
             return None
-        if call is None or call.name == "getattr":  # what is given, or the tensor inside of one
+        if call is None or (call.name == "getattr" and is_subclass(tensor_of(call.input))):  # given, or inside of that
             if tensor is not None and tensor.dtype in STORED and tensor.dim() >= 2:
                 found.add(each)
             continue
