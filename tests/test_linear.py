@@ -81,14 +81,43 @@ def test_all_numbers_of_eight_bits_are_read(dtype, width):
     torch.testing.assert_close(cpp_linear.linear(x, attrs)[0], expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_rows_give_the_same_bits_whatever_is_beside_them():
-    x = Operands(torch.randn(7, 256), stored_numbers(33, 256, torch.int8), torch.rand(33, 4))
-    attrs, _ = op.from_operands(x, {"N": 7, "K": 256, "O": 33, "W": 256, "G": 4})
+@pytest.mark.parametrize("stored", [torch.int8, torch.uint8, *FLOAT8, *PACKINGS])
+@pytest.mark.parametrize("names", [(), ("scale",), ("scale", "zero"), ("scale", "offset"), ("zero", "offset")], ids=str)
+def test_rows_give_the_same_bits_whatever_is_beside_them(stored, names):
+    packing, kind = (stored, torch.uint8) if isinstance(stored, str) else ("none", stored)
+    weight = stored_numbers(33, 256, kind, packing)
+    x = Operands(torch.randn(7, 256), weight, **{name: torch.rand(33, 4) for name in names})
+    sizes = {"N": 7, "K": 256, "O": 33, "W": weight.shape[1], "G": op.groups_of(x)}
+    attrs, _ = op.from_operands(x, sizes, packing=packing)
     whole = cpp_linear.linear(x, attrs)
     for row in range(7):
         assert torch.equal(
             whole[row], cpp_linear.linear(dataclasses.replace(x, input=x.input[row : row + 1]), attrs)[0]
         )
+
+
+@pytest.mark.parametrize("name", ["zero", "offset"])
+def test_what_cancels_is_not_lost(name):
+    """Numbers just beside their zero point, and an input whose sum is large."""
+    columns = 11008
+    numbers = torch.randint(127, 130, (16, columns)).to(torch.uint8)
+    x, scale = torch.rand(1, columns) + 0.5, torch.full((16, 1), 0.01)
+    other = torch.full((16, 1), 128.0) if name == "zero" else -128.0 * scale
+    given_ = Operands(x, numbers, scale, **{name: other})
+    attrs, _ = op.from_operands(given_, {"N": 1, "K": columns, "O": 16, "W": columns, "G": 1})
+    exact = given_.map(lambda each: each.double() if each.is_floating_point() else each)
+    truth = op.reference(exact, dataclasses.replace(attrs, compute_dtype=torch.float64, out_dtype=torch.float64))
+    ours, eager = (call(given_, attrs).double() for call in (cpp_linear.linear, op.reference))
+    assert float((ours - truth).abs().max()) <= 4 * float((eager - truth).abs().max()) + 1e-6
+
+
+def test_infinite_inputs_stay_so():
+    x = torch.ones(1, 64)
+    x[0, 3] = torch.inf
+    numbers = torch.full((4, 64), 20, dtype=torch.uint8)
+    given_ = Operands(x, numbers, torch.full((4, 1), 0.1), torch.full((4, 1), 8.0))
+    attrs, _ = op.from_operands(given_, {"N": 1, "K": 64, "O": 4, "W": 64, "G": 1})
+    assert bool((cpp_linear.linear(given_, attrs) == torch.inf).all())
 
 
 def test_operands_that_do_not_fit_are_named():
@@ -301,7 +330,23 @@ def for_each_row(x, w, s):
     return torch.einsum("nk,nok->no", x, w.float().expand(3, -1, -1) * s)
 
 
+EXTREMES = torch.randint(-128, 128, (12, 32), dtype=torch.int8)
+EXTREMES[:, 0], EXTREMES[:, 1] = -128, 127
+U8 = (EXTREMES.int() + 128).to(torch.uint8)
+Z8, Z16 = torch.full((12, 1), 255, dtype=torch.uint8), torch.randint(256, 2**15, (12, 1), dtype=torch.int16)
+Z32 = torch.randint(2**24, 2**26, (12, 1), dtype=torch.int32)
+F8 = torch.float8_e4m3fn
+#: Integers that wrap around, bits of wider ones, and values that are rounded on their way.
 LOOKALIKES = {
+    "one more than 255": (lambda x, w, s: F.linear(x, (w + 1).float() * s), U8, "NOT_DEQUANTISED"),
+    "minus -128": (lambda x, w, s: F.linear(x, (-w).float() * s), EXTREMES, "NOT_DEQUANTISED"),
+    "less than -128": (lambda x, w, s: F.linear(x, (w - 1).float() * s), EXTREMES, "NOT_DEQUANTISED"),
+    "a wide product": (lambda x, w, s: F.linear(x, (w.short() * 129).float() * s), U8, "NOT_DEQUANTISED"),
+    "a wider product": (lambda x, w, s: F.linear(x, (w.int() * Z32).float() * s * 1e-8), U8, "NOT_DEQUANTISED"),
+    "halves less eight": (lambda x, w, s: F.linear(x, torch.stack([w & 15, w >> 4], -1).flatten(1).sub(8) * s), P4, "NOT_DEQUANTISED"),
+    "rounded to float8": (lambda x, w, s: F.linear(x, w.float().to(F8).float() * s), W8, "NOT_DEQUANTISED"),
+    "other bits": (lambda x, w, s: F.linear(x, (w >> 3).float() * s), U8, "NOT_DEQUANTISED"),
+    "of half a byte": (lambda x, w, s: F.linear(x, (w & 3).float() * s), U8, "NOT_DEQUANTISED"),
     "squares": (lambda x, w, s: F.linear(x, w.float() ** 2 * s), W8, "NOT_AFFINE"),
     "a table": (lambda x, w, s: F.linear(x, TABLE[torch.stack([w & 15, w >> 4], -1).flatten(1).long()] * s), P4, "NOT_DEQUANTISED"),
     "two scales in a byte": (two_scales, P4, "NOT_DEQUANTISED"),
@@ -322,6 +367,59 @@ def test_lookalikes_stay_what_they_are(name):
     torch.testing.assert_close(found, function(X, weight, S), rtol=0, atol=0)
     if code is not None:
         assert code in {miss.reason.code for miss in backend.report.near_misses}, backend.why_not()
+
+
+ZERO_POINTS = {
+    "one more than 255": lambda x, w, s: F.linear(x, (w.float() - (Z8 + 1).float()) * s),
+    "bits of wider ones": lambda x, w, s: F.linear(x, (w.float() - (Z16 & 255).float()) * s),
+    "upper bits": lambda x, w, s: F.linear(x, (w.float() - (Z8 >> 4).float()) * s),
+}
+
+
+@pytest.mark.parametrize("name", ZERO_POINTS)
+def test_zero_points_that_are_computed_from_integers_are_right(name):
+    function = ZERO_POINTS[name]
+    found, backend = rewritten(function, X, U8, S)
+    torch.testing.assert_close(found, function(X, U8, S), rtol=1e-4, atol=1e-3)
+    assert not [event for event in backend.report.events if event.code == "REWRITE_FAILED"]
+
+
+def test_a_stored_weight_may_be_read_by_others():
+    """Two layers with one weight, each of which converts it."""
+
+    def function(x, w, s):
+        return F.linear(x, w.float() * s) + F.linear(x * 2, w.float() * s)
+
+    found, backend = rewritten(function, X, W8, S)
+    assert [match.kernel for match in backend.report.matches if match.op == "linear"] == ["lz.cpp_linear"] * 2
+    torch.testing.assert_close(found, function(X, W8, S), rtol=1e-4, atol=1e-3)
+
+
+def test_an_image_is_no_weight():
+    weight = torch.randn(8, 32)
+
+    def function(image, w):
+        return F.linear(image.float() / 255, w)
+
+    found, backend = rewritten(function, U8, weight)
+    assert not backend.report.matches
+    assert not backend.report.near_misses
+    torch.testing.assert_close(found, function(U8, weight))
+
+    def layers(image, w, s):
+        return F.linear(image.float() / 255, w.float() * s)
+
+    found, backend = rewritten(layers, U8, W8, S)
+    assert [match.kernel for match in backend.report.matches] == ["lz.cpp_linear"]
+    torch.testing.assert_close(found, layers(U8, W8, S), rtol=1e-4, atol=1e-3)
+
+
+def test_steps_in_float64_are_not_for_the_kernel():
+    def function(x, w, s):
+        return F.linear(x, (w.double() * s.double()).float())
+
+    _, backend = rewritten(function, X, W8, S)
+    assert "steps in float64" in backend.why_not()
 
 
 def test_a_weight_that_is_overwritten_is_left_alone():

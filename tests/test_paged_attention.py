@@ -20,6 +20,7 @@ from lz_compile.lowering.ops import paged_attention as op
 from lz_compile.lowering.ops.paged_attention import NARROW, Operands
 from lz_compile.passes.proof.agreement import TOLERANCE
 from lz_compile.runtime.kernels.registry import kernels
+from tests.backends import Rewriting
 
 pytestmark = pytest.mark.usefixtures("no_preference")
 KERNELS = {
@@ -339,6 +340,12 @@ def test_what_is_written_is_what_is_read(problem):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
+def test_keys_and_values_are_of_the_same_tokens():
+    x = Problem([40, 9, 21]).operands()
+    with pytest.raises(ArgumentError, match=re.escape("expected value of as many tokens and heads as key, (3, 1, 2)")):
+        lz.write_to_cache(torch.ones(3, 1, 2, 16), torch.ones(3, 2, 16), *x.flat()[1:5])
+
+
 def test_a_batch_of_padding_writes_nothing():
     x = Problem([0, 0]).operands()
     before = [each.clone() for each in (x.key_cache, x.value_cache)]
@@ -398,7 +405,7 @@ def test_numbers_beyond_int32_are_no_blocks(wide):
         ({"layout": "HND"}, "expected query with heads in a multiple of the cache's, 16, received 4. Caches are HND"),
         ({"window": 0}, "expected window as a whole number, 1 or more"),
         ({"softcap": 0.0}, "expected softcap as a finite number above 0"),
-        ({"lengths": torch.ones(2)}, r"expected lengths [R] of integers, received torch.float32"),
+        ({"lengths": torch.ones(2)}, r"expected lengths [R] in int64 or int32, received torch.float32"),
         ({"lengths": torch.ones(3, dtype=torch.int32)}, "expected block_table [R, M] of shape (3, 3), received (2, 3)"),
         ({"query": torch.ones(3, 4, 16)}, "expected query with one token for each of 2 requests, received 3. Give query_starts"),
         ({"query": torch.ones(2, 4, 8)}, "expected key_cache [N, P, Hk, D] of shape (8, 16, 2, 8)"),
@@ -408,6 +415,7 @@ def test_numbers_beyond_int32_are_no_blocks(wide):
         ({"block_table": torch.zeros(2, 3, dtype=torch.int32, device="meta")}, "expected block_table on cpu"),
         ({"key_cache": torch.ones(8, 16, 2, 16).to(torch.int8), "value_cache": torch.ones(8, 16, 2, 16).to(torch.int8)},
          "expected key_scale for a cache in int8"),
+        ({"lengths": torch.ones(2, dtype=torch.uint16)}, "expected lengths [R] in int64 or int32"),
         ({"query": torch.ones(2, 1, 4, 16), "query_starts": torch.tensor([0, 1, 2])}, "expected query_starts for query of three"),
     ],
 )  # fmt: skip
@@ -433,6 +441,72 @@ def test_nothing_is_read_or_written_around_the_operands():
     assert torch.equal(memory[0].isnan(), marks[0].isnan())
     assert torch.equal(memory[2].isnan(), marks[2].isnan())
     assert int((memory[1] != marks[1]).any(-1).any(-1).sum()) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_defaults_of_the_program_change_nothing(dtype):
+    x = Problem([40, 9]).operands()
+    exact = truth(x, attributes(x))
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            found = lz.paged_attention(*x.flat()[:5])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_near(found, exact, torch.float32)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_caches_without_slots_and_batches_without_requests(kernel):
+    empty, table, none = (
+        torch.zeros(8, 0, 2, 16),
+        torch.zeros(2, 3, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int32),
+    )
+    with lz.lock("paged_attention", kernel):
+        assert not lz.paged_attention(torch.randn(2, 4, 16), empty, empty, table, none).any()
+        full = torch.randn(8, 4, 2, 16)
+        assert lz.paged_attention(torch.randn(0, 4, 16), full, full, table[:0], none[:0]).shape == (0, 4, 16)
+    for cache in (empty, torch.zeros(0, 4, 2, 16)):
+        lz.write_to_cache(torch.ones(2, 2, 16), torch.ones(2, 2, 16), cache, cache.clone(), table, none)
+    lz.write_to_cache(torch.ones(2, 2, 16), torch.ones(2, 2, 16), full, full.clone(), table[:, :0], none)
+
+
+def test_a_compiled_write_to_a_place_that_there_is_not_is_left_out():
+    """Where nobody looks at tables, nobody else's block is written to."""
+    cache = torch.zeros(4, 2, 1, 4)
+    table = torch.tensor([[-1, 0], [9, 0], [1, 2], [3, 0]], dtype=torch.int32)
+    lengths = torch.tensor([1, 2, 9, 1], dtype=torch.int32)
+    key = torch.ones(4, 1, 4)
+
+    def write(key, key_cache, value_cache, table, lengths):
+        lz.write_to_cache(key, key, key_cache, value_cache, table, lengths)
+
+    values = cache.clone()
+    with torch.no_grad():
+        torch.compile(write, backend="aot_eager", fullgraph=True)(key, cache, values, table, lengths)
+    assert cache.nonzero()[:, :2].unique(dim=0).tolist() == [[3, 0]]
+    assert torch.equal(cache, values)
+
+
+def test_blocks_that_there_are_not_give_nan_where_nobody_looks_at_tables():
+    cache = torch.randn(4, 2, 1, 4)
+    table, lengths = torch.tensor([[0, 9], [1, 2]], dtype=torch.int32), torch.tensor([4, 3], dtype=torch.int32)
+    x = Operands(torch.randn(2, 1, 4), cache, cache, table, lengths)
+    for call in (op.reference, torch_paged_attention._decode):
+        found = call(x, attributes(x))
+        assert bool(found[0].isnan().all())
+        assert bool(found[1].isfinite().all())
+
+
+def test_heads_that_are_symbols_leave_the_call_as_it_is():
+    x = Problem([40, 9]).operands()
+    torch._dynamo.reset()
+    backend = Rewriting()
+    compiled = torch.compile(lambda *given_: lz.paged_attention(*given_), backend=backend, dynamic=True)
+    with torch.no_grad():
+        assert_near(compiled(*x.flat()[:5]), truth(x, attributes(x)), torch.float32)
+    assert not backend.report.events
 
 
 def test_a_kernel_without_a_compiler_leaves_the_call_to_pytorch(monkeypatch):

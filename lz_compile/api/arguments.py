@@ -246,9 +246,14 @@ def is_watched() -> bool:
     )
 
 
+#: Numbers of eight bits that are stored.
+_EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 def _is_of(kind: Kind, dtype: torch.dtype) -> bool:
     if kind in ("stored", "bytes"):
-        return dtype.is_floating_point or dtype == torch.int8 or (kind == "bytes" and dtype == torch.uint8)
+        is_narrow = dtype in _EIGHT_BITS or (kind == "bytes" and dtype == torch.uint8)
+        return is_narrow or (dtype.is_floating_point and dtype.itemsize > 1)
     if kind in ("floating", "inexact"):
         return (dtype.is_floating_point and dtype.itemsize > 1) or (kind == "inexact" and dtype.is_complex)
     if kind == "index":

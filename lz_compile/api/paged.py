@@ -68,7 +68,7 @@ def paged_attention(
     Raises:
         ArgumentError: an operand is no such tensor, or does not fit the others. On a CPU, where it is not compiled: a table
             names a block that there is not, or a length is more than the table has. Elsewhere such blocks are not read, and
-            what they give is not defined.
+            what looks at them gives NaN.
 
     **Source** Kwon et al., 2023: *Efficient memory management for large language model serving with PagedAttention*.
     """
@@ -129,19 +129,24 @@ def write_to_cache(
         return
     if key.device.type == "cpu" and is_plain(*given):
         op.check_places(x, PagedAttentionAttrs(window=1))  # what lies before the newest is not written to
+    if 0 in key_cache.shape or not block_table.numel():  # all is padding
+        return
     owners, ends = op.seen_by(x)
-    is_real = ends > 0
+    places, slots = (ends - 1).clamp(min=0), key_cache.shape[1]
+    columns = places // slots
+    blocks = block_table[owners, columns.clamp(max=block_table.shape[1] - 1)].long()
+    # What has no place is not written; where it is not compiled on a CPU, that is an error before.
+    is_real = (ends > 0) & (columns < block_table.shape[1]) & (blocks >= 0) & (blocks < key_cache.shape[0])
     # What is padding is written where the first real token is, as that: no size depends on data, and nothing on the order.
     chosen = torch.where(is_real, arange(ends, keys.shape[0]), is_real.long().argmax())
-    place = (ends[chosen] - 1).clamp(min=0)
-    slots = key_cache.shape[1]
-    block = block_table[owners[chosen], (place // slots).clamp(max=block_table.shape[1] - 1)].long()
-    block = torch.where(is_real.any(), block, 0)
+    place = places[chosen]
+    block = torch.where(is_real.any(), blocks[chosen], 0)
     for rows, cache, scale in (
         (keys, key_cache, key_scale),
         (value.reshape(-1, *value.shape[-2:]), value_cache, value_scale),
     ):
-        stored = _stored(rows if scale is None else rows / scale.to(rows.dtype)[:, None], cache.dtype)[chosen]
+        scaled = rows if scale is None else rows.float() / scale.float()[:, None]
+        stored = _stored(scaled, cache.dtype)[chosen]
         bits = cache.view(torch.uint8) if cache.dtype in NARROW else cache
         stored = stored.view(torch.uint8) if cache.dtype in NARROW else stored
         bits.index_put_((block, place % slots), torch.where(is_real.any(), stored, bits[block, place % slots]))
@@ -212,6 +217,10 @@ def _check_writing(
     given = _Arguments("write_to_cache")
     given.tokens("key", key, "Hk", "D", query_starts)
     given.tokens("value", value, "Hk", "E", query_starts)
+    if tuple(value.shape[:-1]) != tuple(key.shape[:-1]):
+        raise given.wrong(
+            "value", f"of as many tokens and heads as key, {tuple(key.shape[:-1])}", tuple(value.shape[:-1])
+        )
     given.places("key", key, key_cache, value_cache, block_table, lengths, query_starts, layout)
     given.scales(key_scale, value_scale, key_cache)
 
@@ -247,13 +256,13 @@ class _Arguments(Arguments):
         self.tensor("value_cache", value_cache, f"{_LETTERS[layout]} E", "stored")
         if key_cache.dtype != value_cache.dtype:
             raise self.wrong("value_cache", f"in the dtype of key_cache, {key_cache.dtype}", value_cache.dtype)
-        self.tensor("lengths", lengths, "R", "integer")
-        self.tensor("block_table", block_table, "R M", "integer")
+        self.tensor("lengths", lengths, "R", "index")
+        self.tensor("block_table", block_table, "R M", "index")
         if starts is None and tokens.dim() == 3 and tokens.shape[0] != lengths.shape[0]:
             advice = "Give query_starts, where those of each request begin"
             raise self.wrong(name, f"with one token for each of {lengths.shape[0]} requests", tokens.shape[0], advice)
         if starts is not None:
-            self.tensor("query_starts", starts, "Q", "integer")
+            self.tensor("query_starts", starts, "Q", "index")
             if starts.shape[0] != lengths.shape[0] + 1:
                 expected = f"of {lengths.shape[0] + 1} numbers, one more than there are requests"
                 raise self.wrong("query_starts", expected, starts.shape[0])

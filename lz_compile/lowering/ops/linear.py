@@ -221,6 +221,7 @@ def features(attrs: LinearAttrs, facts: LinearFacts) -> dict[str, str]:
         "zero": attrs.has_zero and "zero points",
         "offset": attrs.has_offset and "offsets",
         "bias": attrs.has_bias and "a bias",
+        "wide_compute": attrs.compute_dtype == torch.float64 != facts.dtype and "steps in float64",
         "training": facts.needs_grad and "gradients",
     }
     return {name: text for name, text in needed.items() if isinstance(text, str)}

@@ -251,7 +251,8 @@ def gathered(x: Operands, name: str, dtype: torch.dtype) -> torch.Tensor:
         found = cache.view(torch.uint8)[blocks].view(cache.dtype).to(dtype)
     else:
         found = cache[blocks].to(dtype)
-    found = found.flatten(1, 2)
+    wrong = (x.block_table < 0) | (x.block_table >= cache.shape[0])  # seen, or it would show nowhere
+    found = found.masked_fill(wrong[..., None, None, None], torch.nan).flatten(1, 2)
     return found if scale is None else found * scale.to(dtype)[:, None]
 
 

@@ -1,9 +1,14 @@
-"""Which of the two numbers in a byte an operation takes: the lower four bits, or the upper ones."""
+"""Integers in a weight: which of the two numbers in a byte an operation takes, and arithmetic that holds its results.
+
+Integers wrap around where a dtype does not hold a result, which no formula says. So an operation on them is read only if all
+that its operands may be keeps the result within the dtype; others are tensors that are given.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -30,18 +35,65 @@ class _UPPER(sympy.Function):  # type: ignore[misc]
     """The upper four bits in their place: sixteen times as much."""
 
 
-def _of_number(take: Callable[[sympy.Expr, float], sympy.Expr | None], name: str) -> Rule:
-    """What an operation by a constant takes; others, and those of floating-point numbers, are read as elsewhere."""
+#: Between what numbers those are.
+_RANGES: Mapping[Any, tuple[float, float]] = {LOW: (0, 15), HIGH: (0, 15), _UPPER: (0, 240)}
+_NOTHING_KNOWN = -math.inf, math.inf
+
+
+def has_bits(expression: sympy.Expr) -> bool:
+    """Whether an expression takes bits of something."""
+    return bool(expression.atoms(LOW, HIGH, _UPPER))
+
+
+def _bounds(region: Region, x: sympy.Expr) -> tuple[float, float]:
+    """Between what numbers an expression of integers is."""
+    if x.is_Number:
+        return float(x), float(x)
+    if type(x) in _RANGES:
+        return _RANGES[type(x)]
+    if x in region.leaves:
+        tensor = tensor_of(region.leaves[x].node)
+        if tensor is None or not _is_whole(tensor):
+            return _NOTHING_KNOWN
+        limits = torch.iinfo(tensor.dtype)
+        return float(limits.min), float(limits.max)
+    if not isinstance(x, (sympy.Add, sympy.Mul)):
+        return _NOTHING_KNOWN
+    low, high = _bounds(region, x.args[0])
+    for other in (_bounds(region, each) for each in x.args[1:]):
+        if isinstance(x, sympy.Add):
+            low, high = low + other[0], high + other[1]
+        else:
+            products = [one * two for one in (low, high) for two in other]
+            low, high = min(products), max(products)
+    return low, high
+
+
+def _held(region: Region, call: Call, found: sympy.Expr | None) -> sympy.Expr | None:
+    """What was found, if the result's dtype holds it whatever the operands are."""
+    result = tensor_of(call.node)
+    if found is None or result is None or not _is_whole(result):
+        return found
+    limits, (low, high) = torch.iinfo(result.dtype), _bounds(region, found)
+    return found if limits.min <= low and high <= limits.max else None
+
+
+def _whole(name: str) -> Rule:
+    """Arithmetic as elsewhere, where nothing wraps around."""
+    return lambda region, call, dims: _held(region, call, POINTWISE[name](region, call, dims))
+
+
+def _of_number(take: Callable[[sympy.Expr, float], sympy.Expr | None], name: str = "") -> Rule:
+    """What an operation by a constant takes of eight bits; others, and those of floats, are read as elsewhere."""
 
     def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-        number = plain_number(call.get("other", call.arguments.get("#1")))
-        source = tensor_of(call.input)
+        number, source = plain_number(call.get("other", call.arguments.get("#1"))), tensor_of(call.input)
         if number is not None and source is not None and _is_whole(source):
-            found = take(region.operand(call, "input", dims), number)
-            if found is not None:
-                return found
+            x = region.operand(call, "input", dims)
+            low, high = _bounds(region, x)
+            return take(x, number) if low >= 0 and high <= 255 else None
         known = POINTWISE.get(name)
-        return None if known is None else known(region, call, dims)
+        return None if known is None else _held(region, call, known(region, call, dims))
 
     return rule
 
@@ -65,7 +117,7 @@ def _shifted(x: sympy.Expr, number: float) -> sympy.Expr | None:
 
 
 def _divided(x: sympy.Expr, number: float) -> sympy.Expr | None:
-    return HIGH(x) if number == 16 else None
+    return HIGH(x.args[0] if isinstance(x, _UPPER) else x) if number == 16 else None
 
 
 def _rest(x: sympy.Expr, number: float) -> sympy.Expr | None:
@@ -74,24 +126,24 @@ def _rest(x: sympy.Expr, number: float) -> sympy.Expr | None:
 
 def _division(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     floors = call.get("rounding_mode") in ("floor", "trunc")
-    return _of_number(_divided, "")(region, call, dims) if floors else POINTWISE["div"](region, call, dims)
+    return _of_number(_divided)(region, call, dims) if floors else POINTWISE["div"](region, call, dims)
 
 
-def _widened(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+def _cast(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     """A cast between integers that holds all that there was."""
     source, result = tensor_of(call.input), tensor_of(call.node)
     if source is None or result is None or not (_is_whole(source) and _is_whole(result)):
         return None
-    old, new = torch.iinfo(source.dtype), torch.iinfo(result.dtype)
-    found = region.operand(call, "input", dims)
-    return found if isinstance(found, (LOW, HIGH)) or (new.min <= old.min and old.max <= new.max) else None
+    return _held(region, call, region.operand(call, "input", dims))
 
 
+_ARITHMETIC = ("add", "sub", "rsub", "mul", "neg", "square", "pow", "addcmul", "lerp", "where", "masked_fill")
 BITS: Mapping[str, Rule] = {
-    **dict.fromkeys((*CASTS, "int", "long", "short"), _widened),
+    **{name: _whole(name) for name in _ARITHMETIC},
+    **dict.fromkeys((*CASTS, "int", "long", "short"), _cast),
     "and": _of_number(_and, "and"),
-    **dict.fromkeys(("rshift", "bitwise_right_shift"), _of_number(_shifted, "")),
-    **dict.fromkeys(("floordiv", "floor_divide"), _of_number(_divided, "")),
-    **dict.fromkeys(("mod", "remainder", "fmod"), _of_number(_rest, "")),
+    **dict.fromkeys(("rshift", "bitwise_right_shift"), _of_number(_shifted)),
+    **dict.fromkeys(("floordiv", "floor_divide"), _of_number(_divided)),
+    **dict.fromkeys(("mod", "remainder", "fmod"), _of_number(_rest)),
     "div": _division,
 }

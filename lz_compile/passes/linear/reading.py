@@ -14,17 +14,18 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.linear import Packing
+from lz_compile.lowering.ops.linear import FLOAT8, Packing
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
+from lz_compile.passes.formula.calls import CASTS
 from lz_compile.passes.formula.contraction import PRODUCTS, Contraction, Factor
 from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
 from lz_compile.passes.formula.places import Fixed, has_fixed_index, paired
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.subclasses import is_subclass
-from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.linear.bits import BITS, HIGH, LOW
+from lz_compile.passes.graph.view import known_tensor, tensor_of
+from lz_compile.passes.linear.bits import BITS, HIGH, LOW, has_bits
 
 #: Dtypes of what is stored.
 STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -166,7 +167,9 @@ def _weight(
         for symbol in expression.free_symbols
         if symbol in region.leaves and region.leaves[symbol].node is storage
     ]
-    if len(own) != 1:
+    if not own:
+        raise RefusedError("NOT_DEQUANTISED", *_unread(region, storage))
+    if len(own) > 1:
         raise RefusedError("NOT_DEQUANTISED", "the weight reads what is stored in two ways", "read it once")
     (symbol,) = own
     expanded = sympy.expand(expression)
@@ -175,6 +178,12 @@ def _weight(
     if sympy.expand(scale * symbol + summand - expanded) != 0 or scale == 0 or scale.has(symbol):
         text = f"the weight is no multiple of what is stored, but {expression}"
         raise RefusedError("NOT_AFFINE", text, "write it as (stored - zero) * scale")
+    if has_bits(scale) or has_bits(summand):
+        raise RefusedError("NOT_DEQUANTISED", "scales or zero points are bits of something", "unpack them before")
+    rounded = next((node for node in region.interior if _is_rounded(region.effects, node)), None)
+    if rounded is not None:
+        text = f"the weight is rounded to {known_tensor(rounded).dtype} on its way"
+        raise RefusedError("NOT_DEQUANTISED", text, "round it before it is stored")
     leaf = region.leaves[symbol]
     span = {*out, *atoms(stored_columns)}
     if leaf.axes != span or {*axes_of(leaf.dims)} != span:
@@ -183,6 +192,22 @@ def _weight(
         )
     groups = _groups(region, scale, summand, {*out}, columns)
     return Weight(leaf, packing, scale, summand, region, out, columns, groups, stored_columns, region.interior)
+
+
+def _unread(region: Region, storage: fx.Node) -> tuple[str, str]:
+    """What hides the stored numbers from being read, and what helps."""
+    for leaf in region.leaves.values():
+        call = region.effects.calls[leaf.node]
+        if call is not None and storage_of(region.effects, leaf.node) is storage:
+            text = f"{leaf.node.name} has no reading here: {call.name} may wrap around, round, or take other bits"
+            return text, "convert what is stored to floating point first, as by .to(x.dtype)"
+    return "what is stored does not reach the weight", "multiply by what is computed from it"
+
+
+def _is_rounded(effects: Effects, node: fx.Node) -> bool:
+    """Whether a call casts to floats of eight bits."""
+    call, tensor = effects.calls[node], tensor_of(node)
+    return call is not None and call.name in CASTS and tensor is not None and tensor.dtype in FLOAT8
 
 
 def _groups(
@@ -197,4 +222,8 @@ def _groups(
             "NOT_DEQUANTISED", "what is multiplied depends on more than rows and columns", "scale it afterwards"
         )
     last = max((place for place, axis in enumerate(parts) if axis in used), default=-1)
+    if last + 1 == len(parts) and len(parts) == 1:
+        raise RefusedError(
+            "NOT_DEQUANTISED", "what is multiplied changes from column to column", "scale the input by it"
+        )
     return tuple(parts[: last + 1])

@@ -8,7 +8,7 @@ multiplied by afterwards stays there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -71,13 +71,10 @@ class _Reader:
         assert call is not None, "an anchor is a call"
         region, dims = Region(self.effects), fresh(shape_of(known_tensor(anchor)))
         product, bias = self._product(region, call, dims)
-        sides = (product.left, product.right)
-        stored = [self.storage(side.node) for side in sides]
-        if (stored[0] is None) == (stored[1] is None):
-            raise LayoutError("both factors, or none, are computed from stored numbers")
-        factor, given = sides if stored[0] is not None else sides[::-1]
-        storage = stored[0] if stored[0] is not None else stored[1]
-        assert storage is not None, "one of them is"
+        given, factor = product.left, product.right  # of a weight on the left nobody could tell that it is none
+        storage = self.storage(factor.node)
+        if storage is None:
+            raise LayoutError("the second factor is not computed from stored numbers")
         rows = set(axes_of(given.dims)) - set(product.summed)
         if rows & set(axes_of(factor.dims)):
             raise RefusedError("BATCHED_WEIGHT", "every row has a weight of its own", "multiply each by itself")
@@ -114,7 +111,10 @@ class _Reader:
         Raises:
             RefusedError: someone else needs the weight, a mode changes, or an operand is overwritten.
         """
-        core = find_core(self.effects, storage, anchor)
+        found = find_core(self.effects, storage, anchor)
+        core = replace(
+            found, nodes=tuple(node for node in found.nodes if node is not storage)
+        )  # others may read it, too
         edge = {leaf.node for leaf in region.leaves.values()} | set(others)
         readers: dict[fx.Node, fx.Node] = {node: region.readers.get(node, anchor) for node in edge}
         core.check(self.effects, readers, if_used="use the dequantised weight for one product only")

@@ -72,6 +72,8 @@ def _match(node: fx.Node, effects: Effects) -> Match:
     if any(as_size(size) == 0 for each in tensors.values() for size in each.shape):
         raise RefusedError("EMPTY", "there are no queries, or no blocks", "leave the call out")
     sizes = _sizes(tensors)
+    if not (isinstance(sizes["Hq"], int) and isinstance(sizes["Hk"], int)):
+        raise RefusedError("SYMBOLIC_HEADS", "how many heads share keys is a symbol", "compile with static heads")
     attrs, facts = op.from_operands(Operands(**tensors), sizes, **{name: arguments[name] for name in named})
     axes = _axes(sizes, is_ragged=attrs.is_ragged)
     inputs = {each: _input(name, tensors[name], axes) for name, each in given.items()}

@@ -22,6 +22,9 @@ MOST_QUERIES = 16
 def _paged_attention(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
     from lz_compile.lowering.kernels.paged_attention import cpp_source as code
 
+    if 0 in x.key_cache.shape:  # without a slot, all lengths are zero
+        op.check_places(x, attrs)
+        return torch.zeros_like(op.fake(x, attrs))
     try:
         out, many = code.run(x, attrs, MOST_QUERIES)
     except ValueError as error:
@@ -38,7 +41,7 @@ def _paged_attention(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
 
 def _alone(x: Operands, request: int, first: int, last: int) -> Operands:
     """One request as a batch."""
-    starts = torch.tensor([0, last - first], dtype=torch.int32)
+    starts = x.lengths.new_tensor([0, last - first], dtype=torch.int32)
     rows = slice(request, request + 1)
     query, table, lengths = x.query[first:last], x.block_table[rows], x.lengths[rows]
     return replace(x, query=query, block_table=table, lengths=lengths, query_starts=starts)

@@ -61,8 +61,8 @@ def run(x: Operands, attrs: PagedAttentionAttrs, most_queries: int) -> tuple[tor
     tokens, heads, dims = x.query.shape
     requests, columns = x.block_table.shape
     blocks, slots, kv_heads, value_dim = x.value_cache.shape
-    out = torch.zeros(tokens, heads, value_dim)
-    left_out = torch.zeros(requests, dtype=torch.int32)
+    out = x.query.new_zeros((tokens, heads, value_dim), dtype=torch.float32)
+    left_out = x.lengths.new_zeros(requests, dtype=torch.int32)
     readable = _readable(x)
     tensors = [*readable.flat(), out, left_out]
     scale = dims**-0.5 if attrs.scale is None else attrs.scale
