@@ -35,6 +35,8 @@ TITLES = {
     "recurrent_models": "recurrent models of transformers",
     "decoding_steps": "decoding steps in user code",
     "sampling": "lz.sample over torch.multinomial",
+    "paged_attention": "decoding over caches in blocks",
+    "quantised": "products with weights of few bits",
     "routing": "lz.routed_adapter, training step",
     "blend": "blends",
     "attention_gpu": "attention on a GPU, forward",

@@ -70,10 +70,12 @@ def run_case(name: str, rows: int, rounds: int) -> dict[str, Any]:
     found = measure(calls, torch.device("cpu"), rounds=rounds)
     return {
         "case": {"weight": name, "rows": rows},
-        "chosen": chosen[0] if chosen else "nothing recognised",
+        "kernel": chosen[0] if chosen else "nothing recognised",
         "latency_us": {each: rounded(Quartiles.of(timing.rounds_us)) for each, timing in found.items()},
         "of_float": {each: rounded(found[each].relative_to(found[FLOAT])) for each in (LAYERZERO, KERNEL, INDUCTOR)},
-        "of_inductor": {each: rounded(found[each].relative_to(found[INDUCTOR])) for each in (LAYERZERO, KERNEL)},
+        "variants": {
+            each: {"of_inductor": rounded(found[each].relative_to(found[INDUCTOR]))} for each in (LAYERZERO, KERNEL)
+        },
         "apart": apart,
     }
 
@@ -91,9 +93,9 @@ def quantised_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         figures = [row["latency_us"][LAYERZERO]["median"] / 1e3]
         for each in (LAYERZERO, KERNEL):
-            figures += [row["of_float"][each]["median"], row["of_inductor"][each]["median"]]
+            figures += [row["of_float"][each]["median"], row["variants"][each]["of_inductor"]["median"]]
         case = row["case"]
-        table.add_row(case["weight"], str(case["rows"]), row["chosen"], *(f"{each:.2f}" for each in figures))
+        table.add_row(case["weight"], str(case["rows"]), row["kernel"], *(f"{each:.2f}" for each in figures))
     return table
 
 
