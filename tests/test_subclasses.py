@@ -99,6 +99,38 @@ def test_they_are_compiled_and_follow_their_parameters():
     assert "lz.cpp_linear" in {match.kernel for report in lz.reports()[-1:] for match in report.matches}
 
 
+def test_other_tensors_may_be_written_to():
+    """As to a cache beside the weights; only what is made of others must not be."""
+    model, x = Linear(32, 16).eval(), torch.randn(3, 32)
+
+    def function(x, cache):
+        cache.add_(1)
+        return model(x) + cache
+
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"linear": "lz.cpp_linear"})
+    caches = torch.zeros(16), torch.zeros(16)
+    with torch.no_grad():
+        found = torch.compile(function, backend=backend, fullgraph=True)(x, caches[0])
+        torch.testing.assert_close(found, function(x, caches[1]), rtol=1e-4, atol=1e-4)
+    assert torch.equal(*caches)
+    assert [match.kernel for match in backend.report.matches if match.op == "linear"] == ["lz.cpp_linear"]
+
+
+@pytest.mark.parametrize("is_dynamic", [True, None])
+def test_rows_may_be_symbolic(is_dynamic):
+    model = torch.nn.Sequential(Linear(32, 64), Linear(64, 16)).eval()
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"linear": "lz.cpp_linear"})
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=is_dynamic)
+    with torch.no_grad():
+        for rows in (3, 5, 1, 9):
+            x = torch.randn(rows, 32)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    assert {match.kernel for match in backend.report.matches if match.op == "linear"} == {"lz.cpp_linear"}
+    assert not backend.report.events
+
+
 def test_calls_that_are_differentiated_or_cast_stay_whole():
     model, x = Linear(32, 16).eval(), torch.randn(3, 32, requires_grad=True)
     torch._dynamo.reset()

@@ -24,14 +24,17 @@ from lz_compile.passes.graph.view import tensor_of
 def spell_out_subclasses(graph: fx.Graph, may_edit: MayEdit) -> int:
     """Spell out every such call that nothing is differentiated or cast around; how many there were."""
     calls = [node for node in graph.nodes if node.op == "call_function" and _has_subclass(node)]
-    effects, count = Effects(graph) if calls else None, 0
+    if not calls:
+        return 0
+    effects, count = Effects(graph), 0
+    overwritten = {effects.owner(target) for _, target in effects.writes_made}
     for node in calls:
-        assert effects is not None, "made where there are calls"
         ambient = effects.ambient(node)
         result = tensor_of(node)
         is_moded = ambient.is_transformed or bool(ambient.autocast) or _is_differentiated(node, ambient)
-        is_plain = result is not None and not is_subclass(result) and not is_moded and not effects.has_mutations
-        if is_plain and may_edit(node):
+        is_plain = result is not None and not is_subclass(result) and not is_moded
+        is_kept = overwritten.isdisjoint(map(effects.owner, node.all_input_nodes))
+        if is_plain and is_kept and may_edit(node):
             count += _replace(graph, node)
     return count
 
