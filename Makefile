@@ -47,6 +47,7 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.batching
 	$(PY) -m benchmarks.paged_attention
 	$(PY) -m benchmarks.quantised
+	$(PY) -m benchmarks.quantised --model
 	$(PY) -m benchmarks.static_cache
 	$(PY) -m benchmarks.selection
 	$(PY) -m benchmarks.eager_selection
