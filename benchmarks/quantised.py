@@ -94,8 +94,12 @@ def run_model(rounds: int) -> dict[str, Any]:
     plain = transformers.AutoModelForCausalLM.from_config(config).eval()
     token, quantised = torch.tensor([[7]]), copy.deepcopy(plain)
     error = lz_compile.quantize_(quantised, "int8").worst_error
-    models: dict[str, tuple[Any, Any]] = {FLOAT: (plain, "inductor"), INDUCTOR: (quantised, "inductor"), LAYERZERO: (quantised, layerzero)}
-    functions = {
+    models: dict[str, tuple[Any, Any]] = {
+        FLOAT: (plain, "inductor"),
+        INDUCTOR: (quantised, "inductor"),
+        LAYERZERO: (quantised, layerzero),
+    }
+    functions: dict[str, Any] = {
         name: torch.compile(copy.deepcopy(model), backend=by, dynamic=False) for name, (model, by) in models.items()
     }
     results = {name: call(token, use_cache=False).logits for name, call in functions.items()}
