@@ -35,7 +35,8 @@ CPU = SimpleNamespace(platform="cpu", device_name="AMD EPYC", sm_version=None, g
 OPERATIONS = (
     "attention, attention.causal, attention.full, "
     "blend, blend.channel, blend.confidence, blend.convex, blend.logit, blend.margin, blend.residual, blend.soft_gate, "
-    "mlp, mlp.gated, mlp.plain, norm, norm.layer, norm.rms, rope, "
+    "linear, linear.quantised, mlp, mlp.gated, mlp.plain, norm, norm.layer, norm.rms, paged_attention, "
+    "paged_attention.decode, paged_attention.ragged, rope, "
     "routing, routing.act, routing.grad, routing.none, sampling, sampling.ids, sampling.probs, sampling.scores, scan, scan.delta, scan.diagonal"
 ).split(", ")
 
@@ -263,9 +264,9 @@ TOP = ", ".join(field.name for field in msgspec.structs.fields(config.Keys))
 CONDITIONS = (
     "operation, dtype, platform, generation, device_name, sm, seq_len, "
     "batch_size, num_heads, num_kv_heads, seq_len_q, seq_len_k, head_dim, value_dim, "
-    "num_rows, num_channels, inner_size, num_classes, intermediate_size, hidden_size, rotary_dim, "
-    "num_rollouts, rollout_length, in_features, "
-    "out_features, rank, quarantine_rank, vocab_size, length, key_dim, reads"
+    "num_rows, num_channels, inner_size, num_classes, in_features, out_features, intermediate_size, hidden_size, "
+    "num_requests, num_queries, block_size, rotary_dim, num_rollouts, rollout_length, rank, quarantine_rank, vocab_size, "
+    "length, key_dim, reads"
 )
 COMPARISONS = "a number, a comparison such as '>=90' or '<128', or a range such as '512..2048'"
 
