@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from lz_compile.lowering.ops.linear import LinearAttrs, Operands, fake, groups_of
+from lz_compile.lowering.triton_floats import decoded
 from lz_compile.lowering.triton_launch import is_interpreted, on
 
 #: Rows that take as long as reading the weight, and the least that a tile of any kind has.
@@ -31,13 +32,7 @@ def _number(stored, PLANE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constex
     """What is stored as numbers: of packed bytes the lower (plane 0) or the upper four bits."""
     if FORMAT == "packed":
         stored = stored >> 4 if PLANE == 1 else stored & 15
-    if FORMAT == "float8_e5m2":
-        stored = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    if FORMAT == "float8_e4m3fn":
-        bits = stored.to(tl.uint16)
-        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        stored = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
-    return stored.to(DTYPE)
+    return decoded(stored, FORMAT, DTYPE)
 
 
 @triton.jit

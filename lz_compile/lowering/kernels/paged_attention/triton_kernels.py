@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lz_compile.lowering.triton_floats import decoded
+
 #: In the place of a sum of weights: of a row that sees none of these keys.
 UNSEEN = tl.constexpr(-1.0)
 NOTHING = tl.constexpr(float("-inf"))
@@ -80,18 +82,6 @@ def _part_of(low, end, KEYS: tl.constexpr):
 @triton.jit
 def _scale_of(place, HAS_SCALE: tl.constexpr):
     return tl.load(place).to(tl.float32) if HAS_SCALE else tl.full((), 1.0, tl.float32)
-
-
-@triton.jit
-def _decoded(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements of a cache as numbers; float8 comes as bits, for not every GPU knows its formats."""
-    if FORMAT == "float8_e5m2":
-        stored = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    if FORMAT == "float8_e4m3fn":
-        bits = stored.to(tl.uint16)
-        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        stored = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
-    return stored.to(DTYPE)
 
 
 @triton.jit
@@ -171,9 +161,9 @@ def attend(
         k = tl.load(keys + at_key[None, :], mask=is_there[None, :] & (d < DIM)[:, None], other=0)
         v = tl.load(values + at_value[:, None], mask=is_there[:, None] & (e < VALUE_DIM)[None, :], other=0)
         sees = (key[None, :] >= low[:, None]) & (key[None, :] < tl.minimum(end, last)[:, None])
-        scores = _scored(q, _decoded(k, FORMAT, DTYPE), scale, cap, sees, is_there, HAS_CAP)
+        scores = _scored(q, decoded(k, FORMAT, DTYPE), scale, cap, sees, is_there, HAS_CAP)
         weights, most, total, kept = _weighed(scores, most, total)
-        found = tl.dot(weights.to(DTYPE), _decoded(v, FORMAT, DTYPE), found * kept[:, None], input_precision="ieee")
+        found = tl.dot(weights.to(DTYPE), decoded(v, FORMAT, DTYPE), found * kept[:, None], input_precision="ieee")
 
     found *= _scale_of(value_scale + of_key * value_scale_head, HAS_VALUE_SCALE)
     total = tl.where(is_wrong, float("nan"), total)
