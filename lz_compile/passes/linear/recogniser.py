@@ -46,7 +46,7 @@ class _Reader:
         """Whether a call is a product one of whose factors is computed from stored numbers."""
         call, tensor = self.effects.calls[node], tensor_of(node)
         is_product = call is not None and call.name in contraction.PRODUCTS
-        if not is_product or tensor is None or not tensor.is_floating_point() or 0 in tensor.shape:
+        if not is_product or tensor is None or not tensor.is_floating_point() or 0 in shape_of(tensor):
             return False
         return any(self.storage(operand) is not None for operand in node.all_input_nodes)
 
