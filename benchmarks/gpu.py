@@ -9,7 +9,7 @@ Inductor's part of a row is the op as models spell it; of recurrences longer tha
 minutes to compile, as are some kernels at large sizes (:data:`LONGEST`). Whether results are right is what
 ``tests/test_gpu.py`` tests.
 
-    python -m benchmarks.gpu [--minutes 9] [--out DIR] [--dry]          ``--dry``: tiny sizes on the CPU, no published result
+    python -m benchmarks.gpu [--minutes 9] [--out DIR] [--only OP ...] [--dry]    ``--dry``: tiny sizes on the CPU, no result
 """
 
 from __future__ import annotations
@@ -233,12 +233,12 @@ def _why_not_captured(function: Callable[..., Any], inputs: Sequence[Any]) -> st
     return ""
 
 
-def warm(place: int, of: int, device: torch.device, directory: Path, *, is_dry: bool) -> None:
+def warm(place: int, of: int, device: torch.device, directory: Path, chosen: Sequence[Row]) -> None:
     """Compile every ``of``-th row, and write what may be captured."""
     found: dict[str, dict[str, str]] = {}
     path = directory / f"captures-{place}.json"
     done = json.loads((directory / _DONE).read_text())
-    for row in [each for each in _rows(is_dry) if each.title() not in done][place::of]:
+    for row in [each for each in chosen if each.title() not in done][place::of]:
         with torch.set_grad_enabled(row.training):
             torch._dynamo.reset()
             prepared = Prepared.of(row, device)
@@ -250,10 +250,11 @@ def warm(place: int, of: int, device: torch.device, directory: Path, *, is_dry: 
         del prepared
 
 
-def _warm_all(directory: Path, seconds: float, *, is_dry: bool) -> dict[str, dict[str, str]]:
+def _warm_all(directory: Path, seconds: float, *, only: Sequence[str], is_dry: bool) -> dict[str, dict[str, str]]:
     """In processes side by side; what may be captured, and why not. One that fails is told; its rows are compiled later."""
     count = 1 if is_dry else WARMERS
     command = [sys.executable, "-m", "benchmarks.gpu", *(["--dry"] if is_dry else []), "--out", str(directory)]
+    command += ["--only", *only] if only else []
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     started = []
     for place in range(count):
@@ -328,8 +329,9 @@ def table(found: Sequence[Mapping[str, Any]]) -> Table:
     return result
 
 
-def _rows(is_dry: bool) -> list[Row]:
-    return [row.small() for row in rows()] if is_dry else rows()
+def _rows(only: Sequence[str], *, is_dry: bool) -> list[Row]:
+    found = [row for row in rows() if not only or row.operation.partition(".")[0] in only]
+    return [row.small() for row in found] if is_dry else found
 
 
 def main() -> None:
@@ -337,14 +339,16 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--minutes", type=float, default=9.0, help="for all of it")
     options.add_argument("--out", type=Path, help="where the result goes instead of benchmarks/results")
+    options.add_argument("--only", nargs="+", default=[], metavar="OP", help="the rows of these ops alone")
     options.add_argument("--dry", action="store_true", help="tiny sizes on the CPU")
     options.add_argument("--warm", nargs=2, type=int, help=argparse.SUPPRESS)
     settings = options.parse_args()
     end = time.monotonic() + 60 * settings.minutes
     device = torch.device("cpu" if settings.dry else "cuda")
+    wanted = _rows(settings.only, is_dry=settings.dry)
     if settings.warm:
         place, of = settings.warm
-        warm(place, of, device, settings.out, is_dry=settings.dry)
+        warm(place, of, device, settings.out, wanted)
         return
     if device.type == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here: nothing is measured (--dry tries it on the CPU)")
@@ -356,14 +360,14 @@ def main() -> None:
     publication.resume()
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / _DONE).write_text(json.dumps([row["case"] for row in publication.rows]))
-        captures = _warm_all(Path(directory), (end - time.monotonic()) / 2, is_dry=settings.dry)
+        captures = _warm_all(Path(directory), (end - time.monotonic()) / 2, only=settings.only, is_dry=settings.dry)
     known = publication.record.setdefault("captures", {})
     for kernel_id, by_row in captures.items():
         known.setdefault(kernel_id, {}).update(by_row)
     publication.record["profile"] = profile(device, is_dry=settings.dry)
     publication.write()
     done = [row["case"] for row in publication.rows]
-    for row in _rows(settings.dry):
+    for row in wanted:
         if row.title() not in done and time.monotonic() < end:
             run_row(row, device, publication)
     publication.show(table(publication.rows))
