@@ -2,8 +2,9 @@
 
 First, processes side by side compile every row, so that caches are warm, and try to capture each kernel; a captured kernel
 must give on new inputs what it gives without a graph. Then one process times, in turns, what is compiled anew from those
-caches: the rows that decide most come first, and the time ends where ``--minutes`` says. What was written is not measured
-again, so that a second call goes on. ``chosen`` is what is chosen without any measurement.
+caches, with the host's part and as replays of a CUDA graph without it: the rows that decide most come first, and the time ends
+where ``--minutes`` says. What was written is not measured again, so that a second call goes on. ``chosen`` is what is chosen
+without any measurement.
 
 Inductor's part of a row is the op as models spell it; of recurrences longer than 64 steps it is left out, for it takes
 minutes to compile, as are some kernels at large sizes (:data:`LONGEST`). Whether results are right is what
@@ -132,6 +133,10 @@ def rows() -> list[Row]:
         Row("attention.full", middle, single, details={"mask": "float"}),
         Row("paged_attention.decode", _paged(64, 1)),
         Row("paged_attention.ragged", _paged(16, 16)),
+        *[
+            Row("linear.quantised", {"num_rows": rows, "in_features": 4096, "out_features": 14336})
+            for rows in (1, 16, 64)
+        ],
         Row("linear.quantised", {"num_rows": 1, "in_features": 4096, "out_features": 4096}),
         Row("linear.quantised", {"num_rows": 256, "in_features": 4096, "out_features": 4096}),
         Row("scan.delta", _scan(64)),
@@ -294,6 +299,21 @@ def profile(device: torch.device, *, is_dry: bool) -> dict[str, float]:
     return {"copy_gb_per_s": 2e-3 * size / found["copy"], "launch_us": found["launch"], **rates}
 
 
+def replays(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
+    """Each call that a CUDA graph can capture as the replay of one, which takes the device's time and none of the host's."""
+    found: dict[str, Callable[[], Any]] = {}
+    for name, call in calls.items():
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                call()
+        except Exception as error:  # noqa: BLE001 ``captures`` tells of each why it cannot be
+            events.record("MEASUREMENT_FAILED", f"capturing {name}", error)
+        else:
+            found[name] = graph.replay
+    return found
+
+
 def run_row(row: Row, device: torch.device, publication: Publication) -> None:
     """Compile from caches, time in turns, and keep."""
     torch._dynamo.reset()
@@ -301,6 +321,8 @@ def run_row(row: Row, device: torch.device, publication: Publication) -> None:
         prepared = Prepared.of(row, device)
         calls = prepared.compiled()
         timings = measure(calls, device, rounds=ROUNDS, block_ms=10.0)
+        captured = replays(calls) if device.type == "cuda" and not row.training else {}
+        alone = measure(captured, device, rounds=ROUNDS, block_ms=10.0) if captured else {}
     latency = {name: rounded(timing.latency_us) for name, timing in timings.items()}
     best = min(timings, key=lambda name: timings[name].latency_us.median)
     base = timings.get(INDUCTOR)
@@ -311,7 +333,8 @@ def run_row(row: Row, device: torch.device, publication: Publication) -> None:
     publication.add(
         {
             "case": row.title(), "features": features, "latency_us": latency, "of_inductor": of_inductor, "best": best,
-            "chosen": chosen, "events": failed,
+            "replayed_us": {name: rounded(timing.latency_us) for name, timing in alone.items()}, "chosen": chosen,
+            "events": failed,
         }
     )  # fmt: skip
     shown = ", ".join(f"{name} {each['median']:g}" for name, each in latency.items())

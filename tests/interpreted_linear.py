@@ -161,7 +161,7 @@ def test_inputs_of_16_bits_are_multiplied_with_stored_numbers_where_a_tile_lies_
             x = problem.operands()
             found = constants_of(x, problem.attrs(x))
             forms[stored, shape[0], shape[2]] = found["DEPTH"] if not found["IS_CUT"] else 0
-    assert [*forms.values()] == [128, 128, 32, 16, 32, 0, 128, 64, 16, 0, 16, 0, 128, 128, 32, 16, 16, 0]
+    assert [*forms.values()] == [256, 128, 32, 16, 32, 0, 64, 64, 16, 0, 16, 0, 64, 64, 32, 16, 16, 0]
 
 
 @pytest.mark.parametrize("form", ["stored", "meant", "cut"])

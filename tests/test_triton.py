@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -170,10 +171,10 @@ def test_importing_the_adapters_imports_no_triton():
 
 
 @for_every_kernel
-def test_a_prior_that_nobody_measured_decides_nothing_and_says_so(kernel):
+def test_a_prior_decides_nothing_and_says_whether_it_was_measured(kernel):
     spec = kernels(KERNELS[kernel])[kernel]
     assert spec.platforms == {"cuda", "rocm"}
-    assert "a guess that was never measured" in spec.prior_source
+    assert re.search("a guess that was never measured|benchmarks/gpu.py on an H100", spec.prior_source)
     assert all(row.relative_latency > 0.9 for row in spec.prior), "priors have a noise of a tenth"
 
 

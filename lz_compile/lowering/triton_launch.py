@@ -78,6 +78,16 @@ def _for_block(configs: Sequence[Any], named: Mapping[str, Any], **constants: An
     return list(found.values())
 
 
+def cdiv(total: int, part: int) -> int:
+    """How many parts there are; Triton's own function takes ten times as long on the host, for it serves kernels, too."""
+    return -(-total // part)
+
+
+def next_power_of_2(size: int) -> int:
+    """The least power of two that is no less than a positive size, as Triton has it, which is slow on the host."""
+    return 1 << (size - 1).bit_length()
+
+
 @lru_cache(maxsize=64)
 def processors(device: torch.device) -> int:
     """How many blocks run at the same time at least."""
@@ -94,4 +104,5 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Makes ``device`` the one that kernels are launched on."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if is_other else nullcontext()

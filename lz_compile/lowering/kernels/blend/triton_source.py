@@ -10,7 +10,7 @@ import triton.language as tl
 
 from lz_compile.lowering.kernels.blend.opaque_blend import Weighed
 from lz_compile.lowering.ops.blend import BlendAttrs
-from lz_compile.lowering.triton_launch import WIDE, on
+from lz_compile.lowering.triton_launch import WIDE, cdiv, next_power_of_2, on
 
 #: Elements of a tile.
 TILE = 1024
@@ -156,7 +156,7 @@ class _Blend:
             return
         wide = WIDE[_wide(self.attrs, self.seed)]
         with on(self.seed.device):
-            kernel[(triton.cdiv(count, TILE),)](
+            kernel[(cdiv(count, TILE),)](
                 *tensors, count, self.inner, self.alphas, self.span,
                 WIDE=wide, HAS_GATE=self.has_gate, IS_LARGE=count + TILE >= 2**31, BLOCK=TILE, **constants,
             )  # fmt: skip
@@ -174,7 +174,7 @@ def _rows(
     rows, classes = logits.shape
     if rows == 0:
         return
-    block = min(CLASSES, max(2, triton.next_power_of_2(classes)))
+    block = min(CLASSES, max(2, next_power_of_2(classes)))
     with on(logits.device):
         _gate_rows[(rows,)](
             logits, found, classes, logits.stride(0), logits.stride(1), gain, offset,

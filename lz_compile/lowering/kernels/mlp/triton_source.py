@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from lz_compile.lowering.ops.mlp import MlpAttrs
-from lz_compile.lowering.triton_launch import WIDE, dense, on
+from lz_compile.lowering.triton_launch import WIDE, cdiv, dense, next_power_of_2, on
 
 #: Activations that the kernels know, by the op's names.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "sigmoid", "tanh")
@@ -136,9 +136,9 @@ def _launch(
     rows, columns = first.shape
     if first.numel() == 0:
         return
-    block = min(TILE, triton.next_power_of_2(columns))
+    block = min(TILE, next_power_of_2(columns))
     with on(first.device):
-        kernel[rows, triton.cdiv(columns, block)](*tensors, columns, *strides, **constants, BLOCK=block)
+        kernel[rows, cdiv(columns, block)](*tensors, columns, *strides, **constants, BLOCK=block)
 
 
 def _constants(gate: torch.Tensor, up: torch.Tensor | None, attrs: MlpAttrs) -> dict[str, Any]:

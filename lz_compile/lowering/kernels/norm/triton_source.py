@@ -14,11 +14,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import triton
 
 from lz_compile.lowering.kernels.norm import triton_kernels as norm_kernels
 from lz_compile.lowering.ops.norm import NormAttrs
-from lz_compile.lowering.triton_launch import FEW_ROWS, WIDE, Tiled, dense, on, processors
+from lz_compile.lowering.triton_launch import FEW_ROWS, WIDE, Tiled, cdiv, dense, next_power_of_2, on, processors
 
 #: The longest row that is kept in registers; a backward keeps four times as much.
 LARGEST_BLOCK, LARGEST_BACKWARD_BLOCK = 16384, 8192
@@ -68,7 +67,7 @@ class Norm:
         tensors = (input, other, self._weight, self._bias, result, total)
         strides = (input.stride(0), other.stride(0))
         constants = {**self._constants, "HAS_OTHER": residual is not None, "HAS_BIAS": self.bias is not None}
-        block = triton.next_power_of_2(hidden)
+        block = next_power_of_2(hidden)
         with on(input.device):
             if block <= (self.largest_block or LARGEST_BLOCK):
                 few = {"HAS_FEW_ROWS": rows < FEW_ROWS, "BLOCK": block}
@@ -90,7 +89,7 @@ class Norm:
         strides = (gradient.stride(0), input.stride(0), more.stride(0))
         tensors = (gradient, input, self._weight, more, result)
         constants = {**self._constants, "HAS_TOTAL": of_total is not None}
-        block = triton.next_power_of_2(hidden)
+        block = next_power_of_2(hidden)
         with on(input.device):
             if block <= (self.largest_block or LARGEST_BACKWARD_BLOCK):
                 partial = self._partial(min(rows, processors(input.device) * min(max(PARTIAL // block, 1), PROGRAMS)))
@@ -115,8 +114,8 @@ class Norm:
         )
         if self.weight is None and self.bias is None:
             return self._partial(0)
-        partial = self._partial(min(GROUPS, triton.cdiv(rows, TALL)))
-        norm_kernels.weights_long[triton.cdiv(hidden, NARROW), partial.shape[1]](
+        partial = self._partial(min(GROUPS, cdiv(rows, TALL)))
+        norm_kernels.weights_long[cdiv(hidden, NARROW), partial.shape[1]](
             gradient, input, statistics, partial, rows, hidden, *strides[:2],
             HAS_WEIGHT=self.weight is not None, HAS_BIAS=self.bias is not None,
             WIDE=WIDE[self.wide], ROWS=TALL, BLOCK=NARROW,
@@ -134,7 +133,7 @@ class Norm:
         count, hidden = partial.shape
         result = torch.empty_like(like, memory_format=torch.contiguous_format)
         tile = {"ROWS": PARTIAL_ROWS, "BLOCK": PARTIAL_COLUMNS}
-        norm_kernels.column_sums[triton.cdiv(hidden, PARTIAL_COLUMNS),](
+        norm_kernels.column_sums[cdiv(hidden, PARTIAL_COLUMNS),](
             partial, result, count, hidden, WIDE=WIDE[self.wide], **tile
         )
         return result
@@ -165,4 +164,4 @@ def _zeros(like: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _over(rows: int) -> Any:
-    return lambda constants: (triton.cdiv(rows, constants["ROWS"]),)
+    return lambda constants: (cdiv(rows, constants["ROWS"]),)

@@ -15,7 +15,7 @@ from lz_compile.errors import GradientUnsupportedError
 from lz_compile.lowering.encoded_attributes import decode
 from lz_compile.lowering.opaque import guarded
 from lz_compile.lowering.ops.rope import Operands, RopeAttrs, reference
-from lz_compile.lowering.triton_launch import WIDE, on
+from lz_compile.lowering.triton_launch import WIDE, cdiv, next_power_of_2, on
 
 #: Features of a tile.
 TILE = 2048
@@ -136,19 +136,19 @@ def turn(
         return
     wide = torch.promote_types(Operands(first, cos, sin).wide(attrs), last.dtype)
     cos, sin = _alike(cos, sin)
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     rows = max(1, TILE // block)
     heads = [tensor.shape[1] for tensor in tensors]
     counts, heads = (counts, heads) if len(tensors) == 2 else ([*counts, 0], [*heads, 1])
     table = [0 if size == 1 else stride for size, stride in zip(cos.shape, cos.stride(), strict=True)]
-    tiles = sum(triton.cdiv(count, rows) for count in counts)
+    tiles = sum(cdiv(count, rows) for count in counts)
     with on(first.device):
         _turn[tiles,](
             first, results[0], last, results[-1], cos, sin, *counts, *heads, length, dim, attrs.rotary_start,
             *first.stride(), *results[0].stride(), *last.stride(), *results[-1].stride(), table[0], table[2], table[3],
             ROTARY=attrs.rotary_dim, IS_INTERLEAVED=attrs.is_interleaved, HAS_HALF_TABLES=attrs.has_half_tables,
             IS_BACK=is_back, IS_PARTIAL=attrs.rotary_dim != dim, WIDE=WIDE[wide], ROWS=rows,
-            PAIRS=triton.next_power_of_2(max(attrs.rotary_dim // 2, 1)), BLOCK=block,
+            PAIRS=next_power_of_2(max(attrs.rotary_dim // 2, 1)), BLOCK=block,
         )  # fmt: skip
 
 

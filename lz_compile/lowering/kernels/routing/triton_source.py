@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from lz_compile.lowering.ops.routing import EPS
-from lz_compile.lowering.triton_launch import dense, is_interpreted, on, processors
+from lz_compile.lowering.triton_launch import cdiv, dense, is_interpreted, next_power_of_2, on, processors
 
 #: Tokens of a tile, columns of a tile, and what is multiplied at a time.
 TOKENS, COLUMNS, DEPTH = 64, 128, 32
@@ -192,9 +192,9 @@ def project(rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> to
     rank = first.shape[0]
     columns = rank + second.shape[0]
     result = rows.new_empty(tokens, columns)
-    block = min(COLUMNS, max(16, triton.next_power_of_2(columns)))
+    block = min(COLUMNS, max(16, next_power_of_2(columns)))
     _launch(
-        _project, (triton.cdiv(tokens, TOKENS), triton.cdiv(columns, block)), result,
+        _project, (cdiv(tokens, TOKENS), cdiv(columns, block)), result,
         rows, first, second, result, tokens, depth, rank, columns, *first.stride(), *second.stride(),
         TOKENS=TOKENS, COLUMNS=block, DEPTH=DEPTH, PRECISION=_precision(rows), IS_WIDENED=is_interpreted(),
     )  # fmt: skip
@@ -215,7 +215,7 @@ def expand(
     tokens, rank, width = columns.shape[0], *first.shape
     result = columns.new_empty(tokens, width)
     _launch(
-        _expand, (triton.cdiv(tokens, TOKENS), triton.cdiv(width, COLUMNS)), result,
+        _expand, (cdiv(tokens, TOKENS), cdiv(width, COLUMNS)), result,
         columns, factors, _given(place, columns), _given(keep, columns), first, second,
         _given(start, columns), result, tokens, width, rank, columns.shape[1], max(tokens // factors.shape[0], 1),
         first.stride(1), first.stride(0), second.stride(1), second.stride(0),
@@ -237,11 +237,11 @@ def sums(
     dk, a = dense(dk), dense(a)
     tokens, rank = dk.shape
     length = tokens if place is not None else length
-    block = min(COLUMNS, triton.next_power_of_2(rank))
-    blocks = triton.cdiv(rank, block)
-    wanted = triton.cdiv(4 * processors(dk.device), max(count * blocks, 1))
-    parts = max(1, min(wanted, triton.cdiv(length, TOKENS)))
-    part = triton.cdiv(triton.cdiv(length, parts), TOKENS) * TOKENS
+    block = min(COLUMNS, next_power_of_2(rank))
+    blocks = cdiv(rank, block)
+    wanted = cdiv(4 * processors(dk.device), max(count * blocks, 1))
+    parts = max(1, min(wanted, cdiv(length, TOKENS)))
+    part = cdiv(cdiv(length, parts), TOKENS) * TOKENS
     found = dk.new_empty(count, parts, rank, dtype=torch.float32)
     _launch(
         _sums, (count, parts, blocks), found,
@@ -259,7 +259,7 @@ def decide(g: torch.Tensor, v: torch.Tensor, threshold: float) -> tuple[torch.Te
     passed, found = g.new_empty(programs, rank), g.new_empty(rollouts)
     _launch(
         _decide, (programs,), passed,
-        g, v.contiguous(), passed, found, rollouts, rank, threshold, EPS, COLUMNS=triton.next_power_of_2(rank),
+        g, v.contiguous(), passed, found, rollouts, rank, threshold, EPS, COLUMNS=next_power_of_2(rank),
     )  # fmt: skip
     return passed.sum(0), found
 
@@ -270,9 +270,9 @@ def cosines(a: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     tokens, rank = a.shape
     result = a.new_empty(tokens, dtype=v.dtype)
     _launch(
-        _cosines, (triton.cdiv(tokens, TOKENS),), result,
+        _cosines, (cdiv(tokens, TOKENS),), result,
         a, v.contiguous(), result, tokens, rank, a.stride(0), EPS,
-        TOKENS=TOKENS, COLUMNS=min(COLUMNS, triton.next_power_of_2(rank)),
+        TOKENS=TOKENS, COLUMNS=min(COLUMNS, next_power_of_2(rank)),
     )  # fmt: skip
     return result
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, fake
-from lz_compile.lowering.triton_launch import on
+from lz_compile.lowering.triton_launch import next_power_of_2, on
 
 #: Tokens that are looked at at a time.
 BLOCK = 4096
@@ -315,7 +315,7 @@ def run(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
     rows, vocab = x.logits.shape
     given = [x.logits if each is None else each for each in x.flat()]  # of those that are not given nothing is read
     strides = [0 if each is None or each.shape[0] == 1 else each.stride(0) for each in x.flat()[:-1]]
-    block = min(BLOCK, triton.next_power_of_2(vocab))
+    block = min(BLOCK, next_power_of_2(vocab))
     with on(x.logits.device):
         _sample[(rows,)](
             *given, out, vocab, *strides, out.stride(0),

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lz_compile.lowering.triton_launch import WIDE, on
+from lz_compile.lowering.triton_launch import WIDE, cdiv, next_power_of_2, on
 
 #: Columns of a program; the least that a product of tensor cores takes.
 COLUMNS, LEAST = 32, 16
@@ -116,14 +116,14 @@ def _launch(
     count, tokens = writing.shape[2:4]
     if found.numel() == 0:
         return
-    block = min(COLUMNS, max(LEAST, triton.next_power_of_2(columns)))
+    block = min(COLUMNS, max(LEAST, next_power_of_2(columns)))
     precision = "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
     with on(found.device):
-        pass_on[batch * heads, triton.cdiv(columns, block)](
+        pass_on[batch * heads, cdiv(columns, block)](
             found if total is None else total, writing if reading is None else reading, writing,
             found if added is None else added, found, count, tokens, rows, columns,
             HAS_TOTAL=total is not None, TOTAL_K=total is not None and total.shape[3] > 1,
             HAS_READING=reading is not None, HAS_WRITTEN=added is not None, IS_BACK=added is None,
-            PRECISION=precision, WIDE=WIDE[found.dtype], TOKENS=max(LEAST, triton.next_power_of_2(tokens)),
-            ROWS=max(LEAST, triton.next_power_of_2(rows)), BLOCK=block, num_warps=4,
+            PRECISION=precision, WIDE=WIDE[found.dtype], TOKENS=max(LEAST, next_power_of_2(tokens)),
+            ROWS=max(LEAST, next_power_of_2(rows)), BLOCK=block, num_warps=4,
         )  # fmt: skip

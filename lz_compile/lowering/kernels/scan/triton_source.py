@@ -12,11 +12,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import triton
 
 from lz_compile.lowering.kernels.scan import triton_kernels as scan_kernels
 from lz_compile.lowering.ops.scan import DIMS, Operands, ScanAttrs, ScanSizes, fake, sizes_of
-from lz_compile.lowering.triton_launch import WIDE, on
+from lz_compile.lowering.triton_launch import WIDE, cdiv, next_power_of_2, on
 
 #: Elements of the state that a program holds, by preference, and those that a warp does.
 TILE, WARP_TILE = 1024, 1024
@@ -75,7 +74,7 @@ class Scan:
         """Of what the backward kernel writes; what sums over columns has a summand for each program in front."""
         sizes = self.sizes
         steps = (sizes.batch, sizes.heads, sizes.length)
-        parts = triton.cdiv(sizes.value_dim, self._block)
+        parts = cdiv(sizes.value_dim, self._block)
         found: dict[str, tuple[int, ...]] = {"state": (*steps[:2], sizes.key_dim, sizes.value_dim)}
         found["query"] = (parts, *steps, sizes.reads, sizes.key_dim)
         for name in ("decay", "drive"):
@@ -113,8 +112,8 @@ class Scan:
     @property
     def _block(self) -> int:
         """Columns of a program."""
-        rows = triton.next_power_of_2(self.sizes.key_dim)
-        block: int = max(1, min(triton.next_power_of_2(self.sizes.value_dim), self.tile // rows))
+        rows = next_power_of_2(self.sizes.key_dim)
+        block: int = max(1, min(next_power_of_2(self.sizes.value_dim), self.tile // rows))
         return block
 
     def _launch(self, kernel: Any, tensors: Any, strides: list[int], more: dict[str, int]) -> None:
@@ -122,10 +121,10 @@ class Scan:
         programs = sizes.batch * sizes.heads
         if programs * sizes.key_dim * sizes.value_dim == 0:
             return
-        rows = triton.next_power_of_2(sizes.key_dim)
+        rows = next_power_of_2(sizes.key_dim)
         first = tensors[0]
         with on(first.device):
-            kernel[programs, triton.cdiv(sizes.value_dim, block)](
+            kernel[programs, cdiv(sizes.value_dim, block)](
                 *tensors, sizes.heads, sizes.length, sizes.key_dim, sizes.value_dim, *strides, **self._constants,
                 **more, ROWS=rows, BLOCK=block, num_warps=min(max(rows * block // WARP_TILE, 1), 8),
             )  # fmt: skip
