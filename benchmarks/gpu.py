@@ -2,7 +2,7 @@
 
 First, processes side by side compile every row, so that caches are warm, and try to capture each kernel; a captured kernel
 must give on new inputs what it gives without a graph. Then one process times, in turns, what is compiled anew from those
-caches, with the host's part and as replays of a CUDA graph without it: the rows that decide most come first, and the time ends
+caches, with the host's part and as replays of a CUDA graph without it: those that decide most come first, and the time ends
 where ``--minutes`` says. What was written is not measured again, so that a second call goes on. ``chosen`` is what is chosen
 without any measurement.
 
