@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,6 +84,20 @@ class Meaning:
     label: str = ""
 
 
+@dataclass(frozen=True)
+class Ends:
+    """Before which key the last query sees keys: the sum of ``terms``, tensors with their axes times factors, and ``shift``.
+
+    Without terms it sees all keys. Every query before it sees one key less at the end. With a ``window`` it sees that many
+    keys at most, the newest ones. ``buffers`` are placeholders on whose values this rests.
+    """
+
+    terms: tuple[tuple[fx.Node, Dims, int], ...] = ()
+    shift: int = 0
+    window: int | None = None
+    buffers: tuple[fx.Node, ...] = ()
+
+
 class Meanings(Protocol):
     """What the masks of one graph mean; :mod:`masks.reading` reads it."""
 
@@ -95,6 +110,18 @@ class Meanings(Protocol):
             axes: those of the scores.
             keeps: whether True keeps, of a boolean mask.
         """
+
+    def ends(self, masks: Sequence[tuple[fx.Node, Dims, bool]], axes: Axes) -> Ends | None:
+        """Before which key every row of the batch sees keys, None where the masks mean anything else.
+
+        Args:
+            masks: boolean ones, their axes, and whether True keeps, or what is added, zero and minus infinity. Where there
+                are none, one query sees all keys.
+            axes: those of the scores.
+        """
+
+    def are_equal(self, nodes: Sequence[fx.Node], dims: Dims, axes: Axes) -> bool:
+        """Whether tensors of integers, all with these axes, hold the same numbers by the way that they are computed."""
 
     def values(self, node: fx.Node) -> torch.Tensor | None:
         """What a mask holds where that depends on constants only."""

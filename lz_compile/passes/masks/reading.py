@@ -9,7 +9,7 @@ what it adds where it keeps, and where it drops. Nothing is said that does not h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -23,15 +23,15 @@ from lz_compile.passes.formula.axes import Axis, Dims, resolve
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import bands as mask_bands
-from lz_compile.passes.masks import constant_patterns
+from lz_compile.passes.masks import constant_patterns, ends
 from lz_compile.passes.masks import reach as mask_reach
 from lz_compile.passes.masks.bands import Positions
 from lz_compile.passes.masks.constants import Constant, Constants
 from lz_compile.passes.masks.index_reading import Reader, Source
-from lz_compile.passes.masks.meaning import Axes, Documents, Meaning, Meanings, Slopes
+from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Meanings, Slopes
 from lz_compile.passes.masks.parts import Parts, is_stable
 from lz_compile.passes.masks.piecewise import Number, Piecewise, Value
-from lz_compile.passes.masks.polynomial import Polynomial
+from lz_compile.passes.masks.polynomial import ZERO, Polynomial
 from lz_compile.passes.masks.predicates import (
     FALSE,
     TRUE,
@@ -74,10 +74,52 @@ class Masks(Meanings):
         self._effects.note(look)
         return found if isinstance(found, Reason) else _renamed(found, dict(zip(own_order, order, strict=True)))
 
+    def ends(self, masks: Sequence[tuple[fx.Node, Dims, bool]], axes: Axes) -> Ends | None:
+        """See :class:`Meanings`."""
+        reading, names = self._unshared(axes)
+        if self._effects.reshapes or any(self._effects.is_overwritten(node) for node, _, _ in masks):
+            return None
+        parts: set[Predicate] = set()
+        for node, dims, keeps in masks:
+            value = reading.reader.read(node, tuple(_with(names, dim) for dim in resolve(dims)))
+            where = _added(value) if isinstance(value, Piecewise) else value if keeps else negation(value)
+            if where is None:
+                return None
+            parts |= conjuncts(where)
+        found = ends.of_conditions(parts, reading.reader, reading.at, frozenset(reading.axes.batch))
+        if found is None:
+            return None
+        given = {mine: axis for axis, mine in names.items()}
+        terms = [(node, tuple(_with(given, dim) for dim in dims), factor) for node, dims, factor in found.terms]
+        return replace(found, terms=tuple(terms))
+
+    def are_equal(self, nodes: Sequence[fx.Node], dims: Dims, axes: Axes) -> bool:
+        """See :class:`Meanings`."""
+        reading, names = self._unshared(axes)
+        if self._effects.reshapes or any(map(self._effects.is_overwritten, nodes)):
+            return False
+        first, *others = (
+            reading.reader.read(node, tuple(_with(names, dim) for dim in resolve(dims))) for node in nodes
+        )
+        return all(each == first for each in others)
+
+    def _unshared(self, axes: Axes) -> tuple[_Reading, dict[Axis, Axis]]:
+        """A reading in axes of its own, which nobody else cuts, and these by the given ones."""
+        axes = axes.resolved()
+        own = {axis: Axis(axis.size) for group in axes.groups for axis in group}
+        return _Reading(self._effects, self._constants, Axes(*(_with(own, group) for group in axes.groups))), own
+
     def values(self, node: fx.Node) -> torch.Tensor | None:
         """See :class:`Meanings`."""
         found = self._constants.value(node)
         return None if isinstance(found, Reason) or found.buffers else found.value
+
+
+def _added(value: Piecewise) -> Predicate | None:
+    """Where a number is zero that is minus infinity elsewhere."""
+    kept = [where for where, each in value.cases if each == ZERO]
+    others = [each for _, each in value.cases if each != ZERO]
+    return kept[0] if len(kept) == 1 and all(each == -math.inf for each in others) else None
 
 
 def _with(names: Mapping[Axis, Axis], dim: tuple[Axis, ...]) -> tuple[Axis, ...]:

@@ -1,0 +1,317 @@
+"""Attention over keys gathered from blocks, as people write it: read where it lies, or left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.backends import Rewriting
+
+pytestmark = pytest.mark.usefixtures("no_preference")
+REQUESTS, COLUMNS, HEADS, KV_HEADS, DIM, BLOCKS = 3, 4, 4, 2, 16, 12
+OP = "paged_attention"
+
+Function = Callable[..., Tensor]
+
+
+def problem(
+    slots: int = 4, *, queries: int = 1, hnd: bool = False, lengths: tuple[int, ...] = (3, 16, 9)
+) -> list[Tensor]:
+    cache = torch.randn(2, BLOCKS, KV_HEADS, slots, DIM) if hnd else torch.randn(2, BLOCKS, slots, KV_HEADS, DIM)
+    table = torch.randperm(BLOCKS)[: REQUESTS * COLUMNS].reshape(REQUESTS, COLUMNS)
+    return [torch.randn(REQUESTS, queries, HEADS, DIM), *cache.unbind(), table, torch.tensor(lengths)]
+
+
+# ---- spellings -------------------------------------------------------------------------------------------------------
+
+
+def _indexed(cache: Tensor, table: Tensor) -> Tensor:
+    return cache[table]
+
+
+def _selected(cache: Tensor, table: Tensor) -> Tensor:
+    return cache.index_select(0, table.reshape(-1)).view(*table.shape, *cache.shape[1:])
+
+
+def _embedded(cache: Tensor, table: Tensor) -> Tensor:
+    return F.embedding(table, cache.flatten(1)).unflatten(-1, cache.shape[1:])
+
+
+def _cast(cache: Tensor, table: Tensor) -> Tensor:
+    return cache[table.to(torch.int64).contiguous(), :]
+
+
+GATHERS = (_indexed, _selected, _embedded, _cast)
+
+
+def _keys(gathered: Tensor, *, hnd: bool) -> Tensor:
+    """``[R, keys, heads, features]``."""
+    return (gathered.transpose(2, 3) if hnd else gathered).reshape(gathered.shape[0], -1, KV_HEADS, DIM)
+
+
+def _by_slots(cache: Tensor, table: Tensor) -> Tensor:
+    slots = cache.shape[1]
+    places = (table[:, :, None] * slots + torch.arange(slots)).flatten(1)
+    return cache.view(-1, *cache.shape[2:])[places]
+
+
+def _sees(lengths: Tensor, keys: int, queries: int, window: int | None, form: str) -> Tensor:
+    """``[R, S, keys]``."""
+    place = torch.arange(keys)
+    last = lengths[:, None] - queries + torch.arange(queries) if form != "newest" else (lengths - 1)[:, None]
+    sees = {
+        "ends": lambda: place < (last + 1)[..., None],
+        "positions": lambda: place[None, None, :] <= last[:, :, None],
+        "dropped": lambda: torch.logical_not(last.unsqueeze(-1) - place < 0),
+        "newest": lambda: lengths[:, None, None] > place,
+    }[form]()
+    return sees if window is None else sees & (place > last[..., None] - window)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, form: str) -> Tensor:
+    """Of ``[R, S, Hq, D]`` and ``[R, keys, Hk, D]``."""
+    if form == "sdpa":
+        given = [each.transpose(1, 2) for each in (q, k, v)]
+        return F.scaled_dot_product_attention(*given, attn_mask=sees[:, None], enable_gqa=True).transpose(1, 2)
+    if form == "sdpa added":
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
+        bias = torch.zeros(sees.shape).masked_fill(~sees, -torch.inf)[:, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
+    if form == "einsum":
+        grouped = q.unflatten(2, (KV_HEADS, -1))
+        scores = torch.einsum("rshgd,rkhd->rshgk", grouped, k) * DIM**-0.5
+        scores = torch.where(sees[:, :, None, None], scores, -torch.inf)
+        return torch.einsum("rshgk,rkhd->rshgd", scores.softmax(-1), v).flatten(2, 3)
+    k, v = (each.repeat_interleave(HEADS // KV_HEADS, 2) for each in (k, v))
+    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / DIM**0.5
+    scores = scores + torch.where(sees[:, None], 0.0, torch.finfo(torch.float32).min)
+    return (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+
+
+def spelling(gather: Any, sees: str, attention: str, *, queries: int, window: int | None, hnd: bool) -> Function:
+    def attend(q: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        if gather is _by_slots:
+            k, v = gather(key_cache, table), gather(value_cache, table)
+        else:
+            k, v = (_keys(gather(each, table), hnd=hnd) for each in (key_cache, value_cache))
+        return _attend(q, k, v, _sees(lengths, k.shape[1], queries, window, sees), attention)
+
+    return attend
+
+
+def run(function: Function, inputs: list[Tensor]) -> tuple[Tensor, Rewriting]:
+    torch._dynamo.reset()
+    backend = Rewriting()
+    with torch.no_grad():
+        return torch.compile(function, backend=backend, fullgraph=True)(*inputs), backend
+
+
+@settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+)
+@given(
+    gather=st.sampled_from((*GATHERS, _by_slots)),
+    sees=st.sampled_from(("ends", "positions", "dropped", "newest")),
+    attention=st.sampled_from(("sdpa", "sdpa added", "einsum", "by hand")),
+    queries=st.sampled_from((1, 1, 3)),
+    window=st.sampled_from((None, None, 5)),
+    hnd=st.booleans(),
+    slots=st.sampled_from((1, 4, 16)),
+)
+def test_generated_spellings_read_the_cache_where_it_lies(gather, sees, attention, queries, window, hnd, slots):
+    hnd = hnd and gather is not _by_slots
+    if sees == "newest":
+        queries = 1
+    if (
+        queries > 1 or window is not None
+    ) and attention == "by hand":  # a row that sees no key is the mean of all values
+        attention = "einsum"
+    function = spelling(gather, sees, attention, queries=queries, window=window, hnd=hnd)
+    most = COLUMNS * slots
+    inputs = problem(slots, queries=queries, hnd=hnd, lengths=(most, max(1, most // 2), min(most, 3)))
+    found, backend = run(function, inputs)
+    assert [(match.op, match.rewritten) for match in backend.report.matches] == [(OP, True)], backend.why_not()
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "sdpa added", "einsum", "by hand"])
+@pytest.mark.parametrize("lengths", [(0, 1, 16), (-3, 400, 5)], ids=["none", "beyond"])
+def test_requests_without_keys_and_beyond_their_table_are_as_in_the_source(attention, lengths):
+    function = spelling(_indexed, "newest", attention, queries=1, window=None, hnd=False)
+    inputs = problem(lengths=lengths)
+    found, backend = run(function, inputs)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_a_block_may_be_counted_from_the_end():
+    function = spelling(_indexed, "ends", "sdpa", queries=1, window=None, hnd=False)
+    inputs = problem()
+    inputs[3] = inputs[3] - BLOCKS
+    found, backend = run(function, inputs)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_all_keys_of_a_table_may_be_seen():
+    def function(q: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        k, v = (_keys(each[table], hnd=False).transpose(1, 2) for each in (key_cache, value_cache))
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=True)
+
+    inputs = problem()
+    found, backend = run(function, inputs)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_softcap_sinks_and_scales_come_along():
+    def function(
+        q: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor, lengths: Tensor, sinks: Tensor
+    ) -> Tensor:
+        k, v = (_keys(each[table], hnd=False).repeat_interleave(2, 2) for each in (key_cache, value_cache))
+        scores = torch.einsum("rshd,rkhd->rhsk", q, k) * 0.3
+        scores = 20.0 * torch.tanh(scores / 20.0)
+        scores = scores.masked_fill(torch.arange(k.shape[1]) >= lengths[:, None, None, None], -torch.inf)
+        extra = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        weights = torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+        return torch.einsum("rhsk,rkhd->rshd", weights, v)
+
+    inputs = [*problem(), torch.randn(HEADS)]
+    found, backend = run(function, inputs)
+    (match,) = [match for match in backend.report.matches if match.rewritten]
+    assert (match.op, match.attributes["softcap"], match.attributes["scale"]) == (OP, 20.0, 0.3)
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_that_writes_its_token_first_reads_it():
+    def step(q: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        slots = key_cache.shape[1]
+        block = table.gather(1, ((lengths - 1) // slots)[:, None])[:, 0]
+        key_cache[block, (lengths - 1) % slots] = q[:, 0, :KV_HEADS]
+        value_cache.index_put_((block, (lengths - 1) % slots), q[:, 0, :KV_HEADS] * 2)
+        return spelling(_indexed, "ends", "sdpa", queries=1, window=None, hnd=False)(
+            q, key_cache, value_cache, table, lengths
+        )
+
+    inputs = problem()
+    copies = [each.clone() for each in inputs]
+    found, backend = run(step, inputs)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+    torch.testing.assert_close(found, step(*copies), rtol=1e-4, atol=1e-5)
+    for one, other in zip(inputs, copies, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_how_many_requests_there_are_may_be_a_symbol():
+    function = spelling(_indexed, "ends", "sdpa", queries=1, window=None, hnd=False)
+    torch._dynamo.reset()
+    backend = Rewriting()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for requests in (3, 2):
+        q, key_cache, value_cache, table, lengths = problem()
+        q, table, lengths = (each[:requests] for each in (q, table, lengths))
+        for each in (q, table, lengths):
+            torch._dynamo.mark_dynamic(each, 0)
+        with torch.no_grad():
+            found = compiled(q, key_cache, value_cache, table, lengths)
+        expected = function(q, key_cache, value_cache, table, lengths)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+
+
+# ---- what only looks like it -----------------------------------------------------------------------------------------
+
+
+def _other_table(q, key_cache, value_cache, table, lengths):
+    k, v = _keys(key_cache[table], hnd=False), _keys(value_cache[table.flip(1)], hnd=False)
+    return _attend(q, k, v, _sees(lengths, k.shape[1], 1, None, "ends"), "sdpa")
+
+
+def _future(q, key_cache, value_cache, table, lengths):
+    """Several queries that all see the same keys, and one that sees keys from a number on."""
+    k, v = (_keys(each[table], hnd=False) for each in (key_cache, value_cache))
+    return _attend(q, k, v, torch.arange(k.shape[1]) >= lengths[:, None, None] - 1, "sdpa")
+
+
+def _by_data(q, key_cache, value_cache, table, lengths):
+    k, v = (_keys(each[table], hnd=False) for each in (key_cache, value_cache))
+    return _attend(q, k, v, (k[..., 0, 0] > 0)[:, None], "sdpa")
+
+
+def _written_between(q, key_cache, value_cache, table, lengths):
+    k, v = (_keys(each[table], hnd=False) for each in (key_cache, value_cache))
+    key_cache.mul_(0.5)
+    value_cache.zero_()
+    return _attend(q, k, v, _sees(lengths, k.shape[1], 1, None, "ends"), "sdpa")
+
+
+def _table_written(q, key_cache, value_cache, table, lengths):
+    index = table + 0
+    k, v = (_keys(each[index], hnd=False) for each in (key_cache, value_cache))
+    index.zero_()
+    return _attend(q, k, v, _sees(lengths, k.shape[1], 1, None, "ends"), "sdpa")
+
+
+def _slots_outside(q, key_cache, value_cache, table, lengths):
+    k, v = (each[table].transpose(1, 2).reshape(REQUESTS, -1, KV_HEADS, DIM) for each in (key_cache, value_cache))
+    return _attend(q, k, v, _sees(lengths, k.shape[1], 1, None, "ends"), "sdpa")
+
+
+def _computed_keys(q, key_cache, value_cache, table, lengths):
+    k, v = _keys(key_cache[table].tanh(), hnd=False), _keys(value_cache[table], hnd=False)
+    return _attend(q, k, v, _sees(lengths, k.shape[1], 1, None, "ends"), "sdpa")
+
+
+def _other_lengths(q, key_cache, value_cache, table, lengths):
+    k, v = (_keys(each[table], hnd=False) for each in (key_cache, value_cache))
+    return _attend(
+        q, k, v, torch.arange(k.shape[1]) < (lengths * lengths)[:, None, None] + torch.arange(HEADS)[0], "sdpa"
+    )
+
+
+def _two_ends(q, key_cache, value_cache, table, lengths):
+    k, v = (_keys(each[table], hnd=False) for each in (key_cache, value_cache))
+    place = torch.arange(k.shape[1])
+    sees = (place < lengths[:, None, None]) & (place < table[:, :1, None] + 2)
+    return _attend(q, k, v, sees, "sdpa")
+
+
+LOOKALIKES = [
+    _other_table, _future, _by_data, _written_between, _table_written, _slots_outside, _computed_keys, _two_ends,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", LOOKALIKES, ids=lambda each: each.__name__)
+def test_what_only_looks_like_it_stays_an_attention(function):
+    inputs = problem()
+    copies = [each.clone() for each in inputs]
+    found, backend = run(function, inputs)
+    assert OP not in [match.op for match in backend.report.matches]
+    torch.testing.assert_close(found, function(*copies), rtol=1e-4, atol=1e-5)
+    for one, other in zip(inputs, copies, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_a_request_sees_may_be_computed():
+    inputs = problem(lengths=(1, 4, 2))
+    found, backend = run(_other_lengths, inputs)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+    torch.testing.assert_close(found, _other_lengths(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_training_keeps_the_gathered_keys():
+    function = spelling(_indexed, "ends", "sdpa", queries=1, window=None, hnd=False)
+    inputs = problem()
+    inputs[0].requires_grad_()
+    torch._dynamo.reset()
+    backend = Rewriting()
+    torch.compile(function, backend=backend, fullgraph=True)(*inputs).sum().backward()
+    assert OP not in [match.op for match in backend.report.matches]
