@@ -315,3 +315,91 @@ def test_training_keeps_the_gathered_keys():
     backend = Rewriting()
     torch.compile(function, backend=backend, fullgraph=True)(*inputs).sum().backward()
     assert OP not in [match.op for match in backend.report.matches]
+
+
+# ---- caches that are not gathered, and not full ----------------------------------------------------------------------
+
+KEYS = 256
+
+
+def _filled(form: str) -> Function:
+    def step(q: Tensor, key_cache: Tensor, value_cache: Tensor, place: Tensor) -> Tensor:
+        """Of heads before keys; what is new is written first, where it is said so."""
+        sees = torch.arange(KEYS) <= place
+        if form == "written":
+            key_cache.index_copy_(2, place, q[:, :KV_HEADS])
+            value_cache[:, :, place] = q[:, :KV_HEADS]
+            return F.scaled_dot_product_attention(q, key_cache, value_cache, sees[None], enable_gqa=True)
+        key, value = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key_cache, value_cache))
+        if form == "added":
+            bias = torch.zeros(KEYS).masked_fill(~sees, -torch.inf)
+            return F.scaled_dot_product_attention(q, key, value, attn_mask=bias[None])
+        if form == "several":
+            q = q * torch.arange(1, 4)[:, None]
+            sees = torch.arange(KEYS) <= (place + torch.arange(3))[:, None]
+        scores = (q @ key.transpose(-1, -2)) * DIM**-0.5
+        return scores.masked_fill(torch.logical_not(sees), -torch.inf).softmax(-1) @ value
+
+    return step
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("form", ["written", "added", "by hand", "several"])
+def test_of_a_cache_that_is_not_full_only_that_is_read_which_is_seen(form, requests):
+    function, backend = _filled(form), Rewriting()
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for place in (0, 40, KEYS - 4):
+        torch.manual_seed(place)
+        inputs = [
+            torch.randn(requests, HEADS, 1, DIM),
+            *torch.randn(2, requests, KV_HEADS, KEYS, DIM),
+            torch.tensor([place]),
+        ]
+        copies = [each.clone() for each in inputs]
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*inputs), function(*copies), rtol=1e-4, atol=1e-5)
+        for one, other in zip(inputs, copies, strict=True):
+            torch.testing.assert_close(one, other)
+    (match,) = [match for match in backend.report.matches if match.rewritten]
+    assert match.op == OP, backend.why_not()
+    assert "block_table" not in match.formula
+
+
+def test_two_layers_that_share_a_mask_and_write_before_they_read():
+    def layers(q: Tensor, key_cache: Tensor, value_cache: Tensor, place: Tensor) -> Tensor:
+        sees = (torch.arange(KEYS)[None] <= place[:, None])[None, None]
+        for layer in range(2):
+            key_cache[layer, :, :, place] = q[:, :KV_HEADS]
+            value_cache[layer, :, :, place] = q[:, :KV_HEADS] + layer
+            q = F.scaled_dot_product_attention(q, key_cache[layer], value_cache[layer], attn_mask=sees, enable_gqa=True)
+        return q
+
+    inputs = [torch.randn(2, HEADS, 1, DIM), *torch.randn(2, 2, 2, KV_HEADS, KEYS, DIM), torch.tensor([70])]
+    copies = [each.clone() for each in inputs]
+    found, backend = run(layers, inputs)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP, OP], backend.why_not()
+    torch.testing.assert_close(found, layers(*copies), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(inputs[1], copies[1])
+
+
+@pytest.mark.parametrize("form", ["place is changed", "cache is changed", "heads differ"])
+def test_what_is_overwritten_or_seen_otherwise_stays_an_attention(form):
+    def step(q: Tensor, key_cache: Tensor, value_cache: Tensor, place: Tensor) -> Tensor:
+        sees = torch.arange(KEYS) <= place
+        scores = torch.einsum("bhsd,bhkd->bhsk", q, key_cache)
+        if form == "place is changed":
+            place.zero_()
+        if form == "cache is changed":
+            value_cache.mul_(2.0)
+            key_cache.zero_()
+        if form == "heads differ":
+            sees = torch.arange(KEYS) <= (place + torch.arange(KV_HEADS)[:, None, None])
+        return scores.masked_fill(~sees, -torch.inf).softmax(-1) @ value_cache
+
+    inputs = [torch.randn(2, KV_HEADS, 1, DIM), *torch.randn(2, 2, KV_HEADS, KEYS, DIM), torch.tensor([70])]
+    copies = [each.clone() for each in inputs]
+    found, backend = run(step, inputs)
+    torch.testing.assert_close(found, step(*copies), rtol=1e-4, atol=1e-5)
+    if form != "place is changed":  # how many keys there are is counted then
+        assert OP not in [match.op for match in backend.report.matches if match.rewritten]

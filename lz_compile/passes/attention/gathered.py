@@ -1,11 +1,15 @@
 """Attention over keys and values that were gathered from a cache by a table: the cache is read where it lies instead.
 
+A cache that is not gathered, but filled up to a number that only data tell, is a block for each request: what is not filled
+is not read.
+
 ``key_cache[block_table]`` is ``[requests, blocks, slots, heads, features]``, and a key is a block and a slot of it. Where
 single slots are gathered, a block is one slot. The mask has to say that a request sees the keys before a number of its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +38,8 @@ from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 OP = "paged_attention"
 #: More queries of a request, or heads that share keys, read these often enough to gather them first.
 _MOST = (16, 32)
+#: Keys of a cache that is not gathered.
+LEAST_KEYS = 256
 #: Of proofs: blocks that tables name, the least blocks and keys of a request, and requests, so many that what rounding does
 #: to the source's results is no matter of luck.
 _BLOCKS, _COLUMNS, _KEYS, _REQUESTS = 16, 3, 24, 32
@@ -43,15 +49,18 @@ _CASTS = frozenset({"to", "long", "int", "type", "type_as", "contiguous", "clone
 
 
 @dataclass(frozen=True)
-class _Gather:
-    """``cache[table]`` along the first dimension: the node, its cache without that dimension, and the table."""
+class _Stored:
+    """Keys or values: ``cache[table]`` along the first dimension, or the cache itself, without a table.
+
+    ``node`` is what reads the cache, ``rest`` are the axes of the cache, without the first one where there is a table.
+    """
 
     node: fx.Node
     cache: fx.Node
     rest: Dims
-    table: fx.Node
-    table_dims: Dims
     passed: Mapping[fx.Node, Dims]
+    table: fx.Node | None = None
+    table_dims: Dims = ()
 
 
 @dataclass(frozen=True)
@@ -62,8 +71,8 @@ class GatheredEmitter(TableEmitter):
     """
 
     attention: AttentionEmitter
-    key: _Gather
-    value: _Gather
+    key: _Stored
+    value: _Stored
     ends: Ends
     flags: Mapping[fx.Node, tuple[Dims, bool]]
     blocks: Axis
@@ -80,9 +89,9 @@ class GatheredEmitter(TableEmitter):
         """Of the attention."""
         return self.attention.roles
 
-    def cache_dims(self, gather: _Gather) -> Dims:
+    def cache_dims(self, gather: _Stored) -> Dims:
         """The axes of a cache."""
-        return ((self.blocks,), *gather.rest)
+        return gather.rest if gather.table is None else ((self.blocks,), *gather.rest)
 
     def operands(self, builder: Builder) -> Operands:
         """In the op's canonical layout."""
@@ -91,14 +100,13 @@ class GatheredEmitter(TableEmitter):
         query = builder.arrange(
             builder.value(attention.query.node), attention.query.dims, (rows, self.heads, roles.features), expand=True
         )
+        blocks = roles.batch if self.key.table is None else (self.blocks,)
         key_cache, value_cache = (
             builder.arrange(
-                builder.value(each.cache), self.cache_dims(each), ((self.blocks,), self.slots, self.kv_heads, features)
+                builder.value(each.cache), self.cache_dims(each), (blocks, self.slots, self.kv_heads, features)
             )
             for each, features in ((self.key, roles.features), (self.value, roles.value_features))
         )
-        table = self._table(builder)
-        table = torch.where(table < 0, table + builder.extent(self.blocks), table)  # an index counts from the end then
         lengths, keys = self._lengths(builder), builder.size(roles.keys)
         found: dict[str, Any] = {}
         if attention.attrs.masked_rows == "mean":  # of all values: equal scores of all keys
@@ -112,16 +120,20 @@ class GatheredEmitter(TableEmitter):
         if not self.queries and self.ends.window is None:  # else what lies beyond the table would shift what is seen
             lengths = lengths.clamp(max=keys)
         lengths = lengths.clamp(min=0).int()
-        return Operands(query, key_cache, value_cache, table.int(), lengths, **found)
+        return Operands(query, key_cache, value_cache, self._table(builder).int(), lengths, **found)
 
     def _table(self, builder: Builder) -> Any:
+        if self.key.table is None:
+            query = builder.value(self.attention.query.node)
+            return arange(query, builder.size(self.roles.batch))[:, None]
         groups = (self.roles.batch, self.columns)
-        return builder.arrange(builder.value(self.key.table), self.key.table_dims, groups, expand=True)
+        table = builder.arrange(builder.value(self.key.table), self.key.table_dims, groups, expand=True)
+        return torch.where(table < 0, table + builder.extent(self.blocks), table)  # an index counts from the end then
 
     def result(self, builder: Builder, value: Any) -> Any:
         """In the layout and dtype of the node that it replaces; a query that sees no key gives what the source gives."""
         roles, attention = self.roles, self.attention
-        if attention.attrs.masked_rows == "nan" and self.sinks is None and self.ends.terms:
+        if attention.attrs.masked_rows == "nan" and self.sinks is None and (self.ends.terms or self.ends.is_counted):
             sees = self._ends(builder).reshape(-1) > 0
             value = torch.where(sees[:, None, None], value, torch.nan)
         value = value.to(known_tensor(attention.output).dtype)
@@ -130,6 +142,9 @@ class GatheredEmitter(TableEmitter):
 
     def _lengths(self, builder: Builder) -> Any:
         """Before which key the last query of each request sees, ``[R]``; it may be beyond those that there are."""
+        if self.ends.is_counted:
+            keeps = [self._keeps(builder, node) for node in self.flags]
+            return functools.reduce(torch.logical_and, keeps).sum(-1)
         if not self.ends.terms:
             return torch.full_like(self._table(builder)[:, 0], builder.size(self.roles.keys))
         total: Any = self.ends.shift
@@ -138,6 +153,14 @@ class GatheredEmitter(TableEmitter):
             total = total + (given if factor == 1 else given * factor)
         return total
 
+    def _keeps(self, builder: Builder, node: fx.Node) -> Any:
+        """Where a mask keeps, ``[R, keys]``."""
+        dims, keeps = self.flags[node]
+        value = builder.arrange(builder.value(node), dims, (self.roles.batch, self.roles.keys), expand=True)
+        if known_tensor(node).is_floating_point():
+            return value > -torch.inf
+        return value if keeps else torch.logical_not(value)
+
     def _ends(self, builder: Builder) -> Any:
         """Before which key every query sees, ``[R, S]``."""
         lengths, queries = self._lengths(builder), builder.size(self.queries)
@@ -145,12 +168,32 @@ class GatheredEmitter(TableEmitter):
 
     def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
         """The mask that lengths say; of a mask that is made of it, what it holds then; and the table that equals another."""
-        if node is self.value.table:
+        if node is self.value.table and self.key.table is not None:
             return builder.value(self.key.table).to(given.dtype)
         if node in self.flags:
-            return self._flag(node, builder)
+            return self._some(node, given, sizes) if self.ends.is_counted else self._flag(node, builder)
         known = builder.over(lambda each: self._flag(each, builder) if each in self.flags else builder.value(each))
         return self.attention.implied_value(node, known, given, sizes)
+
+    def _some(self, node: fx.Node, given: torch.Tensor, sizes: Mapping[Axis, int]) -> torch.Tensor:
+        """A mask of as many keys as a random one happens to keep, of none, or of all."""
+        dims, keeps = self.flags[node]
+        builder = Builder(lambda each: given, sizes=sizes)
+        groups = [
+            tuple(axis for axis in atoms(group) if axis in axes_of(dims))
+            for group in (self.roles.batch, self.roles.keys)
+        ]
+        bits = builder.arrange(given, dims, groups) > 0
+        count = torch.where(bits[:, :1], bits.sum(-1, keepdim=True), bits[:, 1:2] * bits.shape[1])
+        sees = torch.arange(bits.shape[1], device=given.device) < count
+        value: torch.Tensor = builder.restore(self._as_mask(node, sees, keeps), groups, dims)
+        return value.contiguous()
+
+    def _as_mask(self, node: fx.Node, sees: torch.Tensor, keeps: bool) -> torch.Tensor:
+        tensor = known_tensor(node)
+        if tensor.is_floating_point():
+            return torch.zeros(sees.shape, dtype=tensor.dtype, device=sees.device).masked_fill(~sees, -torch.inf)
+        return sees if keeps else ~sees
 
     def _flag(self, node: fx.Node, builder: Builder) -> torch.Tensor:
         dims, keeps = self.flags[node]
@@ -162,13 +205,11 @@ class GatheredEmitter(TableEmitter):
         own = frozenset(axes_of(dims))
         groups = (self.roles.batch, self.queries, self.roles.keys)
         index = tuple(slice(None) if own & set(atoms(group)) else slice(1) for group in groups)
-        tensor = known_tensor(node)
-        if tensor.is_floating_point():
-            sees = torch.zeros(sees.shape, dtype=tensor.dtype, device=sees.device).masked_fill(~sees, -torch.inf)
+        sees = self._as_mask(node, sees, keeps)
         value: torch.Tensor = builder.restore(
             sees[index], [atoms(g) if own & set(atoms(g)) else () for g in groups], dims
         )
-        return (value if keeps else torch.logical_not(value)).contiguous()
+        return value.contiguous()
 
 
 def as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings) -> Match | None:
@@ -183,7 +224,7 @@ def as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings) -> Match | 
         return None
     if emitter.dtype not in _DTYPES or emitter.needs_grad():
         return None
-    key, value = (_gathered(emitter, operand, core) for operand in (emitter.key, emitter.value))
+    key, value = (_stored(emitter, operand, core) for operand in (emitter.key, emitter.value))
     if key is None or value is None or not _is_same_table(key, value, roles, masks):
         return None
     flags = {
@@ -211,6 +252,8 @@ def as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings) -> Match | 
         sinks = peel(region, Factor(emitter.sinks.node, emitter.sinks.dims), reader, passed)
         if sinks.factor != 1 or not {*axes_of(sinks.dims)} <= {*kv_heads, *sharing}:
             return None
+    if key.table is None and not _is_partly_filled(roles, ends):
+        return None
     if places is None or ends is None or (attrs.masked_rows == "mean" and ends.window is not None):
         return None
     found = GatheredEmitter(
@@ -227,26 +270,35 @@ def as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings) -> Match | 
         return None
 
 
-def _gathered(emitter: AttentionEmitter, operand: Operand, core: Core) -> _Gather | None:
-    """What an operand was gathered from, behind casts and layout changes of both."""
+def _is_partly_filled(roles: Roles, ends: Ends | None) -> bool:
+    """Whether only data tell how much of a cache is seen, and it is worth to ask."""
+    keys = product(axis.size for axis in roles.keys)
+    return ends is not None and (bool(ends.terms) or ends.is_counted) and isinstance(keys, int) and keys >= LEAST_KEYS
+
+
+def _stored(emitter: AttentionEmitter, operand: Operand, core: Core) -> _Stored | None:
+    """Where an operand lies, or what it was gathered from, behind casts and layout changes of both."""
     region, passed = emitter.region, dict(emitter.passed)
     reader = region.readers.get(operand.node, core.nodes[0])
     inner = peel(region, Factor(operand.node, operand.dims), reader, passed)
     call = region.effects.calls[inner.node]
-    if inner.factor != 1 or inner.dtype != emitter.dtype or call is None or call.is_inplace:
+    if inner.factor != 1 or inner.dtype != emitter.dtype:
         return None
-    if region.effects.ambient(inner.node) != core.ambient or region.effects.is_opaque(inner.node, reader):
-        return None
-    parts = _indexed(call)
+    readers = [node for node in passed if inner.node in node.all_input_nodes]
+    first = min(readers, key=region.effects.position.__getitem__, default=reader)
+    whole = _Stored(first, inner.node, resolve(inner.dims), passed)
+    if call is None or call.is_inplace or region.effects.is_opaque(inner.node, reader):
+        return whole
+    parts = _indexed(call) if region.effects.ambient(inner.node) == core.ambient else None
     if parts is None:
-        return None
+        return whole
     cache, table = parts
     dims, rank = resolve(inner.dims), known_tensor(table).dim()
     passed[inner.node] = dims
     if known_tensor(table).is_floating_point() or known_tensor(table).dtype in (torch.bool, torch.uint8):
-        return None
+        return whole
     node, table_dims = _origin(region.effects, table, dims[:rank], passed)
-    return _Gather(inner.node, cache, dims[rank:], node, table_dims, passed)
+    return _Stored(inner.node, cache, dims[rank:], passed, node, table_dims)
 
 
 def _indexed(call: Call) -> tuple[fx.Node, fx.Node] | None:
@@ -292,7 +344,9 @@ def _origin(effects: Effects, node: fx.Node, dims: Dims, passed: dict[fx.Node, D
         node, dims = call.input, resolve(source)
 
 
-def _is_same_table(key: _Gather, value: _Gather, roles: Roles, masks: Meanings) -> bool:
+def _is_same_table(key: _Stored, value: _Stored, roles: Roles, masks: Meanings) -> bool:
+    if key.table is None or value.table is None:
+        return key.table is value.table
     if shape_of(known_tensor(key.cache))[0] != shape_of(known_tensor(value.cache))[0]:
         return False
     dims = resolve(key.table_dims)
@@ -302,15 +356,17 @@ def _is_same_table(key: _Gather, value: _Gather, roles: Roles, masks: Meanings) 
     return nodes[0] is nodes[1] or masks.are_equal(nodes, dims, Axes(roles.batch, (), (), roles.keys))
 
 
-def _places(roles: Roles, key: _Gather, value: _Gather) -> tuple[tuple[Axis, ...], tuple[Axis, ...]] | None:
+def _places(roles: Roles, key: _Stored, value: _Stored) -> tuple[tuple[Axis, ...], tuple[Axis, ...]] | None:
     """The axes of blocks of a request, and of slots of a block; None where keys and tables are anything else."""
     batch, keys = atoms(roles.batch), atoms(roles.keys)
     columns = tuple(axis for axis in axes_of(key.table_dims) if axis in keys)
     slots = tuple(axis for axis in axes_of(key.rest) if axis in keys)
     same = tuple(axis for axis in axes_of(value.rest) if axis in keys)
     own = {*axes_of(key.table_dims)} - {*columns}
+    if key.table is None:
+        own = {*axes_of(key.rest)} & {*axes_of(value.rest)} & {*batch}
     is_whole = own == {*batch} and (*columns, *slots) == keys and same == slots
-    others = {*axes_of(key.rest), *axes_of(value.rest)} - {*slots}
+    others = {*axes_of(key.rest), *axes_of(value.rest)} - {*slots} - ({*batch} if key.table is None else set())
     is_whole = is_whole and others <= {*atoms(roles.heads), *atoms(roles.features), *atoms(roles.value_features)}
     return (columns, slots) if is_whole else None
 
@@ -323,22 +379,24 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims])
     """
     attention, key, value = emitter.attention, emitter.key, emitter.value
     effects = attention.region.effects
-    slots = product(axis.size for axis in emitter.slots)
+    slots = product(axis.size for axis in emitter.slots) if key.table is not None else 1
     columns = max(_COLUMNS, -(-_KEYS // slots) if isinstance(slots, int) else _KEYS)
-    longest = float(columns ** len(emitter.columns) * (slots if isinstance(slots, int) else 1) + 1)
+    of_keys = emitter.columns if key.table is not None else emitter.slots
+    longest = float(columns ** len(of_keys) * (slots if isinstance(slots, int) else 1) + 1)
     reads: list[tuple[fx.Node, Dims, tuple[float, float] | None]] = [
         (attention.query.node, attention.query.dims, None), (key.cache, emitter.cache_dims(key), None),
-        (value.cache, emitter.cache_dims(value), None), (key.table, key.table_dims, (0.0, float(_BLOCKS))),
+        (value.cache, emitter.cache_dims(value), None),
+        *([] if key.table is None else [(key.table, key.table_dims, (0.0, float(_BLOCKS)))]),
         *((node, dims, (0.0, longest)) for node, dims, _ in emitter.ends.terms),
         *([] if emitter.sinks is None else [(emitter.sinks.node, emitter.sinks.dims, None)]),
     ]  # fmt: skip
     if len({node for node, _, _ in reads}) < len(reads):
         raise RefusedError("SHARED_OPERAND", "a tensor is several operands", "give each a tensor of its own")
     first = min((key.node, value.node), key=effects.position.__getitem__)
-    core.check(effects, dict.fromkeys((key.cache, value.cache, key.table), first))
+    core.check(effects, dict.fromkeys([node for node, _, _ in reads[1 : 3 + (key.table is not None)]], first))
     inputs = {node: Input(dims, range=span) for node, dims, span in reads}
     inputs |= {node: Input(dims, implied="lengths") for node, (dims, _) in emitter.flags.items()}
-    if value.table is not key.table:
+    if value.table is not None and value.table is not key.table:
         inputs[value.table] = Input(value.table_dims, implied="table")
     inputs |= {
         node: Input(each.dims, implied=str(each))
@@ -359,18 +417,18 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims])
         cache_dtype=attention.dtype,
         device=known_tensor(attention.output).device.type,
     )
-    operands = {
-        "query": attention.query.node, "key_cache": key.cache, "value_cache": value.cache, "block_table": key.table,
-    }  # fmt: skip
-    formula = f"softmax(query key_cache[block_table]^T) value_cache[block_table], {emitter.attrs.variant}"
+    operands = {"query": attention.query.node, "key_cache": key.cache, "value_cache": value.cache}
+    operands |= {} if key.table is None else {"block_table": key.table}
+    index = "" if key.table is None else "[block_table]"
+    formula = f"softmax(query key_cache{index}^T) value_cache{index}, {emitter.attrs.variant}"
     buffers = tuple(dict.fromkeys((*attention.buffers, *emitter.ends.buffers)))
     found = Found(emitter.attrs, facts, inputs, operands, emitter, formula, buffers=buffers)
     trial = Trial(
-        limited=frozenset((*roles.features, *roles.value_features, *emitter.slots)),
+        limited=frozenset((*roles.features, *roles.value_features, *(emitter.slots if key.table is not None else ()))),
         pinned=frozenset(emitter.queries),  # how many there are may be part of a number in the mask
         least={
             emitter.blocks: _BLOCKS,
-            **dict.fromkeys(emitter.columns, columns),
+            **dict.fromkeys(of_keys, columns),
             **dict.fromkeys(roles.batch, _REQUESTS),
         },
         masked_rows_count=not attention.sees_keys,

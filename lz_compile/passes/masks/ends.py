@@ -40,7 +40,10 @@ def of_conditions(parts: Iterable[Predicate], reader: Reader, at: Positions, bat
         return None
     end = last - at.query + at.queries
     sum_ = _tensors(end, reader, batch) or _tensor(end, reader, batch)
-    return None if sum_ is None else Ends(*sum_, window, tuple(reader.buffers))
+    if sum_ is None:  # overwritten later, or no sum; how many keys there are can still be counted
+        is_fixed = bool(at.query_axes) or window is not None or not end.axes <= batch
+        return None if is_fixed else Ends(is_counted=True, buffers=tuple(reader.buffers))
+    return Ends(*sum_, window, buffers=tuple(reader.buffers))
 
 
 _Sum: TypeAlias = "tuple[tuple[tuple[fx.Node, Dims, int], ...], int]"

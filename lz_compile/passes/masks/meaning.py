@@ -88,13 +88,15 @@ class Meaning:
 class Ends:
     """Before which key the last query sees keys: the sum of ``terms``, tensors with their axes times factors, and ``shift``.
 
-    Without terms it sees all keys. Every query before it sees one key less at the end. With a ``window`` it sees that many
-    keys at most, the newest ones. ``buffers`` are placeholders on whose values this rests.
+    Without terms it sees all keys, or as many as the masks keep, where it ``is_counted``. Every query before it sees one key
+    less at the end. With a ``window`` it sees that many keys at most, the newest ones. ``buffers`` are placeholders on whose
+    values this rests.
     """
 
     terms: tuple[tuple[fx.Node, Dims, int], ...] = ()
     shift: int = 0
     window: int | None = None
+    is_counted: bool = False
     buffers: tuple[fx.Node, ...] = ()
 
 

@@ -19,7 +19,7 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.bands import Reach
-from lz_compile.passes.formula.axes import Axis, Dims, resolve
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of, resolve
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import bands as mask_bands
@@ -78,6 +78,8 @@ class Masks(Meanings):
         """See :class:`Meanings`."""
         reading, names = self._unshared(axes)
         if self._effects.reshapes or any(self._effects.is_overwritten(node) for node, _, _ in masks):
+            return None
+        if any(axis not in names for _, dims, _ in masks for axis in axes_of(dims)):
             return None
         parts: set[Predicate] = set()
         for node, dims, keeps in masks:

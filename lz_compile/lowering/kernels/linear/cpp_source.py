@@ -30,6 +30,7 @@ class Program:
 
     stored: torch.dtype
     is_packed: bool
+    has_zero: bool
     has_offset: bool
     lanes: int
 
@@ -39,6 +40,7 @@ class Program:
 #include <vector>
 constexpr int kLanes = {self.lanes};
 constexpr bool kIsPacked = {str(self.is_packed).lower()}, kHasOffset = {str(self.has_offset).lower()};
+constexpr bool kHasZero = {str(self.has_zero).lower()};
 {FLOATS}{STORED}
 using Stored = {STORED_TYPES[self.stored]};
 {LINEAR}"""
@@ -70,7 +72,9 @@ def run(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
     numbers = [rows, columns, stored.shape[0], count, is_half, is_high, threads, *strides]
     tensors = [y.input, stored, y.scale, y.zero, y.offset, y.bias, written]
     pointers = (ctypes.c_void_p * len(tensors))(*[0 if each is None else each.data_ptr() for each in tensors])
-    program = Program(stored.dtype, attrs.packing != "none", y.offset is not None, inductor.vector_bits() // 32)
+    program = Program(
+        stored.dtype, attrs.packing != "none", y.zero is not None, y.offset is not None, inductor.vector_bits() // 32
+    )
     _function(program)(pointers, (ctypes.c_int64 * len(numbers))(*map(int, numbers)))
     return written.to(out.dtype)
 
@@ -119,7 +123,7 @@ INLINE Floats fused(Floats a, Floats b, Floats c) {
 INLINE float fused(float a, float b, float c) { return std::fma(a, b, c); }
 
 template <typename T> INLINE T meant(T x, const Meaning& m) {
-  x = x - m.zero;
+  if constexpr (kHasZero) x = x - m.zero;
   if constexpr (kHasOffset) x = fused(x, T{} + m.inner, T{} + m.offset);
   return x;
 }
