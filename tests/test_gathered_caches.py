@@ -284,7 +284,35 @@ def _two_ends(q, key_cache, value_cache, table, lengths):
     return _attend(q, k, v, sees, "sdpa")
 
 
+def _values_of_more_heads(q, key_cache, value_cache, table, lengths):
+    """Keys that all heads share, values that half of them do."""
+    k, v = key_cache[table][:, :, :, :1].flatten(1, 2), value_cache[table].flatten(1, 2)
+    k, v = k.expand(-1, -1, HEADS, -1), v.repeat(1, 1, HEADS // KV_HEADS, 1)
+    return _attend(q, k[:, :, :KV_HEADS], v[:, :, :KV_HEADS], _sees(lengths, k.shape[1], 1, None, "ends"), "sdpa")
+
+
+def _written_between_gathers(q, key_cache, value_cache, table, lengths):
+    index = table.clone()
+    k = _keys(key_cache[index], hnd=False)
+    index[:] = 0
+    v = _keys(value_cache[index], hnd=False)
+    return _attend(q, k, v, _sees(lengths, k.shape[1], 1, None, "ends"), "sdpa")
+
+
+def _around_the_newest(q, key_cache, value_cache, table, lengths):
+    k, v = (_keys(each[table], hnd=False) for each in (key_cache, value_cache))
+    return _attend(q, k, v, (torch.arange(k.shape[1]) - lengths[:, None, None]).abs() < 3, "sdpa")
+
+
+def _scaled_in_place(q, key_cache, value_cache, table, lengths):
+    k = key_cache[table]
+    k.mul_(2)
+    k, v = _keys(k, hnd=False), _keys(value_cache[table], hnd=False)
+    return _attend(q, k, v, _sees(lengths, k.shape[1], 1, None, "ends"), "sdpa")
+
+
 LOOKALIKES = [
+    _values_of_more_heads, _written_between_gathers, _around_the_newest, _scaled_in_place,
     _other_table, _future, _by_data, _written_between, _table_written, _slots_outside, _computed_keys, _two_ends,
 ]  # fmt: skip
 
@@ -298,6 +326,37 @@ def test_what_only_looks_like_it_stays_an_attention(function):
     torch.testing.assert_close(found, function(*copies), rtol=1e-4, atol=1e-5)
     for one, other in zip(inputs, copies, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("form", ["clone", "cast", "narrow", "narrowed"])
+def test_a_table_that_was_made_and_written_is_read_as_it_is_then(form):
+    def function(q: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        if form == "clone":
+            table = table.clone()
+            table[:, 0] = 7
+        elif form == "narrowed":
+            table = (table + 257).to(torch.uint8).long()
+        else:
+            table = table.long()
+            table.clamp_(min=0)
+        k, v = (_keys(each[table], hnd=False) for each in (key_cache, value_cache))
+        return _attend(q, k, v, _sees(lengths, k.shape[1], 1, None, "ends"), "sdpa")
+
+    inputs = problem()
+    inputs[3] = inputs[3] - 1
+    inputs[3] = inputs[3].to({"cast": torch.int32, "narrow": torch.int8}.get(form, torch.int64))
+    found, backend = run(function, inputs)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_queries_that_are_no_numbers_stay_so_where_no_key_is_seen():
+    function = spelling(_indexed, "newest", "by hand", queries=1, window=None, hnd=False)
+    inputs = problem(lengths=(0, 5, 9))
+    inputs[0][0, 0, 0, 0] = torch.nan
+    found, backend = run(function, inputs)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def test_what_a_request_sees_may_be_computed():
@@ -334,9 +393,6 @@ def _filled(form: str) -> Function:
         if form == "added":
             bias = torch.zeros(KEYS).masked_fill(~sees, -torch.inf)
             return F.scaled_dot_product_attention(q, key, value, attn_mask=bias[None])
-        if form == "several":
-            q = q * torch.arange(1, 4)[:, None]
-            sees = torch.arange(KEYS) <= (place + torch.arange(3))[:, None]
         scores = (q @ key.transpose(-1, -2)) * DIM**-0.5
         return scores.masked_fill(torch.logical_not(sees), -torch.inf).softmax(-1) @ value
 
@@ -344,7 +400,7 @@ def _filled(form: str) -> Function:
 
 
 @pytest.mark.parametrize("requests", [1, 3])
-@pytest.mark.parametrize("form", ["written", "added", "by hand", "several"])
+@pytest.mark.parametrize("form", ["written", "added", "by hand"])
 def test_of_a_cache_that_is_not_full_only_that_is_read_which_is_seen(form, requests):
     function, backend = _filled(form), Rewriting()
     torch._dynamo.reset()
@@ -383,7 +439,9 @@ def test_two_layers_that_share_a_mask_and_write_before_they_read():
     torch.testing.assert_close(inputs[1], copies[1])
 
 
-@pytest.mark.parametrize("form", ["place is changed", "cache is changed", "heads differ"])
+@pytest.mark.parametrize(
+    "form", ["place is changed", "cache is changed", "heads differ", "several queries", "a window"]
+)
 def test_what_is_overwritten_or_seen_otherwise_stays_an_attention(form):
     def step(q: Tensor, key_cache: Tensor, value_cache: Tensor, place: Tensor) -> Tensor:
         sees = torch.arange(KEYS) <= place
@@ -395,6 +453,11 @@ def test_what_is_overwritten_or_seen_otherwise_stays_an_attention(form):
             key_cache.zero_()
         if form == "heads differ":
             sees = torch.arange(KEYS) <= (place + torch.arange(KV_HEADS)[:, None, None])
+        if form == "several queries":  # of which the last ones may look beyond the cache
+            scores = scores.expand(-1, -1, 3, -1)
+            sees = torch.arange(KEYS) <= (place + torch.arange(3))[:, None]
+        if form == "a window":
+            sees = sees & (torch.arange(KEYS) > place - 9)
         return scores.masked_fill(~sees, -torch.inf).softmax(-1) @ value_cache
 
     inputs = [torch.randn(2, KV_HEADS, 1, DIM), *torch.randn(2, 2, KV_HEADS, KEYS, DIM), torch.tensor([70])]

@@ -40,9 +40,9 @@ OP = "paged_attention"
 _MOST = (16, 32)
 #: Keys of a cache that is not gathered.
 LEAST_KEYS = 256
-#: Of proofs: blocks that tables name, the least blocks and keys of a request, and requests, so many that what rounding does
-#: to the source's results is no matter of luck.
-_BLOCKS, _COLUMNS, _KEYS, _REQUESTS = 16, 3, 24, 32
+#: Of proofs: blocks that tables name, the least blocks and keys of a request, and rows (a head of a request), so many that
+#: what rounding does to the source's results is no matter of luck.
+_BLOCKS, _COLUMNS, _KEYS, _ROWS = 16, 3, 24, 64
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = frozenset({"to", "long", "int", "type", "type_as", "contiguous", "clone"})
@@ -110,7 +110,10 @@ class GatheredEmitter(TableEmitter):
         lengths, keys = self._lengths(builder), builder.size(roles.keys)
         found: dict[str, Any] = {}
         if attention.attrs.masked_rows == "mean":  # of all values: equal scores of all keys
-            query = torch.where((lengths <= 0)[:, None, None], 0.0, query)
+            equal = (
+                0.0 if attention.attrs.selects_masked else query * 0.0
+            )  # NaN in a query stays where nothing is selected
+            query = torch.where((lengths <= 0)[:, None, None], equal, query)
             lengths = torch.where(lengths <= 0, keys, lengths)
         if self.attrs.is_ragged:
             found["query_starts"] = (arange(query, builder.size(roles.batch) + 1) * builder.size(self.queries)).int()
@@ -119,7 +122,7 @@ class GatheredEmitter(TableEmitter):
             found["sinks"] = builder.arrange(given, self.sinks.dims, (self.heads,), expand=True)
         if not self.queries and self.ends.window is None:  # else what lies beyond the table would shift what is seen
             lengths = lengths.clamp(max=keys)
-        lengths = lengths.clamp(min=0).int()
+        lengths = lengths.clamp(0, torch.iinfo(torch.int32).max).int()
         return Operands(query, key_cache, value_cache, self._table(builder).int(), lengths, **found)
 
     def _table(self, builder: Builder) -> Any:
@@ -252,7 +255,9 @@ def as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings) -> Match | 
         sinks = peel(region, Factor(emitter.sinks.node, emitter.sinks.dims), reader, passed)
         if sinks.factor != 1 or not {*axes_of(sinks.dims)} <= {*kv_heads, *sharing}:
             return None
-    if key.table is None and not _is_partly_filled(roles, ends):
+    if key.table is None and not _is_partly_filled(roles, queries, ends):
+        return None
+    if ends is not None and (queries or ends.window is not None) and ends.shift > counts[0]:  # beyond the newest key
         return None
     if places is None or ends is None or (attrs.masked_rows == "mean" and ends.window is not None):
         return None
@@ -270,10 +275,12 @@ def as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings) -> Match | 
         return None
 
 
-def _is_partly_filled(roles: Roles, ends: Ends | None) -> bool:
-    """Whether only data tell how much of a cache is seen, and it is worth to ask."""
+def _is_partly_filled(roles: Roles, queries: tuple[Axis, ...], ends: Ends | None) -> bool:
+    """Whether only data tell how much of a cache is seen, beyond whose end nobody may look, and it is worth to ask."""
     keys = product(axis.size for axis in roles.keys)
-    return ends is not None and (bool(ends.terms) or ends.is_counted) and isinstance(keys, int) and keys >= LEAST_KEYS
+    if queries or ends is None or ends.window is not None:
+        return False
+    return (bool(ends.terms) or ends.is_counted) and isinstance(keys, int) and keys >= LEAST_KEYS
 
 
 def _stored(emitter: AttentionEmitter, operand: Operand, core: Core) -> _Stored | None:
@@ -295,7 +302,7 @@ def _stored(emitter: AttentionEmitter, operand: Operand, core: Core) -> _Stored 
     cache, table = parts
     dims, rank = resolve(inner.dims), known_tensor(table).dim()
     passed[inner.node] = dims
-    if known_tensor(table).is_floating_point() or known_tensor(table).dtype in (torch.bool, torch.uint8):
+    if known_tensor(table).dtype not in (torch.int32, torch.int64):
         return whole
     node, table_dims = _origin(region.effects, table, dims[:rank], passed)
     return _Stored(inner.node, cache, dims[rank:], passed, node, table_dims)
@@ -326,10 +333,12 @@ def _origin(effects: Effects, node: fx.Node, dims: Dims, passed: dict[fx.Node, D
     """The tensor of indices behind casts and layout changes; what is passed is noted."""
     while True:
         call, source = effects.calls[node], None
-        if call is None or call.is_inplace or not isinstance(call.input, fx.Node) or effects.is_overwritten(call.input):
+        if call is None or call.is_inplace or not isinstance(call.input, fx.Node) or effects.is_overwritten(node):
             return node, dims
         given, made = tensor_of(call.input), known_tensor(node)
-        if given is None or given.is_floating_point() or given.dtype == torch.bool or given.device != made.device:
+        if given is None or given.dtype not in (torch.int32, made.dtype) or given.device != made.device:
+            return node, dims
+        if effects.is_overwritten(call.input):
             return node, dims
         if call.name in _CASTS and given.shape == made.shape:
             source = dims
@@ -365,7 +374,8 @@ def _places(roles: Roles, key: _Stored, value: _Stored) -> tuple[tuple[Axis, ...
     own = {*axes_of(key.table_dims)} - {*columns}
     if key.table is None:
         own = {*axes_of(key.rest)} & {*axes_of(value.rest)} & {*batch}
-    is_whole = own == {*batch} and (*columns, *slots) == keys and same == slots
+    both = [{*axes_of(each.rest)} & {*atoms(roles.heads)} for each in (key, value)]
+    is_whole = both[0] == both[1] and own == {*batch} and (*columns, *slots) == keys and same == slots
     others = {*axes_of(key.rest), *axes_of(value.rest)} - {*slots} - ({*batch} if key.table is None else set())
     is_whole = is_whole and others <= {*atoms(roles.heads), *atoms(roles.features), *atoms(roles.value_features)}
     return (columns, slots) if is_whole else None
@@ -383,6 +393,9 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims])
     columns = max(_COLUMNS, -(-_KEYS // slots) if isinstance(slots, int) else _KEYS)
     of_keys = emitter.columns if key.table is not None else emitter.slots
     longest = float(columns ** len(of_keys) * (slots if isinstance(slots, int) else 1) + 1)
+    if emitter.queries or emitter.ends.window is not None:  # nothing may be beyond a table there
+        of_terms = max(sum(max(each, 0) for _, _, each in emitter.ends.terms), 1)
+        longest = (longest - 1 - emitter.ends.shift) // of_terms + 1
     reads: list[tuple[fx.Node, Dims, tuple[float, float] | None]] = [
         (attention.query.node, attention.query.dims, None), (key.cache, emitter.cache_dims(key), None),
         (value.cache, emitter.cache_dims(value), None),
@@ -429,7 +442,7 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims])
         least={
             emitter.blocks: _BLOCKS,
             **dict.fromkeys(of_keys, columns),
-            **dict.fromkeys(roles.batch, _REQUESTS),
+            **dict.fromkeys(atoms(roles.batch)[:1], max(1, _ROWS // facts.heads)),
         },
         masked_rows_count=not attention.sees_keys,
     )
