@@ -216,6 +216,24 @@ def test_beams_and_speculation_give_the_same_tokens(name: str, how: str):
     assert torch.equal(found, generated(reference(name)))
 
 
+@pytest.mark.parametrize("pair", [(NAME, "sdpa"), ("sdpa", NAME), ("eager", NAME)], ids=" drafts for ".join)
+def test_who_drafts_does_not_matter_to_the_tokens(pair: tuple[str, str]):
+    draft, target = (generator("llama", each) for each in pair)
+    prompts = torch.randint(5, 90, (1, 11), generator=torch.Generator().manual_seed(3))
+    found = target.generate(prompts, max_new_tokens=12, do_sample=False, assistant_model=draft)
+    assert torch.equal(found, generator("llama", "sdpa").generate(prompts, max_new_tokens=12, do_sample=False))
+
+
+def test_one_kernel_for_drafts_and_target_verifies_what_it_drafted():
+    """In bfloat16, too: its sums have one order, however many queries there are."""
+    model = generator("llama", NAME).to(torch.bfloat16)
+    prompts = torch.randint(5, 90, (3, 11), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad(), lz_compile.lock("attention", "lz.tiled"):
+        drafted = model.generate(prompts, max_new_tokens=12, do_sample=False)
+        verified = model(drafted[:, :-1]).logits[:, 10:].argmax(-1)
+    assert torch.equal(verified, drafted[:, 11:])
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_compiled_generation_gives_the_same_tokens(name: str):
     model = generator(name, NAME)
