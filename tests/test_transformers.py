@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +154,32 @@ def test_gradients_of_a_compiled_model():
     other, _ = zoo.family("gemma2").build("eager")
     expected = torch.autograd.grad(other(**inputs)[0].square().sum(), list(other.parameters()))
     assert_near((gradients, expected))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_a_trainer_trains_to_the_same_losses(is_compiled: bool, tmp_path: Path):
+    pytest.importorskip("accelerate", reason="needs accelerate, without which transformers has no Trainer")
+    texts = [torch.randint(5, 90, (24,), generator=torch.Generator().manual_seed(each)) for each in range(16)]
+    data = [
+        {"input_ids": each, "labels": each, "attention_mask": (torch.arange(24) >= i % 5).long()}
+        for i, each in enumerate(texts)
+    ]
+
+    def losses(implementation: str) -> list[float]:
+        model = generator("llama", implementation).train()
+        if is_compiled and implementation == NAME:
+            model.compile(backend=Rewriting())
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=4, max_steps=3, learning_rate=1e-2, report_to=[], use_cpu=True,
+            save_strategy="no", logging_steps=1, disable_tqdm=True, gradient_checkpointing=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        trainer.train()
+        return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+    found, expected = losses(NAME), losses("sdpa")
+    assert len(found) == 3
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------

@@ -9,9 +9,7 @@ single slots are gathered, a block is one slot. The mask has to say that a reque
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -19,9 +17,9 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import product, shape_of
-from lz_compile.lowering.arange import arange
-from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs, PagedAttentionFacts
+from lz_compile.lowering.ops.paged_attention import PagedAttentionAttrs, PagedAttentionFacts
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
+from lz_compile.passes.attention.gathered_emitter import GatheredEmitter, Stored
 from lz_compile.passes.attention.operand import Operand, peel
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, resolve
@@ -30,14 +28,13 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks.meaning import Axes, Ends, Meanings
-from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
-from lz_compile.passes.rewriting.emitter import TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
 OP = "paged_attention"
-#: More queries of a request, or heads that share keys, read these often enough to gather them first.
-_MOST = (16, 32)
+#: More queries of a request, or heads that share keys, read these often enough to gather them first; the second of what is
+#: not gathered.
+_MOST, _MOST_OF_WHOLE = (16, 32), 8
 #: Keys of a cache that is not gathered.
 LEAST_KEYS = 256
 #: Of proofs: blocks that tables name, the least blocks and keys of a request, and rows (a head of a request), so many that
@@ -48,252 +45,107 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = frozenset({"to", "long", "int", "type", "type_as", "contiguous", "clone"})
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Keys or values: ``cache[table]`` along the first dimension, or the cache itself, without a table.
-
-    ``node`` is what reads the cache, ``rest`` are the axes of the cache, without the first one where there is a table.
-    """
-
-    node: fx.Node
-    cache: fx.Node
-    rest: Dims
-    passed: Mapping[fx.Node, Dims]
-    table: fx.Node | None = None
-    table_dims: Dims = ()
-
-
-@dataclass(frozen=True)
-class GatheredEmitter(TableEmitter):
-    """Operands of attention over blocks from those of the attention over what was gathered.
-
-    ``queries`` are those that see keys of their own; all others share theirs as heads do, wherever their axis comes from.
-    """
-
-    attention: AttentionEmitter
-    key: _Stored
-    value: _Stored
-    ends: Ends
-    flags: Mapping[fx.Node, tuple[Dims, bool]]
-    blocks: Axis
-    columns: tuple[Axis, ...]
-    slots: tuple[Axis, ...]
-    kv_heads: tuple[Axis, ...]
-    heads: tuple[Axis, ...]
-    queries: tuple[Axis, ...]
-    sinks: Operand | None
-    attrs: PagedAttentionAttrs
-
-    @property
-    def roles(self) -> Roles:
-        """Of the attention."""
-        return self.attention.roles
-
-    def cache_dims(self, gather: _Stored) -> Dims:
-        """The axes of a cache."""
-        return gather.rest if gather.table is None else ((self.blocks,), *gather.rest)
-
-    def operands(self, builder: Builder) -> Operands:
-        """In the op's canonical layout."""
-        roles, attention = self.roles, self.attention
-        rows = (*roles.batch, *self.queries)
-        query = builder.arrange(
-            builder.value(attention.query.node), attention.query.dims, (rows, self.heads, roles.features), expand=True
-        )
-        blocks = roles.batch if self.key.table is None else (self.blocks,)
-        key_cache, value_cache = (
-            builder.arrange(
-                builder.value(each.cache), self.cache_dims(each), (blocks, self.slots, self.kv_heads, features)
-            )
-            for each, features in ((self.key, roles.features), (self.value, roles.value_features))
-        )
-        lengths, keys = self._lengths(builder), builder.size(roles.keys)
-        found: dict[str, Any] = {}
-        if attention.attrs.masked_rows == "mean":  # of all values: equal scores of all keys
-            equal = (
-                0.0 if attention.attrs.selects_masked else query * 0.0
-            )  # NaN in a query stays where nothing is selected
-            query = torch.where((lengths <= 0)[:, None, None], equal, query)
-            lengths = torch.where(lengths <= 0, keys, lengths)
-        if self.attrs.is_ragged:
-            found["query_starts"] = (arange(query, builder.size(roles.batch) + 1) * builder.size(self.queries)).int()
-        if self.sinks is not None:
-            given = builder.value(self.sinks.node)
-            found["sinks"] = builder.arrange(given, self.sinks.dims, (self.heads,), expand=True)
-        if not self.queries and self.ends.window is None:  # else what lies beyond the table would shift what is seen
-            lengths = lengths.clamp(max=keys)
-        lengths = lengths.clamp(0, torch.iinfo(torch.int32).max).int()
-        return Operands(query, key_cache, value_cache, self._table(builder).int(), lengths, **found)
-
-    def _table(self, builder: Builder) -> Any:
-        if self.key.table is None:
-            query = builder.value(self.attention.query.node)
-            return arange(query, builder.size(self.roles.batch))[:, None]
-        groups = (self.roles.batch, self.columns)
-        table = builder.arrange(builder.value(self.key.table), self.key.table_dims, groups, expand=True)
-        return torch.where(table < 0, table + builder.extent(self.blocks), table)  # an index counts from the end then
-
-    def result(self, builder: Builder, value: Any) -> Any:
-        """In the layout and dtype of the node that it replaces; a query that sees no key gives what the source gives."""
-        roles, attention = self.roles, self.attention
-        if attention.attrs.masked_rows == "nan" and self.sinks is None and (self.ends.terms or self.ends.is_counted):
-            sees = self._ends(builder).reshape(-1) > 0
-            value = torch.where(sees[:, None, None], value, torch.nan)
-        value = value.to(known_tensor(attention.output).dtype)
-        groups = ((*roles.batch, *self.queries), self.heads, roles.value_features)
-        return builder.restore(value, groups, attention.output_dims)
-
-    def _lengths(self, builder: Builder) -> Any:
-        """Before which key the last query of each request sees, ``[R]``; it may be beyond those that there are."""
-        if self.ends.is_counted:
-            keeps = [self._keeps(builder, node) for node in self.flags]
-            return functools.reduce(torch.logical_and, keeps).sum(-1)
-        if not self.ends.terms:
-            return torch.full_like(self._table(builder)[:, 0], builder.size(self.roles.keys))
-        total: Any = self.ends.shift
-        for node, dims, factor in self.ends.terms:
-            given = builder.arrange(builder.value(node), dims, (self.roles.batch,), expand=True).long()
-            total = total + (given if factor == 1 else given * factor)
-        return total
-
-    def _keeps(self, builder: Builder, node: fx.Node) -> Any:
-        """Where a mask keeps, ``[R, keys]``."""
-        dims, keeps = self.flags[node]
-        value = builder.arrange(builder.value(node), dims, (self.roles.batch, self.roles.keys), expand=True)
-        if known_tensor(node).is_floating_point():
-            return value > -torch.inf
-        return value if keeps else torch.logical_not(value)
-
-    def _ends(self, builder: Builder) -> Any:
-        """Before which key every query sees, ``[R, S]``."""
-        lengths, queries = self._lengths(builder), builder.size(self.queries)
-        return lengths[:, None] + (arange(lengths, queries) + 1 - queries)
-
-    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """The mask that lengths say; of a mask that is made of it, what it holds then; and the table that equals another."""
-        if node is self.value.table and self.key.table is not None:
-            return builder.value(self.key.table).to(given.dtype)
-        if node in self.flags:
-            return self._some(node, given, sizes) if self.ends.is_counted else self._flag(node, builder)
-        known = builder.over(lambda each: self._flag(each, builder) if each in self.flags else builder.value(each))
-        return self.attention.implied_value(node, known, given, sizes)
-
-    def _some(self, node: fx.Node, given: torch.Tensor, sizes: Mapping[Axis, int]) -> torch.Tensor:
-        """A mask of as many keys as a random one happens to keep, of none, or of all."""
-        dims, keeps = self.flags[node]
-        builder = Builder(lambda each: given, sizes=sizes)
-        groups = [
-            tuple(axis for axis in atoms(group) if axis in axes_of(dims))
-            for group in (self.roles.batch, self.roles.keys)
-        ]
-        bits = builder.arrange(given, dims, groups) > 0
-        count = torch.where(bits[:, :1], bits.sum(-1, keepdim=True), bits[:, 1:2] * bits.shape[1])
-        sees = torch.arange(bits.shape[1], device=given.device) < count
-        value: torch.Tensor = builder.restore(self._as_mask(node, sees, keeps), groups, dims)
-        return value.contiguous()
-
-    def _as_mask(self, node: fx.Node, sees: torch.Tensor, keeps: bool) -> torch.Tensor:
-        tensor = known_tensor(node)
-        if tensor.is_floating_point():
-            return torch.zeros(sees.shape, dtype=tensor.dtype, device=sees.device).masked_fill(~sees, -torch.inf)
-        return sees if keeps else ~sees
-
-    def _flag(self, node: fx.Node, builder: Builder) -> torch.Tensor:
-        dims, keeps = self.flags[node]
-        ends = self._ends(builder)
-        place = torch.arange(builder.size(self.roles.keys), device=ends.device)
-        sees = place < ends[..., None]
-        if self.ends.window is not None:
-            sees = sees & (place >= ends[..., None] - self.ends.window)
-        own = frozenset(axes_of(dims))
-        groups = (self.roles.batch, self.queries, self.roles.keys)
-        index = tuple(slice(None) if own & set(atoms(group)) else slice(1) for group in groups)
-        sees = self._as_mask(node, sees, keeps)
-        value: torch.Tensor = builder.restore(
-            sees[index], [atoms(g) if own & set(atoms(g)) else () for g in groups], dims
-        )
-        return value.contiguous()
-
-
 def as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings) -> Match | None:
     """The attention over blocks that an attention is, None where its keys were not gathered, or by anything else."""
-    attrs, roles, region = emitter.attrs, emitter.roles, emitter.region
-    is_plain = emitter.query_gain == emitter.key_gain == emitter.output_gain == 1
-    is_plain = is_plain and (emitter.bias == 0 or emitter.bias in region.leaves)
-    is_other = emitter.slopes or emitter.documents or emitter.floor is not None or emitter.is_undefined_when_masked
-    if not is_plain or is_other or attrs.dropout_p or attrs.limits is not None or attrs.masked_rows == "fill":
+    if not _is_plain(emitter):
         return None
-    if attrs.zeroes_nan:
-        return None
-    if emitter.dtype not in _DTYPES or emitter.needs_grad():
-        return None
+    roles, flags = emitter.roles, _flags(emitter)
     key, value = (_stored(emitter, operand, core) for operand in (emitter.key, emitter.value))
     if key is None or value is None or not _is_same_table(key, value, roles, masks):
         return None
-    flags = {
-        region.leaves[symbol].node: (region.leaves[symbol].dims, factor == symbol)
-        for factor in (*sympy.Mul.make_args(emitter.keep), emitter.bias)
-        for symbol in factor.free_symbols
-    }
-    seen = {axis for dims, _ in flags.values() for axis in axes_of(dims)}
-    queries = tuple(axis for axis in atoms(roles.queries) if axis in seen)
-    own = frozenset(axes_of(key.rest))
-    kv_heads = tuple(axis for axis in atoms(roles.heads) if axis in own)
-    sharing = tuple(axis for axis in (*atoms(roles.heads), *atoms(roles.queries)) if axis not in (*own, *queries))
-    counts = [product(axis.size for axis in axes) for axes in (queries, sharing)]
-    if not all(isinstance(count, int) and count <= most for count, most in zip(counts, _MOST, strict=True)):
+    places, rows = _places(roles, key, value), _rows(roles, key, flags)
+    if places is None or rows is None:
         return None
-    if attrs.masked_rows == "mean" and (queries or emitter.sinks is not None):
+    kv_heads, sharing, queries = rows
+    ends = masks.ends([(node, *each) for node, each in flags.items()], Axes(roles.batch, (), queries, roles.keys))
+    if ends is None or not _can_say(emitter, key, queries, ends):
         return None
-    places = _places(roles, key, value)
-    ends = masks.ends(
-        [(node, dims, keeps) for node, (dims, keeps) in flags.items()], Axes(roles.batch, (), queries, roles.keys)
-    )
-    sinks, passed = None, dict(emitter.passed)
-    if emitter.sinks is not None:
-        reader = region.readers.get(emitter.sinks.node, core.nodes[0])
-        sinks = peel(region, Factor(emitter.sinks.node, emitter.sinks.dims), reader, passed)
-        if sinks.factor != 1 or not {*axes_of(sinks.dims)} <= {*kv_heads, *sharing}:
-            return None
-    if key.table is None and not _is_partly_filled(roles, queries, ends):
+    passed = dict(emitter.passed)
+    sinks = None if emitter.sinks is None else _of_edge(emitter, emitter.sinks.node, emitter.sinks.dims, core, passed)
+    if sinks is not None and (sinks.factor != 1 or not {*axes_of(sinks.dims)} <= {*kv_heads, *sharing}):
         return None
-    if ends is not None and (queries or ends.window is not None) and ends.shift > counts[0]:  # beyond the newest key
-        return None
-    if places is None or ends is None or (attrs.masked_rows == "mean" and ends.window is not None):
-        return None
-    found = GatheredEmitter(
-        emitter, key, value, ends, flags, Axis(shape_of(known_tensor(key.cache))[0]), *places, kv_heads,
-        (*kv_heads, *sharing), queries, sinks,
-        PagedAttentionAttrs(
-            scale=attrs.scale, softcap=attrs.softcap, window=ends.window, is_ragged=bool(queries),
-            has_sinks=emitter.sinks is not None, out_dtype=emitter.dtype,
-        ),
+    attrs = PagedAttentionAttrs(
+        scale=emitter.attrs.scale, softcap=emitter.attrs.softcap, window=ends.window, is_ragged=bool(queries),
+        has_sinks=sinks is not None, out_dtype=emitter.dtype,
     )  # fmt: skip
+    blocks, heads = Axis(shape_of(known_tensor(key.cache))[0]), (*kv_heads, *sharing)
+    found = GatheredEmitter(emitter, key, value, ends, flags, blocks, *places, kv_heads, heads, queries, sinks, attrs)
     try:
         return _match(found, core, passed)
     except RefusedError:  # a cache, a table or lengths are written to in between: the attention over copies stays
         return None
 
 
-def _is_partly_filled(roles: Roles, queries: tuple[Axis, ...], ends: Ends | None) -> bool:
-    """Whether only data tell how much of a cache is seen, beyond whose end nobody may look, and it is worth to ask."""
-    keys = product(axis.size for axis in roles.keys)
-    if queries or ends is None or ends.window is not None:
+def _is_plain(emitter: AttentionEmitter) -> bool:
+    """Whether the op has all that an attention is made of, masks aside."""
+    attrs = emitter.attrs
+    is_weighted = not (emitter.query_gain == emitter.key_gain == emitter.output_gain == 1)
+    is_biased = (
+        emitter.slopes or emitter.floor is not None or not (emitter.bias == 0 or emitter.bias in emitter.region.leaves)
+    )
+    is_masked = emitter.documents or attrs.limits is not None or attrs.masked_rows == "fill"
+    is_special = attrs.zeroes_nan or emitter.is_undefined_when_masked or attrs.dropout_p
+    is_other = is_weighted or is_biased or is_masked or is_special
+    return not is_other and emitter.dtype in _DTYPES and not emitter.needs_grad()
+
+
+def _flags(emitter: AttentionEmitter) -> dict[fx.Node, tuple[Dims, bool]]:
+    """The masks, with their axes, and whether True keeps."""
+    leaves = emitter.region.leaves
+    factors = (*sympy.Mul.make_args(emitter.keep), emitter.bias)
+    pairs = [(leaves[symbol], factor == symbol) for factor in factors for symbol in factor.free_symbols]
+    return {leaf.node: (leaf.dims, keeps) for leaf, keeps in pairs}
+
+
+def _rows(
+    roles: Roles, key: Stored, flags: Mapping[fx.Node, tuple[Dims, bool]]
+) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis, ...]] | None:
+    """The axes of heads of the cache, of what shares these, and of queries that see keys of their own; None for too many."""
+    seen = {axis for dims, _ in flags.values() for axis in axes_of(dims)}
+    own = frozenset(axes_of(key.rest))
+    queries = tuple(axis for axis in atoms(roles.queries) if axis in seen)
+    kv_heads = tuple(axis for axis in atoms(roles.heads) if axis in own)
+    sharing = tuple(axis for axis in (*atoms(roles.heads), *atoms(roles.queries)) if axis not in (*own, *queries))
+    most = _MOST if key.table is not None else (1, _MOST_OF_WHOLE)
+    for axes, limit in zip((queries, sharing), most, strict=True):
+        count = product(axis.size for axis in axes)
+        if not isinstance(count, int) or count > limit:
+            return None
+    return kv_heads, sharing, queries
+
+
+def _can_say(emitter: AttentionEmitter, key: Stored, queries: tuple[Axis, ...], ends: Ends) -> bool:
+    """Whether lengths say what a query sees whatever they hold, rows without keys and caches that are too short included."""
+    moves = bool(queries) or ends.window is not None  # what is seen depends on the newest key, wherever a table ends
+    count = product(axis.size for axis in queries)
+    if moves and (not isinstance(count, int) or ends.shift > count):  # beyond the newest key
         return False
-    return (bool(ends.terms) or ends.is_counted) and isinstance(keys, int) and keys >= LEAST_KEYS
+    if emitter.attrs.masked_rows == "mean" and (moves or emitter.sinks is not None):
+        return False
+    if key.table is not None:
+        return True
+    keys = product(axis.size for axis in emitter.roles.keys)
+    is_partial = (bool(ends.terms) or ends.is_counted) and isinstance(keys, int) and keys >= LEAST_KEYS
+    # Elsewhere nobody measured whether it pays for a launch to read less.
+    return not moves and is_partial and known_tensor(key.cache).device.type == "cpu"
 
 
-def _stored(emitter: AttentionEmitter, operand: Operand, core: Core) -> _Stored | None:
+def _of_edge(emitter: AttentionEmitter, node: fx.Node, dims: Dims, core: Core, passed: dict[fx.Node, Dims]) -> Operand:
+    """The tensor behind a node at the edge, past layout changes and casts."""
+    return peel(emitter.region, Factor(node, dims), emitter.region.readers.get(node, core.nodes[0]), passed)
+
+
+def _stored(emitter: AttentionEmitter, operand: Operand, core: Core) -> Stored | None:
     """Where an operand lies, or what it was gathered from, behind casts and layout changes of both."""
     region, passed = emitter.region, dict(emitter.passed)
     reader = region.readers.get(operand.node, core.nodes[0])
-    inner = peel(region, Factor(operand.node, operand.dims), reader, passed)
+    inner = _of_edge(emitter, operand.node, operand.dims, core, passed)
     call = region.effects.calls[inner.node]
     if inner.factor != 1 or inner.dtype != emitter.dtype:
         return None
     readers = [node for node in passed if inner.node in node.all_input_nodes]
     first = min(readers, key=region.effects.position.__getitem__, default=reader)
-    whole = _Stored(first, inner.node, resolve(inner.dims), passed)
+    whole = Stored(first, inner.node, resolve(inner.dims), passed)
     if call is None or call.is_inplace or region.effects.is_opaque(inner.node, reader):
         return whole
     parts = _indexed(call) if region.effects.ambient(inner.node) == core.ambient else None
@@ -305,7 +157,7 @@ def _stored(emitter: AttentionEmitter, operand: Operand, core: Core) -> _Stored 
     if known_tensor(table).dtype not in (torch.int32, torch.int64):
         return whole
     node, table_dims = _origin(region.effects, table, dims[:rank], passed)
-    return _Stored(inner.node, cache, dims[rank:], passed, node, table_dims)
+    return Stored(inner.node, cache, dims[rank:], passed, node, table_dims)
 
 
 def _indexed(call: Call) -> tuple[fx.Node, fx.Node] | None:
@@ -353,7 +205,7 @@ def _origin(effects: Effects, node: fx.Node, dims: Dims, passed: dict[fx.Node, D
         node, dims = call.input, resolve(source)
 
 
-def _is_same_table(key: _Stored, value: _Stored, roles: Roles, masks: Meanings) -> bool:
+def _is_same_table(key: Stored, value: Stored, roles: Roles, masks: Meanings) -> bool:
     if key.table is None or value.table is None:
         return key.table is value.table
     if shape_of(known_tensor(key.cache))[0] != shape_of(known_tensor(value.cache))[0]:
@@ -365,7 +217,7 @@ def _is_same_table(key: _Stored, value: _Stored, roles: Roles, masks: Meanings) 
     return nodes[0] is nodes[1] or masks.are_equal(nodes, dims, Axes(roles.batch, (), (), roles.keys))
 
 
-def _places(roles: Roles, key: _Stored, value: _Stored) -> tuple[tuple[Axis, ...], tuple[Axis, ...]] | None:
+def _places(roles: Roles, key: Stored, value: Stored) -> tuple[tuple[Axis, ...], tuple[Axis, ...]] | None:
     """The axes of blocks of a request, and of slots of a block; None where keys and tables are anything else."""
     batch, keys = atoms(roles.batch), atoms(roles.keys)
     columns = tuple(axis for axis in axes_of(key.table_dims) if axis in keys)

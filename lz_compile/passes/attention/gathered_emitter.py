@@ -1,0 +1,188 @@
+"""Operands of attention over blocks from those of an attention over what was gathered from them, and its result back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.lowering.arange import arange
+from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs
+from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
+from lz_compile.passes.attention.operand import Operand
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
+from lz_compile.passes.graph.view import known_tensor
+from lz_compile.passes.masks.meaning import Ends
+from lz_compile.passes.rewriting.builder import Builder
+from lz_compile.passes.rewriting.emitter import TableEmitter
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Keys or values: ``cache[table]`` along the first dimension, or the cache itself, without a table.
+
+    ``node`` is what reads the cache, ``rest`` are the axes of the cache, without the first one where there is a table.
+    """
+
+    node: fx.Node
+    cache: fx.Node
+    rest: Dims
+    passed: Mapping[fx.Node, Dims]
+    table: fx.Node | None = None
+    table_dims: Dims = ()
+
+
+@dataclass(frozen=True)
+class GatheredEmitter(TableEmitter):
+    """Operands of attention over blocks from those of the attention over what was gathered.
+
+    ``queries`` are those that see keys of their own; all others share theirs as heads do, wherever their axis comes from.
+    """
+
+    attention: AttentionEmitter
+    key: Stored
+    value: Stored
+    ends: Ends
+    flags: Mapping[fx.Node, tuple[Dims, bool]]
+    blocks: Axis
+    columns: tuple[Axis, ...]
+    slots: tuple[Axis, ...]
+    kv_heads: tuple[Axis, ...]
+    heads: tuple[Axis, ...]
+    queries: tuple[Axis, ...]
+    sinks: Operand | None
+    attrs: PagedAttentionAttrs
+
+    @property
+    def roles(self) -> Roles:
+        """Of the attention."""
+        return self.attention.roles
+
+    def cache_dims(self, gather: Stored) -> Dims:
+        """The axes of a cache."""
+        return gather.rest if gather.table is None else ((self.blocks,), *gather.rest)
+
+    def operands(self, builder: Builder) -> Operands:
+        """In the op's canonical layout."""
+        roles, attention = self.roles, self.attention
+        rows = (*roles.batch, *self.queries)
+        query = builder.arrange(
+            builder.value(attention.query.node), attention.query.dims, (rows, self.heads, roles.features), expand=True
+        )
+        blocks = roles.batch if self.key.table is None else (self.blocks,)
+        key_cache, value_cache = (
+            builder.arrange(
+                builder.value(each.cache), self.cache_dims(each), (blocks, self.slots, self.kv_heads, features)
+            )
+            for each, features in ((self.key, roles.features), (self.value, roles.value_features))
+        )
+        lengths, keys = self._lengths(builder), builder.size(roles.keys)
+        found: dict[str, Any] = {}
+        if attention.attrs.masked_rows == "mean":  # of all values: equal scores of all keys
+            equal = (
+                0.0 if attention.attrs.selects_masked else query * 0.0
+            )  # NaN in a query stays where nothing is selected
+            query = torch.where((lengths <= 0)[:, None, None], equal, query)
+            lengths = torch.where(lengths <= 0, keys, lengths)
+        if self.attrs.is_ragged:
+            found["query_starts"] = (arange(query, builder.size(roles.batch) + 1) * builder.size(self.queries)).int()
+        if self.sinks is not None:
+            given = builder.value(self.sinks.node)
+            found["sinks"] = builder.arrange(given, self.sinks.dims, (self.heads,), expand=True)
+        if not self.queries and self.ends.window is None:  # else what lies beyond the table would shift what is seen
+            lengths = lengths.clamp(max=keys)
+        lengths = lengths.clamp(0, torch.iinfo(torch.int32).max).int()
+        return Operands(query, key_cache, value_cache, self._table(builder).int(), lengths, **found)
+
+    def _table(self, builder: Builder) -> Any:
+        if self.key.table is None:
+            query = builder.value(self.attention.query.node)
+            return arange(query, builder.size(self.roles.batch))[:, None]
+        groups = (self.roles.batch, self.columns)
+        table = builder.arrange(builder.value(self.key.table), self.key.table_dims, groups, expand=True)
+        return torch.where(table < 0, table + builder.extent(self.blocks), table)  # an index counts from the end then
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """In the layout and dtype of the node that it replaces; a query that sees no key gives what the source gives."""
+        roles, attention = self.roles, self.attention
+        if attention.attrs.masked_rows == "nan" and self.sinks is None and (self.ends.terms or self.ends.is_counted):
+            sees = self._ends(builder).reshape(-1) > 0
+            value = torch.where(sees[:, None, None], value, torch.nan)
+        value = value.to(known_tensor(attention.output).dtype)
+        groups = ((*roles.batch, *self.queries), self.heads, roles.value_features)
+        return builder.restore(value, groups, attention.output_dims)
+
+    def _lengths(self, builder: Builder) -> Any:
+        """Before which key the last query of each request sees, ``[R]``; it may be beyond those that there are."""
+        if self.ends.is_counted:
+            keeps = [self._keeps(builder, node) for node in self.flags]
+            return functools.reduce(torch.logical_and, keeps).sum(-1)
+        if not self.ends.terms:
+            return torch.full_like(self._table(builder)[:, 0], builder.size(self.roles.keys))
+        total: Any = self.ends.shift
+        for node, dims, factor in self.ends.terms:
+            given = builder.arrange(builder.value(node), dims, (self.roles.batch,), expand=True).long()
+            total = total + (given if factor == 1 else given * factor)
+        return total
+
+    def _keeps(self, builder: Builder, node: fx.Node) -> Any:
+        """Where a mask keeps, ``[R, keys]``."""
+        dims, keeps = self.flags[node]
+        value = builder.arrange(builder.value(node), dims, (self.roles.batch, self.roles.keys), expand=True)
+        if known_tensor(node).is_floating_point():
+            return value > -torch.inf
+        return value if keeps else torch.logical_not(value)
+
+    def _ends(self, builder: Builder) -> Any:
+        """Before which key every query sees, ``[R, S]``."""
+        lengths, queries = self._lengths(builder), builder.size(self.queries)
+        return lengths[:, None] + (arange(lengths, queries) + 1 - queries)
+
+    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
+        """The mask that lengths say; of a mask that is made of it, what it holds then; and the table that equals another."""
+        if node is self.value.table and self.key.table is not None:
+            return builder.value(self.key.table).to(given.dtype)
+        if node in self.flags:
+            return self._some(node, given, sizes) if self.ends.is_counted else self._flag(node, builder)
+        known = builder.over(lambda each: self._flag(each, builder) if each in self.flags else builder.value(each))
+        return self.attention.implied_value(node, known, given, sizes)
+
+    def _some(self, node: fx.Node, given: torch.Tensor, sizes: Mapping[Axis, int]) -> torch.Tensor:
+        """A mask of as many keys as a random one happens to keep, of none, or of all."""
+        dims, keeps = self.flags[node]
+        builder = Builder(lambda each: given, sizes=sizes)
+        groups = [
+            tuple(axis for axis in atoms(group) if axis in axes_of(dims))
+            for group in (self.roles.batch, self.roles.keys)
+        ]
+        bits = builder.arrange(given, dims, groups) > 0
+        count = torch.where(bits[:, :1], bits.sum(-1, keepdim=True), bits[:, 1:2] * bits.shape[1])
+        sees = torch.arange(bits.shape[1], device=given.device) < count
+        value: torch.Tensor = builder.restore(self._as_mask(node, sees, keeps), groups, dims)
+        return value.contiguous()
+
+    def _as_mask(self, node: fx.Node, sees: torch.Tensor, keeps: bool) -> torch.Tensor:
+        tensor = known_tensor(node)
+        if tensor.is_floating_point():
+            return torch.zeros(sees.shape, dtype=tensor.dtype, device=sees.device).masked_fill(~sees, -torch.inf)
+        return sees if keeps else ~sees
+
+    def _flag(self, node: fx.Node, builder: Builder) -> torch.Tensor:
+        dims, keeps = self.flags[node]
+        ends = self._ends(builder)
+        place = torch.arange(builder.size(self.roles.keys), device=ends.device)
+        sees = place < ends[..., None]
+        if self.ends.window is not None:
+            sees = sees & (place >= ends[..., None] - self.ends.window)
+        own = frozenset(axes_of(dims))
+        groups = (self.roles.batch, self.queries, self.roles.keys)
+        index = tuple(slice(None) if own & set(atoms(group)) else slice(1) for group in groups)
+        sees = self._as_mask(node, sees, keeps)
+        value: torch.Tensor = builder.restore(
+            sees[index], [atoms(g) if own & set(atoms(g)) else () for g in groups], dims
+        )
+        return value.contiguous()
