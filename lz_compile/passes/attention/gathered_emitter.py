@@ -82,10 +82,10 @@ class GatheredEmitter(TableEmitter):
         )
         lengths, keys = self._lengths(builder), builder.size(roles.keys)
         found: dict[str, Any] = {}
-        if attention.attrs.masked_rows == "mean":  # of all values: equal scores of all keys
-            equal = (
-                0.0 if attention.attrs.selects_masked else query * 0.0
-            )  # NaN in a query stays where nothing is selected
+        if (
+            attention.attrs.masked_rows == "mean"
+        ):  # of all values: equal scores of all keys, or NaN that no mask replaced
+            equal = 0.0 if attention.attrs.selects_masked else query * 0.0
             query = torch.where((lengths <= 0)[:, None, None], equal, query)
             lengths = torch.where(lengths <= 0, keys, lengths)
         if self.attrs.is_ragged:
