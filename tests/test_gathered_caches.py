@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lz_compile.passes.attention import gathered
 from tests.backends import Rewriting
 
 pytestmark = pytest.mark.usefixtures("no_preference")
@@ -51,9 +52,9 @@ def _cast(cache: Tensor, table: Tensor) -> Tensor:
 GATHERS = (_indexed, _selected, _embedded, _cast)
 
 
-def _keys(gathered: Tensor, *, hnd: bool) -> Tensor:
+def _keys(taken: Tensor, *, hnd: bool) -> Tensor:
     """``[R, keys, heads, features]``."""
-    return (gathered.transpose(2, 3) if hnd else gathered).reshape(gathered.shape[0], -1, KV_HEADS, DIM)
+    return (taken.transpose(2, 3) if hnd else taken).reshape(taken.shape[0], -1, KV_HEADS, DIM)
 
 
 def _by_slots(cache: Tensor, table: Tensor) -> Tensor:
@@ -381,6 +382,11 @@ def test_training_keeps_the_gathered_keys():
 KEYS = 256
 
 
+@pytest.fixture
+def _small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered, "LEAST_NUMBERS", 1)
+
+
 def _filled(form: str) -> Function:
     def step(q: Tensor, key_cache: Tensor, value_cache: Tensor, place: Tensor) -> Tensor:
         """Of heads before keys; what is new is written first, where it is said so."""
@@ -399,6 +405,7 @@ def _filled(form: str) -> Function:
     return step
 
 
+@pytest.mark.usefixtures("_small_caches")
 @pytest.mark.parametrize("requests", [1, 3])
 @pytest.mark.parametrize("form", ["written", "added", "by hand"])
 def test_of_a_cache_that_is_not_full_only_that_is_read_which_is_seen(form, requests):
@@ -422,6 +429,13 @@ def test_of_a_cache_that_is_not_full_only_that_is_read_which_is_seen(form, reque
     assert "block_table" not in match.formula
 
 
+def test_a_small_cache_is_read_whole():
+    inputs = [torch.randn(1, HEADS, 1, DIM), *torch.randn(2, 1, KV_HEADS, KEYS, DIM), torch.tensor([40])]
+    _, backend = run(_filled("by hand"), inputs)
+    assert [match.op for match in backend.report.matches] == ["attention"]
+
+
+@pytest.mark.usefixtures("_small_caches")
 def test_two_layers_that_share_a_mask_and_write_before_they_read():
     def layers(q: Tensor, key_cache: Tensor, value_cache: Tensor, place: Tensor) -> Tensor:
         sees = (torch.arange(KEYS)[None] <= place[:, None])[None, None]

@@ -35,8 +35,8 @@ OP = "paged_attention"
 #: More queries of a request, or heads that share keys, read these often enough to gather them first; the second of what is
 #: not gathered.
 _MOST, _MOST_OF_WHOLE = (16, 32), 8
-#: Keys of a cache that is not gathered.
-LEAST_KEYS = 256
+#: Numbers of keys in a cache that is not gathered; of fewer, all are read in the time that it takes to start.
+LEAST_NUMBERS = 1 << 19
 #: Of proofs: blocks that tables name, the least blocks and keys of a request, and rows (a head of a request), so many that
 #: what rounding does to the source's results is no matter of luck.
 _BLOCKS, _COLUMNS, _KEYS, _ROWS = 16, 3, 24, 64
@@ -124,8 +124,9 @@ def _can_say(emitter: AttentionEmitter, key: Stored, queries: tuple[Axis, ...], 
         return False
     if key.table is not None:
         return True
-    keys = product(axis.size for axis in emitter.roles.keys)
-    is_partial = (bool(ends.terms) or ends.is_counted) and isinstance(keys, int) and keys >= LEAST_KEYS
+    numbers = product(axis.size for axis in axes_of(key.rest) if isinstance(axis.size, int))
+    is_static = all(isinstance(axis.size, int) for axis in atoms(emitter.roles.keys))
+    is_partial = (bool(ends.terms) or ends.is_counted) and is_static and numbers >= LEAST_NUMBERS
     # Elsewhere nobody measured whether it pays for a launch to read less.
     return not moves and is_partial and known_tensor(key.cache).device.type == "cpu"
 
