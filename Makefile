@@ -58,6 +58,8 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.scan
 	$(PY) -m benchmarks.scan_accuracy
 	$(PY) -m benchmarks.recurrent_models
+	$(PY) -m benchmarks.rolled_loops
+	$(PY) -m benchmarks.rolled_libraries
 	$(PY) -m benchmarks.blend
 	$(PY) -m benchmarks.routing
 	$(PY) -m benchmarks.routing_memory

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lz_compile.api.blender import Blender, SoftGate
     from lz_compile.api.blending import BlenderConfig, BlendMode, blend
     from lz_compile.api.functional import alibi, embedding, layer_norm, linear, mlp_fused, rms_norm, rope
+    from lz_compile.api.rolling.rolled import roll_loops
     from lz_compile.api.routing import routed_adapter
     from lz_compile.api.routing_record import RoutingRecord
     from lz_compile.api.sampling import (
@@ -152,6 +153,7 @@ __all__ = [
     "register_kernel",
     "reports",
     "rms_norm",
+    "roll_loops",
     "rope",
     "routed_adapter",
     "sample",
@@ -184,6 +186,7 @@ _HOMES = {
     "load_dispatch_table": "lz_compile.runtime.tables.loaded",
     "unload_dispatch_table": "lz_compile.runtime.tables.loaded",
     **dict.fromkeys(("kda", "linear_scan"), "lz_compile.api.scans"),
+    "roll_loops": "lz_compile.api.rolling.rolled",
     **dict.fromkeys(("QuantizedModel", "dequantize_", "quantize_"), "lz_compile.api.quantising"),
     **dict.fromkeys(("paged_attention", "write_to_cache"), "lz_compile.api.paged"),
     **dict.fromkeys(

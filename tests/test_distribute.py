@@ -13,9 +13,13 @@ from test_scan_steps import Compiler, compiled, eager
 from torch import fx
 from torch._higher_order_ops import scan
 
+from lz_compile.lowering.checkpointed_scan import checkpointed_scan
+from lz_compile.passes.editing.edit import RefutedError, Rewrite, apply
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.loops.recurrence import reading as scan_reading
 from lz_compile.passes.loops.recurrence.distribute import Distributed, distribute, why_unknown
+from lz_compile.passes.loops.recurrence.few_steps import shown_on_few_steps
 from lz_compile.passes.loops.recurrence.step_trace import SCAN
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.scan.recogniser import recognise
@@ -289,8 +293,121 @@ def test_what_no_kernel_takes_of_a_long_loop_runs_step_by_step_again(update, rea
     assert not backend.report.events, backend.why_not()
     assert [loop.rolled for loop in backend.report.loops] == [True]
     assert [match.op for match in backend.report.matches if match.rewritten] == ["scan"], backend.why_not()
-    scans = [node for graph in backend.graphs for node in graph.graph.nodes if node.target is SCAN]
+    scans = [node for graph in backend.graphs for node in graph.graph.nodes if node.target in (SCAN, checkpointed_scan)]
     assert len(scans) == is_graded  # a backward of single steps takes Inductor far longer
     (want, strides), (got, found_strides) = found
     assert strides == found_strides
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def gru(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Two layers, the second of which reads the first."""
+
+    def step(states: tuple[torch.Tensor, ...], now: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        first = _cell(states[0], now, w, u)
+        second = _cell(states[1], first, w, u)
+        return (first.clone(), second.clone()), second.clone()
+
+    init = (x.new_zeros(x.shape[1:]), x.new_ones(x.shape[1:]))
+    return scan(step, init, x)[1]
+
+
+def _cell(h: torch.Tensor, x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    reset, update, new = (x @ w).chunk(3, -1)
+    held = (h @ u).chunk(3, -1)
+    gate = torch.sigmoid(update + held[1])
+    return (1 - gate) * torch.tanh(new + torch.sigmoid(reset + held[0]) * held[2]) + gate * h
+
+
+def _loop(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    first, second, found = x.new_zeros(x.shape[1:]), x.new_ones(x.shape[1:]), []
+    for now in x:
+        first = _cell(first, now, w, u)
+        second = _cell(second, first, w, u)
+        found.append(second)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("steps", [12, 200, 300])
+@pytest.mark.parametrize("scale", [1.0, 0.25], ids=["chaotic", "calm"])
+def test_products_without_the_state_leave_loops_that_no_kernel_knows(steps, scale):
+    generator = torch.Generator().manual_seed(0)
+    x, w, u = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((steps, 2, 8), (8, 24), (8, 24))
+    )
+    leaves = [x.requires_grad_(), w.mul_(scale).requires_grad_(), u.mul_(scale).requires_grad_()]
+    backend = Apart()
+    torch._dynamo.reset()
+    got = torch.compile(gru, backend=backend, fullgraph=True)(*leaves)
+    assert [(each.scans, each.delays) for each in backend.found] == [(2, 0)]
+    assert backend.again == []
+    bodies = [getattr(backend.module, str(node.args[0].target)) for node in backend.scans]
+    assert [sum("mm" in str(node.target) for node in body.graph.nodes) for body in bodies] == [1, 1]
+    want = _loop(*leaves)
+    torch.testing.assert_close(got[:20], want[:20], rtol=1e-9, atol=1e-9)
+    grads = [torch.autograd.grad(each[:12].sin().sum(), leaves) for each in (got, want)]
+    torch.testing.assert_close(*grads, rtol=1e-7, atol=1e-7)
+
+
+def test_products_stay_where_they_would_take_far_more_memory():
+    def step(h: torch.Tensor, now: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = now
+        h = torch.tanh(h + torch.bmm(k[:, :, None], v[:, None]))
+        return h, torch.bmm(q[:, None], h)[:, 0]
+
+    backend = Apart()
+    torch._dynamo.reset()
+    given = tuple(torch.randn(20, 2, 64) for _ in range(3))
+    with torch.no_grad():
+        torch.compile(lambda *xs: scan(step, torch.zeros(2, 64, 64), xs)[1], backend=backend, fullgraph=True)(*given)
+    assert backend.found == []
+    (scan_,) = backend.scans
+    body = getattr(backend.module, str(scan_.args[0].target))
+    assert sum(node.target is torch.bmm for node in body.graph.nodes) == 2
+
+
+def _turned(node: fx.Node) -> None:
+    with node.graph.inserting_before(node):
+        turned = node.graph.call_method("flip", (node.args[2][0], 0))
+    turned.meta = {"example_value": node.args[2][0].meta["example_value"].flip(0)}
+    node.args = (*node.args[:2], [turned], *node.args[3:])
+
+
+def test_a_loop_that_amplifies_rounding_is_still_refuted_where_it_is_another_one():
+    def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        (node,) = module.graph.find_nodes(op="call_function", target=SCAN)
+
+        def other() -> None:
+            first, second = node.args[1]
+            node.args = (node.args[0], [second, first], *node.args[2:])
+
+        with pytest.raises(RefutedError, match="is off by"):
+            apply(module, Rewrite("beginning otherwise", other))
+        return module.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(gru, backend=backend, fullgraph=True)(
+            torch.randn(200, 2, 8), torch.randn(8, 24), torch.randn(8, 24)
+        )
+
+
+@pytest.mark.parametrize("steps", [256, 257])
+def test_what_is_done_to_a_long_loop_is_tried_on_few_steps(steps):
+    told: list[Any] = []
+
+    def backend(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        (node,) = module.graph.find_nodes(op="call_function", target=SCAN)
+        told.append(shown_on_few_steps(node, Ambient(), "nothing", lambda _: None))
+        told.append(shown_on_few_steps(node, Ambient(grad=False), "nothing", lambda _: None))
+        if told[0]:
+            with pytest.raises(RefutedError):
+                shown_on_few_steps(node, Ambient(), "other slices", _turned)
+        return module.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(gru, backend=backend, fullgraph=True)(
+            torch.randn(steps, 2, 8), torch.randn(8, 24), torch.randn(8, 24)
+        )
+    assert told == ["held against the loop on 7 steps" if steps > 256 else "", ""]

@@ -329,6 +329,22 @@ def test_what_only_looks_like_it_stays_an_attention(function):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (_other_table, "values are not gathered by the same table"),
+        (_around_the_newest, "the mask does not say that a request sees all keys before a number of its own"),
+        (_slots_outside, "what is gathered is no blocks of keys"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_why_keys_are_copied_is_told(function, reason):
+    _, backend = run(function, problem())
+    told = [each for match in backend.report.matches for each in match.mask_reasons]
+    assert [each.code for each in told if reason in each.message] == ["KEYS_COPIED"], told
+    assert reason in " ".join(str(backend.report).split()) or reason in backend.why_not()
+
+
 @pytest.mark.parametrize("form", ["clone", "cast", "narrow", "narrowed"])
 def test_a_table_that_was_made_and_written_is_read_as_it_is_then(form):
     def function(q: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor, lengths: Tensor) -> Tensor:

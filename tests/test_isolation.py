@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends import Rewriting
+from backends import Rewriting, Traced
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -382,3 +382,39 @@ def test_hooks_on_saved_tensors_see_what_the_compiled_graph_saves_and_nothing_el
     with hooks():
         first, second = seen(lambda: compiled(*inputs)), seen(lambda: compiled(*inputs))
     assert first == second != []
+
+
+def test_autocast_that_is_entered_and_not_left_is_left():
+    def depth() -> int:
+        torch.autocast_increment_nesting()
+        return torch.autocast_decrement_nesting()
+
+    before = depth()
+    with isolated() as outside, outside.entered():
+        torch.amp.autocast_mode._enter_autocast("cpu", torch.bfloat16, True, True)
+        with isolated():
+            torch.amp.autocast_mode._enter_autocast("cpu", torch.bfloat16, True, True)
+        assert depth() == before + 1
+    assert depth() == before
+    with torch.autocast("cpu"), isolated():
+        torch.autocast_decrement_nesting()  # as what leaves it without having entered it
+    assert depth() == before
+
+
+def test_weights_are_cast_anew_after_a_loop_was_compiled_under_autocast():
+    def looped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros_like(x[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            for now in x.unbind():
+                h = torch.tanh(now @ w + h @ w)
+        return h
+
+    x, w = torch.randn(12, 2, 4), torch.randn(4, 4, requires_grad=True)
+    torch._dynamo.reset()
+    torch.compile(looped, backend=Traced(loops="roll"))(x, w).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        before = x[0] @ w
+    with torch.no_grad():
+        w.mul_(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(x[0] @ w, 2 * before)

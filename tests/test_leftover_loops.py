@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from backends import Rewriting, Traced
 from torch import Tensor
+from torch._inductor import config as inductor_config
 
 from lz_compile import reports
+from lz_compile.ground.events import collect
+from lz_compile.lowering import inductor
 
 B, T, D = 2, 9, 3
 
@@ -187,3 +190,48 @@ def test_what_a_step_gives_may_be_what_its_backward_keeps(name: str, is_apart: b
     assert [match.rewritten for match in backend.report.matches] == [True] * is_apart, backend.why_not()
     assert not backend.report.events, backend.why_not()
     check(Case(loop, name), got, given)
+
+
+def squashed(x: Tensor, w: Tensor) -> Tensor:
+    h = torch.zeros_like(x[:, 0])
+    for t in range(x.shape[1]):
+        h = torch.tanh(h @ w + x[:, t])
+    return h
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_loops_on_a_cpu_call_their_kernels_from_c(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_inner, wrapped = inductor.compile_fx_inner, []
+
+    def compiling(module: torch.fx.GraphModule, inputs: Sequence[object], **given: object) -> object:
+        wrapped.append(bool(given.get("cpp_wrapper")))
+        if fails and wrapped[-1]:
+            module.graph = torch.fx.Graph()
+            raise RuntimeError("no such wrapper")
+        return compile_inner(module, inputs, **given)
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", compiling)
+    x, w = torch.randn(2, 40, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    torch._dynamo.reset()
+    with inductor_config.patch(force_disable_caches=True), collect() as events:
+        found = torch.compile(squashed, backend="layerzero", options={"layerzero.loops": "roll"})(x, w)
+        grads = torch.autograd.grad(found.sin().sum(), (x, w))
+    assert wrapped == ([True, False, True, False] if fails else [True, True])
+    assert [event.code for event in events] == ["LOOP_WRAPPER_FAILED"] * 2 * fails
+    assert "no such wrapper" in "".join(map(str, events)) or not fails
+    expected = squashed(x, w)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected.sin().sum(), (x, w)))
+
+
+def test_what_has_no_loop_is_called_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_inner, wrapped = inductor.compile_fx_inner, []
+
+    def compiling(*given: object, **named: object) -> object:
+        wrapped.append(bool(named.get("cpp_wrapper")))
+        return compile_inner(*given, **named)
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", compiling)
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.sin() + 1, backend="layerzero")(torch.randn(4))
+    assert wrapped == [False]

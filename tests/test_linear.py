@@ -43,7 +43,7 @@ def stored_numbers(out: int, columns: int, dtype: torch.dtype, packing: str = "n
     rows=st.sampled_from((1, 2, 3, 5, 16, 17)),
     shape=st.sampled_from(((64, 5, 4), (48, 7, 1), (40, 3, 2), (36, 4, 3), (2, 1, 1), (120, 9, 5), (128, 3, 64))),
     stored=st.sampled_from((torch.int8, torch.uint8, *FLOAT8, *PACKINGS)),
-    names=st.lists(st.sampled_from(("scale", "zero", "offset", "bias")), unique=True),
+    names=st.lists(st.sampled_from(("scale", "zero", "offset", "bias", "codebook")), unique=True),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
     seed=st.integers(0, 99),
 )
@@ -53,11 +53,13 @@ def test_kernels_give_what_the_definition_says(kernel, rows, shape, stored, name
     packing, kind = (stored, torch.uint8) if isinstance(stored, str) else ("none", stored)
     weight = stored_numbers(out, columns, kind, packing)
     wide = {"scale": 0.05, "zero": 8.0, "offset": 0.1}
-    given_ = {name: torch.rand(out, groups) * wide[name] for name in names if name != "bias"}
+    given_ = {name: torch.rand(out, groups) * wide[name] for name in names if name in wide}
     if names and names[0] in wide:
         given_[names[0]] = given_[names[0]][:1]  # the same for all rows
     if "bias" in names:
         given_["bias"] = torch.randn(out)
+    if "codebook" in names and packing != "none":
+        given_["codebook"] = torch.randn(16)
     x = Operands(torch.randn(rows, columns).to(dtype), weight, **given_)
     sizes = {"N": rows, "K": columns, "O": out, "W": weight.shape[1], "G": op.groups_of(x)}
     attrs, _ = op.from_operands(x, sizes, packing=packing)
@@ -96,15 +98,18 @@ def test_rows_give_the_same_bits_whatever_is_beside_them(stored, names):
         )
 
 
+@pytest.mark.parametrize("packing", ["none", "low_first", "high_half"])
 @pytest.mark.parametrize("name", ["zero", "offset"])
-def test_what_cancels_is_not_lost(name):
+def test_what_cancels_is_not_lost(name, packing):
     """Numbers just beside their zero point, and an input whose sum is large."""
-    columns = 11008
-    numbers = torch.randint(127, 130, (16, columns)).to(torch.uint8)
+    columns, middle = 11008, 128 if packing == "none" else 8
+    numbers = torch.randint(middle - 1, middle + 2, (16, columns)).to(torch.uint8)
+    stored = numbers if packing == "none" else op.packed(numbers, packing)
     x, scale = torch.rand(1, columns) + 0.5, torch.full((16, 1), 0.01)
-    other = torch.full((16, 1), 128.0) if name == "zero" else -128.0 * scale
-    given_ = Operands(x, numbers, scale, **{name: other})
-    attrs, _ = op.from_operands(given_, {"N": 1, "K": columns, "O": 16, "W": columns, "G": 1})
+    other = torch.full((16, 1), float(middle)) if name == "zero" else -middle * scale
+    given_ = Operands(x, stored, scale, **{name: other})
+    sizes = {"N": 1, "K": columns, "O": 16, "W": stored.shape[1], "G": 1}
+    attrs, _ = op.from_operands(given_, sizes, packing=packing)
     exact = given_.map(lambda each: each.double() if each.is_floating_point() else each)
     truth = op.reference(exact, dataclasses.replace(attrs, compute_dtype=torch.float64, out_dtype=torch.float64))
     ours, eager = (call(given_, attrs).double() for call in (cpp_linear.linear, op.reference))
@@ -128,6 +133,8 @@ def test_operands_that_do_not_fit_are_named():
         lz.which("linear", x, weight, torch.rand(3, 3), packing="low_half")
     with pytest.raises(lz.ArgumentError, match="expected weight in uint8, for an even number of columns"):
         lz.which("linear", x, weight.to(torch.int8), packing="low_first")
+    with pytest.raises(lz.ArgumentError, match="expected codebook for two numbers in a byte"):
+        lz.which("linear", x, torch.randint(0, 255, (3, 8), dtype=torch.uint8), codebook=torch.randn(16))
     with pytest.raises(lz.ArgumentError, match=r"expected packing as one of none, low_first"):
         lz.which("linear", x, weight, packing="nibbles")
 
@@ -146,6 +153,7 @@ class Spelling:
     order: str = "zero_first"
     cast: str = "to"
     unpacking: str = "bits"
+    table: str = "none"
     has_bias: bool = False
     dtype: torch.dtype = torch.float32
     rows: tuple[int, ...] = (3,)
@@ -170,9 +178,11 @@ class Spelling:
             found["zero"] = zero.to(torch.int8 if self.zero == "integers" else self.dtype)
         if self.has_bias:
             found["bias"] = torch.randn(self.out).to(self.dtype)
+        if self.table != "none":
+            found["codebook"] = torch.randn(16)
         return found
 
-    def numbers(self, weight: torch.Tensor) -> torch.Tensor:
+    def numbers(self, weight: torch.Tensor, codebook: torch.Tensor | None = None) -> torch.Tensor:
         """Stored numbers, one in each element."""
         if not self.is_packed:
             return weight
@@ -185,12 +195,30 @@ class Spelling:
             "functional": lambda: (torch.remainder(weight, 16), torch.div(weight, 16, rounding_mode="floor")),
         }[self.unpacking]()
         parts = (low, high) if self.stored.startswith("low") else (high, low)
+        if codebook is not None and self.table_is_first:
+            parts = tuple(self.looked_up(each, codebook) for each in parts)
         if self.stored.endswith("half"):
-            return torch.cat(parts, -1)
-        return torch.stack(parts, dim=-1).reshape(weight.shape[0], -1)
+            numbers = torch.cat(parts, -1)
+        else:
+            numbers = torch.stack(parts, dim=-1).reshape(weight.shape[0], -1)
+        return numbers if codebook is None or self.table_is_first else self.looked_up(numbers, codebook)
 
-    def weight(self, weight, scale=None, zero=None):
-        numbers = self.numbers(weight)
+    @property
+    def table_is_first(self) -> bool:
+        """Whether halves are looked up one by one."""
+        return self.unpacking in ("bits", "wide", "division")
+
+    def looked_up(self, numbers: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
+        """What numbers stand for."""
+        return {
+            "index": lambda: codebook[numbers.long()],
+            "index_select": lambda: codebook.index_select(0, numbers.flatten().int()).view(numbers.shape),
+            "take": lambda: torch.take(codebook, numbers.to(torch.int64)),
+            "embedding": lambda: F.embedding(numbers.int(), codebook[:, None]).squeeze(-1),
+        }[self.table]()
+
+    def weight(self, weight, scale=None, zero=None, codebook=None):
+        numbers = self.numbers(weight, codebook)
         if self.scale == "groups":
             numbers = numbers.view(self.out, self.groups, -1)
             scale, zero = (None if each is None else each.unsqueeze(-1) for each in (scale, zero))
@@ -212,11 +240,11 @@ class Spelling:
             found = scale * found if self.order == "zero_last" else found * scale
         return found.reshape(self.out, self.columns).to(self.dtype)
 
-    def run(self, x, weight, scale=None, zero=None, bias=None):
+    def run(self, x, weight, scale=None, zero=None, bias=None, codebook=None):
         """The product as it is written."""
         outer = scale if self.scale in ("rows", "flat") and self.order == "after" else None
-        inner = {"scale": None if outer is not None else scale, "zero": zero}
-        full = self.weight(weight, **inner) if outer is None else self.numbers(weight).to(self.dtype)
+        inner = {"scale": None if outer is not None else scale, "zero": zero, "codebook": codebook}
+        full = self.weight(weight, **inner) if outer is None else self.numbers(weight, codebook).to(self.dtype)
         if self.product == "linear":
             found = F.linear(x, full, None if outer is not None else bias)
         elif self.product == "matmul":
@@ -234,6 +262,8 @@ class Spelling:
 def allows(s: Spelling) -> bool:
     """Whether choices go together."""
     if s.zero != "none" and s.scale == "none":
+        return False
+    if s.table != "none" and not s.is_packed:
         return False
     if s.order == "after" and (s.scale not in ("rows", "flat") or s.zero != "none"):
         return False
@@ -254,6 +284,7 @@ def spellings(draw):
         "order": ("zero_first", "zero_last", "sum", "after"),
         "cast": ("to", "type", "float", "promoted"),
         "unpacking": ("bits", "functions", "division", "masks", "wide", "functional"),
+        "table": ("none", "none", "index", "index_select", "take", "embedding"),
         "has_bias": (False, True),
         "dtype": (torch.float32, torch.bfloat16),
         "rows": ((3,), (1,), (2, 3)),
@@ -310,7 +341,7 @@ def test_grouped_weights_are_read_with_their_groups():
 
 X, W8, P4 = torch.randn(3, 32), torch.randint(-128, 128, (12, 32), dtype=torch.int8), torch.randint(0, 256, (12, 16), dtype=torch.uint8)  # fmt: skip
 S = torch.rand(12, 1)
-TABLE = torch.randn(16)
+TABLE, ORDER = torch.randn(16), torch.randperm(16)
 
 
 def two_scales(x, w, s):
@@ -348,7 +379,12 @@ LOOKALIKES = {
     "other bits": (lambda x, w, s: F.linear(x, (w >> 3).float() * s), U8, "NOT_DEQUANTISED"),
     "of half a byte": (lambda x, w, s: F.linear(x, (w & 3).float() * s), U8, "NOT_DEQUANTISED"),
     "squares": (lambda x, w, s: F.linear(x, w.float() ** 2 * s), W8, "NOT_AFFINE"),
-    "a table": (lambda x, w, s: F.linear(x, TABLE[torch.stack([w & 15, w >> 4], -1).flatten(1).long()] * s), P4, "NOT_DEQUANTISED"),
+    "a table of a table": (lambda x, w, s: F.linear(x, TABLE[ORDER[torch.stack([w & 15, w >> 4], -1).flatten(1).long()]] * s), P4, "NOT_DEQUANTISED"),
+    "a table of 32": (lambda x, w, s: F.linear(x, torch.cat([TABLE, TABLE])[torch.stack([w & 15, w >> 4], -1).flatten(1).long()] * s), P4, "NOT_DEQUANTISED"),
+    "a table and what it is read at": (lambda x, w, s: F.linear(x, torch.stack([TABLE[(w & 15).long()] + (w & 15), TABLE[(w >> 4).long()] + (w >> 4)], -1).flatten(1) * s), P4, "NOT_DEQUANTISED"),
+    "the next of a table": (lambda x, w, s: F.linear(x, TABLE[torch.stack([(w & 15).int() - 1, (w >> 4).int() - 1], -1).flatten(1)] * s), P4, "NOT_DEQUANTISED"),
+    "two tables": (lambda x, w, s: F.linear(x, torch.stack([TABLE[(w & 15).long()], -TABLE.flip(0)[(w >> 4).long()]], -1).flatten(1) * s), P4, "NOT_DEQUANTISED"),
+    "squares of a table": (lambda x, w, s: F.linear(x, TABLE[torch.stack([w & 15, w >> 4], -1).flatten(1).long()] ** 2 * s), P4, "NOT_AFFINE"),
     "two scales in a byte": (two_scales, P4, "NOT_DEQUANTISED"),
     "lower bits twice": (wrong_order, P4, "NOT_DEQUANTISED"),
     "rounded": (lambda x, w, s: F.linear(x, (w.float() * s).round()), W8, "NOT_DEQUANTISED"),

@@ -10,8 +10,11 @@ import torch
 from backends import Traced
 from torch import Tensor
 
+from lz_compile.lowering.checkpointed_scan import checkpointed_scan
+from lz_compile.passes.loops.roll import checkpoints
 from lz_compile.passes.loops.roll.scan_outputs import is_graded
 from lz_compile.passes.proof import trial_run
+from lz_compile.passes.proof.running import NotRunnableError
 from lz_compile.passes.proof.scan_steps import run_steps
 
 B, T, D = 2, 16, 3
@@ -70,7 +73,7 @@ def test_gradients_go_through_all_steps_of_a_loop_that_stays(graded: tuple[str, 
     backend = compiled(opaque, inputs(*graded)[: 3 if is_given else 2])
     assert [loop.rolled for loop in backend.report.loops] == [True], backend.report.loops
     (graph,) = backend.graphs
-    (scan,) = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)
+    (scan,) = graph.graph.find_nodes(op="call_function", target=checkpointed_scan)
     assert is_graded(scan)
     assert all(state.meta["example_value"].requires_grad for state in scan.args[1])
 
@@ -88,13 +91,24 @@ def test_a_state_that_is_written_to_later_is_none_that_required_a_gradient() -> 
     assert [loop.rolled for loop in backend.report.loops] == [True], backend.report.loops
 
 
+def _not_tried(*_: Any) -> None:
+    raise NotRunnableError("a step cannot be tried")
+
+
 @pytest.mark.parametrize("operator", [with_cut_gradients, raising])
 def test_a_loop_that_the_operator_computes_otherwise_stays(
     monkeypatch: pytest.MonkeyPatch, operator: Callable[..., tuple[Tensor, ...]]
 ) -> None:
     monkeypatch.setattr(trial_run, "run_operator", operator)
+    monkeypatch.setattr(checkpoints, "_try", _not_tried)
     (loop,) = compiled(opaque, inputs("x", "w")[:2]).report.loops
     assert (loop.rolled, loop.reason.code) == (False, "SCAN_GRADIENTS")
+
+
+def test_a_loop_whose_steps_are_computed_again_asks_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_run, "run_operator", raising)
+    (loop,) = compiled(opaque, inputs("x", "w")[:2]).report.loops
+    assert loop.rolled
 
 
 def test_without_gradients_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +122,7 @@ def test_without_gradients_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatc
 
 def test_a_kernel_takes_the_place_of_a_loop_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_run, "run_operator", raising)
+    monkeypatch.setattr(checkpoints, "_try", _not_tried)
 
     def both(x: Tensor, w: Tensor) -> Tensor:
         return opaque(x, w) + affine(x, w)

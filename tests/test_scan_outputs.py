@@ -64,6 +64,22 @@ def test_steps_that_nobody_runs_are_dropped() -> None:
     assert not [child for child in module.children() if isinstance(child, fx.GraphModule)]
 
 
+def gated(x: Tensor, state: Tensor) -> Tensor:
+    gates, given = (x * 2).chunk(2, -1)
+    for t in range(x.shape[1]):
+        state = torch.tanh(gates[:, t] * state + given[:, t])
+    return state
+
+
+def test_parts_of_a_tensor_are_gathered_before_a_loop_goes_over_them() -> None:
+    for function, gathered in ((gated, 2), (last, 0)):
+        x = torch.randn(2, 20, 6) if gathered else torch.randn(2, 20, 3)
+        (module,) = run(function, x, torch.randn(2, 3)).graphs
+        (scan_,) = module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)
+        assert sum(each.target == "clone" for each in scan_.args[2]) == gathered
+        assert all(each.meta["example_value"].is_contiguous() for each in scan_.args[2] if each.target == "clone")
+
+
 def transposed_start(x: Tensor, state: Tensor) -> Tensor:
     state = state.t().contiguous().t()
     for t in range(x.shape[1]):

@@ -122,7 +122,7 @@ def test_what_is_unknown_is_refused_with_the_reason_and_left_alone(name):
     with torch.no_grad():
         got = compiled(family, compiler, init, given)
     assert compiler.matches == []
-    assert compiler.apart == []
+    assert len(compiler.apart) == (name == "two_sided")  # whose product with the query leaves the loop
     (miss,) = compiler.misses
     assert text in miss.reason.message
     for one, other in zip(got, eager(family, init, given), strict=True):

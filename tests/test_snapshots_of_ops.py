@@ -277,7 +277,7 @@ after:
   scale: f32[4, 1]
   x: f32[3, 8]
   new_full: f32[1, 1] = new_full(x, [1, 1], 8.0, dtype=torch.float32)
-  cpp_linear: f32[3, 4] = cpp_linear(x, packed, scale, new_full, None, None, {"packing": "low_first", "is_transposed": false, "has_scale": true, "has_zero": true, "has_offset": false, "has_bias": false, "compute_dtype": "torch.float32", "out_dtype": "torch.float32"})
+  cpp_linear: f32[3, 4] = cpp_linear(x, packed, scale, new_full, None, None, None, {"packing": "low_first", "is_transposed": false, "has_scale": true, "has_zero": true, "has_offset": false, "has_bias": false, "has_codebook": false, "compute_dtype": "torch.float32", "out_dtype": "torch.float32"})
   return [cpp_linear]
 report:
   linear: lz.cpp_linear, rewritten, at `return x @ ((numbers.to(torch.int8) - 8) * scale).t()`
@@ -621,6 +621,10 @@ after:
   permute_4: f32[3, 2, 3] = permute(contiguous, [0, 1, 2])
   return [permute_4]
 report:
+  loop: 3 steps of 3 calls, rolled, at `return scan(step, torch.zeros_like(x[0]), x)[1]`
+    carried: float32[2, 3]
+    streams: slices
+    outputs: [2, 3]
   scan: torch.scan_sequential, rewritten, at `return scan(step, torch.zeros_like(x[0]), x)[1]`
     attributes: reads=after, compute_dtype=torch.float32, out_dtype=torch.float32, state_dtype=torch.float32
     formula: S[b,v] = decay[v] S[b,v] + x[b,v]; y[b,v] = S[b,v]

@@ -337,7 +337,8 @@ def test_a_recompile_says_which_buffer_changed(caplog):
     log = logging.getLogger("torch._dynamo.guards.__recompiles")
     log.addHandler(caplog.handler)
     try:
-        check(run, module, X)
+        with caplog.at_level(logging.DEBUG):
+            check(run, module, X)
     finally:
         log.removeHandler(caplog.handler)
         torch._logging.set_logs()

@@ -14,6 +14,7 @@ from lz_compile.compile import reading, replacing
 from lz_compile.compile.options import Options
 from lz_compile.compile.stages import Scans, Stage, State, run
 from lz_compile.ground.reasons import Reason
+from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.passes.editing.dead import drop_dead, drop_dead_of_loops
 from lz_compile.passes.editing.edit import Edit, RefutedError
 from lz_compile.passes.graph.modes import ambient_behind, grad_enabled
@@ -56,6 +57,7 @@ REPLACE = (
     Stage("measuring what was recognised", "MEASUREMENT_FAILED", replacing.tune),
     Stage("replacing what was recognised", "REWRITE_FAILED", replacing.replace_all),
     Stage("tidying a rewritten graph", "REWRITE_FAILED", replacing.tidy, "rewrite"),
+    Stage("computing steps of loops again backwards", "LOOPS_FAILED", replacing.checkpoint, "rewrite"),
     Stage("trying the loops that stay", "LOOPS_FAILED", replacing.try_scans, "rewrite"),
 )
 #: When all graphs are as they will be: what is nested in the outermost one was rewritten by then.
@@ -156,7 +158,7 @@ def _confines(callee: fx.Node, ahead: Sequence[fx.Node]) -> Reason | None:
     for user in callee.users:
         if user.target is torch.ops.higher_order.tag_activation_checkpoint and grad_enabled(ambient_behind(ahead)):
             return _confined("IN_CHECKPOINT", "torch.utils.checkpoint")
-        if user.target is SCAN and is_graded(user):
+        if user.target in (SCAN, checkpointed_scan) and is_graded(user):
             return _confined("IN_LOOP", "the step of a scan")
     return None
 

@@ -25,9 +25,12 @@ from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.share import share_equal
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.layers.fold import fold_layers
+from lz_compile.passes.loops.roll.checkpoints import checkpoints
+from lz_compile.passes.loops.roll.scan import SCAN
 from lz_compile.passes.loops.roll.scan_outputs import (
     attach_states,
     drop_steps,
+    gather_slices,
     give_results,
     give_symbols,
     is_graded,
@@ -160,6 +163,7 @@ def tidy(state: State) -> None:
         erase_unread(module.graph, (node for node, known in given if known.implied is not None))
         made = (
             give_results(module),
+            gather_slices(module),
             keep_operands(module),
             order_gradients(module),
             attach_states(module),
@@ -175,12 +179,21 @@ def tidy(state: State) -> None:
 def try_scans(state: State) -> None:
     """Say why a loop that stays cannot be left to PyTorch's operator, where its gradients are wanted."""
     for scan in scans_of_ours(state.module):
-        if is_graded(scan):
+        if is_graded(scan) and scan.target is SCAN:
             verdict = unlike_loop(state.snapshot(), scan)
             state.misfit = state.misfit or verdict.differs
             if verdict.unproven:
                 text = f"PyTorch's operator for the loop {scan.name}: {verdict.unproven}"
                 state.report.unproven.append(Reason("EDIT_UNPROVEN", text))
+
+
+def checkpoint(state: State) -> None:
+    """Compute steps of loops that stay again where their gradients need what they made; not inside of a checkpoint."""
+    if state.path or state.scans != "any" or state.kept is not None:
+        return
+    for rewrite in checkpoints(state.module, state.report.unproven):
+        apply(state.module, rewrite)
+        state.is_changed = True
 
 
 def _decide(match: Match, entry: MatchReport, state: State) -> Decision:

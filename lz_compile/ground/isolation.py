@@ -143,14 +143,28 @@ def _take_hooks() -> tuple[str | None, list[Any]]:
 
 @contextmanager
 def _autocast(wanted: _Autocast) -> Iterator[None]:
-    """Autocast on these device types alone. Nothing is kept in its cache, which is emptied when the program leaves it."""
+    """Autocast on these device types alone. Nothing is kept in its cache, which is emptied when the program leaves it.
+
+    What enters it inside and does not leave it again (a part of a graph may hold no more than its beginning) is left here:
+    the program would never come to empty its cache, and go on with weights of before.
+    """
+    depth = _autocast_depth()
     before = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST}
     has_cache = torch.is_autocast_cache_enabled()
     _set_autocast({kind: (False, dtype) for kind, (_, dtype) in before.items()} | dict(wanted), has_cache=False)
     try:
         yield
     finally:
+        for _ in range(_autocast_depth() - depth):
+            torch.autocast_decrement_nesting()
+        for _ in range(depth - _autocast_depth()):
+            torch.autocast_increment_nesting()
         _set_autocast(before, has_cache=has_cache)
+
+
+def _autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def _set_autocast(wanted: _Autocast, *, has_cache: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import dataclasses
 import hashlib
 import logging
 import threading
@@ -13,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from inspect import signature
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -26,13 +29,14 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.metrics_context import MetricsContext
 from torch._dynamo.source import AttrSource
+from torch._dynamo.symbolic_convert import tls as tracing_here
 from torch._dynamo.utils import counters, get_metrics_context
 from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext, Guard, Source, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import (
     VecISA,
     pick_vec_isa,
@@ -49,10 +53,12 @@ from torch._logging._internal import trace_structured
 from torch.compiler._cache import CacheArtifactManager
 from torch.fx._symbolic_trace import _Patcher
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from lz_compile.ground import events
 from lz_compile.ground.machine import code_runs_on
 from lz_compile.ground.store import Store
+from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.regions import has_regions, untangle
 from lz_compile.lowering.value_guards import Frame, KnownValues, has_values
 
@@ -113,14 +119,53 @@ def compile_graph(
         # A region's backward pass (2.13) writes to operands whose numbers are those of what the whole graph may write to.
         donated = functorch_config.patch(donated_buffer=False)
     if _has_scans(module):
-        _allow_counters()
+        allow_counters()
         # Inductor (2.13) writes over what a loop's body carries while it is still read: gradients of an sLSTM came out wrong.
         patches["inplace_buffers"] = False
     known = _bases(module, inputs)  # as long as it lives
     with _without_recomputation(module), donated:
-        compiled = cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=patches))
+        compiled = cast("Callable[..., Any]", compile_fx(module, inputs, _compile_inner, config_patches=patches))
     del known
     return compiled
+
+
+def _compile_inner(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
+    """Compile a forward or a backward; with loops, on a CPU, C++ calls the kernels: some 10 µs a step instead of 30."""
+    if given.get("cpp_wrapper") or not _is_looping(module):
+        return compile_fx_inner(module, inputs, **given)
+    kept = module
+    try:
+        kept = copy.deepcopy(module, {id(each): each for each in _held(module)})  # passes change it
+        with inductor_config.patch(cpp_wrapper=True):
+            return compile_fx_inner(module, inputs, **{**given, "cpp_wrapper": True})
+    except RESTARTS:
+        raise
+    except Exception as error:  # noqa: BLE001 whatever it is, it is no fault of the graph's
+        events.record("LOOP_WRAPPER_FAILED", "a graph with loops calls its kernels from Python", error)
+        return compile_fx_inner(kept, inputs, **given)
+
+
+def _held(module: fx.GraphModule) -> Iterator[torch.Tensor]:
+    """Tensors that a graph and those in it hold."""
+    for child in module.modules():
+        yield from (each for each in tree_leaves([child._parameters, child._buffers, vars(child)]) if _is_tensor(each))
+
+
+def _is_looping(module: fx.GraphModule) -> bool:
+    """Whether a graph runs loops, all on a CPU, and calls no other graphs: those the C++ wrapper does not."""
+    nodes = [node for graph in _graphs(module) for node in graph.nodes]
+    loops = {node for node in nodes if node.target is torch.ops.higher_order.scan}
+    called = {user for node in module.graph.find_nodes(op="get_attr") if _is_graph(module, node) for user in node.users}
+    values = [each for node in nodes for each in tree_leaves(node.meta.get("val")) if _is_tensor(each)]
+    return bool(loops) and called <= loops and all(each.device.type == "cpu" for each in values)
+
+
+def _is_graph(module: fx.GraphModule, node: fx.Node) -> bool:
+    return isinstance(attrgetter(str(node.target))(module), fx.GraphModule)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _bases(module: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -149,8 +194,8 @@ def _around(name: str, kind: type[_Fingerprint], config: Mapping[str, Any], key:
 
 
 def _has_scans(module: fx.GraphModule) -> bool:
-    scan = torch.ops.higher_order.scan
-    return any(graph.find_nodes(op="call_function", target=scan) for graph in _graphs(module))
+    kinds = (torch.ops.higher_order.scan, checkpointed_scan)
+    return any(graph.find_nodes(op="call_function", target=kind) for graph in _graphs(module) for kind in kinds)
 
 
 def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
@@ -171,11 +216,28 @@ def _without_recomputation(module: fx.GraphModule) -> AbstractContextManager[Any
     return cast("AbstractContextManager[Any]", functorch_config.patch({name: False}))
 
 
-def _allow_counters() -> None:
-    """Let Inductor count the steps of scans: it reads the number off a tensor, which Dynamo allows for ``fullgraph`` only."""
+def allow_counters() -> None:
+    """Let Inductor count steps of scans in what is traced: it reads the number off a tensor, against Dynamo's default."""
     context = TracingContext.try_get()
-    if context is not None and context.fake_mode is not None:
-        context.fake_mode.allow_scalar_outputs = True
+    shapes = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
+    if shapes is not None:  # as it is under ``fullgraph``
+        shapes.settings = dataclasses.replace(shapes.settings, allow_scalar_outputs=True)
+
+
+def confines_scans() -> bool:
+    """Whether Dynamo traces what may hold no scan (2.13): a transform of ``torch.func``, or a checkpoint with gradients.
+
+    The first mixes up strides there, and a checkpoint knows no such operator.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    translator: Any = getattr(tracing_here, "current_tx", None)  # none where torch.export traces without Dynamo
+    tracer = translator.output.current_tracer if translator is not None and torch.is_grad_enabled() else None
+    while tracer is not None:
+        if tracer.source_target is torch.ops.higher_order.tag_activation_checkpoint:
+            return True
+        tracer = tracer.parent
+    return False
 
 
 #: The configuration of the compile that goes on in this thread, beyond Inductor's defaults.

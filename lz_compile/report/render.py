@@ -89,7 +89,7 @@ def _loop(loop: LoopReport) -> tuple[str, ...]:
 
 def _masks(match: MatchReport) -> str:
     """What the masks mean, and why one of them is no more than a tensor."""
-    return "\n".join([match.mask, *map(str, match.mask_reasons)]) if match.mask else ""
+    return "\n".join([*([match.mask] if match.mask else []), *map(str, match.mask_reasons)])
 
 
 def _proof(match: MatchReport) -> str:

@@ -102,7 +102,9 @@ class MissReport(Record):
 
 @dataclass
 class LoopReport(Record):
-    """A loop that Dynamo unrolled: ``steps`` of ``calls`` each, and whether it is one step again, run ``steps`` times.
+    """A loop that Dynamo unrolled, or that came as a scan: ``steps`` of ``calls`` each, and whether it is one step again.
+
+    ``steps`` is the name of a size where the loop came with one.
 
     ``carried`` are the tensors that a step hands on, ``streams`` says where what moves on comes from, ``around`` is how many
     tensors every step reads, ``outputs`` are the shapes of what each step gives besides.
@@ -110,7 +112,7 @@ class LoopReport(Record):
 
     where: str
     graph: str
-    steps: int
+    steps: int | str
     calls: int
     carried: tuple[str, ...]
     streams: tuple[str, ...]

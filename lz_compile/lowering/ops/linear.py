@@ -8,11 +8,13 @@ Canonical layout:
     zero    [O or 1, G or 1], what is subtracted from a stored number before that
     offset  [O or 1, G or 1], what is added after that
     bias    [O]
+    codebook [16], what the sixteen numbers of four bits stand for (NF4); without it, for themselves
     result  [N, O] in ``attrs.out_dtype``
 
-The weight that is meant is ``(stored - zero) * scale + offset``. Of two numbers in a byte, ``packing`` says which is where:
-``low_first`` has in byte ``j`` the columns ``2 j`` (the lower four bits) and ``2 j + 1``, ``high_first`` the other way round;
-``low_half`` has the columns ``j`` (the lower bits) and ``K / 2 + j``, ``high_half`` the other way round.
+The weight that is meant is ``(stored - zero) * scale + offset``, of ``codebook[stored]`` where there is one. Of two numbers
+in a byte, ``packing`` says which is where: ``low_first`` has in byte ``j`` the columns ``2 j`` (the lower four bits) and
+``2 j + 1``, ``high_first`` the other way round; ``low_half`` has the columns ``j`` (the lower bits) and ``K / 2 + j``,
+``high_half`` the other way round.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ class LinearAttrs(OpAttributes):
     has_zero: bool = False
     has_offset: bool = False
     has_bias: bool = False
+    has_codebook: bool = False
     compute_dtype: torch.dtype = torch.float32
     out_dtype: torch.dtype = torch.float32
 
@@ -95,6 +98,7 @@ SHAPES: Mapping[str, str] = {
     "weight": "O W",
     **dict.fromkeys(("scale", "zero", "offset"), "O|1 G|1"),
     "bias": "O",
+    "codebook": "16",
 }
 #: What the elements of operands are that are no floating-point numbers of 16 bits or more.
 KINDS: Mapping[str, str] = {"weight": "bytes", "zero": "real"}
@@ -120,6 +124,7 @@ class Operands(base.Operands):
     zero: torch.Tensor | None = None
     offset: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    codebook: torch.Tensor | None = None
 
 
 def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[LinearAttrs, LinearFacts]:
@@ -133,9 +138,13 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
         raise MisfitError(
             "linear", "weight", f"of {wanted} elements in a row for {columns} columns", sizes["W"], advice
         )
+    if x.codebook is not None and packing == "none":
+        raise MisfitError("linear", "codebook", "for two numbers in a byte", "one in each", "They are told by packing")
     if groups == 0 or columns % groups:
         raise MisfitError("linear", "scale", f"of groups that divide {columns} columns", groups)
-    told: dict[str, Any] = {f"has_{name}": getattr(x, name) is not None for name in ("scale", "zero", "offset", "bias")}
+    told: dict[str, Any] = {
+        f"has_{name}": getattr(x, name) is not None for name in ("scale", "zero", "offset", "bias", "codebook")
+    }
     told["is_transposed"] = x.weight.shape[1] != 1 and x.weight.stride(1) != 1
     dtype = x.input.dtype
     attrs = LinearAttrs(
@@ -166,7 +175,8 @@ def reference(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
 
 def dequantised(x: Operands, attrs: LinearAttrs, dtype: torch.dtype) -> torch.Tensor:
     """The weight that is meant, ``[O, K]``."""
-    found: torch.Tensor = unpacked(x.weight, attrs.packing).to(dtype)
+    numbers = unpacked(x.weight, attrs.packing)
+    found: torch.Tensor = numbers.to(dtype) if x.codebook is None else x.codebook.to(dtype)[numbers.long()]
     found = found.unflatten(1, (groups_of(x), -1))
     if x.zero is not None:
         found = found - x.zero.to(dtype)[..., None]
@@ -221,6 +231,7 @@ def features(attrs: LinearAttrs, facts: LinearFacts) -> dict[str, str]:
         "zero": attrs.has_zero and "zero points",
         "offset": attrs.has_offset and "offsets",
         "bias": attrs.has_bias and "a bias",
+        "codebook": attrs.has_codebook and "a table of what sixteen numbers stand for",
         "wide_compute": attrs.compute_dtype == torch.float64 != facts.dtype and "steps in float64",
         "training": facts.needs_grad and "gradients",
     }

@@ -10,12 +10,14 @@ single slots are gathered, a block is one slot. The mask has to say that a reque
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.ops.paged_attention import PagedAttentionAttrs, PagedAttentionFacts
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
@@ -45,48 +47,75 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = frozenset({"to", "long", "int", "type", "type_as", "contiguous", "clone"})
 
 
-def as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings) -> Match | None:
-    """The attention over blocks that an attention is, None where its keys were not gathered, or by anything else."""
-    if not _is_plain(emitter):
-        return None
-    roles, flags = emitter.roles, _flags(emitter)
+def matched(emitter: AttentionEmitter, core: Core, masks: Meanings, source_kernel: str | None = None) -> Match:
+    """An attention over blocks where its keys are rows of a cache; else as it is, with what kept gathered ones from that."""
     key, value = (_stored(emitter, operand, core) for operand in (emitter.key, emitter.value))
-    if key is None or value is None or not _is_same_table(key, value, roles, masks):
-        return None
+    try:
+        if key is not None and value is not None:
+            return _as_paged(emitter, core, masks, key, value)
+    except RefusedError as error:
+        if key is not None and key.table is not None:
+            text = f"keys are gathered into a copy ({error.reason.message})"
+            told = (*emitter.mask_reasons, Reason("KEYS_COPIED", text))
+            return replace(emitter, mask_reasons=told).match("attention", core, source_kernel=source_kernel)
+    return emitter.match("attention", core, source_kernel=source_kernel)
+
+
+def _as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings, key: Stored, value: Stored) -> Match:
+    """The attention over blocks that an attention is.
+
+    Raises:
+        RefusedError: it is none, with the reason.
+    """
+    roles, flags, passed = emitter.roles, _flags(emitter), dict(emitter.passed)
+    plain = _what_is_special(emitter)
+    if plain:
+        raise _refused(plain)
+    if not _is_same_table(key, value, roles, masks):
+        raise _refused("values are not gathered by the same table")
     places, rows = _places(roles, key, value), _rows(roles, key, flags)
-    if places is None or rows is None:
-        return None
+    if places is None:
+        raise _refused("what is gathered is no blocks of keys, a row of the table for each request")
+    if rows is None:
+        raise _refused(f"more than {_MOST[0]} queries of a request, or {_MOST[1]} heads, share keys")
     kv_heads, sharing, queries = rows
     ends = masks.ends([(node, *each) for node, each in flags.items()], Axes(roles.batch, (), queries, roles.keys))
     if ends is None or not _can_say(emitter, key, queries, ends):
-        return None
-    passed = dict(emitter.passed)
+        raise _refused("the mask does not say that a request sees all keys before a number of its own")
     sinks = None if emitter.sinks is None else _of_edge(emitter, emitter.sinks.node, emitter.sinks.dims, core, passed)
     if sinks is not None and (sinks.factor != 1 or not {*axes_of(sinks.dims)} <= {*kv_heads, *sharing}):
-        return None
+        raise _refused("sinks are not one for each head")
     attrs = PagedAttentionAttrs(
         scale=emitter.attrs.scale, softcap=emitter.attrs.softcap, window=ends.window, is_ragged=bool(queries),
         has_sinks=sinks is not None, out_dtype=emitter.dtype,
     )  # fmt: skip
     blocks, heads = Axis(shape_of(known_tensor(key.cache))[0]), (*kv_heads, *sharing)
     found = GatheredEmitter(emitter, key, value, ends, flags, blocks, *places, kv_heads, heads, queries, sinks, attrs)
-    try:
-        return _match(found, core, passed)
-    except RefusedError:  # a cache, a table or lengths are written to in between: the attention over copies stays
-        return None
+    return _match(found, core, passed)
 
 
-def _is_plain(emitter: AttentionEmitter) -> bool:
-    """Whether the op has all that an attention is made of, masks aside."""
+def _refused(text: str) -> RefusedError:
+    return RefusedError("KEYS_COPIED", text, "call lz.paged_attention")
+
+
+def _what_is_special(emitter: AttentionEmitter) -> str:
+    """What of an attention, masks aside, the op has not; empty where it has all."""
     attrs = emitter.attrs
-    is_weighted = not (emitter.query_gain == emitter.key_gain == emitter.output_gain == 1)
     is_biased = (
         emitter.slopes or emitter.floor is not None or not (emitter.bias == 0 or emitter.bias in emitter.region.leaves)
     )
-    is_masked = emitter.documents or attrs.limits is not None or attrs.masked_rows == "fill"
-    is_special = attrs.zeroes_nan or emitter.is_undefined_when_masked or attrs.dropout_p
-    is_other = is_weighted or is_biased or is_masked or is_special
-    return not is_other and emitter.dtype in _DTYPES and not emitter.needs_grad()
+    special = {
+        "it is trained": emitter.needs_grad(),
+        f"it is in {emitter.dtype}": emitter.dtype not in _DTYPES,
+        "scores or results are weighted": not (emitter.query_gain == emitter.key_gain == emitter.output_gain == 1),
+        "scores have a bias": is_biased,
+        "documents are apart": bool(emitter.documents) or attrs.limits is not None,
+        "there is dropout": bool(attrs.dropout_p),
+        "rows without keys are special": attrs.zeroes_nan
+        or emitter.is_undefined_when_masked
+        or attrs.masked_rows == "fill",
+    }
+    return ", ".join(text for text, holds in special.items() if holds)
 
 
 def _flags(emitter: AttentionEmitter) -> dict[fx.Node, tuple[Dims, bool]]:

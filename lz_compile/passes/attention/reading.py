@@ -9,7 +9,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import probabilities, scores
-from lz_compile.passes.attention.gathered import as_paged
+from lz_compile.passes.attention.gathered import matched
 from lz_compile.passes.attention.mixed_heads import mixed_scores
 from lz_compile.passes.attention.near_misses import has_scores
 from lz_compile.passes.attention.proven_masks import simplify
@@ -155,7 +155,7 @@ class Reader:
         emitter = simplify(emitter, self.masks)
         readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
         core.check(self.region.effects, readers)
-        return as_paged(emitter, core, self.masks) or emitter.match(OP, core)
+        return matched(emitter, core, self.masks)
 
 
 def _quotients(effects: Effects, product: fx.Node) -> list[fx.Node]:

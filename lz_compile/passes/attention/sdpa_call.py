@@ -9,7 +9,7 @@ from torch import fx
 from lz_compile.ground.sizes import Shape, Size, shape_of
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
-from lz_compile.passes.attention.gathered import as_paged
+from lz_compile.passes.attention.gathered import matched
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.formula.algebra import Region
@@ -80,7 +80,7 @@ def match_sdpa_call(effects: Effects, call: Call, masks: Meanings) -> Match | No
     simple = simplify(emitter, masks)
     source = SOURCE if not simple.implied else MASKED_SOURCE
     core = find_core(effects, call.node, call.node)
-    return as_paged(simple, core, masks) or simple.match("attention", core, source_kernel=source)
+    return matched(simple, core, masks, source)
 
 
 def _roles(shapes: list[Shape], enable_gqa: bool) -> tuple[Roles, list[Dims]]:

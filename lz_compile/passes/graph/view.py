@@ -292,9 +292,12 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+_ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+
+
 def origin_of(node: fx.Node) -> dict[str, Any]:
-    """The metadata that says where in the source a node comes from."""
-    return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack", "source_fn_stack") if key in node.meta}
+    """The metadata that says where in the source a node comes from, and what the source has annotated it with."""
+    return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
 
 
 def known_tensor(node: Any) -> torch.Tensor:

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
+from torch import fx
 
-from lz_compile.passes.formula.axes import Dims
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.axes import Dims, fresh
 from lz_compile.passes.formula.calls import CASTS
 from lz_compile.passes.formula.expressions import plain_number
+from lz_compile.passes.formula.parts import FUNCTIONS, Parts
 from lz_compile.passes.formula.pointwise import POINTWISE, Rule
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
@@ -33,6 +36,10 @@ class HIGH(sympy.Function):  # type: ignore[misc]
 
 class _UPPER(sympy.Function):  # type: ignore[misc]
     """The upper four bits in their place: sixteen times as much."""
+
+
+class CODE(sympy.Function):  # type: ignore[misc]
+    """What a table of sixteen says of four bits."""
 
 
 #: Between what numbers those are.
@@ -129,6 +136,59 @@ def _division(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     return _of_number(_divided)(region, call, dims) if floors else POINTWISE["div"](region, call, dims)
 
 
+_PLACES = (torch.int32, torch.int64)
+#: Where operations have their table, and what chooses from it.
+_TABLES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "getitem": (("input",), ("#1",)),
+    "index_select": (("input",), ("index", "#2")),
+    "take": (("input",), ("index", "#1")),
+    "embedding": (("weight", "#1"), ("input",)),
+}
+
+
+#: What gives the same elements another shape.
+_SAME = frozenset({"unsqueeze", "squeeze", "view", "reshape", "flatten", "getitem"})
+
+
+def _source(region: Region, node: fx.Node) -> fx.Node:
+    """The tensor that has the elements of a table: the halves of bytes may spell its shape each for themselves."""
+    call = region.effects.calls[node]
+    while call is not None and call.name in _SAME and len(node.all_input_nodes) == 1:
+        source = tensor_of(call.input)
+        if source is None or source.numel() != known_tensor(node).numel():
+            break
+        region.interior.setdefault(node, fresh(shape_of(known_tensor(node))))
+        node = region.seen_by(node, call.input)
+        call = region.effects.calls[node]
+    return node
+
+
+def _looked_up(name: str) -> Rule:
+    """Four bits that choose from a table of sixteen; what reads a tensor otherwise is read as elsewhere."""
+    table, index = _TABLES[name]
+
+    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+        book, chosen = (
+            next((call.get(each) for each in names if each in call.arguments), None) for names in (table, index)
+        )
+        (chosen,) = chosen if isinstance(chosen, tuple) and len(chosen) == 1 else (chosen,)
+        held, numbers = tensor_of(book), tensor_of(chosen)
+        shape = () if held is None or not held.is_floating_point() else shape_of(held)
+        if not isinstance(book, fx.Node) or numbers is None or shape not in ((16,), (16, 1)):
+            other = FUNCTIONS.get(name) if isinstance(region, Parts) else POINTWISE.get(name)
+            return None if other is None else other(region, call, dims)
+        own = dims if len(shape) == 1 else dims[:-1]
+        is_read = numbers.dtype in _PLACES and len(own) == numbers.dim()  # bytes would be a mask
+        x = region.express(chosen, own, call.node) if is_read else None
+        if not isinstance(x, (LOW, HIGH)):
+            return None
+        node = _source(region, region.seen_by(call.node, book))
+        known = (symbol for symbol, leaf in region.leaves.items() if leaf.node is node and leaf.kind == "codebook")
+        return CODE(next(known, None) or region.leaf(node, fresh(shape_of(known_tensor(node))), kind="codebook"), x)
+
+    return rule
+
+
 def _cast(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     """A cast between integers that holds all that there was."""
     source, result = tensor_of(call.input), tensor_of(call.node)
@@ -146,4 +206,5 @@ BITS: Mapping[str, Rule] = {
     **dict.fromkeys(("floordiv", "floor_divide"), _of_number(_divided)),
     **dict.fromkeys(("mod", "remainder", "fmod"), _of_number(_rest)),
     "div": _division,
+    **{name: _looked_up(name) for name in _TABLES},
 }

@@ -48,6 +48,7 @@ class LinearEmitter(TableEmitter):
             is_transposed=_is_transposed(weight),
             **{f"has_{name}": name in numbers for name in ("scale", "zero", "offset")},
             has_bias=bias is not None,
+            has_codebook=weight.codebook is not None,
             compute_dtype=max((each for each in dtypes if each.is_floating_point), key=lambda each: each.itemsize),
             out_dtype=known_tensor(core.output).dtype,
         )
@@ -80,6 +81,8 @@ class LinearEmitter(TableEmitter):
         }
         for name, what in meaning(weight).items():
             table[name] = Cell(what, (weight.out, weight.groups), region=weight.region)
+        if weight.codebook is not None:
+            table["codebook"] = Cell(weight.codebook, (axes_of(weight.codebook.dims),))
         if self.bias is not None:
             table["bias"] = Cell(self.bias, (weight.out,), is_whole=True)
         return table
@@ -90,7 +93,7 @@ class LinearEmitter(TableEmitter):
         inputs = {self.given.node: Input(self.given.dims)}
         symbols = {symbol for what in meaning(weight).values() for symbol in what.free_symbols}
         leaves = [weight.region.leaves[symbol] for symbol in symbols if symbol in weight.region.leaves]
-        for leaf in (*leaves, *(() if self.bias is None else (self.bias,))):
+        for leaf in (*leaves, *(each for each in (self.bias, weight.codebook) if each is not None)):
             inputs.setdefault(leaf.node, Input(leaf.dims, range=_range(known_tensor(leaf.node))))
         inputs[weight.leaf.node] = Input(weight.leaf.dims, range=_range(stored))
         facts = LinearFacts(
@@ -104,9 +107,8 @@ class LinearEmitter(TableEmitter):
             needs_grad=core.wants_grad(inputs),
         )
         operands = {"input": self.given.node, "weight": weight.leaf.node}
-        pinned = (
-            frozenset() if weight.packing == "none" else frozenset(atoms((*weight.columns, *weight.stored_columns)))
-        )
+        pairs = () if weight.packing == "none" else atoms((*weight.columns, *weight.stored_columns))
+        pinned = frozenset((*pairs, *(() if weight.codebook is None else weight.codebook.axes)))
         return Match(
             op,
             Site.of(core, self.output_dims, read),
@@ -117,11 +119,8 @@ class LinearEmitter(TableEmitter):
 
 def _is_transposed(weight: Weight) -> bool:
     stored = known_tensor(weight.leaf.node)
-    return (
-        weight.leaf.dims[-1] == ()
-        or atoms(weight.leaf.dims[-1])[-1:] != atoms(weight.stored_columns)[-1:]
-        or stored.stride(-1) != 1
-    )
+    last = max((place for place, dim in enumerate(weight.leaf.dims) if dim), default=0)  # others have one element
+    return atoms(weight.leaf.dims[last])[-1:] != atoms(weight.stored_columns)[-1:] or stored.stride(last) != 1
 
 
 def meaning(weight: Weight) -> dict[str, sympy.Expr]:

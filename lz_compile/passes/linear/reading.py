@@ -25,7 +25,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.subclasses import is_subclass
 from lz_compile.passes.graph.view import known_tensor, tensor_of
-from lz_compile.passes.linear.bits import BITS, HIGH, LOW, has_bits
+from lz_compile.passes.linear.bits import BITS, CODE, HIGH, LOW, has_bits
 
 #: Dtypes of what is stored.
 STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -50,6 +50,7 @@ class Weight:
     columns: tuple[Axis, ...]
     groups: tuple[Axis, ...]
     stored_columns: tuple[Axis, ...]
+    codebook: Leaf | None = None
     read: Mapping[fx.Node, Dims] = field(default_factory=dict)
 
 
@@ -172,7 +173,13 @@ def _weight(
     if len(own) > 1:
         raise RefusedError("NOT_DEQUANTISED", "the weight reads what is stored in two ways", "read it once")
     (symbol,) = own
-    expanded = sympy.expand(expression)
+    codes = expression.atoms(CODE)
+    if len(codes) > 1 or any(
+        code.args[1] != symbol or expression.xreplace({code: sympy.S.Zero}).has(symbol) for code in codes
+    ):
+        raise RefusedError("NOT_DEQUANTISED", "numbers of a table are read in two ways", "read them once")
+    codebook = next((region.leaves[code.args[0]] for code in codes), None)
+    expanded = sympy.expand(expression.xreplace(dict.fromkeys(codes, symbol)))
     scale = expanded.coeff(symbol, 1)
     summand = expanded.coeff(symbol, 0)
     if sympy.expand(scale * symbol + summand - expanded) != 0 or scale == 0 or scale.has(symbol):
@@ -191,7 +198,8 @@ def _weight(
             "NOT_DEQUANTISED", "what is stored is repeated, or has other axes than the weight", "store it once"
         )
     groups = _groups(region, scale, summand, {*out}, columns)
-    return Weight(leaf, packing, scale, summand, region, out, columns, groups, stored_columns, region.interior)
+    read = region.interior
+    return Weight(leaf, packing, scale, summand, region, out, columns, groups, stored_columns, codebook, read)
 
 
 def _unread(region: Region, storage: fx.Node) -> tuple[str, str]:

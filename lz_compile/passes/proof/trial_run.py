@@ -37,7 +37,14 @@ class Inputs:
 
 
 def random_inputs(
-    nodes: Sequence[fx.Node], seed: int, *, positive: bool, doubled: bool, with_grad: bool, below: int = 2
+    nodes: Sequence[fx.Node],
+    seed: int,
+    *,
+    positive: bool,
+    doubled: bool,
+    with_grad: bool,
+    below: int = 2,
+    scale: Callable[[int], float] | None = None,
 ) -> Inputs:
     """Values like the example values of ``nodes``: the same for the same seed.
 
@@ -48,12 +55,13 @@ def random_inputs(
         doubled: real numbers in float64, whatever they are in the graph.
         with_grad: whether what requires a gradient in the graph requires one.
         below: what integers are less than.
+        scale: what real numbers are multiplied by, of how many there are.
 
     Raises:
         NotRunnableError: one is no strided tensor on a device that is there, or of a size that nobody knows.
     """
     made = Inputs()
-    draw = partial(_random, torch.Generator().manual_seed(seed), positive, below)
+    draw = partial(_random, torch.Generator().manual_seed(seed), positive, below, scale)
     memories: dict[int, list[torch.Tensor]] = {}
     examples = {node: _example(node) for node in nodes}
     for value in pytree.tree_leaves(list(examples.values())):
@@ -141,7 +149,13 @@ def _extent(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
 
 
 def _random(
-    generator: torch.Generator, positive: bool, below: int, count: int, dtype: torch.dtype, device: torch.device
+    generator: torch.Generator,
+    positive: bool,
+    below: int,
+    scale: Callable[[int], float] | None,
+    count: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
     """That many numbers; of very many, the same ones again and again."""
     if device.type == "meta":
@@ -156,6 +170,8 @@ def _random(
         value = torch.randn(drawn, generator=generator, dtype=wide)
         value = value.abs().clamp(0.1, 1.0) if positive else value
     value = value.to(device, dtype)
+    if scale is not None and (dtype.is_floating_point or dtype.is_complex):
+        value = value * scale(count)
     return value if drawn == count else value.repeat(-(-count // drawn))[:count].clone()
 
 

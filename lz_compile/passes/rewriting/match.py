@@ -103,7 +103,7 @@ class Found:
 
     ``formula`` says for people what is computed. ``source_kernel`` is the kernel that the source itself calls. ``buffers``
     are those on whose values it rests that inputs are implied. ``masks_mean`` names what was proven of the masks,
-    ``mask_reasons`` say why they are general ones.
+    ``mask_reasons`` say why they are general ones, or why keys are copied.
     """
 
     attributes: Attributes

@@ -1,6 +1,6 @@
 """C++ that reads the blocks of a cache where they lie.
 
-The keys of a request are split into parts of ``kPart``, which threads share. A part goes over its keys in tiles that stay in
+The keys of a request are split into parts, which threads share. A part goes over its keys in tiles that stay in
 the nearest cache, for one head after the other: scores of ``kLanes`` keys at once, a softmax that is corrected from tile to
 tile, values. Parts are joined at last. How requests are split depends on their own length alone, so that the bits of a
 result depend neither on the other requests nor on the number of threads.
@@ -102,11 +102,10 @@ def _function(program: Program) -> Any:
 
 
 PAGED = """
-constexpr int kTile = 64, kPart = 256, kSoon = 8;
+constexpr int kTile = 32, kPart = 512, kLine = 64;
 constexpr int kDV = (kD + kLanes - 1) / kLanes, kEV = (kE + kLanes - 1) / kLanes;
 constexpr int kDP = kDV * kLanes, kEP = kEV * kLanes;
 constexpr int kState = kEP + kLanes;  // sums of values; then the largest score, and the sum of weights
-constexpr bool kIsFloat = std::is_same_v<Stored, float>;
 
 // What faults are about, in the order of the op's operands.
 enum Fault : int32_t { kNone = 0, kTable = 1, kLengths = 2, kStarts = 3 };
@@ -136,63 +135,100 @@ INLINE void widen(const Stored* from, int64_t stride, float* to) {
   for (; j < kPadded; ++j) to[j] = 0.0f;
 }
 
-// Rows of a tile: where they lie, or widened copies.
-template <int kCount, int kPadded>
-INLINE void rows_of(const Stored* cache, const int64_t* stride, const Request& request, const Numbers& n, int64_t head,
-                    int64_t begin, int count, float* copies, const float** rows) {
-  int64_t block = begin / n.slots, slot = begin % n.slots;
-  const Stored* at = cache + int64_t(request.row[block]) * stride[0] + head * stride[2];
-  for (int t = 0; t < count; ++t) {
-    if (slot == n.slots) {
-      slot = 0;
-      at = cache + int64_t(request.row[++block]) * stride[0] + head * stride[2];
-    }
-    const Stored* from = at + slot++ * stride[1];
-    if constexpr (kIsFloat && kCount == kPadded) {
-      if (stride[3] == 1) {
-        rows[t] = reinterpret_cast<const float*>(from);
-        continue;
-      }
-    }
-    float* to = copies + t * kPadded;
-    if constexpr (!kIsFloat) __builtin_prefetch(from + kSoon * stride[1]);
-    widen<kCount, kPadded>(from, stride[3], to);
-    rows[t] = to;
+// Where the keys of a tile lie in a cache, for the first head.
+INLINE void places_of(const Stored* cache, const int64_t* stride, const Request& request, int64_t slots, int64_t begin,
+                      int count, const Stored** places) {
+  int64_t block = begin / slots, slot = begin % slots;
+  for (int t = 0; t < count; ++t, ++slot) {
+    if (slot == slots) slot = 0, ++block;
+    places[t] = cache + int64_t(request.row[block]) * stride[0] + slot * stride[1];
   }
 }
 
-// The tile that is next, whose blocks lie where processors expect nothing: memory is asked for its rows, evenly while this
-// one is computed. Of 2 ** shift calls each asks for a share of them, from row `first` on.
-struct Ahead {
-  const float* const* keys;
-  const float* const* values;
-  int first, shift;
-};
-template <int kCount> INLINE void fetch(const Ahead& ahead, const float* const* rows, int begin, int end) {
-  for (int t = begin >> ahead.shift; t < end >> ahead.shift; ++t) {
-    for (int j = 0; j < kCount; j += 16) __builtin_prefetch(rows[ahead.first + t] + j);
+// Rows of a head: where they lie, or widened copies; zeros where there are none.
+template <int kCount, int kPadded, class Row>
+INLINE void rows_of(const Stored* const* places, const int64_t* stride, int64_t head, int count, float* copies,
+                    const Row** rows) {
+  static const Row zeros[kPadded] = {};
+  const int64_t first = head * stride[2];
+  for (int t = 0; t < count; ++t) {
+    if (!copies) {
+      rows[t] = reinterpret_cast<const Row*>(places[t] + first);
+      continue;
+    }
+    widen<kCount, kPadded>(places[t] + first, stride[3], copies + t * kPadded);
+    rows[t] = reinterpret_cast<const Row*>(copies + t * kPadded);
   }
+  for (int t = count; t < kTile; ++t) rows[t] = zeros;
 }
+
+// The memory of the next tile, whose blocks lie where processors expect nothing. It is asked for in the order in which it
+// lies there, evenly while this tile is computed: all at once, or in the order of use, takes half as long again.
+struct Run {
+  const char *begin, *end;
+};
+class Ahead {
+ public:
+  Ahead(const Run* runs, int count) : at_(nullptr), end_(nullptr), run_(runs), last_(runs + count) {}
+  // So many bytes in turn `turn`; parts of a line in one turn of several.
+  template <int kBytes> INLINE_MEMBER void fetch(int turn) {
+    if constexpr (kBytes < kLine) {
+      if (turn % (kLine / kBytes) != 0) return;
+    }
+    if (at_ >= end_) {
+      if (run_ == last_) return;
+      at_ = run_->begin, end_ = run_->end, ++run_;
+    }
+    constexpr int kLines = (kBytes + kLine - 1) / kLine;
+#pragma GCC unroll 16
+    for (int line = 0; line < kLines; ++line) __builtin_prefetch(at_ + line * kLine, 0, 2);
+    at_ += kLines * kLine;
+  }
+
+ private:
+  const char *at_, *end_;
+  const Run *run_, *last_;
+};
+
+// Where so many keys lie, neighbours in one: those of all heads at once, or of one head after the other.
+INLINE int runs_of(const Stored* const* places, int count, const int64_t* stride, int64_t heads, int features, Run* runs) {
+  const bool is_whole = stride[1] >= stride[2] * heads;
+  const int64_t width = is_whole ? stride[2] * heads : features;
+  int found = 0;
+  for (int64_t head = 0; head < (is_whole ? 1 : heads); ++head) {
+    for (int t = 0; t < count; ++t) {
+      const Stored* row = places[t] + head * stride[2];
+      const char *begin = reinterpret_cast<const char*>(row), *end = reinterpret_cast<const char*>(row + width);
+      if (found && runs[found - 1].end == begin) runs[found - 1].end = end;
+      else runs[found++] = {begin, end};
+    }
+  }
+  return found;
+}
+
+// Bytes of a cache that so many registers of floats are read from.
+constexpr int kBytesOf(int registers) { return registers * kLanes * int(sizeof(Stored)); }
 
 // Scores of kRows queries with the keys of a tile, a multiple of kLanes of them; each load of keys serves all rows.
-template <int kRows>
-INLINE void score(const float* const* queries, const float* const* keys, int first, int last, float cap,
-                  float (*scores)[kTile], const Ahead* ahead) {
+template <int kRows, class Row>
+INLINE void score(const float* const* queries, const Row* const* keys, int first, int last, float cap,
+                  float (*scores)[kTile], Ahead& ahead) {
+  Ahead next = ahead;
   constexpr int kKeys = kLanes / kRows;
   for (int t = first; t < last; t += kKeys) {
     Floats part[kLanes];
-    const float* at[kKeys];
+    const Row* at[kKeys];
     for (int j = 0; j < kLanes; ++j) part[j] = Floats{};
     for (int j = 0; j < kKeys; ++j) at[j] = keys[t + j];
-    if (ahead) fetch<kDP>(*ahead, ahead->keys, t, t + kKeys);
+    next.fetch<kBytesOf(kDV * kKeys)>(t / kKeys);
 #pragma GCC unroll 1
     for (int d = 0; d < kDP; d += kLanes) {
       Floats query[kRows];
       for (int r = 0; r < kRows; ++r) query[r] = load(queries[r] + d);
 #pragma GCC unroll 16
       for (int j = 0; j < kKeys; ++j) {
-        const Floats key = load(at[j] + d);
-#pragma GCC unroll 2
+        const Floats key = floats_at(at[j] + d);
+#pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) part[r * kKeys + j] += query[r] * key;
       }
     }
@@ -202,30 +238,40 @@ INLINE void score(const float* const* queries, const float* const* keys, int fir
     }
     for (int r = 0; r < kRows; ++r) std::memcpy(scores[r] + t, reinterpret_cast<float*>(&found) + r * kKeys, kKeys * 4);
   }
+  ahead = next;
 }
 
 // Adds what weights take of values, kCount registers of columns of kRows rows.
-template <int kRows, int kCount>
-INLINE void add_values(float* const* states, float (*weights)[kTile], const float* const* values, int column, int low,
-                       int high, const Ahead* ahead) {
+template <int kRows, int kCount, class Row>
+INLINE void add_values(float* const* states, float (*weights)[kTile], const Row* const* values, int column, int low, int high,
+                       Ahead& ahead) {
+  Ahead next = ahead;
   Floats sum[kRows][kCount];
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int e = 0; e < kCount; ++e) sum[r][e] = load(states[r] + column + e * kLanes);
   }
   for (int t = low; t < high; ++t) {
-    const float* value = values[t] + column;
-    if (ahead) fetch<kEP>(*ahead, ahead->values, t, t + 1);
+    const Row* value = values[t] + column;
+    next.fetch<kBytesOf(kCount)>(t);
 #pragma GCC unroll 8
     for (int e = 0; e < kCount; ++e) {
-      const Floats x = load(value + e * kLanes);
-#pragma GCC unroll 2
+      const Floats x = floats_at(value + e * kLanes);
+#pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) sum[r][e] += weights[r][t] * x;
     }
   }
   for (int r = 0; r < kRows; ++r) {
     for (int e = 0; e < kCount; ++e) std::memcpy(states[r] + column + e * kLanes, &sum[r][e], sizeof(Floats));
   }
+  ahead = next;
+}
+
+INLINE float sum_of(Floats x) {
+  for (int width = kLanes / 2; width; width /= 2) {
+    for (int j = 0; j < width; ++j) x[j] += x[j + width];
+  }
+  return x[0];
 }
 
 // Scores as weights; what was summed up before is scaled to the greatest score so far. False where there is no weight.
@@ -256,14 +302,14 @@ INLINE bool weigh(float* state, float* scores, int first, int low, int high, int
     std::memcpy(scores + t, &w, sizeof(w));
     sum += w;
   }
-  for (int j = 0; j < kLanes; ++j) total += sum[j];
+  total += sum_of(sum);
   return true;
 }
 
 // The keys of a tile from `low` to before `high` for kRows queries.
-template <int kRows>
-INLINE void attend(float* const* states, const float* const* queries, const float* const* keys,
-                   const float* const* values, int low, int high, float cap, const Ahead* ahead) {
+template <int kRows, class Row>
+static void attend(float* const* states, const float* const* queries, const Row* const* keys, const Row* const* values,
+                   int low, int high, float cap, Ahead& ahead) {
   constexpr int kColumns = 8 / kRows;
   const int first = low / kLanes * kLanes, last = (high + kLanes - 1) / kLanes * kLanes;
   alignas(64) float weights[kRows][kTile];
@@ -273,10 +319,10 @@ INLINE void attend(float* const* states, const float* const* queries, const floa
   }
   int e = 0;
   for (; e + kColumns <= kEV; e += kColumns) {
-    add_values<kRows, kColumns>(states, weights, values, e * kLanes, low, high, e ? nullptr : ahead);
+    add_values<kRows, kColumns>(states, weights, values, e * kLanes, low, high, ahead);
   }
   constexpr int kRest = kEV % kColumns;
-  if constexpr (kRest != 0) add_values<kRows, kRest>(states, weights, values, e * kLanes, low, high, nullptr);
+  if constexpr (kRest != 0) add_values<kRows, kRest>(states, weights, values, e * kLanes, low, high, ahead);
 }
 
 // Where a query's keys begin and end.
@@ -285,56 +331,54 @@ INLINE void range_of(const Request& request, int64_t window, int64_t query, int6
   *low = window && *high > window ? *high - window : 0;
 }
 
+// Copies are made where there is memory for them, and then Row is float.
+template <class Row>
 static void compute(const Part& part, const Request& request, const Numbers& n, const Stored* key_cache,
-                    const Stored* value_cache, const float* queries, float cap, float* states,
-                    float* copies) {
-  static const float zeros[kDP > kEP ? kDP : kEP] = {};
+                    const Stored* value_cache, const float* queries, float cap, float* states, float* copies, Run* runs) {
   const int64_t groups = n.heads / n.kv_heads;
-  const float *keys[2][kTile], *values[2][kTile];
+  const Stored *key_places[2][kTile], *value_places[2][kTile];
+  const Row *keys[kTile], *values[kTile];
   for (int64_t row = 0; row < request.queries * n.heads; ++row) {
     float* state = states + row * kState;
     std::memset(state, 0, kState * sizeof(float));
     state[kEP] = kNothing;
   }
-  // Tile by tile, head by head; the next one is looked up while this one is read.
-  const int64_t pieces = (part.end - part.begin + kTile - 1) / kTile * n.kv_heads;
-  const int64_t turns = request.queries * ((groups + 1) / 2);
-  int shift = 0;
-  while (shift < 4 && (1 << shift) < turns) ++shift;
-  auto look_up = [&](int64_t piece) {
-    const int64_t begin = part.begin + piece / n.kv_heads * kTile, head = piece % n.kv_heads, side = piece % 2;
-    const int count = int(part.end - begin < kTile ? part.end - begin : kTile);
-    float* own = copies + side * kTile * (kDP + kEP);
-    rows_of<kD, kDP>(key_cache, n.key, request, n, head, begin, count, own, keys[side]);
-    rows_of<kE, kEP>(value_cache, n.value, request, n, head, begin, count, own + kTile * kDP, values[side]);
-    for (int t = count; t < kTile; ++t) keys[side][t] = values[side][t] = zeros;
+  // A tile is looked up before its turn, the first of the next part as well: who computes this part often takes that one.
+  auto look_up = [&](int64_t begin, int side) {
+    const int64_t rest = request.length - begin;
+    const int count = int(rest < 0 ? 0 : rest < kTile ? rest : kTile);
+    places_of(key_cache, n.key, request, n.slots, begin, count, key_places[side]);
+    places_of(value_cache, n.value, request, n.slots, begin, count, value_places[side]);
+    return count;
   };
-  look_up(0);
-  for (int64_t piece = 0; piece < pieces; ++piece) {
-    const int64_t begin = part.begin + piece / n.kv_heads * kTile, head = piece % n.kv_heads, side = piece % 2;
-    const int count = int(part.end - begin < kTile ? part.end - begin : kTile);
-    const bool is_last = piece + 1 == pieces;
-    if (!is_last) look_up(piece + 1);
-    int64_t turn = 0;
-    for (int64_t query = 0; query < request.queries; ++query) {
-      int64_t low, high;
-      range_of(request, n.window, query, &low, &high);
-      low = low > begin ? low - begin : 0;
-      high = high - begin < count ? high - begin : count;
-      if (low >= high) continue;
-      const int64_t row = query * n.heads + head * groups;
-      float* state[2];
-      const float* own[2];
-      for (int64_t group = 0; group < groups; group += 2, ++turn) {
-        const int rows = group + 1 < groups ? 2 : 1;
-        for (int r = 0; r < rows; ++r) {
-          state[r] = states + (row + group + r) * kState;
-          own[r] = queries + (request.first_query * n.heads + row + group + r) * kDP;
+  int side = 0, found = look_up(part.begin, side);
+  for (int64_t begin = part.begin; begin < part.end; begin += kTile, side = 1 - side) {
+    const int count = int(part.end - begin < found ? part.end - begin : found);
+    found = look_up(begin + kTile, 1 - side);
+    int run_count = runs_of(key_places[1 - side], found, n.key, n.kv_heads, kD, runs);
+    run_count += runs_of(value_places[1 - side], found, n.value, n.kv_heads, kE, runs + run_count);
+    Ahead ahead(runs, run_count);
+    for (int64_t head = 0; head < n.kv_heads; ++head) {
+      rows_of<kD, kDP>(key_places[side], n.key, head, count, copies, keys);
+      rows_of<kE, kEP>(value_places[side], n.value, head, count, copies ? copies + kTile * kDP : nullptr, values);
+      for (int64_t query = 0; query < request.queries; ++query) {
+        int64_t low, high;
+        range_of(request, n.window, query, &low, &high);
+        low = low > begin ? low - begin : 0;
+        high = high - begin < count ? high - begin : count;
+        if (low >= high) continue;
+        const int64_t row = query * n.heads + head * groups;
+        float* state[4];
+        const float* own[4];
+        for (int64_t group = 0, rows; group < groups; group += rows) {
+          rows = groups - group >= 4 ? 4 : groups - group >= 2 ? 2 : 1;
+          for (int r = 0; r < rows; ++r) {
+            state[r] = states + (row + group + r) * kState;
+            own[r] = queries + (request.first_query * n.heads + row + group + r) * kDP;
+          }
+          const auto attend_to = rows == 4 ? attend<4, Row> : rows == 2 ? attend<2, Row> : attend<1, Row>;
+          attend_to(state, own, keys, values, int(low), int(high), cap, ahead);
         }
-        const Ahead next{keys[1 - side], values[1 - side], int(turn) * (kTile >> shift), shift};
-        const Ahead* ahead = kIsFloat && !is_last && turn < (1 << shift) ? &next : nullptr;
-        if (rows == 2) attend<2>(state, own, keys[side], values[side], int(low), int(high), cap, ahead);
-        else attend<1>(state, own, keys[side], values[side], int(low), int(high), cap, ahead);
       }
     }
   }
@@ -401,8 +445,9 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
       continue;
     }
     if (request.queries == 0) continue;
-    for (int64_t begin = request.first_key / kPart * kPart; begin < request.length; begin += kPart) {
-      const int64_t end = begin + kPart < request.length ? begin + kPart : request.length;
+    const int64_t step = request.length < 4 * kPart ? kPart / 2 : kPart;
+    for (int64_t begin = request.first_key / step * step; begin < request.length; begin += step) {
+      const int64_t end = begin + step < request.length ? begin + step : request.length;
       parts.push_back({r, begin < request.first_key ? request.first_key : begin, end, size});
       size += request.queries * n.heads * kState;
     }
@@ -415,14 +460,21 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
     const float scale = float(shares[0] * (key_scale ? key_scale[head] : 1.0f));
     for (int d = 0; d < kD; ++d) queries[row * kDP + d] = given[row * kD + d] * scale;
   }
+  const bool is_dense = kD == kDP && kE == kEP && n.key[3] == 1 && n.value[3] == 1;
+  const int64_t each = int64_t(parts.size()) / (8 * n.threads), chunk = each < 1 ? 1 : each < 4 ? each : 4;
 #pragma omp parallel num_threads(n.threads)
   {
-    std::vector<float> memory(2 * kTile * (kDP + kEP));
-#pragma omp for schedule(dynamic)
+    std::vector<Run> runs(2 * kTile * n.kv_heads);
+    std::vector<float> memory(kTile * (kDP + kEP));
+#pragma omp for schedule(dynamic, chunk)
     for (int64_t p = 0; p < int64_t(parts.size()); ++p) {
       const Part& part = parts[p];
-      compute(part, requests[part.request], n, key_cache, value_cache, queries.data(), float(shares[1]),
-              states.data() + part.state, memory.data());
+      const Request& request = requests[part.request];
+      // Numbers are widened as they are read, or once, where many rows read them.
+      const bool in_place = is_dense && (sizeof(Stored) == 4 || request.queries * groups <= 8);
+      const auto run = in_place ? compute<Stored> : compute<float>;
+      run(part, request, n, key_cache, value_cache, queries.data(), float(shares[1]), states.data() + part.state,
+          in_place ? nullptr : memory.data(), runs.data());
     }
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < n.requests; ++r) {

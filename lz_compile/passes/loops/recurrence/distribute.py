@@ -15,12 +15,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from lz_compile.lowering.checkpointed_scan import CHUNK_NOTE
 from lz_compile.passes.editing.edit import Rewrite, Unproven, apply
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
 from lz_compile.passes.graph.view import known_tensor, where_of
 from lz_compile.passes.loops.recurrence.batched import Around, Batched
+from lz_compile.passes.loops.recurrence.few_steps import shown_on_few_steps
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.reading import Readings
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, insert_scan, replace_results
@@ -77,8 +79,12 @@ def distribute(
         node = next(each for each in module.graph.nodes if each.name == name)
         where = where_of(node)
         try:
-            take_apart = partial(_taken_apart, node, ambient, readings, is_short if name in ours else None)
-            found = apply(module, Rewrite(f"taking the loop at {where} apart", take_apart), unproven)
+            what = f"taking the loop at {where} apart"
+            tried = partial(_taken_apart, ambient=ambient, readings=Readings(follows_masks=True), is_short=None)
+            shown = shown_on_few_steps(node, ambient, what, tried)
+            whole = is_short if name in ours and not shown else None
+            take_apart = partial(_taken_apart, node, ambient, readings, whole)
+            found = apply(module, Rewrite(what, take_apart, shown), unproven)
         except RefusedError as refusal:
             yield NearMiss("scan", node, refusal.reason, refusal.edit, where)
         except Exception as error:  # noqa: BLE001 one loop must not cost the others; the caller makes an event of it
@@ -94,13 +100,18 @@ def _taken_apart(node: fx.Node, ambient: Ambient, readings: Readings, is_short: 
         return None
     found = restated(call, ambient, readings)
     plan = found.plan
-    if plan is None or not plan.pays:
+    if plan is None or not (plan.has_known or (plan.pays and not _wants_products_inside(node, ambient))):
         found.undo()
         return None
     found.keep()
     if plan.is_apart:
         return _distributed(found.call, plan, ambient, is_short)
     return Distributed(where_of(node), 1, 0) if found.tried else None
+
+
+def _wants_products_inside(node: fx.Node, ambient: Ambient) -> bool:
+    """Whether products stay in a loop although they cost less outside: that takes memory, and rounds otherwise."""
+    return CHUNK_NOTE in (node.meta.get("custom") or {}) or bool(ambient.autocast)
 
 
 def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:

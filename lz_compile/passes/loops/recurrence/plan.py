@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import fx
 
 from lz_compile.passes.graph.refusal import RefusedError
@@ -19,6 +20,8 @@ from lz_compile.passes.loops.recurrence.step_homes import FREE
 from lz_compile.passes.loops.recurrence.step_rules import moves_only
 from lz_compile.passes.loops.recurrence.transition import Transition, transition_of
 from lz_compile.passes.proof.subgraph import needed
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class Part:
     reason: RefusedError | None = None
     is_delay: bool = False
 
+
+_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default})
+
+#: How many numbers may be kept of a step, for each one that it is given or gives.
+_MOST_KEPT = 8
 
 #: Operations for all steps at once, by the operations of a step and what is known of their operands.
 Traces: TypeAlias = "dict[Any, fx.GraphModule]"
@@ -68,19 +76,38 @@ class Plan:
         return found[0] if found else nothing
 
     @property
-    def pays(self) -> bool:
+    def has_known(self) -> bool:
         """Whether a part has a structure that kernels know."""
         return any(part.transition is not None for part in self.parts)
 
     @property
+    def pays(self) -> bool:
+        """Whether a part has one, or else products leave the loop: for all steps at once they cost a fraction.
+
+        Not where that takes far more memory than what the loop goes over and gives, as states that are matrices.
+        """
+        inside = {node for part in self.parts for node in part.nodes}
+        step = self.form.step
+        leaves = any(node.target in _PRODUCTS and node not in inside for node in step.graph.nodes)
+        if self.has_known or not (inside and leaves):
+            return self.has_known
+        kept = {node for part in self.parts for node in (*part.outside, *part.wanted)} - {*step.given}
+        usual = {*step.slices, *step.results}
+        return _numbers(kept) <= _MOST_KEPT * _numbers(usual)
+
+    @property
     def is_known(self) -> bool:
         """Whether all parts have one: no step is left to run by itself."""
-        return self.pays and all(part.transition is not None or part.is_delay for part in self.parts)
+        return self.has_known and all(part.transition is not None or part.is_delay for part in self.parts)
 
 
 def plan_of(form: StepForm) -> Plan:
     """Take a loop apart, from what it gives back to what it is given."""
     return _Planner(form).plan()
+
+
+def _numbers(nodes: Iterable[fx.Node]) -> int:
+    return sum(node.meta["val"].numel() for node in nodes)
 
 
 class _Planner:

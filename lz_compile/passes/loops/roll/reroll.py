@@ -19,10 +19,11 @@ from lz_compile.passes.editing.edit import Rewrite, Unproven, apply
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
-from lz_compile.passes.graph.view import read, tensor_of, where_of
+from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of
 from lz_compile.passes.loops.roll.constant_loops import reads_data
 from lz_compile.passes.loops.roll.facts import Loop, read_loop
 from lz_compile.passes.loops.roll.roll import roll
+from lz_compile.passes.loops.roll.scan import SCAN
 from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, phases, runs
 from lz_compile.passes.loops.roll.steps import Grid, Made, Steps, parameters_of
 from lz_compile.passes.loops.roll.trial_scan import trial_scan
@@ -56,7 +57,7 @@ class RolledLoop:
     """A loop that was found, and whether it was rolled (``scan``) or why not (``kept``)."""
 
     where: str
-    steps: int
+    steps: int | str
     calls: int
     carried: tuple[str, ...]
     streams: tuple[str, ...]
@@ -114,6 +115,27 @@ def reroll(
         if not is_outdated:
             return [*rolled, *reversed(found), *misses, *failed.values()]
         rolled.extend(each for each in reversed(found) if isinstance(each, RolledLoop) and each.scan is not None)
+
+
+def scans_of(module: fx.GraphModule) -> Iterator[RolledLoop]:
+    """The scans that a graph has, as loops that were rolled before anybody saw them: by ``roll_loops``, or by hand."""
+    for node in module.graph.find_nodes(op="call_function", target=SCAN):
+        callee, initial, streams, around = node.args
+        step = module.get_submodule(callee.target)
+        graph = step.graph if isinstance(step, fx.GraphModule) else fx.Graph()
+        results = next((list(each.args[0]) for each in graph.find_nodes(op="output")), [])
+        size = known_tensor(streams[0]).shape[0]
+        yield RolledLoop(
+            where=where_of(node),
+            steps=size if isinstance(size, int) else str(size),
+            calls=sum(each.op in ("call_function", "call_method", "call_module") for each in graph.nodes),
+            carried=tuple(map(_text, initial)),
+            streams=("slices",) * len(streams),
+            around=len(around),
+            outputs=tuple(str(list(known_tensor(each).shape)) for each in results[len(initial) :]),
+            scan=node,
+            kept=None,
+        )
 
 
 def _loops_of(graph: fx.Graph) -> tuple[list[Loop], list[NearMiss]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import sympy
 import torch
@@ -14,6 +15,8 @@ from torch import fx
 from torch._higher_order_ops.scan import ScanAutogradImpl
 
 from lz_compile.ground.sizes import as_size
+from lz_compile.lowering.checkpointed_scan import checkpointed_scan
+from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, origin_of, tensor_of, value_of
 from lz_compile.passes.loops.roll.scan import SCAN
@@ -86,6 +89,20 @@ def order_gradients(module: fx.GraphModule) -> int:
     return count
 
 
+def gather_slices(module: fx.GraphModule) -> int:
+    """Let such scans go over tensors that have their memory for themselves, in place; how many scans there were.
+
+    What is a part of a larger one (of gates that are projected together) Inductor (2.13) copies whole in every step.
+    """
+    count = 0
+    for node in module.graph.find_nodes(op="call_function", target=SCAN):
+        parts = [each for each in node.args[2] if not _is_dense(known_tensor(each))]
+        for each in parts:
+            _copied(each, node)
+        count += bool(parts)
+    return count
+
+
 def keep_operands(module: fx.GraphModule) -> int:
     """Let such scans read copies of what is overwritten behind them, in place; how many scans there were.
 
@@ -97,10 +114,7 @@ def keep_operands(module: fx.GraphModule) -> int:
         operands = [each for each in node.all_input_nodes if tensor_of(each) is not None]
         written = [each for each in operands if is_graded(node) and effects.why_not_kept([each], node)]
         for each in written:
-            with module.graph.inserting_before(node):
-                copied = module.graph.call_method("clone", (each,))
-            copied.meta.update(origin_of(node), example_value=readable(value_of(each)).clone())
-            node.replace_input_with(each, copied)
+            _copied(each, node)
         count += bool(written)
     return count
 
@@ -125,14 +139,29 @@ def attach_states(module: fx.GraphModule) -> int:
 
 
 def scans_of_ours(module: fx.GraphModule) -> list[fx.Node]:
-    """The scans of a graph that were loops."""
-    found = module.graph.find_nodes(op="call_function", target=SCAN)
+    """The scans of a graph that were loops, however they are differentiated."""
+    found = [node for node in module.graph.nodes if node.target in (SCAN, checkpointed_scan)]
     return [node for node in found if str(node.args[0].target).startswith(_OURS)]
 
 
 def is_graded(scan: fx.Node) -> bool:
     """Whether a scan is differentiated."""
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in value_of(scan))
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether elements lie one after the other, in whatever order of dimensions."""
+    order, _ = stride_order(list(map(as_size, value.stride())))
+    return value.permute(order).is_contiguous()
+
+
+def _copied(operand: fx.Node, scan: fx.Node) -> None:
+    """Let a scan read a copy of what it is given."""
+    whole: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    with scan.graph.inserting_before(scan):
+        copied = scan.graph.call_method("clone", (operand,), whole)
+    copied.meta.update(origin_of(scan), example_value=readable(value_of(operand)).clone(**whole))
+    scan.replace_input_with(operand, copied)
 
 
 def _can_be_attached(value: torch.Tensor | None) -> bool:

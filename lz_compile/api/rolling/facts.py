@@ -1,0 +1,245 @@
+"""What a loop is given when it is come to: how many steps it has, what they read, and the like of what was proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
+from torch.utils import _pytree as pytree
+
+from lz_compile.api.rolling.syntax import NotRolledError
+
+#: Fewer steps than this are traced one by one.
+LEAST_STEPS = 4
+#: A tensor, the dimension that is read along, and where: the place of a range, and functions of what it counts.
+Given: TypeAlias = "tuple[Tensor, int, int | None, Callable[[int], int] | None, Any]"
+#: What a branch asks of a counter: the place of a range, a function of what it counts, and how that compares with zero.
+Test: TypeAlias = "tuple[int, Callable[[int], int], str]"
+#: What a loop is given: its first state, ranges, reads, tests, what it writes (whether, to what name, where), what else its
+#: steps read, and the module whose method it is in.
+Facts: TypeAlias = "tuple[Any, Sequence[Counted], Sequence[Given], Sequence[Test], Sequence[Any], Sequence[Any], Any]"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A range whose length may be a symbol; None where it has no end."""
+
+    start: int
+    step: int
+    length: int | None
+
+
+class Places:
+    """``[item] * count``, a count that may be a symbol."""
+
+    def __init__(self, item: Any, count: int) -> None:
+        self.count, self._item, self._written = count, item, {}  # type: ignore[var-annotated]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __setitem__(self, place: int, item: Any) -> None:
+        self._written[self._at(place)] = item
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[i] for i in range(self.count)[place]]
+        return self._written.get(self._at(place), self._item)
+
+    def _at(self, place: int) -> int:
+        at = place if place >= 0 else place + self.count
+        if at < 0 or at >= self.count:
+            raise IndexError("list index out of range")
+        return at
+
+
+def size_of(held: Any, dim: int) -> int:
+    """How many places a tensor has along a dimension, or a list."""
+    if isinstance(held, Tensor):
+        return held.shape[dim]
+    return held.count if isinstance(held, Places) else len(held)
+
+
+def steps_of(ranges: Sequence[Counted], reads: Sequence[Given]) -> int:
+    """How many steps there are: as many as the shortest part has; none where nothing says."""
+    lengths = [each.length for each in ranges if each.length is not None]
+    lengths += [
+        tensor.shape[dim]
+        for tensor, dim, place, _, _ in reads
+        if place is None and tensor is not None and not isinstance(tensor, Counted) and _is_tensor(tensor)
+    ]
+    if not lengths:
+        return 0
+    least = lengths[0]
+    for each in lengths[1:]:
+        least = each if each < least else least
+    return least
+
+
+def is_known(found: Any) -> bool:
+    """Whether places of it can be read; None is what a step does not come to read."""
+    return found is None or isinstance(found, (Tensor, Counted))
+
+
+def _is_tensor(found: Any) -> bool:
+    if not isinstance(found, Tensor):
+        raise NotRolledError(f"it reads places of a {type(found).__name__}")
+    return True
+
+
+def device_of(init: tuple[Any, ...], reads: Sequence[Given]) -> torch.device | None:
+    """Where a loop computes."""
+    every = (*pytree.tree_leaves(init), *(tensor for tensor, *_ in reads))
+    return next((each.device for each in every if isinstance(each, Tensor)), None)
+
+
+def answers_of(
+    tests: Sequence[Test], ranges: Sequence[Counted], steps: int
+) -> tuple[Sequence[bool], Sequence[bool]] | None:
+    """What branches are told in the first step, and in all others; None where it is not the same in all others."""
+    first, rest = [], []
+    for place, function, order in tests:
+        start, by = ranges[place].start, ranges[place].step
+        then, last = function(start + by), function(start + by * (steps - 1))
+        is_same = (then < 0) == (last < 0) if order in ("Eq", "NotEq") else True
+        if not is_same or _answer(then, order) != _answer(last, order):
+            return None
+        first.append(_answer(function(start), order))
+        rest.append(_answer(then, order))
+    return first, rest
+
+
+def _answer(difference: int, order: str) -> bool:
+    if order in ("Lt", "LtE"):
+        return difference < 0 or (order == "LtE" and difference == 0)
+    if order in ("Gt", "GtE"):
+        return difference > 0 or (order == "GtE" and difference == 0)
+    return (difference == 0) == (order == "Eq")
+
+
+def items_of(given: Given, ranges: Sequence[Counted], steps: int, device: torch.device | None) -> Tensor | None:
+    """What is read, one step after the other along a first dimension: a view of the tensor.
+
+    Raises:
+        NotRolledError: it is none, for what is read is no tensor, or places are from its end, or not even.
+    """
+    tensor, dim, place, function, end = given
+    if tensor is None:
+        return None
+    if isinstance(tensor, Counted):
+        return torch.arange(steps, device=device) * tensor.step + tensor.start
+    _is_tensor(tensor)
+    problem = _problem(given, ranges, steps)
+    if problem:
+        raise NotRolledError(problem)
+    dim = dim if dim >= 0 else dim + tensor.dim()
+    if place is None or function is None:
+        found = tensor.narrow(dim, 0, steps).movedim(dim, 0)
+        return found if end is None else found.unsqueeze(dim + 1)
+    first, by = ranges[place].start, ranges[place].step
+    at, stride, last = function(first), function(first + by) - function(first), function(first + by * (steps - 1))
+    if stride > 0:
+        found = tensor[(*(slice(None),) * dim, slice(at, last + 1, stride))]
+    else:
+        index = torch.arange(at, last - 1, stride, device=tensor.device)
+        found = tensor.index_select(dim, index)
+    found = found.movedim(dim, 0)
+    return found if end is None else found.unsqueeze(dim + 1)
+
+
+def _problem(given: Given, ranges: Sequence[Counted], steps: int) -> str:
+    """Why places of a tensor or list are not those of a scan."""
+    held, dim, place, function, end = given
+    if place is None or function is None:
+        return ""
+    first, by = ranges[place].start, ranges[place].step
+    at, then, last = function(first), function(first + by), function(first + by * (steps - 1))
+    if then == at or last != at + (then - at) * (steps - 1):
+        return "it reads places that are not evenly apart"
+    if end is not None and (end(first) != at + 1 or end(first + by) != then + 1):
+        return "it reads several places in a step"
+    size = size_of(held, dim)
+    if min(at, last) < 0 or max(at, last) >= size:
+        return "it reads places from the end of a tensor, or beyond it"
+    return ""
+
+
+def kind_of(facts: Facts, root: torch.nn.Module | None) -> str | None:
+    """What a proof holds for, beyond sizes: ranks, dtypes, sizes of one, modes; None where it holds for none.
+
+    None is also the answer of fewer steps than are worth it, and of places that are not those of a scan.
+    """
+    init, ranges, reads, tests, writes, free, module = facts
+    if not (ranges or reads) or not all(is_known(tensor) for tensor, *_ in reads):
+        return None
+    steps = steps_of(ranges, reads)
+    if steps < LEAST_STEPS:
+        return None
+    leaves, spec = pytree.tree_flatten(init)
+    text, answers = str(spec), answers_of(tests, ranges, steps)
+    written = [where for flag, _, where in writes if flag and where is not None]
+    names = [name for flag, name, _ in writes if flag]
+    if answers is None or len(set(names)) < len(names):
+        return None
+    if not all(isinstance(held, (Tensor, list, Places)) for held, *_ in written):
+        return None
+    text += " ".join([*names, *("tensor" if isinstance(held, Tensor) else "list" for held, *_ in written)])
+    for given in (*reads, *written):
+        where = _where(given, ranges, steps)
+        if where is None:
+            return None
+        text += where
+    for each in (*leaves, *(tensor for tensor, *_ in reads)):
+        text += " " + _pattern(each)
+    if not all(map(_is_taken, (*leaves, *(tensor for tensor, *_ in reads), *free))):
+        return None
+    for each in pytree.tree_leaves(list(free)):
+        text += " " + (_modes(each) if isinstance(each, torch.nn.Module) else _pattern(each))
+    for answer in (*answers[0], *answers[1], torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")):
+        text += " yes" if answer else " no"
+    for each in (module, root):
+        text += _modes(each) if isinstance(each, torch.nn.Module) else ""
+    return text
+
+
+def _is_taken(found: Any) -> bool:
+    """Whether a scan takes it: PyTorch's (2.13) no number that Dynamo has a symbol for, Inductor's no complex ones."""
+    if isinstance(found, Tensor):
+        return not found.is_complex()
+    return not isinstance(found, float) or has_static_value(found)
+
+
+def _where(given: Given, ranges: Sequence[Counted], steps: int) -> str | None:
+    """In which direction places are; None where they are not those of a scan."""
+    held, _, place, function, _ = given
+    if held is None or isinstance(held, Counted) or place is None or function is None:
+        return ""
+    if _problem(given, ranges, steps):
+        return None
+    first, by = ranges[place].start, ranges[place].step
+    return " up" if function(first) < function(first + by) else " down"
+
+
+def _modes(module: torch.nn.Module) -> str:
+    text = " "
+    for each in module.modules():
+        text += "+" if each.training else "-"
+    return text
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether somebody looks on at calls of a module."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _pattern(found: Any) -> str:
+    if not isinstance(found, Tensor):
+        return f"{found}" if isinstance(found, bool) else type(found).__name__
+    text = f"{found.device.type} {found.dtype} "
+    for size in found.shape:
+        text += "1" if size == 1 else "n"
+    return text
