@@ -6,7 +6,9 @@ Every compile runs in a process of its own, with empty caches; seconds are of th
 result. Without ``roll_loops`` Dynamo traces every step: that is measured at 64 steps, once. Peaks are of a training step,
 beyond what is held before it, as in ``benchmarks/attention_memory.py``, each in a process of its own.
 
-    python -m benchmarks.rolled_loops [--repeats 3] [--rounds 7] [--quick]
+    python -m benchmarks.rolled_loops [--repeats 3] [--rounds 7] [--quick] [--device cuda]
+
+With ``--repeats 0`` nothing is compiled in a process of its own; the first call's seconds are told in any case.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import copy
 import json
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -102,7 +105,7 @@ class Decayed(nn.Module):
 
 def selective_scan(x: Tensor, delta: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Mamba's slow path: a state of eight numbers for each channel."""
-    a = -torch.arange(1.0, b.shape[-1] + 1)
+    a = -torch.arange(1.0, b.shape[-1] + 1, device=b.device)
     decay, fed = torch.exp(delta[..., None] * a), (delta * x)[..., None] * b[:, :, None, :]
     state, found = x.new_zeros(x.shape[0], x.shape[-1], b.shape[-1]), []
     for t in range(x.shape[1]):
@@ -162,10 +165,20 @@ MODELS: Mapping[str, tuple[Callable[[], Any], Callable[..., tuple[Tensor, ...]]]
 }
 
 
-def compile_once(name: str, steps: int, is_rolled: bool) -> float:
-    """Seconds of the processor for a first call."""
+def prepared(name: str, device: str) -> tuple[Callable[..., Any], Callable[..., tuple[Tensor, ...]]]:
+    """A model, and what makes its inputs, on a device."""
     make, inputs = MODELS[name]
-    model: Callable[..., Any] = make()
+    model = make()
+
+    def moved(steps: int, batch: int = BATCH) -> tuple[Tensor, ...]:
+        return tuple(each.to(device) for each in inputs(steps, batch))
+
+    return model.to(device) if isinstance(model, nn.Module) else model, moved
+
+
+def compile_once(name: str, steps: int, is_rolled: bool, device: str) -> float:
+    """Seconds of the processor for a first call."""
+    model, inputs = prepared(name, device)
     if is_rolled:
         model = lz.roll_loops(model, *inputs(6))
     given, begin = inputs(steps), processor_s()
@@ -180,10 +193,9 @@ def _train(run: Callable[..., Any], given: Sequence[Tensor]) -> None:
     torch.cat([each.flatten() for each in ([found] if isinstance(found, Tensor) else found)]).sum().backward()
 
 
-def train_once(name: str, steps: int, way: str) -> int:
+def train_once(name: str, steps: int, way: str, device: str) -> int:
     """The peak of a training step's memory in bytes, after two that compile."""
-    make, inputs = MODELS[name]
-    run: Callable[..., Any] = make()
+    run, inputs = prepared(name, device)
     if way != EAGER:
         run = lz.roll_loops(run, *inputs(6), chunk=64 if way == CHUNK else None)
         run = torch.compile(run, backend="layerzero", dynamic=False)
@@ -196,48 +208,52 @@ def train_once(name: str, steps: int, way: str) -> int:
 
     step()
     step()
-    return int(statistics.median(peak_bytes(step, torch.device("cpu")) for _ in range(3)))
+    return int(statistics.median(peak_bytes(step, torch.device(device)) for _ in range(3)))
 
 
-def _compared(run: Callable[[], Any], eager: Callable[[], Any], rounds: int) -> dict[str, Any]:
-    found = measure({LAYERZERO: run, EAGER: eager}, torch.device("cpu"), rounds=rounds)
+def _compared(run: Callable[[], Any], eager: Callable[[], Any], device: str, rounds: int) -> dict[str, Any]:
+    found = measure({LAYERZERO: run, EAGER: eager}, torch.device(device), rounds=rounds)
     ratio = rounded(found[LAYERZERO].relative_to(found[EAGER]))
     return {"of_eager": ratio, "us": rounded(Quartiles.of(found[LAYERZERO].rounds_us))}
 
 
-def run_case(name: str, repeats: int, rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
+def run_case(name: str, repeats: int, rounds: int, lengths: Sequence[int], device: str) -> dict[str, Any]:
     """Compiles in processes of their own, in turns; then calls of one compiled model, in turns with eager ones."""
     cases = {"unrolled": (lengths[0], False), "short": (lengths[0], True), "long": (lengths[-1], True)}
     seconds: dict[str, list[float]] = {case: [] for case in cases}
     for i in range(repeats):
         for case, (steps, is_rolled) in list(cases.items())[min(i, 1) :]:
             with fresh_caches() as variables:
-                seconds[case].append(run_child("rolled_loops", variables, name=name, steps=steps, is_rolled=is_rolled))
-    make, inputs = MODELS[name]
+                told = {"name": name, "steps": steps, "is_rolled": is_rolled, "device": device}
+                seconds[case].append(run_child("rolled_loops", variables, **told))
     torch._dynamo.reset()
     lz.clear_reports()
-    model = make()
+    model, inputs = prepared(name, device)
     run: Callable[..., Any] = lz.roll_loops(copy.deepcopy(model), *inputs(6))
     run = torch.compile(run, backend="layerzero", dynamic=True)
-    latency = {}
+    latency, first_call_s = {}, 0.0
     with torch.no_grad():
         for steps in lengths:
-            given = inputs(steps)
-            torch.testing.assert_close(run(*given), model(*given), rtol=1e-3, atol=1e-4)
-            latency[str(steps)] = _compared(partial(run, *given), partial(model, *given), rounds)
+            given, begin = inputs(steps), time.perf_counter()
+            found = run(*given)
+            first_call_s = first_call_s or time.perf_counter() - begin
+            torch.testing.assert_close(found, model(*given), rtol=1e-3, atol=1e-4)
+            latency[str(steps)] = _compared(partial(run, *given), partial(model, *given), device, rounds)
     given = tuple(each.requires_grad_() for each in inputs(lengths[-1]))
     training = {}
     if name not in WITHOUT_GRADIENTS:
-        training = _compared(partial(_train, run, given), partial(_train, model, given), min(rounds, 3))
-    peaks = {}
+        training = _compared(partial(_train, run, given), partial(_train, model, given), device, min(rounds, 3))
+    peaks: dict[str, dict[int, int]] = {}
     for way in WAYS if name in REMEMBERED else ():
-        told = [{"name": name, "steps": steps, "way": way} for steps in TRAINED_LENGTHS if lengths == LENGTHS]
-        peaks[way] = {each["steps"]: run_child("rolled_loops", ALLOCATOR, **each) for each in told}
+        for steps in TRAINED_LENGTHS if repeats and lengths == LENGTHS else ():
+            told = {"name": name, "steps": steps, "way": way, "device": device}
+            peaks.setdefault(way, {})[steps] = run_child("rolled_loops", ALLOCATOR, **told)
     pairs = zip(seconds["long"], seconds["short"], strict=True)
     return {
         "case": {"model": name, "lengths": list(lengths)},
-        "compile_s": {case: rounded(Quartiles.of(each)) for case, each in seconds.items()},
-        "long_of_short": rounded(Quartiles.of([long / short for long, short in pairs])),
+        "compile_s": {case: rounded(Quartiles.of(each)) for case, each in seconds.items() if each},
+        "long_of_short": rounded(Quartiles.of(ratios)) if (ratios := [long / short for long, short in pairs]) else {},
+        "first_call_s": round(first_call_s, 2),
         "compiles": len(lz.reports()),
         "kernels": sorted({match.kernel for report in lz.reports() for match in report.matches if match.rewritten}),
         "latency": latency,
@@ -265,12 +281,14 @@ def loops_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         "loops over time: s of the processor to compile, and time over eager's (medians)", columns, ("model", "kernels")
     )
     for row in rows:
-        seconds = [f"{row['compile_s'][case]['median']:.1f}" for case in ("unrolled", "short", "long")]
+        cases = [row["compile_s"].get(case) for case in ("unrolled", "short", "long")]
+        seconds = ["" if each is None else f"{each['median']:.1f}" for each in cases]
         ends = [
             row["latency"][str(each)]["of_eager"]["median"]
             for each in (row["case"]["lengths"][0], row["case"]["lengths"][-1])
         ]
-        found = [f"{row['long_of_short']['median']:.2f}", str(row["compiles"]), *(f"{each:.4f}" for each in ends)]
+        ratio = f"{row['long_of_short']['median']:.2f}" if row["long_of_short"] else ""
+        found = [ratio, str(row["compiles"]), *(f"{each:.4f}" for each in ends)]
         peaks = ["/".join(f"{each / 2**20:.0f}" for each in row["peak_bytes"].get(way, {}).values()) for way in WAYS]
         trained = f"{row['training']['of_eager']['median']:.4f}" if row["training"] else ""
         found += [trained, *peaks]
@@ -284,6 +302,7 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=3, help="processes for each compile")
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--quick", action="store_true", help="one process, short loops, into scratch/")
+    options.add_argument("--device", default="cpu")
     options.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     settings = options.parse_args()
     if settings.child:
@@ -291,10 +310,10 @@ def main() -> None:
         print(json.dumps(measured(**settings.child)))
         return
     lengths = (16, 64) if settings.quick else LENGTHS
-    repeats = 1 if settings.quick else settings.repeats
-    publication = Publication("rolled_loops", torch.device("cpu"), is_quick=settings.quick, repeats=repeats)
+    repeats = min(settings.repeats, 1) if settings.quick else settings.repeats
+    publication = Publication("rolled_loops", torch.device(settings.device), is_quick=settings.quick, repeats=repeats)
     for name in MODELS:
-        publication.add(run_case(name, repeats, settings.rounds, lengths))
+        publication.add(run_case(name, repeats, settings.rounds, lengths, settings.device))
     publication.show(loops_table(publication.rows))
 
 

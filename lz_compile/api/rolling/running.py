@@ -94,8 +94,7 @@ class Support:
                 and self.compiled.get(key, self) is not None
                 and self._is_long(key, given())
             )
-        file, line = self.places[key]
-        kind = None if _is_confined(file, line) else kind_of(given(), self.root)
+        kind = None if _is_confined(self, key) else kind_of(given(), self.root)
         return kind is not None and kind in self.tried[key]
 
     def _is_long(self, key: int, given: tuple[Any, ...]) -> bool:
@@ -359,13 +358,14 @@ def _allow_counters() -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_confined(file: str, line: int) -> bool:
-    """Whether PyTorch compiles no scan where this is traced: it is called by Dynamo."""
+def _is_confined(support: Support, key: int) -> bool:
+    """Whether PyTorch compiles no scan where this is traced: it is called by Dynamo, with what it takes for constants."""
     from lz_compile.lowering.inductor import confines_scans
 
     found = confines_scans()
     if found:
         text = "it is inside of a transform of torch.func, or of a checkpoint with gradients"
+        file, line = support.places[key]
         record("LOOP_NOT_ROLLED", f"the loop at {file}:{line}: {text}")
     return found
 
