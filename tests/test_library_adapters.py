@@ -770,3 +770,42 @@ def test_recorded_signatures_are_those_of_the_installed_library(record):
     source = Path(str(distribution.locate_file(record["file"].removeprefix("hopper/")))).read_text()
     name = record["name"]
     assert parameters_in(source, name) == record["parameters"]
+
+
+@pytest.mark.parametrize("parts", ["mask", "documents", "band"])
+def test_inductor_lays_out_what_flex_attention_skips_as_its_template_reads_it(monkeypatch, parts):
+    """Once read beyond its end on a GPU: a dimension of one had the stride of all, queries the stride of one."""
+    from torch._inductor import ir, lowering
+    from torch._inductor.select_algorithm import realize_inputs
+
+    found = []
+
+    class SeenError(Exception):
+        pass
+
+    def look(query, key, value, score, mask, *rest):
+        for each in mask:
+            if isinstance(each, ir.TensorBox):
+                buffer = realize_inputs(each)
+                while not isinstance(buffer, ir.Buffer):
+                    buffer = buffer.data
+                buffer.decide_layout()
+                found.append((buffer.get_size(), buffer.get_stride()))
+        raise SeenError
+
+    monkeypatch.setitem(lowering.lowerings, torch.ops.higher_order.flex_attention, look)
+    given = [torch.randn(4, 2, 512, 8) for _ in range(3)]
+    ids = (torch.arange(512) * 3 // 512).expand(4, -1).contiguous()
+    more = {
+        "mask": {"mask": torch.rand(4, 1, 512, 512) > 0.1}, "band": {},
+        "documents": {"query_documents": ids, "key_documents": ids},
+    }[parts]  # fmt: skip
+    attrs = AttentionAttrs(is_causal=parts == "band", has_mask=parts == "mask", has_documents=parts == "documents")
+
+    def attention(query, key, value, *others):
+        return torch_flex.attention(Operands(query, key, value, **dict(zip(more, others, strict=True))), attrs)
+
+    with pytest.raises(Exception, match="SeenError"):
+        inductor.compile_apart(attention, [*given, *more.values()])(*given, *more.values())
+    assert len(found) == 8
+    assert all(stride == ir.FlexibleLayout.contiguous_strides(size) for size, stride in found)

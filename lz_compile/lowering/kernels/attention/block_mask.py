@@ -100,7 +100,16 @@ def _ranges(grid: Grid, lower: Any, upper: Any) -> Blocks:
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.int32, memory_format=torch.contiguous_format)
+    """Of int64, in memory in the order of its dimensions, as FlexAttention's template takes for granted.
+
+    Inductor lays out what it computes as it likes, and counts a dimension of one into no stride (2.11 to 2.13): indices were
+    read beyond their end. Of one dimension there is one order.
+    """
+    sizes = tuple(tensor.shape)
+    strides = [1]
+    for size in reversed(sizes[1:]):
+        strides.insert(0, strides[0] * size)
+    return torch.as_strided(tensor.flatten().to(torch.int32), sizes, strides)
 
 
 # ---- anything --------------------------------------------------------------------------------------------------------
