@@ -81,8 +81,11 @@ class Support:
             self.homes[file, line] = home
         self.refused.setdefault((file, line), why if at in (0, line) else f"{why} (line {at})")
 
-    def rolls(self, key: int, given: Callable[[], tuple[Any, ...]]) -> bool:
-        """Whether a loop is a scan now: while it is tried, and where it is compiled, if the like of this was proven."""
+    def rolls(self, key: int, place: str, given: Callable[[], tuple[Any, ...]]) -> bool:
+        """Whether a loop is a scan now: while it is tried, and where it is compiled, if the like of this was proven.
+
+        Its place is a literal of the source: Dynamo takes nothing else for a constant, in every version.
+        """
         if self.is_tried:
             return key not in self.resting and self._is_tried(key, given())
         if not self.is_proven or key not in self.tried:
@@ -94,7 +97,7 @@ class Support:
                 and self.compiled.get(key, self) is not None
                 and self._is_long(key, given())
             )
-        kind = None if _is_confined(self, key) else kind_of(given(), self.root)
+        kind = None if _is_confined(place) else kind_of(given(), self.root)
         return kind is not None and kind in self.tried[key]
 
     def _is_long(self, key: int, given: tuple[Any, ...]) -> bool:
@@ -358,15 +361,14 @@ def _allow_counters() -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_confined(support: Support, key: int) -> bool:
-    """Whether PyTorch compiles no scan where this is traced: it is called by Dynamo, with what it takes for constants."""
+def _is_confined(place: str) -> bool:
+    """Whether PyTorch compiles no scan where this is traced: it is called by Dynamo."""
     from lz_compile.lowering.inductor import confines_scans
 
     found = confines_scans()
     if found:
         text = "it is inside of a transform of torch.func, or of a checkpoint with gradients"
-        file, line = support.places[key]
-        record("LOOP_NOT_ROLLED", f"the loop at {file}:{line}: {text}")
+        record("LOOP_NOT_ROLLED", f"the loop at {place}: {text}")
     return found
 
 

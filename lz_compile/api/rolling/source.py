@@ -187,7 +187,7 @@ class _Editor:
                 replace_value(made_by, value, placed(call_of("repeated", value.left, value.right), value))
             rest[:] = [_Stacked(name).visit(each) for each in rest]
         given = ast.Lambda(_NO_ARGUMENTS, _tuple([*_given(loop), *_facts(loop), _self(self._tree)]))
-        test = call_of("rolls", ast.Constant(key), given)
+        test = call_of("rolls", ast.Constant(key), ast.Constant(f"{self._file}:{node.lineno}"), given)
         rolled = [*_scan(loop, key, rows), *(_last(each, loop, node) for each in loop.behind)]
         return [placed(ast.If(test, rolled, [node]), node)]
 
