@@ -1,16 +1,24 @@
-"""C++ that hand-written loops share: registers of ``kLanes`` floats, which must be defined before."""
+"""C++ that hand-written loops share: registers of ``kLanes`` floats."""
 
 from __future__ import annotations
 
 import torch
 
-FLOATS = """
+
+def floats(lanes: int) -> str:
+    """With so many lanes, which the preprocessor knows as well: instructions of other widths do not compile."""
+    return f"#define LANES {lanes}{_FLOATS}"
+
+
+_FLOATS = """
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
+constexpr int kLanes = LANES;
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
 typedef float Floats __attribute__((vector_size(kLanes * 4), may_alias));
@@ -85,24 +93,19 @@ STORED = """
 enum class E4M3 : uint8_t {};
 enum class E5M2 : uint8_t {};
 
-#define WHOLE(Element, letter)                                                                            \\
-  INLINE Ints whole(const Element* at) {                                                                  \\
-    WHOLE_512(letter) WHOLE_256(letter) Ints x;                                                           \\
-    for (int j = 0; j < kLanes; ++j) x[j] = at[j];                                                        \\
-    return x;                                                                                             \\
+#if defined(__AVX512F__) && LANES == 16
+#define WIDENED(letter) return (Ints)_mm512_cvtep##letter##8_epi32(_mm_loadu_si128((const __m128i*)at));
+#elif defined(__AVX2__) && LANES == 8
+#define WIDENED(letter) return (Ints)_mm256_cvtep##letter##8_epi32(_mm_loadl_epi64((const __m128i*)at));
+#else
+#define WIDENED(letter)
+#endif
+#define WHOLE(Element, letter)                     \\
+  INLINE Ints whole(const Element* at) {           \\
+    WIDENED(letter) Ints x;                        \\
+    for (int j = 0; j < kLanes; ++j) x[j] = at[j]; \\
+    return x;                                      \\
   }
-#if defined(__AVX512F__)
-#define WHOLE_512(letter) \\
-  if constexpr (kLanes == 16) return (Ints)_mm512_cvtep##letter##8_epi32(_mm_loadu_si128((const __m128i*)at));
-#else
-#define WHOLE_512(letter)
-#endif
-#if defined(__AVX2__)
-#define WHOLE_256(letter) \\
-  if constexpr (kLanes == 8) return (Ints)_mm256_cvtep##letter##8_epi32(_mm_loadl_epi64((const __m128i*)at));
-#else
-#define WHOLE_256(letter)
-#endif
 WHOLE(int8_t, i)
 WHOLE(uint8_t, u)
 

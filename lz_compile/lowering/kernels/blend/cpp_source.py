@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lz_compile.lowering import inductor
-from lz_compile.lowering.cpp.floats import FLOATS
+from lz_compile.lowering.cpp.floats import floats
 from lz_compile.lowering.cpp.vectors import ELEMENTS
 from lz_compile.lowering.kernels.blend.opaque_blend import Weighed
 from lz_compile.lowering.ops.blend import BlendAttrs
@@ -46,8 +46,7 @@ class Program:
 using Element = {ELEMENTS[self.dtype]};
 using Logit = {ELEMENTS[self.logit_dtype]};
 {f"#define STREAM {stream}" if stream else ""}
-constexpr int kLanes = {self.lanes};
-{FLOATS}{_ROWS}"""
+{floats(self.lanes)}{_ROWS}"""
 
 
 _ROWS = """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lz_compile.lowering import inductor
-from lz_compile.lowering.cpp.floats import FLOATS, STORED, STORED_TYPES
+from lz_compile.lowering.cpp.floats import STORED, STORED_TYPES, floats
 from lz_compile.lowering.ops.linear import LinearAttrs, Operands, fake, groups_of
 
 #: Beside Inductor's own.
@@ -41,10 +41,9 @@ class Program:
         """The translation unit."""
         return f"""#include <cstdint>
 #include <vector>
-constexpr int kLanes = {self.lanes};
 constexpr bool kIsPacked = {str(self.is_packed).lower()}, kHasOffset = {str(self.has_offset).lower()};
 constexpr bool kHasZero = {str(self.has_zero).lower()}, kHasCodebook = {str(self.has_codebook).lower()};
-{FLOATS}{STORED}
+{floats(self.lanes)}{STORED}
 using Stored = {STORED_TYPES[self.stored]};
 {LINEAR}"""
 
@@ -121,32 +120,30 @@ struct Meanings {
 
 // a * b + c, rounded once: how a compiler joins them would depend on what is beside them.
 INLINE Floats fused(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
-  if constexpr (kLanes == 16) return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#endif
-#if defined(__FMA__)
-  if constexpr (kLanes == 8) return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#endif
+#if defined(__AVX512F__) && LANES == 16
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && LANES == 8
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
   return a * b + c;
+#endif
 }
 INLINE float fused(float a, float b, float c) { return std::fma(a, b, c); }
 
 // What numbers of four bits stand for.
 INLINE Floats decoded(Ints x, const float* codebook) {
   if constexpr (!kHasCodebook) return __builtin_convertvector(x, Floats);
-#if defined(__AVX512F__)
-  if constexpr (kLanes == 16) return (Floats)_mm512_permutexvar_ps((__m512i)x, (__m512)load(codebook));
-#endif
-#if defined(__AVX2__)
-  if constexpr (kLanes == 8) {
-    const __m256 low = _mm256_permutevar8x32_ps((__m256)load(codebook), (__m256i)x);
-    const __m256 high = _mm256_permutevar8x32_ps((__m256)load(codebook + 8), (__m256i)x);
-    return (Floats)_mm256_blendv_ps(low, high, (__m256)(x << 28));
-  }
-#endif
+#if defined(__AVX512F__) && LANES == 16
+  return (Floats)_mm512_permutexvar_ps((__m512i)x, (__m512)load(codebook));
+#elif defined(__AVX2__) && LANES == 8
+  const __m256 low = _mm256_permutevar8x32_ps((__m256)load(codebook), (__m256i)x);
+  const __m256 high = _mm256_permutevar8x32_ps((__m256)load(codebook + 8), (__m256i)x);
+  return (Floats)_mm256_blendv_ps(low, high, (__m256)(x << 28));
+#else
   Floats found{};
   for (int j = 0; j < kLanes; ++j) found[j] = codebook[x[j]];
   return found;
+#endif
 }
 INLINE float decoded(int x, const float* codebook) { return kHasCodebook ? codebook[x] : float(x); }
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lz_compile.lowering import inductor
-from lz_compile.lowering.cpp.floats import FLOATS, STORED, STORED_TYPES
+from lz_compile.lowering.cpp.floats import STORED, STORED_TYPES, floats
 from lz_compile.lowering.cpp.vectors import PICK, lane_sums
 from lz_compile.lowering.kernels.sampling.cpp_vectors import VECTORS
 from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs
@@ -41,10 +41,9 @@ class Program:
         return f"""#include <cstdint>
 #include <type_traits>
 #include <vector>
-constexpr int kLanes = {self.lanes};
 constexpr int kD = {self.head_dim}, kE = {self.value_dim};
 constexpr bool kHasCap = {str(self.has_softcap).lower()};
-{FLOATS}{STORED}{VECTORS}
+{floats(self.lanes)}{STORED}{VECTORS}
 using Stored = {STORED_TYPES[self.stored]};
 typedef Floats Vec;
 typedef Ints MaskVec;

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lz_compile.lowering import inductor
-from lz_compile.lowering.cpp.floats import FLOATS
+from lz_compile.lowering.cpp.floats import floats
 from lz_compile.lowering.cpp.vectors import ELEMENTS
 from lz_compile.lowering.kernels.sampling.cpp_text import ROWS, SELECTION
 from lz_compile.lowering.kernels.sampling.cpp_vectors import VECTORS
@@ -55,8 +55,7 @@ using Out = {"int32_t" if self.result == "ids" else ELEMENTS[self.out_dtype]};
 #define IS_IDS {int(self.result == "ids")}
 constexpr bool kIsScores = {str(self.result == "scores").lower()};
 constexpr bool kHasMask = {str(self.has_mask).lower()}, kHasBias = {str(self.has_bias).lower()};
-constexpr int kLanes = {self.lanes};
-{FLOATS}{VECTORS}{SELECTION}{ROWS}"""
+{floats(self.lanes)}{VECTORS}{SELECTION}{ROWS}"""
 
 
 def run(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:

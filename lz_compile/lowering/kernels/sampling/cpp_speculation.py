@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lz_compile.lowering import inductor
-from lz_compile.lowering.cpp.floats import FLOATS
+from lz_compile.lowering.cpp.floats import floats
 from lz_compile.lowering.kernels.sampling.cpp_vectors import VECTORS
 from lz_compile.lowering.ops.sampling import Operands
 
@@ -171,7 +171,7 @@ _Numbers = ctypes.c_int64 * 8
 
 @lru_cache(maxsize=4)
 def _library(lanes: int) -> Any:
-    source = f"#include <cstdint>\nconstexpr int kLanes = {lanes};\n{FLOATS}{VECTORS}{_CODE}"
+    source = f"{floats(lanes)}{VECTORS}{_CODE}"
     library = inductor.load_cpp(source, ("-ffp-contract=off",))
     library.speculation.restype = None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
