@@ -1,0 +1,60 @@
+"""C++ kernels compile for processors other than the one that tests run on: once, none did for AVX-512."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+
+import pytest
+import torch
+from torch.utils.cpp_extension import include_paths
+
+from lz_compile.lowering.cpp.floats import STORED_TYPES, floats
+from lz_compile.lowering.kernels.blend import cpp_source as blend
+from lz_compile.lowering.kernels.linear import cpp_source as linear
+from lz_compile.lowering.kernels.paged_attention import cpp_source as paged
+from lz_compile.lowering.kernels.sampling import cpp_source as sampling
+from lz_compile.lowering.kernels.sampling import cpp_speculation as speculation
+
+COMPILER = os.environ.get("CXX", "g++")
+FLAGS = {
+    16: ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma"],
+    8: ["-mavx2", "-mfma", "-mf16c"],
+    4: [],
+}
+pytestmark = [
+    pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is no C++ compiler"),
+    pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="instructions of x86"),
+]
+
+
+def sources(lanes: int) -> dict[str, str]:
+    single, half = torch.float32, torch.bfloat16
+    found = {"speculation": f"{floats(lanes)}{speculation.VECTORS}{speculation._CODE}"}
+    for stored in STORED_TYPES:
+        is_byte = stored == torch.uint8
+        for has_zero, has_codebook in [(False, False), (True, False), *([(False, True)] if is_byte else [])]:
+            name = f"linear {stored} {has_zero} {has_codebook}"
+            found[name] = linear.Program(stored, is_byte, has_zero, False, has_codebook, lanes).source()
+        found[f"paged {stored}"] = paged.Program(stored, 64, 48, True, lanes).source()
+    for one, other in [(single, single), (half, single)]:
+        found[f"blend {one} {other}"] = blend.Program(one, other, lanes).source()
+        for result in ("ids", "scores"):
+            found[f"sampling {result} {one}"] = sampling.Program(True, True, result, one, other, one, lanes).source()
+    return found
+
+
+@pytest.mark.parametrize("lanes", FLAGS)
+def test_every_program_compiles_for_registers_of_every_width(lanes, tmp_path):
+    failed = {}
+    for name, source in sources(lanes).items():
+        path = tmp_path / "program.cpp"
+        path.write_text(source)
+        command = [COMPILER, "-fsyntax-only", "-std=c++20", "-fopenmp", *FLAGS[lanes], str(path)]
+        command += [f"-I{each}" for each in include_paths()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            failed[name] = "\n".join(line for line in done.stderr.splitlines() if "error" in line)
+    assert not failed
