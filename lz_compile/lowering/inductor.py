@@ -463,10 +463,15 @@ def cache_root() -> Path:
 
 
 def built_libraries() -> list[Path]:
-    """The C++ libraries of this process, generated code and ours."""
+    """The C++ libraries of this process, generated code and ours, and what instructions are tried by."""
     root = cache_root()
     keys = {key for kind in (CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache) for key in kind.cache}
-    return sorted({path for key in keys for path in root.glob(f"{key[1:3]}/{key}*.so")})
+    trials = {path for path in root.glob("*/*.so") if "." not in path.stem and _is_trial(path.with_suffix(".cpp"))}
+    return sorted(trials | {path for key in keys for path in root.glob(f"{key[1:3]}/{key}*.so")})
+
+
+def _is_trial(source: Path) -> bool:
+    return source.exists() and "_chk_" in source.read_text()
 
 
 def empty_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

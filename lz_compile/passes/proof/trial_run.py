@@ -169,9 +169,9 @@ def _random(
         wide = torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
         value = torch.randn(drawn, generator=generator, dtype=wide)
         value = value.abs().clamp(0.1, 1.0) if positive else value
-    value = value.to(device, dtype)
     if scale is not None and (dtype.is_floating_point or dtype.is_complex):
-        value = value * scale(count)
+        value = value * scale(count)  # before they are stored: nothing multiplies eight bits
+    value = value.to(device, dtype)
     return value if drawn == count else value.repeat(-(-count // drawn))[:count].clone()
 
 
