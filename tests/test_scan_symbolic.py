@@ -176,6 +176,34 @@ def test_every_size_may_be_symbolic() -> None:
     assert scans(backend) == ["lz.rolled_scan"], backend.why_not()
 
 
+@pytest.mark.parametrize("count", ["count_from_one", "count_by_two", "halves"])
+def test_sizes_that_are_counted_are_those_that_guards_say_them_to_be(count: str) -> None:
+    """``arange`` of floats has a size of its own, which broadcasting holds to be another one."""
+    counts: dict[str, Callable[[int], Tensor]] = {
+        "count_from_one": lambda n: torch.arange(1.0, n + 1, dtype=torch.float64),
+        "count_by_two": lambda n: torch.arange(0, 2 * n, 2).double(),
+        "halves": lambda n: torch.arange(0.5, n, dtype=torch.float64),
+    }
+
+    def function(x: Tensor, delta: Tensor, b: Tensor) -> Tensor:
+        a = -counts[count](b.shape[-1])
+        decay, state, found = torch.exp(delta[..., None] * a), x.new_zeros(*x[:, 0].shape, b.shape[-1]), []
+        for t in range(12):
+            state = decay[:, t] * state + x[:, t, :, None] * b[:, t, None, :]
+            found.append(state.sum(-1))
+        return torch.stack(found, 1)
+
+    torch._dynamo.reset()
+    backend = Rewriting()
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    for batch, width, size in ((2, 3, 4), (3, 5, 7), (5, 2, 3)):
+        x, delta, b = torch.randn(batch, 12, width), torch.rand(batch, 12, width), torch.randn(batch, 12, size)
+        given = [each.double() for each in (x, delta, b)]
+        torch.testing.assert_close(compiled(*given), function(*given), rtol=1e-9, atol=1e-9)
+    assert len(backend.graphs) == 1
+    assert scans(backend) == ["lz.rolled_scan"], backend.why_not()
+
+
 # ---- kernels in plain PyTorch ------------------------------------------------------------------------------------------
 
 

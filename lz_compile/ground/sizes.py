@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import permutations
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
@@ -13,11 +15,36 @@ Shape: TypeAlias = "tuple[Size, ...]"
 
 
 def as_size(value: int | torch.SymInt) -> Size:
-    """An extent as a plain ``int``, or as the sympy expression behind a ``SymInt`` (adds no guard)."""
+    """An extent as a plain ``int``, or as the sympy expression behind a ``SymInt`` (adds no guard).
+
+    What a guard says to be a symbol is that symbol: as many numbers as ``torch.arange(1.0, n + 1)`` counts, beside ``n``.
+    """
     if isinstance(value, int):
         return value
     expr: sympy.Expr = value.node.expr
-    return int(expr) if expr.is_Integer else expr
+    if expr.is_Symbol:
+        return expr
+    return int(expr) if expr.is_Integer else expr.xreplace(_equal(value.node.shape_env))
+
+
+def _equal(shapes: Any) -> Mapping[sympy.Expr, sympy.Symbol]:
+    """The symbols that guards of a program say expressions to be; they are read again where there are more.
+
+    Polynomials stay: ``n + m`` beside ``n`` says more than another symbol would.
+    """
+    guards = () if shapes is None else shapes.guards
+    if not guards:
+        return {}
+    count, known = _KNOWN.get(shapes, (0, {}))
+    if count != len(guards):
+        equations = [guard.expr for guard in guards if isinstance(guard.expr, sympy.Eq)]
+        pairs = [pair for each in equations for pair in permutations(each.args)]
+        known = {one: other for one, other in pairs if other.is_Symbol and not one.is_polynomial()}
+        _KNOWN[shapes] = len(guards), known
+    return known
+
+
+_KNOWN: WeakKeyDictionary[Any, tuple[int, Mapping[sympy.Expr, sympy.Symbol]]] = WeakKeyDictionary()
 
 
 def shape_of(tensor: torch.Tensor) -> Shape:
