@@ -175,7 +175,7 @@ STAYS = {
     "around": ("for t in range(9):\n    h = 2 * h + x[:, t % 8]", "not evenly apart"),
     "by a list": ("order = [0, 1, 3, 2, 4]\nfor t in range(5):\n    h = 2 * h + x[:, order[t]]", "not evenly apart"),
     "moved on": ("k = 0\nfor t in range(4):\n    k = 1\n    h = 2 * h + x[:, t + k]", "a step changes k"),
-    "in place": ("for t in range(x.shape[1]):\n    h.add_(x[:, t])", "in place, by add_"),
+    "in place": ("for t in range(x.shape[1]):\n    x[:, t].add_(h)", "in place, by add_"),
     "printed": ("for t in range(x.shape[1]):\n    h = h + x[:, t]\n    print(t)", "it calls print"),
     "attribute": ("for t in range(x.shape[1]):\n    h = h + x[:, t]\n    h.seen = True", "assigns the attribute seen"),
     "counts": ("n = 0\nfor t in range(x.shape[1]):\n    h = h + x[:, t]\n    n += 1\nh = h * n", "something else than tensors"),

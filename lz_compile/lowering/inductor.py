@@ -131,6 +131,14 @@ def compile_graph(
 
 def _compile_inner(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
     """Compile a forward or a backward; with loops, on a CPU, C++ calls the kernels: some 10 µs a step instead of 30."""
+    kept = [] if given.get("is_inference") or given.get("is_backward") else _keep_strides(module)
+    try:
+        return _compile_loops(module, inputs, **given)
+    finally:
+        _tell_strides(kept)
+
+
+def _compile_loops(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
     if given.get("cpp_wrapper") or not _is_looping(module):
         return compile_fx_inner(module, inputs, **given)
     kept = module
@@ -143,6 +151,36 @@ def _compile_inner(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) 
     except Exception as error:  # noqa: BLE001 whatever it is, it is no fault of the graph's
         events.record("LOOP_WRAPPER_FAILED", "a graph with loops calls its kernels from Python", error)
         return compile_fx_inner(kept, inputs, **given)
+
+
+def _keep_strides(module: fx.GraphModule) -> list[torch.Tensor | None]:
+    """Let a forward keep tensors for its backward with the strides that they were traced with, where sizes are symbols.
+
+    AOTAutograd (2.13) tells the backward of other strides as numbers, those of the first call: with any other size it failed.
+    """
+    output = module.graph.output_node()
+    results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+    values = [each.meta.get("val") if isinstance(each, fx.Node) else None for each in results]
+    tensors = [each if isinstance(each, torch.Tensor) else None for each in values]
+    if not any(isinstance(size, torch.SymInt) for each in tensors if each is not None for size in each.stride()):
+        return []
+    output.meta["user_visible_output_idxs"] = [*range(len(results))]
+    return tensors
+
+
+def _tell_strides(kept: Sequence[torch.Tensor | None]) -> None:
+    """Where results lie as they were traced, but for dimensions of one, tell the backward of these strides, symbols and all."""
+    context = TracingContext.try_get()
+    told = context.output_strides if kept and context is not None else None
+    for i, (tensor, strides) in enumerate(zip(kept, told or (), strict=False)):
+        if told is not None and tensor is not None and strides is not None:
+            dims = zip(tensor.shape, tensor.stride(), strides, strict=True)
+            is_same = all(_hint(size) == 1 or _hint(traced) == real for size, traced, real in dims)
+            told[i] = None if is_same else strides
+
+
+def _hint(size: Any) -> Any:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _held(module: fx.GraphModule) -> Iterator[torch.Tensor]:

@@ -15,10 +15,13 @@ from lz_compile.api.rolling.syntax import NotRolledError
 
 #: Fewer steps than this are traced one by one.
 LEAST_STEPS = 4
-#: A tensor, the dimension that is read along, and where: the place of a range, and functions of what it counts.
-Given: TypeAlias = "tuple[Tensor, int, int | None, Callable[[int], int] | None, Any]"
+#: A tensor, the dimension that is read along, and where: the place of a range, and functions of what it counts; and which
+#: tests must be answered how for a step to read it.
+Given: TypeAlias = "tuple[Tensor, int, int | None, Callable[[int], int] | None, Any, Sequence[tuple[int, bool]]]"
 #: What a branch asks of a counter: the place of a range, a function of what it counts, and how that compares with zero.
 Test: TypeAlias = "tuple[int, Callable[[int], int], str]"
+#: What branches are told in the first step, in those after it, and in the last.
+Answers: TypeAlias = "tuple[Sequence[bool], Sequence[bool], Sequence[bool]]"
 #: What a loop is given: its first state, ranges, reads, tests, what it writes (whether, to what name, where), what else its
 #: steps read, and the module whose method it is in.
 Facts: TypeAlias = "tuple[Any, Sequence[Counted], Sequence[Given], Sequence[Test], Sequence[Any], Sequence[Any], Any]"
@@ -69,7 +72,7 @@ def steps_of(ranges: Sequence[Counted], reads: Sequence[Given]) -> int:
     lengths = [each.length for each in ranges if each.length is not None]
     lengths += [
         tensor.shape[dim]
-        for tensor, dim, place, _, _ in reads
+        for tensor, dim, place, *_ in reads
         if place is None and tensor is not None and not isinstance(tensor, Counted) and _is_tensor(tensor)
     ]
     if not lengths:
@@ -97,68 +100,107 @@ def device_of(init: tuple[Any, ...], reads: Sequence[Given]) -> torch.device | N
     return next((each.device for each in every if isinstance(each, Tensor)), None)
 
 
-def answers_of(
-    tests: Sequence[Test], ranges: Sequence[Counted], steps: int
-) -> tuple[Sequence[bool], Sequence[bool]] | None:
-    """What branches are told in the first step, and in all others; None where it is not the same in all others."""
-    first, rest = [], []
+def answers_of(tests: Sequence[Test], ranges: Sequence[Counted], steps: int) -> Answers | None:
+    """What branches are told in the first step, in the last, and in those between; None where it is not the same in these."""
+    found: Answers = [], [], []  # type: ignore[assignment]
     for place, function, order in tests:
         start, by = ranges[place].start, ranges[place].step
-        then, last = function(start + by), function(start + by * (steps - 1))
-        is_same = (then < 0) == (last < 0) if order in ("Eq", "NotEq") else True
-        if not is_same or _answer(then, order) != _answer(last, order):
+        then, before = function(start + by), function(start + by * (steps - 2))
+        is_same = order not in ("Eq", "NotEq") or (_sign(then) < 0) == (_sign(before) < 0)
+        if not is_same or _answer(then, order) != _answer(before, order):
             return None
-        first.append(_answer(function(start), order))
-        rest.append(_answer(then, order))
-    return first, rest
+        for answers, at in zip(found, (start, start + by, start + by * (steps - 1)), strict=True):
+            answers.append(_answer(function(at), order))  # type: ignore[attr-defined]
+    return found
 
 
 def _answer(difference: int, order: str) -> bool:
-    if order in ("Lt", "LtE"):
-        return difference < 0 or (order == "LtE" and difference == 0)
-    if order in ("Gt", "GtE"):
-        return difference > 0 or (order == "GtE" and difference == 0)
-    return (difference == 0) == (order == "Eq")
+    sign = _sign(difference)
+    found: bool = {"Lt": sign < 0, "LtE": sign <= 0, "Gt": sign > 0, "GtE": sign >= 0, "Eq": sign == 0}.get(order, sign != 0)
+    return found
 
 
-def items_of(given: Given, ranges: Sequence[Counted], steps: int, device: torch.device | None) -> Tensor | None:
+def _sign(difference: int) -> int:
+    """A plain number, also of a symbol: Dynamo compares no symbolic answers with each other."""
+    if difference < 0:
+        return -1
+    return 0 if difference == 0 else 1
+
+
+@dataclass(frozen=True)
+class Items:
+    """What is read by all steps but the first, the last, or both, one after the other along a first dimension."""
+
+    read: Tensor
+    skips_first: bool
+    skips_last: bool
+
+    def at(self, step: int) -> Tensor:
+        """What a step reads; anything of that kind, where it reads nothing."""
+        at = max(step - self.skips_first, 0)
+        return self.read[min(at, len(self.read) - 1)]
+
+
+def middle(items: Tensor | Items, peels: bool, ends: bool) -> Tensor:
+    """What is read by the steps that are not taken out of a loop, at its beginning and its end."""
+    found = items
+    if isinstance(items, Items):
+        found, peels, ends = items.read, peels and not items.skips_first, ends and not items.skips_last
+    assert isinstance(found, Tensor), "those of a tensor"
+    found = found[1:] if peels else found
+    return found[:-1] if ends else found
+
+
+def items_of(
+    given: Given, ranges: Sequence[Counted], steps: int, device: torch.device | None, answers: Answers
+) -> Tensor | Items | None:
     """What is read, one step after the other along a first dimension: a view of the tensor.
 
     Raises:
         NotRolledError: it is none, for what is read is no tensor, or places are from its end, or not even.
     """
-    tensor, dim, place, function, end = given
+    tensor, dim, place, function, end, _ = given
     if tensor is None:
         return None
     if isinstance(tensor, Counted):
         return torch.arange(steps, device=device) * tensor.step + tensor.start
     _is_tensor(tensor)
-    problem = _problem(given, ranges, steps)
+    problem = _problem(given, ranges, steps, answers)
     if problem:
         raise NotRolledError(problem)
     dim = dim if dim >= 0 else dim + tensor.dim()
     if place is None or function is None:
         found = tensor.narrow(dim, 0, steps).movedim(dim, 0)
         return found if end is None else found.unsqueeze(dim + 1)
-    first, by = ranges[place].start, ranges[place].step
-    at, stride, last = function(first), function(first + by) - function(first), function(first + by * (steps - 1))
+    lowest, highest = _steps_reading(given, steps, answers)
+    first, by = ranges[place].start + ranges[place].step * lowest, ranges[place].step
+    at, stride, last = function(first), function(first + by) - function(first), function(first + by * (highest - lowest))
     if stride > 0:
         found = tensor[(*(slice(None),) * dim, slice(at, last + 1, stride))]
     else:
         index = torch.arange(at, last - 1, stride, device=tensor.device)
         found = tensor.index_select(dim, index)
     found = found.movedim(dim, 0)
-    return found if end is None else found.unsqueeze(dim + 1)
+    found = found if end is None else found.unsqueeze(dim + 1)
+    skips_first, skips_last = lowest > 0, highest < steps - 1
+    return Items(found, skips_first, skips_last) if skips_first or skips_last else found
 
 
-def _problem(given: Given, ranges: Sequence[Counted], steps: int) -> str:
+def _steps_reading(given: Given, steps: int, answers: Answers) -> tuple[int, int]:
+    """The first and the last step that reads something: where those between do, the first and the last one may not."""
+    first, between, last = ([each[i] == wanted for i, wanted in given[5]] for each in answers)
+    return (0 if all(first) or not all(between) else 1), (steps - 1 if all(last) or not all(between) else steps - 2)
+
+
+def _problem(given: Given, ranges: Sequence[Counted], steps: int, answers: Answers) -> str:
     """Why places of a tensor or list are not those of a scan."""
-    held, dim, place, function, end = given
+    held, dim, place, function, end, _ = given
     if place is None or function is None:
         return ""
-    first, by = ranges[place].start, ranges[place].step
-    at, then, last = function(first), function(first + by), function(first + by * (steps - 1))
-    if then == at or last != at + (then - at) * (steps - 1):
+    lowest, highest = _steps_reading(given, steps, answers)
+    first, by, count = ranges[place].start + ranges[place].step * lowest, ranges[place].step, highest - lowest
+    at, then, last = function(first), function(first + by), function(first + by * count)
+    if then == at or last != at + (then - at) * count:
         return "it reads places that are not evenly apart"
     if end is not None and (end(first) != at + 1 or end(first + by) != then + 1):
         return "it reads several places in a step"
@@ -189,7 +231,7 @@ def kind_of(facts: Facts, root: torch.nn.Module | None) -> str | None:
         return None
     text += " ".join([*names, *("tensor" if isinstance(held, Tensor) else "list" for held, *_ in written)])
     for given in (*reads, *written):
-        where = _where(given, ranges, steps)
+        where = _where(given, ranges, steps, answers)
         if where is None:
             return None
         text += where
@@ -199,7 +241,7 @@ def kind_of(facts: Facts, root: torch.nn.Module | None) -> str | None:
         return None
     for each in pytree.tree_leaves(list(free)):
         text += " " + (_modes(each) if isinstance(each, torch.nn.Module) else _pattern(each))
-    for answer in (*answers[0], *answers[1], torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")):
+    for answer in (*answers[0], *answers[1], *answers[2], torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")):
         text += " yes" if answer else " no"
     for each in (module, root):
         text += _modes(each) if isinstance(each, torch.nn.Module) else ""
@@ -213,12 +255,12 @@ def _is_taken(found: Any) -> bool:
     return not isinstance(found, float) or has_static_value(found)
 
 
-def _where(given: Given, ranges: Sequence[Counted], steps: int) -> str | None:
+def _where(given: Given, ranges: Sequence[Counted], steps: int, answers: Answers) -> str | None:
     """In which direction places are; None where they are not those of a scan."""
-    held, _, place, function, _ = given
+    held, _, place, function, *_ = given
     if held is None or isinstance(held, Counted) or place is None or function is None:
         return ""
-    if _problem(given, ranges, steps):
+    if _problem(given, ranges, steps, answers):
         return None
     first, by = ranges[place].start, ranges[place].step
     return " up" if function(first) < function(first + by) else " down"

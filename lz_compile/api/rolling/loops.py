@@ -11,7 +11,7 @@ from lz_compile.api.rolling.parts import Loop, Scope
 from lz_compile.api.rolling.places import Counter, Read, plain
 from lz_compile.api.rolling.slots import with_slots
 from lz_compile.api.rolling.spelling import unbound
-from lz_compile.api.rolling.step import Branches, Reads, WrittenOut
+from lz_compile.api.rolling.step import Branches, Reads, Transposed, WrittenOut, written_in_place
 from lz_compile.api.rolling.syntax import (
     PREFIX,
     NotRolledError,
@@ -21,6 +21,7 @@ from lz_compile.api.rolling.syntax import (
     is_path,
     is_store,
     loads,
+    number,
     placed,
     stores,
     support,
@@ -47,9 +48,7 @@ _REFUSED: dict[type[ast.AST], str] = {
     ast.Import: "it imports",
     ast.ImportFrom: "it imports",
 }
-_CHANGING = frozenset(
-    {"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "popitem", "add", "discard"}
-)
+_CHANGING = frozenset({"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "popitem", "discard"})
 _OUTSIDE = frozenset({"print", "input", "open", "super", "locals", "exec", "eval", "setattr", "delattr"})
 
 
@@ -63,6 +62,7 @@ def read_loop(node: ast.For, names: Scope) -> Loop:  # noqa: PLR0915  # one ques
     Raises:
         NotRolledError: it stays as it is, with the reason.
     """
+    node.body = [written_in_place(each, names.own) for each in node.body]
     _check(node)
     before, after = names.before, names.after
     foreign = changed_in_place(*node.body) - names.own - names.lists - names.started
@@ -83,6 +83,7 @@ def read_loop(node: ast.For, names: Scope) -> Loop:  # noqa: PLR0915  # one ques
     body = [WrittenOut(loop, counters, names, copies).visit(each) for each in copies]
     body = [Branches(loop, counters, stores(*body)).visit(each) for each in body]
     body = [Reads(loop, counters, stores(*body)).visit(each) for each in body]
+    body = [Transposed().visit(each) for each in body]
     _refuse_numbers(body, counters, stores(*body, *(target for target, _ in loop.streams)))
     for name in sorted(loads(*body) & counters.keys()):  # as a number: one of a tensor that counts
         numbers = copy.deepcopy(loop.ranges[counters[name].place])
@@ -130,6 +131,9 @@ def _check(node: ast.For) -> None:
         raise NotRolledError("it has an else", node.lineno)
     for each in (each for statement in node.body for each in ast.walk(statement)):
         line = getattr(each, "lineno", node.lineno)
+        call = each.value if isinstance(each, ast.Expr) else None
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add":
+            raise NotRolledError("it changes a container, by add", line)  # of a tensor it would be of no use
         if type(each) in _REFUSED:
             raise NotRolledError(_REFUSED[type(each)], line)
         if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load):
@@ -140,8 +144,8 @@ def _check(node: ast.For) -> None:
             name = each.func.attr
             if name.endswith("_") and not name.endswith("__") and not _is_new(each.func.value):
                 raise NotRolledError(f"it writes to a tensor in place, by {name}", line)
-            is_appended = name == "append" and isinstance(each.func.value, ast.Name)
-            if name in _CHANGING and not is_appended:
+            is_written = name == "append" or (name == "insert" and len(each.args) == 2 and number(each.args[0]) == 0)
+            if name in _CHANGING and not (is_written and isinstance(each.func.value, ast.Name)):
                 raise NotRolledError(f"it changes a container, by {name}", line)
 
 

@@ -11,12 +11,16 @@ from lz_compile.api.rolling.slots import Slot
 
 @dataclass(frozen=True)
 class Written:
-    """What each step appends to a list, writes to a place of a tensor, or joins to one: the name, where, and under what."""
+    """What each step appends to a list, writes to a place of a tensor, or joins to one: the name, where, and under what.
+
+    ``in_front`` it is inserted at the beginning of a list.
+    """
 
     name: str
     read: Read | None = None
     joined: ast.expr | None = None
     under: ast.expr | None = None
+    in_front: bool = False
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Read:
     place: ast.expr | None = None
     end: ast.expr | None = None
     under: ast.expr | None = None
+    asked: tuple[tuple[int, bool], ...] = ()  # tests, and how they are answered where it is read
 
 
 def is_place(node: ast.AST, counters: dict[str, Counter]) -> bool:

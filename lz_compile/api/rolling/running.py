@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.api.arguments import is_plain
 from lz_compile.api.rolling.facts import (
     LEAST_STEPS,
+    Answers,
     Counted,
     Given,
+    Items,
     Places,
     Test,
     answers_of,
@@ -37,15 +41,21 @@ EAGER_STEPS = 256
 
 
 class Rows:
-    """A list of what it held before a loop, and of what that added: one tensor, with a first dimension of steps."""
+    """A list of what a loop added, one tensor with a first dimension of steps, and of what it held in front or behind that."""
 
-    def __init__(self, whole: Tensor, before: Sequence[Tensor] = ()) -> None:
-        self.whole, self.before = whole, [*before]
+    def __init__(self, whole: Tensor, before: Sequence[Tensor] = (), behind: Sequence[Tensor] = ()) -> None:
+        self.whole, self.before, self.behind = whole, [*before], [*behind]
 
     def __getitem__(self, item: slice) -> Any:
+        if (item.start, item.stop, item.step) == (None, None, -1):
+            return self.turned()
         begin = item.start or 0
         is_rest = item.stop is None and item.step is None and 0 <= begin <= len(self.before)
-        return Rows(self.whole, self.before[begin:]) if is_rest else _list(self)[item]
+        return Rows(self.whole, self.before[begin:], self.behind) if is_rest else _list(self)[item]
+
+    def turned(self) -> Rows:
+        """The other way round."""
+        return Rows(self.whole.flip(0), self.behind[::-1], self.before[::-1])
 
 
 @dataclass
@@ -55,6 +65,7 @@ class Support:
     places: list[tuple[str, int]] = field(default_factory=list)
     refused: dict[tuple[str, int], str] = field(default_factory=dict)
     peeled: set[int] = field(default_factory=set)
+    whole: dict[tuple[int, int], torch.dtype] = field(default_factory=dict)  # what steps hand out that are no floats
     resting: set[int] = field(default_factory=set)
     homes: dict[tuple[str, int], int] = field(default_factory=dict)
     ran: set[tuple[str, int]] = field(default_factory=set)
@@ -150,6 +161,22 @@ class Support:
         return new.to(old.dtype) if is_other else new
 
     @staticmethod
+    def copied(old: Tensor, new: Any) -> Tensor:
+        """What ``old.copy_(new)`` leaves."""
+        return new.to(old).expand_as(old) if isinstance(new, Tensor) else torch.full_like(old, new)
+
+    @staticmethod
+    def zeroed(old: Tensor) -> Tensor:
+        """What ``old.zero_()`` leaves."""
+        return torch.zeros_like(old)
+
+    @staticmethod
+    def transposed(found: Any, name: str) -> Any:
+        """``found.T``, ``found.mT``."""
+        is_matrix = isinstance(found, Tensor) and (name == "mT" or found.dim() == 2)
+        return found.transpose(-2, -1) if is_matrix else getattr(found, name)
+
+    @staticmethod
     def backwards(*given: int) -> Counted:
         """A ``range`` in reverse."""
         found = Support.counted(*given)
@@ -198,19 +225,21 @@ class Support:
             _allow_counters()
             steps = steps_of(ranges, reads)
             device = device_of(init, reads)
-            items = [items_of(given, ranges, steps, device) for given in reads]
             answers = answers_of(tests, ranges, steps)
             if answers is None:
                 raise NotRolledError("what a branch asks of the counter is not the same for all steps")
-            names = [name for flag, name in handed if flag]
-            if len(set(names)) < len(names):
+            items = [items_of(given, ranges, steps, device, answers) for given in reads]
+            there = [i for i, (flag, _) in enumerate(handed) if flag]
+            if len({handed[i][1] for i in there}) < len(there):
                 raise NotRolledError("a step hands out to the same list more than once")
             peels = peels or answers[0] != answers[1]
             if self.is_tried and not torch.compiler.is_compiling():
                 carry, ys = self._tried(key, step, init, answers, items, steps, peels)
+                self.whole.update({(key, i): y.dtype for i, y in zip(there, ys, strict=True) if not y.dtype.is_floating_point})
             else:
                 run = scanned if torch.compiler.is_compiling() else functools.partial(self._compiled, key)
-                carry, ys = run(step, init, answers, items, steps, peels or key in self.peeled, len(names), self.chunk)
+                whole = [self.whole.get((key, i)) for i in there]
+                carry, ys = run(step, init, answers, items, steps, peels or key in self.peeled, whole, self.chunk)
             left = list(ys)
             return carry, tuple(left.pop(0) if flag else None for flag, _ in handed)
         except NotRolledError as error:
@@ -239,8 +268,8 @@ class Support:
         key: int,
         step: Step,
         init: tuple[Any, ...],
-        answers: tuple[Sequence[bool], Sequence[bool]],
-        items: Sequence[Tensor | None],
+        answers: Answers,
+        items: Sequence[Tensor | Items | None],
         steps: int,
         peels: bool,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -250,9 +279,9 @@ class Support:
         carry, out = init, []
         kinds: list[Any] = [None if peels else _kinds(init)]
         for i in range(steps):
-            carry, ys = step(
-                *_fresh(carry), *answers[min(i, 1)], *(None if each is None else each[i] for each in items)
-            )
+            told = answers[0 if i == 0 else 2 if i == steps - 1 else 1]
+            with _NoEffects() if self.is_tried else nullcontext():
+                carry, ys = step(*_fresh(carry), *told, *(_item(each, i) for each in items))
             kinds.append(_kinds(carry))
             out.append(ys)
         if any(each is None for each in kinds[1:]):
@@ -287,6 +316,21 @@ class Support:
         return Rows(found, before)
 
     @staticmethod
+    def inserted(found: Any, behind: Sequence[Tensor]) -> Any:
+        """What a loop put in front, step by step, to be stacked."""
+        return Rows(found.flip(0), (), behind)
+
+    @staticmethod
+    def listed_in_front(found: Any, behind: Sequence[Any]) -> Any:
+        """The same, as a list."""
+        return [*Support.listed(found.flip(0)), *behind]
+
+    @staticmethod
+    def turned(found: Any) -> Any:
+        """A list the other way round."""
+        return found.turned() if isinstance(found, Rows) else found[::-1]
+
+    @staticmethod
     def listed(found: Any, before: Sequence[Any] = ()) -> Any:
         """What a loop appended, as a list."""
         return [*before, *(found[i] for i in range(len(found)))]  # of unbind, none could be written to
@@ -298,7 +342,8 @@ class Support:
             return torch.stack(_list(found), *given, **named)
         dim = given[0] if given else named.get("dim", 0)
         rest = own(found.whole.movedim(0, dim))
-        return torch.cat([torch.stack(found.before, dim), rest], dim) if found.before else rest
+        ends = [[torch.stack(each, dim)] if each else [] for each in (found.before, found.behind)]
+        return torch.cat([*ends[0], rest, *ends[1]], dim) if ends[0] or ends[1] else rest
 
     @staticmethod
     def cat(found: Any, *given: Any, **named: Any) -> Tensor:
@@ -308,12 +353,12 @@ class Support:
         dim = given[0] if given else named.get("dim", 0)
         at = dim if dim >= 0 else dim + found.whole.dim() - 1
         rest = own(found.whole.movedim(0, at).flatten(at, at + 1))
-        return torch.cat([*found.before, rest], dim) if found.before else rest
+        return torch.cat([*found.before, rest, *found.behind], dim) if found.before or found.behind else rest
 
     @staticmethod
     def placed(held: Any, found: Any, ranges: Sequence[Counted], given: Given) -> Any:
         """What a loop wrote to the rest of a list, to be stacked."""
-        _, _, place, function, _ = given
+        _, _, place, function, *_ = given
         if place is None or function is None:
             raise NotRolledError("no counter says where it is written")
         first, by = ranges[place].start, ranges[place].step
@@ -329,7 +374,7 @@ class Support:
     @staticmethod
     def filled(tensor: Any, found: Any, ranges: Sequence[Counted], given: Given) -> None:
         """Write what the steps of a loop would have written, all at once."""
-        _, dim, place, function, _ = given
+        _, dim, place, function, *_ = given
         if place is None or function is None:
             raise NotRolledError("no counter says where it is written")
         first, by = ranges[place].start, ranges[place].step
@@ -348,7 +393,7 @@ class Support:
 def _list(found: Any) -> Any:
     if isinstance(found, Places):
         return found[:]
-    return [*found.before, *found.whole.unbind(0)] if isinstance(found, Rows) else found
+    return [*found.before, *found.whole.unbind(0), *found.behind] if isinstance(found, Rows) else found
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -370,6 +415,20 @@ def _is_confined(place: str) -> bool:
         text = "it is inside of a transform of torch.func, or of a checkpoint with gradients"
         record("LOOP_NOT_ROLLED", f"the loop at {place}: {text}")
     return found
+
+
+class _NoEffects(TorchDispatchMode):
+    """Refuses what has no results, such as the check that a matrix had an inverse: AOTAutograd (2.13) loses count of them."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it."""
+        if not operator._schema.returns and not operator._schema.is_mutable:
+            raise NotRolledError(f"it calls {operator}, which gives nothing: PyTorch's scan cannot")
+        return operator(*args, **(kwargs or {}))
+
+
+def _item(items: Tensor | Items | None, step: int) -> Tensor | None:
+    return items.at(step) if isinstance(items, Items) else None if items is None else items[step]
 
 
 def _kinds(found: Any) -> Any:

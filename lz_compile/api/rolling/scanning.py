@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx.traceback import annotate
 from torch.utils import _pytree as pytree
 
+from lz_compile.api.rolling.facts import Answers, Items, middle
 from lz_compile.api.rolling.syntax import NotRolledError
 from lz_compile.lowering.checkpointed_scan import CHUNK_NOTE
 
@@ -20,52 +21,82 @@ Step: TypeAlias = "Callable[..., tuple[tuple[Any, ...], tuple[Tensor, ...]]]"
 def scanned(
     step: Step,
     init: tuple[Any, ...],
-    answers: tuple[Sequence[bool], Sequence[bool]],
-    items: Sequence[Tensor | None],
+    answers: Answers,
+    items: Sequence[Tensor | Items | None],
     steps: int,
     peels: bool,
-    handed: int,
+    handed: Sequence[torch.dtype | None],
     chunk: str | None,
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-    """What is carried out of a scan, and what its steps hand out; the first step by itself where it is another kind."""
+    """What is carried out of a scan, and what its steps hand out; the first and the last step by themselves where they differ."""
     from torch._higher_order_ops.scan import scan
 
     if not torch.compiler.is_compiling():
         raise NotRolledError("it was compiled too often")
     first: tuple[Tensor, ...] = ()
-    there = [each for each in items if each is not None]
+    ends = answers[2] != answers[1]
+    every = [each for each in items if each is not None]
+    there = [middle(each, peels, ends) for each in every]
 
     def given(now: Sequence[Tensor]) -> list[Tensor | None]:
         left = list(now)
         return [None if each is None else left.pop(0) for each in items]
 
     if peels:
-        init, first = step(*init, *answers[0], *given([each[0] for each in there]))
-        there = [each[1:] for each in there]
+        init, first = step(*init, *answers[0], *given([_end(each, 0) for each in every]))
     carried, spec = pytree.tree_flatten(init)
     leaves = [each for each in carried if each is not None]
     like = next((each for each in (*leaves, *there)), torch.zeros(()))
     # PyTorch's scan needs a state, something to go over, and something that is handed out (of the state, for gradients).
     is_trained = torch.is_grad_enabled()
-    leaves = [own(each) for each in leaves] or [like.new_zeros(())]  # no two of them may be the same, nor what is read
-    over = there or [like.new_zeros(steps - peels)]
+    # Differentiated, PyTorch's scan (2.13) carries and hands out no whole numbers.
+    kinds = [None if each.is_floating_point() or not is_trained else each.dtype for each in leaves]
+    leaves = [own(_as_float(each, kind)) for each, kind in zip(leaves, kinds, strict=True)]  # no two of them may be the same
+    leaves = leaves or [like.new_zeros(())]
+    given_out = [dtype if is_trained else None for dtype in handed]
+    over = there or [like.new_zeros(steps - peels - ends)]
 
     def whole(flat: Sequence[Tensor]) -> tuple[Any, ...]:
-        left = list(flat)
+        left = [_as_whole(each, kind) for each, kind in zip(flat, kinds or [None], strict=True)]
         tree: tuple[Any, ...] = pytree.tree_unflatten([None if each is None else left.pop(0) for each in carried], spec)
         return tree
 
     def combine(flat: list[Tensor], now: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         carry, ys = step(*whole(flat), *answers[1], *given(now if there else ()))
-        out = [each for each in pytree.tree_flatten(carry)[0] if each is not None] or flat
+        out = [each for each in pytree.tree_flatten(carry)[0] if each is not None]
+        out = [_as_float(each, kind) for each, kind in zip(out, kinds, strict=True)] or flat
+        ys = tuple(_as_float(each, kind) for each, kind in zip(ys, given_out, strict=True))
         ys = ys or (out[0] if is_trained else out[0].new_zeros(()),)
         return [own(each) for each in out], [own(each) for each in ys]
 
     with nullcontext() if chunk is None else annotate({CHUNK_NOTE: chunk}):
         flat, ys = scan(combine, leaves, over, dim=0)
+    found, ys = whole(flat), ys[: len(handed)]
+    ys = [_as_whole(each, kind) for each, kind in zip(ys, given_out, strict=True)]
     if first:
         ys = [torch.cat([one[None], rest]) for one, rest in zip(first, ys, strict=False)]
-    return whole(flat), tuple(ys[:handed])
+    if ends:
+        found, last = step(*found, *answers[2], *given([_end(each, -1) for each in every]))
+        ys = [torch.cat([rest, one[None]]) for one, rest in zip(last, ys, strict=True)]
+    return found, tuple(ys)
+
+
+def _as_float(found: Tensor, whole: torch.dtype | None) -> Tensor:
+    """Whole numbers in floats, as they are, or by their bits where floats are not wide enough; None: they are floats."""
+    if whole is None:
+        return found
+    return found.view(torch.float64) if whole == torch.int64 else found.to(torch.float64)
+
+
+def _as_whole(found: Tensor, whole: torch.dtype | None) -> Tensor:
+    if whole is None:
+        return found
+    return found.view(whole) if whole == torch.int64 else found.to(whole)
+
+
+def _end(items: Tensor | Items, place: int) -> Tensor:
+    """What the first or the last step reads."""
+    return (items.read if isinstance(items, Items) else items)[place]
 
 
 def own(found: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lz_compile.api.rolling.places import Counter, is_place, place_of
-from lz_compile.api.rolling.syntax import PREFIX, NotRolledError, is_whole, placed, support, values_read
+from lz_compile.api.rolling.syntax import PREFIX, NotRolledError, is_whole, number, placed, support, values_read
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,15 @@ def appended_to(node: ast.AST) -> str | None:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "append":
         return None
     return call.func.value.id if isinstance(call.func.value, ast.Name) and len(call.args) == 1 else None
+
+
+def inserted_to(node: ast.AST) -> str | None:
+    """The name of a list that a statement inserts to at its beginning."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "insert":
+        return None
+    is_first = len(call.args) == 2 and number(call.args[0]) == 0
+    return call.func.value.id if isinstance(call.func.value, ast.Name) and is_first else None
 
 
 def _assigned(name: str, value: ast.expr) -> ast.stmt:

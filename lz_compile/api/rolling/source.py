@@ -243,7 +243,8 @@ def _handed_on(written: Written, value: ast.expr, loop: Loop, is_row: bool) -> a
     if written.joined is not None:
         call = call_of("joined", name, value, written.joined)
     else:
-        call = call_of("appended" if is_row else "listed", value, name)
+        makers = ("inserted", "listed_in_front") if written.in_front else ("appended", "listed")
+        call = call_of(makers[0] if is_row else makers[1], value, name)
     return ast.Assign([ast.Name(written.name, ast.Store())], call)
 
 
@@ -310,23 +311,23 @@ def _why_not(function: types.FunctionType, tree: ast.FunctionDef) -> str:
 
 
 def _read(read: Read) -> ast.expr:
-    """``(tensor, dimension, place of the range, where as a function of the counter, and up to where)``."""
+    """``(tensor, dimension, place of the range, where as a function of the counter, up to where, tests with answers)``."""
+    nothing = ast.Constant(None)
     if read.counter is None:
-        return _tuple(
-            [read.base, ast.Constant(read.dim), ast.Constant(None), ast.Constant(None), read.end or ast.Constant(None)]
-        )
+        return _tuple([read.base, ast.Constant(read.dim), nothing, nothing, read.end or nothing, _tuple([])])
     argument = ast.arguments([], [ast.arg(read.counter.name)], None, [], [], None, [])
     ends = [None if each is None else ast.Lambda(argument, each) for each in (read.place, read.end)]
-    shown = [ast.Constant(None) if each is None else each for each in ends]
-    base = read.base if read.under is None else ast.IfExp(read.under, read.base, ast.Constant(None))
-    return _tuple([base, ast.Constant(read.dim), ast.Constant(read.counter.place), *shown])
+    shown = [nothing if each is None else each for each in ends]
+    base = read.base if read.under is None else ast.IfExp(read.under, read.base, nothing)
+    asked = _tuple([_tuple([ast.Constant(i), ast.Constant(wanted)]) for i, wanted in read.asked])
+    return _tuple([base, ast.Constant(read.dim), ast.Constant(read.counter.place), *shown, asked])
 
 
 def _is_stacked_only(name: str, statements: Sequence[ast.stmt]) -> bool:
     """Whether a list is no more than stacked or concatenated."""
     every = [each for statement in statements for each in ast.walk(statement)]
     used = sum(isinstance(each, ast.Name) and each.id == name for each in every)
-    return used == sum(_stacks(each, name) for each in every)
+    return used == sum(_stacks(each, name) or _is_turning(each, name) for each in every)
 
 
 def _stacks(node: ast.AST, name: str) -> bool:
@@ -335,9 +336,31 @@ def _stacks(node: ast.AST, name: str) -> bool:
     is_torch = (
         isinstance(node.func.value, ast.Name) and node.func.value.id == "torch" and node.func.attr in ("stack", "cat")
     )
-    held = node.args[0]
+    return is_torch and _is_of(node.args[0], name)
+
+
+def _is_of(held: ast.expr, name: str) -> bool:
+    """Whether it is a list, a slice of it, or either the other way round."""
+    turned = _turned(held)
+    if turned is not None:
+        return _is_of(turned, name)
     held = held.value if isinstance(held, ast.Subscript) and isinstance(held.slice, ast.Slice) else held
-    return is_torch and isinstance(held, ast.Name) and held.id == name
+    return isinstance(held, ast.Name) and held.id == name
+
+
+def _turned(held: ast.expr) -> ast.expr | None:
+    """``xs`` of ``reversed(xs)`` or ``list(reversed(xs))``."""
+    if is_named_call(held, "list", "tuple") and len(held.args) == 1:  # type: ignore[attr-defined]
+        return _turned(held.args[0])  # type: ignore[attr-defined]
+    is_turned = is_named_call(held, "reversed") and len(held.args) == 1  # type: ignore[attr-defined]
+    return held.args[0] if is_turned else None  # type: ignore[attr-defined]
+
+
+def _is_turning(node: ast.AST, name: str) -> bool:
+    """Whether it is ``xs.reverse()``."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    is_it = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "reverse"
+    return is_it and not call.args and isinstance(call.func.value, ast.Name) and call.func.value.id == name  # type: ignore[union-attr]
 
 
 class _Stacked(ast.NodeTransformer):
@@ -351,7 +374,16 @@ class _Stacked(ast.NodeTransformer):
         self.generic_visit(node)
         if _stacks(node, self._name) and isinstance(node.func, ast.Attribute):
             node.func.value = ast.copy_location(ast.Name(SUPPORT, ast.Load()), node.func)
+            turned = _turned(node.args[0])
+            node.args[0] = node.args[0] if turned is None else placed(call_of("turned", turned), node)
         return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        """``outs.reverse()``."""
+        if not _is_turning(node, self._name):
+            return self.generic_visit(node)
+        made = ast.Assign([ast.Name(self._name, ast.Store())], call_of("turned", ast.Name(self._name, ast.Load())))
+        return placed(made, node)
 
 
 def _tuple(items: Sequence[ast.expr], context: ast.expr_context | None = None) -> ast.expr:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lz_compile.api.rolling.parts import Condition, Loop, Scope, Written
 from lz_compile.api.rolling.places import Counter, Read, is_affine, is_size, place_of
-from lz_compile.api.rolling.slots import appended_to
+from lz_compile.api.rolling.slots import appended_to, inserted_to
 from lz_compile.api.rolling.syntax import (
     PREFIX,
     NotRolledError,
@@ -27,6 +27,7 @@ class _Flagged(ast.NodeTransformer):
 
     def __init__(self, varying: set[str]) -> None:
         self._varying, self._flags = varying, list[ast.expr | None]()
+        self._asked: list[tuple[tuple[int, bool], ...]] = []
 
     def visit_If(self, node: ast.If) -> ast.AST:
         """``if self.keeps: out.append(y)``."""
@@ -57,15 +58,27 @@ class _Flagged(ast.NodeTransformer):
         is_fixed = is_fixed and all(is_size(each) for each in ast.walk(node.test) if isinstance(each, ast.Call))
         for name, test in (("body", node.test), ("orelse", placed(ast.UnaryOp(ast.Not(), node.test), node))):
             self._flags.append(copy.deepcopy(test) if is_fixed else None)
+            self._asked.append(_answered(node.test, name == "body"))
             inner = getattr(node, name)
             setattr(node, name, [self.visit(each) for each in inner] if isinstance(inner, list) else self.visit(inner))
             self._flags.pop()
+            self._asked.pop()
         return node
 
     def _under(self) -> ast.expr | None:
         """The conditions that are the same for all steps, as one."""
         fixed = [each for each in self._flags if each is not None]
         return placed(ast.BoolOp(ast.And(), fixed), fixed[0]) if len(fixed) > 1 else fixed[0] if fixed else None
+
+
+def _answered(test: ast.expr, answer: bool) -> tuple[tuple[int, bool], ...]:
+    """What tests of a counter are answered where a condition holds, or does not."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _answered(test.operand, not answer)
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) == answer:
+        return tuple(found for each in test.values for found in _answered(each, answer))
+    is_test = isinstance(test, ast.Name) and test.id.startswith(f"{PREFIX}b")
+    return ((int(test.id.removeprefix(f"{PREFIX}b")), answer),) if is_test else ()  # type: ignore[attr-defined]
 
 
 class WrittenOut(_Flagged):
@@ -77,13 +90,14 @@ class WrittenOut(_Flagged):
         self._lists, self._changed = names.lists | names.started, changed_in_place(*body)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        """``out.append(y)``."""
-        name = appended_to(node)
-        if name is None or not isinstance(node.value, ast.Call):
+        """``out.append(y)``, ``out.insert(0, y)``."""
+        name, inserted = appended_to(node), inserted_to(node)
+        if (name is None and inserted is None) or not isinstance(node.value, ast.Call):
             return node
-        if name not in self._lists:
-            raise NotRolledError(f"{name} is no list that was made in front of the loop", node.lineno)
-        return self._handed_out(node, Written(name), node.value.args[0])
+        found = name or inserted or ""
+        if found not in self._lists:
+            raise NotRolledError(f"{found} is no list that was made in front of the loop", node.lineno)
+        return self._handed_out(node, Written(found, in_front=name is None), node.value.args[-1])
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         """``h += x`` as ``h = h + x``: a scan's state is no memory to write to."""
@@ -102,9 +116,10 @@ class WrittenOut(_Flagged):
             joined = _joined(target.id, value)
             if joined is not None and target.id in self._before:
                 return self._handed_out(node, Written(target.id, joined=joined[1]), joined[0])
-            is_sum = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and target.id in self._lists
-            if is_sum and _is_name(value.left, target.id) and _is_single(value.right):  # type: ignore[attr-defined]
-                return self._handed_out(node, Written(target.id), value.right.elts[0])  # type: ignore[attr-defined]
+            if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and target.id in self._lists:
+                for one, other, in_front in ((value.left, value.right, False), (value.right, value.left, True)):
+                    if _is_name(one, target.id) and isinstance(other, (ast.List, ast.Tuple)) and _is_single(other):
+                        return self._handed_out(node, Written(target.id, in_front=in_front), other.elts[0])
         if len(node.targets) > 1 or not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
             return node
         if not loads(target.slice) & self._counters.keys():
@@ -222,19 +237,84 @@ class Reads(_Flagged):
         if moved:
             raise NotRolledError(f"a step changes {min(moved)}, and reads a place by it", node.lineno)
         place = next((i for i, each in enumerate(self._loop.reads) if _same(each, read)), len(self._loop.reads))
-        under = self._under()
+        under, asked = self._under(), tuple(each for part in self._asked for each in part)
         if place == len(self._loop.reads):
-            self._loop.reads.append(replace(read, under=under))
+            self._loop.reads.append(replace(read, under=under, asked=asked))
         known = self._loop.reads[place]
         either = (
             None if under is None or known.under is None else placed(ast.BoolOp(ast.Or(), [known.under, under]), node)
         )
-        self._loop.reads[place] = replace(known, under=either)
+        both = tuple(each for each in known.asked if each in asked)
+        self._loop.reads[place] = replace(known, under=either, asked=both)
         name: ast.expr = ast.copy_location(ast.Name(f"{PREFIX}x{place}", ast.Load()), node)
         if all(is_whole(each) for each in rest):
             return name
         index = rest[0] if len(rest) == 1 else ast.Tuple(rest, ast.Load())
         return ast.copy_location(ast.Subscript(name, index, ast.Load()), node)
+
+
+class Transposed(ast.NodeTransformer):
+    """``w.T`` as a call: an attribute is taken in front of a scan (2.13), which refuses it beside the tensor itself."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """``w.T``, ``w.mT``."""
+        self.generic_visit(node)
+        if node.attr not in ("T", "mT") or not isinstance(node.ctx, ast.Load):
+            return node
+        return placed(support("transposed", node.value, ast.Constant(node.attr)), node)
+
+
+def written_in_place(statement: ast.stmt, own: set[str]) -> ast.stmt:
+    """``h.mul_(a).add_(b)`` as ``h *= a; h += b`` would have it, of memory that is nobody else's; ``out[t].copy_(y)`` as
+    ``out[t] = y``.
+
+    Whether it is is left to the proof: names of the same memory in a step may be read later.
+    """
+    for name in ("body", "orelse"):
+        inner = getattr(statement, name, None)
+        if isinstance(statement, (ast.If, ast.With)) and isinstance(inner, list):
+            setattr(statement, name, [written_in_place(each, own) for each in inner])
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    if value is None or not _is_in_place(value):
+        return statement
+    base = value
+    while isinstance(base, ast.Call):
+        base = base.func.value  # type: ignore[attr-defined]
+    is_copied = value.func.attr == "copy_" and len(value.args) == 1 and not value.keywords  # type: ignore[attr-defined]
+    if isinstance(base, ast.Subscript) and isinstance(base.value, ast.Name) and is_copied and base is value.func.value:  # type: ignore[attr-defined]
+        target = ast.Subscript(base.value, base.slice, ast.Store())
+        return placed(ast.copy_location(ast.Assign([target], value.args[0]), statement), statement)  # type: ignore[attr-defined]
+    if not isinstance(base, ast.Name) or base.id not in own:
+        return statement
+    held = support("like", ast.Name(base.id, ast.Load()), _computed(value))
+    return placed(ast.copy_location(ast.Assign([ast.Name(base.id, ast.Store())], held), statement), statement)
+
+
+#: Methods that write what is not computed by one of the same name without the underscore.
+_FILLING = {"copy_": "copied", "zero_": "zeroed", "fill_": "copied"}
+#: Those that draw random numbers, or change what a tensor is.
+_OTHER = frozenset(
+    "bernoulli_ normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ requires_grad_ detach_ resize_ set_ "
+    "transpose_ t_ squeeze_ unsqueeze_ swapaxes_ swapdims_ as_strided_ retain_grad_ share_memory_".split()
+)
+
+
+def _is_in_place(node: ast.expr) -> bool:
+    """Whether it is nothing but methods that write to a tensor, one after the other."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    name, owner = node.func.attr, node.func.value
+    is_one = name.endswith("_") and not name.endswith("__") and name not in _OTHER
+    return is_one and (isinstance(owner, (ast.Name, ast.Subscript)) or _is_in_place(owner))
+
+
+def _computed(node: ast.expr) -> ast.expr:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return node
+    name, owner = node.func.attr, _computed(node.func.value)
+    if name in _FILLING and not node.keywords:
+        return support(_FILLING[name], owner, *node.args)
+    return ast.Call(ast.Attribute(owner, name[:-1], ast.Load()), node.args, node.keywords)
 
 
 def _same(one: Read, other: Read) -> bool:

@@ -41,7 +41,7 @@ def stores(*nodes: ast.AST) -> set[str]:
     return found
 
 
-_FACTS = frozenset({"dtype", "shape", "device", "ndim", "size", "dim", "append"})
+_FACTS = frozenset({"dtype", "shape", "device", "ndim", "size", "dim", "append", "insert"})
 
 
 def values_read(*nodes: ast.AST) -> set[str]:
