@@ -79,6 +79,8 @@ READS = {
     "tensor": ("for t, x_t in enumerate(x.transpose(0, 1)):", "x_t", "a[:, t]"),
     "split": ("for x_t, a_t in zip(x.split(1, dim=1), torch.split(a, 1, -2)):", "x_t[:, 0]", "a_t.squeeze(1)"),
     "named": ("xs, gates = x.unbind(1), list(a.unbind(1))\nfor t in range(len(xs)):", "xs[t]", "gates[t]"),
+    "next": ("n = x.shape[1]\nfor t in range(n):", "x[:, t]", "(a[:, t + 1] if t + 1 < n else 0 * a[:, 0])"),
+    "previous": ("for t in range(x.shape[1]):", "x[:, t]", "(x[:, t - 1] if t > 0 else 2 * x[:, 0]).sigmoid()"),
     "named, gone over": ("xs = x.unbind(-2)\nfor t, x_t in enumerate(xs):", "x_t", "a[:, t]"),
 }
 STEPS = {
@@ -96,6 +98,14 @@ STEPS = {
     "first": ("late = None", "if t == {first}:\n        h = {x}\n    else:\n        h = {a} * h + {x}", "h"),
     "then": ("h = torch.zeros(2, 3)", "h = h + ({x} if t != {first} else {a}) if t > -9 else h - 1", "h"),
     "late": ("h = torch.zeros(2, 3)", "new = {a} * h + {x}\n    h = new.relu()", "new"),
+    "final": ("h = torch.zeros(2, 3)", "h = {a} * h + {x}\n    if t == {last}:\n        h = 2 * h", "h"),
+    "written": ("h = torch.zeros(2, 3)", "h.mul_({a}).add_({x})", "h.clone()"),
+    "copied": ("h = torch.zeros(2, 3)", "h.copy_({a} * h + {x})", "2 * h"),
+    "whole": (
+        "h, n = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)",
+        "h = {a} * h + {x}\n    n = n + (h.sum(1) > 0).long()",
+        "h * n[:, None]",
+    ),
 }  # fmt: skip
 ENDS = {
     "stack": ("out = []", "out.append({y})", "return torch.stack(out, 1), {y}"),
@@ -109,6 +119,21 @@ ENDS = {
     "joined": ("out = torch.zeros(2, 0, 3)", "out = torch.cat([out, ({y}).unsqueeze(1)], dim=1)", "return out"),
     "joined first": ("out = torch.tensor([])", "out = torch.cat((out, {y}))", "return out"),
     "filled": ("out = torch.zeros(2, 9, 3)", "out[:, t] = {y}", "return out"),
+    "in front": ("out = []", "out.insert(0, {y})", "return torch.stack(out, 1), {y}"),
+    "in front of it": ("out = []", "out = [{y}] + out", "return torch.cat(out, dim=1)"),
+    "turned": ("out = []", "out.append({y})", "out.reverse()\nreturn torch.stack(out, 1)"),
+    "turned, cut": ("out = []", "out.append({y})", "return torch.stack(out[::-1]), torch.cat(list(reversed(out)), 1)"),
+    "pairs": (
+        "out = []",
+        "out.append(({y}, 2 * ({y})))",
+        "one, two = zip(*out)\nreturn torch.stack(one, 1), torch.stack(two)",
+    ),
+    "items": ("out = []", "out.append({{'y': {y}, 'z': 3 * ({y})}})", "return torch.stack([o['z'] for o in out], 1)"),
+    "lists": (
+        "out = {'y': [], 'z': []}",
+        "out['y'].append({y})\n    out['z'].append(({y}) + 1)",
+        "return {{k: torch.stack(v, 1) for k, v in out.items()}}",
+    ),
 }
 
 
@@ -120,12 +145,20 @@ FIRST = {
     "while": "1",
     "while down": "x.shape[1] - 2",
 }
-COUNTS = {"numbered", "first", "then", "filled", "counter"}
+LAST = {
+    "strided": "7",
+    "range reversed": "0",
+    "reversed": "0",
+    "while": "x.shape[1]",
+    "while down": "-1",
+    "first": "x.shape[0] - 1",
+}
+COUNTS = {"final", "numbered", "first", "then", "filled", "counter"}
 
 
 def source(read, step, end):
     (head, x, a), (init, body, y), (before, hand_out, after) = READS[read], STEPS[step], ENDS[end]
-    body = body.format(x=x, a=a, first=FIRST.get(read, "0"))
+    body = body.format(x=x, a=a, first=FIRST.get(read, "0"), last=LAST.get(read, "x.shape[1] - 1"))
     lines = [init.format(), before, head, *(f"    {each}" for each in (body, hand_out.format(y=y)))]
     text = "\n".join([*lines, after.format(y=y)])
     return "def loop(x, a):\n" + textwrap.indent(text, "    ")

@@ -139,7 +139,7 @@ def _compile_inner(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) 
 
 
 def _compile_loops(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
-    if given.get("cpp_wrapper") or not _is_looping(module):
+    if given.get("cpp_wrapper") or not _is_looping(module) or _has_quotes(module):
         return compile_fx_inner(module, inputs, **given)
     kept = module
     try:
@@ -151,6 +151,11 @@ def _compile_loops(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) 
     except Exception as error:  # noqa: BLE001 whatever it is, it is no fault of the graph's
         events.record("LOOP_WRAPPER_FAILED", "a graph with loops calls its kernels from Python", error)
         return compile_fx_inner(kept, inputs, **given)
+
+
+def _has_quotes(module: fx.GraphModule) -> bool:
+    """Whether a call is given a text that Inductor's C++ (2.13) would end in the middle of, as our operators are."""
+    return any(isinstance(each, str) and '"' in each for node in module.graph.nodes for each in node.args)
 
 
 def _keep_strides(module: fx.GraphModule) -> list[torch.Tensor | None]:
@@ -169,7 +174,7 @@ def _keep_strides(module: fx.GraphModule) -> list[torch.Tensor | None]:
 
 
 def _tell_strides(kept: Sequence[torch.Tensor | None]) -> None:
-    """Where results lie as they were traced, but for dimensions of one, tell the backward of these strides, symbols and all."""
+    """Where results lie as they were traced, but for dimensions of one, tell the backward these strides, symbols and all."""
     context = TracingContext.try_get()
     told = context.output_strides if kept and context is not None else None
     for i, (tensor, strides) in enumerate(zip(kept, told or (), strict=False)):

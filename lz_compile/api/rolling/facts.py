@@ -102,7 +102,7 @@ def device_of(init: tuple[Any, ...], reads: Sequence[Given]) -> torch.device | N
 
 def answers_of(tests: Sequence[Test], ranges: Sequence[Counted], steps: int) -> Answers | None:
     """What branches are told in the first step, in the last, and in those between; None where it is not the same in these."""
-    found: Answers = [], [], []  # type: ignore[assignment]
+    found: tuple[list[bool], list[bool], list[bool]] = [], [], []
     for place, function, order in tests:
         start, by = ranges[place].start, ranges[place].step
         then, before = function(start + by), function(start + by * (steps - 2))
@@ -110,13 +110,15 @@ def answers_of(tests: Sequence[Test], ranges: Sequence[Counted], steps: int) -> 
         if not is_same or _answer(then, order) != _answer(before, order):
             return None
         for answers, at in zip(found, (start, start + by, start + by * (steps - 1)), strict=True):
-            answers.append(_answer(function(at), order))  # type: ignore[attr-defined]
+            answers.append(_answer(function(at), order))
     return found
 
 
 def _answer(difference: int, order: str) -> bool:
     sign = _sign(difference)
-    found: bool = {"Lt": sign < 0, "LtE": sign <= 0, "Gt": sign > 0, "GtE": sign >= 0, "Eq": sign == 0}.get(order, sign != 0)
+    found: bool = {"Lt": sign < 0, "LtE": sign <= 0, "Gt": sign > 0, "GtE": sign >= 0, "Eq": sign == 0}.get(
+        order, sign != 0
+    )
     return found
 
 
@@ -174,7 +176,11 @@ def items_of(
         return found if end is None else found.unsqueeze(dim + 1)
     lowest, highest = _steps_reading(given, steps, answers)
     first, by = ranges[place].start + ranges[place].step * lowest, ranges[place].step
-    at, stride, last = function(first), function(first + by) - function(first), function(first + by * (highest - lowest))
+    at, stride, last = (
+        function(first),
+        function(first + by) - function(first),
+        function(first + by * (highest - lowest)),
+    )
     if stride > 0:
         found = tensor[(*(slice(None),) * dim, slice(at, last + 1, stride))]
     else:
@@ -241,7 +247,13 @@ def kind_of(facts: Facts, root: torch.nn.Module | None) -> str | None:
         return None
     for each in pytree.tree_leaves(list(free)):
         text += " " + (_modes(each) if isinstance(each, torch.nn.Module) else _pattern(each))
-    for answer in (*answers[0], *answers[1], *answers[2], torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")):
+    for answer in (
+        *answers[0],
+        *answers[1],
+        *answers[2],
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+    ):
         text += " yes" if answer else " no"
     for each in (module, root):
         text += _modes(each) if isinstance(each, torch.nn.Module) else ""

@@ -48,7 +48,9 @@ _REFUSED: dict[type[ast.AST], str] = {
     ast.Import: "it imports",
     ast.ImportFrom: "it imports",
 }
-_CHANGING = frozenset({"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "popitem", "discard"})
+_CHANGING = frozenset(
+    {"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "popitem", "discard"}
+)
 _OUTSIDE = frozenset({"print", "input", "open", "super", "locals", "exec", "eval", "setattr", "delattr"})
 
 

@@ -101,7 +101,7 @@ def _with_counters(body: list[ast.stmt], counters: dict[str, Counter], after: se
             (*counted,) = names & counters.keys()
             if len(counted) != 1 or names & {*changed} or isinstance(value, ast.Name) or not is_affine(value, *counted):
                 continue
-            later = _Meant(target.id, value)
+            later = Meant(target.id, value)
             rest = [later.visit(copy.deepcopy(each)) for each in block[i + 1 :]]
             if later.count == sum(each.id == target.id for each in every) - 1:
                 block[i + 1 :] = rest
@@ -111,7 +111,7 @@ def _with_counters(body: list[ast.stmt], counters: dict[str, Counter], after: se
     return meant(body)
 
 
-class _Meant(ast.NodeTransformer):
+class Meant(ast.NodeTransformer):
     """What a name stands for in its place."""
 
     def __init__(self, name: str, meant: ast.expr) -> None:

@@ -164,7 +164,7 @@ class _Session:
         with self._trying(), random_numbers() as again:
             try:
                 with watching(self.support.ran):
-                    expected = self._run(given, named, is_edited=False, is_flipped=is_flipped)
+                    expected = self._expected(given, named, is_flipped=is_flipped)
                 ends = again()
                 pairs = zip(ends, again(), strict=True)
                 self.support.is_random |= not all(torch.equal(one, other) for one, other in pairs)
@@ -185,6 +185,20 @@ class _Session:
             except Exception as error:  # noqa: BLE001  # whatever a compiler says to a scan, the loop stays
                 return self._refuse(f"it is not traced as a scan: {_text(error)}")
         return bool(self.support.tried)
+
+    def _expected(self, given: tuple[Any, ...], named: dict[str, Any], *, is_flipped: bool) -> list[Any]:
+        """What the loops give; without gradients, where they have none: they write over what those need."""
+        try:
+            return self._run(given, named, is_edited=False, is_flipped=is_flipped)
+        except RuntimeError:
+            if self.support.is_undifferentiated:
+                raise
+        self.support.is_undifferentiated = True
+        try:
+            return self._run(given, named, is_edited=False, is_flipped=is_flipped)
+        except RuntimeError:
+            self.support.is_undifferentiated = False
+            raise
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
@@ -221,9 +235,10 @@ class _Session:
         leaves = [each for each in pytree.tree_leaves(copied) if isinstance(each, Tensor) and each.is_floating_point()]
         modules = [each for each in pytree.tree_leaves(copied) if isinstance(each, nn.Module)]
         modules += [] if module is None else [module]
-        wanted = [each.requires_grad_() for each in leaves]
+        differentiates = not self.support.is_undifferentiated
+        wanted = [each.requires_grad_(differentiates) for each in leaves]
         wanted += [each for owner in modules for each in owner.parameters() if each.requires_grad]
-        with torch.enable_grad():
+        with torch.set_grad_enabled(differentiates):
             found = function(*arguments, **by_name)
         if compiles and len(scans) < len(self.support.tried):
             raise NotRolledError("no scan was traced")

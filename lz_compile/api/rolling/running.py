@@ -32,7 +32,8 @@ from lz_compile.api.rolling.facts import (
     size_of,
     steps_of,
 )
-from lz_compile.api.rolling.scanning import Step, own, scanned
+from lz_compile.api.rolling.rows import Lists, Rows
+from lz_compile.api.rolling.scanning import Step, scanned
 from lz_compile.api.rolling.syntax import NotRolledError
 from lz_compile.ground.events import record
 
@@ -40,26 +41,8 @@ from lz_compile.ground.events import record
 EAGER_STEPS = 256
 
 
-class Rows:
-    """A list of what a loop added, one tensor with a first dimension of steps, and of what it held in front or behind that."""
-
-    def __init__(self, whole: Tensor, before: Sequence[Tensor] = (), behind: Sequence[Tensor] = ()) -> None:
-        self.whole, self.before, self.behind = whole, [*before], [*behind]
-
-    def __getitem__(self, item: slice) -> Any:
-        if (item.start, item.stop, item.step) == (None, None, -1):
-            return self.turned()
-        begin = item.start or 0
-        is_rest = item.stop is None and item.step is None and 0 <= begin <= len(self.before)
-        return Rows(self.whole, self.before[begin:], self.behind) if is_rest else _list(self)[item]
-
-    def turned(self) -> Rows:
-        """The other way round."""
-        return Rows(self.whole.flip(0), self.behind[::-1], self.before[::-1])
-
-
 @dataclass
-class Support:
+class Support(Lists):
     """One for all functions of a target: their loops, which of them are scans, and why others are not."""
 
     places: list[tuple[str, int]] = field(default_factory=list)
@@ -77,6 +60,7 @@ class Support:
     is_random: bool = False
     chunk: str | None = None  # a number that Dynamo makes no symbol of
     is_proven: bool = False
+    is_undifferentiated: bool = False  # it was proven without gradients
     is_tried: bool = False
     tried: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -108,7 +92,10 @@ class Support:
                 and self.compiled.get(key, self) is not None
                 and self._is_long(key, given())
             )
-        kind = None if _is_confined(place) else kind_of(given(), self.root)
+        facts = given()
+        if self.is_undifferentiated and torch.is_grad_enabled() and _needs_gradients(facts, self.root):
+            return False
+        kind = None if _is_confined(place) else kind_of(facts, self.root)
         return kind is not None and kind in self.tried[key]
 
     def _is_long(self, key: int, given: tuple[Any, ...]) -> bool:
@@ -235,7 +222,9 @@ class Support:
             peels = peels or answers[0] != answers[1]
             if self.is_tried and not torch.compiler.is_compiling():
                 carry, ys = self._tried(key, step, init, answers, items, steps, peels)
-                self.whole.update({(key, i): y.dtype for i, y in zip(there, ys, strict=True) if not y.dtype.is_floating_point})
+                self.whole.update(
+                    {(key, i): y.dtype for i, y in zip(there, ys, strict=True) if not y.dtype.is_floating_point}
+                )
             else:
                 run = scanned if torch.compiler.is_compiling() else functools.partial(self._compiled, key)
                 whole = [self.whole.get((key, i)) for i in there]
@@ -280,7 +269,7 @@ class Support:
         kinds: list[Any] = [None if peels else _kinds(init)]
         for i in range(steps):
             told = answers[0 if i == 0 else 2 if i == steps - 1 else 1]
-            with _NoEffects() if self.is_tried else nullcontext():
+            with _NoEffects() if self.is_tried else nullcontext():  # type: ignore[no-untyped-call]  # torch leaves it so
                 carry, ys = step(*_fresh(carry), *told, *(_item(each, i) for each in items))
             kinds.append(_kinds(carry))
             out.append(ys)
@@ -309,51 +298,6 @@ class Support:
         """``[item] * count``, or ``count * [item]``."""
         items, count = (one, other) if isinstance(one, list) else (other, one)
         return items * count if isinstance(count, Tensor) else Places(items[0], count)
-
-    @staticmethod
-    def appended(found: Any, before: Sequence[Tensor]) -> Any:
-        """What a loop appended, to be stacked."""
-        return Rows(found, before)
-
-    @staticmethod
-    def inserted(found: Any, behind: Sequence[Tensor]) -> Any:
-        """What a loop put in front, step by step, to be stacked."""
-        return Rows(found.flip(0), (), behind)
-
-    @staticmethod
-    def listed_in_front(found: Any, behind: Sequence[Any]) -> Any:
-        """The same, as a list."""
-        return [*Support.listed(found.flip(0)), *behind]
-
-    @staticmethod
-    def turned(found: Any) -> Any:
-        """A list the other way round."""
-        return found.turned() if isinstance(found, Rows) else found[::-1]
-
-    @staticmethod
-    def listed(found: Any, before: Sequence[Any] = ()) -> Any:
-        """What a loop appended, as a list."""
-        return [*before, *(found[i] for i in range(len(found)))]  # of unbind, none could be written to
-
-    @staticmethod
-    def stack(found: Any, *given: Any, **named: Any) -> Tensor:
-        """``torch.stack``."""
-        if not isinstance(found, Rows) or named.keys() - {"dim"}:
-            return torch.stack(_list(found), *given, **named)
-        dim = given[0] if given else named.get("dim", 0)
-        rest = own(found.whole.movedim(0, dim))
-        ends = [[torch.stack(each, dim)] if each else [] for each in (found.before, found.behind)]
-        return torch.cat([*ends[0], rest, *ends[1]], dim) if ends[0] or ends[1] else rest
-
-    @staticmethod
-    def cat(found: Any, *given: Any, **named: Any) -> Tensor:
-        """``torch.cat``."""
-        if not isinstance(found, Rows) or named.keys() - {"dim"}:
-            return torch.cat(_list(found), *given, **named)
-        dim = given[0] if given else named.get("dim", 0)
-        at = dim if dim >= 0 else dim + found.whole.dim() - 1
-        rest = own(found.whole.movedim(0, at).flatten(at, at + 1))
-        return torch.cat([*found.before, rest, *found.behind], dim) if found.before or found.behind else rest
 
     @staticmethod
     def placed(held: Any, found: Any, ranges: Sequence[Counted], given: Given) -> Any:
@@ -390,12 +334,6 @@ class Support:
         tensor[where] = found.movedim(0, dim)
 
 
-def _list(found: Any) -> Any:
-    if isinstance(found, Places):
-        return found[:]
-    return [*found.before, *found.whole.unbind(0), *found.behind] if isinstance(found, Rows) else found
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _allow_counters() -> bool:
     """What Inductor needs for a scan, under whatever backend it is traced: it is called by Dynamo."""
@@ -415,6 +353,14 @@ def _is_confined(place: str) -> bool:
         text = "it is inside of a transform of torch.func, or of a checkpoint with gradients"
         record("LOOP_NOT_ROLLED", f"the loop at {place}: {text}")
     return found
+
+
+def _needs_gradients(facts: tuple[Any, ...], root: torch.nn.Module | None) -> bool:
+    init, _, reads, _, writes, free, _ = facts
+    held = [tensor for tensor, *_ in reads], [where[0] for _, _, where in writes if where is not None]
+    every = [each for each in pytree.tree_leaves([init, *held, list(free)]) if isinstance(each, Tensor)]
+    every += [] if root is None else [*root.parameters()]
+    return any(each.requires_grad for each in every)
 
 
 class _NoEffects(TorchDispatchMode):

@@ -28,7 +28,7 @@ def scanned(
     handed: Sequence[torch.dtype | None],
     chunk: str | None,
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-    """What is carried out of a scan, and what its steps hand out; the first and the last step by themselves where they differ."""
+    """What is carried out of a scan, and what its steps hand out; the first and the last one by themselves if they differ."""
     from torch._higher_order_ops.scan import scan
 
     if not torch.compiler.is_compiling():
@@ -51,7 +51,9 @@ def scanned(
     is_trained = torch.is_grad_enabled()
     # Differentiated, PyTorch's scan (2.13) carries and hands out no whole numbers.
     kinds = [None if each.is_floating_point() or not is_trained else each.dtype for each in leaves]
-    leaves = [own(_as_float(each, kind)) for each, kind in zip(leaves, kinds, strict=True)]  # no two of them may be the same
+    leaves = [
+        own(_as_float(each, kind)) for each, kind in zip(leaves, kinds, strict=True)
+    ]  # no two of them may be the same
     leaves = leaves or [like.new_zeros(())]
     given_out = [dtype if is_trained else None for dtype in handed]
     over = there or [like.new_zeros(steps - peels - ends)]

@@ -19,6 +19,7 @@ from lz_compile.api.rolling.parts import Condition, Loop, Scope, Written
 from lz_compile.api.rolling.places import Counter, Read
 from lz_compile.api.rolling.running import Support
 from lz_compile.api.rolling.spelling import counted_while, replace_value, with_plain_names
+from lz_compile.api.rolling.stacking import Stacked, is_stacked_only
 from lz_compile.api.rolling.syntax import (
     PREFIX,
     SUPPORT,
@@ -180,12 +181,12 @@ class _Editor:
         key = self._support.loop(self._file, node.lineno)
         lists = names.lists | names.started
         rows = {each.name for each in loop.written if each.name in lists and each.joined is None} - self._inner
-        rows = {name for name in rows if name not in names.around and _is_stacked_only(name, rest)}
+        rows = {name for name in rows if name not in names.around and is_stacked_only(name, rest)}
         for name in rows:
             if name in names.repeated:
                 made_by, value = names.repeated[name]
                 replace_value(made_by, value, placed(call_of("repeated", value.left, value.right), value))
-            rest[:] = [_Stacked(name).visit(each) for each in rest]
+            rest[:] = [Stacked(name).visit(each) for each in rest]
         given = ast.Lambda(_NO_ARGUMENTS, _tuple([*_given(loop), *_facts(loop), _self(self._tree)]))
         test = call_of("rolls", ast.Constant(key), ast.Constant(f"{self._file}:{node.lineno}"), given)
         rolled = [*_scan(loop, key, rows), *(_last(each, loop, node) for each in loop.behind)]
@@ -321,69 +322,6 @@ def _read(read: Read) -> ast.expr:
     base = read.base if read.under is None else ast.IfExp(read.under, read.base, nothing)
     asked = _tuple([_tuple([ast.Constant(i), ast.Constant(wanted)]) for i, wanted in read.asked])
     return _tuple([base, ast.Constant(read.dim), ast.Constant(read.counter.place), *shown, asked])
-
-
-def _is_stacked_only(name: str, statements: Sequence[ast.stmt]) -> bool:
-    """Whether a list is no more than stacked or concatenated."""
-    every = [each for statement in statements for each in ast.walk(statement)]
-    used = sum(isinstance(each, ast.Name) and each.id == name for each in every)
-    return used == sum(_stacks(each, name) or _is_turning(each, name) for each in every)
-
-
-def _stacks(node: ast.AST, name: str) -> bool:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
-        return False
-    is_torch = (
-        isinstance(node.func.value, ast.Name) and node.func.value.id == "torch" and node.func.attr in ("stack", "cat")
-    )
-    return is_torch and _is_of(node.args[0], name)
-
-
-def _is_of(held: ast.expr, name: str) -> bool:
-    """Whether it is a list, a slice of it, or either the other way round."""
-    turned = _turned(held)
-    if turned is not None:
-        return _is_of(turned, name)
-    held = held.value if isinstance(held, ast.Subscript) and isinstance(held.slice, ast.Slice) else held
-    return isinstance(held, ast.Name) and held.id == name
-
-
-def _turned(held: ast.expr) -> ast.expr | None:
-    """``xs`` of ``reversed(xs)`` or ``list(reversed(xs))``."""
-    if is_named_call(held, "list", "tuple") and len(held.args) == 1:  # type: ignore[attr-defined]
-        return _turned(held.args[0])  # type: ignore[attr-defined]
-    is_turned = is_named_call(held, "reversed") and len(held.args) == 1  # type: ignore[attr-defined]
-    return held.args[0] if is_turned else None  # type: ignore[attr-defined]
-
-
-def _is_turning(node: ast.AST, name: str) -> bool:
-    """Whether it is ``xs.reverse()``."""
-    call = node.value if isinstance(node, ast.Expr) else None
-    is_it = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "reverse"
-    return is_it and not call.args and isinstance(call.func.value, ast.Name) and call.func.value.id == name  # type: ignore[union-attr]
-
-
-class _Stacked(ast.NodeTransformer):
-    """``torch.stack(outs, 1)`` of what a loop appended, without taking it apart first."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Stacking or concatenating."""
-        self.generic_visit(node)
-        if _stacks(node, self._name) and isinstance(node.func, ast.Attribute):
-            node.func.value = ast.copy_location(ast.Name(SUPPORT, ast.Load()), node.func)
-            turned = _turned(node.args[0])
-            node.args[0] = node.args[0] if turned is None else placed(call_of("turned", turned), node)
-        return node
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        """``outs.reverse()``."""
-        if not _is_turning(node, self._name):
-            return self.generic_visit(node)
-        made = ast.Assign([ast.Name(self._name, ast.Store())], call_of("turned", ast.Name(self._name, ast.Load())))
-        return placed(made, node)
 
 
 def _tuple(items: Sequence[ast.expr], context: ast.expr_context | None = None) -> ast.expr:

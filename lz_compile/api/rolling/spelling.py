@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 
+from lz_compile.api.rolling.containers import with_one_list_for_each_part
 from lz_compile.api.rolling.syntax import (
     PREFIX,
     NotRolledError,
@@ -120,6 +121,7 @@ def with_plain_names(tree: ast.FunctionDef) -> None:
 
     Of a name for a ``range`` that a loop goes over, the range.
     """
+    with_one_list_for_each_part(tree)
     _with_ranges(tree)
     _with_names(tree)
     every = list(ast.walk(tree))

@@ -265,10 +265,9 @@ class Transposed(ast.NodeTransformer):
 
 
 def written_in_place(statement: ast.stmt, own: set[str]) -> ast.stmt:
-    """``h.mul_(a).add_(b)`` as ``h *= a; h += b`` would have it, of memory that is nobody else's; ``out[t].copy_(y)`` as
-    ``out[t] = y``.
+    """``h.mul_(a).add_(b)`` as ``h = h.mul(a).add(b)``, and ``out[t].copy_(y)`` as ``out[t] = y``.
 
-    Whether it is is left to the proof: names of the same memory in a step may be read later.
+    Of memory that is nobody else's; whether other names of it are read in a step is left to the proof.
     """
     for name in ("body", "orelse"):
         inner = getattr(statement, name, None)
