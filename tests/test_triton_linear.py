@@ -126,14 +126,24 @@ H100 = Hardware("cuda", "NVIDIA H100", 90, "hopper", 4, frozenset(), 0)
 
 @pytest.mark.usefixtures("by_priors")
 @pytest.mark.parametrize(("rows", "outs", "groups", "expected"), [
-    (1, 14336, 1, NAME), (64, 8192, 32, NAME), (65, 14336, 32, "inductor"), (1, 4096, 1, "inductor"),
-    (1, 14336, 1024, "inductor"),
+    (1, 65536, 1, NAME), (64, 32768, 32, NAME), (65, 65536, 32, "inductor"), (1, 14336, 1, "inductor"),
+    (1, 65536, 1024, "inductor"),
 ])  # fmt: skip
 def test_on_a_gpu_it_is_preferred_where_it_was_measured_to_win(rows, outs, groups, expected):
     facts = LinearFacts(rows, 4096, outs, groups, torch.bfloat16, torch.int8, "cuda")
     context = of_facts("linear", LinearAttrs(has_scale=True), facts)
     decision = select(Problem(replace(context, hardware=H100)), policy.current())
     assert decision.kernel.kernel_id == expected, decision.why
+
+
+@pytest.mark.usefixtures("by_priors")
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_in_a_cuda_graph_the_time_of_its_host_does_not_count(is_captured):
+    facts = LinearFacts(1, 4096, 4096, 1, torch.bfloat16, torch.int8, "cuda")
+    context = of_facts("linear", LinearAttrs(has_scale=True), facts)
+    context = replace(context, hardware=H100, is_cuda_graph_capturing=is_captured)
+    decision = select(Problem(context), policy.current())
+    assert decision.kernel.kernel_id == (NAME if is_captured else "inductor"), decision.why
 
 
 def test_a_prior_says_where_it_was_measured():

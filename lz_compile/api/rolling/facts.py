@@ -131,23 +131,28 @@ def _sign(difference: int) -> int:
 
 @dataclass(frozen=True)
 class Items:
-    """What is read by all steps but the first, the last, or both, one after the other along a first dimension."""
+    """What the first step reads, those after it, the last, or two of these, one after the other along a first dimension."""
 
     read: Tensor
-    skips_first: bool
-    skips_last: bool
+    reads: tuple[bool, bool, bool]
 
-    def at(self, step: int) -> Tensor:
-        """What a step reads; anything of that kind, where it reads nothing."""
-        at = max(step - self.skips_first, 0)
-        return self.read[min(at, len(self.read) - 1)]
+    def at(self, step: int, steps: int) -> Tensor | None:
+        """What a step reads."""
+        if not self.reads[0 if step == 0 else 2 if step == steps - 1 else 1]:
+            return None
+        return self.read[step if self.reads[0] else step - 1 if self.reads[1] else 0]
+
+
+def reads_it(items: Tensor | Items | None, which: int) -> bool:
+    """Whether the first step (0), those after it (1) or the last (2) read something."""
+    return items is not None and (not isinstance(items, Items) or items.reads[which])
 
 
 def middle(items: Tensor | Items, peels: bool, ends: bool) -> Tensor:
     """What is read by the steps that are not taken out of a loop, at its beginning and its end."""
     found = items
     if isinstance(items, Items):
-        found, peels, ends = items.read, peels and not items.skips_first, ends and not items.skips_last
+        found, peels, ends = items.read, peels and items.reads[0], ends and items.reads[2]
     assert isinstance(found, Tensor), "those of a tensor"
     found = found[1:] if peels else found
     return found[:-1] if ends else found
@@ -162,7 +167,7 @@ def items_of(
         NotRolledError: it is none, for what is read is no tensor, or places are from its end, or not even.
     """
     tensor, dim, place, function, end, _ = given
-    if tensor is None:
+    if tensor is None or not any(_reads_it(given, answers)):
         return None
     if isinstance(tensor, Counted):
         return torch.arange(steps, device=device) * tensor.step + tensor.start
@@ -188,20 +193,26 @@ def items_of(
         found = tensor.index_select(dim, index)
     found = found.movedim(dim, 0)
     found = found if end is None else found.unsqueeze(dim + 1)
-    skips_first, skips_last = lowest > 0, highest < steps - 1
-    return Items(found, skips_first, skips_last) if skips_first or skips_last else found
+    reads = _reads_it(given, answers)
+    return found if all(reads) else Items(found, reads)
 
 
 def _steps_reading(given: Given, steps: int, answers: Answers) -> tuple[int, int]:
-    """The first and the last step that reads something: where those between do, the first and the last one may not."""
-    first, between, last = ([each[i] == wanted for i, wanted in given[5]] for each in answers)
-    return (0 if all(first) or not all(between) else 1), (steps - 1 if all(last) or not all(between) else steps - 2)
+    """The first and the last step that reads something."""
+    first, between, last = _reads_it(given, answers)
+    return (0 if first else 1 if between else steps - 1), (steps - 1 if last else steps - 2 if between else 0)
+
+
+def _reads_it(given: Given, answers: Answers) -> tuple[bool, bool, bool]:
+    """Whether the first step reads something, those after it, and the last, as far as a counter tells."""
+    first, between, last = (all(each[i] == wanted for i, wanted in given[5]) for each in answers)
+    return first, between, last
 
 
 def _problem(given: Given, ranges: Sequence[Counted], steps: int, answers: Answers) -> str:
     """Why places of a tensor or list are not those of a scan."""
     held, dim, place, function, end, _ = given
-    if place is None or function is None:
+    if place is None or function is None or not any(_reads_it(given, answers)):
         return ""
     lowest, highest = _steps_reading(given, steps, answers)
     first, by, count = ranges[place].start + ranges[place].step * lowest, ranges[place].step, highest - lowest

@@ -270,7 +270,7 @@ class Support(Lists):
         for i in range(steps):
             told = answers[0 if i == 0 else 2 if i == steps - 1 else 1]
             with _NoEffects() if self.is_tried else nullcontext():  # type: ignore[no-untyped-call]  # torch leaves it so
-                carry, ys = step(*_fresh(carry), *told, *(_item(each, i) for each in items))
+                carry, ys = step(*_fresh(carry), *told, *(_item(each, i, steps) for each in items))
             kinds.append(_kinds(carry))
             out.append(ys)
         if any(each is None for each in kinds[1:]):
@@ -373,8 +373,8 @@ class _NoEffects(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def _item(items: Tensor | Items | None, step: int) -> Tensor | None:
-    return items.at(step) if isinstance(items, Items) else None if items is None else items[step]
+def _item(items: Tensor | Items | None, step: int, steps: int) -> Tensor | None:
+    return items.at(step, steps) if isinstance(items, Items) else None if items is None else items[step]
 
 
 def _kinds(found: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.traceback import annotate
 from torch.utils import _pytree as pytree
 
-from lz_compile.api.rolling.facts import Answers, Items, middle
+from lz_compile.api.rolling.facts import Answers, Items, middle, reads_it
 from lz_compile.api.rolling.syntax import NotRolledError
 from lz_compile.lowering.checkpointed_scan import CHUNK_NOTE
 
@@ -35,15 +35,10 @@ def scanned(
         raise NotRolledError("it was compiled too often")
     first: tuple[Tensor, ...] = ()
     ends = answers[2] != answers[1]
-    every = [each for each in items if each is not None]
-    there = [middle(each, peels, ends) for each in every]
-
-    def given(now: Sequence[Tensor]) -> list[Tensor | None]:
-        left = list(now)
-        return [None if each is None else left.pop(0) for each in items]
+    there = [middle(each, peels, ends) for each in items if each is not None and reads_it(each, 1)]
 
     if peels:
-        init, first = step(*init, *answers[0], *given([_end(each, 0) for each in every]))
+        init, first = step(*init, *answers[0], *_at_end(items, 0))
     carried, spec = pytree.tree_flatten(init)
     leaves = [each for each in carried if each is not None]
     like = next((each for each in (*leaves, *there)), torch.zeros(()))
@@ -51,9 +46,8 @@ def scanned(
     is_trained = torch.is_grad_enabled()
     # Differentiated, PyTorch's scan (2.13) carries and hands out no whole numbers.
     kinds = [None if each.is_floating_point() or not is_trained else each.dtype for each in leaves]
-    leaves = [
-        own(_as_float(each, kind)) for each, kind in zip(leaves, kinds, strict=True)
-    ]  # no two of them may be the same
+    # No two states may be the same, nor what is read.
+    leaves = [own(_as_float(each, kind)) for each, kind in zip(leaves, kinds, strict=True)]
     leaves = leaves or [like.new_zeros(())]
     given_out = [dtype if is_trained else None for dtype in handed]
     over = there or [like.new_zeros(steps - peels - ends)]
@@ -64,7 +58,7 @@ def scanned(
         return tree
 
     def combine(flat: list[Tensor], now: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        carry, ys = step(*whole(flat), *answers[1], *given(now if there else ()))
+        carry, ys = step(*whole(flat), *answers[1], *_of(items, now if there else ()))
         out = [each for each in pytree.tree_flatten(carry)[0] if each is not None]
         out = [_as_float(each, kind) for each, kind in zip(out, kinds, strict=True)] or flat
         ys = tuple(_as_float(each, kind) for each, kind in zip(ys, given_out, strict=True))
@@ -78,9 +72,24 @@ def scanned(
     if first:
         ys = [torch.cat([one[None], rest]) for one, rest in zip(first, ys, strict=False)]
     if ends:
-        found, last = step(*found, *answers[2], *given([_end(each, -1) for each in every]))
+        found, last = step(*found, *answers[2], *_at_end(items, 2))
         ys = [torch.cat([rest, one[None]]) for one, rest in zip(last, ys, strict=True)]
     return found, tuple(ys)
+
+
+def _at_end(items: Sequence[Tensor | Items | None], which: int) -> list[Tensor | None]:
+    """What the first step reads (0), or the last (2)."""
+    found: list[Tensor | None] = []
+    for each in items:
+        read = each.read if isinstance(each, Items) else each
+        found.append(read[0 if which == 0 else -1] if read is not None and reads_it(each, which) else None)
+    return found
+
+
+def _of(items: Sequence[Tensor | Items | None], now: Sequence[Tensor]) -> list[Tensor | None]:
+    """What a step between those reads, in their places."""
+    left = list(now)
+    return [left.pop(0) if reads_it(each, 1) else None for each in items]
 
 
 def _as_float(found: Tensor, whole: torch.dtype | None) -> Tensor:
@@ -94,11 +103,6 @@ def _as_whole(found: Tensor, whole: torch.dtype | None) -> Tensor:
     if whole is None:
         return found
     return found.view(whole) if whole == torch.int64 else found.to(whole)
-
-
-def _end(items: Tensor | Items, place: int) -> Tensor:
-    """What the first or the last step reads."""
-    return (items.read if isinstance(items, Items) else items)[place]
 
 
 def own(found: Tensor) -> Tensor:

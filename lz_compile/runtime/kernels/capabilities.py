@@ -75,6 +75,9 @@ class Prior(Struct, frozen=True, forbid_unknown_fields=True):
     limits: Annotated[dict[Name, tuple[int, int | None]], Meta(description="the least and the most of sizes")] = {}
     isa: Annotated[frozenset[Name], Meta(description="instruction sets that a CPU must have")] = frozenset()
     isa_absent: Annotated[frozenset[Name], Meta(description="instruction sets that a CPU must not have")] = frozenset()
+    is_captured: Annotated[
+        bool, Meta(description="only where a CUDA graph is captured: the host's time counts for nothing")
+    ] = False
 
     def fits(self, context: SelectionContext, sizes: Mapping[str, int]) -> bool:
         """Whether this row speaks of a problem: of its platform, dtype, features and sizes."""
@@ -85,6 +88,7 @@ class Prior(Struct, frozen=True, forbid_unknown_fields=True):
             and not self.features_absent & context.features.keys()
             and self.isa <= context.hardware.isa
             and not self.isa_absent & context.hardware.isa
+            and (context.is_cuda_graph_capturing or not self.is_captured)
             and all(
                 least <= sizes.get(name, 0) and (most is None or sizes.get(name, 0) <= most)
                 for name, (least, most) in self.limits.items()
