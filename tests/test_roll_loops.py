@@ -79,7 +79,11 @@ READS = {
     "tensor": ("for t, x_t in enumerate(x.transpose(0, 1)):", "x_t", "a[:, t]"),
     "split": ("for x_t, a_t in zip(x.split(1, dim=1), torch.split(a, 1, -2)):", "x_t[:, 0]", "a_t.squeeze(1)"),
     "named": ("xs, gates = x.unbind(1), list(a.unbind(1))\nfor t in range(len(xs)):", "xs[t]", "gates[t]"),
-    "next": ("steps = x.shape[1]\nfor t in range(steps):", "x[:, t]", "(a[:, t + 1] if t + 1 < steps else 0 * a[:, 0])"),
+    "next": (
+        "steps = x.shape[1]\nfor t in range(steps):",
+        "x[:, t]",
+        "(a[:, t + 1] if t + 1 < steps else 0 * a[:, 0])",
+    ),
     "previous": ("for t in range(x.shape[1]):", "x[:, t]", "(x[:, t - 1] if t > 0 else 2 * x[:, 0]).sigmoid()"),
     "named, gone over": ("xs = x.unbind(-2)\nfor t, x_t in enumerate(xs):", "x_t", "a[:, t]"),
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from lz_compile.api.rolling.places import Meant
-from lz_compile.api.rolling.syntax import PREFIX, is_named_call, is_store, loads, placed
+from lz_compile.api.rolling.syntax import PREFIX, is_named_call, is_store, loads, placed, support
 
 
 def with_one_list_for_each_part(tree: ast.FunctionDef) -> None:
@@ -44,16 +44,17 @@ class _Apart(ast.NodeTransformer):
             return node
         pairs = list(zip(target.elts, value.elts, strict=False))
         empty = [
-            pair for pair in pairs if isinstance(pair[0], ast.Name) and (_is_empty(pair[1]) or _lists_by_key(pair[1]))
+            (one, other)
+            for one, other in pairs
+            if isinstance(one, ast.Name) and (_is_empty(other) or _lists_by_key(other))
         ]
-        if (
-            not empty
-            or len(target.elts) != len(value.elts)
-            or any(isinstance(each, ast.Starred) for each in target.elts)
-        ):
+        names = [one.id for one, _ in empty]
+        has_star = any(isinstance(each, ast.Starred) for each in (*target.elts, *value.elts))
+        is_read = sum(isinstance(each, ast.Name) and each.id in names for each in ast.walk(node)) > len(names)
+        if not empty or len(target.elts) != len(value.elts) or has_star or is_read:
             return node
         rest = [pair for pair in pairs if pair not in empty]
-        made = [ast.Assign([one], other) for one, other in empty]
+        made: list[ast.stmt] = [ast.Assign([one], other) for one, other in empty]
         if len(rest) == 1:
             made.append(ast.Assign([rest[0][0]], rest[0][1]))
         elif rest:
@@ -70,6 +71,8 @@ class _Apart(ast.NodeTransformer):
             isinstance(each, ast.Constant) for each in items.elts
         )
         if more or generator.ifs or not isinstance(target, ast.Name) or not is_written:
+            return node
+        if not _is_plain(target.id, node.key, node.value):
             return node
         each_key = [Meant(target.id, each).visit for each in items.elts]  # type: ignore[attr-defined]
         pairs = [(own(copy.deepcopy(node.key)), own(copy.deepcopy(node.value))) for own in each_key]
@@ -140,11 +143,33 @@ class _Parts(ast.NodeTransformer):
             return [placed(ast.copy_location(each, node), node) for each in made]
         if len(node.targets) == 1 and isinstance(target, ast.Tuple) and self._is_unzipped(node.value):
             names = [each.id for each in target.elts if isinstance(each, ast.Name)]
-            if len(names) == len(self._keys) == len(target.elts) and all(map(self._is_stacked_only, names)):
+            is_whole = len(names) == len(self._keys) == len(target.elts) and self._is_filled_before(node)
+            if is_whole and all(map(self._is_stacked_only, names)):
                 self.count += 1
                 self._meant.update(zip(names, self._keys, strict=True))
                 return ast.copy_location(ast.Pass(), node)
+        if len(node.targets) == 1 and isinstance(target, ast.Tuple) and self._maps(node.value):
+            self.count += 1
+            function = node.value.args[0]  # type: ignore[attr-defined]
+            calls = [ast.Call(copy.deepcopy(function), [self._part(key)], []) for key in self._keys]
+            node.value = placed(ast.Tuple(list[ast.expr](calls), ast.Load()), node)
+            return node
         return self.generic_visit(node)
+
+    def _maps(self, node: ast.expr) -> bool:
+        """``map(torch.stack, zip(*ys))``."""
+        is_map = is_named_call(node, "map") and len(node.args) == 2  # type: ignore[attr-defined]
+        return is_map and self._is_unzipped(node.args[1]) and ast.unparse(node.args[0]) in _STACKING  # type: ignore[attr-defined]
+
+    def _is_filled_before(self, node: ast.stmt) -> bool:
+        """Whether all that is appended is, in front of a statement, and no exception of that is caught."""
+        every = list(ast.walk(self._tree))
+        appended = [
+            each.lineno for each in every if isinstance(each, ast.stmt) and _appended(each, self._name) is not None
+        ]
+        around = (each for each in every if isinstance(each, (ast.For, ast.While, ast.Try)))
+        is_inside = any(each.lineno <= node.lineno <= (each.end_lineno or each.lineno) for each in around)
+        return not is_inside and max(appended, default=0) < node.lineno
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         """``hs``."""
@@ -178,21 +203,16 @@ class _Parts(ast.NodeTransformer):
             if key is not None:
                 self.count += 1
                 node.args[0] = placed(self._part(*key), node)
-        elif is_named_call(node, "map") and len(node.args) == 2 and self._is_unzipped(node.args[1]):
-            function = node.args[0]
-            if ast.unparse(function) in _STACKING:
-                self.count += 1
-                calls = [ast.Call(copy.deepcopy(function), [self._part(key)], []) for key in self._keys]
-                return placed(ast.Tuple(list[ast.expr](calls), ast.Load()), node)
+        elif (
+            is_named_call(node, "tuple", "list") and len(node.args) == 1 and isinstance(node.args[0], ast.GeneratorExp)
+        ):
+            made = self._for_each(node.args[0])
+            node.args = node.args if made is None else [made]
         return self.generic_visit(node)
 
     def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
         """``[torch.stack(part, 1) for part in zip(*ys)]``."""
-        return self._for_each(node, lambda made: ast.List(made, ast.Load()))
-
-    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
-        """``tuple(torch.stack(part, 1) for part in zip(*ys))``."""
-        return self._for_each(node, lambda made: ast.Tuple(made, ast.Load()))
+        return self._for_each(node) or self.generic_visit(node)
 
     def visit_DictComp(self, node: ast.DictComp) -> ast.AST:
         """``{key: torch.stack(part, 1) for key, part in outs.items()}``."""
@@ -204,6 +224,8 @@ class _Parts(ast.NodeTransformer):
         key, value = target.elts
         if not (isinstance(key, ast.Name) and isinstance(value, ast.Name) and _stacks_only(node.value, value.id)):
             return self.generic_visit(node)
+        if not all(_is_plain(each, node.key, node.value) for each in (key.id, value.id)):
+            return self.generic_visit(node)
         self.count += 1
         made = []
         for each in self._keys:
@@ -212,21 +234,22 @@ class _Parts(ast.NodeTransformer):
             made.append((own(copy.deepcopy(node.key)), part(own(copy.deepcopy(node.value)))))
         return placed(ast.Dict([one for one, _ in made], [other for _, other in made]), node)
 
-    def _for_each(self, node: ast.ListComp | ast.GeneratorExp, joined: Callable[[list[ast.expr]], ast.expr]) -> ast.AST:
+    def _for_each(self, node: ast.ListComp | ast.GeneratorExp) -> ast.expr | None:
+        """A list of what is made of each part; of none where nothing was appended to tuples."""
         (generator, *more) = node.generators
         target, items = generator.target, generator.iter
-        is_all = self._is_unzipped(items) or (not self._is_list and ast.unparse(items) == f"{self._name}.values()")
-        if (
-            more
-            or generator.ifs
-            or not isinstance(target, ast.Name)
-            or not is_all
-            or not _stacks_only(node.elt, target.id)
-        ):
-            return self.generic_visit(node)
+        is_unzipped = self._is_unzipped(items)
+        is_all = is_unzipped or (not self._is_list and ast.unparse(items) == f"{self._name}.values()")
+        if more or generator.ifs or not isinstance(target, ast.Name) or not is_all:
+            return None
+        if not _stacks_only(node.elt, target.id) or not _is_plain(target.id, node.elt):
+            return None
         self.count += 1
-        made = [Meant(target.id, self._part(key)).visit(copy.deepcopy(node.elt)) for key in self._keys]
-        return placed(joined(made), node)
+        parts = [Meant(target.id, self._part(key)).visit(copy.deepcopy(node.elt)) for key in self._keys]
+        made: ast.expr = ast.List(parts, ast.Load())
+        if is_unzipped:
+            made = ast.IfExp(support("holds", self._part(self._keys[0])), made, ast.List([], ast.Load()))
+        return placed(made, node)
 
     def _key_of(self, node: ast.ListComp | ast.GeneratorExp) -> tuple[object] | None:
         """``k`` of ``[y[k] for y in ys]``, or of ``[c for h, c in ys]``."""
@@ -253,6 +276,14 @@ class _Parts(ast.NodeTransformer):
         names = [each for each in ast.walk(self._tree) if isinstance(each, ast.Name) and each.id == name]
         stores = sum(map(is_store, names))
         return stores == 1 and len(names) == 1 + sum(_is_stack_of(each, name) for each in ast.walk(self._tree))
+
+
+def _is_plain(name: str, *nodes: ast.expr) -> bool:
+    """Whether a name means the same everywhere in expressions, and now."""
+    every = [each for node in nodes for each in ast.walk(node)]
+    inner = [each.target for each in every if isinstance(each, ast.comprehension)]
+    is_hidden = any(isinstance(each, ast.Name) and each.id == name for target in inner for each in ast.walk(target))
+    return not is_hidden and not any(isinstance(each, (ast.Lambda, ast.NamedExpr)) for each in every)
 
 
 _STACKING: Sequence[str] = ("torch.stack", "torch.cat", "torch.concat")

@@ -19,9 +19,9 @@ LEAST_STEPS = 4
 #: tests must be answered how for a step to read it.
 Given: TypeAlias = "tuple[Tensor, int, int | None, Callable[[int], int] | None, Any, Sequence[tuple[int, bool]]]"
 #: What a branch asks of a counter: the place of a range, a function of what it counts, and how that compares with zero.
-Test: TypeAlias = "tuple[int, Callable[[int], int], str]"
-#: What branches are told in the first step, in those after it, and in the last.
-Answers: TypeAlias = "tuple[Sequence[bool], Sequence[bool], Sequence[bool]]"
+Test: TypeAlias = "tuple[int, Callable[[int], int | None], str]"
+#: What branches are told in the first step, in those after it, and in the last; None of what is no number.
+Answers: TypeAlias = "tuple[Sequence[bool | None], Sequence[bool | None], Sequence[bool | None]]"
 #: What a loop is given: its first state, ranges, reads, tests, what it writes (whether, to what name, where), what else its
 #: steps read, and the module whose method it is in.
 Facts: TypeAlias = "tuple[Any, Sequence[Counted], Sequence[Given], Sequence[Test], Sequence[Any], Sequence[Any], Any]"
@@ -102,10 +102,14 @@ def device_of(init: tuple[Any, ...], reads: Sequence[Given]) -> torch.device | N
 
 def answers_of(tests: Sequence[Test], ranges: Sequence[Counted], steps: int) -> Answers | None:
     """What branches are told in the first step, in the last, and in those between; None where it is not the same in these."""
-    found: tuple[list[bool], list[bool], list[bool]] = [], [], []
+    found: tuple[list[bool | None], list[bool | None], list[bool | None]] = [], [], []
     for place, function, order in tests:
         start, by = ranges[place].start, ranges[place].step
         then, before = function(start + by), function(start + by * (steps - 2))
+        if then is None or before is None:
+            for answers in found:
+                answers.append(None)
+            continue
         is_same = order not in ("Eq", "NotEq") or (_sign(then) < 0) == (_sign(before) < 0)
         if not is_same or _answer(then, order) != _answer(before, order):
             return None
@@ -114,7 +118,7 @@ def answers_of(tests: Sequence[Test], ranges: Sequence[Counted], steps: int) -> 
     return found
 
 
-def _answer(difference: int, order: str) -> bool:
+def _answer(difference: int | None, order: str) -> bool:
     sign = _sign(difference)
     found: bool = {"Lt": sign < 0, "LtE": sign <= 0, "Gt": sign > 0, "GtE": sign >= 0, "Eq": sign == 0}.get(
         order, sign != 0
@@ -122,8 +126,9 @@ def _answer(difference: int, order: str) -> bool:
     return found
 
 
-def _sign(difference: int) -> int:
+def _sign(difference: int | None) -> int:
     """A plain number, also of a symbol: Dynamo compares no symbolic answers with each other."""
+    assert difference is not None, "all are numbers, or none is"
     if difference < 0:
         return -1
     return 0 if difference == 0 else 1
@@ -217,6 +222,8 @@ def _problem(given: Given, ranges: Sequence[Counted], steps: int, answers: Answe
     lowest, highest = _steps_reading(given, steps, answers)
     first, by, count = ranges[place].start + ranges[place].step * lowest, ranges[place].step, highest - lowest
     at, then, last = function(first), function(first + by), function(first + by * count)
+    if at is None or (end is not None and end(first) is None):
+        return "it reads places by something that is no number"
     if then == at or last != at + (then - at) * count:
         return "it reads places that are not evenly apart"
     if end is not None and (end(first) != at + 1 or end(first + by) != then + 1):
@@ -265,7 +272,7 @@ def kind_of(facts: Facts, root: torch.nn.Module | None) -> str | None:
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),
     ):
-        text += " yes" if answer else " no"
+        text += " none" if answer is None else " yes" if answer else " no"
     for each in (module, root):
         text += _modes(each) if isinstance(each, torch.nn.Module) else ""
     return text

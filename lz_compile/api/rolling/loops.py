@@ -64,26 +64,25 @@ def read_loop(node: ast.For, names: Scope) -> Loop:  # noqa: PLR0915  # one ques
     Raises:
         NotRolledError: it stays as it is, with the reason.
     """
-    node.body = [written_in_place(each, names.own) for each in node.body]
-    _check(node)
+    body = [written_in_place(copy.deepcopy(each), names) for each in node.body]
+    _check(node, body)
     before, after = names.before, names.after
-    foreign = changed_in_place(*node.body) - names.own - names.lists - names.started
+    foreign = changed_in_place(*body) - names.own - names.lists - names.started
     if foreign:
         raise NotRolledError(f"{min(foreign)} is changed in place, and may be others' too", node.lineno)
     loop = Loop(node)
     counters = {each.name: each for each in _iterated(loop, node.iter, node.target)}
-    changed = stores(*node.body)
+    changed = stores(*body)
     clash = changed & counters.keys()
     if clash:
         raise NotRolledError(f"{min(clash)} counts, and is assigned", node.lineno)
     loop.behind = [each for name, each in counters.items() if name in after]
-    copies = [copy.deepcopy(each) for each in node.body]
-    copies, loop.slots = with_slots(plain(copies, counters, after), counters, loop.ranges, names.started)
+    copies, loop.slots = with_slots(plain(body, counters, after), counters, loop.ranges, names.started)
     held = {each.name for each in loop.slots}
     names = replace(names, before=before | held, sure=names.sure | held)
     before = names.before
     body = [WrittenOut(loop, counters, names, copies).visit(each) for each in copies]
-    body = [Branches(loop, counters, stores(*body)).visit(each) for each in body]
+    body = [Branches(loop, counters, stores(*body), names).visit(each) for each in body]
     body = [Reads(loop, counters, stores(*body)).visit(each) for each in body]
     body = [Transposed().visit(each) for each in body]
     _refuse_numbers(body, counters, stores(*body, *(target for target, _ in loop.streams)))
@@ -128,10 +127,10 @@ def _refuse_numbers(body: list[ast.stmt], counters: dict[str, Counter], tensors:
             raise NotRolledError(f"{name.id} is used as a number ({ast.unparse(top)})", name.lineno)
 
 
-def _check(node: ast.For) -> None:
+def _check(node: ast.For, body: list[ast.stmt]) -> None:
     if node.orelse:
         raise NotRolledError("it has an else", node.lineno)
-    for each in (each for statement in node.body for each in ast.walk(statement)):
+    for each in (each for statement in body for each in ast.walk(statement)):
         line = getattr(each, "lineno", node.lineno)
         call = each.value if isinstance(each, ast.Expr) else None
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add":

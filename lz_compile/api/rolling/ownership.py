@@ -19,6 +19,14 @@ def made(statement: ast.stmt) -> set[str]:
     return {each.id for each, new in pairs_of(statement) if isinstance(each, ast.Name) and _is_made(new)}
 
 
+def made_tensors(statement: ast.stmt) -> set[str]:
+    """Names that a statement gives a new tensor to."""
+    pairs = [
+        (each, new) for each, new in pairs_of(statement) if isinstance(each, ast.Name) and isinstance(new, ast.Call)
+    ]
+    return {each.id for each, new in pairs if _is_made(new) and not is_named_call(new, "list", "dict")}
+
+
 def rebound(statement: ast.stmt) -> set[str]:
     """Names that a statement gives another value to, as against another content."""
     every = list(ast.walk(statement))

@@ -36,7 +36,8 @@ class Condition:
 class Scope:
     """Names in front of a statement, and behind it.
 
-    ``before`` may have a value, ``sure`` do; ``own`` hold what the function has made, so that nobody else sees it change;
+    ``before`` may have a value, ``sure`` do; ``own`` hold what the function has made, so that nobody else sees it change,
+    ``tensors`` those that one call has made;
     ``lists`` are empty lists, ``started`` others, of which ``repeated`` are ``[first] * steps``; ``after`` are read behind
     it, or by the next turn of a loop around it, ``around`` behind its block.
     """
@@ -44,6 +45,7 @@ class Scope:
     before: set[str] = field(default_factory=set)
     sure: set[str] = field(default_factory=set)
     own: set[str] = field(default_factory=set)
+    tensors: set[str] = field(default_factory=set)
     lists: set[str] = field(default_factory=set)
     started: set[str] = field(default_factory=set)
     repeated: dict[str, tuple[ast.stmt, ast.BinOp]] = field(default_factory=dict)
@@ -52,7 +54,7 @@ class Scope:
 
     def inside(self, after: set[str], made: set[str] = frozenset()) -> Scope:  # type: ignore[assignment]
         """The same in front of a block, behind which ``after`` are read."""
-        return Scope({*self.before, *made}, {*self.sure, *made}, {*self.own}, after=after)
+        return Scope({*self.before, *made}, {*self.sure, *made}, {*self.own}, {*self.tensors}, after=after)
 
 
 @dataclass

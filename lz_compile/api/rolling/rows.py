@@ -39,6 +39,11 @@ class Lists:
         return Rows(found, before)
 
     @staticmethod
+    def holds(found: Any) -> bool:
+        """Whether a list has anything in it."""
+        return isinstance(found, Rows) or bool(found)
+
+    @staticmethod
     def inserted(found: Any, behind: Sequence[Tensor]) -> Any:
         """What a loop put in front, step by step, to be stacked."""
         return Rows(found.flip(0), (), behind)

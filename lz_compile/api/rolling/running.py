@@ -142,20 +142,38 @@ class Support(Lists):
         return self.callees[place][1]
 
     @staticmethod
+    def counts(*values: Any) -> bool:
+        """Whether something can be counted by."""
+        return all(isinstance(each, (int, float, torch.SymInt)) for each in values)
+
+    @staticmethod
     def like(old: Any, new: Any) -> Any:
-        """What ``old += x`` gives: in the dtype of ``old``."""
-        is_other = isinstance(old, Tensor) and isinstance(new, Tensor) and old.dtype != new.dtype
-        return new.to(old.dtype) if is_other else new
+        """What ``old += x`` gives: in the dtype of ``old``, and of its shape.
+
+        Raises:
+            RuntimeError: it would be of another shape, or is no number of that dtype.
+        """
+        if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+            return new
+        if old.dim() != new.dim() or any(one != other for one, other in zip(old.shape, new.shape, strict=True)):
+            text = f"output with shape {list(old.shape)} doesn't match the broadcast shape {list(new.shape)}"
+            raise RuntimeError(text)
+        if old.dtype == new.dtype:
+            return new
+        if not torch.can_cast(new.dtype, old.dtype):
+            raise RuntimeError(f"result type {new.dtype} can't be cast to the desired output type {old.dtype}")
+        return new.to(old.dtype)
 
     @staticmethod
-    def copied(old: Tensor, new: Any) -> Tensor:
-        """What ``old.copy_(new)`` leaves."""
-        return new.to(old).expand_as(old) if isinstance(new, Tensor) else torch.full_like(old, new)
-
-    @staticmethod
-    def zeroed(old: Tensor) -> Tensor:
-        """What ``old.zero_()`` leaves."""
-        return torch.zeros_like(old)
+    def written(old: Tensor, method: str, given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+        """What a method that writes to a tensor leaves: ``old.add_(x)``."""
+        if method in ("copy_", "fill_"):
+            (new,) = given
+            return new.to(old).expand_as(old) if isinstance(new, Tensor) else torch.full_like(old, new)
+        if method == "zero_":
+            return torch.zeros_like(old)
+        found: Tensor = Support.like(old, getattr(old, method[:-1])(*given, **named))
+        return found
 
     @staticmethod
     def transposed(found: Any, name: str) -> Any:

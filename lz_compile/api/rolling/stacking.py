@@ -12,7 +12,7 @@ def is_stacked_only(name: str, statements: Sequence[ast.stmt]) -> bool:
     """Whether a list is no more than stacked or concatenated."""
     every = [each for statement in statements for each in ast.walk(statement)]
     used = sum(isinstance(each, ast.Name) and each.id == name for each in every)
-    return used == sum(_stacks(each, name) or _is_turning(each, name) for each in every)
+    return used == sum(_stacks(each, name) or _is_turning(each, name) or _is_asked(each, name) for each in every)
 
 
 def _stacks(node: ast.AST, name: str) -> bool:
@@ -39,6 +39,12 @@ def _turned(held: ast.expr) -> ast.expr | None:
         return _turned(held.args[0])  # type: ignore[attr-defined]
     is_turned = is_named_call(held, "reversed") and len(held.args) == 1  # type: ignore[attr-defined]
     return held.args[0] if is_turned else None  # type: ignore[attr-defined]
+
+
+def _is_asked(node: ast.AST, name: str) -> bool:
+    """Whether it asks whether a list has anything in it."""
+    is_ours = isinstance(node, ast.Call) and ast.unparse(node.func) == f"{SUPPORT}.holds"
+    return is_ours and isinstance(node.args[0], ast.Name) and node.args[0].id == name  # type: ignore[attr-defined]
 
 
 def _is_turning(node: ast.AST, name: str) -> bool:

@@ -174,8 +174,9 @@ def _joined(name: str, value: ast.expr) -> tuple[ast.expr, ast.expr] | None:
 class Branches(ast.NodeTransformer):
     """What branches of a step ask of a counter, as names: it is the same for all steps but the first."""
 
-    def __init__(self, loop: Loop, counters: dict[str, Counter], changed: set[str]) -> None:
+    def __init__(self, loop: Loop, counters: dict[str, Counter], changed: set[str], names: Scope) -> None:
         self._loop, self._counters, self._changed, self._is_asked = loop, counters, changed, False
+        self._perhaps = names.before - names.sure
 
     def visit_If(self, node: ast.If) -> ast.AST:
         """``if t == 0:``."""
@@ -211,6 +212,10 @@ class Branches(ast.NodeTransformer):
         sides = (node.left, node.comparators[0])
         if not all(is_affine(each, name) for each in sides) or loads(node) & self._changed:
             return node
+        if loads(node) & self._perhaps:
+            raise NotRolledError(
+                f"{min(loads(node) & self._perhaps)} may have no value in front of the loop", node.lineno
+            )
         difference = placed(ast.BinOp(sides[0], ast.Sub(), sides[1]), node)
         self._loop.tests.append(Condition(self._counters[name], difference, type(node.ops[0]).__name__))
         return placed(ast.Name(f"{PREFIX}b{len(self._loop.tests) - 1}", ast.Load()), node)
@@ -264,56 +269,54 @@ class Transposed(ast.NodeTransformer):
         return placed(support("transposed", node.value, ast.Constant(node.attr)), node)
 
 
-def written_in_place(statement: ast.stmt, own: set[str]) -> ast.stmt:
-    """``h.mul_(a).add_(b)`` as ``h = h.mul(a).add(b)``, and ``out[t].copy_(y)`` as ``out[t] = y``.
+def written_in_place(statement: ast.stmt, names: Scope) -> ast.stmt:
+    """``h.mul_(a).add_(b)`` as ``h = h.mul(a); h = h.add(b)``, and ``out[t].copy_(y)`` as ``out[t] = y``.
 
-    Of memory that is nobody else's; whether other names of it are read in a step is left to the proof.
+    Of tensors that are nobody else's; whether other names of them are read in a step is left to the proof.
     """
     for name in ("body", "orelse"):
         inner = getattr(statement, name, None)
         if isinstance(statement, (ast.If, ast.With)) and isinstance(inner, list):
-            setattr(statement, name, [written_in_place(each, own) for each in inner])
-    value = statement.value if isinstance(statement, ast.Expr) else None
-    if value is None or not _is_in_place(value):
+            setattr(statement, name, [written_in_place(each, names) for each in inner])
+    links = _links(statement.value) if isinstance(statement, ast.Expr) else []
+    if not links:
         return statement
-    base = value
-    while isinstance(base, ast.Call):
-        base = base.func.value  # type: ignore[attr-defined]
-    is_copied = value.func.attr == "copy_" and len(value.args) == 1 and not value.keywords  # type: ignore[attr-defined]
-    if isinstance(base, ast.Subscript) and isinstance(base.value, ast.Name) and is_copied and base is value.func.value:  # type: ignore[attr-defined]
-        target = ast.Subscript(base.value, base.slice, ast.Store())
-        return placed(ast.copy_location(ast.Assign([target], value.args[0]), statement), statement)  # type: ignore[attr-defined]
-    if not isinstance(base, ast.Name) or base.id not in own:
+    owner, (first, *more) = links[0].func.value, links  # type: ignore[attr-defined]
+    if isinstance(owner, ast.Subscript) and isinstance(owner.value, ast.Name):
+        is_copied = first.func.attr == "copy_" and len(first.args) == 1 and not first.keywords and not more  # type: ignore[attr-defined]
+        if owner.value.id not in names.tensors or not is_copied:
+            return statement
+        target = ast.Subscript(owner.value, owner.slice, ast.Store())
+        return placed(ast.copy_location(ast.Assign([target], first.args[0]), statement), statement)
+    if not isinstance(owner, ast.Name) or owner.id not in names.tensors:
         return statement
-    held = support("like", ast.Name(base.id, ast.Load()), _computed(value))
-    return placed(ast.copy_location(ast.Assign([ast.Name(base.id, ast.Store())], held), statement), statement)
+    held: ast.expr = ast.Name(owner.id, ast.Load())
+    for link in links:
+        held = support("written", held, ast.Constant(link.func.attr), ast.Tuple(link.args, ast.Load()), _named(link))  # type: ignore[attr-defined]
+    return placed(ast.copy_location(ast.Assign([ast.Name(owner.id, ast.Store())], held), statement), statement)
 
 
-#: Methods that write what is not computed by one of the same name without the underscore.
-_FILLING = {"copy_": "copied", "zero_": "zeroed", "fill_": "copied"}
-#: Those that draw random numbers, or change what a tensor is.
+#: Methods that draw random numbers, or change what a tensor is.
 _OTHER = frozenset(
     "bernoulli_ normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ requires_grad_ detach_ resize_ set_ "
     "transpose_ t_ squeeze_ unsqueeze_ swapaxes_ swapdims_ as_strided_ retain_grad_ share_memory_".split()
 )
 
 
-def _is_in_place(node: ast.expr) -> bool:
-    """Whether it is nothing but methods that write to a tensor, one after the other."""
+def _links(node: ast.expr) -> list[ast.Call]:
+    """Methods that write to a tensor, one after the other; none where it is anything else."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return False
+        return []
     name, owner = node.func.attr, node.func.value
     is_one = name.endswith("_") and not name.endswith("__") and name not in _OTHER
-    return is_one and (isinstance(owner, (ast.Name, ast.Subscript)) or _is_in_place(owner))
+    is_one = is_one and all(each.arg is not None for each in node.keywords)
+    is_one = is_one and not any(isinstance(each, ast.Starred) for each in node.args)
+    before = [] if isinstance(owner, (ast.Name, ast.Subscript)) else _links(owner)
+    return [*before, node] if is_one and (before or isinstance(owner, (ast.Name, ast.Subscript))) else []
 
 
-def _computed(node: ast.expr) -> ast.expr:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return node
-    name, owner = node.func.attr, _computed(node.func.value)
-    if name in _FILLING and not node.keywords:
-        return support(_FILLING[name], owner, *node.args)
-    return ast.Call(ast.Attribute(owner, name[:-1], ast.Load()), node.args, node.keywords)
+def _named(call: ast.Call) -> ast.expr:
+    return ast.Dict([ast.Constant(each.arg) for each in call.keywords], [each.value for each in call.keywords])
 
 
 def _same(one: Read, other: Read) -> bool:
