@@ -397,9 +397,11 @@ def test_a_number_that_changes_from_call_to_call_leaves_the_loop():
     rolled = lz.roll_loops(scheduled, torch.randn(2, 5, 3), 0.5)
     torch._dynamo.reset()
     run = torch.compile(rolled, backend="layerzero")
-    for decay in (0.5, 0.25, 0.125):
-        x = torch.randn(2, 9, 3)
-        same(run(x, decay), scheduled(x, decay))
+    with collect() as events:
+        for decay in (0.5, 0.25, 0.125):
+            x = torch.randn(2, 9, 3)
+            same(run(x, decay), scheduled(x, decay))
+    assert "a Python number changes" in " ".join(event.message for event in events)
 
 
 def test_a_loop_inside_of_a_transform_or_a_checkpoint_stays():

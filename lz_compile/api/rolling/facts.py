@@ -278,6 +278,21 @@ def kind_of(facts: Facts, root: torch.nn.Module | None) -> str | None:
     return text
 
 
+def needs_gradients(facts: Facts, root: torch.nn.Module | None) -> bool:
+    """Whether anything that a loop computes with is differentiated."""
+    init, _, reads, _, writes, free, _ = facts
+    held = [tensor for tensor, *_ in reads], [where[0] for _, _, where in writes if where is not None]
+    every = [each for each in pytree.tree_leaves([init, *held, list(free)]) if isinstance(each, Tensor)]
+    every += [] if root is None else [*root.parameters()]
+    return any(each.requires_grad for each in every)
+
+
+def changes_numbers(facts: Facts) -> bool:
+    """Whether a loop computes with a Python number that Dynamo has a symbol for."""
+    init, *_, free, _ = facts
+    return any(isinstance(each, float) and not has_static_value(each) for each in (*pytree.tree_leaves(init), *free))
+
+
 def _is_taken(found: Any) -> bool:
     """Whether a scan takes it: PyTorch's (2.13) no number that Dynamo has a symbol for, Inductor's no complex ones."""
     if isinstance(found, Tensor):

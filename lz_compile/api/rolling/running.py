@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.api.arguments import is_plain
+from lz_compile.api.rolling.asked import is_confined, let_inductor_count, tell_of_numbers
 from lz_compile.api.rolling.facts import (
     LEAST_STEPS,
     Answers,
@@ -24,11 +25,13 @@ from lz_compile.api.rolling.facts import (
     Places,
     Test,
     answers_of,
+    changes_numbers,
     device_of,
     has_hooks,
     is_known,
     items_of,
     kind_of,
+    needs_gradients,
     size_of,
     steps_of,
 )
@@ -93,9 +96,12 @@ class Support(Lists):
                 and self._is_long(key, given())
             )
         facts = given()
-        if self.is_undifferentiated and torch.is_grad_enabled() and _needs_gradients(facts, self.root):
+        if self.is_undifferentiated and torch.is_grad_enabled() and needs_gradients(facts, self.root):
             return False
-        kind = None if _is_confined(place) else kind_of(facts, self.root)
+        if changes_numbers(facts):
+            tell_of_numbers(place)
+            return False
+        kind = None if is_confined(place) else kind_of(facts, self.root)
         return kind is not None and kind in self.tried[key]
 
     def _is_long(self, key: int, given: tuple[Any, ...]) -> bool:
@@ -227,7 +233,7 @@ class Support(Lists):
     ) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]]:
         """What is carried out of a loop, and what its steps hand out, along a first dimension; None for what they do not."""
         try:
-            _allow_counters()
+            let_inductor_count()
             steps = steps_of(ranges, reads)
             device = device_of(init, reads)
             answers = answers_of(tests, ranges, steps)
@@ -350,35 +356,6 @@ class Support(Lists):
         dim = dim if dim >= 0 else dim + tensor.dim()
         where = (*(slice(None),) * dim, slice(at, at + stride * (len(found) - 1) + 1, stride))
         tensor[where] = found.movedim(0, dim)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _allow_counters() -> bool:
-    """What Inductor needs for a scan, under whatever backend it is traced: it is called by Dynamo."""
-    from lz_compile.lowering.inductor import allow_counters
-
-    allow_counters()
-    return True
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_confined(place: str) -> bool:
-    """Whether PyTorch compiles no scan where this is traced: it is called by Dynamo."""
-    from lz_compile.lowering.inductor import confines_scans
-
-    found = confines_scans()
-    if found:
-        text = "it is inside of a transform of torch.func, or of a checkpoint with gradients"
-        record("LOOP_NOT_ROLLED", f"the loop at {place}: {text}")
-    return found
-
-
-def _needs_gradients(facts: tuple[Any, ...], root: torch.nn.Module | None) -> bool:
-    init, _, reads, _, writes, free, _ = facts
-    held = [tensor for tensor, *_ in reads], [where[0] for _, _, where in writes if where is not None]
-    every = [each for each in pytree.tree_leaves([init, *held, list(free)]) if isinstance(each, Tensor)]
-    every += [] if root is None else [*root.parameters()]
-    return any(each.requires_grad for each in every)
 
 
 class _NoEffects(TorchDispatchMode):
