@@ -175,7 +175,8 @@ def test_a_prior_decides_nothing_and_says_whether_it_was_measured(kernel):
     spec = kernels(KERNELS[kernel])[kernel]
     assert spec.platforms == {"cuda", "rocm"}
     assert re.search("a guess that was never measured|benchmarks/gpu.py on an H100", spec.prior_source)
-    assert all(row.relative_latency > 0.9 for row in spec.prior), "priors have a noise of a tenth"
+    called = [row for row in spec.prior if not row.is_captured]  # replayed in a CUDA graph, times repeat
+    assert all(row.relative_latency > 0.9 for row in called), "priors have a noise of a tenth"
 
 
 @pytest.fixture
