@@ -242,8 +242,10 @@ def test_a_loop_whose_gradients_fail_is_rolled_where_none_are_wanted():
     assert compiled(rolled, x, share)[1].scans == 1
     with torch.no_grad():
         assert compiled(rolled, x.requires_grad_(), share)[1].scans == 1
-    found, graphs = compiled(rolled, x, share)
+    with collect() as events:
+        found, graphs = compiled(rolled, x, share)
     assert graphs.scans == 0
+    assert "it is differentiated here" in " ".join(event.message for event in events)
     (gradient,) = torch.autograd.grad(found.sum(), x)
     same(gradient, torch.autograd.grad(written_over(x, share).sum(), x)[0])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

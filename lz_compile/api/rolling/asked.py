@@ -23,13 +23,12 @@ def is_confined(place: str) -> bool:
 
     found = confines_scans()
     if found:
-        text = "it is inside of a transform of torch.func, or of a checkpoint with gradients"
-        record("LOOP_NOT_ROLLED", f"the loop at {place}: {text}")
+        tell(place, "it is inside of a transform of torch.func, or of a checkpoint with gradients")
     return found
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def tell_of_numbers(place: str) -> bool:
-    """It is called by Dynamo."""
-    record("LOOP_NOT_ROLLED", f"the loop at {place}: a Python number changes from call to call; hand in a tensor")
+def tell(place: str, why: str) -> bool:
+    """That a loop is traced as it is written: it is called by Dynamo."""
+    record("LOOP_NOT_ROLLED", f"the loop at {place}: {why}")
     return True

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.api.arguments import is_plain
-from lz_compile.api.rolling.asked import is_confined, let_inductor_count, tell_of_numbers
+from lz_compile.api.rolling.asked import is_confined, let_inductor_count, tell
 from lz_compile.api.rolling.facts import (
     LEAST_STEPS,
     Answers,
@@ -97,9 +97,10 @@ class Support(Lists):
             )
         facts = given()
         if self.is_undifferentiated and torch.is_grad_enabled() and needs_gradients(facts, self.root):
+            tell(place, "it is differentiated here, and had no gradients where it was proven")
             return False
         if changes_numbers(facts):
-            tell_of_numbers(place)
+            tell(place, "a Python number changes from call to call; hand in a tensor")
             return False
         kind = None if is_confined(place) else kind_of(facts, self.root)
         return kind is not None and kind in self.tried[key]
@@ -326,11 +327,7 @@ class Support(Lists):
     @staticmethod
     def placed(held: Any, found: Any, ranges: Sequence[Counted], given: Given) -> Any:
         """What a loop wrote to the rest of a list, to be stacked."""
-        _, _, place, function, *_ = given
-        if place is None or function is None:
-            raise NotRolledError("no counter says where it is written")
-        first, by = ranges[place].start, ranges[place].step
-        at, stride = function(first), function(first + by) - function(first)
+        at, stride = _where_written(ranges, given)
         whole = found if stride > 0 else found.flip(0)
         at = at if stride > 0 else at - (len(found) - 1)
         is_rest = not isinstance(held, Tensor) and size_of(held, 0) == at + len(found)
@@ -342,11 +339,7 @@ class Support(Lists):
     @staticmethod
     def filled(tensor: Any, found: Any, ranges: Sequence[Counted], given: Given) -> None:
         """Write what the steps of a loop would have written, all at once."""
-        _, dim, place, function, *_ = given
-        if place is None or function is None:
-            raise NotRolledError("no counter says where it is written")
-        first, by = ranges[place].start, ranges[place].step
-        at, stride = function(first), function(first + by) - function(first)
+        dim, (at, stride) = given[1], _where_written(ranges, given)
         if stride < 0:
             at, stride, found = at + stride * (len(found) - 1), -stride, found.flip(0)
         if not isinstance(tensor, Tensor):
@@ -356,6 +349,15 @@ class Support(Lists):
         dim = dim if dim >= 0 else dim + tensor.dim()
         where = (*(slice(None),) * dim, slice(at, at + stride * (len(found) - 1) + 1, stride))
         tensor[where] = found.movedim(0, dim)
+
+
+def _where_written(ranges: Sequence[Counted], given: Given) -> tuple[int, int]:
+    """The first place that a loop writes to, and how far the next one is."""
+    _, _, place, function, *_ = given
+    if place is None or function is None:
+        raise NotRolledError("no counter says where it is written")
+    first, by = ranges[place].start, ranges[place].step
+    return function(first), function(first + by) - function(first)
 
 
 class _NoEffects(TorchDispatchMode):
