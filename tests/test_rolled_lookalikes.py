@@ -219,6 +219,21 @@ LOOKALIKES = {
 }
 
 
+#: Where the loop is a scan, on the example at least.
+SCANS = {
+    "an index",
+    "one memory",
+    "bytes",
+    "halves",
+    "comparisons",
+    "exchanged",
+    "no steps",
+    "names",
+    "none",
+    "in the middle",
+}
+
+
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_it_gives_what_it_gave(name):
     function, example, later = LOOKALIKES[name]
@@ -227,6 +242,7 @@ def test_it_gives_what_it_gave(name):
         expected = function(*later)
         same(rolled(*later), expected)
         same(compiled(rolled, *later)[0], expected)
+        assert compiled(rolled, *example)[1].scans == (name in SCANS or name == "none, long")
     if name == "one memory":
         assert len({id(each) for each in rolled(*later)[1]}) == 1
 

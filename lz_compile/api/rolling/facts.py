@@ -287,6 +287,11 @@ def needs_gradients(facts: Facts, root: torch.nn.Module | None) -> bool:
     return any(each.requires_grad for each in every)
 
 
+def rank_of(dtype: torch.dtype) -> int:
+    """What casts to what of a higher rank alone, as ``torch.can_cast`` has it, which Dynamo does not trace."""
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else int(dtype != torch.bool)
+
+
 def changes_numbers(facts: Facts) -> bool:
     """Whether a loop computes with a Python number that Dynamo has a symbol for."""
     init, *_, free, _ = facts

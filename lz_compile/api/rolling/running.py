@@ -32,6 +32,7 @@ from lz_compile.api.rolling.facts import (
     items_of,
     kind_of,
     needs_gradients,
+    rank_of,
     size_of,
     steps_of,
 )
@@ -167,7 +168,7 @@ class Support(Lists):
             raise RuntimeError(text)
         if old.dtype == new.dtype:
             return new
-        if not torch.can_cast(new.dtype, old.dtype):
+        if rank_of(new.dtype) > rank_of(old.dtype):
             raise RuntimeError(f"result type {new.dtype} can't be cast to the desired output type {old.dtype}")
         return new.to(old.dtype)
 
