@@ -35,6 +35,7 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Rewrite ``module`` in place and compile it; on failure of the rewritten graph, compile the original one."""
     ours, rest = split(options, mode)
+    inductor.drop_fixed_guards()
     with inductor.compiling_with(inductor.config_of(mode, rest)):
         return process(module, inputs, ours, inductor_runner(mode, rest))
 
