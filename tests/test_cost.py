@@ -254,6 +254,16 @@ def test_the_options_of_a_compile_are_those_of_a_question() -> None:
     assert inductor.fuses_attention(by_torch, inputs, torch.device("cpu"))
 
 
+def test_inductor_may_answer_with_tensors_of_its_own() -> None:
+    """It rewrites a softmax of what is scaled by a tensor (2.13), by one and minus one that are real among the fake ones."""
+
+    def scaled(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor) -> Tensor:
+        return (q @ k.mT * temperature).softmax(-1) @ v
+
+    inputs = [*torch.randn(3, 2, 4, 8, 16).unbind(), torch.rand(4, 1, 1)]
+    assert not inductor.fuses_attention(scaled, inputs, torch.device("cpu"))
+
+
 def test_a_question_counts_as_no_compile() -> None:
     torch._dynamo.utils.counters.clear()
     assert inductor.fuses_attention(by_torch, torch.randn(3, 2, 4, 8, 16).unbind(), torch.device("cpu"))

@@ -94,6 +94,15 @@ def _scores_mixed_by_a_linear_map(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.linear(scores(q, k).permute(0, 2, 3, 1), MIXER).permute(0, 3, 1, 2).softmax(-1) @ v
 
 
+def _both_mixed_by_linear_maps_with_biases(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mixed = F.linear(scores(q, k).permute(0, 2, 3, 1), MIXER, MIXER[0]).permute(0, 3, 1, 2).softmax(-1)
+    return F.linear(mixed.permute(0, 2, 3, 1), MIXER, MIXER[1]).permute(0, 3, 1, 2) @ v
+
+
+def _probabilities_mixed_by_a_linear_map_with_a_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.linear(scores(q, k).softmax(-1).permute(0, 2, 3, 1), MIXER, MIXER[1]).permute(0, 3, 1, 2) @ v
+
+
 def _scores_mixed_by_a_convolution(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.conv2d(scores(q, k), MIXER[:, :, None, None]).softmax(-1) @ v
 
@@ -149,6 +158,8 @@ UNREAD: dict[Callable[..., Tensor], str] = {
     _probabilities_through_a_function: "[PROBABILITIES_NOT_READ] the probabilities pass through autograd_function",
     _scores_mixed: "[HEADS_MIXED] the scores of different heads",
     _scores_mixed_by_a_linear_map: "[HEADS_MIXED] the scores of different heads",
+    _both_mixed_by_linear_maps_with_biases: "[HEADS_MIXED] the scores of different heads",
+    _probabilities_mixed_by_a_linear_map_with_a_bias: "[HEADS_MIXED] the probabilities of different heads",
     _scores_mixed_by_a_convolution: "[HEADS_MIXED] the scores of different heads",
     _probabilities_mixed: "[HEADS_MIXED] the probabilities of different heads",
     _probabilities_mixed_by_a_convolution: "[HEADS_MIXED] the probabilities of different heads",
@@ -250,9 +261,26 @@ class Loss(nn.Module):
         return F.nll_loss(surprise, found.argmax(-1)) + (found * surprise).sum(-1).mean()
 
 
-@pytest.mark.parametrize("module", [Router, CosineRouter, AdaptedRouter, ClassHeads, Codebook, Loss])
+class Branches(nn.Module):
+    """Two blocks that weigh their branches by a softmax over them (ResNeSt, SKNet): the first is features for the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.ModuleList(nn.Conv2d(4, 8, 3, padding=1) for _ in range(2))
+        self.gates = nn.ModuleList(nn.Conv2d(4, 8, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(1, 4, 2, 2)[..., :1, :].expand(1, 4, 3, 2)
+        for features, gate in zip(self.features, self.gates, strict=True):
+            branches = features(x).relu().unflatten(1, (2, 4))
+            weights = gate(branches.sum(1).mean((2, 3), keepdim=True)).unflatten(1, (2, 4)).softmax(1)
+            x = (branches * weights).sum(1)
+        return x
+
+
+@pytest.mark.parametrize("module", [Router, CosineRouter, AdaptedRouter, ClassHeads, Codebook, Loss, Branches])
 def test_routers_and_classifiers_are_no_near_misses(module: type[nn.Module]) -> None:
-    model, x, backend = module(), torch.randn(7, 16), Rewriting(strict=True)
+    model, x, backend = module(), torch.randn(1 if module is Branches else 7, 16), Rewriting(strict=True)
     torch.testing.assert_close(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))
     assert not backend.report.near_misses, backend.why_not()
     assert not [match for match in backend.report.matches if match.op == "attention"]

@@ -50,6 +50,7 @@ from torch._inductor.exc import CppCompileError
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging._internal import trace_structured
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler._cache import CacheArtifactManager
 from torch.fx._symbolic_trace import _Patcher
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -400,6 +401,9 @@ def fuses_attention(
             with torch.set_grad_enabled(is_training):
                 module = make_fx(traced, select_decomp_table(), tracing_mode="fake")(*given_to)
             module.graph.eliminate_dead_code()  # its decompositions leave calls that nobody reads
+            for each in module.graph.find_nodes(op="placeholder"):  # some patterns bring tensors of their own
+                if isinstance(each.meta.get("val"), FakeTensor):
+                    each.meta["val"].fake_mode.allow_non_fake_inputs = True
             joint_graph_passes(module, **given)
     finally:
         counters["inductor"].clear()  # a question is no compile
@@ -678,12 +682,14 @@ _FIXED = ("lz_compile.api.rolling.", "torch._higher_order_ops.", "torch.utils._p
 def drop_fixed_guards() -> None:
     """Take guards away that ask in every call whether the functions of rolled loops are the same as ever.
 
-    They are two thirds of such a graph's guards: 12 of 60 us in a call of 64 steps. Dynamo does the same for Python's own modules.
+    They are two thirds of such a graph's guards, 12 of 60 us in a call of 64 steps. Dynamo asks nothing of Python's own
+    modules, either.
     """
     context = TracingContext.try_get()
     if context is not None:
         guards = context.guards_context.dynamo_guards
-        guards.inner = {each for each in guards.inner if not _is_fixed(each.originating_source)}
+        for guard in [each for each in guards.inner if _is_fixed(each.originating_source)]:
+            guards.inner.discard(guard)
 
 
 def _is_fixed(source: Source) -> bool:

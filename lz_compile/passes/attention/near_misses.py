@@ -252,8 +252,15 @@ def _scores_behind(region: Region, node: fx.Node, is_end: Callable[[fx.Node], bo
             (_is_product(region, each) or is_distance(region.effects, each))
             and not any(map(is_weight, _factors(region.effects, each)))
         ),
-        lambda each: is_end(each) or _is_product(region, each),
+        lambda each: is_end(each) or _is_product(region, each) or _is_pooled(region, each),
     )
+
+
+def _is_pooled(region: Region, node: fx.Node) -> bool:
+    """Whether a call averages over places: what is behind it are features, no scores of one place for another."""
+    call = region.effects.calls.get(node)
+    dims = None if call is None or call.name != "mean" else call.get("dim")
+    return call is not None and ("avg_pool" in call.name or (isinstance(dims, (tuple, list)) and len(dims) > 1))
 
 
 def _normalised(effects: Effects, node: fx.Node) -> bool:

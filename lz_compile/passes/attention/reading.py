@@ -85,6 +85,24 @@ class Reader:
             return None
         if mixed_scores(self.region, inner, keys):  # told by what looks for softmaxes that were not read
             return None
+        try:
+            return self._weighed(outer, found, inner, value, output, output_dims)
+        except RefusedError:
+            if _is_layer(inner):  # a router or a classifier
+                return None
+            raise
+
+    def _weighed(
+        self,
+        outer: Contraction,
+        found: probabilities.Probabilities,
+        inner: scores.Scores,
+        value: Factor,
+        output: fx.Node,
+        output_dims: Dims,
+    ) -> Match | None:
+        """The attention of scores and values, ``outer``, whose result is ``output``."""
+        keys = atoms(outer.summed)
         if outer.addend is not None:
             raise RefusedError("OUTPUT_ACCUMULATES", "the product with the values is added to a tensor", "add it after")
         gain = tidy(sympy.expand(found.gain * outer.coefficient))
@@ -156,6 +174,12 @@ class Reader:
         readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
         core.check(self.region.effects, readers)
         return matched(emitter, core, self.masks)
+
+
+def _is_layer(found: scores.Scores) -> bool:
+    """Whether scores are made of features by a weight of the model."""
+    product = found.leaf.contraction
+    return product is not None and product.call.name not in SCORES and is_weight(product.right.node)
 
 
 def _quotients(effects: Effects, product: fx.Node) -> list[fx.Node]:

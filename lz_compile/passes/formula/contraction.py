@@ -61,7 +61,7 @@ def read(region: Region, call: Call, dims: Dims) -> Contraction | None:
         return None
     left, right = region.seen_by(call.node, left), region.seen_by(call.node, right)
     if call.name == "linear":
-        return _linear(call, dims, left, right)
+        return _linear(region, call, dims, left, right)
     if call.name in ("inner", "mv", "dot"):
         return None
     product = _matmul(call, dims, left, right)
@@ -91,12 +91,14 @@ def _with_addend(region: Region, call: Call, dims: Dims, product: Contraction | 
     return Contraction(call, dims, product.left, product.right, product.summed, coefficient, addend)
 
 
-def _linear(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Contraction | None:
-    if call.get("bias") is not None or len(shape_of(tensor_of(right))) != 2:  # type: ignore[arg-type]
+def _linear(region: Region, call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Contraction | None:
+    if len(shape_of(tensor_of(right))) != 2:  # type: ignore[arg-type]
         return None
-    size = shape_of(tensor_of(left))[-1]  # type: ignore[arg-type]
+    size, bias = shape_of(tensor_of(left))[-1], call.get("bias")  # type: ignore[arg-type]
     summed = () if size == 1 else (Axis(size),)
-    return Contraction(call, dims, Factor(left, (*dims[:-1], summed)), Factor(right, (dims[-1], summed)), summed)
+    factors = Factor(left, (*dims[:-1], summed)), Factor(right, (dims[-1], summed))
+    addend = None if bias is None else (region.seen_by(call.node, bias), dims[-1:], sympy.S.One)
+    return Contraction(call, dims, *factors, summed, addend=addend)
 
 
 def _einsum(region: Region, call: Call, dims: Dims) -> Contraction | None:

@@ -15,7 +15,7 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
-from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, broadcast_from, fresh
+from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, fresh
 from lz_compile.passes.formula.contraction import Contraction
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
@@ -89,14 +89,9 @@ class _Reader:
         Raises:
             LayoutError: it is none, or something else is added.
         """
-        added = call.get("bias") if call.name == "linear" else None
-        plain = Call(call.name, call.node, {name: each for name, each in call.arguments.items() if name != "bias"})
-        product = contraction.read(region, plain if added is not None else call, dims)
+        product = contraction.read(region, call, dims)
         if product is None or product.coefficient != 1:
             raise LayoutError("no product, or a multiple of one")
-        if added is not None:
-            node = region.seen_by(call.node, added)
-            return product, Leaf(node, broadcast_from(dims, shape_of(known_tensor(node))))
         if product.addend is None:
             return product, None
         node, added_dims, weight = product.addend

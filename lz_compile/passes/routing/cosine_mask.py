@@ -298,7 +298,7 @@ def _product(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
         operands = [(given[0], (*dims, (axis,)) if len(shapes[0]) > 1 else ((axis,),)), (given[1], ((axis,),))]
     else:
         found = contraction.read(reader, call, dims)
-        if found is None:
+        if found is None or found.coefficient != 1 or found.addend is not None:
             raise _OtherError(f"depends on {call.node.name}")
         axis = _only(found.summed)
         operands = [(side.node, side.dims) for side in (found.left, found.right)]

@@ -7,7 +7,7 @@ the factors, layouts and the calls that multiply do not show; a detached tensor 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import sympy
 from torch import fx
@@ -58,9 +58,7 @@ class Products(Region):
         return expression
 
     def _product(self, call: Call, dims: Dims) -> sympy.Expr:
-        bias = call.get("bias") if call.name == "linear" else None
-        arguments = {name: value for name, value in call.arguments.items() if name != "bias" or bias is None}
-        found = contraction.read(self, replace(call, arguments=arguments), dims)
+        found = contraction.read(self, call, dims)
         if found is None:
             return self.leaf(call.node, dims)
         left, right = (self.express(each.node, each.dims, call.node) for each in (found.left, found.right))
@@ -68,8 +66,6 @@ class Products(Region):
         if found.addend is not None:
             added, added_dims, weight = found.addend
             expression += weight * self.express(added, added_dims, call.node)
-        if bias is not None:
-            expression += self.express(bias, dims[-1:], call.node)
         return self._made(call, dims, expression)
 
     def _einsum(self, call: Call, dims: Dims) -> sympy.Expr:
