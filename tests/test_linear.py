@@ -328,6 +328,21 @@ def test_every_spelling_is_read(spelling):
     )
 
 
+@pytest.mark.parametrize("is_repeated", [True, False])
+def test_scales_may_be_those_of_blocks(is_repeated):
+    """As of float8 in blocks of 128 x 128."""
+    scales, weight = torch.rand(3, 4), stored_numbers(12, 32, torch.float8_e4m3fn)
+
+    def function(x, w, s):
+        if is_repeated:
+            return F.linear(x, w.to(x.dtype) * s.repeat_interleave(4, 0).repeat_interleave(8, 1))
+        return F.linear(x, (w.to(x.dtype).view(3, 4, 4, 8) * s[:, None, :, None]).view(12, 32))
+
+    found, backend = rewritten(function, X, weight, scales)
+    assert [match.kernel for match in backend.report.matches] == ["lz.cpp_linear"], backend.why_not()
+    torch.testing.assert_close(found, function(X, weight, scales), rtol=1e-5, atol=1e-4)
+
+
 def test_grouped_weights_are_read_with_their_groups():
     spelling = Spelling("low_half", scale="groups", zero="tensor")
     _, backend = rewritten(spelling.run, **spelling.inputs())
@@ -337,19 +352,151 @@ def test_grouped_weights_are_read_with_their_groups():
     assert "4 groups in a row" in match.context["features"]["groups"]
 
 
-# ---- what is refused, or is none -------------------------------------------------------------------------------------
+# ---- numbers that are unpacked in the graph ---------------------------------------------------------------------------
 
 X, W8, P4 = torch.randn(3, 32), torch.randint(-128, 128, (12, 32), dtype=torch.int8), torch.randint(0, 256, (12, 16), dtype=torch.uint8)  # fmt: skip
 S = torch.rand(12, 1)
 TABLE, ORDER = torch.randn(16), torch.randperm(16)
+EXTREMES = torch.randint(-128, 128, (12, 32), dtype=torch.int8)
+EXTREMES[:, 0], EXTREMES[:, 1] = -128, 127
+U8 = (EXTREMES.int() + 128).to(torch.uint8)
+W4 = torch.randint(0, 16, (12, 32))
+S4, Z4 = torch.rand(12, 4) * 0.05 + 0.01, torch.randint(0, 16, (12, 4))
 
 
-def two_scales(x, w, s):
-    return F.linear(x, torch.stack([(w & 15) * s, (w >> 4) * (2 * s)], -1).flatten(1))
+def words(numbers: torch.Tensor) -> torch.Tensor:
+    """Eight numbers of four bits in an int32, the first one lowest."""
+    parts = numbers.long().unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)
+    return parts.sum(-1).to(torch.int32)
+
+
+def in_groups(x, numbers, scale, dtype=torch.float32):
+    """What most formats go on with."""
+    return F.linear(x, (numbers.view(12, 4, 8).to(dtype) * scale[..., None]).view(12, 32))
+
+
+def bytes_of_words(x, w, s):  # compressed-tensors
+    halves = w.contiguous().view(torch.uint8)
+    numbers = torch.stack((halves & 0xF, halves >> 4), dim=-1).view(torch.int8).view(12, -1)[:, :32] - 8
+    return in_groups(x, numbers, s)
+
+
+def by_shifts(x, w, s):
+    return in_groups(x, ((w[:, :, None] >> torch.arange(0, 32, 4)) & 15).reshape(12, 32) - 8, s)
+
+
+def stored_one_after_the_other(x, w, s):  # earlier versions of compressed-tensors
+    numbers = torch.zeros(12, 32, dtype=torch.int32)
+    for i in range(8):
+        numbers[:, i::8] = (w >> (4 * i)) & 15
+    return in_groups(x, (numbers - 8).to(torch.int8), s)
+
+
+def from_words_in_columns(x, w, s, z):  # GPTQ
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    zeros = (torch.bitwise_right_shift(z[..., None].expand(-1, -1, 8), shifts).to(torch.int16) & 15).flatten(1)[:, :12]
+    numbers = torch.bitwise_right_shift(w.unsqueeze(1).expand(-1, 8, -1), shifts[:, None]).to(torch.int16)
+    numbers = torch.bitwise_and(numbers, 15).reshape(32, 12)
+    return x @ (s[:, None] * (numbers.view(4, 8, 12) - zeros[:, None])).reshape(32, 12)
+
+
+def rows_in_halves(x, w, s, z):  # HQQ
+    numbers = torch.empty(2 * w.shape[0], w.shape[1], dtype=torch.uint8)
+    numbers[: w.shape[0]] = (w & 0b11110000) >> 4
+    numbers[w.shape[0] :] = w & 0b00001111
+    return x @ ((numbers.to(x.dtype) - z) * s).reshape(12, 32).t()
+
+
+def rows_joined(x, w, s, z):  # quanto
+    return F.linear(x, ((torch.cat([w & 15, w >> 4]).to(x.dtype) - z) * s).reshape(12, 32))
 
 
 def wrong_order(x, w, s):
     return F.linear(x, torch.stack([w & 15, w & 15], -1).flatten(1) * s)
+
+
+ROWS4 = W4.view(48, 8)
+ROWS = (ROWS4[24:] | (ROWS4[:24] << 4)).to(torch.uint8)
+UNPACKED = {
+    "bytes of words": (bytes_of_words, words(W4), S4),
+    "shifts by a tensor": (by_shifts, words(W4), S4),
+    "words and stores": (stored_one_after_the_other, words(W4), S4),
+    "words in columns": (
+        from_words_in_columns,
+        words(W4).T.contiguous(),
+        S4.T.contiguous(),
+        words(F.pad(Z4.T, (0, 4))),
+    ),
+    "rows in halves": (rows_in_halves, ROWS, S4.reshape(-1, 1), Z4.reshape(-1, 1).float()),
+    "rows joined": (rows_joined, ROWS, S4.reshape(-1, 1), Z4.reshape(-1, 1).float()),
+    "signed halves": (lambda x, w, s: F.linear(x, torch.stack([(w << 4) >> 4, w >> 4], -1).flatten(1) * s), P4.view(torch.int8), S),
+    "signed by a choice": (lambda x, w, s: F.linear(x, torch.where((w & 15) > 7, (w & 15).int() - 16, (w & 15).int()) * s), U8, S),
+    "signed by a bit": (lambda x, w, s: F.linear(x, (((w.int() & 15) ^ 8) - 8) * s), U8, S),
+    "overwritten": (lambda x, w, s: F.linear(x, (w.short() & 15).sub_(8).float() * s), U8, S),
+    "one more than 255": (lambda x, w, s: F.linear(x, (w + 1).float() * s), U8, S),
+    "minus -128": (lambda x, w, s: F.linear(x, (-w).float() * s), EXTREMES, S),
+    "less than -128": (lambda x, w, s: F.linear(x, (w - 1).float() * s), EXTREMES, S),
+    "halves less eight": (lambda x, w, s: F.linear(x, torch.stack([w & 15, w >> 4], -1).flatten(1).sub(8) * s), P4, S),
+    "other bits": (lambda x, w, s: F.linear(x, (w >> 3).float() * s), U8, S),
+    "lower bits twice": (wrong_order, P4, S),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_numbers_that_are_unpacked_are_read_whatever_they_are_unpacked_by(name):
+    function, *inputs = UNPACKED[name]
+    found, backend = rewritten(function, X, *inputs)
+    matches = [match for match in backend.report.matches if match.op == "linear"]
+    assert [(match.rewritten, match.kernel) for match in matches] == [(True, "lz.cpp_linear")], backend.why_not()
+    assert matches[0].attributes["packing"] == "none"
+    torch.testing.assert_close(found, function(X, *inputs), rtol=1e-5, atol=1e-4)
+
+
+OPERATIONS = {
+    "and": lambda x, n: x & abs(n),
+    "or": lambda x, n: x | abs(n),
+    "xor": lambda x, n: x ^ abs(n),
+    "shift": lambda x, n: x >> (abs(n) % 8),
+    "rest": lambda x, n: x % (abs(n) % 127 + 1),
+    "add": lambda x, n: x + n,
+    "less": lambda x, n: n - x if n % 2 else x - n,
+    "wide": lambda x, n: x.to(torch.int32),
+    "narrow": lambda x, n: x.to(torch.int8),
+    "bytes": lambda x, n: x.view(torch.uint8) if x.dtype == torch.int8 else x.to(torch.uint8),
+    "choice": lambda x, n: torch.where(x > n, x, x - n),
+    "stacked": lambda x, n: torch.stack([x, x >> 4], -1).flatten(1)[:, ::2],
+    "stored": lambda x, n: torch.zeros_like(x).index_fill(0, torch.tensor([0]), min(n, 100)) + x,
+    "in place": lambda x, n: x.clone().bitwise_and_(abs(n) % 128),
+}
+
+
+@settings(many, max_examples=100)
+@given(data=st.data())
+def test_integers_are_never_narrowed_to_fewer_bits_than_they_have(data):
+    """Any arithmetic, on all of int32: what is read is what was computed, or nothing is read."""
+    names = data.draw(st.lists(st.sampled_from([*OPERATIONS]), min_size=1, max_size=5))
+    numbers = [data.draw(st.sampled_from([1, 3, 7, 8, 15, 16, 100, 127, 128, 240, 255, -1, -8, -100])) for _ in names]
+    torch.manual_seed(0)
+    weight = torch.randint(-(2**31), 2**31 - 1, (12, 32), dtype=torch.int32)
+
+    def function(x, w, s):
+        for name, number in zip(names, numbers, strict=True):
+            w = OPERATIONS[name](w, number)
+        return F.linear(x, w.float() * s)
+
+    found, backend = rewritten(function, X, weight, S)
+    expected = function(X, weight, S)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()) + 1e-6)
+    assert not [match for match in backend.report.matches if match.op == "linear" and not match.rewritten], (
+        f"{names} {numbers}: {backend.why_not()}"
+    )
+
+
+# ---- what is refused, or is none -------------------------------------------------------------------------------------
+
+
+def two_scales(x, w, s):
+    return F.linear(x, torch.stack([(w & 15) * s, (w >> 4) * (2 * s)], -1).flatten(1))
 
 
 def used_twice(x, w, s):
@@ -361,23 +508,14 @@ def for_each_row(x, w, s):
     return torch.einsum("nk,nok->no", x, w.float().expand(3, -1, -1) * s)
 
 
-EXTREMES = torch.randint(-128, 128, (12, 32), dtype=torch.int8)
-EXTREMES[:, 0], EXTREMES[:, 1] = -128, 127
-U8 = (EXTREMES.int() + 128).to(torch.uint8)
 Z8, Z16 = torch.full((12, 1), 255, dtype=torch.uint8), torch.randint(256, 2**15, (12, 1), dtype=torch.int16)
 Z32 = torch.randint(2**24, 2**26, (12, 1), dtype=torch.int32)
 F8 = torch.float8_e4m3fn
-#: Integers that wrap around, bits of wider ones, and values that are rounded on their way.
+#: Integers of more than eight bits, and values that are rounded on their way.
 LOOKALIKES = {
-    "one more than 255": (lambda x, w, s: F.linear(x, (w + 1).float() * s), U8, "NOT_DEQUANTISED"),
-    "minus -128": (lambda x, w, s: F.linear(x, (-w).float() * s), EXTREMES, "NOT_DEQUANTISED"),
-    "less than -128": (lambda x, w, s: F.linear(x, (w - 1).float() * s), EXTREMES, "NOT_DEQUANTISED"),
     "a wide product": (lambda x, w, s: F.linear(x, (w.short() * 129).float() * s), U8, "NOT_DEQUANTISED"),
     "a wider product": (lambda x, w, s: F.linear(x, (w.int() * Z32).float() * s * 1e-8), U8, "NOT_DEQUANTISED"),
-    "halves less eight": (lambda x, w, s: F.linear(x, torch.stack([w & 15, w >> 4], -1).flatten(1).sub(8) * s), P4, "NOT_DEQUANTISED"),
     "rounded to float8": (lambda x, w, s: F.linear(x, w.float().to(F8).float() * s), W8, "NOT_DEQUANTISED"),
-    "other bits": (lambda x, w, s: F.linear(x, (w >> 3).float() * s), U8, "NOT_DEQUANTISED"),
-    "of half a byte": (lambda x, w, s: F.linear(x, (w & 3).float() * s), U8, "NOT_DEQUANTISED"),
     "squares": (lambda x, w, s: F.linear(x, w.float() ** 2 * s), W8, "NOT_AFFINE"),
     "a table of a table": (lambda x, w, s: F.linear(x, TABLE[ORDER[torch.stack([w & 15, w >> 4], -1).flatten(1).long()]] * s), P4, "NOT_DEQUANTISED"),
     "a table of 32": (lambda x, w, s: F.linear(x, torch.cat([TABLE, TABLE])[torch.stack([w & 15, w >> 4], -1).flatten(1).long()] * s), P4, "NOT_DEQUANTISED"),
@@ -386,7 +524,6 @@ LOOKALIKES = {
     "two tables": (lambda x, w, s: F.linear(x, torch.stack([TABLE[(w & 15).long()], -TABLE.flip(0)[(w >> 4).long()]], -1).flatten(1) * s), P4, "NOT_DEQUANTISED"),
     "squares of a table": (lambda x, w, s: F.linear(x, TABLE[torch.stack([w & 15, w >> 4], -1).flatten(1).long()] ** 2 * s), P4, "NOT_AFFINE"),
     "two scales in a byte": (two_scales, P4, "NOT_DEQUANTISED"),
-    "lower bits twice": (wrong_order, P4, "NOT_DEQUANTISED"),
     "rounded": (lambda x, w, s: F.linear(x, (w.float() * s).round()), W8, "NOT_DEQUANTISED"),
     "held to bounds": (lambda x, w, s: F.linear(x, (w.float() * s).clamp(-1, 1)), W8, "NOT_DEQUANTISED"),
     "used twice": (used_twice, W8, "INTERIOR_USED"),
@@ -467,17 +604,6 @@ def test_a_weight_that_is_overwritten_is_left_alone():
     found, backend = rewritten(function, X, W8.clone(), S)
     assert not [match for match in backend.report.matches if match.rewritten and match.kernel == "lz.cpp_linear"]
     torch.testing.assert_close(found, function(X, W8.clone(), S))
-
-
-def test_signed_halves_of_bytes_are_no_unsigned_ones():
-    packed = torch.randint(-128, 128, (12, 16), dtype=torch.int8)
-
-    def function(x, w, s):
-        return F.linear(x, torch.stack([(w << 4) >> 4, w >> 4], -1).flatten(1) * s)
-
-    found, backend = rewritten(function, X, packed, S)
-    assert not [match for match in backend.report.matches if match.rewritten and match.kernel == "lz.cpp_linear"]
-    torch.testing.assert_close(found, function(X, packed, S))
 
 
 def test_products_that_are_trained_keep_their_gradients():

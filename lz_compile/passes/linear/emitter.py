@@ -45,7 +45,7 @@ class LinearEmitter(TableEmitter):
         dtypes = [known_tensor(node).dtype for node in core.nodes]
         attrs = LinearAttrs(
             packing=weight.packing,
-            is_transposed=_is_transposed(weight),
+            is_transposed=weight.unpacked is None and _is_transposed(weight),
             **{f"has_{name}": name in numbers for name in ("scale", "zero", "offset")},
             has_bias=bias is not None,
             has_codebook=weight.codebook is not None,
@@ -63,7 +63,9 @@ class LinearEmitter(TableEmitter):
         """Those of the table; what is the same number everywhere is a tensor of one element."""
         table = self.table()
         given = {name: cell.value(builder) for name, cell in table.items()}
-        like = given["input"]
+        like, unpacked = given["input"], self.weight.unpacked
+        if unpacked is not None:
+            given["weight"] = given["weight"].to(unpacked.dtype).contiguous()
         for name in ("scale", "zero", "offset"):
             value = given.get(name)
             if isinstance(value, float):
@@ -90,19 +92,21 @@ class LinearEmitter(TableEmitter):
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
         weight, stored = self.weight, known_tensor(self.weight.leaf.node)
+        unpacked = weight.unpacked
         inputs = {self.given.node: Input(self.given.dims)}
         symbols = {symbol for what in meaning(weight).values() for symbol in what.free_symbols}
         leaves = [weight.region.leaves[symbol] for symbol in symbols if symbol in weight.region.leaves]
         for leaf in (*leaves, *(each for each in (self.bias, weight.codebook) if each is not None)):
             inputs.setdefault(leaf.node, Input(leaf.dims, range=_range(known_tensor(leaf.node))))
-        inputs[weight.leaf.node] = Input(weight.leaf.dims, range=_range(stored))
+        bounds = _range(stored) if unpacked is None else unpacked.bounds
+        inputs[weight.leaf.node] = Input(weight.leaf.dims, range=bounds)
         facts = LinearFacts(
             num_rows=product(axis.size for axis in self.rows),
             in_features=product(axis.size for axis in weight.columns),
             out_features=product(axis.size for axis in weight.out),
             groups=int(product(axis.size for axis in weight.groups)),
             dtype=known_tensor(self.given.node).dtype,
-            stored_dtype=stored.dtype,
+            stored_dtype=stored.dtype if unpacked is None else unpacked.dtype,
             device=known_tensor(self.output).device.type,
             needs_grad=core.wants_grad(inputs),
         )

@@ -8,7 +8,7 @@ places, the columns that come from lower and from upper bits: their factors and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
@@ -26,6 +26,7 @@ from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.subclasses import is_subclass
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.linear.bits import BITS, CODE, HIGH, LOW, has_bits
+from lz_compile.passes.linear.unpacked import Unpacked, numbers_of
 
 #: Dtypes of what is stored.
 STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -38,7 +39,8 @@ class Weight:
     """A weight in stored numbers, ``scale * stored + summand`` over ``out`` and ``columns``, the axes of its rows.
 
     ``groups`` are the first of the columns' axes: scale and summand do not depend on others. The stored tensor has the
-    dims of ``leaf``; of bytes that hold two numbers these lack the axis of the two.
+    dims of ``leaf``; of bytes that hold two numbers these lack the axis of the two. ``unpacked`` says what it is where the
+    graph computes it.
     """
 
     leaf: Leaf
@@ -52,6 +54,7 @@ class Weight:
     stored_columns: tuple[Axis, ...]
     codebook: Leaf | None = None
     read: Mapping[fx.Node, Dims] = field(default_factory=dict)
+    unpacked: Unpacked | None = None
 
 
 def storage_of(effects: Effects, node: fx.Node) -> fx.Node | None:
@@ -72,28 +75,58 @@ def storage_of(effects: Effects, node: fx.Node) -> fx.Node | None:
     return largest[0] if largest and not queue else None
 
 
-def read_weight(effects: Effects, product: Contraction, factor: Factor, storage: fx.Node) -> Weight:
-    """What ``factor`` of a product is made of.
+def read_weight(effects: Effects, product: Contraction, factor: Factor, storage: fx.Node | None) -> Weight:
+    """What ``factor`` of a product is made of: of what is stored, or of whole numbers that were unpacked from that.
 
     Raises:
         RefusedError: it is not affine in what is stored, with the reason.
         MutatedError: an alias of a value was overwritten before it is read.
         LayoutError: a layout has no exact form in axes.
     """
-    columns = axes_of((product.summed,))
-    out = tuple(axis for axis in axes_of(factor.dims) if axis not in set(columns))
-    if not columns or not out:
-        raise LayoutError("a product without columns")
+    unpacked = numbers_of(effects, factor.node)
+    refusal: RefusedError | LayoutError = LayoutError("nothing of few bits is stored")
+    if storage is not None:
+        try:
+            return _read_stored(effects, product, factor, storage)
+        except (RefusedError, LayoutError) as error:
+            refusal = error
+    if unpacked is None:
+        raise refusal
+    try:
+        return _read_plain(effects, product, factor, unpacked.node, unpacked)
+    except (RefusedError, LayoutError) as error:
+        raise (refusal if storage is not None else error) from error
+
+
+def _read_stored(effects: Effects, product: Contraction, factor: Factor, storage: fx.Node) -> Weight:
     stored = tensor_of(storage)
     assert stored is not None, "what is stored is a tensor"
     if stored.dtype == torch.uint8 and _is_even(product.summed):
         for is_first in (True, False):
-            found = _read_packed(effects, product, factor, storage, out, is_first=is_first)
+            found = _read_packed(effects, product, factor, storage, _out(product, factor), is_first=is_first)
             if found is not None:
                 return found
+    return _read_plain(effects, product, factor, storage)
+
+
+def _read_plain(
+    effects: Effects, product: Contraction, factor: Factor, storage: fx.Node, unpacked: Unpacked | None = None
+) -> Weight:
+    """The weight of a number in each element."""
     region = Region(effects, expand_masks=True, stops={storage}, functions=BITS)
     expression = region.express(factor.node, factor.dims, product.call.node)
-    return _weight(region, expression, storage, "none", out, product.summed, product.summed)
+    out = _out(product, factor)
+    found = _weight(region, expression, storage, "none", out, product.summed, product.summed)
+    return replace(found, unpacked=unpacked)
+
+
+def _out(product: Contraction, factor: Factor) -> tuple[Axis, ...]:
+    """The axes of a weight's rows."""
+    columns = axes_of((product.summed,))
+    out = tuple(axis for axis in axes_of(factor.dims) if axis not in set(columns))
+    if not columns or not out:
+        raise LayoutError("a product without columns")
+    return out
 
 
 def _is_even(columns: tuple[Axis, ...]) -> bool:
@@ -191,7 +224,7 @@ def _weight(
     if rounded is not None:
         text = f"the weight is rounded to {known_tensor(rounded).dtype} on its way"
         raise RefusedError("NOT_DEQUANTISED", text, "round it before it is stored")
-    leaf = region.leaves[symbol]
+    leaf, out = region.leaves[symbol], atoms(out)
     span = {*out, *atoms(stored_columns)}
     if leaf.axes != span or {*axes_of(leaf.dims)} != span:
         raise RefusedError(

@@ -22,6 +22,7 @@ from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.linear.emitter import LinearEmitter
 from lz_compile.passes.linear.reading import read_weight, storage_of
+from lz_compile.passes.linear.unpacked import numbers_of
 from lz_compile.passes.rewriting.core import Core, find_core
 from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.match import Match
@@ -41,6 +42,7 @@ class _Reader:
     effects: Effects
     twins: Twins
     _storage: dict[fx.Node, fx.Node | None] = field(default_factory=dict)
+    _stored: dict[fx.Node, bool] = field(default_factory=dict)
 
     def is_anchor(self, node: fx.Node) -> bool:
         """Whether a call is a product one of whose factors is computed from stored numbers."""
@@ -48,7 +50,12 @@ class _Reader:
         is_product = call is not None and call.name in contraction.PRODUCTS
         if not is_product or tensor is None or not tensor.is_floating_point() or 0 in shape_of(tensor):
             return False
-        return any(self.storage(operand) is not None for operand in node.all_input_nodes)
+        return any(map(self._is_stored, node.all_input_nodes))
+
+    def _is_stored(self, node: fx.Node) -> bool:
+        if node not in self._stored:
+            self._stored[node] = self.storage(node) is not None or numbers_of(self.effects, node) is not None
+        return self._stored[node]
 
     def storage(self, node: fx.Node) -> fx.Node | None:
         """See :func:`storage_of`."""
@@ -72,14 +79,11 @@ class _Reader:
         region, dims = Region(self.effects), fresh(shape_of(known_tensor(anchor)))
         product, bias = self._product(region, call, dims)
         given, factor = product.left, product.right  # of a weight on the left nobody could tell that it is none
-        storage = self.storage(factor.node)
-        if storage is None:
-            raise LayoutError("the second factor is not computed from stored numbers")
         rows = set(axes_of(given.dims)) - set(product.summed)
         if rows & set(axes_of(factor.dims)):
             raise RefusedError("BATCHED_WEIGHT", "every row has a weight of its own", "multiply each by itself")
-        weight = read_weight(self.effects, product, factor, storage)
-        core = self._core(weight.region, storage, anchor, [given.node, *([] if bias is None else [bias.node])])
+        weight = read_weight(self.effects, product, factor, self.storage(factor.node))
+        core = self._core(weight.region, weight.leaf.node, anchor, [given.node, *([] if bias is None else [bias.node])])
         read: Mapping[fx.Node, Dims] = {**weight.read, anchor: dims}
         return LinearEmitter.of(product, given, weight, bias, core).match(OP, core, read)
 
@@ -106,7 +110,7 @@ class _Reader:
         Raises:
             RefusedError: someone else needs the weight, a mode changes, or an operand is overwritten.
         """
-        found = find_core(self.effects, storage, anchor)
+        found = find_core(self.effects, storage, anchor, is_operand=True)
         core = replace(
             found, nodes=tuple(node for node in found.nodes if node is not storage)
         )  # others may read it, too

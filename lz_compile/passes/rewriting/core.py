@@ -127,8 +127,11 @@ def dead_users(node: fx.Node) -> set[fx.Node]:
     return {each for user in node.users if is_dead(user) for each in {user} | dead_users(user)}
 
 
-def find_core(effects: Effects, first: fx.Node, output: fx.Node) -> Core:
-    """The nodes on a path from ``first`` to ``output``; in-place results count as the tensor they overwrite."""
+def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: bool = False) -> Core:
+    """The nodes on a path from ``first`` to ``output``; in-place results count as the tensor they overwrite.
+
+    With ``is_operand`` nobody computes ``first`` again, so that it may be overwritten before it is read.
+    """
     start, depends = effects.position[first], {first: True}
     order: list[fx.Node] = []
 
@@ -141,7 +144,8 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node) -> Core:
             inputs = [effects.current(operand, node) for operand in node.all_input_nodes]
             found = [visit(operand) for operand in inputs]  # all of them, for their place in the order
             depends[node] = any(found)
-            read = next((each for each in inputs if depends[each] and effects.is_opaque(each, node)), None)
+            made = (each for each in inputs if depends[each] and not (is_operand and each is first))
+            read = next((each for each in made if effects.is_opaque(each, node)), None)
             if read is not None:
                 raise _overwritten(effects, read, node)
         if depends[node]:

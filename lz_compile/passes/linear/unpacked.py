@@ -1,0 +1,209 @@
+"""Whole numbers that a weight is computed from, after they were unpacked in some way: by shifts, by stores, by halves.
+
+How that is spelled does not matter: it stays in the graph, and Inductor computes it. What is stored, as far as a kernel is
+concerned, is the last tensor of integers, if they are surely few enough for eight bits. Packed numbers that kernels read
+themselves are a matter of :mod:`bits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.calls import CASTS, constant_value
+from lz_compile.passes.formula.contraction import PRODUCTS
+from lz_compile.passes.formula.expressions import plain_number
+from lz_compile.passes.formula.parts import SPLITS
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import Call, tensor_of
+
+Bounds: TypeAlias = "tuple[int, int]"
+Rule: TypeAlias = "Callable[[Effects, Call], Bounds | None]"
+
+_EIGHT_BITS = (torch.uint8, torch.int8)
+#: So many calls are followed up from a weight, or from its numbers, which no unpacking has.
+_MOST_CALLS = 256
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """Integers that the graph computes, between ``bounds``, and the dtype of eight bits that holds them."""
+
+    node: fx.Node
+    dtype: torch.dtype
+    bounds: Bounds
+
+
+def is_whole(tensor: torch.Tensor | None) -> bool:
+    """Whether a tensor holds integers that are no truth values."""
+    is_other = tensor is None or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    return not is_other
+
+
+def numbers_of(effects: Effects, node: fx.Node) -> Unpacked | None:
+    """The largest tensor of integers that a floating-point value is computed from.
+
+    None where it is given as it is, is made of anything but integers that are given, or may be larger.
+    """
+    found, seen, queue = list[fx.Node](), {node}, [node]
+    while queue and len(seen) <= _MOST_CALLS:
+        each = queue.pop()
+        call, tensor = effects.calls[each], tensor_of(each)
+        if is_whole(tensor):
+            found.append(each)
+        elif call is not None and call.name in PRODUCTS:
+            return None
+        else:
+            inner = [effects.current(operand, each) for operand in each.all_input_nodes]
+            queue += [operand for operand in inner if operand not in seen]
+            seen.update(inner)
+    most = max((_count(each) for each in found), default=0)
+    largest = [each for each in found if _count(each) == most]
+    if queue or len(largest) != 1 or effects.calls[largest[0]] is None or not _is_given(effects, largest[0]):
+        return None
+    (numbers,) = largest
+    bounds = _bounds(effects, numbers)
+    dtype = next((each for each in _EIGHT_BITS if bounds is not None and _holds(each, bounds)), None)
+    return None if dtype is None or bounds is None else Unpacked(numbers, dtype, bounds)
+
+
+def _count(node: fx.Node) -> int:
+    tensor = tensor_of(node)
+    return tensor.numel() if tensor is not None and tensor.dim() >= 2 and isinstance(tensor.numel(), int) else 0
+
+
+def _is_given(effects: Effects, node: fx.Node) -> bool:
+    """Whether integers are made of what is given, itself integers, and of nothing that was computed of other numbers."""
+    seen, queue = {node}, [node]
+    while queue and len(seen) <= _MOST_CALLS:
+        each = queue.pop()
+        tensor = tensor_of(each)
+        if tensor is not None and not is_whole(tensor) and tensor.dtype != torch.bool:
+            return False
+        queue += [operand for operand in each.all_input_nodes if operand not in seen]
+        seen.update(each.all_input_nodes)
+    return not queue
+
+
+def _holds(dtype: torch.dtype, bounds: Bounds) -> bool:
+    limits = torch.iinfo(dtype)
+    return limits.min <= bounds[0] and bounds[1] <= limits.max
+
+
+# ---- between what numbers --------------------------------------------------------------------------------------------
+
+
+def _bounds(effects: Effects, node: Any, reader: fx.Node | None = None) -> Bounds | None:
+    """Between what numbers the elements of a tensor of integers surely are, or a number; None where that is not known.
+
+    They are those that ``reader`` sees, or everybody.
+    """
+    number = plain_number(node)
+    if number is not None:
+        return (int(number), int(number)) if isinstance(number, int) or number.is_integer() else None
+    tensor = tensor_of(node)
+    if not isinstance(node, fx.Node) or tensor is None or not is_whole(tensor):
+        return None
+    node = node if reader is None else effects.current(node, reader)
+    is_other = effects.is_overwritten(node) if reader is None else effects.is_opaque(node, reader)
+    call, found = effects.calls[node], None
+    if call is not None and not is_other:
+        filled = constant_value(call)
+        rule = _RULES.get(call.name, _same if _is_moved(call) else None)
+        if rule is not None:
+            found = rule(effects, call)
+        elif filled is not None:
+            found = (int(filled), int(filled))
+    if found is not None and _holds(tensor.dtype, found):
+        return found
+    limits = torch.iinfo(tensor.dtype)  # whatever it is computed from, and however it wraps around
+    return (limits.min, limits.max) if tensor.dtype in _EIGHT_BITS else None
+
+
+def _is_moved(call: Call) -> bool:
+    return layout.rearranges(call) or call.name in CASTS or call.name in ("int", "long", "short", *SPLITS)
+
+
+def _other(call: Call) -> Any:
+    return call.get("other", call.arguments.get("#1"))
+
+
+def _same(effects: Effects, call: Call) -> Bounds | None:
+    """Elements of the input, wherever they are."""
+    source, result = tensor_of(call.input), tensor_of(call.node)
+    is_reread = call.name == "view" and source is not None and result is not None and source.dtype != result.dtype
+    inner = _bounds(effects, call.input, call.node)
+    if is_reread and (source.dtype.itemsize != result.dtype.itemsize or inner is None or inner[0] < 0):  # type: ignore[union-attr]
+        return None
+    return inner
+
+
+def _joined(effects: Effects, call: Call) -> Bounds | None:
+    """Elements of one of several tensors."""
+    given = call.get("tensors", call.input)
+    found = [_bounds(effects, each, call.node) for each in given] if isinstance(given, (tuple, list)) else [None]
+    return _hull(*found)
+
+
+def _hull(*found: Bounds | None) -> Bounds | None:
+    known = [each for each in found if each is not None]
+    if not known or len(known) < len(found):
+        return None
+    return min(low for low, _ in known), max(high for _, high in known)
+
+
+def _chosen(effects: Effects, call: Call) -> Bounds | None:
+    return _hull(*(_bounds(effects, each, call.node) for each in (call.get("input"), _other(call))))
+
+
+def _sum(sign: int) -> Rule:
+    def rule(effects: Effects, call: Call) -> Bounds | None:
+        one, other = (_bounds(effects, each, call.node) for each in (call.input, _other(call)))
+        if one is None or other is None or call.get("alpha", 1) != 1:
+            return None
+        low, high = other if sign > 0 else (-other[1], -other[0])
+        return one[0] + low, one[1] + high
+
+    return rule
+
+
+def _and(effects: Effects, call: Call) -> Bounds | None:
+    """Bits of a number that is not negative: no more than that, whatever the other one is."""
+    found = [_bounds(effects, each, call.node) for each in (call.input, _other(call))]
+    most = [high for low, high in filter(None, found) if low >= 0]
+    return (0, min(most)) if most else None
+
+
+def _either(effects: Effects, call: Call) -> Bounds | None:
+    """Bits of two numbers, neither of which is negative."""
+    hull = _hull(*(_bounds(effects, each, call.node) for each in (call.input, _other(call))))
+    return None if hull is None or hull[0] < 0 else (0, (1 << hull[1].bit_length()) - 1)
+
+
+def _rest(effects: Effects, call: Call) -> Bounds | None:
+    number = plain_number(_other(call))
+    return (0, number - 1) if isinstance(number, int) and number >= 1 else None
+
+
+def _shifted(effects: Effects, call: Call) -> Bounds | None:
+    """Towards zero, or minus one."""
+    found = _bounds(effects, call.input, call.node)
+    return None if found is None else (min(found[0], 0), max(found[1], 0))
+
+
+_RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("and", "bitwise_and"), _and),
+    **dict.fromkeys(("or", "xor", "bitwise_or", "bitwise_xor"), _either),
+    **dict.fromkeys(("mod", "remainder"), _rest),
+    **dict.fromkeys(("rshift", "bitwise_right_shift"), _shifted),
+    **dict.fromkeys(("stack", "cat", "concat"), _joined),
+    **dict.fromkeys(("view", "getitem", "select", "narrow", "index_select", "gather", "take", "flip", "roll"), _same),
+    "add": _sum(1),
+    "sub": _sum(-1),
+    "where": _chosen,
+}
