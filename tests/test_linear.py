@@ -452,6 +452,43 @@ def test_numbers_that_are_unpacked_are_read_whatever_they_are_unpacked_by(name):
     torch.testing.assert_close(found, function(X, *inputs), rtol=1e-5, atol=1e-4)
 
 
+class Gathered(torch.nn.Module):
+    """Scales and zero points by an index of groups, as GPTQ has it."""
+
+    def __init__(self, index):
+        super().__init__()
+        buffers = {"numbers": W4.T.int(), "scale": S4.T, "zero": Z4.T.int(), "index": index}
+        for name, each in buffers.items():
+            self.register_buffer(name, each.clone())
+
+    def forward(self, x):
+        index = self.index.long()
+        return x @ (self.scale[index] * ((self.numbers & 15) - (self.zero & 15)[index]))
+
+
+def test_scales_may_be_gathered_by_an_index_that_counts_groups():
+    module = Gathered(torch.arange(32, dtype=torch.int32) // 8)
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"linear": "lz.cpp_linear"})
+    call = torch.compile(module, backend=backend)
+    with torch.no_grad():
+        torch.testing.assert_close(call(X), module(X), rtol=1e-5, atol=1e-4)
+        assert [match.kernel for match in backend.report.matches] == ["lz.cpp_linear"], backend.why_not()
+        assert "4 groups in a row" in backend.report.matches[0].context["features"]["groups"]
+        module.index.copy_(module.index.flip(0))
+        torch.testing.assert_close(call(X), module(X), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("index", [torch.arange(31, -1, -1) // 8, torch.arange(32) // 9, torch.arange(32) % 4])
+def test_groups_in_another_order_are_none(index):
+    module = Gathered(index.int())
+    found, backend = rewritten(module, X)
+    assert not backend.report.matches
+    assert "NOT_DEQUANTISED" in backend.why_not()
+    with torch.no_grad():
+        torch.testing.assert_close(found, module(X), rtol=0, atol=0)
+
+
 OPERATIONS = {
     "and": lambda x, n: x & abs(n),
     "or": lambda x, n: x | abs(n),
@@ -470,7 +507,7 @@ OPERATIONS = {
 }
 
 
-@settings(many, max_examples=100)
+@settings(many, max_examples=40)
 @given(data=st.data())
 def test_integers_are_never_narrowed_to_fewer_bits_than_they_have(data):
     """Any arithmetic, on all of int32: what is read is what was computed, or nothing is read."""

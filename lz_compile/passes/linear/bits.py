@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula.axes import Dims, fresh
+from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, fresh
 from lz_compile.passes.formula.calls import CASTS
 from lz_compile.passes.formula.expressions import plain_number
 from lz_compile.passes.formula.parts import FUNCTIONS, Parts
 from lz_compile.passes.formula.pointwise import POINTWISE, Rule
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-
-if TYPE_CHECKING:
-    from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.masks.constants import Constants
 
 
 class LOW(sympy.Function):  # type: ignore[misc]  # sympy has no types
@@ -136,6 +137,38 @@ def _division(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     return _of_number(_divided)(region, call, dims) if floors else POINTWISE["div"](region, call, dims)
 
 
+@dataclass
+class Indexed(Region):
+    """A region that reads what is gathered by an index of groups, where that counts groups of equal size.
+
+    ``counts`` has such indices with their axes and the one that they count, ``buffers`` those whose values were looked at.
+    """
+
+    counts: dict[fx.Node, tuple[Dims, Axis]] = field(default_factory=dict)
+    buffers: dict[fx.Node, None] = field(default_factory=dict)
+
+    def gathered(self, call: Call, dims: Dims, dim: int, index: fx.Node) -> sympy.Expr | None:
+        """``scale[index]``, where ``index`` is ``column // size``."""
+        source, given = tensor_of(call.input), tensor_of(index)
+        if source is None or given is None or given.dim() != 1 or given.dtype not in _PLACES:
+            return None
+        constant = Constants(self.effects).value(index, call.node)
+        count, columns = source.shape[dim], given.shape[0]
+        if isinstance(constant, Reason) or not isinstance(count, int) or count < 2 or columns % count:
+            return None
+        if not torch.equal(constant.value.long(), torch.arange(columns) // (columns // count)):
+            return None
+        (axis, *others) = atoms(dims[dim])
+        if not others and axis.size == columns > count:
+            axis.parts = (Axis(count), Axis(columns // count))
+            axis = axis.parts[0]
+        if axis.size != count:
+            return None
+        self.counts[self.seen_by(call.node, index)] = (dims[dim],), axis
+        self.buffers.update(dict.fromkeys(constant.buffers))
+        return self.express(call.input, (*dims[:dim], (axis,), *dims[dim + 1 :]), call.node)
+
+
 _PLACES = (torch.int32, torch.int64)
 #: Where operations have their table, and what chooses from it.
 _TABLES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -175,6 +208,9 @@ def _looked_up(name: str) -> Rule:
         held, numbers = tensor_of(book), tensor_of(chosen)
         shape = () if held is None or not held.is_floating_point() else shape_of(held)
         if not isinstance(book, fx.Node) or numbers is None or shape not in ((16,), (16, 1)):
+            dim = call.get("dim", 0) if name == "index_select" else 0 if name == "getitem" else None
+            if isinstance(region, Indexed) and isinstance(chosen, fx.Node) and isinstance(dim, int):
+                return region.gathered(call, dims, dim, chosen)
             other = FUNCTIONS.get(name) if isinstance(region, Parts) else POINTWISE.get(name)
             return None if other is None else other(region, call, dims)
         own = dims if len(shape) == 1 else dims[:-1]

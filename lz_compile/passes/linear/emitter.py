@@ -16,6 +16,7 @@ from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.graph.view import known_tensor
+from lz_compile.passes.linear.bits import Indexed
 from lz_compile.passes.linear.reading import Weight
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
@@ -100,6 +101,10 @@ class LinearEmitter(TableEmitter):
             inputs.setdefault(leaf.node, Input(leaf.dims, range=_range(known_tensor(leaf.node))))
         bounds = _range(stored) if unpacked is None else unpacked.bounds
         inputs[weight.leaf.node] = Input(weight.leaf.dims, range=bounds)
+        region, buffers = weight.region, tuple[fx.Node, ...]()
+        if isinstance(region, Indexed):
+            buffers = tuple(region.buffers)
+            inputs |= {node: Input(dims, counts=axis) for node, (dims, axis) in region.counts.items()}
         facts = LinearFacts(
             num_rows=product(axis.size for axis in self.rows),
             in_features=product(axis.size for axis in weight.columns),
@@ -116,7 +121,7 @@ class LinearEmitter(TableEmitter):
         return Match(
             op,
             Site.of(core, self.output_dims, read),
-            Found(self.attrs, facts, inputs, operands, self),
+            Found(self.attrs, facts, inputs, operands, self, buffers=buffers),
             Trial(masked_rows_count=False, pinned=pinned),
         )
 

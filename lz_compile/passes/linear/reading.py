@@ -25,7 +25,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.subclasses import is_subclass
 from lz_compile.passes.graph.view import known_tensor, tensor_of
-from lz_compile.passes.linear.bits import BITS, CODE, HIGH, LOW, has_bits
+from lz_compile.passes.linear.bits import BITS, CODE, HIGH, LOW, Indexed, has_bits
 from lz_compile.passes.linear.unpacked import Unpacked, numbers_of
 
 #: Dtypes of what is stored.
@@ -113,7 +113,7 @@ def _read_plain(
     effects: Effects, product: Contraction, factor: Factor, storage: fx.Node, unpacked: Unpacked | None = None
 ) -> Weight:
     """The weight of a number in each element."""
-    region = Region(effects, expand_masks=True, stops={storage}, functions=BITS)
+    region = Indexed(effects, expand_masks=True, stops={storage}, functions=BITS)
     expression = region.express(factor.node, factor.dims, product.call.node)
     out = _out(product, factor)
     found = _weight(region, expression, storage, "none", out, product.summed, product.summed)

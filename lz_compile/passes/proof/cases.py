@@ -91,10 +91,8 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
         return ~keep if known.keeps is False else keep
     if node in (match.operands.get("query_documents"), match.operands.get("key_documents")):
         return _documents(extents, example, is_random=case.masked_rows)
-    if known.range is not None:
-        low, high = known.range
-        drawn = torch.rand(extents, dtype=torch.float64) * (high - low) + low
-        return drawn.to(example.device, example.dtype)
+    if known.counts is not None or known.range is not None:
+        return _held(known, extents, sizes).to(example.device, example.dtype)
     magnitude = (case.magnitude if node in match.operands.values() else 1.0) * known.scale
     value = torch.randn(extents, dtype=torch.complex64 if example.is_complex() else torch.float32) * magnitude
     if known.fill is not None and case.masked_rows:
@@ -112,6 +110,16 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
     if case.gradients and example.requires_grad:
         value.requires_grad_()
     return value
+
+
+def _held(known: Input, extents: tuple[int, ...], sizes: Sizes) -> torch.Tensor:
+    """The index of an axis, or numbers of a range."""
+    if known.counts is None:
+        low, high = known.range or (0.0, 0.0)
+        return torch.rand(extents, dtype=torch.float64) * (high - low) + low
+    axes = axes_of(known.dims)
+    (below,) = shape((axes[axes.index(known.counts) + 1 :],), sizes)
+    return (torch.arange(math.prod(extents)) // below).reshape(extents)
 
 
 def _documents(extents: tuple[int, ...], example: torch.Tensor, *, is_random: bool) -> torch.Tensor:
