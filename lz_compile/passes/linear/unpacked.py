@@ -64,7 +64,13 @@ def numbers_of(effects: Effects, node: fx.Node) -> Unpacked | None:
             seen.update(inner)
     most = max((_count(each) for each in found), default=0)
     largest = [each for each in found if _count(each) == most]
-    if queue or not most or len(largest) != 1 or effects.calls[largest[0]] is None or not _is_given(effects, largest[0]):
+    if (
+        queue
+        or not most
+        or len(largest) != 1
+        or effects.calls[largest[0]] is None
+        or not _is_given(effects, largest[0])
+    ):
         return None
     (numbers,) = largest
     bounds = _bounds(effects, numbers)
