@@ -143,6 +143,8 @@ def _function(node: fx.Node) -> str:
 def _shown(value: Any, names: dict[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
         return _name(value, names)
+    if isinstance(value, torch.Tensor):  # of constants, no values
+        return f"tensor{list(value.shape)}"
     if isinstance(value, slice):
         parts = ["" if each is None else _shown(each, names) for each in (value.start, value.stop, value.step)]
         return ":".join(parts if parts[2] else parts[:2])

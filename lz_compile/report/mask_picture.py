@@ -7,14 +7,14 @@ from typing import Any
 
 #: Rows and columns of a picture at most.
 SIDE = 32
-KEPT, PARTLY, ASKED, DROPPED = "#+?."
+KEPT, PARTLY, ASKED, ASKED_OF_KEYS, DROPPED = "#+?|."
 
 
 def picture(attributes: Any, sizes: Mapping[str, int]) -> list[str]:
     """Queries from above to below, keys from left to right, as far as positions alone decide.
 
-    ``#`` is kept, ``.`` is dropped, ``+`` is kept in part, and of ``?`` values decide that only a call has (padding,
-    documents, a mask that is a tensor like any other).
+    ``#`` is kept, ``.`` is dropped, ``+`` is kept in part, and of ``?`` values decide that only a call has (documents, a
+    mask that is a tensor like any other); of ``|`` such values as well, the same for every query (key padding).
 
     Args:
         attributes: of an op; those without bands have no picture.
@@ -45,7 +45,7 @@ def _cells(attributes: Any, rows: tuple[int, int], queries: int, keys: int, *, a
         if last <= some[0] or first >= some[1]:
             yield DROPPED
         elif asks:
-            yield ASKED
+            yield ASKED_OF_KEYS if getattr(attributes, "masks_keys", False) else ASKED
         else:
             yield KEPT if every[0] <= first and last <= every[1] else PARTLY
 

@@ -12,6 +12,7 @@ from lz_compile.report.layout import Rows, amount, facts, places, short
 from lz_compile.report.summary import grouped, state_of, summary
 
 if TYPE_CHECKING:
+    from lz_compile.report.changes import Change
     from lz_compile.report.report import LoopReport, MatchReport, Report
     from lz_compile.runtime.kernels.registry import KernelInfo
     from lz_compile.tools.artifacts import Artifacts
@@ -65,8 +66,8 @@ def _kind(matches: Sequence[MatchReport]) -> Iterator[Any]:
     yield facts(
         {
             "where": places([match.where for match in matches]),
-            "problem": "" if first.context is None else _problem(first.context),
-            "attributes": _attributes(first.attributes),
+            "problem": "" if first.context is None else problem_text(first.context),
+            "attributes": attributes_text(first.attributes),
             "masks": _masks(first),
             "formula": first.formula,
             "why": first.why,
@@ -93,20 +94,26 @@ def _masks(match: MatchReport) -> str:
 
 
 def _proof(match: MatchReport) -> str:
-    found = match.validation or {}
-    if not found.get("ok") or not match.rewritten:
+    return proof_text(match.validation) if match.rewritten else ""
+
+
+def proof_text(validation: Mapping[str, Any] | None) -> str:
+    """How far a proof was from float64; nothing where it failed or there was none."""
+    found = validation or {}
+    if not found.get("ok"):
         return ""
     return f"error {found['error']:.1e} against float64, the source's is {found['source_error']:.1e}"
 
 
-def _attributes(attributes: Mapping[str, Any]) -> str:
+def attributes_text(attributes: Mapping[str, Any]) -> str:
+    """Names and values in one line."""
     return ", ".join(
         name if value is True else f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in attributes.items()
     )
 
 
-def _problem(context: Mapping[str, Any]) -> str:
+def problem_text(context: Mapping[str, Any]) -> str:
     """Operation, dtype, sizes, features and device in one line."""
     sizes = _sizes(context["dims"])
     features = ", ".join(context["features"].values())
@@ -128,6 +135,19 @@ def _size(size: Any) -> str:
 
 def candidates(found: Sequence[Mapping[str, Any]], chosen: str, context: Mapping[str, Any] | None) -> Iterator[Any]:
     """A row for each kernel that could be considered here; others, of which there is nothing to tell, in one line."""
+    rows, rest = sorted_out(found, chosen, context)
+    if rows:
+        styles = ["bold" if row["kernel"] == chosen else None for row in rows]
+        columns = ("kernel", "score", "latency", "against, notes")
+        table = Rows("", columns, [_candidate(row, context) for row in rows], styles)
+        yield Padding(table, (0, 0, 0, 2))
+    yield facts({text: ", ".join(names) for text, names in rest.items()})
+
+
+def sorted_out(
+    found: Sequence[Mapping[str, Any]], chosen: str, context: Mapping[str, Any] | None
+) -> tuple[list[Mapping[str, Any]], dict[str, list[str]]]:
+    """The candidates of which there is something to tell, and the names of the others by what is the matter with them."""
     elsewhere, missing, equal, rows = [], [], [], []
     for candidate in found:
         codes = [reason["code"] for reason in candidate["against"]]
@@ -139,18 +159,12 @@ def candidates(found: Sequence[Mapping[str, Any]], chosen: str, context: Mapping
             equal.append(candidate["kernel"])
         else:
             rows.append(candidate)
-    if rows:
-        styles = ["bold" if row["kernel"] == chosen else None for row in rows]
-        columns = ("kernel", "score", "latency", "against, notes")
-        table = Rows("", columns, [_candidate(row, context) for row in rows], styles)
-        yield Padding(table, (0, 0, 0, 2))
     platform = "this platform" if context is None else context["hardware"]["platform"]
-    told = {
+    return rows, {
         "as fast as Inductor's own code, as far as is known": equal,
         f"not for {platform}": elsewhere,
         "not installed": missing,
     }
-    yield facts({text: ", ".join(names) for text, names in told.items()})
 
 
 def _is_as_fast(candidate: Mapping[str, Any]) -> bool:
@@ -163,10 +177,11 @@ def _candidate(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) 
     against = [reason["message"] for reason in candidate["against"]]
     notes = [reason["message"] for reason in candidate.get("notes", ())]
     score = "-" if against else f"{candidate['score']:.0f}"
-    return candidate["kernel"], score, "-" if against else _latency(candidate, context), "\n".join([*against, *notes])
+    return candidate["kernel"], score, "-" if against else latency_text(candidate, context), "\n".join([*against, *notes])
 
 
-def _latency(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) -> str:
+def latency_text(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) -> str:
+    """What a kernel takes, and how that is known."""
     ratio = f"{candidate['relative_latency']:.3g} of Inductor's"
     if candidate["origin"] == "estimated":
         parts = (f"{us:.3g} µs {kind.replace('_', ' ')}" for kind, us in candidate["parts_us"].items())
@@ -194,13 +209,25 @@ def selection(report: SelectionReport) -> Iterator[Any]:
     yield facts(
         {
             "why": told["why"],
-            "problem": _problem(told["context"]),
+            "problem": problem_text(told["context"]),
             "policy": "\n".join(wishes),
             "refused": "\n".join(str(reason) for reason in report.refused),
             "events": "\n".join(f"[{event['code']}] {event['message']}" for event in told["events"]),
         }
     )
     yield from candidates(told["candidates"], told["kernel_id"], told["context"])
+
+
+def differences(found: Sequence[Change]) -> Iterator[Any]:
+    """A line for each thing that changed between two reports, by what it is about."""
+    if not found:
+        yield Text("Nothing that the reports tell is different.")
+    for kind in grouped(found, lambda change: change.kind):
+        rows = [
+            (each.subject, each.before or "none", each.after or "none", f"{len(each.places)} x {places(each.places, 3)}")
+            for each in kind
+        ]
+        yield Rows(kind[0].kind, ("what", "before", "now", "where"), rows)
 
 
 # ---- the installation ------------------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lz_compile.ground import health
@@ -265,6 +267,22 @@ class Report(Record):
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         return {"schema_version": SCHEMA_VERSION, **super().to_dict()}
+
+    def save(self, path: str | os.PathLike[str], since: str | os.PathLike[str] | None = None) -> None:
+        """Write the report as a page (``report.html``: one file, no network) or as JSON (``report.json``).
+
+        The page has the source around every place, as it is now on this machine.
+
+        Args:
+            path: its ending says which.
+            since: the JSON of an earlier report; the page says first what changed.
+
+        Raises:
+            ArgumentError: the path ends in something else, or ``since`` is no report.
+        """
+        from lz_compile.report.files import save
+
+        save(self.to_dict(), Path(path), None if since is None else Path(since))
 
     def in_full(self) -> Group:
         """Every kind of match with its candidates, and all else, to be printed with rich."""

@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--dynamic", action="store_true", help="compile the model for any size")
     explain.add_argument("--verbose", action="store_true", help="every candidate of every kind of match in a model")
     explain.add_argument("--op", metavar="OPERATION", help="the operation, by name instead of by position")
+    _add_page(explain)
     _add_tensors(explain)
 
     listed = add("list-kernels", "every kernel, and why it cannot be used where it cannot")
@@ -40,6 +41,13 @@ def parser() -> argparse.ArgumentParser:
     dry_run.add_argument("subject", help="module:callable that returns (model, inputs)")
     dry_run.add_argument("--dynamic", action="store_true", help="trace the model for any size")
     dry_run.add_argument("--verbose", action="store_true", help="every candidate of every kind of match")
+    _add_page(dry_run)
+
+    diff = add("diff", "what changed between two reports of a model: of two days, versions or machines")
+    diff.add_argument("before", help="JSON of explain --json, of report.save, or of a dump")
+    diff.add_argument("after", help="the same, later or elsewhere")
+    diff.add_argument("--html", metavar="FILE", help="write the later report as a page that begins with what changed")
+    diff.add_argument("--exit-code", action="store_true", help="end with 1 where something changed")
 
     add("doctor", "what is installed and works here, and what to do about what does not")
 
@@ -54,6 +62,12 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_solving(add("solve", "the kernels for a model at every combination of sizes, as a dispatch table"))
     return found
+
+
+def _add_page(command: argparse.ArgumentParser) -> None:
+    """A model's report as a page."""
+    command.add_argument("--html", metavar="FILE", help="write a model's report as one page, to be opened in a browser")
+    command.add_argument("--since", metavar="FILE", help="JSON of an earlier report: the page begins with what changed")
 
 
 def _add_operation(command: argparse.ArgumentParser) -> None:

@@ -130,8 +130,28 @@ def _about_model(arguments: argparse.Namespace, ask: Callable[..., Any]) -> int:
         raise
     except Exception as error:
         raise ModelError(f"running {arguments.subject}: {type(error).__name__}: {error}") from error
+    if arguments.html is not None:
+        report.save(arguments.html, since=arguments.since)
+        sys.stderr.write(f"written to {arguments.html}\n")
     _show(arguments, report.to_dict(), report.in_full() if arguments.verbose else report)
     return OK
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from rich.console import Group
+
+    from lz_compile.report.changes import changes
+    from lz_compile.report.files import read, save
+    from lz_compile.report.render import differences
+
+    before, after = (read(Path(path), "diff") for path in (arguments.before, arguments.after))
+    found = changes(before, after)
+    if arguments.html is not None:
+        save(after, Path(arguments.html), Path(arguments.before), "diff")
+    _show(arguments, {"changes": [each.to_dict() for each in found]}, Group(*differences(found)))
+    return NOT_OK if arguments.exit_code and found else OK
 
 
 def _validate(arguments: argparse.Namespace) -> int:
@@ -316,6 +336,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "list-kernels": _list_kernels,
     "validate": _validate,
     "dry-run": _dry_run,
+    "diff": _diff,
     "doctor": _doctor,
     "readiness-check": _readiness_check,
     "tune": _tune,

@@ -5,7 +5,6 @@ It must work where little else does: every look at the installation stands on it
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +20,7 @@ from lz_compile.ground.hardware import Hardware, default_device, hardware
 from lz_compile.ground.reasons import Reason, first_line
 from lz_compile.ground.records import Record
 from lz_compile.lowering import ops
+from lz_compile.report.files import environment
 from lz_compile.report.report import reports
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
@@ -109,7 +109,7 @@ def doctor(print_report: bool = True) -> DoctorReport:
     perfdb_path = configuration.policy.settings.perfdb.path
     found = DoctorReport(
         issues=(),
-        software=look("versions", _software, {"lz_compile": __version__, "torch": str(torch.__version__)}),
+        software=look("versions", environment, {"lz_compile": __version__, "torch": str(torch.__version__)}),
         hardware=tuple(_hardware(look, places)),
         compilers=look("compilers", lambda: installation.compilers(device), None),
         kernels=tuple(_kernels(look, places)),
@@ -160,21 +160,6 @@ class _Looks:
 def _hardware(look: _Looks, places: Iterable[torch.device]) -> Iterator[tuple[str, Hardware]]:
     for place in places:
         yield str(place), look(f"the device {place}", partial(hardware, place), Hardware(place.type, "unknown"))
-
-
-def _software() -> dict[str, str]:
-    from lz_compile.ground import machine
-
-    details = machine.environment_details("cpu")
-    return {
-        "lz_compile": __version__,
-        "torch": details["torch"],
-        "triton": details["triton"],
-        "cuda": torch.version.cuda or "none",
-        "hip": torch.version.hip or "none",
-        "python": platform.python_version(),
-        "system": details["system"],
-    }
 
 
 def _kernels(look: _Looks, places: Sequence[torch.device]) -> Iterator[KernelState]:

@@ -9,6 +9,8 @@ from torch import fx
 
 #: How Dynamo names what a module holds (``L['self']._modules['layers']``), and what it comes from.
 _HELD = re.compile(r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]|\.__closure__\[\d+\]\.cell_contents")
+#: The model itself, in its own forward and in what PyTorch wraps around that of its own modules.
+_MODELS = ("self", "fn")
 _ROOT = re.compile(r"^[LG]\['([^']*)'\]\.?")
 
 
@@ -28,6 +30,6 @@ def path_of(source: str) -> str:
     """A name of Dynamo's as a path: ``L['self']._modules['layers']._modules['0']`` is ``layers.0``."""
     root = _ROOT.match(source)
     rest = source if root is None else source[root.end() :]
-    name = "" if root is None or root[1] == "self" else root[1]
+    name = "" if root is None or root[1] in _MODELS else root[1]
     parts = _HELD.sub(lambda found: "." + next(filter(None, found.groups()), ""), rest).strip(".")
     return ".".join(part for part in (name, *parts.split(".")) if part)
