@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 import lz_compile
 from lz_compile import ArgumentError, Report
@@ -139,7 +138,7 @@ def test_a_page_asks_nothing_of_a_network(report):
 
 
 def test_nothing_of_a_source_or_a_report_runs_in_a_page(report):
-    evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\" onmouseover=\"alert(1)"
+    evil = '</script><script>alert(1)</script><img src=x onerror=alert(1)>" onmouseover="alert(1)'
 
     def poisoned(value: Any) -> Any:
         if isinstance(value, dict):
@@ -171,7 +170,9 @@ def test_a_report_of_four_hundred_kinds_fits_two_megabytes_and_says_what_is_left
     assert len(html.encode()) <= MOST_BYTES
     assert html.count('<details class="item') >= 400
     assert "Left out: calls" in html
-    told["graphs"][0]["matches"] = [{**each, "formula": f"{n}" * 9000} for n, each in enumerate(told["graphs"][0]["matches"])]
+    told["graphs"][0]["matches"] = [
+        {**each, "formula": f"{n}" * 9000} for n, each in enumerate(told["graphs"][0]["matches"])
+    ]
     smaller = page(told)
     assert len(smaller.encode()) <= MOST_BYTES
     assert "candidates" in re.search("Left out: [^.]*", smaller)[0]

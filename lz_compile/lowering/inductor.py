@@ -730,7 +730,7 @@ def _buffer(placeholder: fx.Node) -> _Buffer | None:
 
 
 def source_of(placeholder: fx.Node) -> str:
-    """What Dynamo calls that which an input of a graph comes from (``L['self']._modules['norm']``); empty where it says none."""
+    """What Dynamo calls what an input comes from (``L['self']._modules['norm']``); empty where it says none."""
     return str(getattr(getattr(placeholder.meta.get("grapharg"), "source", None), "name", ""))
 
 

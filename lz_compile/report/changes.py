@@ -65,7 +65,7 @@ def _environment(before: Told, after: Told) -> Iterator[Change]:
             yield Change("environment", name, old, new)
     counts = [len(told.get("graphs", ())) for told in (before, after)]
     if counts[0] != counts[1]:
-        yield Change("environment", "graphs", *map(str, counts))
+        yield Change("environment", "graphs", str(counts[0]), str(counts[1]))
 
 
 def environment_of(told: Told) -> dict[str, str]:
@@ -103,7 +103,7 @@ def _keyed(told: Told) -> dict[tuple[str, str, int], Told]:
     found = {}
     for match in all_of(told, "matches"):
         key = (match.get("module") or _file(match["where"]), match["op"])
-        found[*key, seen[key]] = match
+        found[(*key, seen[key])] = match
         seen[key] += 1
     return found
 
@@ -154,9 +154,7 @@ def _near_misses(before: Told, after: Told) -> Iterator[Change]:
     yield from _counted("near miss", causes(before), causes(after))
 
 
-def _counted(
-    kind: str, old: Counter[tuple[str, str, str]], new: Counter[tuple[str, str, str]]
-) -> Iterator[Change]:
+def _counted(kind: str, old: Counter[tuple[str, str, str]], new: Counter[tuple[str, str, str]]) -> Iterator[Change]:
     for key in dict.fromkeys([*old, *new]):
         if old[key] != new[key]:
             counts = ["" if not side[key] else f"{side[key]} here" for side in (old, new)]

@@ -114,7 +114,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _without_paths() -> Callable[[str], str]:
-    """Takes paths of this machine out of a text: below what Python imports from, the working directory and the user's home."""
+    """Takes paths of this machine out of a text: of what Python imports, the working directory and the user's home."""
     roots = {os.path.abspath(each) for each in (*sys.path, os.getcwd(), sys.prefix, sys.base_prefix) if each}
     home = os.path.expanduser("~")
     ordered = sorted((root for root in roots if len(root) > 1), key=len, reverse=True)

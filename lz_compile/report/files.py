@@ -67,4 +67,5 @@ def read(path: Path, function: str) -> dict[str, Any]:
     if not isinstance(graphs, list) or not all(isinstance(each, dict) and set(needed) <= set(each) for each in graphs):
         advice = "Write one by report.save('report.json') or 'python -m lz_compile explain ... --json'."
         raise ArgumentError(function, "a report", f"with graphs that have {', '.join(needed)}", str(path), advice)
-    return found
+    told: dict[str, Any] = found
+    return told

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.graph import dtype_abbrs
+from torch.fx.graph import dtype_abbrs  # type: ignore[attr-defined]  # it is there, and tests use it
 
 from lz_compile.lowering import inductor
 from lz_compile.passes.graph.modules import modules_of, path_of
@@ -80,7 +80,7 @@ def _body(graph: fx.Graph, names: dict[fx.Node, str]) -> Iterator[str]:
         if around and around[-1][0] != module:
             module = around[-1][0]
             yield f"\n# {module or 'the model'} ({around[-1][1]})"
-        if where != place and where != "<unknown>":
+        if where not in (place, "<unknown>"):
             place = where
             yield f"# {short(where)}: {source_line(where)}"
         yield _statement(node, names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 #: Rows and columns of a picture at most.
@@ -29,10 +30,7 @@ def picture(attributes: Any, sizes: Mapping[str, int]) -> list[str]:
     is_limited = any(getattr(attributes, name, None) is not None for name in ("limits", "reach"))
     if not hasattr(attributes, "span") or not (asks or is_limited) or min(queries, keys) < 1:
         return []
-    return [
-        "".join(_cells(attributes, (start, stop), queries, keys, asks=asks))
-        for start, stop in _parts(queries)
-    ]
+    return ["".join(_cells(attributes, (start, stop), queries, keys, asks=asks)) for start, stop in _parts(queries)]
 
 
 def _cells(attributes: Any, rows: tuple[int, int], queries: int, keys: int, *, asks: bool) -> Iterator[str]:
@@ -53,4 +51,4 @@ def _cells(attributes: Any, rows: tuple[int, int], queries: int, keys: int, *, a
 def _parts(count: int) -> Iterator[tuple[int, int]]:
     number = min(count, SIDE)
     edges = [count * n // number for n in range(number + 1)]
-    yield from zip(edges, edges[1:], strict=False)
+    yield from pairwise(edges)

@@ -177,7 +177,12 @@ def _candidate(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) 
     against = [reason["message"] for reason in candidate["against"]]
     notes = [reason["message"] for reason in candidate.get("notes", ())]
     score = "-" if against else f"{candidate['score']:.0f}"
-    return candidate["kernel"], score, "-" if against else latency_text(candidate, context), "\n".join([*against, *notes])
+    return (
+        candidate["kernel"],
+        score,
+        "-" if against else latency_text(candidate, context),
+        "\n".join([*against, *notes]),
+    )
 
 
 def latency_text(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) -> str:
@@ -224,7 +229,12 @@ def differences(found: Sequence[Change]) -> Iterator[Any]:
         yield Text("Nothing that the reports tell is different.")
     for kind in grouped(found, lambda change: change.kind):
         rows = [
-            (each.subject, each.before or "none", each.after or "none", f"{len(each.places)} x {places(each.places, 3)}")
+            (
+                each.subject,
+                each.before or "none",
+                each.after or "none",
+                f"{len(each.places)} x {places(each.places, 3)}",
+            )
             for each in kind
         ]
         yield Rows(kind[0].kind, ("what", "before", "now", "where"), rows)

@@ -8,7 +8,9 @@ from functools import lru_cache
 from torch import fx
 
 #: How Dynamo names what a module holds (``L['self']._modules['layers']``), and what it comes from.
-_HELD = re.compile(r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]|\.__closure__\[\d+\]\.cell_contents")
+_HELD = re.compile(
+    r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]|\.__closure__\[\d+\]\.cell_contents"
+)
 #: The model itself, in its own forward and in what PyTorch wraps around that of its own modules.
 _MODELS = ("self", "fn")
 _ROOT = re.compile(r"^[LG]\['([^']*)'\]\.?")

@@ -78,7 +78,9 @@ def _file(name: str) -> str:
 def _template() -> Template:
     import jinja2
 
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     return environment.from_string(_file("page.html.j2"))
 
 
@@ -97,9 +99,7 @@ def _summary(told: Told) -> list[str]:
 
 
 def _model(told: Told, kinds: list[parts.Kind], misses: list[parts.Misses]) -> Branch:
-    ops = [
-        (place.module, Op(kind.operation, kind.state, kind.id)) for kind in kinds for place in kind.places
-    ]
+    ops = [(place.module, Op(kind.operation, kind.state, kind.id)) for kind in kinds for place in kind.places]
     ops += [(place.module, Op(miss.op, "missed", miss.id)) for miss in misses for place in miss.places]
     return tree(all_of(told, "modules"), ops)
 

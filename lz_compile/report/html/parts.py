@@ -7,7 +7,6 @@ import linecache
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from lz_compile.report.changes import Told, latency
 from lz_compile.report.layout import amount, short
