@@ -117,6 +117,7 @@ def _add_tuning(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="by default the accelerator, or the CPU")
     command.add_argument("--samples", type=_number, help="rounds for each problem")
     command.add_argument("--budget", type=float, metavar="SECONDS", help="begin no problem after that")
+    command.add_argument("--chart", metavar="FILE", help="draw latency over size as .svg, .png or .pdf")
     command.add_argument("--no-resume", dest="resume", action="store_false", help="measure again what is known")
 
 
@@ -131,6 +132,7 @@ def _add_solving(command: argparse.ArgumentParser) -> None:
         help="where a bucketed dimension is in the inputs, as seq_len=1; may be given several times",
     )  # fmt: skip
     command.add_argument("--output", metavar="FILE", help="write the table there")
+    command.add_argument("--chart", metavar="FILE", help="draw what the choices rest on as .svg, .png or .pdf")
     command.add_argument("--tune", choices=("on-miss", "off"), default="on-miss", help="measure what was not measured")
     command.add_argument("--budget", type=float, metavar="SECONDS", help="measure no more after that")
     command.add_argument("--compile-jit", action="store_true", help="compile with Inductor as well")

@@ -23,6 +23,7 @@ from lz_compile.tools.progress import bar
 if TYPE_CHECKING:
     import argparse
 
+    from lz_compile.runtime.tables.dispatch_table import DispatchTable
     from lz_compile.tools.tuning import TuneReport
 
 SCHEMA_VERSION = "1.0"
@@ -205,6 +206,8 @@ def _tune(arguments: argparse.Namespace) -> int:
         text = f"interrupted: {done[0]} of {done[1]} problems are done and kept. The same command goes on from there"
         sys.stderr.write(f"{text}{'' if arguments.resume else ', without --no-resume'}.\n")
         return INTERRUPTED
+    if arguments.chart is not None:
+        report.save_chart(arguments.chart)
     _show(arguments, report.to_dict(), Group(*tuned(report)))
     return OK
 
@@ -270,10 +273,28 @@ def _solve(arguments: argparse.Namespace) -> int:
     table = solve(model, *inputs, shape_buckets=buckets, dims=dict(arguments.dims) or None, **options, **keywords)
     if arguments.output is not None:
         table.save(arguments.output)
+    if arguments.chart is not None:
+        _draw_solved(arguments.chart, table)
     where = "" if arguments.output is None else f", written to {arguments.output}"
     kernels = sorted({op.kernel_id for plan in table.plans for op in plan.ops}) or ["none"]
     _show(arguments, table.to_dict(), f"{len(table.plans)} plans with kernels {', '.join(kernels)}{where}")
     return OK
+
+
+def _draw_solved(path: str, table: DispatchTable) -> None:
+    """What the choices of a table rest on, with the sizes at which its trees are cut."""
+    from pathlib import Path
+
+    from lz_compile.report import charts
+    from lz_compile.report.report import reports
+    from lz_compile.runtime.problem.decision_tree import edges
+
+    cuts: dict[str, set[float]] = {}
+    for tree in table.trees:
+        for name, sizes in edges(tree.node()).items():
+            cuts.setdefault(name, set()).update(sizes)
+    matches = [match.to_dict() for graph in reports() for match in graph.matches]
+    charts.latencies(charts.of_matches(matches), Path(path), "solve", {name: sorted(at) for name, at in cuts.items()})
 
 
 def _artifacts(arguments: argparse.Namespace) -> int:
