@@ -213,7 +213,7 @@ def test_inductor_is_really_asked(monkeypatch):
         (diagnosis, "default_device"), (installation, "devices"), (installation, "read_again"),
         (installation, "configuration"), (installation, "compilers"), (installation, "caches"),
         (installation, "measurements"), (installation, "plain_problem"), (installation, "reasons_on"),
-        (diagnosis, "hardware"), (diagnosis, "kernels"), (diagnosis, "_software"), (diagnosis, "_about_kernels"),
+        (diagnosis, "hardware"), (diagnosis, "kernels"), (diagnosis, "environment"), (diagnosis, "_about_kernels"),
     ],
     ids=lambda planted: planted[1],
 )  # fmt: skip

@@ -49,11 +49,10 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("--html", metavar="FILE", help="write the later report as a page that begins with what changed")
     diff.add_argument("--exit-code", action="store_true", help="end with 1 where something changed")
 
-    add("doctor", "what is installed and works here, and what to do about what does not")
-
-    ready = add("readiness-check", "whether this installation may go into production")
-    ready.add_argument("--dispatch-table", metavar="FILE", help="a table that solve wrote")
-
+    _add_looks(
+        add("doctor", "what is installed and works here, and what to do about what does not"),
+        add("readiness-check", "whether this installation may go into production"),
+    )
     _add_tuning(add("tune", "measure kernels over a grid of sizes; what is measured is kept, also after Ctrl-C"))
     stored = add("artifacts", "files of lz_compile.save_artifacts: what is in one, or several as one")
     stored.add_argument("action", choices=("inspect", "merge"))
@@ -62,6 +61,14 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_solving(add("solve", "the kernels for a model at every combination of sizes, as a dispatch table"))
     return found
+
+
+def _add_looks(doctor: argparse.ArgumentParser, ready: argparse.ArgumentParser) -> None:
+    doctor.add_argument("--fix", action="store_true", help="print the commands that mend it, and nothing else")
+    doctor.add_argument("--retry", action="store_true", help="try again how installed libraries import")
+    ready.add_argument("--dispatch-table", metavar="FILE", help="a table that solve wrote")
+    ready.add_argument("--artifacts", metavar="FILE", help="a file of lz_compile.save_artifacts that will be loaded")
+    ready.add_argument("--strict", action="store_true", help="end with 1 where a check warns, too")
 
 
 def _add_page(command: argparse.ArgumentParser) -> None:

@@ -181,7 +181,11 @@ def _list_kernels(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from lz_compile.tools.diagnosis import doctor
 
-    report = doctor(print_report=False)
+    report = doctor(print_report=False, retry=arguments.retry)
+    if arguments.fix:
+        told = "\n".join(report.fixes) or "# nothing that a command could mend"
+        _show(arguments, {"fixes": report.fixes}, told)
+        return OK
     _show(arguments, report.to_dict(), report)
     return OK
 

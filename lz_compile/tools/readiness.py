@@ -60,7 +60,7 @@ class ReadinessReport(Record):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """A row for each check."""
-        from lz_compile.report.render import readiness
+        from lz_compile.report.render_installation import readiness
 
         yield from readiness(self)
 
