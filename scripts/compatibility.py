@@ -1,8 +1,8 @@
-"""docs/compatibility.md from what was really tried: the JSON of ``python -m lz_compile doctor --json``, one for each environment.
+"""docs/compatibility.md from what was really tried: the JSON of ``doctor --json``, one for each environment.
 
 ``scripts/versions.sh`` calls it:
 
-    python scripts/compatibility.py docs/compatibility.md DIRECTORY    every NAME.json in it, and its NAME.smoke if there is one
+    python scripts/compatibility.py docs/compatibility.md DIRECTORY    with every NAME.json (and NAME.smoke) in it
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 HEAD = """# Compatibility
 
-Written by `scripts/compatibility.py` from what was really tried, not by hand: `scripts/versions.sh` makes an environment for each
-version of PyTorch, runs the smoke set there, and asks `python -m lz_compile doctor --json`. A library is imported for the first time in a process
-of its own, with a time limit. Your own row is what `doctor` shows on your machine.
+Written by `scripts/compatibility.py` from what was really tried, not by hand. `scripts/versions.sh` makes an environment for
+each version of PyTorch, runs the smoke set there, and asks `python -m lz_compile doctor --json`. A library is imported for
+the first time in a process of its own, with a time limit. Your own row is what `doctor` shows on your machine.
 
 | outcome | meaning |
 |---|---|

@@ -215,7 +215,7 @@ def test_the_page_of_compatibility_is_what_was_tried(tmp_path):
         "hardware": [{"device": "cpu", "device_name": "Some CPU", "signature": "cpu_avx2"}],
         "libraries": [
             installation.Library(
-                "some-lib", "1.0", "a.b", ">=1", "2.99", "3.11", "hangs", "a | b", 20.0, ("k",)
+                "some-lib", "a.b", "1.0", ">=1", "2.99", "3.11", "hangs", "a | b", 20.0, ("k",)
             ).to_dict()
         ],
     }
