@@ -287,8 +287,9 @@ def _settles(match: Match, kernel: KernelSpec, entry: MatchReport, state: State)
 def _replaced(match: Match, kernel: KernelSpec, entry: MatchReport, state: State) -> bool:
     """Whether a kernel is the last one to try: it was put in, or nothing may be; one that proves wrong is quarantined."""
     subject = state.choices.subject(match, kernel)
-    with timed(state.report, "validate"):
+    with timed(state.report, "validate", operation=match.op, kernel=kernel.kernel_id, where=match.where) as span:
         verdict = state.choices.prove(subject, kernel)
+        span.set(is_proven=verdict.ok, reason=None if verdict.ok else str(verdict.reason))
     entry.validation = {"kernel": kernel.kernel_id, **verdict.to_dict()}
     if not verdict.ok:
         text = f"{kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"

@@ -604,6 +604,12 @@ def compiles_left() -> int | None:
     return max(dynamo_config.recompile_limit - 1 - compile_id.frame_compile_id, 0)
 
 
+def is_recompile() -> bool:
+    """Whether the function that is being compiled was compiled before, for other sizes or values."""
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and bool(compile_id.frame_compile_id)
+
+
 def count(name: str, amount: int = 1) -> None:
     """Add to ``torch._dynamo.utils.counters["layerzero"]``."""
     counters["layerzero"][name] += amount

@@ -37,11 +37,11 @@ def diagnosis(report: DoctorReport) -> Iterator[Any]:
     )
     yield _kernels(report)
     if report.libraries:
-        rows = [
+        tried = [
             (each.package, each.version, each.module, f"{each.outcome} {short(each.text)}".strip())
             for each in report.libraries
         ]
-        yield Rows("Libraries", ("library", "version", "imported as", "tried in a process of its own"), rows)
+        yield Rows("Libraries", ("library", "version", "imported as", "tried in a process of its own"), tried)
     yield Rows("Caches", ("what", "where", "files", "size"), [
         (cache.name, cache.path, str(cache.files), cache.problem or bytes_text(cache.size_bytes)) for cache in report.caches
     ])  # fmt: skip
