@@ -109,7 +109,8 @@ def _policy(policy: Mapping[str, Any]) -> dict[str, str]:
 
 def readiness(report: ReadinessReport) -> Iterator[Any]:
     """The verdict and a row for each check."""
-    rows = [(check.name, check.status, check.text) for check in report.checks]
+    found = [(check, f"\n-> {check.advice}" if check.advice else "") for check in report.checks]
+    rows = [(check.name, check.status, f"{check.text}{advice}") for check, advice in found]
     styles = [None if check.status == "pass" else _STYLES[check.status] for check in report.checks]
-    yield Rows("", ("check", "status", "found"), rows, styles)
+    yield Rows("", ("check", "status", "found, and what to do"), rows, styles)
     yield Text("Ready." if report.ok else "Not ready.", style=_STYLES["pass" if report.ok else "fail"])

@@ -193,9 +193,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _readiness_check(arguments: argparse.Namespace) -> int:
     from lz_compile.tools.readiness import readiness_check
 
-    report = readiness_check(arguments.dispatch_table)
+    report = readiness_check(arguments.dispatch_table, arguments.artifacts)
     _show(arguments, report.to_dict(), report)
-    return OK if report.ok else NOT_OK
+    is_warned = arguments.strict and any(check.status != "pass" for check in report.checks)
+    return OK if report.ok and not is_warned else NOT_OK
 
 
 def _tune(arguments: argparse.Namespace) -> int:
