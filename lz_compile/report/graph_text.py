@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.fx.graph import dtype_abbrs  # type: ignore[attr-defined]  # it is there, and tests use it
 
+from lz_compile.ground import events
 from lz_compile.lowering import inductor
 from lz_compile.passes.graph.modules import modules_of, path_of
 from lz_compile.passes.graph.provenance import EMITTED
@@ -52,7 +53,11 @@ def statements(nodes: Iterable[fx.Node]) -> list[str]:
     names: dict[fx.Node, str] = {}
     calls = [node for node in nodes if node.op not in ("placeholder", "output")]
     rest = [f"# and {len(calls) - _MOST} more calls"] if len(calls) > _MOST else []
-    return [*(_statement(node, names) for node in calls[:_MOST]), *rest]
+    try:
+        return [*(_statement(node, names) for node in calls[:_MOST]), *rest]
+    except Exception as error:  # noqa: BLE001 an argument that cannot be printed must not cost a match
+        events.record("REPORT_INCOMPLETE", "printing the calls of a match", error)
+        return []
 
 
 def _texts(name: str, module: fx.GraphModule, seen: set[str]) -> Iterator[str]:

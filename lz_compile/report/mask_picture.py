@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from lz_compile.ground import events
+
 #: Rows and columns of a picture at most.
 SIDE = 32
 KEPT, PARTLY, ASKED, ASKED_OF_KEYS, DROPPED = "#+?|."
@@ -30,6 +32,14 @@ def picture(attributes: Any, sizes: Mapping[str, int]) -> list[str]:
     is_limited = any(getattr(attributes, name, None) is not None for name in ("limits", "reach"))
     if not hasattr(attributes, "span") or not (asks or is_limited) or min(queries, keys) < 1:
         return []
+    try:
+        return _rows(attributes, queries, keys, asks=asks)
+    except Exception as error:  # noqa: BLE001 a mask that cannot be drawn must not cost a match
+        events.record("REPORT_INCOMPLETE", "drawing a mask", error)
+        return []
+
+
+def _rows(attributes: Any, queries: int, keys: int, *, asks: bool) -> list[str]:
     return ["".join(_cells(attributes, (start, stop), queries, keys, asks=asks)) for start, stop in _parts(queries)]
 
 

@@ -109,6 +109,10 @@ def _explain(arguments: argparse.Namespace) -> int:
         return _about_model(arguments, explain)
     arguments.operation = arguments.subject
     operation = operation_of(arguments, None)
+    if arguments.html is not None or arguments.since is not None:
+        raise CommandError(
+            "--html and --since: expected module:callable, for pages are of models, received an operation"
+        )
     if operation is None:
         raise CommandError("expected what to explain: an operation, or module:callable that returns (model, inputs)")
     with _usage():
@@ -131,6 +135,8 @@ def _about_model(arguments: argparse.Namespace, ask: Callable[..., Any]) -> int:
         raise
     except Exception as error:
         raise ModelError(f"running {arguments.subject}: {type(error).__name__}: {error}") from error
+    if arguments.since is not None and arguments.html is None:
+        raise CommandError("--since: expected --html FILE with it, the page that tells what changed")
     if arguments.html is not None:
         report.save(arguments.html, since=arguments.since)
         sys.stderr.write(f"written to {arguments.html}\n")

@@ -19,7 +19,8 @@ _ROOT = re.compile(r"^[LG]\['([^']*)'\]\.?")
 def modules_of(node: fx.Node) -> list[tuple[str, str]]:
     """The modules around a call, the outermost first: path (``layers.3.self_attn``, "" for the model) and class."""
     stack = node.meta.get("nn_module_stack") or {}
-    return [(path_of(path), getattr(kind, "__name__", str(kind))) for path, kind in stack.values()]
+    pairs = [each for each in stack.values() if isinstance(each, tuple) and len(each) == 2]
+    return [(path_of(str(path)), getattr(kind, "__name__", str(kind))) for path, kind in pairs]
 
 
 def module_of(node: fx.Node) -> str:

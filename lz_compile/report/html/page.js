@@ -46,7 +46,7 @@ function show(id, place) {
     each.parentElement.scrollTop = each.offsetTop - each.parentElement.offsetTop;
     const from = document.createElement("p");
     from.className = "from";
-    from.textContent = `You came from ${each.textContent}. The same holds in every place below.`;
+    from.textContent = `You came from ${each.querySelector("b").textContent}. The same holds in every place that is listed below.`;
     item.querySelector("summary").after(from);
     break;
   }

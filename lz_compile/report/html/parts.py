@@ -257,7 +257,8 @@ def causes(misses: Sequence[Told]) -> list[Misses]:
 def source(where: str) -> list[Line]:
     """The lines around ``file:line`` where the file is on this machine, else none."""
     path, _, line = where.rpartition(":")
-    return list(_lines(path, int(line))) if line.isdigit() else []
+    is_code = path.endswith(".py") or path in linecache.cache  # a report of somebody else's names any file
+    return list(_lines(path, int(line))) if line.isdigit() and is_code else []
 
 
 def _lines(path: str, line: int) -> Iterator[Line]:

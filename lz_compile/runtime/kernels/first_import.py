@@ -51,7 +51,17 @@ except BaseException as error:
 """
 
 Outcome: TypeAlias = Literal["imports", "raises", "ends its process", "hangs"]
-_lock = threading.Lock()
+_lock = threading.RLock()
+
+
+def _be_a_copy() -> None:
+    """In a forked process no other thread lives on that could release the lock; what is tried may try what it needs."""
+    global _lock  # noqa: PLW0603 one for the process
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_be_a_copy)
 
 
 @dataclass(frozen=True)
