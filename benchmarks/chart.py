@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import INDUCTOR, LAYERZERO
+from lz_compile.report import charts
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
@@ -107,21 +108,15 @@ def draw(found: Sequence[Point], path: Path, *, has_gpu: bool) -> None:
     """
     if not found:
         raise SystemExit("drawing the chart: no result file compares layerzero with Inductor; run `make bench` first")
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     names = [*(name for name in TITLES if any(each.name == name for each in found))]
     names += sorted({each.name for each in found} - set(names))
-    with mpl.rc_context({"svg.hashsalt": "lz_compile", "svg.fonttype": "none", "font.size": 9}):
-        figure, axis = plt.subplots(figsize=(9, 0.36 * len(names) + 1.5), layout="constrained")
+    described = f"drawn from results {digest(found)}"
+    with charts.figure(path, "chart", described, figsize=(9, 0.36 * len(names) + 1.5)) as figure:
+        axis = figure.subplots()
         _dots(axis, found, names)
         _labels(axis, found, names)
         device = "CPU and GPU" if has_gpu else "CPU; not timed on a GPU"
         figure.suptitle(f"layerzero's latency over Inductor's ({device}): left of the line is faster", fontsize=10)
-        figure.savefig(path, metadata={"Date": None, "Description": f"drawn from results {digest(found)}"})
-        plt.close(figure)
 
 
 def _dots(axis: Any, found: Sequence[Point], names: Sequence[str]) -> None:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         UnknownKernelError,
         UnknownOperationError,
     )
+    from lz_compile.ground.json_logs import log_as_json
     from lz_compile.report.report import GraphReport, Report, clear_reports, reports
     from lz_compile.runtime.kernels.registration import register_kernel
     from lz_compile.runtime.kernels.registry import KernelInfo, list_kernels, unregister_kernel
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from lz_compile.tools.readiness import ReadinessReport, readiness_check
     from lz_compile.tools.serving import Padding, Served, ServedState, serve
     from lz_compile.tools.solving import save_decisions, solve
+    from lz_compile.tools.telemetry import instrument
     from lz_compile.tools.trial import validate
     from lz_compile.tools.tuning import TuneReport, tune
 
@@ -135,6 +137,7 @@ __all__ = [
     "embedding",
     "explain",
     "inspect_artifacts",
+    "instrument",
     "kda",
     "layer_norm",
     "linear",
@@ -144,6 +147,7 @@ __all__ = [
     "load_config",
     "load_dispatch_table",
     "lock",
+    "log_as_json",
     "merge_artifacts",
     "mlp_fused",
     "paged_attention",
@@ -207,6 +211,8 @@ _HOMES = {
         ("Artifacts", "inspect_artifacts", "load_artifacts", "merge_artifacts", "save_artifacts"),
         "lz_compile.tools.artifacts",
     ),
+    "instrument": "lz_compile.tools.telemetry",
+    "log_as_json": "lz_compile.ground.json_logs",
     "DoctorReport": "lz_compile.tools.diagnosis",
     "doctor": "lz_compile.tools.diagnosis",
     **dict.fromkeys(("SelectionReport", "dry_run", "explain", "which"), "lz_compile.tools.inspection"),

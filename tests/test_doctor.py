@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 import torch
@@ -213,7 +214,7 @@ def test_inductor_is_really_asked(monkeypatch):
         (diagnosis, "default_device"), (installation, "devices"), (installation, "read_again"),
         (installation, "configuration"), (installation, "compilers"), (installation, "caches"),
         (installation, "measurements"), (installation, "plain_problem"), (installation, "reasons_on"),
-        (diagnosis, "hardware"), (diagnosis, "kernels"), (diagnosis, "_software"), (diagnosis, "_about_kernels"),
+        (diagnosis, "hardware"), (diagnosis, "kernels"), (diagnosis, "environment"), (diagnosis, "_about_kernels"),
     ],
     ids=lambda planted: planted[1],
 )  # fmt: skip
@@ -255,8 +256,48 @@ def test_a_tuned_installation_is_ready():
     measure_something()
     report = readiness_check()
     assert report.ok
-    assert {status for status, _ in checks(report).values()} == {"pass"}
+    assert {name for name, (status, _) in checks(report).items() if status != "pass"} <= {"warm-up", "choices"}
     assert "Ready." in printed(report)
+
+
+def test_every_finding_says_what_to_do():
+    policy.configure(fallback_enabled=False, rules=[{"match": {"operation": "attention.*"}, "forbid": ["lz", "torch"]}])
+    lz.lock("norm", "liger.rms_norm")
+    found = [check for check in readiness_check(artifacts="no/such/file").checks if check.status != "pass"]
+    assert {"fallback", "kernels for attention", "locks", "artifacts", "measurements", "warm-up"} <= {
+        each.name for each in found
+    }
+    assert all(each.advice for each in found)
+
+
+def test_artifacts_of_this_machine_are_ready_and_others_are_not(tmp_path):
+    measure_something()
+    lz.save_artifacts(tmp_path / "here.lz")
+    assert checks(readiness_check(artifacts=tmp_path / "here.lz"))["artifacts"][0] == "pass"
+    (tmp_path / "other.lz").write_text("something else")
+    report = readiness_check(artifacts=tmp_path / "other.lz")
+    assert (checks(report)["artifacts"][0], report.ok) == ("fail", False)
+
+
+def test_shapes_that_wait_for_the_compiler_warn_until_they_are_compiled():
+    with lz.serve(torch.nn.Linear(4, 4).eval(), calls=[((torch.randn(2, 4),), {})]) as served:
+        assert checks(readiness_check())["warm-up"][0] == "warn"
+        served.warmup(progress=False)
+        assert checks(readiness_check())["warm-up"] == ("pass", "1 shapes of 1 served models are compiled")
+    del served
+
+
+def test_what_this_process_knows_of_versions_is_there_to_be_compared_between_ranks():
+    status, text = checks(readiness_check())["ranks"]
+    assert status == "pass"
+    assert f"torch {torch.__version__}" in text
+    assert re.search(r"kernels [0-9a-f]{12}, policy [0-9a-f]{12}", text)
+
+
+def test_a_library_that_cannot_be_imported_warns(monkeypatch):
+    broken = installation.Library("some-lib", "m", "1.0", "", "2", "3", "hangs", "20 s", 20.0, ("k",))
+    monkeypatch.setattr(installation, "installed_libraries", lambda **_: [broken])
+    assert checks(readiness_check())["libraries"] == ("warn", "some-lib 1.0 hangs (20 s)")
 
 
 def test_readiness_is_json_and_fits_100_columns():

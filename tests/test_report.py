@@ -11,7 +11,10 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from lz_compile import GraphReport, Report, clear_reports, errors, explain, repo
 from lz_compile.backend import layerzero
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
+from lz_compile.report import dump
 from lz_compile.report.layout import Rows
 from lz_compile.report.report import MatchReport, MissReport, new_report
 
@@ -254,7 +258,19 @@ class Snapshots(expecttest.TestCase):
       "cases": 3,
       "reason": "",
       "origin": "..."
-     }
+     },
+     "module": "",
+     "picture": [],
+     "buckets": [],
+     "before": [
+      "matmul: f32[2, 3, 7, 17] = l_query_ @ transpose",
+      "mul: f32[2, 3, 7, 17] = matmul * 0.25",
+      "softmax: f32[2, 3, 7, 17] = mul.softmax(-1)",
+      "out: f32[2, 3, 7, 16] = softmax @ l_value_"
+     ],
+     "after": [
+      "scaled_dot_product_attention: f32[2, 3, 7, 16] = F.scaled_dot_product_attention(l_query_, l_key_, l_value_, attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.25, enable_gqa=False)"
+     ]
     }
    ],
    "loops": [],
@@ -267,11 +283,13 @@ class Snapshots(expecttest.TestCase):
       "code": "SCORES_NOT_AFFINE",
       "message": "the scores pass through softplus"
      },
-     "edit": "scale, mask, bias or tanh-cap the scores; other functions have no kernel"
+     "edit": "scale, mask, bias or tanh-cap the scores; other functions have no kernel",
+     "module": ""
     }
    ],
    "unproven": [],
-   "events": []
+   "events": [],
+   "modules": []
   }
  ]
 }""",
@@ -402,6 +420,11 @@ def shown(module: fx.GraphModule) -> str:
 
 
 MATCH_KEYS = {
+    "module",
+    "picture",
+    "buckets",
+    "before",
+    "after",
     "op", "kernel", "rewritten", "where", "graph", "attributes", "why", "reasons", "candidates", "validation",
     "context", "guards", "mask", "mask_reasons", "formula",
 }  # fmt: skip
@@ -425,6 +448,7 @@ def test_json_has_the_same_keys_whatever_happened():
                 "graph_id",
                 "loops",
                 "layers",
+                "modules",
                 "matches",
                 "near_misses",
                 "unproven",
@@ -658,12 +682,71 @@ def test_graphs_and_report_are_written_into_a_directory(tmp_path, monkeypatch, b
     assert sorted(path.name for path in directory.iterdir()) == [
         f"{stem}.after.py",
         f"{stem}.before.py",
+        f"{stem}.diff",
+        f"{stem}.report.html",
         f"{stem}.report.json",
     ]
     before, after = ((directory / f"{stem}.{stage}.py").read_text() for stage in ("before", "after"))
-    assert (before.count("mul.softmax(-1);"), before.count("scaled_dot_product_attention(")) == (1, 0)
-    assert (after.count("mul.softmax(-1);"), after.count("scaled_dot_product_attention(")) == (0, 1)
+    assert (before.count("mul.softmax(-1)\n"), before.count("scaled_dot_product_attention(")) == (1, 0)
+    assert (after.count("mul.softmax(-1)\n"), after.count("scaled_dot_product_attention(")) == (0, 1)
+    ours = after[after.index("# >>> lz_compile") : after.index("# <<< lz_compile")]
+    assert "scaled_dot_product_attention(" in ours
+    changed = [line for line in (directory / f"{stem}.diff").read_text().splitlines() if line[:1] in "+-"]
+    assert any(line.startswith("-softmax") for line in changed)
+    assert any("scaled_dot_product_attention" in line and line.startswith("+") for line in changed)
+    assert "replaced by torch.sdpa" in (directory / f"{stem}.report.html").read_text()
     assert json.loads((directory / f"{stem}.report.json").read_text()) == reports()[0].to_dict()
+
+
+def test_a_dump_that_is_a_zip_holds_every_graph_and_no_path_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "new" / "dump.zip"
+    for function in (attention, returning_weights):
+        torch.compile(function, backend=layerzero, options={"layerzero.dump": path})(*operands())
+    with zipfile.ZipFile(path) as found:
+        assert found.testzip() is None
+        texts = {name: found.read(name).decode() for name in found.namelist()}
+    assert len([name for name in texts if name.endswith(".report.html")]) == 2
+    assert "environment.json" in texts
+    for root in (str(ROOT), sys.prefix, str(Path.home())):
+        assert not [name for name, text in texts.items() if f"{root}{os.sep}" in text], root
+    assert "tests/test_report.py:" in texts[f"{os.getpid()}.graph{reports()[0].graph_id}.before.py"]
+
+
+def test_processes_that_dump_into_one_zip_at_once_lose_nothing(tmp_path):
+    path = tmp_path / "dump.zip"
+    adding = partial(dump._add, path)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: adding({f"{n}.py": "x"}), range(24)))
+    with zipfile.ZipFile(path) as found:
+        assert {f"{n}.py" for n in range(24)} <= set(found.namelist())
+
+
+def test_a_zip_that_is_none_is_an_event_and_stays(tmp_path):
+    path = tmp_path / "dump.zip"
+    path.write_text("something else")
+    torch.compile(attention, backend=layerzero, options={"layerzero.dump": path})(*operands())
+    assert "DUMP_UNWRITABLE" in [event.code for event in reports()[0].events]
+    assert path.read_text() == "something else"
+
+
+def test_parameters_have_their_paths_in_a_dump_and_values_of_constants_are_not_told(tmp_path):
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(3, 4)])
+            self.secret = torch.tensor([12345.0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[0](x) + self.secret + torch.tensor([54321.0])
+
+    torch.compile(Model(), backend=layerzero, options={"layerzero.dump": tmp_path})(torch.randn(2, 3))
+    (path,) = tmp_path.glob("*.before.py")
+    text = path.read_text()
+    assert "#   self.layers[0].weight: f32[4, 3]" in text
+    assert "# layers.0 (Linear)" in text
+    assert "return self.layers[0](x) + self.secret" in text, "the source line"
+    assert "12345" not in text
 
 
 def test_every_graph_has_files_of_its_own(tmp_path):

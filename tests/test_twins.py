@@ -122,7 +122,9 @@ def test_any_stack_is_rewritten_as_if_there_were_no_twins(kinds: list[str], trai
             if not find:
                 patch.setattr(Twins, "find", lambda self, anchor: None)
             got = torch.compile(stack, backend=backend, fullgraph=True)(x, mask)
-        entries = [match.to_dict() | {"validation": None} for match in backend.report.matches]
+        entries = [
+            match.to_dict() | {"validation": None, "before": [], "after": []} for match in backend.report.matches
+        ]
         targets = [f"{node.op} {node.target}" for node in backend.graphs[0].graph.nodes]
         return got, entries, targets
 

@@ -16,6 +16,8 @@ from lz_compile.api.arguments import Arguments
 from lz_compile.errors import IntegrationError
 from lz_compile.ground.hardware import hardware
 from lz_compile.ground.records import Record
+from lz_compile.runtime.kernels import libraries
+from lz_compile.runtime.kernels.libraries import LazyFunction
 
 __all__ = ["QuantizedLayer", "QuantizedModel", "dequantize_", "quantize_"]
 
@@ -158,6 +160,9 @@ def _check_device(given: Arguments, model: nn.Module, format: str, known: _Forma
 
 
 def _torchao() -> Any:
+    trial = libraries.try_first(LazyFunction("torchao.quantization", "quantize_", "torchao"), "torchao")
+    if trial is not None and not trial.is_harmless:
+        raise IntegrationError("torchao", "that can be imported", f"one whose import {trial.outcome} ({trial.text})")
     try:
         quantization: Any = importlib.import_module("torchao.quantization")
     except ImportError as error:

@@ -17,7 +17,7 @@ from lz_compile.compile import pipeline
 from lz_compile.compile.options import Options, split
 from lz_compile.compile.verification import keep
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
-from lz_compile.ground import events
+from lz_compile.ground import events, telemetry
 from lz_compile.ground.fingerprint import source_hash
 from lz_compile.ground.isolation import isolated
 from lz_compile.lowering import inductor
@@ -53,6 +53,15 @@ def inductor_runner(mode: str | None, options: dict[str, Any]) -> Runner:
 def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run: Runner) -> Callable[..., Any]:
     """Rewrite ``module`` and pass it to ``run``; report, dump and count what happened."""
     report = new_report()
+    with telemetry.span("compile", graph_id=report.graph_id, is_recompile=inductor.is_recompile()) as span:
+        compiled = _process(module, inputs, options, run, report)
+        _tell(span, report)
+        return compiled
+
+
+def _process(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Options, run: Runner, report: GraphReport
+) -> Callable[..., Any]:
     dump = Dump(options.dump, report.graph_id)
     with events.collect() as happened:
         try:
@@ -159,14 +168,35 @@ def _cache_key(report: GraphReport) -> str:
     return hashlib.sha256((source_hash() + json.dumps(decisions, sort_keys=True, default=str)).encode()).hexdigest()
 
 
+def _tell(span: telemetry.Span, report: GraphReport) -> None:
+    """What became of a graph, for operators."""
+    rewritten = sum(match.rewritten for match in report.matches)
+    span.set(matches=len(report.matches), rewritten=rewritten, near_misses=len(report.near_misses))
+    for match in report.matches:
+        codes = [reason.code for reason in match.reasons]
+        facts = {"operation": match.op, "kernel": match.kernel, "is_rewritten": match.rewritten, "reasons": codes}
+        span.note("match", **facts, why=match.why, where=match.where, module=match.module)
+    for miss in report.near_misses:
+        span.note("near miss", operation=miss.op, reason=miss.reason.code, where=miss.where, module=miss.module)
+
+
 def _count(report: GraphReport) -> None:
+    telemetry.count("graphs", kind="recompile" if inductor.is_recompile() else "compile")
     level = logging.WARNING if policy.current().settings.log_selections else logging.INFO
     for match in report.matches:
         state = "rewritten" if match.rewritten else "left as it is"
-        events.logger.log(level, "%s at %s: %s, %s (%s)", match.op, match.where, match.kernel, state, match.why)
+        facts = {"operation": match.op, "kernel": match.kernel, "is_rewritten": match.rewritten, "why": match.why}
+        facts |= {"where": match.where, "module": match.module, "graph_id": report.graph_id}
+        fields = {"lz_compile": {**facts, "reasons": [reason.code for reason in match.reasons]}}
+        text = "%s at %s: %s, %s (%s)"
+        events.logger.log(level, text, match.op, match.where, match.kernel, state, match.why, extra=fields)
+        telemetry.count("matches", operation=match.op)
         inductor.count(match.op)
         if match.rewritten:
             inductor.count(f"{match.op}.rewritten")
+            telemetry.count("rewrites", operation=match.op, kernel=match.kernel)
     for miss in report.near_misses:
-        events.logger.info("%s at %s: near miss, %s; %s", miss.op, miss.where, miss.reason, miss.edit)
+        fields = {"lz_compile": {**miss.to_dict(), "graph_id": report.graph_id}}
+        events.logger.info("%s at %s: near miss, %s; %s", miss.op, miss.where, miss.reason, miss.edit, extra=fields)
+        telemetry.count("near misses", operation=miss.op, reason=miss.reason.code)
         inductor.count(f"{miss.op}.near_miss")

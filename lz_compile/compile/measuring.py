@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lz_compile import __version__
-from lz_compile.ground import events, health, machine
+from lz_compile.ground import events, health, machine, telemetry
 from lz_compile.lowering import inductor
 from lz_compile.passes.proof.sides import tried
 from lz_compile.runtime.choose.calls import DISPATCH
@@ -117,7 +117,8 @@ def measure_forms(
         deadline: on the clock of ``time.perf_counter``; no kernel is compiled after it, and nothing is measured then.
     """
     settings = policy.current().settings.perfdb
-    with events.collect() as happened:
+    operation, names = context.operation, [spec.kernel_id for spec in specs]
+    with events.collect() as happened, telemetry.span("measure", operation=operation, kernels=names):
         calls = compile_forms(context, specs, form, inputs, deadline)
         if not calls and deadline is not None:  # the time is up, which is nobody's failure
             return Measured(context, {})

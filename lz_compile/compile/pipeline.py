@@ -79,6 +79,7 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
     """
     tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
     for path, child, confined in graphs(module):
+        report.note_modules(child.graph)
         _rewrite(State(child, path, options, report, tables, kept=confined))
 
 
@@ -129,6 +130,7 @@ def choose(module: fx.GraphModule, options: Options, report: GraphReport) -> Non
     """
     tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
     for path, child, confined in graphs(module):
+        report.note_modules(child.graph)
         scans = _SCANS[confined is not None]
         run((*READ, *CHOOSE), State(child, path, options, report, tables, scans=scans, kept=confined))
 

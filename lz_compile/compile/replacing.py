@@ -22,6 +22,7 @@ from lz_compile.passes.fusion.emitter import FusedEmitter
 from lz_compile.passes.fusion.fusion import fusions
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.share import share_equal
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.layers.fold import fold_layers
@@ -41,6 +42,7 @@ from lz_compile.passes.loops.roll.scan_outputs import (
 from lz_compile.passes.proof.subgraph import needed
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import erase_unread, splice
+from lz_compile.report.graph_text import statements
 from lz_compile.report.report import LayersReport, MatchReport
 from lz_compile.runtime.choose.problem import Decision
 from lz_compile.runtime.kernels.kernel import KernelSpec
@@ -199,7 +201,7 @@ def checkpoint(state: State) -> None:
 def _decide(match: Match, entry: MatchReport, state: State) -> Decision:
     with timed(state.report, "select"):
         decision = state.choices.decide(match)
-    entry.decide(decision, state.choices.problem(match))
+    entry.decide(decision, state.choices.problem(match), match.attributes)
     for refused in (decision.refused_lock, decision.refused_table):
         if refused is not None:
             events.record(refused.code, f"{match.op} at {match.where}: {refused.message}")
@@ -285,8 +287,9 @@ def _settles(match: Match, kernel: KernelSpec, entry: MatchReport, state: State)
 def _replaced(match: Match, kernel: KernelSpec, entry: MatchReport, state: State) -> bool:
     """Whether a kernel is the last one to try: it was put in, or nothing may be; one that proves wrong is quarantined."""
     subject = state.choices.subject(match, kernel)
-    with timed(state.report, "validate"):
+    with timed(state.report, "validate", operation=match.op, kernel=kernel.kernel_id, where=match.where) as span:
         verdict = state.choices.prove(subject, kernel)
+        span.set(is_proven=verdict.ok, reason=None if verdict.ok else str(verdict.reason))
     entry.validation = {"kernel": kernel.kernel_id, **verdict.to_dict()}
     if not verdict.ok:
         text = f"{kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"
@@ -300,25 +303,29 @@ def _replaced(match: Match, kernel: KernelSpec, entry: MatchReport, state: State
         entry.reasons.append(Reason("VALUE_NOT_GUARDED", "its mask is a buffer, and nothing would notice a change"))
         return True
     with timed(state.report, "rewrite"):
-        _splice(subject, kernel, state)
+        made = _splice(subject, kernel, state)
     entry.rewritten = True
+    entry.after = made if match.prototype is None else []
     if isinstance(subject.emitter, FusedEmitter):
         entry.reasons.append(Reason("FUSED", f"{kernel.kernel_id} computes {subject.emitter} along"))
     return True
 
 
-def _splice(subject: Match, kernel: KernelSpec, state: State) -> None:
-    """Put a proven kernel in the place of a match."""
+def _splice(subject: Match, kernel: KernelSpec, state: State) -> list[str]:
+    """Put a proven kernel in the place of a match: the calls that are there now."""
     assert kernel.call is not None, "what has no call is never proven"
     graph, call, choices = state.module.graph, kernel.call, state.choices
 
-    def spliced() -> None:
-        splice(graph, subject, call, choices.recipes, copied=choices.copied)
+    def spliced() -> tuple[fx.Node, ...]:
+        results = splice(graph, subject, call, choices.recipes, copied=choices.copied)
         if isinstance(subject.emitter, FusedEmitter):
             erase_unread(graph, subject.read)
+        return results
 
     what = f"{kernel.kernel_id} for {subject.op} at {subject.where}"
-    apply(state.module, Rewrite(what, spliced, shown="the kernel was proven against the match", undoes_itself=True))
+    shown = "the kernel was proven against the match"
+    results = apply(state.module, Rewrite(what, spliced, shown=shown, undoes_itself=True))
+    return statements(needed(results, (), lambda node: (each for each in node.all_input_nodes if EMITTED in each.meta)))
 
 
 def _holds(match: Match) -> bool:

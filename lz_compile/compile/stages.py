@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import fx
 
 from lz_compile.compile.choices import Choices
 from lz_compile.compile.options import Options
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
-from lz_compile.ground import events
+from lz_compile.ground import events, telemetry
 from lz_compile.ground.reasons import Reason
 from lz_compile.passes.editing.edit import Rewrite, apply
 from lz_compile.passes.graph.effects import Effects
@@ -27,6 +27,8 @@ from lz_compile.runtime.tables.loaded import Loaded
 Scans: TypeAlias = Literal["any", "replaced", "none"]
 
 Made = TypeVar("Made")
+#: Stages that are spans, by their names for operators. What is measured is one in ``measuring.py``.
+_SPANS = {"recognise": "recognise", "validate": "prove"}
 
 
 @dataclass
@@ -105,7 +107,7 @@ def run(stages: Iterable[Stage], state: State) -> None:
         RewriteFailedError: a stage failed and ``options.strict`` is set.
     """
     for stage in stages:
-        with nullcontext() if stage.timed is None else timed(state.report, stage.timed):
+        with nullcontext() if stage.timed is None else timed(state.report, stage.timed, does=stage.does):
             try:
                 stage.run(state)
             except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
@@ -113,10 +115,12 @@ def run(stages: Iterable[Stage], state: State) -> None:
 
 
 @contextmanager
-def timed(report: GraphReport, stage: str) -> Iterator[None]:
-    """Add the seconds that pass inside to those of a stage."""
+def timed(report: GraphReport, stage: str, **attributes: Any) -> Iterator[telemetry.Span]:
+    """Add the seconds that pass inside to those of a stage; those that operators ask for are spans, with attributes."""
+    name = _SPANS.get(stage)
     start = time.perf_counter()
     try:
-        yield
+        with nullcontext(telemetry.Span()) if name is None else telemetry.span(name, **attributes) as span:
+            yield span
     finally:
         report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start

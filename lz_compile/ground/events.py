@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from lz_compile.ground import telemetry
 from lz_compile.ground.records import Record
 
 logger = logging.getLogger("lz_compile")
@@ -38,7 +39,8 @@ def record(code: str, message: str, error: BaseException | None = None, *, level
     ``level`` is that of the log: CRITICAL for what must stop whoever listens.
     """
     text = message if error is None else f"{message}: {type(error).__name__}: {error}"
-    logger.log(level, "[%s] %s", code, text, exc_info=error)
+    logger.log(level, "[%s] %s", code, text, exc_info=error, extra={"lz_compile": {"code": code}})
+    telemetry.count("events", code=code)
     for sink in _sinks.open:
         sink.append(Event(code, text))
 
@@ -46,6 +48,8 @@ def record(code: str, message: str, error: BaseException | None = None, *, level
 def pass_on(happened: Iterable[tuple[str, str]]) -> None:
     """Hand over events, as codes and messages, that another process has recorded (and logged) already."""
     found = [Event(code, message) for code, message in happened]
+    for event in found:
+        telemetry.count("events", code=event.code)
     for sink in _sinks.open:
         sink.extend(found)
 

@@ -55,8 +55,8 @@ def attempt(
     reason = why_not(devices)
     if not reason:
         try:
-            return _apart(subject, run, LIMIT_S if limit_s is None else limit_s)
-        except _ImpossibleError as error:
+            return run_apart(subject, run, LIMIT_S if limit_s is None else limit_s)
+        except ImpossibleError as error:
             reason = str(error)
     if (subject, reason) not in _told:  # once, not for every run
         _told.add((subject, reason))
@@ -72,11 +72,17 @@ _UNTOLD_TEXT = f"ended its process with code {_UNTOLD}"
 _told: set[tuple[str, str]] = set()
 
 
-class _ImpossibleError(Exception):
+class ImpossibleError(Exception):
     """A copy cannot be made, or cannot do this; nobody is to blame."""
 
 
-def _apart(subject: str, run: Callable[[], Any], limit_s: float) -> Any:
+def run_apart(subject: str, run: Callable[[], Any], limit_s: float) -> Any:
+    """What ``run`` gives, computed in a copy of this process and nowhere else.
+
+    Raises:
+        TrialError: as of :func:`attempt`.
+        ImpossibleError: a copy cannot be made, or cannot do this.
+    """
     with tempfile.TemporaryDirectory(prefix="lz_compile_trial_") as directory:
         path = Path(directory) / "outcome"
         sys.stdout.flush()
@@ -84,12 +90,12 @@ def _apart(subject: str, run: Callable[[], Any], limit_s: float) -> Any:
         try:
             pid = os.fork()
         except OSError as error:
-            raise _ImpossibleError(f"no process can be started ({error})") from error
+            raise ImpossibleError(f"no process can be started ({error})") from error
         if pid == 0:
             _be_the_copy(run, path)
         ending = _wait(pid, limit_s)
         if ending == _UNTOLD_TEXT:
-            raise _ImpossibleError("what it gives cannot be written to a temporary file")
+            raise ImpossibleError("what it gives cannot be written to a temporary file")
         if ending:
             raise TrialError(subject, ending, is_fatal=True)
         try:
@@ -99,7 +105,7 @@ def _apart(subject: str, run: Callable[[], Any], limit_s: float) -> Any:
             raise TrialError(subject, "ended its process before it gave a result", is_fatal=True) from error
     events.pass_on(outcome["events"])
     if _BAD_FORK in outcome["error"]:
-        raise _ImpossibleError(
+        raise ImpossibleError(
             "gradients cannot be computed in a copy of a process that computed some on an accelerator"
         )
     if outcome["error"]:

@@ -604,6 +604,12 @@ def compiles_left() -> int | None:
     return max(dynamo_config.recompile_limit - 1 - compile_id.frame_compile_id, 0)
 
 
+def is_recompile() -> bool:
+    """Whether the function that is being compiled was compiled before, for other sizes or values."""
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and bool(compile_id.frame_compile_id)
+
+
 def count(name: str, amount: int = 1) -> None:
     """Add to ``torch._dynamo.utils.counters["layerzero"]``."""
     counters["layerzero"][name] += amount
@@ -727,6 +733,11 @@ def _buffer(placeholder: fx.Node) -> _Buffer | None:
         return None
     is_reliable = frame.is_reliable(argument.example, source.name)
     return _Buffer(argument.example, source, frame) if is_reliable else None
+
+
+def source_of(placeholder: fx.Node) -> str:
+    """What Dynamo calls what an input comes from (``L['self']._modules['norm']``); empty where it says none."""
+    return str(getattr(getattr(placeholder.meta.get("grapharg"), "source", None), "name", ""))
 
 
 def _frame() -> Frame | None:

@@ -12,16 +12,12 @@ from lz_compile.report.layout import Rows, amount, facts, places, short
 from lz_compile.report.summary import grouped, state_of, summary
 
 if TYPE_CHECKING:
+    from lz_compile.report.changes import Change
     from lz_compile.report.report import LoopReport, MatchReport, Report
     from lz_compile.runtime.kernels.registry import KernelInfo
     from lz_compile.tools.artifacts import Artifacts
-    from lz_compile.tools.diagnosis import DoctorReport
     from lz_compile.tools.inspection import SelectionReport
-    from lz_compile.tools.installation import Compilers, Measurements
-    from lz_compile.tools.readiness import ReadinessReport
     from lz_compile.tools.tuning import TuneReport
-
-_STYLES: Mapping[str, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def tables(report: Report) -> Iterator[Any]:
@@ -65,8 +61,8 @@ def _kind(matches: Sequence[MatchReport]) -> Iterator[Any]:
     yield facts(
         {
             "where": places([match.where for match in matches]),
-            "problem": "" if first.context is None else _problem(first.context),
-            "attributes": _attributes(first.attributes),
+            "problem": "" if first.context is None else problem_text(first.context),
+            "attributes": attributes_text(first.attributes),
             "masks": _masks(first),
             "formula": first.formula,
             "why": first.why,
@@ -93,20 +89,26 @@ def _masks(match: MatchReport) -> str:
 
 
 def _proof(match: MatchReport) -> str:
-    found = match.validation or {}
-    if not found.get("ok") or not match.rewritten:
+    return proof_text(match.validation) if match.rewritten else ""
+
+
+def proof_text(validation: Mapping[str, Any] | None) -> str:
+    """How far a proof was from float64; nothing where it failed or there was none."""
+    found = validation or {}
+    if not found.get("ok"):
         return ""
     return f"error {found['error']:.1e} against float64, the source's is {found['source_error']:.1e}"
 
 
-def _attributes(attributes: Mapping[str, Any]) -> str:
+def attributes_text(attributes: Mapping[str, Any]) -> str:
+    """Names and values in one line."""
     return ", ".join(
         name if value is True else f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in attributes.items()
     )
 
 
-def _problem(context: Mapping[str, Any]) -> str:
+def problem_text(context: Mapping[str, Any]) -> str:
     """Operation, dtype, sizes, features and device in one line."""
     sizes = _sizes(context["dims"])
     features = ", ".join(context["features"].values())
@@ -128,6 +130,19 @@ def _size(size: Any) -> str:
 
 def candidates(found: Sequence[Mapping[str, Any]], chosen: str, context: Mapping[str, Any] | None) -> Iterator[Any]:
     """A row for each kernel that could be considered here; others, of which there is nothing to tell, in one line."""
+    rows, rest = sorted_out(found, chosen, context)
+    if rows:
+        styles = ["bold" if row["kernel"] == chosen else None for row in rows]
+        columns = ("kernel", "score", "latency", "against, notes")
+        table = Rows("", columns, [_candidate(row, context) for row in rows], styles)
+        yield Padding(table, (0, 0, 0, 2))
+    yield facts({text: ", ".join(names) for text, names in rest.items()})
+
+
+def sorted_out(
+    found: Sequence[Mapping[str, Any]], chosen: str, context: Mapping[str, Any] | None
+) -> tuple[list[Mapping[str, Any]], dict[str, list[str]]]:
+    """The candidates of which there is something to tell, and the names of the others by what is the matter with them."""
     elsewhere, missing, equal, rows = [], [], [], []
     for candidate in found:
         codes = [reason["code"] for reason in candidate["against"]]
@@ -139,18 +154,12 @@ def candidates(found: Sequence[Mapping[str, Any]], chosen: str, context: Mapping
             equal.append(candidate["kernel"])
         else:
             rows.append(candidate)
-    if rows:
-        styles = ["bold" if row["kernel"] == chosen else None for row in rows]
-        columns = ("kernel", "score", "latency", "against, notes")
-        table = Rows("", columns, [_candidate(row, context) for row in rows], styles)
-        yield Padding(table, (0, 0, 0, 2))
     platform = "this platform" if context is None else context["hardware"]["platform"]
-    told = {
+    return rows, {
         "as fast as Inductor's own code, as far as is known": equal,
         f"not for {platform}": elsewhere,
         "not installed": missing,
     }
-    yield facts({text: ", ".join(names) for text, names in told.items()})
 
 
 def _is_as_fast(candidate: Mapping[str, Any]) -> bool:
@@ -163,10 +172,16 @@ def _candidate(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) 
     against = [reason["message"] for reason in candidate["against"]]
     notes = [reason["message"] for reason in candidate.get("notes", ())]
     score = "-" if against else f"{candidate['score']:.0f}"
-    return candidate["kernel"], score, "-" if against else _latency(candidate, context), "\n".join([*against, *notes])
+    return (
+        candidate["kernel"],
+        score,
+        "-" if against else latency_text(candidate, context),
+        "\n".join([*against, *notes]),
+    )
 
 
-def _latency(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) -> str:
+def latency_text(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) -> str:
+    """What a kernel takes, and how that is known."""
     ratio = f"{candidate['relative_latency']:.3g} of Inductor's"
     if candidate["origin"] == "estimated":
         parts = (f"{us:.3g} µs {kind.replace('_', ' ')}" for kind, us in candidate["parts_us"].items())
@@ -194,7 +209,7 @@ def selection(report: SelectionReport) -> Iterator[Any]:
     yield facts(
         {
             "why": told["why"],
-            "problem": _problem(told["context"]),
+            "problem": problem_text(told["context"]),
             "policy": "\n".join(wishes),
             "refused": "\n".join(str(reason) for reason in report.refused),
             "events": "\n".join(f"[{event['code']}] {event['message']}" for event in told["events"]),
@@ -203,89 +218,24 @@ def selection(report: SelectionReport) -> Iterator[Any]:
     yield from candidates(told["candidates"], told["kernel_id"], told["context"])
 
 
-# ---- the installation ------------------------------------------------------------------------------------------------
+def differences(found: Sequence[Change]) -> Iterator[Any]:
+    """A line for each thing that changed between two reports, by what it is about."""
+    if not found:
+        yield Text("Nothing that the reports tell is different.")
+    for kind in grouped(found, lambda change: change.kind):
+        rows = [
+            (
+                each.subject,
+                each.before or "none",
+                each.after or "none",
+                f"{len(each.places)} x {places(each.places, 3)}",
+            )
+            for each in kind
+        ]
+        yield Rows(kind[0].kind, ("what", "before", "now", "where"), rows)
 
 
-def diagnosis(report: DoctorReport) -> Iterator[Any]:
-    """Issues first, then what there is."""
-    if report.issues:
-        rows = [(issue.code, f"{issue.message}\n-> {issue.advice}") for issue in report.issues]
-        yield Rows(amount(len(report.issues), "issue"), ("code", "what is found, and what to do"), rows)
-    else:
-        yield Text("No issues.", style="bold green")
-    found = report.compilers
-    yield Text("Machine", style="bold")
-    yield facts(
-        {
-            "software": ", ".join(f"{name} {version}" for name, version in report.software.items()),
-            **{device: f"{each.device_name} ({each.signature()})" for device, each in report.hardware},
-            **({} if found is None else _compilers(found)),
-        }
-    )
-    yield _kernels(report)
-    yield Rows("Caches", ("what", "where", "files", "size"), [
-        (cache.name, cache.path, str(cache.files), cache.problem or _bytes(cache.size_bytes)) for cache in report.caches
-    ])  # fmt: skip
-    if report.measurements is not None:
-        yield Text("Measurements", style="bold")
-        yield facts(_measurements(report.measurements))
-    yield Text("Policy", style="bold")
-    yield facts(_policy(report.configuration.to_dict()))
-    failures = [(each.kernel_id, str(each.count), each.last_error) for each in report.failures]
-    if failures:
-        yield Rows("Kernels that failed in this process", ("kernel", "times", "last error"), failures)
-    if report.events:
-        yield Rows("Events", ("code", "message"), [(event.code, event.message) for event in report.events])
-
-
-def _kernels(report: DoctorReport) -> Rows:
-    rows = [
-        (
-            kernel.kernel_id,
-            kernel.operation,
-            kernel.source if kernel.version is None else f"{kernel.package} {kernel.version}",
-            ", ".join(kernel.devices) or "\n".join(reason.message for reason in kernel.reasons),
-        )
-        for kernel in report.kernels
-    ]
-    return Rows("Kernels", ("kernel", "operation", "from", "runs on, or why not"), rows)
-
-
-def _compilers(found: Compilers) -> dict[str, str]:
-    return {
-        "C++ compiler": found.cxx_version or f"{found.cxx}: not found",
-        "Inductor": found.error or f"compiles ({found.seconds:.1f} s for a small function)",
-    }
-
-
-def _measurements(found: Measurements) -> dict[str, str]:
-    rows, size = found.statistics.get("rows", 0), _bytes(found.statistics.get("bytes", 0))
-    here = ", ".join(f"{count} of {operation}" for operation, count in found.here.items())
-    return {
-        "database": f"{found.path} ({rows} measurements, {size})" if found.exists else f"{found.path}: none yet",
-        "of this environment": here or "none",
-        "environment": found.environment,
-        **{f"rates in {dtype}": rates for dtype, rates in found.rates.items()},
-        "rates": ""
-        if found.rates
-        else "none measured yet, by the first choice of an attention, or because the machine was too busy",
-    }
-
-
-def _policy(policy: Mapping[str, Any]) -> dict[str, str]:
-    given = {
-        name: f"{entry['value']} ({entry['origin']})"
-        for name, entry in policy["settings"].items()
-        if entry["origin"] != "default"
-    }
-    wishes = {
-        kind: ", ".join(f"{entry['name']} ({entry['origin']})" for entry in policy[kind])
-        for kind in ("prefer", "avoid")
-    }
-    locks = "\n".join(f"{lock['operation']} to {lock['kernel']} ({lock['origin']})" for lock in policy["locks"])
-    file = policy["error"] or policy["file"] or "none"
-    rules = str(len(policy["rules"])) if policy["rules"] else ""
-    return {"file": file, **given, "locks": locks, **wishes, "rules": rules}
+# ---- what is measured and kept ----------------------------------------------------------------------------------------
 
 
 def tuned(report: TuneReport) -> Iterator[Any]:
@@ -323,14 +273,6 @@ def kernel_list(found: Sequence[KernelInfo]) -> Rows:
     return Rows("Kernels", ("kernel", "operation", "platforms", "dtypes", "supports", "installed"), rows)
 
 
-def readiness(report: ReadinessReport) -> Iterator[Any]:
-    """The verdict and a row for each check."""
-    rows = [(check.name, check.status, check.text) for check in report.checks]
-    styles = [None if check.status == "pass" else _STYLES[check.status] for check in report.checks]
-    yield Rows("", ("check", "status", "found"), rows, styles)
-    yield Text("Ready." if report.ok else "Not ready.", style=_STYLES["pass" if report.ok else "fail"])
-
-
 def artifacts(found: Artifacts) -> Iterator[Any]:
     """A row for each part, and what of it is of no use here."""
     rows = [
@@ -338,7 +280,7 @@ def artifacts(found: Artifacts) -> Iterator[Any]:
             part.kind,
             part.torch,
             str(part.count),
-            _bytes(part.size_bytes),
+            bytes_text(part.size_bytes),
             "; ".join(f"{count}: {reason}" for reason, count in part.left_out.items()),
         )
         for part in found.parts
@@ -346,7 +288,8 @@ def artifacts(found: Artifacts) -> Iterator[Any]:
     yield Rows(f"Artifacts of {found.path}", ("kind", "torch", "count", "size", "left out here"), rows)
 
 
-def _bytes(count: int) -> str:
+def bytes_text(count: int) -> str:
+    """A number of bytes in the unit that suits it."""
     return (
         f"{count} B"
         if count < 1024

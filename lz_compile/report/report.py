@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lz_compile.ground import health
 from lz_compile.ground.events import Event
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.records import Record, plain
+from lz_compile.passes.graph.modules import module_of, modules_of
+from lz_compile.report.graph_text import statements
+from lz_compile.report.mask_picture import picture
 from lz_compile.runtime.policy import policy
+from lz_compile.runtime.problem.decision_tree import told
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderResult
+    from torch import fx
 
     from lz_compile.passes.graph.refusal import NearMiss
     from lz_compile.passes.layers.fold import Folded
@@ -34,6 +41,10 @@ class MatchReport(Record):
     mean ("causal and key padding"; "mask" and "bias" stand for what is a tensor like any other), ``mask_reasons`` why a
     mask is no more than that. ``validation`` is the last proof, with the kernel that ran in it.
     ``formula`` is what is computed, where the attributes alone would not say it.
+
+    ``module`` is the path of the module that it is in. ``picture`` is what a mask keeps, in at most 32 rows of as many
+    characters (see :func:`~lz_compile.report.mask_picture.picture`); ``buckets`` are the kernels by ranges of symbolic sizes.
+    ``before`` and ``after`` are the calls that were recognised and those in their place, of the first of equal matches.
     """
 
     op: str
@@ -51,11 +62,18 @@ class MatchReport(Record):
     guards: list[str] = field(default_factory=list)
     candidates: list[dict[str, Any]] = field(default_factory=list)
     validation: dict[str, Any] | None = None
+    module: str = ""
+    picture: list[str] = field(default_factory=list)
+    buckets: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, match: Match, graph: str) -> MatchReport:
         """The report of a match, before anything is decided."""
         return cls(
+            module=module_of(match.output),
+            before=[] if match.prototype is not None else statements(match.core),
             op=match.op,
             where=match.where,
             graph=graph,
@@ -65,9 +83,11 @@ class MatchReport(Record):
             formula=match.found.formula,
         )
 
-    def decide(self, decision: Decision, problem: Problem) -> None:
+    def decide(self, decision: Decision, problem: Problem, attributes: Any = None) -> None:
         """Note a decision, what it was made for and every candidate's reasons."""
         self.kernel = decision.kernel.kernel_id
+        self.picture = picture(attributes, problem.context.hints())
+        self.buckets = [] if decision.tree is None else list(told(decision.tree))
         self.why = decision.why
         self.context = problem.to_dict()
         self.guards = list(decision.asked)
@@ -93,11 +113,12 @@ class MissReport(Record):
     where: str
     reason: Reason
     edit: str
+    module: str = ""
 
     @classmethod
     def of(cls, miss: NearMiss) -> MissReport:
         """The report of a near miss."""
-        return cls(miss.op, miss.where, miss.reason, miss.edit)
+        return cls(miss.op, miss.where, miss.reason, miss.edit, module_of(miss.node))
 
 
 @dataclass
@@ -147,10 +168,20 @@ class LayersReport(Record):
 
 
 @dataclass
+class ModuleReport(Record):
+    """A module of the model: its path, its class, and how many calls of the graph are directly in it."""
+
+    path: str
+    kind: str
+    calls: int
+
+
+@dataclass
 class GraphReport(Record):
     """One compiled graph. ``seconds`` is the time by stage, ``compile`` being what Inductor took.
 
-    ``unproven`` are edits of the graph that could not be run before and after, and why.
+    ``unproven`` are edits of the graph that could not be run before and after, and why. ``modules`` are those that its calls
+    are in, as the graph came.
     """
 
     graph_id: int
@@ -161,6 +192,18 @@ class GraphReport(Record):
     unproven: list[Reason] = field(default_factory=list, kw_only=True)
     events: list[Event] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    modules: list[ModuleReport] = field(default_factory=list, kw_only=True)
+
+    def note_modules(self, graph: fx.Graph) -> None:
+        """Note the modules of a graph, or of one nested in it, before anything is changed."""
+        known = {each.path: each for each in self.modules}
+        for node in graph.nodes:
+            around = modules_of(node) if node.op not in ("placeholder", "output") else []
+            for path, kind in around:
+                known.setdefault(path, ModuleReport(path, kind, 0))
+            if around:
+                known[around[-1][0]].calls += 1
+        self.modules = list(known.values())
 
     def add(self, part: GraphReport) -> None:
         """What is told of a part of the graph belongs to it."""
@@ -224,6 +267,22 @@ class Report(Record):
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         return {"schema_version": SCHEMA_VERSION, **super().to_dict()}
+
+    def save(self, path: str | os.PathLike[str], since: str | os.PathLike[str] | None = None) -> None:
+        """Write the report as a page (``report.html``: one file, no network) or as JSON (``report.json``).
+
+        The page has the source around every place, as it is now on this machine.
+
+        Args:
+            path: its ending says which.
+            since: the JSON of an earlier report; the page says first what changed.
+
+        Raises:
+            ArgumentError: the path ends in something else, or ``since`` is no report.
+        """
+        from lz_compile.report.files import save
+
+        save(self.to_dict(), Path(path), None if since is None else Path(since))
 
     def in_full(self) -> Group:
         """Every kind of match with its candidates, and all else, to be printed with rich."""

@@ -52,6 +52,11 @@ def grouped(found: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     return list(groups.values())
 
 
+def without_numbers(text: str) -> str:
+    """What is the same of texts that name other nodes or sizes."""
+    return _NUMBER.sub("", text)
+
+
 def _matches(report: Report, most: int | None) -> Iterator[Any]:
     count = sum(match.rewritten for match in report.matches)
     where = amount(len(report.graphs), "graph")
@@ -81,7 +86,7 @@ def _where(kind: Sequence[MatchReport]) -> str:
 
 
 def _near_misses(misses: Sequence[MissReport], most: int | None) -> Iterator[Any]:
-    groups = grouped(misses, lambda miss: (miss.op, miss.reason.code, _NUMBER.sub("", miss.reason.message), miss.edit))
+    groups = grouped(misses, lambda miss: (miss.op, miss.reason.code, without_numbers(miss.reason.message), miss.edit))
     yield Text(f"Near misses: {len(misses)}, by cause", style="bold")
     told = []
     for group in groups[:most]:
@@ -124,7 +129,7 @@ def state_of(layers: LayersReport) -> str:
 
 
 def _events(report: Report) -> Iterator[Any]:
-    groups = grouped(report.events, lambda event: (event.code, _NUMBER.sub("", event.message)))
+    groups = grouped(report.events, lambda event: (event.code, without_numbers(event.message)))
     if not groups:
         return
     yield Text(f"Events: {len(report.events)}", style="bold")

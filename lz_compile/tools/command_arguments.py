@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--dynamic", action="store_true", help="compile the model for any size")
     explain.add_argument("--verbose", action="store_true", help="every candidate of every kind of match in a model")
     explain.add_argument("--op", metavar="OPERATION", help="the operation, by name instead of by position")
+    _add_page(explain)
     _add_tensors(explain)
 
     listed = add("list-kernels", "every kernel, and why it cannot be used where it cannot")
@@ -40,12 +41,18 @@ def parser() -> argparse.ArgumentParser:
     dry_run.add_argument("subject", help="module:callable that returns (model, inputs)")
     dry_run.add_argument("--dynamic", action="store_true", help="trace the model for any size")
     dry_run.add_argument("--verbose", action="store_true", help="every candidate of every kind of match")
+    _add_page(dry_run)
 
-    add("doctor", "what is installed and works here, and what to do about what does not")
+    diff = add("diff", "what changed between two reports of a model: of two days, versions or machines")
+    diff.add_argument("before", help="JSON of explain --json, of report.save, or of a dump")
+    diff.add_argument("after", help="the same, later or elsewhere")
+    diff.add_argument("--html", metavar="FILE", help="write the later report as a page that begins with what changed")
+    diff.add_argument("--exit-code", action="store_true", help="end with 1 where something changed")
 
-    ready = add("readiness-check", "whether this installation may go into production")
-    ready.add_argument("--dispatch-table", metavar="FILE", help="a table that solve wrote")
-
+    _add_looks(
+        add("doctor", "what is installed and works here, and what to do about what does not"),
+        add("readiness-check", "whether this installation may go into production"),
+    )
     _add_tuning(add("tune", "measure kernels over a grid of sizes; what is measured is kept, also after Ctrl-C"))
     stored = add("artifacts", "files of lz_compile.save_artifacts: what is in one, or several as one")
     stored.add_argument("action", choices=("inspect", "merge"))
@@ -54,6 +61,20 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_solving(add("solve", "the kernels for a model at every combination of sizes, as a dispatch table"))
     return found
+
+
+def _add_looks(doctor: argparse.ArgumentParser, ready: argparse.ArgumentParser) -> None:
+    doctor.add_argument("--fix", action="store_true", help="print the commands that mend it, and nothing else")
+    doctor.add_argument("--retry", action="store_true", help="try again how installed libraries import")
+    ready.add_argument("--dispatch-table", metavar="FILE", help="a table that solve wrote")
+    ready.add_argument("--artifacts", metavar="FILE", help="a file of lz_compile.save_artifacts that will be loaded")
+    ready.add_argument("--strict", action="store_true", help="end with 1 where a check warns, too")
+
+
+def _add_page(command: argparse.ArgumentParser) -> None:
+    """A model's report as a page."""
+    command.add_argument("--html", metavar="FILE", help="write a model's report as one page, to be opened in a browser")
+    command.add_argument("--since", metavar="FILE", help="JSON of an earlier report: the page begins with what changed")
 
 
 def _add_operation(command: argparse.ArgumentParser) -> None:
@@ -103,6 +124,7 @@ def _add_tuning(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="by default the accelerator, or the CPU")
     command.add_argument("--samples", type=_number, help="rounds for each problem")
     command.add_argument("--budget", type=float, metavar="SECONDS", help="begin no problem after that")
+    command.add_argument("--chart", metavar="FILE", help="draw latency over size as .svg, .png or .pdf")
     command.add_argument("--no-resume", dest="resume", action="store_false", help="measure again what is known")
 
 
@@ -117,6 +139,7 @@ def _add_solving(command: argparse.ArgumentParser) -> None:
         help="where a bucketed dimension is in the inputs, as seq_len=1; may be given several times",
     )  # fmt: skip
     command.add_argument("--output", metavar="FILE", help="write the table there")
+    command.add_argument("--chart", metavar="FILE", help="draw what the choices rest on as .svg, .png or .pdf")
     command.add_argument("--tune", choices=("on-miss", "off"), default="on-miss", help="measure what was not measured")
     command.add_argument("--budget", type=float, metavar="SECONDS", help="measure no more after that")
     command.add_argument("--compile-jit", action="store_true", help="compile with Inductor as well")

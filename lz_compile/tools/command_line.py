@@ -23,6 +23,7 @@ from lz_compile.tools.progress import bar
 if TYPE_CHECKING:
     import argparse
 
+    from lz_compile.runtime.tables.dispatch_table import DispatchTable
     from lz_compile.tools.tuning import TuneReport
 
 SCHEMA_VERSION = "1.0"
@@ -108,6 +109,10 @@ def _explain(arguments: argparse.Namespace) -> int:
         return _about_model(arguments, explain)
     arguments.operation = arguments.subject
     operation = operation_of(arguments, None)
+    if arguments.html is not None or arguments.since is not None:
+        raise CommandError(
+            "--html and --since: expected module:callable, for pages are of models, received an operation"
+        )
     if operation is None:
         raise CommandError("expected what to explain: an operation, or module:callable that returns (model, inputs)")
     with _usage():
@@ -130,8 +135,30 @@ def _about_model(arguments: argparse.Namespace, ask: Callable[..., Any]) -> int:
         raise
     except Exception as error:
         raise ModelError(f"running {arguments.subject}: {type(error).__name__}: {error}") from error
+    if arguments.since is not None and arguments.html is None:
+        raise CommandError("--since: expected --html FILE with it, the page that tells what changed")
+    if arguments.html is not None:
+        report.save(arguments.html, since=arguments.since)
+        sys.stderr.write(f"written to {arguments.html}\n")
     _show(arguments, report.to_dict(), report.in_full() if arguments.verbose else report)
     return OK
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from rich.console import Group
+
+    from lz_compile.report.changes import changes
+    from lz_compile.report.files import read, save
+    from lz_compile.report.render import differences
+
+    before, after = (read(Path(path), "diff") for path in (arguments.before, arguments.after))
+    found = changes(before, after)
+    if arguments.html is not None:
+        save(after, Path(arguments.html), Path(arguments.before), "diff")
+    _show(arguments, {"changes": [each.to_dict() for each in found]}, Group(*differences(found)))
+    return NOT_OK if arguments.exit_code and found else OK
 
 
 def _validate(arguments: argparse.Namespace) -> int:
@@ -160,7 +187,11 @@ def _list_kernels(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from lz_compile.tools.diagnosis import doctor
 
-    report = doctor(print_report=False)
+    report = doctor(print_report=False, retry=arguments.retry)
+    if arguments.fix:
+        told = "\n".join(report.fixes) or "# nothing that a command could mend"
+        _show(arguments, {"fixes": report.fixes}, told)
+        return OK
     _show(arguments, report.to_dict(), report)
     return OK
 
@@ -168,9 +199,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _readiness_check(arguments: argparse.Namespace) -> int:
     from lz_compile.tools.readiness import readiness_check
 
-    report = readiness_check(arguments.dispatch_table)
+    report = readiness_check(arguments.dispatch_table, arguments.artifacts)
     _show(arguments, report.to_dict(), report)
-    return OK if report.ok else NOT_OK
+    is_warned = arguments.strict and any(check.status != "pass" for check in report.checks)
+    return OK if report.ok and not is_warned else NOT_OK
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -185,6 +217,8 @@ def _tune(arguments: argparse.Namespace) -> int:
         text = f"interrupted: {done[0]} of {done[1]} problems are done and kept. The same command goes on from there"
         sys.stderr.write(f"{text}{'' if arguments.resume else ', without --no-resume'}.\n")
         return INTERRUPTED
+    if arguments.chart is not None:
+        report.save_chart(arguments.chart)
     _show(arguments, report.to_dict(), Group(*tuned(report)))
     return OK
 
@@ -250,10 +284,28 @@ def _solve(arguments: argparse.Namespace) -> int:
     table = solve(model, *inputs, shape_buckets=buckets, dims=dict(arguments.dims) or None, **options, **keywords)
     if arguments.output is not None:
         table.save(arguments.output)
+    if arguments.chart is not None:
+        _draw_solved(arguments.chart, table)
     where = "" if arguments.output is None else f", written to {arguments.output}"
     kernels = sorted({op.kernel_id for plan in table.plans for op in plan.ops}) or ["none"]
     _show(arguments, table.to_dict(), f"{len(table.plans)} plans with kernels {', '.join(kernels)}{where}")
     return OK
+
+
+def _draw_solved(path: str, table: DispatchTable) -> None:
+    """What the choices of a table rest on, with the sizes at which its trees are cut."""
+    from pathlib import Path
+
+    from lz_compile.report import charts
+    from lz_compile.report.report import reports
+    from lz_compile.runtime.problem.decision_tree import edges
+
+    cuts: dict[str, set[float]] = {}
+    for tree in table.trees:
+        for name, sizes in edges(tree.node()).items():
+            cuts.setdefault(name, set()).update(sizes)
+    matches = [match.to_dict() for graph in reports() for match in graph.matches]
+    charts.latencies(charts.of_matches(matches), Path(path), "solve", {name: sorted(at) for name, at in cuts.items()})
 
 
 def _artifacts(arguments: argparse.Namespace) -> int:
@@ -316,6 +368,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "list-kernels": _list_kernels,
     "validate": _validate,
     "dry-run": _dry_run,
+    "diff": _diff,
     "doctor": _doctor,
     "readiness-check": _readiness_check,
     "tune": _tune,

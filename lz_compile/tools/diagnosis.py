@@ -5,10 +5,13 @@ It must work where little else does: every look at the installation stands on it
 
 from __future__ import annotations
 
-import platform
+import re
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import rich
@@ -21,29 +24,36 @@ from lz_compile.ground.hardware import Hardware, default_device, hardware
 from lz_compile.ground.reasons import Reason, first_line
 from lz_compile.ground.records import Record
 from lz_compile.lowering import ops
+from lz_compile.report.files import environment
 from lz_compile.report.report import reports
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.problem.context import SelectionContext
 from lz_compile.tools import installation
-from lz_compile.tools.installation import CacheState, Compilers, Configuration, Measurements
+from lz_compile.tools.installation import CacheState, Compilers, Configuration, Library, Measurements
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 SCHEMA_VERSION = "1.0"
+#: Installs into the Python that runs this.
+_PIP = f"{shlex.quote(sys.executable or 'python')} -m pip install"
 Found = TypeVar("Found")
 Other = TypeVar("Other")
 
 
 @dataclass(frozen=True)
 class Issue(Record):
-    """Something that is not as it should be: ``code`` for machines, ``message`` says what is found, ``advice`` what to do."""
+    """Something that is not as it should be: ``code`` for machines, ``message`` says what is found, ``advice`` what to do.
+
+    ``fix`` is a command line that mends it, where one does.
+    """
 
     code: str
     message: str
     advice: str
+    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,9 +84,15 @@ class DoctorReport(Record):
     caches: tuple[CacheState, ...]
     measurements: Measurements | None
     configuration: Configuration
+    libraries: tuple[Library, ...]
     retired: Mapping[str, Reason]
     failures: tuple[health.KernelFailures, ...]
     events: tuple[Event, ...]
+
+    @property
+    def fixes(self) -> list[str]:
+        """Command lines that mend what can be mended so, in order."""
+        return list(dict.fromkeys(issue.fix for issue in self.issues if issue.fix))
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
@@ -86,19 +102,21 @@ class DoctorReport(Record):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Issues first, then a table for each subject."""
-        from lz_compile.report.render import diagnosis
+        from lz_compile.report.render_installation import diagnosis
 
         yield from diagnosis(self)
 
 
-def doctor(print_report: bool = True) -> DoctorReport:
+def doctor(print_report: bool = True, *, retry: bool = False) -> DoctorReport:
     """What is installed and works on this machine, and what to do about what does not.
 
     Kernel descriptors, plugins and installed libraries are looked at anew, and a small function is compiled with Inductor,
-    which takes some seconds. No kernel runs.
+    which takes some seconds. Installed libraries are imported in processes of their own, unless that was tried before. No
+    kernel runs.
 
     Args:
         print_report: print it as tables.
+        retry: try again how libraries import.
     """
     cpu = torch.device("cpu")
     look = _Looks()
@@ -109,13 +127,14 @@ def doctor(print_report: bool = True) -> DoctorReport:
     perfdb_path = configuration.policy.settings.perfdb.path
     found = DoctorReport(
         issues=(),
-        software=look("versions", _software, {"lz_compile": __version__, "torch": str(torch.__version__)}),
+        software=look("versions", environment, {"lz_compile": __version__, "torch": str(torch.__version__)}),
         hardware=tuple(_hardware(look, places)),
         compilers=look("compilers", lambda: installation.compilers(device), None),
         kernels=tuple(_kernels(look, places)),
         caches=tuple(look("caches", lambda: installation.caches(perfdb_path), [])),
         measurements=look("measurements", lambda: installation.measurements(configuration.policy, device), None),
         configuration=configuration,
+        libraries=tuple(look("libraries", partial(installation.installed_libraries, again=retry), [])),
         retired=health.retirements(),
         failures=tuple(health.failures()),
         events=(*happened, *(event for report in reports() for event in report.events)),
@@ -125,6 +144,7 @@ def doctor(print_report: bool = True) -> DoctorReport:
         partial(_about_compilers, found.compilers, device),
         partial(_about_events, happened),
         partial(_about_kernels, found.kernels),
+        partial(_about_libraries, found.libraries),
         partial(_about_caches, found.caches),
         partial(_about_measurements, found.measurements),
         partial(_about_retirements, found.retired),
@@ -160,21 +180,6 @@ class _Looks:
 def _hardware(look: _Looks, places: Iterable[torch.device]) -> Iterator[tuple[str, Hardware]]:
     for place in places:
         yield str(place), look(f"the device {place}", partial(hardware, place), Hardware(place.type, "unknown"))
-
-
-def _software() -> dict[str, str]:
-    from lz_compile.ground import machine
-
-    details = machine.environment_details("cpu")
-    return {
-        "lz_compile": __version__,
-        "torch": details["torch"],
-        "triton": details["triton"],
-        "cuda": torch.version.cuda or "none",
-        "hip": torch.version.hip or "none",
-        "python": platform.python_version(),
-        "system": details["system"],
-    }
 
 
 def _kernels(look: _Looks, places: Sequence[torch.device]) -> Iterator[KernelState]:
@@ -239,7 +244,7 @@ def _about_found_compilers(found: Compilers, device: torch.device) -> Iterator[I
         yield Issue("COMPILER_MISSING", f"there is no C++ compiler '{found.cxx}'", advice)
     if device.type in ("cuda", "xpu") and found.triton is None:
         text = f"Triton is not installed, and Inductor compiles for {device.type} with it"
-        yield Issue("TRITON_MISSING", text, "Install the triton that this PyTorch was built with.")
+        yield Issue("TRITON_MISSING", text, "Install the triton that this PyTorch was built with.", _triton())
     if found.error is not None:
         advice = "torch.compile itself does not work here; run it with TORCH_LOGS=+inductor to see why."
         yield Issue("INDUCTOR_FAILED", f"compiling a small function with Inductor for {device}: {found.error}", advice)
@@ -250,7 +255,35 @@ def _about_kernels(states: Iterable[KernelState]) -> Iterator[Issue]:
         for reason in kernel.reasons:
             if reason.code == "BACKEND_VERSION_UNSUPPORTED":
                 advice = f"Install a version of {kernel.package} in that range to use {kernel.kernel_id}."
-                yield Issue(reason.code, f"{kernel.kernel_id}: {reason.message}", advice)
+                versions = kernels(kernel.operation)[kernel.kernel_id].backend_version or ""
+                fix = f"{_PIP} '{kernel.package}{versions}'"
+                yield Issue(reason.code, f"{kernel.kernel_id}: {reason.message}", advice, fix)
+
+
+def _about_libraries(found: Iterable[Library]) -> Iterator[Issue]:
+    for library in found:
+        if library.outcome == "imports":
+            continue
+        code = "LIBRARY_RAISES" if library.outcome == "raises" else "LIBRARY_UNSAFE"
+        text = f"importing {library.module} with {library.package} {library.version} {library.outcome}: {library.text}"
+        advice = (
+            f"Reinstall {library.package}, built for torch {library.torch}; {', '.join(library.kernels)} cannot run."
+        )
+        yield Issue(code, text, advice, _reinstalled(library))
+
+
+def _reinstalled(library: Library) -> str:
+    """How to get what an import lacks, by the library's own requirements, or it built again for the PyTorch that is here."""
+    if "No module named" in library.text:  # whose distribution may have another name
+        return f"{_PIP} '{library.package}{library.versions}'"
+    built = f"--force-reinstall --no-deps --no-cache-dir --no-build-isolation --no-binary {library.package}"
+    return f"{_PIP} {built} '{library.package}{library.versions}'"
+
+
+def _triton() -> str:
+    """The version of Triton that PyTorch asks for."""
+    wanted = [each for each in metadata.requires("torch") or () if re.match(r"triton\b", each)]
+    return f"{_PIP} '{wanted[0].partition(';')[0].strip()}'" if wanted else f"{_PIP} triton"
 
 
 def _about_caches(states: Iterable[CacheState]) -> Iterator[Issue]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,8 +25,9 @@ from lz_compile.ground.reasons import Reason, first_line
 from lz_compile.ground.records import Record
 from lz_compile.lowering import inductor, ops
 from lz_compile.runtime.choose.records import database_at
-from lz_compile.runtime.kernels import capabilities, registry
+from lz_compile.runtime.kernels import capabilities, libraries, registry
 from lz_compile.runtime.kernels.kernel import KernelSpec
+from lz_compile.runtime.kernels.libraries import LazyFunction
 from lz_compile.runtime.measure import cost, perfdb
 from lz_compile.runtime.policy import environment, policy
 from lz_compile.runtime.policy.resolved import Policy
@@ -82,6 +84,53 @@ def read_again() -> list[Event]:
         for op in ops.names():
             registry.kernels(op)
     return happened
+
+
+@dataclass(frozen=True)
+class Library(Record):
+    """An installed library, and what came of its first import in a process of its own: the compatibility matrix, a row each.
+
+    ``outcome`` is ``imports``, ``raises``, ``ends its process`` or ``hangs``; ``text`` what it raised or wrote last.
+    ``torch`` and ``python`` are those that it was tried with, ``versions`` what the ``kernels`` accept of it.
+    """
+
+    package: str
+    module: str
+    version: str
+    versions: str
+    torch: str
+    python: str
+    outcome: str
+    text: str
+    seconds: float
+    kernels: tuple[str, ...]
+
+
+def installed_libraries(*, again: bool = False) -> list[Library]:
+    """Every library of a kernel that is installed, tried now or earlier; ``again`` tries all of them now.
+
+    What raised is tried now in any case: what it lacks may have come. Nothing is imported in this process.
+    """
+    found: dict[tuple[str, str], Library] = {}
+    for op in ops.names():
+        for spec in registry.kernels(op).values():
+            code = spec.implementation
+            if spec.package is None or spec.version is None or not isinstance(code, LazyFunction):
+                continue
+            known = found.get((spec.package, code.module)) or _library(spec, code, spec.package, again)
+            found[spec.package, code.module] = replace(known, kernels=(*known.kernels, spec.kernel_id))
+    return list(found.values())
+
+
+def _library(spec: KernelSpec, code: LazyFunction, package: str, again: bool) -> Library:
+    trial = libraries.try_first(code, package, again=again)
+    if trial is not None and trial.outcome == "raises" and not again:
+        trial = libraries.try_first(code, package, again=True)
+    facts = (package, code.module, spec.version or "", spec.backend_version or "")
+    if trial is None:
+        text = "this process has imported it already"
+        return Library(*facts, str(torch.__version__), platform.python_version(), "imports", text, 0.0, ())
+    return Library(*facts, trial.torch, trial.python, trial.outcome, trial.text, trial.seconds, ())
 
 
 def broken_descriptors() -> tuple[int, list[CapabilitiesError]]:

@@ -385,6 +385,10 @@ def _key_of(model: Callable[..., Any]) -> str:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
+#: Those that are alive, for whoever counts.
+served: weakref.WeakSet[Served] = weakref.WeakSet()
+
+
 class Served:
     """What :func:`serve` gives: called as the model is, by any thread. Close it, or use it as a context."""
 
@@ -397,6 +401,7 @@ class Served:
         self._counts: Counter[str] = Counter()
         self._names, _ = _parameters(model)
         self._close = weakref.finalize(self, compiler.stop)
+        served.add(self)
 
     def __enter__(self) -> Served:
         return self

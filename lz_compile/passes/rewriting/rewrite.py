@@ -88,7 +88,7 @@ def splice(
     *,
     original: tuple[fx.Node, ...] | None = None,
     copied: Collection[fx.Node] = (),
-) -> None:
+) -> tuple[fx.Node, ...]:
     """Replace the outputs of ``match`` by the kernel's nodes and erase what became superfluous.
 
     The kernel goes where the first of the outputs is, for others may read that one directly afterwards; what the match
@@ -103,6 +103,9 @@ def splice(
         recipes: what was emitted for equal matches of this graph.
         original: of a match in an excerpt, its outputs in the whole graph, whose readers decide about strides.
         copied: outputs that must be copies: of what is overwritten later, a kernel may keep its result for the backward.
+
+    Returns:
+        what took the place of the outputs.
 
     Raises:
         RewriteError: the replacement's shape, dtype or device differs, or it reads what is computed later.
@@ -138,6 +141,7 @@ def splice(
         step = None if node in superfluous or node.users else read(node)
         if step is not None and layout.rearranges(step) and not step.is_inplace:
             graph.erase_node(node)
+    return results
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -127,7 +127,7 @@ class KernelSpec:
         reason = self.availability()
         if reason is not None or not isinstance(self.implementation, LazyFunction):
             return reason
-        return libraries.load(self.implementation)
+        return libraries.load(self.implementation, self.package)
 
     def availability(self) -> Reason | None:
         """Why the library is not there as far as can be seen without importing it, or None."""

@@ -1,4 +1,4 @@
-"""Whether a library is there, and in which version, without importing it."""
+"""Whether a library is there, in which version, and whether importing it would end this process, without importing it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from typing import Any
 
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
+from lz_compile.runtime.kernels import first_import
+from lz_compile.runtime.kernels.first_import import Tried
+
+#: Modules of this package.
+_OURS = "lz_compile."
 
 
 @dataclass(frozen=True)
@@ -53,16 +58,42 @@ def import_failure(function: LazyFunction) -> Reason | None:
     return _failures.get(function)
 
 
-def load(function: LazyFunction) -> Reason | None:
-    """Import a function; why that is not possible is remembered, and an event the first time."""
+def load(function: LazyFunction, package: str | None = None) -> Reason | None:
+    """Import a function; why that is not possible is remembered, and an event the first time.
+
+    A library that this process has not imported yet is tried in another one first.
+    """
     if function not in _failures:
         try:
+            trial = try_first(function, package)
+            if trial is not None and not trial.is_harmless:
+                reason = Reason("BACKEND_IMPORT_FAILED", _refusal(function, trial))
+                events.record(reason.code, reason.message)
+                _failures[function] = reason
+                return reason
             function.resolve()
         except Exception as error:  # noqa: BLE001 a broken library disables its kernels, never the compiler
             text = f"{function.module}.{function.name} cannot be imported"
             events.record("BACKEND_IMPORT_FAILED", text, error)
             _failures[function] = Reason("BACKEND_IMPORT_FAILED", f"{text}: {type(error).__name__}: {error}")
     return _failures.get(function)
+
+
+def try_first(function: LazyFunction, package: str | None = None, *, again: bool = False) -> Tried | None:
+    """What came of importing a library's function in another process; None where this one has imported the library already.
+
+    What is this package's own needs no trial.
+    """
+    library = function.library or function.module
+    if library.startswith(_OURS) or library.partition(".")[0] in sys.modules:
+        return None
+    version = "" if package is None else installed_version(package) or ""
+    return first_import.tried(function.module, function.name, library, version, function.resolve, again=again)
+
+
+def _refusal(function: LazyFunction, trial: Tried) -> str:
+    told = f"importing {function.module} {trial.outcome}, as a process of its own showed ({trial.text})"
+    return f"{told}. Reinstall {trial.library} for torch {trial.torch}: python -m lz_compile doctor --fix"
 
 
 @cache

@@ -14,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from lz_compile.ground import events
+from lz_compile.runtime.kernels import libraries
+from lz_compile.runtime.kernels.libraries import LazyFunction
 
 GROUP = "layerzero.backends"
 
@@ -36,9 +38,10 @@ class Plugin:
 
         Raises:
             Exception: whatever it raises.
+            ImportError: importing it would end this process.
             TypeError: it returned something else.
         """
-        function = self.entry.load()
+        function = self._function()
         takes_registry = bool(inspect.signature(function).parameters)
         result = function(registry) if takes_registry else function()
         pairs = [result] if isinstance(result, tuple) else list(result or ())
@@ -46,6 +49,19 @@ class Plugin:
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], str)):
                 raise TypeError(f"expected pairs (path, module name) or nothing, received {pair!r}")
         return pairs
+
+    def _function(self) -> Any:
+        """The announced function, imported in another process first.
+
+        Raises:
+            ImportError: that process ended, or hung.
+        """
+        name = self.entry.attr.partition(".")[0]
+        package = None if self.entry.dist is None else self.entry.dist.name
+        trial = libraries.try_first(LazyFunction(self.entry.module, name), package)
+        if trial is not None and not trial.is_harmless:
+            raise ImportError(f"importing it {trial.outcome}, as a process of its own showed ({trial.text})")
+        return self.entry.load()
 
 
 def found() -> list[Plugin]:

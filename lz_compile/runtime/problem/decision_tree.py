@@ -87,6 +87,15 @@ def outcomes(node: Node) -> list[str | None]:
     return list(dict.fromkeys(leaf.kernel for leaf in leaves(node)))
 
 
+def told(node: Node, asked: tuple[str, ...] = ()) -> Iterator[str]:
+    """A line for each leaf: the answers that lead to it, and its kernel."""
+    if isinstance(node, Leaf):
+        yield f"{' and '.join(asked) or 'any size'}: {node.kernel or 'beyond the measurements'}"
+    else:
+        yield from told(node.below, (*asked, f"{node.dim} < {node.at}"))
+        yield from told(node.above, (*asked, f"{node.dim} >= {node.at}"))
+
+
 def edges(node: Node) -> dict[str, list[int]]:
     """By dim, where the tree is split, in ascending order."""
     found: dict[str, set[int]] = {}

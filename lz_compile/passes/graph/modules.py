@@ -1,0 +1,38 @@
+"""Which module of the model a call is in, by the names that its author gave."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from torch import fx
+
+#: How Dynamo names what a module holds (``L['self']._modules['layers']``), and what it comes from.
+_HELD = re.compile(
+    r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]|\.__closure__\[\d+\]\.cell_contents"
+)
+#: The model itself, in its own forward and in what PyTorch wraps around that of its own modules.
+_MODELS = ("self", "fn")
+_ROOT = re.compile(r"^[LG]\['([^']*)'\]\.?")
+
+
+def modules_of(node: fx.Node) -> list[tuple[str, str]]:
+    """The modules around a call, the outermost first: path (``layers.3.self_attn``, "" for the model) and class."""
+    stack = node.meta.get("nn_module_stack") or {}
+    pairs = [each for each in stack.values() if isinstance(each, tuple) and len(each) == 2]
+    return [(path_of(str(path)), getattr(kind, "__name__", str(kind))) for path, kind in pairs]
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the innermost module that a call is in; empty where that is the model itself, or a function."""
+    return next((path for path, _ in reversed(modules_of(node))), "")
+
+
+@lru_cache(maxsize=4096)
+def path_of(source: str) -> str:
+    """A name of Dynamo's as a path: ``L['self']._modules['layers']._modules['0']`` is ``layers.0``."""
+    root = _ROOT.match(source)
+    rest = source if root is None else source[root.end() :]
+    name = "" if root is None or root[1] in _MODELS else root[1]
+    parts = _HELD.sub(lambda found: "." + next(filter(None, found.groups()), ""), rest).strip(".")
+    return ".".join(part for part in (name, *parts.split(".")) if part)

@@ -1,0 +1,115 @@
+"use strict";
+const search = document.getElementById("search"), found = document.getElementById("found");
+const items = [...document.querySelectorAll(".item")], nodes = [...document.querySelectorAll("aside .node")];
+const COLOURS = { "#": "#1c8f5f", "+": "#8fd0b4", "?": "#e0a63c", "|": "#e0a63c", ".": "#e9ebef" };
+
+function remember(name, value) { try { localStorage.setItem(name, value); } catch { /* files may have no storage */ } }
+function recall(name) { try { return localStorage.getItem(name); } catch { return null; } }
+function setTheme(isDark) { document.documentElement.classList.toggle("dark", isDark); }
+function changeTheme() {
+  const isDark = !document.documentElement.classList.contains("dark");
+  setTheme(isDark);
+  remember("lz-theme", isDark ? "dark" : "light");
+}
+
+// A mask: one square for each character, drawn when its match is opened.
+function draw(pre) {
+  const rows = pre.textContent.split("\n"), side = Math.max(4, Math.floor(240 / Math.max(rows.length, rows[0].length)));
+  const canvas = document.createElement("canvas");
+  canvas.width = rows[0].length * side;
+  canvas.height = rows.length * side;
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", pre.getAttribute("aria-label"));
+  const pen = canvas.getContext("2d");
+  rows.forEach((row, y) => [...row].forEach((cell, x) => {
+    pen.fillStyle = COLOURS[cell] || "#fff";
+    pen.fillRect(x * side, y * side, cell === "|" ? Math.ceil(side / 2) : side, side);
+  }));
+  pre.replaceWith(canvas);
+}
+document.addEventListener("toggle", (event) => {
+  if (event.target.open) event.target.querySelectorAll(".picture").forEach(draw);
+}, true);
+
+// From an operation in the tree to what is told of it, with the place that was asked about marked.
+function show(id, place) {
+  const item = document.getElementById(id);
+  if (!item) return;
+  item.classList.remove("hidden");
+  item.open = true;
+  document.querySelectorAll(".here").forEach((each) => each.classList.remove("here"));
+  select(item);
+  document.querySelectorAll(".from").forEach((each) => each.remove());
+  for (const each of item.querySelectorAll(".places li")) {
+    if (place === undefined || each.dataset.module !== place) continue;
+    each.classList.add("here");
+    each.parentElement.scrollTop = each.offsetTop - each.parentElement.offsetTop;
+    const from = document.createElement("p");
+    from.className = "from";
+    from.textContent = `You came from ${each.querySelector("b").textContent}. The same holds in every place that is listed below.`;
+    item.querySelector("summary").after(from);
+    break;
+  }
+}
+function select(item) {
+  document.querySelectorAll(".selected").forEach((each) => each.classList.remove("selected"));
+  item.classList.add("selected");
+  item.scrollIntoView({ block: "start" });
+}
+document.addEventListener("click", (event) => {
+  const link = event.target.closest("a.op");
+  if (!link) return;
+  event.preventDefault();
+  history.replaceState(null, "", link.getAttribute("href"));
+  show(link.getAttribute("href").slice(1), link.dataset.place);
+});
+
+// Words are looked for in what is told, and in the tree with everything around what is found.
+function look() {
+  const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+  const fits = (text) => words.every((word) => text.includes(word));
+  let count = 0;
+  for (const item of items) {
+    const isIn = !words.length || fits(item.dataset.text + " " + (item.querySelector("summary") || item).textContent.toLowerCase());
+    item.classList.toggle("hidden", !isIn);
+    count += isIn;
+  }
+  for (const node of nodes) node.classList.toggle("hidden", words.length > 0);
+  if (words.length) {
+    for (const node of nodes) {
+      if (!node.dataset.text || !fits(node.dataset.text)) continue;
+      for (let up = node; up && up.tagName !== "ASIDE"; up = up.parentElement) {
+        if (up.classList.contains("node")) { up.classList.remove("hidden"); if (up.tagName === "DETAILS") up.open = true; }
+      }
+      node.querySelectorAll(".node").forEach((each) => each.classList.remove("hidden"));
+    }
+  }
+  found.textContent = words.length ? `${count} of ${items.length}` : "";
+}
+
+function move(step) {
+  const seen = items.filter((item) => !item.classList.contains("hidden"));
+  if (!seen.length) return;
+  const at = seen.findIndex((item) => item.classList.contains("selected"));
+  const next = seen[Math.min(seen.length - 1, Math.max(0, at < 0 ? 0 : at + step))];
+  select(next);
+  const summary = next.querySelector("summary");
+  if (summary) summary.focus({ preventScroll: true });
+}
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Escape") { search.value = ""; look(); search.blur(); return; }
+  if (event.target === search) return;
+  const act = { "/": () => search.focus(), j: () => move(1), k: () => move(-1), t: changeTheme }[event.key];
+  if (act) { event.preventDefault(); act(); }
+});
+
+search.addEventListener("input", look);
+document.getElementById("theme").addEventListener("click", changeTheme);
+document.getElementById("all").addEventListener("click", (event) => {
+  const opens = event.target.textContent === "Open all";
+  document.querySelectorAll("details").forEach((each) => { if (opens || each.classList.contains("item")) each.open = opens; });
+  event.target.textContent = opens ? "Close all" : "Open all";
+});
+setTheme((recall("lz-theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark");
+if (location.hash) show(location.hash.slice(1));
