@@ -52,6 +52,14 @@ def parser() -> argparse.ArgumentParser:
     stored.add_argument(
         "files", nargs="+", metavar="FILE", help="the file; of merge, the one to write and then those to read"
     )
+    for name, text in (
+        ("perfdb", "databases of measurements"),
+        ("decisions", "lock files of lz_compile.save_decisions"),
+    ):
+        files = add(name, f"{text}: those of several machines as one")
+        files.add_argument("action", choices=("merge",))
+        files.add_argument("output", metavar="OUTPUT", help="the file to write")
+        files.add_argument("files", nargs="+", metavar="FILE", help="to read, the one that counts most first")
     _add_solving(add("solve", "the kernels for a model at every combination of sizes, as a dispatch table"))
     return found
 

@@ -316,7 +316,7 @@ class _Selection:
 
     # ---- dispatch tables ------------------------------------------------------------------------------------------
 
-    def _table(self, tables: Sequence[Loaded]) -> tuple[Loaded, Node] | tuple[None, None]:
+    def _table(self, tables: Sequence[Loaded]) -> tuple[Loaded | None, Node | None]:
         """The first table that speaks of the problem, and its decision over symbolic sizes."""
         if not self.policy.settings.enabled or self.problem.is_eager:  # tables are about compiled graphs
             return None, None

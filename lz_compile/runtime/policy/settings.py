@@ -94,7 +94,7 @@ class Settings:
 
 #: Settings that change what is told or how fast it is found, never what is chosen.
 WITHOUT_EFFECT_ON_DECISIONS = frozenset(
-    {"log_selections", "max_reports", "debug", "cache.enabled", "cache.max_size", "cache.ttl_seconds"}
+    "log_selections max_reports debug cache.enabled cache.max_size cache.ttl_seconds ranks.timeout_s ranks.lease_s".split()
 )
 
 

@@ -19,7 +19,7 @@ from lz_compile import __version__
 from lz_compile.errors import RanksDifferError
 from lz_compile.ground import events, health
 from lz_compile.ground.fingerprint import source_hash
-from lz_compile.ground.hardware import Hardware, hardware
+from lz_compile.ground.hardware import hardware
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.records import Record
 from lz_compile.lowering import ops
@@ -106,18 +106,11 @@ def encoded(table: Table) -> tuple[str, bytes]:
     return hashlib.sha256(data).hexdigest()[:16], data
 
 
-def kind_of(device: Hardware) -> str:
-    """What ranks must share to agree: the platform and its instructions, not how many threads, nor a device's name."""
-    if device.platform == "cpu":
-        return f"cpu {' '.join(sorted(device.isa))}"
-    return device.signature()
-
-
 def kinds_here() -> tuple[str, ...]:
     """The kinds of device of this process, as far as they are known without waking any."""
-    found = [kind_of(hardware("cpu"))]
+    found = [hardware("cpu").kind()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found.append(kind_of(hardware("cuda")))
+        found.append(hardware("cuda").kind())
     return tuple(found)
 
 

@@ -13,7 +13,6 @@ from lz_compile.lowering import ops
 from lz_compile.runtime.choose.problem import Problem
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.problem.context import SymbolicDim
-from lz_compile.runtime.ranks.cards import kind_of
 
 _SYMBOL = re.compile(r"\b[a-z]\w*", re.IGNORECASE)
 
@@ -45,7 +44,7 @@ def key_of(problem: Problem, policy: Policy) -> ProblemKey:
             dims[name] = str(1 << max(dim - 1, 0).bit_length() if name in bucketed else dim)
     parts = [
         context.operation,
-        kind_of(context.hardware),
+        context.hardware.kind(),
         context.dtype_name,
         dims,
         sorted(context.features),
@@ -55,4 +54,4 @@ def key_of(problem: Problem, policy: Policy) -> ProblemKey:
         policy.wishes,
     ]
     key = hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:32]
-    return ProblemKey(key, kind_of(context.hardware), names)
+    return ProblemKey(key, context.hardware.kind(), names)
