@@ -177,7 +177,7 @@ class _Selection:
         )
 
     def _score(self, spec: KernelSpec, estimate: Estimate) -> float:
-        if spec.kernel_id == DISPATCH:
+        if spec.kernel_id == DISPATCH or (self.context.requires_batch_invariant and not spec.batch_invariant):
             return 1.0
         score = 100 / estimate.relative_latency
         preference = self.resolved_policy.preference(spec.kernel_id)
