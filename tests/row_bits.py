@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,13 +59,18 @@ def _of_batches(spec: KernelSpec, dtype: torch.dtype) -> Iterator[str]:
         torch.manual_seed(0)
         problem = ops.module(op).sample(SIZES[op], dtype, torch.device("cpu"), **case)
         seen: list[Any] = []
-        problem.with_kernel(lambda x, attrs: (seen.append(x), ops.module(op).reference(x, attrs))[1])(*problem.inputs)
+        problem.with_kernel(partial(_noting, seen, ops.module(op).reference))(*problem.inputs)
         whole = _run(spec, seen[0], problem.attrs, 1)
         for threads, (count, first) in itertools.product(THREADS, BATCHES):
             rows = slice(first, first + count)
             found = _run(spec, _cut(op, seen[0], rows), problem.attrs, threads)
             if not all(map(torch.equal, found, [each[rows] for each in whole])):
                 yield f"{case}: rows {first} to {first + count} of {ALL}, {threads} threads"
+
+
+def _noting(seen: list[Any], reference: Callable[..., Any], x: Any, attrs: Any) -> Any:
+    seen.append(x)
+    return reference(x, attrs)
 
 
 def _cut(op: str, x: Any, rows: slice) -> Any:
@@ -97,19 +103,21 @@ def _of_prompts(spec: KernelSpec, dtype: torch.dtype) -> Iterator[str]:
     causal = AttentionAttrs(enable_gqa=True, band=Band(None, 0))
     whole = _run(spec, attention.Operands(query, key, value), causal, 1)[0]
     at_end = dataclasses.replace(causal, band=Band(None, 0, at_end=True))
-    for threads, (first, last) in itertools.product(THREADS, ((0, 1), (0, 17), (0, 149), (17, 64), (64, 149), (149, 150))):
+    for threads, (first, last) in itertools.product(
+        THREADS, ((0, 1), (0, 17), (0, 149), (17, 64), (64, 149), (149, 150))
+    ):
         x = attention.Operands(query[:, :, first:last], key[:, :, :last], value[:, :, :last])
         found = _run(spec, x, at_end, threads)[0]
         if not torch.equal(found, whole[:, :, first:last]):
             yield f"queries {first} to {last} of a prefill of {length}, {threads} threads"
     keep = torch.ones(2, 1, length, length, dtype=torch.bool).tril()
-    for padding, threads in itertools.product((1, 40, 200), THREADS):
-        mask = F.pad(keep, (0, padding))
-        padded = [F.pad(each, (0, 0, 0, padding), value=3.0) for each in (key, value)]
+    for (before, behind), threads in itertools.product(((0, 1), (0, 200), (1, 0), (77, 13)), THREADS):
+        mask = F.pad(keep, (before, behind))
+        padded = [F.pad(each, (0, 0, before, behind), value=3.0) for each in (key, value)]
         attrs = AttentionAttrs(enable_gqa=True, has_mask=True)
         found = _run(spec, attention.Operands(query, *padded, mask=mask), attrs, threads)[0]
         if not torch.equal(found, whole):
-            yield f"{padding} keys of padding, {threads} threads"
+            yield f"{before} keys of padding before and {behind} behind, {threads} threads"
 
 
 def _of_steps(spec: KernelSpec, dtype: torch.dtype) -> Iterator[str]:
@@ -120,11 +128,12 @@ def _of_steps(spec: KernelSpec, dtype: torch.dtype) -> Iterator[str]:
         attrs = dataclasses.replace(problem.attrs, state_dtype=torch.float32)  # a state that is rounded is another one
         whole, end = _run(spec, x, attrs, 1)
         for threads, cut in itertools.product(THREADS, (1, 7, 18)):
-            def part(steps: slice, state: torch.Tensor | None) -> Any:
-                given = {name: each[:, :, steps] if "T" in scan.DIMS[name] else each for name, each in x.given().items()}
-                return type(x)(**given | ({} if state is None else {"state": state}))
-
-            head, state = _run(spec, part(slice(0, cut), None), attrs, threads)
-            tail, last = _run(spec, part(slice(cut, None), state), attrs, threads)
+            head, state = _run(spec, _steps(x, slice(0, cut), None), attrs, threads)
+            tail, last = _run(spec, _steps(x, slice(cut, None), state), attrs, threads)
             if not (torch.equal(torch.cat([head, tail], 2), whole) and torch.equal(last, end)):
                 yield f"{variant}: a chunk of {cut} steps, {threads} threads"
+
+
+def _steps(x: Any, steps: slice, state: torch.Tensor | None) -> Any:
+    given = {name: each[:, :, steps] if "T" in scan.DIMS[name] else each for name, each in x.given().items()}
+    return type(x)(**given | ({} if state is None else {"state": state}))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lz_compile.lowering.kernel_operator import Kernel
+from lz_compile.lowering.opaque import opaque
 
 #: Rows of a piece: a multiple of the elements of two vector registers, so that no vector ends within a row.
 TILE = 64
@@ -62,3 +63,17 @@ def _is_same_everywhere(right: torch.Tensor, dtype: torch.dtype) -> bool:
         found = torch.mm(row.expand(PRODUCT_ROWS, -1).contiguous(), right)
         _same[key] = bool((found == found[:1]).logical_or(found.isnan()).all())
     return _same[key]
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    found = product(input.reshape(-1, input.shape[-1]), weight.t())
+    found = found if bias is None else found.add_(bias)
+    return found.view(*input.shape[:-1], weight.shape[0])
+
+
+def _fake_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return input.new_empty(*input.shape[:-1], weight.shape[0])
+
+
+#: ``torch.nn.functional.linear`` for inference; nothing completes a call, for that would be another one.
+linear = opaque("row_linear", _linear, _fake_linear)

@@ -143,7 +143,9 @@ class Kernel(Struct, frozen=True, forbid_unknown_fields=True):
     ] = False
     batch_invariant: Annotated[
         bool,
-        Meta(description="the bits of a row depend neither on the other rows and their number, nor on chunks of a prefill"),
+        Meta(
+            description="the bits of a row depend neither on the other rows and their number, nor on chunks of a prefill"
+        ),
     ] = False
     split_invariant: Annotated[
         bool, Meta(description="the bits of a row do not depend on how many threads or blocks share its keys")

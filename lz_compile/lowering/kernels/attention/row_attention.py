@@ -1,7 +1,7 @@
 """Attention on CPUs in which a row has the same bits in every batch, whatever its padding and the chunks of its prefill.
 
-A few queries meet the keys in blocks that begin at the first key, by a softmax that goes on from block to block. What fills
-a block up adds zeros, exactly. Everything is one product or one pass over a piece of a size that the model alone decides,
+A few queries meet the keys in blocks that begin at the first key that they see, by a softmax that goes on from block to
+block. What fills a block up adds zeros, exactly. Everything is one product or one pass over a piece of a size that the model alone decides,
 small enough for one thread.
 """
 
@@ -66,6 +66,23 @@ class _Heads:
         found = found[:, queries] if found.shape[1] > 1 else found
         return found.expand(self.heads.stop - self.heads.start, queries.stop - queries.start, -1)
 
+    def runs(self) -> Iterator[tuple[slice, int]]:
+        """Queries that follow each other and see the same key first, with that key."""
+        count, keys = self.x.query.shape[2], self.x.key.shape[2]
+        seen = None if self.keep is None else self.of(self.keep, slice(0, count))[0]
+        if self.bias is not None:
+            bias = self.of(self.bias, slice(0, count))[0]
+            kept = bias > torch.finfo(bias.dtype).min / 2  # of what is masked by a number, nothing is left either
+            seen = kept if seen is None else seen & kept
+        if seen is None or seen.shape[-1] != keys:
+            yield slice(0, count), 0
+            return
+        firsts, counts = seen.to(torch.uint8).argmax(-1).unique_consecutive(return_counts=True)
+        stop = 0
+        for first, length in zip(firsts.tolist(), counts.tolist(), strict=True):
+            yield slice(stop, stop + length), first
+            stop += length
+
     def scores(self, query: torch.Tensor, key: torch.Tensor, queries: slice, first: int) -> torch.Tensor:
         """The scores of a piece, ``[rows, keys]``, with keys from ``first`` on."""
         attrs, size = self.attrs, min(_KEYS, self.x.key.shape[2] - first)
@@ -94,20 +111,31 @@ def _attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     if x.slopes is not None:
         slopes = x.slopes.to(wide) * op.distances(x.query, x.key, wide)
         bias = slopes if bias is None else bias + slopes
-    keep, group = op.merged_mask(x, attrs), x.query.shape[1] // x.key.shape[1]
+    keep = op.merged_mask(x, attrs)
     keep, bias = (None if each is None else each[(None,) * (4 - each.dim())] for each in (keep, bias))
-    for batch, head in itertools.product(range(x.query.shape[0]), range(x.key.shape[1])):
-        part = _Heads(x, attrs, keep, bias, batch, slice(head * group, (head + 1) * group))
-        blocks = [*zip(_blocks(x.key[batch, head].to(wide)), _blocks(x.value[batch, head].to(wide)), strict=True)]
-        step = max(1, min(_QUERIES, _ROWS // group))
-        for start in range(0, x.query.shape[2], step):
-            queries = slice(start, min(start + step, x.query.shape[2]))
-            result[batch, part.heads, queries] = _piece(part, blocks, queries, step, wide).to(result.dtype)
+    group = x.query.shape[1] // x.key.shape[1]
+    is_alike = all(each is None or each.shape[1] == 1 for each in (keep, bias))
+    together = group if is_alike else 1  # heads that see the same keys
+    for batch, head in itertools.product(range(x.query.shape[0]), range(0, x.query.shape[1], together)):
+        part = _Heads(x, attrs, keep, bias, batch, slice(head, head + together))
+        key, value = (each[batch, head // group].to(wide) for each in (x.key, x.value))
+        step = max(1, min(_QUERIES, _ROWS // together))
+        for run, first in part.runs():
+            blocks = [*zip(_blocks(key[first:]), _blocks(value[first:]), strict=True)]
+            for start in range(run.start, run.stop, step):
+                queries = slice(start, min(start + step, run.stop))
+                found = _piece(part, blocks, queries, first, step, wide)
+                result[batch, part.heads, queries] = found.to(result.dtype)
     return result
 
 
 def _piece(
-    part: _Heads, blocks: list[tuple[torch.Tensor, torch.Tensor]], queries: slice, step: int, wide: torch.dtype
+    part: _Heads,
+    blocks: list[tuple[torch.Tensor, torch.Tensor]],
+    queries: slice,
+    first: int,
+    step: int,
+    wide: torch.dtype,
 ) -> torch.Tensor:
     """The result of some queries, ``[heads, queries, E]``."""
     x, heads, count = part.x, part.heads.stop - part.heads.start, queries.stop - queries.start
@@ -122,7 +150,7 @@ def _piece(
         state.largest.view(heads, step, 1)[:, :count] = part.of(x.sinks.to(wide), queries)
         state.weights.view(heads, step, 1)[:, :count] = 1.0
     for index, (key, value) in enumerate(blocks):
-        state.take(part.scores(query, key, queries, index * _KEYS), value)
+        state.take(part.scores(query, key, queries, first + index * _KEYS), value)
     out = state.values / state.weights
     if part.attrs.masked_rows == "zero" or part.attrs.zeroes_nan:
         out = torch.where(state.weights == 0, 0.0, out)
