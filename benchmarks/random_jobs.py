@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import lz_compile as lz
 from benchmarks.publish import Publication, table_of
 from lz_compile.compile import measuring
 from lz_compile.ground import events, health
+from lz_compile.ground.fingerprint import source_hash
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import ops
 from lz_compile.runtime.choose.problem import Problem
@@ -44,6 +44,8 @@ from lz_compile.runtime.policy import policy
 from lz_compile.runtime.ranks import agree, cards
 from lz_compile.tools.installation import plain_problem
 
+#: As torch exports them, without saying so.
+_dist: Any = torch.distributed
 FAULTS = ("killed", "store", "kernel", "proof", "versions", "late")
 #: Seconds that no job may take, the store's limit, and the lease of a turn.
 LIMIT_S, TIMEOUT_S, LEASE_S = 60.0, 1.0, 0.4
@@ -128,7 +130,7 @@ def _rank(job: Job, rank: int, directory: str, port: int, pipe: Connection) -> N
         if is_victim and "kernel" in job.faults:
             health.retire(job.kernel, "not installed on this rank")
         if is_victim and "versions" in job.faults:
-            cards.__version__ = "0.0.9"
+            vars(cards)["__version__"] = "0.0.9"
         if is_victim and "late" in job.faults:
             time.sleep(1.5 * TIMEOUT_S)
         lz.join_ranks(store, rank, job.ranks)
@@ -204,15 +206,15 @@ def _measure_at_random(problems: Sequence[Problem], chance: random.Random) -> No
 
 def _store(job: Job, directory: str, port: int) -> Any:
     if job.store == "file":
-        return dist.FileStore(f"{directory}/store", job.ranks)
-    return dist.TCPStore("127.0.0.1", port, job.ranks, is_master=False, wait_for_workers=False)
+        return _dist.FileStore(f"{directory}/store", job.ranks)
+    return _dist.TCPStore("127.0.0.1", port, job.ranks, is_master=False, wait_for_workers=False)
 
 
 # ---- a job -----------------------------------------------------------------------------------------------------------
 
 
 def _serve(pipe: Connection) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    store = _dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     pipe.recv()
 
@@ -299,7 +301,7 @@ def warm() -> None:
         for spec in kernels(problem.context.op).values():
             spec.load()
     cards.own_table()
-    cards.source_hash()
+    source_hash()
 
 
 def main() -> None:

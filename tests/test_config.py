@@ -178,7 +178,9 @@ def test_every_key_of_a_file_arrives(tmp_path):
 
 def test_every_setting_can_be_configured_but_debugging_which_the_environment_switches():
     keys = {field.name for field in msgspec.structs.fields(config.Keys)} - set(config._ABOUT_KERNELS)
-    assert keys - {"tune_samples", "distributed_selection"} == {field.name for field in fields(Settings)} - {"debug"} | set(config._ONE_VALUE)
+    assert keys - {"tune_samples", "distributed_selection"} == {field.name for field in fields(Settings)} - {
+        "debug"
+    } | set(config._ONE_VALUE)
     assert {f.name for f in msgspec.structs.fields(config.PerfDBKeys)} == {f.name for f in fields(PerfDBSettings)}
     assert {f.name for f in msgspec.structs.fields(config.CacheKeys)} == {f.name for f in fields(CacheSettings)}
     assert {f.name for f in msgspec.structs.fields(config.RanksKeys)} == {f.name for f in fields(RanksSettings)}

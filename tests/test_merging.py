@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,7 @@ from lz_compile.tools.merging import merge_decisions, merge_measurements
 ROOT = Path(__file__).parent.parent
 
 
-def record(environment="a", kernel="torch.sdpa", us=1.0, at="2026-01-01T00:00:00"):
+def record(environment="a", kernel="torch.sdpa", us=1.0, at="2026-01-01T00:00:00.000000+00:00"):
     workload = canonical({"dims": {"head_dim": 64}})
     return PerfRecord(
         kernel_id=kernel, operation="attention", device_id="cpu", dtype="float32", environment=environment,
@@ -39,10 +40,13 @@ def database(path: Path, *records: PerfRecord) -> Path:
 
 def test_measurements_of_unlike_machines_stand_beside_each_other_and_of_one_the_newer_stays(tmp_path):
     first = database(
-        tmp_path / "1.sqlite", record(us=1.0), record("b"), record(kernel="lz.tiled", at="2026-01-03T00:00:00")
+        tmp_path / "1.sqlite",
+        record(us=1.0),
+        record("b"),
+        record(kernel="lz.tiled", at="2026-01-03T00:00:00.000000+00:00"),
     )
     second = database(
-        tmp_path / "2.sqlite", record(us=2.0, at="2026-01-02T00:00:00"), record(kernel="lz.tiled", us=9.0)
+        tmp_path / "2.sqlite", record(us=2.0, at="2026-01-02T00:00:00.000000+00:00"), record(kernel="lz.tiled", us=9.0)
     )
     before = first.read_bytes()
     found = merge_measurements(tmp_path / "all.sqlite", [first, second])
@@ -182,10 +186,7 @@ def test_a_merged_lock_file_decides_the_same_with_two_instruction_sets(tmp_path)
         for _ in range(1100):
             if all(file.exists() for file in files) or any(each.poll() is not None for each in processes):
                 break
-            try:
-                processes[0].wait(0.05)
-            except subprocess.TimeoutExpired:
-                pass
+            time.sleep(0.05)
         merge_decisions(tmp_path / "merged.part", files)
         (tmp_path / "merged.part").rename(merged)
         told = [each.communicate(timeout=60)[0].split() for each in processes]

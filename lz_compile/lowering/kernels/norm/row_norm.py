@@ -1,17 +1,49 @@
-"""PyTorch's own operations on pieces of rows of one size, so that a row has the same bits in every batch."""
+"""Normalisation of rows by a library that PyTorch cannot look into: what an adapter needs around the call itself."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from lz_compile.lowering.kernel_operator import kernel_operator
-from lz_compile.lowering.kernels.norm import torch_norm
+from lz_compile.lowering.kernel_operator import Kernel, asked, definition, kernel_operator
 from lz_compile.lowering.ops import norm as op
-from lz_compile.lowering.rows import in_tiles
+from lz_compile.lowering.ops.norm import NormAttrs, Operands
 
 
-def _rows(x: op.Operands, attrs: op.Attributes) -> torch.Tensor:
-    return in_tiles(op, torch_norm.norm, x, attrs)
+def library_norm(
+    name: str,
+    run: Callable[[Operands, NormAttrs], torch.Tensor],
+    takes: Callable[[Operands, NormAttrs], bool],
+    *,
+    kernel_id: str,
+    has_backward: bool = True,
+) -> Kernel:
+    """The adapter of a library's function, over the op's operands and attributes.
 
+    Args:
+        name: of the operator.
+        run: calls the library, for rows that are not empty; its result may have any dtype and strides.
+        takes: says of dtypes and numbers what no descriptor can; PyTorch computes the rest.
+        kernel_id: under which name it is retired when it fails.
+        has_backward: whether autograd can see into the library's function.
+    """
 
-norm = kernel_operator("row_norm", op, _rows, kernel_id="lz.row_norm")
+    def kernel(x: Operands, attrs: NormAttrs) -> torch.Tensor:
+        if x.input.numel() == 0:
+            empty: torch.Tensor = definition(op)(x, attrs)
+            return empty
+        return run(x, attrs).to(attrs.out_dtype).contiguous()
+
+    backward = asked(op, kernel) if has_backward else None
+    operator = kernel_operator(name, op, kernel, backward=backward, kernel_id=kernel_id)
+
+    def norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
+        if not takes(x, attrs):
+            from lz_compile.lowering.kernels.norm import torch_norm
+
+            return torch_norm.norm(x, attrs)
+        found: torch.Tensor = operator(x, attrs)
+        return found
+
+    return norm

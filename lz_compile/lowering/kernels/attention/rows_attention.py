@@ -1,8 +1,8 @@
 """Attention on CPUs in which a row has the same bits in every batch, whatever its padding and the chunks of its prefill.
 
 A few queries meet the keys in blocks that begin at the first key that they see, by a softmax that goes on from block to
-block. What fills a block up adds zeros, exactly. Everything is one product or one pass over a piece of a size that the model alone decides,
-small enough for one thread.
+block. What fills a block up adds zeros, exactly. Everything is one product or one pass over a piece of a size that the model
+alone decides, small enough for one thread.
 """
 
 from __future__ import annotations
