@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         NoKernelFoundError,
         OperatorRedefinedError,
         OptionError,
+        RanksDifferError,
         RegistrationError,
         RewriteFailedError,
         SolveError,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from lz_compile.runtime.kernels.registration import register_kernel
     from lz_compile.runtime.kernels.registry import KernelInfo, list_kernels, unregister_kernel
     from lz_compile.runtime.policy.policy import avoid, configure, disabled, load_config, lock, prefer, unlock
+    from lz_compile.runtime.ranks.agree import join_ranks, leave_ranks, ranks
     from lz_compile.runtime.tables.dispatch_table import DispatchTable
     from lz_compile.runtime.tables.loaded import load_dispatch_table, unload_dispatch_table
     from lz_compile.tools.artifacts import (
@@ -104,6 +106,7 @@ __all__ = [
     "OptionError",
     "Padding",
     "QuantizedModel",
+    "RanksDifferError",
     "ReadinessReport",
     "RegistrationError",
     "Report",
@@ -138,8 +141,10 @@ __all__ = [
     "explain",
     "inspect_artifacts",
     "instrument",
+    "join_ranks",
     "kda",
     "layer_norm",
+    "leave_ranks",
     "linear",
     "linear_scan",
     "list_kernels",
@@ -153,6 +158,7 @@ __all__ = [
     "paged_attention",
     "prefer",
     "quantize_",
+    "ranks",
     "readiness_check",
     "register_kernel",
     "reports",
@@ -221,6 +227,7 @@ _HOMES = {
     **dict.fromkeys(("Padding", "Served", "ServedState", "serve"), "lz_compile.tools.serving"),
     "validate": "lz_compile.tools.trial",
     **dict.fromkeys(("TuneReport", "tune"), "lz_compile.tools.tuning"),
+    **dict.fromkeys(("join_ranks", "leave_ranks", "ranks"), "lz_compile.runtime.ranks.agree"),
     "GraphReport": "lz_compile.report.report",
     "Report": "lz_compile.report.report",
     "clear_reports": "lz_compile.report.report",

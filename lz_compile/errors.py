@@ -229,5 +229,16 @@ def _again(kind: type[ArgumentError], function: str, argument: str, text: str) -
     return found
 
 
+class RanksDifferError(LayerZeroError, RuntimeError):
+    """The ranks of a job run different versions, and ``ranks.versions`` is ``refuse``."""
+
+    def __init__(self, differences: str) -> None:
+        self.differences = differences
+        super().__init__(
+            f"agreeing with the ranks of this job: expected the same versions on all, received {differences}. "
+            "Install the same everywhere, or set ranks.versions to 'lowest' or 'warn'"
+        )
+
+
 #: What is the user's to mend, and is raised whatever falls back otherwise.
-USER_ERRORS = (OptionError, ConfigError, DispatchTableError, RewriteFailedError)
+USER_ERRORS = (OptionError, ConfigError, DispatchTableError, RewriteFailedError, RanksDifferError)

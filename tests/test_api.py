@@ -500,7 +500,7 @@ def selections(monkeypatch) -> list[Problem]:
         seen.append(problem)
         return select.select(problem, *args)
 
-    monkeypatch.setattr(eager, "select", spy)
+    monkeypatch.setattr(eager, "decide", spy)
     return seen
 
 

@@ -708,7 +708,7 @@ def broken(monkeypatch, planted):
         else:
             room, name = {
                 "effects": (reading, "Effects"),
-                "selection": (choices, "select"),
+                "selection": (choices.agree, "decide"),
                 "splice": (replacing, "splice"),
                 "validation": (choices, "validate"),
             }[fault]
@@ -873,10 +873,10 @@ def test_what_inductor_cannot_compile_raises_inductors_own_error(uncached, funct
 
 
 def test_an_interruption_is_not_taken_for_a_fault(monkeypatch):
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(choices, "select", interrupt)
+    monkeypatch.setattr(choices.agree, "decide", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compiled()(*operands())
 

@@ -20,7 +20,7 @@ from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.policy import config, environment, names, policy, rules
 from lz_compile.runtime.policy.names import Invalid
 from lz_compile.runtime.policy.rules import Lock, Statement
-from lz_compile.runtime.policy.settings import CacheSettings, PerfDBSettings, Settings
+from lz_compile.runtime.policy.settings import CacheSettings, PerfDBSettings, RanksSettings, Settings
 from lz_compile.runtime.problem.context import SelectionContext, SymbolicDim
 
 KERNELS = (
@@ -178,14 +178,17 @@ def test_every_key_of_a_file_arrives(tmp_path):
 
 def test_every_setting_can_be_configured_but_debugging_which_the_environment_switches():
     keys = {field.name for field in msgspec.structs.fields(config.Keys)} - set(config._ABOUT_KERNELS)
-    assert keys - {"tune_samples"} == {field.name for field in fields(Settings)} - {"debug"} | set(config._ONE_VALUE)
+    assert keys - {"tune_samples", "distributed_selection"} == {field.name for field in fields(Settings)} - {
+        "debug"
+    } | set(config._ONE_VALUE)
     assert {f.name for f in msgspec.structs.fields(config.PerfDBKeys)} == {f.name for f in fields(PerfDBSettings)}
     assert {f.name for f in msgspec.structs.fields(config.CacheKeys)} == {f.name for f in fields(CacheSettings)}
+    assert {f.name for f in msgspec.structs.fields(config.RanksKeys)} == {f.name for f in fields(RanksSettings)}
     assert set(Settings().flat()) == set(EVERYTHING_FLAT) | {"debug"}
 
 
 EVERYTHING_FLAT = """enabled fallback_enabled log_selections deterministic strict_mode memory_headroom_mb max_reports perfdb.enabled perfdb.path perfdb.auto_tune perfdb.tune_samples
-cache.enabled cache.max_size cache.ttl_seconds""".split()
+cache.enabled cache.max_size cache.ttl_seconds ranks.selection ranks.timeout_s ranks.lease_s ranks.versions""".split()
 
 
 def test_what_the_specification_configures_is_accepted():

@@ -786,6 +786,10 @@ CHANGES = {
     "cache.enabled": False,
     "cache.max_size": 3,
     "cache.ttl_seconds": 3.0,
+    "ranks.selection": "alone",
+    "ranks.timeout_s": 3.0,
+    "ranks.lease_s": 3.0,
+    "ranks.versions": "refuse",
 }
 ONE_VALUE = {"debug"}  # nothing else can be configured
 

@@ -22,18 +22,19 @@ from lz_compile.api.attention_arguments import Call, check
 from lz_compile.api.given import read
 from lz_compile.errors import KernelExecutionError, NoKernelFoundError
 from lz_compile.ground import events, health, hooks, memory
+from lz_compile.ground.reasons import Reason
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.ops.attention import Operands
 from lz_compile.runtime.choose.calls import SDPA, eager_kernel, needs_compile
 from lz_compile.runtime.choose.decision_cache import DecisionCache, SelectionCacheConfig
-from lz_compile.runtime.choose.problem import Decision, Problem
-from lz_compile.runtime.choose.select import select
+from lz_compile.runtime.choose.problem import Problem
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.policy.settings import CacheSettings
 from lz_compile.runtime.problem.context import SelectionContext, of_facts
+from lz_compile.runtime.ranks.agree import decide, in_turn
 from lz_compile.runtime.tables import loaded as loaded_tables
 
 #: Runs an attention over query, key, value and mask: a kernel, with everything else bound to it.
@@ -218,8 +219,7 @@ def _choice(
     if not settings.enabled:
         return None
     try:
-        decision = select(Problem(context, own, is_eager=True), present)
-        kernel = _loaded(decision, context.operation, attributes, operands)
+        kernel = _loaded(Problem(context, own, is_eager=True), present, attributes, operands)
         return None if kernel.kernel_id == own else kernel
     except NoKernelFoundError as error:
         if not settings.fallback_enabled:
@@ -301,12 +301,13 @@ class _Problem:
         return partial(F.scaled_dot_product_attention, **changed)
 
 
-def _loaded(decision: Decision, operation: str, attributes: Any, operands: Mapping[str, Any] | None) -> KernelSpec:
-    """The kernel of a decision, or the best of the others where its library does not import, or it is proven wrong."""
+def _loaded(problem: Problem, present: Policy, attributes: Any, operands: Mapping[str, Any] | None) -> KernelSpec:
+    """The kernel for a problem, or the best of the others where its library does not import, or it is proven wrong."""
+    decision, operation = decide(problem, present), problem.context.operation
     if decision.refused_lock is not None:
         events.record(decision.refused_lock.code, f"{operation}: {decision.refused_lock.message}")
-    failures = {}
-    for kernel in decision.ranking:
+    failures: dict[str, list[Reason]] = {}
+    for kernel, _ in in_turn(decision, lambda: [*failures.values()][-1][-1], problem, present):
         missing = kernel.load()
         if missing is None and operands is not None and not kernel.is_shipped:
             from lz_compile.passes.proof import eager_proof  # which chooses kernels in turn

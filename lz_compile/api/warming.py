@@ -17,10 +17,10 @@ from lz_compile.ground.hardware import default_device
 from lz_compile.ground.isolation import isolated
 from lz_compile.lowering import ops
 from lz_compile.runtime.choose.problem import Problem
-from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem import context as contexts
+from lz_compile.runtime.ranks.agree import decide
 
 
 def warmup(
@@ -90,5 +90,5 @@ def _kernel(op: str, sample: Any, device: torch.device) -> KernelSpec | None:
     attrs, facts = sample.attrs, sample.facts
     if hasattr(ops.module(op), "EAGER_KERNEL"):
         return eager.kernel_for(op, attrs, facts, device)
-    decision = select(Problem(contexts.of_facts(op, attrs, facts, device=device)), policy.current())
+    decision = decide(Problem(contexts.of_facts(op, attrs, facts, device=device)), policy.current())
     return next((each for each in decision.ranking if each.load() is None), None)

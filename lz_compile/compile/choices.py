@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from lz_compile.compile.problems import left_as, of_match
 from lz_compile.compile.symbolic_sizes import symbolic_sizes
+from lz_compile.ground.reasons import Reason
 from lz_compile.ground.store import Store
 from lz_compile.lowering import inductor
 from lz_compile.passes.fusion.fusion import Fusion
@@ -21,13 +22,14 @@ from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.resolved import Policy
+from lz_compile.runtime.ranks import agree
 from lz_compile.runtime.tables import loaded as loaded_tables
 from lz_compile.runtime.tables.loaded import Loaded
 
 
 @dataclass
 class Choices:
-    """By the kind of match (and kernel); ``copied`` are results that must be copies."""
+    """By the kind of match (and kernel); ``copied`` are results that must be copies, ``is_dry``: nobody is to follow."""
 
     policy: Policy = field(default_factory=policy.current)
     tables: Sequence[Loaded] = field(default_factory=loaded_tables.active)
@@ -38,6 +40,7 @@ class Choices:
     verdicts: dict[tuple[int, str], Validation] = field(default_factory=dict)
     recipes: Recipes = field(default_factory=Recipes)
     copied: set[fx.Node] = field(default_factory=set)
+    is_dry: bool = False
 
     def problem(self, match: Match) -> Problem:
         """What a kernel is to be chosen for."""
@@ -60,12 +63,16 @@ class Choices:
         """The kernel for a match."""
         key = self.key(match)
         if key not in self.decisions:
-            self.decisions[key] = self.choice(match)
+            self.decisions[key] = agree.decide(self.problem(match), self.policy, self.tables, writes=not self.is_dry)
         return self.decisions[key]
 
     def choice(self, match: Match) -> Decision:
-        """What would be decided now."""
+        """What would be decided now by this rank alone."""
         return select(self.problem(match), self.policy, self.tables)
+
+    def in_turn(self, match: Match, why_not: Callable[[], Reason]) -> Iterator[tuple[KernelSpec, Decision]]:
+        """The kernel for a match, and what to try instead whenever one has failed, which ``why_not`` says."""
+        return agree.in_turn(self.decide(match), why_not, self.problem(match), self.policy, self.tables)
 
     def subject(self, match: Match, kernel: KernelSpec) -> Match:
         """What a kernel replaces: the match, with those before it that the kernel computes along."""

@@ -18,8 +18,8 @@ from lz_compile.lowering import inductor, ops
 from lz_compile.passes.graph.view import value_of
 from lz_compile.passes.proof.surroundings import Binding, Surrounded, surrounded, symbols
 from lz_compile.runtime.choose.calls import DISPATCH
+from lz_compile.runtime.choose.given import POWERS
 from lz_compile.runtime.choose.problem import Decision, Problem
-from lz_compile.runtime.choose.select import POWERS
 from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.problem.symbols import Symbols
 

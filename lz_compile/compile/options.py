@@ -39,7 +39,8 @@ class Options:
     of the compile and cuts no fusion, ``"fold"`` all that may, ``"keep"`` none.
     With ``verify`` ``"first-call"``, the first call of every rewritten graph also runs that graph as it was, on the real
     inputs, and compares the results; after a difference, which is an event, the graph as it was runs instead. ``"always"``
-    compares every call, ``"off"`` none.
+    compares every call, ``"off"`` none. ``ranks`` ``"agree"`` settles decisions with the other ranks of a job, ``"alone"``
+    does not (default: the policy's ``ranks.selection``, where that is not set ``"agree"``).
     """
 
     strict: bool = False
@@ -52,6 +53,12 @@ class Options:
     loops: str = "auto"
     layers: str = "auto"
     verify: str = "off"
+    ranks: str | None = None
+
+    def policy(self, present: Policy) -> Policy:
+        """The policy of a compile with these options."""
+        said = present.with_locks(self.lock)
+        return said if self.ranks is None else said.saying("ranks.selection", self.ranks, "options['layerzero.ranks']")
 
     def tuning(self, policy: Policy) -> str:
         """What is measured while compiling: "off", "auto" or "on-miss"; of many ranks, none goes by its own clock unasked."""
@@ -74,12 +81,14 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "loops": (str,),
     "layers": (str,),
     "verify": (str,),
+    "ranks": (str,),
 }
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "tune": ("off", "auto", "on-miss"),
     "loops": ("auto", "roll", "keep"),
     "layers": ("auto", "fold", "keep"),
     "verify": ("off", "first-call", "always"),
+    "ranks": ("agree", "alone"),
 }
 
 

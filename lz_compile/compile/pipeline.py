@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from lz_compile.compile import reading, replacing
+from lz_compile.compile import reading, replacing, row_bits
 from lz_compile.compile.options import Options
 from lz_compile.compile.stages import Scans, Stage, State, run
 from lz_compile.ground.reasons import Reason
@@ -57,6 +57,8 @@ REPLACE = (
     Stage("measuring what was recognised", "MEASUREMENT_FAILED", replacing.tune),
     Stage("replacing what was recognised", "REWRITE_FAILED", replacing.replace_all),
     Stage("tidying a rewritten graph", "REWRITE_FAILED", replacing.tidy, "rewrite"),
+    Stage("computing linears in pieces of rows", "REWRITE_FAILED", row_bits.replace_linears, "rewrite"),
+    Stage("telling what may depend on the batch", "REWRITE_FAILED", row_bits.tell_uncovered, "rewrite"),
     Stage("computing steps of loops again backwards", "LOOPS_FAILED", replacing.checkpoint, "rewrite"),
     Stage("trying the loops that stay", "LOOPS_FAILED", replacing.try_scans, "rewrite"),
 )

@@ -49,6 +49,7 @@ from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.policy import policy
+from lz_compile.runtime.ranks import agree
 from lz_compile.runtime.tables import loaded as loaded_tables
 
 #: Reasons that do not say why a match is left to Inductor.
@@ -57,7 +58,7 @@ _BESIDE = ("LOCK_NOT_POSSIBLE", "TABLE_KERNEL_NOT_POSSIBLE", "NOT_FUSED")
 
 def enter(state: State) -> None:
     """Give every match an entry in the report, and the kernel that its source names."""
-    choices = Choices(policy.current().with_locks(state.options.lock), state.tables)
+    choices = Choices(state.options.policy(policy.current()), state.tables)
     matches = _assuming_finite(state.matches) if state.options.assume_finite else state.matches
     state.matches = []  # those that cannot be entered are left alone
     matches = [with_own_kernel(match) for match in matches]
@@ -109,10 +110,19 @@ def tune(state: State) -> None:
                 subject, start = match.kind if fusion is None else match, time.perf_counter()
                 deadline = start + left_s
                 try:
-                    tuned = match_tuning.tune_match(
-                        subject, state.effects, problem, choices.policy, deadline, fusion, only
-                    )
-                    choices.problems[choices.key(match)] = tuned
+                    with agree.turn(problem, choices.policy, left_s) as whose:
+                        if whose == "theirs":
+                            text = (
+                                f"{match.op} at {match.where}: another rank measures it for longer than is waited here"
+                            )
+                            events.record("NOT_MEASURED", text)
+                        if whose != "mine":
+                            continue
+                        tuned = match_tuning.tune_match(
+                            subject, state.effects, problem, choices.policy, deadline, fusion, only
+                        )
+                        choices.problems[choices.key(match)] = tuned
+                        choices.decide(match)  # before others, who wait for this, decide without measurements
                 finally:
                     left_s -= time.perf_counter() - start
             except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
@@ -121,6 +131,7 @@ def tune(state: State) -> None:
 
 def choose(state: State) -> None:
     """What would be chosen, for a dry run."""
+    state.choices.is_dry = True
     for match, entry in zip(state.matches, state.entries, strict=True):
         decision = _decide(match, entry, state)
         entry.kernel = next(kernel.kernel_id for kernel in decision.ranking if _is_loaded(kernel, entry))
@@ -202,7 +213,7 @@ def _decide(match: Match, entry: MatchReport, state: State) -> Decision:
     with timed(state.report, "select"):
         decision = state.choices.decide(match)
     entry.decide(decision, state.choices.problem(match), match.attributes)
-    for refused in (decision.refused_lock, decision.refused_table):
+    for refused in (decision.refused_lock, decision.refused_table, decision.refused_agreed):
         if refused is not None:
             events.record(refused.code, f"{match.op} at {match.where}: {refused.message}")
             entry.reasons.append(refused)
@@ -233,8 +244,8 @@ def _replace(match: Match, entry: MatchReport, state: State) -> None:
         entry.reasons.extend(state.choices.fusions[match.output].refused)
     if decision.refused_lock is not None and state.options.strict:
         raise RewriteFailedError(str(decision.refused_lock))
-    for kernel in decision.ranking:
-        entry.kernel = kernel.kernel_id
+    for kernel, following in state.choices.in_turn(match, lambda: entry.reasons[-1]):
+        entry.kernel, entry.why = kernel.kernel_id, following.why
         if not _is_loaded(kernel, entry):
             if state.options.strict:
                 raise RewriteFailedError(str(entry.reasons[-1]))

@@ -83,6 +83,10 @@ class Hardware(Record):
             return f"rocm_{self.generation}_hip{'.'.join((torch.version.hip or '').split('.')[:2])}"
         return self.platform
 
+    def kind(self) -> str:
+        """What two devices share on which the same kernels run: the instructions, not how many threads, nor a name."""
+        return f"cpu {' '.join(sorted(self.isa))}".rstrip() if self.platform == "cpu" else self.signature()
+
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         return {**super().to_dict(), "signature": self.signature()}

@@ -59,8 +59,16 @@ def parser() -> argparse.ArgumentParser:
     stored.add_argument(
         "files", nargs="+", metavar="FILE", help="the file; of merge, the one to write and then those to read"
     )
+    _add_merging(add("perfdb", "databases of measurements: those of several machines as one"))
+    _add_merging(add("decisions", "lock files of lz_compile.save_decisions: those of several machines as one"))
     _add_solving(add("solve", "the kernels for a model at every combination of sizes, as a dispatch table"))
     return found
+
+
+def _add_merging(files: argparse.ArgumentParser) -> None:
+    files.add_argument("action", choices=("merge",))
+    files.add_argument("output", metavar="OUTPUT", help="the file to write")
+    files.add_argument("files", nargs="+", metavar="FILE", help="to read, the one that counts most first")
 
 
 def _add_looks(doctor: argparse.ArgumentParser, ready: argparse.ArgumentParser) -> None:

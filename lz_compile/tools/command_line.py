@@ -320,6 +320,26 @@ def _artifacts(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _perfdb(arguments: argparse.Namespace) -> int:
+    from lz_compile.tools.merging import merge_measurements
+
+    found = merge_measurements(arguments.output, arguments.files)
+    _show(arguments, found.to_dict(), str(found))
+    return OK
+
+
+def _decisions(arguments: argparse.Namespace) -> int:
+    from lz_compile.tools.merging import merge_decisions
+
+    table = merge_decisions(arguments.output, arguments.files)
+    kinds = sorted({kind for _, op in table.ops() for kind in op.hardware})
+    count = len(list(table.ops()))
+    _show(
+        arguments, table.to_dict(), f"{arguments.output} holds {count} decisions for {', '.join(kinds) or 'no device'}"
+    )
+    return OK
+
+
 # ---- what commands work on -------------------------------------------------------------------------------------------
 
 
@@ -374,4 +394,6 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "tune": _tune,
     "solve": _solve,
     "artifacts": _artifacts,
+    "perfdb": _perfdb,
+    "decisions": _decisions,
 }

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from lz_compile.ground import events
+from lz_compile.ground.hardware import hardware
 from lz_compile.lowering import ops
 from lz_compile.report.report import MatchReport
 from lz_compile.runtime.kernels import registry
@@ -56,8 +57,14 @@ class Decided:
             dims={name: dim if isinstance(dim, int) else dim["hint"] for name, dim in dims.items()},
             why=match.why,
             where=(match.where,),
+            hardware=(_kind_of_device(match.context["hardware"]["platform"]),),
+            able=tuple(sorted(each["kernel"] for each in match.candidates if not each["against"])),
         )
         return cls(planned, ranges)
+
+
+def _kind_of_device(platform: str) -> str:
+    return hardware("cuda" if platform == "rocm" else platform).kind()
 
 
 def _ranges(symbols: Mapping[str, Mapping[str, Any]], guards: Sequence[str]) -> dict[str, Range] | None:
@@ -74,12 +81,17 @@ def _ranges(symbols: Mapping[str, Mapping[str, Any]], guards: Sequence[str]) -> 
 
 
 def merged(planned: Iterable[PlannedOp]) -> tuple[PlannedOp, ...]:
-    """Equal decisions as one, with all of their places."""
+    """Equal decisions as one, with all of their places and kinds of device, and the kernels that all of these can run."""
     found: dict[str, PlannedOp] = {}
     for op in planned:
         key = repr((_kind(op), op.symbolic, sorted(op.dims.items()), op.kernel_id))
         known = found.get(key, op)
-        found[key] = msgspec.structs.replace(known, where=tuple(dict.fromkeys((*known.where, *op.where))))
+        found[key] = msgspec.structs.replace(
+            known,
+            where=tuple(dict.fromkeys((*known.where, *op.where))),
+            hardware=tuple(sorted({*known.hardware, *op.hardware})),
+            able=tuple(sorted({*known.able} & {*op.able})),
+        )
     return tuple(found.values())
 
 

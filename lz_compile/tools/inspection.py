@@ -25,8 +25,8 @@ from lz_compile.lowering import inductor
 from lz_compile.report.graph_breaks import GraphBreaks
 from lz_compile.report.report import GraphReport, Report
 from lz_compile.runtime.choose.problem import Candidate, Decision, Problem
-from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.policy import policy
+from lz_compile.runtime.ranks.agree import decide
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -129,7 +129,7 @@ def _ask(function: str, operation: str, tensors: Sequence[Any], named: Mapping[s
                 for kind in ("prefer", "avoid", "exclude")
             },
         }
-        return SelectionReport(problem, select(problem, current), said, tuple(happened))
+        return SelectionReport(problem, decide(problem, current, writes=False), said, tuple(happened))
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

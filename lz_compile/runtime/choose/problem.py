@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lz_compile.ground.reasons import Reason
+from lz_compile.runtime.choose.agreed import Agreement
 from lz_compile.runtime.choose.calls import DISPATCH
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure.estimate import INDUCTOR, Estimate
@@ -53,6 +54,7 @@ class Candidate:
 class Decision:
     """The kernel for a problem, why, and every candidate from the best to the worst; why a lock or table was not followed.
 
+    ``agreement`` says which ranks decide alike, ``refused_agreed`` why this one could not follow them.
     ``tree`` is the decision over symbolic sizes that ``kernel`` is one leaf of; ``asked`` are the questions that became
     guards, with their answers.
     """
@@ -64,6 +66,8 @@ class Decision:
     tree: Node | None = None
     asked: tuple[str, ...] = field(default=())
     refused_table: Reason | None = None
+    refused_agreed: Reason | None = None
+    agreement: Agreement | None = None
 
     @property
     def ranking(self) -> list[KernelSpec]:

@@ -7,15 +7,18 @@ that is taken when nothing is better by more than the noise.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
 
 from lz_compile.errors import NoKernelFoundError
-from lz_compile.ground import health, memory
+from lz_compile.ground import health
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import ops
+from lz_compile.runtime.choose.agreed import Agreed
 from lz_compile.runtime.choose.calls import DISPATCH, call_estimates, eager_kernel, needs_compile
+from lz_compile.runtime.choose.given import notes, points, span, with_settings
 from lz_compile.runtime.choose.problem import MARGIN, Candidate, Decision, Problem
 from lz_compile.runtime.choose.records import records_of
 from lz_compile.runtime.kernels import constraints
@@ -27,7 +30,6 @@ from lz_compile.runtime.policy.resolved import Policy, ResolvedPolicy
 from lz_compile.runtime.problem import decision_tree
 from lz_compile.runtime.problem.bucket_limits import limit, within
 from lz_compile.runtime.problem.buckets import Sample, winner
-from lz_compile.runtime.problem.context import SelectionContext
 from lz_compile.runtime.problem.decision_tree import Leaf, Node, choose
 from lz_compile.runtime.problem.hidden_sizes import Unanswerable, compiles_are_scarce, grown
 from lz_compile.runtime.problem.symbols import Symbols
@@ -39,60 +41,89 @@ from lz_compile.runtime.tables.trees import MAX_SIZE, over_symbols
 PREFERRED, AVOIDED = 20.0, -50.0
 #: Kernels that one symbol may lead to: Dynamo compiles that often, and gives up at eight.
 MAX_OUTCOMES = 6
-#: The sizes of a symbol that are looked at: 16 to 16,384.
-POWERS = tuple(1 << power for power in range(4, 15))
 
 
-def select(problem: Problem, policy: Policy, tables: Sequence[Loaded] | None = None) -> Decision:
+def select(
+    problem: Problem,
+    policy: Policy,
+    tables: Sequence[Loaded] | None = None,
+    *,
+    elsewhere: Mapping[str, Reason] = MappingProxyType({}),
+    agreed: Agreed | None = None,
+) -> Decision:
     """The kernel for a problem under a policy, and under dispatch tables (None: those that this process loaded).
+
+    Args:
+        problem: what to choose for.
+        policy: what the user wants.
+        tables: dispatch tables, the one to ask first in front.
+        elsewhere: why kernels cannot run on other ranks of the job, so that none takes them; not those that always run.
+        agreed: what the ranks of the job agreed on, which is followed where this one can.
 
     Raises:
         NoKernelFoundError: nothing can run an eager call; in a compiled graph, Inductor always can.
     """
-    return _Selection(problem, policy, loaded_tables.active() if tables is None else tables).decide()
+    tables = loaded_tables.active() if tables is None else tables
+    return _Selection(problem, policy, tables, elsewhere, agreed).decide()
 
 
 class _Selection:
-    def __init__(self, problem: Problem, policy: Policy, tables: Sequence[Loaded] = ()) -> None:
-        self.problem, self.policy = problem, policy
+    def __init__(
+        self,
+        problem: Problem,
+        policy: Policy,
+        tables: Sequence[Loaded],
+        elsewhere: Mapping[str, Reason],
+        agreed: Agreed | None,
+    ) -> None:
+        self.problem, self.policy, self.elsewhere, self.agreed = problem, policy, elsewhere, agreed
         self.incumbent = eager_kernel(problem.context.op) if problem.is_eager else INDUCTOR
-        self.context = _with_settings(problem.context, policy)
+        self.context = with_settings(problem.context, policy)
         self.resolved_policy: ResolvedPolicy = policy.resolved_policy(self.context)
         self.specs = list(kernels(self.context.operation).values())
         self.against = {spec.kernel_id: tuple(self._against(spec)) for spec in self.specs}
         self.records = self._records()
         spelled_out = replace(problem, source_kernel=None, left_as=None)
         self.spelled_out = [] if problem.alone is None else self._records(spelled_out)
-        self.table: Loaded | None
-        self.table_tree: Node | None
         self.table, self.table_tree = self._table(tables)
         self.asked: list[str] = []
+        #: Of kernels that are equally fast, the first one is taken.
+        self.preference = [spec.kernel_id for spec in sorted(self.specs, key=lambda spec: -spec.priority)]
 
     def decide(self) -> Decision:
-        """Locks, then dispatch tables, then latencies."""
+        """Locks, then what ranks agreed on, then dispatch tables, then latencies."""
         sizes = self.context.hints()
         candidates = self._candidates(sizes)
         refused = None
         if self.resolved_policy.lock is not None:
-            locked = next((c for c in candidates if c.kernel.kernel_id == self.resolved_policy.lock), None)
-            if locked is not None and not locked.against:
-                why = f"locked by {self.resolved_policy.lock_origin}"
-                return Decision(locked.kernel, why, tuple(candidates), refused_table=self._outvoted(locked.kernel))
-            text = "; ".join(reason.message for reason in locked.against) if locked else "no such kernel here"
-            refused = Reason(
-                "LOCK_NOT_POSSIBLE", f"{self.resolved_policy.lock} ({self.resolved_policy.lock_origin}): {text}"
-            )
-        decision, refused_table = self._by_table(candidates)
+            lock, origin = self.resolved_policy.lock, self.resolved_policy.lock_origin
+            locked = self._taken(lock, candidates, f"locked by {origin}")
+            if isinstance(locked, Decision):
+                return replace(locked, refused_table=self._outvoted(locked.kernel))
+            refused = Reason("LOCK_NOT_POSSIBLE", f"{lock} ({origin}): {locked}")
+        decision, refused_agreed = self._by_agreement(candidates)
+        refused_table = None
+        if decision is None:
+            decision, refused_table = self._by_table(candidates)
         if decision is None:
             decision = self._by_latency(sizes, candidates)
-        return replace(decision, refused_lock=refused, refused_table=refused_table)
+        return replace(decision, refused_lock=refused, refused_table=refused_table, refused_agreed=refused_agreed)
+
+    def _taken(
+        self, kernel_id: str, candidates: Sequence[Candidate], why: str, tree: Node | None = None
+    ) -> Decision | str:
+        """The decision for a kernel that was named, or why it cannot be."""
+        named = next((each for each in candidates if each.kernel.kernel_id == kernel_id), None)
+        if named is None or named.against:
+            return "; ".join(reason.message for reason in named.against) if named else "no such kernel here"
+        return Decision(named.kernel, why, tuple(candidates), tree=tree, asked=tuple(self.asked))
 
     def _by_latency(self, sizes: Mapping[str, int], candidates: Sequence[Candidate]) -> Decision:
         if self.problem.symbols is not None and (self._guardable() or self.problem.symbols.hidden):
             return self._over_symbols(self.problem.symbols, candidates)
         if all(self.against.values()):
             raise NoKernelFoundError(self.context.operation, self.against)
-        kernel_id, why = winner(self._sample(sizes), self.incumbent, MARGIN, self._preference())
+        kernel_id, why = winner(self._sample(sizes), self.incumbent, MARGIN, self.preference)
         return Decision(self._spec(kernel_id), self._why(candidates, kernel_id, why), tuple(candidates))
 
     # ---- one size -----------------------------------------------------------------------------------------------
@@ -105,7 +136,7 @@ class _Selection:
                 self.against[spec.kernel_id],
                 expected[spec.kernel_id],
                 self._score(spec, expected[spec.kernel_id]),
-                tuple(self._notes(spec)),
+                notes(self.resolved_policy, spec.kernel_id),
             )
             for spec in self.specs
         ]
@@ -146,7 +177,7 @@ class _Selection:
         )
 
     def _score(self, spec: KernelSpec, estimate: Estimate) -> float:
-        if spec.kernel_id == DISPATCH:
+        if spec.kernel_id == DISPATCH or (self.context.requires_batch_invariant and not spec.batch_invariant):
             return 1.0
         score = 100 / estimate.relative_latency
         preference = self.resolved_policy.preference(spec.kernel_id)
@@ -155,10 +186,6 @@ class _Selection:
         if self.resolved_policy.avoided(spec.kernel_id) is not None:
             score += AVOIDED
         return max(score, 1.0)
-
-    def _preference(self) -> list[str]:
-        """Of kernels that are equally fast, the first one is taken."""
-        return [spec.kernel_id for spec in sorted(self.specs, key=lambda spec: -spec.priority)]
 
     def _why(self, candidates: Sequence[Candidate], kernel_id: str, why: str) -> str:
         estimate = next(each.estimate for each in candidates if each.kernel.kernel_id == kernel_id)
@@ -196,18 +223,18 @@ class _Selection:
         names, known = self._guardable(), {**symbols.symbols, **symbols.hidden}
         hints = {name: symbol.hint for name, symbol in known.items()}
         samples, spoken_of = [], []
-        for point in _points({name: known[name] for name in names}):
+        for point in points({name: known[name] for name in names}):
             expected = self._estimates(symbols.at({**hints, **point}))
             samples.append(self._sample(point, point, expected))
             spoken_of.append(self._is_spoken_of(expected))
-        found = grown(samples, spoken_of, names, INDUCTOR, MARGIN, self._preference())
+        found = grown(samples, spoken_of, names, INDUCTOR, MARGIN, self.preference)
         found = self._undivided(found, symbols, {name: hints[name] for name in names}, samples)
         found = limit(found, samples, MAX_OUTCOMES)
         can_dispatch = self.against.get(DISPATCH) == ()
         try:
             leaf = self._answer(found, symbols)
         except Unanswerable as question:
-            closed = {name: _range(known[name]) for name in names if name in symbols.hidden or compiles_are_scarce()}
+            closed = {name: span(known[name]) for name in names if name in symbols.hidden or compiles_are_scarce()}
             undivided = within(found, closed, {name: hints[name] for name in names}, samples)
             if can_dispatch and self._dispatch_pays(Leaf(INDUCTOR) if symbols.hidden else undivided, samples):
                 return self._dispatched(str(question), candidates, found)
@@ -245,7 +272,7 @@ class _Selection:
     def _undivided(self, node: Node, symbols: Symbols, at: Mapping[str, int], samples: Sequence[Sample] = ()) -> Node:
         """The tree without questions inside of declared ranges; without samples, these get the kernel for ``at``."""
         asked = [symbols.symbols[name] for name in at if name in symbols.symbols]
-        declared = {symbol.name: _range(symbol) for symbol in asked if symbol.is_declared}
+        declared = {symbol.name: span(symbol) for symbol in asked if symbol.is_declared}
         return within(node, declared, at, samples) if declared else node
 
     def _answer(self, node: Node, symbols: Symbols) -> Leaf:
@@ -269,9 +296,27 @@ class _Selection:
     def _while(self) -> str:
         return f" while {' and '.join(self.asked)}" if self.asked else ""
 
+    # ---- other ranks ---------------------------------------------------------------------------------------------
+
+    def _by_agreement(self, candidates: Sequence[Candidate]) -> tuple[Decision | None, Reason | None]:
+        """What ranks agreed on; None, with a reason, where this one cannot run that."""
+        if self.agreed is None:
+            return None, None
+        kernel_id, node, symbols = self.agreed.kernel, None, self.problem.symbols
+        if symbols is not None and not symbols.hidden and kernel_id != DISPATCH:
+            node = self.agreed.node({name for names in self.context.dims for name in symbols.names_in((names,))})
+        if symbols is not None and node is not None:
+            with contextlib.suppress(Unanswerable):  # for all sizes then, what was taken for those of the first rank
+                unknown = DISPATCH if self.against.get(DISPATCH) == () else INDUCTOR
+                kernel_id = self._answer(node, symbols).kernel or unknown
+        found = self._taken(kernel_id, candidates, self.agreed.why, node)
+        if isinstance(found, str):
+            return None, Reason("AGREED_KERNEL_NOT_POSSIBLE", f"{kernel_id} (agreed by ranks): {found}")
+        return found, None
+
     # ---- dispatch tables ------------------------------------------------------------------------------------------
 
-    def _table(self, tables: Sequence[Loaded]) -> tuple[Loaded, Node] | tuple[None, None]:
+    def _table(self, tables: Sequence[Loaded]) -> tuple[Loaded | None, Node | None]:
         """The first table that speaks of the problem, and its decision over symbolic sizes."""
         if not self.policy.settings.enabled or self.problem.is_eager:  # tables are about compiled graphs
             return None, None
@@ -294,12 +339,8 @@ class _Selection:
                 return None, None
         if leaf.kernel is None:
             return None, None
-        candidate = next((each for each in candidates if each.kernel.kernel_id == leaf.kernel), None)
-        if candidate is None or candidate.against:
-            against = "; ".join(reason.message for reason in candidate.against) if candidate else "no such kernel here"
-            return None, self._not_possible(leaf.kernel, against)
-        why = f"by dispatch table {self.table.path}{self._while()}"
-        return Decision(candidate.kernel, why, tuple(candidates), tree=node, asked=tuple(self.asked)), None
+        found = self._taken(leaf.kernel, candidates, f"by dispatch table {self.table.path}{self._while()}", node)
+        return (None, self._not_possible(leaf.kernel, found)) if isinstance(found, str) else (found, None)
 
     def _table_over_symbols(self, node: Node, symbols: Symbols) -> Node | None:
         """The table's decision over symbols; of a declared range, the kernel of its largest size."""
@@ -340,19 +381,9 @@ class _Selection:
         origin = self.resolved_policy.excluded(spec.kernel_id)
         if origin is not None:
             reasons.append(Reason("POLICY_EXCLUDED", f"{spec.kernel_id} is forbidden by {origin}"))
+        if spec.kernel_id in self.elsewhere and spec.kernel_id != self.incumbent:
+            reasons.append(self.elsewhere[spec.kernel_id])
         return reasons
-
-    def _notes(self, spec: KernelSpec) -> list[Reason]:
-        preference, avoided = (
-            self.resolved_policy.preference(spec.kernel_id),
-            self.resolved_policy.avoided(spec.kernel_id),
-        )
-        notes = []
-        if preference is not None:
-            notes.append(Reason("POLICY_PREFERRED", f"preferred by {preference[1]}"))
-        if avoided is not None:
-            notes.append(Reason("POLICY_AVOIDED", f"avoided by {avoided}"))
-        return notes
 
     def _origin(self, setting: str) -> str:
         value = self.policy.values.get(setting)
@@ -367,29 +398,3 @@ class _Selection:
         if not settings.enabled or not self.policy.settings.enabled or {*runnable} <= {INDUCTOR, DISPATCH}:
             return []
         return records_of(problem or self.problem, self.context, settings.path)
-
-
-def _with_settings(context: SelectionContext, policy: Policy) -> SelectionContext:
-    """With what the policy says; what memory there is, is asked of the device where neither says it."""
-    settings = policy.settings
-    headroom = settings.memory_headroom_bytes
-    headroom = context.memory_headroom_bytes if headroom is None else headroom
-    return replace(
-        context,
-        requires_deterministic=context.requires_deterministic or settings.deterministic,
-        memory_headroom_bytes=memory.headroom_bytes(context.device_type) if headroom is None else headroom,
-    )
-
-
-def _range(symbol: Any) -> tuple[int, int | None]:
-    return symbol.lower, symbol.upper
-
-
-def _points(symbols: Mapping[str, Any]) -> list[dict[str, int]]:
-    """A grid of powers of two over the symbols' ranges, with the sizes that the graph was traced with."""
-    points: list[dict[str, int]] = [{}]
-    for name, symbol in symbols.items():
-        inside = [size for size in POWERS if symbol.lower <= size and (symbol.upper is None or size <= symbol.upper)]
-        sizes = sorted({*inside, symbol.hint})
-        points = [{**point, name: size} for point in points for size in sizes]
-    return points

@@ -141,6 +141,15 @@ class Kernel(Struct, frozen=True, forbid_unknown_fields=True):
         bool,
         Meta(description="same bits for same inputs, at least while torch.use_deterministic_algorithms is on"),
     ] = False
+    batch_invariant: Annotated[
+        bool,
+        Meta(
+            description="the bits of a row depend neither on the other rows and their number, nor on chunks of a prefill"
+        ),
+    ] = False
+    split_invariant: Annotated[
+        bool, Meta(description="the bits of a row do not depend on how many threads or blocks share its keys")
+    ] = False
     is_opaque: Annotated[bool, Meta(description="a call that Inductor cannot fuse into")] = True
     priority: Annotated[int, Meta(ge=0, le=100)] = 50
     fuses_ops: tuple[str, ...] = ()

@@ -130,8 +130,9 @@ def _features(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]
         for feature, cause in context.features.items():
             if feature not in known:
                 yield Reason(f"{feature.upper()}_UNSUPPORTED", f"{name} does not take {cause}")
+    present = context.features.keys() | ({"batch_invariant"} if context.requires_batch_invariant else set())
     for feature, needed in kernel.requires_features.items():
-        missing = ", ".join(sorted(needed - context.features.keys()))
+        missing = ", ".join(sorted(needed - present))
         if missing and feature == "*":
             yield Reason("FEATURE_MISSING", f"{name} is for {missing}")
         elif missing and feature in context.features:
@@ -154,6 +155,8 @@ def _execution(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason
         yield Reason("CUDA_GRAPH_UNSAFE", f"{kernel.kernel_id} is not safe to capture in a CUDA graph")
     if context.requires_deterministic and not kernel.deterministic:
         yield Reason("NON_DETERMINISTIC", f"{kernel.kernel_id} does not give the same bits for the same inputs")
+    if context.requires_batch_invariant and not (kernel.batch_invariant and kernel.split_invariant):
+        yield Reason("NOT_BATCH_INVARIANT", f"{kernel.kernel_id} may give a row other bits in another batch")
 
 
 def _memory(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:

@@ -61,6 +61,8 @@ class KernelSpec:
 
     is_cuda_graph_safe: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
+    split_invariant: bool = False
     is_opaque: bool = True
     priority: int = 50
     fuses_ops: tuple[str, ...] = ()

@@ -52,6 +52,8 @@ def register_kernel(
     requires_last_dim_stride1: bool = False,
     is_cuda_graph_safe: bool = False,
     deterministic: bool = False,
+    batch_invariant: bool = False,
+    split_invariant: bool = False,
     priority: int = INDUCTORS_PRIORITY,
     fuses_ops: Iterable[str] = (),
     workspace: str = "0",
@@ -94,6 +96,8 @@ def register_kernel(
         requires_last_dim_stride1: features must lie next to one another.
         is_cuda_graph_safe: CUDA graphs may capture it.
         deterministic: same bits for same inputs.
+        batch_invariant: the bits of a row depend neither on the other rows and their number, nor on chunks of a prefill.
+        split_invariant: nor on how many threads or blocks share its keys.
         priority: 0 to 100: what to expect of the kernel before it was measured here. Inductor's own code counts 50, so that
             95 promises 50/95 of its latency. Of kernels that are equally fast, that of the higher priority is taken.
         fuses_ops: other operations that it computes along.

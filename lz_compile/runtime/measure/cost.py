@@ -13,7 +13,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -40,6 +42,7 @@ _PASSES, _LEAST_S = 3, 1e-3
 #: What two measurements of a rate may differ by.
 _AGREE = 1.6
 _lock = threading.Lock()
+_is_impersonal: ContextVar[bool] = ContextVar("lz_compile_usual_rates", default=False)
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,18 @@ def parts(kernel_id: str, context: SelectionContext, sizes: Mapping[str, int]) -
     work = None if stated is None else stated(kernel_id, context.dtype, frozenset(context.features), sizes)
     if work is None:
         return None
-    is_here = context.hardware == hardware("cpu")
+    is_here = context.hardware == hardware("cpu") and not _is_impersonal.get()
     return (rates(context.dtype) if is_here else usual(context.dtype)).us(work)
+
+
+@contextmanager
+def usual_rates() -> Iterator[None]:
+    """What is estimated inside is the same on every machine."""
+    token = _is_impersonal.set(True)
+    try:
+        yield
+    finally:
+        _is_impersonal.reset(token)
 
 
 @cache

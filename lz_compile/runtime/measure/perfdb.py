@@ -126,6 +126,10 @@ class PerfDB:
             return []
         return [each for name in environments for each in self._remembered((None, name, None, None, None), {})]
 
+    def everything(self) -> list[PerfRecord]:
+        """All valid measurements."""
+        return self._remembered((None,) * len(_KEY), {}) if self.exists else []
+
     def invalidate(
         self, *, kernel_id: str | None = None, operation: str | None = None, environment: str | None = None
     ) -> int:

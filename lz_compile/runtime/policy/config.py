@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -22,7 +22,14 @@ from lz_compile.ground.files import TooLargeError, read_bounded
 from lz_compile.runtime.policy import names, rules
 from lz_compile.runtime.policy.names import Invalid, dotted
 from lz_compile.runtime.policy.rules import Lock, Rule, Statement
-from lz_compile.runtime.policy.settings import CacheSettings, Layer, PerfDBSettings, Settings, Value
+from lz_compile.runtime.policy.settings import (
+    CacheSettings,
+    Layer,
+    PerfDBSettings,
+    RanksSettings,
+    Settings,
+    Value,
+)
 
 if TYPE_CHECKING:
     import yaml
@@ -40,7 +47,6 @@ _ONE_VALUE: Mapping[str, tuple[object, str]] = {
     "allow_adaptation": (True, "adapters change layouts where a kernel needs it, and are measured with that"),
     "graph_strict_mode": (False, "kernels are not captured on trial"),
     "backend_isolation": ("in_process", "kernels run in this process"),
-    "distributed_selection": ("independent", "every process chooses by itself; load one dispatch table in all of them"),
     "auto_tune_on_warmup": (False, "lz.warmup runs what is chosen; measure with lz.tune, or set perfdb.auto_tune"),
 }
 
@@ -66,28 +72,33 @@ class RuleKeys(msgspec.Struct, forbid_unknown_fields=True):
 #: Types of settings that have bounds, whichever group they are in.
 _BOUNDED: Mapping[str, Any] = {
     **dict.fromkeys(("tune_samples", "max_size", "max_reports"), Annotated[int, Meta(ge=1)]),
-    "ttl_seconds": Annotated[float, Meta(gt=0)],
+    **dict.fromkeys(("ttl_seconds", "timeout_s", "lease_s"), Annotated[float, Meta(gt=0)]),
     "memory_headroom_mb": Annotated[int, Meta(ge=0)] | None,
 }
-_perfdb, _cache, _settings = (
+_perfdb, _cache, _ranks, _settings = (
     {name: _BOUNDED.get(name, of) for name, of in get_type_hints(kind).items()}
-    for kind in (PerfDBSettings, CacheSettings, Settings)
+    for kind in (PerfDBSettings, CacheSettings, RanksSettings, Settings)
 )
-#: Keys under ``perfdb`` and ``cache``, and of the whole: those of the settings, of their types.
+#: How ranks choose, by the names that other implementations have for it.
+_SELECTIONS: Mapping[str, str] = {"rank0_broadcast": "agree", "independent": "alone"}
+#: Keys under ``perfdb``, ``cache`` and ``ranks``, and of the whole: those of the settings, of their types.
 PerfDBKeys: Any = _keys("PerfDBKeys", {**_perfdb, "path": Any})
 CacheKeys: Any = _keys("CacheKeys", _cache)
+RanksKeys: Any = _keys("RanksKeys", _ranks)
 Keys: Any = _keys(
     "Keys",
     {
         "version": Any,
-        **{name: kind for name, kind in _settings.items() if name not in ("debug", "perfdb", "cache")},
+        **{name: kind for name, kind in _settings.items() if name not in ("debug", "perfdb", "cache", "ranks")},
         "tune_samples": _perfdb["tune_samples"],  # by another name
         **dict.fromkeys(_ONE_VALUE, Any),
+        "distributed_selection": Literal["rank0_broadcast", "independent"],  # by another name
         "prefer_sources": list[str],
         "avoid_sources": list[str],
         "locks": dict[str, Any],
         "perfdb": PerfDBKeys,
         "cache": CacheKeys,
+        "ranks": RanksKeys,
         "rules": list[RuleKeys],
     },
 )
@@ -201,7 +212,7 @@ def _parsed(location: str) -> KeyPath:
 
 
 def _struct(path: KeyPath) -> Any:
-    by_name = {"perfdb": PerfDBKeys, "cache": CacheKeys, "rules": RuleKeys}
+    by_name = {"perfdb": PerfDBKeys, "cache": CacheKeys, "ranks": RanksKeys, "rules": RuleKeys}
     return by_name[str(path[0])] if path else Keys
 
 
@@ -222,6 +233,9 @@ def _values(keys: Any, directory: Path) -> Iterator[tuple[str, Any]]:
             continue
         if name == "tune_samples":
             yield f"perfdb.{name}", value
+            continue
+        if name == "distributed_selection":
+            yield "ranks.selection", _SELECTIONS[value]
             continue
         if isinstance(value, msgspec.Struct):
             group = msgspec.structs.asdict(value)

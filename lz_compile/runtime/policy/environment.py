@@ -53,7 +53,9 @@ def read(variables: Snapshot) -> Layer:
         try:
             if name in SWITCHES:
                 setting, opposite = SWITCHES[name]
-                values.append(Value(setting, _switch(text) is not opposite, origin))
+                is_named = setting == "deterministic" and text.strip().lower() == "batch_invariant"
+                given = "batch_invariant" if is_named else _switch(text) is not opposite
+                values.append(Value(setting, given, origin))
             elif name in LISTS:
                 statements += _statements(LISTS[name], text, origin, statements)
             elif name.startswith(LOCK):

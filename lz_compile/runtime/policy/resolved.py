@@ -89,8 +89,21 @@ class Policy:
     def digest(self) -> str:
         """A hash of everything that may change a decision: not of who said it, nor of what only changes telling."""
         settings = {k: v for k, v in self.settings.flat().items() if k not in WITHOUT_EFFECT_ON_DECISIONS}
-        said = [found for layer in self.layers if (found := layer.canonical())]
-        return hashlib.sha256(json.dumps([settings, said], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([settings, self._said], sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def wishes(self) -> str:
+        """A hash of what is said about kernels alone: ranks with other files and other measurements may share it."""
+        settings = self.settings.enabled, self.settings.deterministic
+        return hashlib.sha256(json.dumps([settings, self._said]).encode()).hexdigest()[:16]
+
+    @property
+    def _said(self) -> list[Any]:
+        return [found for layer in self.layers if (found := layer.canonical())]
+
+    def saying(self, name: str, value: bool | int | float | str | None, origin: str) -> Policy:
+        """The same with one setting, which is stronger than all others."""
+        return self.overlaid(Layer(values=(Value(name, value, origin),)))
 
     def resolved_policy(self, subject: SelectionContext) -> ResolvedPolicy:
         """What this policy says about a problem: its operation, hardware, dtype and dims (a ``SelectionContext``).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from lz_compile.runtime.policy.rules import Lock, Rule, Statement
 
@@ -32,22 +32,39 @@ class CacheSettings:
 
 
 @dataclass(frozen=True)
+class RanksSettings:
+    """How the ranks of one job come to their kernels (``docs/distributed.md``).
+
+    ``timeout_s`` is how long the job's store may take for an answer, and how long ranks that say nothing are waited for,
+    once. A rank that measures loses its turn when nothing was heard of it for ``lease_s``. ``versions`` says what follows
+    where ranks run different versions.
+    """
+
+    selection: Literal["agree", "alone"] = "agree"
+    timeout_s: float = 5.0
+    lease_s: float = 15.0
+    versions: Literal["warn", "lowest", "refuse"] = "warn"
+
+
+@dataclass(frozen=True)
 class Settings:
     """Everything that is not about single kernels; ``memory_headroom_mb`` counts 2**20 bytes.
 
-    ``max_reports`` is how many reports of compiled graphs this process keeps, the last ones.
+    ``deterministic`` admits kernels alone that give the same bits twice, ``"batch_invariant"`` those alone whose rows do not
+    depend on the rest of the batch. ``max_reports`` is how many reports of compiled graphs this process keeps, the last ones.
     """
 
     enabled: bool = True
     fallback_enabled: bool = True
     log_selections: bool = False
-    deterministic: bool = False
+    deterministic: bool | Literal["batch_invariant"] = False
     strict_mode: bool = False
     memory_headroom_mb: int | None = None
     max_reports: int = 1000
     debug: bool = False
     perfdb: PerfDBSettings = field(default_factory=PerfDBSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
+    ranks: RanksSettings = field(default_factory=RanksSettings)
 
     @property
     def memory_headroom_bytes(self) -> int | None:
@@ -77,7 +94,7 @@ class Settings:
 
 #: Settings that change what is told or how fast it is found, never what is chosen.
 WITHOUT_EFFECT_ON_DECISIONS = frozenset(
-    {"log_selections", "max_reports", "debug", "cache.enabled", "cache.max_size", "cache.ttl_seconds"}
+    "log_selections max_reports debug cache.enabled cache.max_size cache.ttl_seconds ranks.timeout_s ranks.lease_s".split()
 )
 
 

@@ -102,6 +102,7 @@ class SelectionContext(Record):
     has_custom_scale: bool = False
     is_training: bool = False
     requires_deterministic: bool = False
+    requires_batch_invariant: bool = False
     is_cuda_graph_capturing: bool = False
     memory_headroom_bytes: int | None = None
     fusable: tuple[str, ...] = ()

@@ -32,7 +32,11 @@ MAX_BYTES = 64 << 20
 
 
 class PlannedOp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The decision for one problem: what identifies it, its kernel, and where in the source it stands."""
+    """The decision for one problem: what identifies it, its kernel, and where in the source it stands.
+
+    ``hardware`` are the kinds of device on which it was made (``Hardware.kind``), ``able`` the kernels that can run it on
+    all of these.
+    """
 
     op: str
     kernel_id: str
@@ -44,6 +48,8 @@ class PlannedOp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dims: dict[str, int]
     why: str
     where: tuple[str, ...]
+    hardware: tuple[str, ...] = ()
+    able: tuple[str, ...] = ()
 
 
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,7 +64,8 @@ class KindTree(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The decisions for one kind of problem, over the sizes in which its problems differ.
 
     ``dims`` are the sizes that a problem must have exactly, ``symbolic`` those that must be symbols (None: does not
-    matter). ``tree`` is a decision tree; where its leaf has no kernel, the table does not speak.
+    matter). ``tree`` is a decision tree; where its leaf has no kernel, the table does not speak. ``hardware`` are the kinds
+    of device that it is for (None: all).
     """
 
     op: str
@@ -69,6 +76,7 @@ class KindTree(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source_kernel: str | None
     dims: dict[str, int]
     tree: dict[str, Any]
+    hardware: tuple[str, ...] | None = None
 
     def node(self) -> Node:
         """The tree, with the exact sizes as questions."""
@@ -80,16 +88,20 @@ class KindTree(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return (
             (self.op, self.platform, self.dtype, self.features, self.source_kernel)
             == (op.op, op.platform, op.dtype, op.features, op.source_kernel)
-        ) and self.symbolic in (None, op.symbolic)
+        ) and (self.symbolic in (None, op.symbolic) and _meet(self.hardware, op.hardware))
 
 
 class KernelIdentity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a kernel was when the decisions were made; ``version`` is that of its library."""
+    """What a kernel was when the decisions were made; ``version`` is that of its library.
+
+    ``hardware`` are the kinds of device on which it must be there (None: on all).
+    """
 
     op: str
     kernel_id: str
     capabilities_hash: str
     version: str | None
+    hardware: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, spec: KernelSpec) -> KernelIdentity:
@@ -196,6 +208,7 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         yield from self._lock_problems() if self.kind == "lock" else self._table_problems()
 
     def _unknown_names(self) -> Iterator[str]:
+        listed = {(each.op, each.kernel_id) for each in self.kernels if each.hardware is not None}
         named = [(where, op.op, op.kernel_id) for where, op in self.ops()]
         for index, kind in enumerate(self.trees):
             kernel_ids = decision_tree.outcomes(decision_tree.from_dict(kind.tree))
@@ -206,7 +219,7 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 yield f"{where}: expected one of the operations {', '.join(operations())}, received '{operation}'{hint}"
                 continue
             valid = list(registry.kernels(operation))
-            if kernel_id not in valid:
+            if kernel_id not in valid and (operation.partition(".")[0], kernel_id) not in listed:
                 hint = nearest(kernel_id, valid)
                 yield f"{where}: expected a kernel for {operation}, received '{kernel_id}'{hint}, which is not there"
 
@@ -241,15 +254,28 @@ class DispatchTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             hashes = f"{self.capabilities_hash[:12]}, received {registry.digest()[:12]}"
             yield f"expected kernels with the capabilities hash {hashes}: {what}"
 
+    def _platforms(self) -> list[str]:
+        """The types of device that it is about, as torch calls them."""
+        named = dict.fromkeys(op.platform for _, op in self.ops())
+        return ["cuda" if platform == "rocm" else platform for platform in named]
+
     def _lock_problems(self) -> Iterator[str]:
         known = {(each.op, each.kernel_id) for each in self.kernels}
         for where, op in self.ops():
             key = (op.op.partition(".")[0], op.kernel_id)
             if key not in known and op.kernel_id != "inductor":
                 yield f"{where}: expected {op.kernel_id} among its kernels, received {_names(self.kernels)}"
-        hindrances = [str(found) for each in self.kernels if (found := each.hindrance()) is not None]
+        here = tuple(hardware(platform).kind() for platform in self._platforms())
+        covered = {kind for each in self.kernels for kind in each.hardware or ()}
+        needed = [each for each in self.kernels if covered.isdisjoint(here) or _meet(each.hardware, here)]
+        hindrances = [str(found) for each in needed if (found := each.hindrance()) is not None]
         if hindrances:
             yield f"expected the kernels that it was made with, received {'; '.join(hindrances)}"
+
+
+def _meet(wanted: tuple[str, ...] | None, given: tuple[str, ...]) -> bool:
+    """Whether what is for some kinds of device (None: all) is for one of those given."""
+    return wanted is None or not {*wanted}.isdisjoint(given)
 
 
 def read(path: str | os.PathLike[str]) -> DispatchTable:

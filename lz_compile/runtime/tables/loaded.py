@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -35,13 +35,17 @@ class Kind(NamedTuple):
     source_kernel: str | None
 
 
+#: The sizes that a tree wants exactly, the tree, and the kinds of device that it is for (None: all).
+Tree: TypeAlias = "tuple[Mapping[str, int], Node, tuple[str, ...] | None]"
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A table with the file that it is from, and its trees by kind, each with the sizes that it wants exactly."""
 
     path: str
     table: DispatchTable
-    trees: Mapping[Kind, Sequence[tuple[Mapping[str, int], Node]]]
+    trees: Mapping[Kind, Sequence[Tree]]
 
     def tree(self, context: SelectionContext, source_kernel: str | None) -> Node | None:
         """The decision for a problem, over those of its sizes that are symbols; None where the table does not speak of it."""
@@ -55,19 +59,21 @@ class Loaded:
                 context.operation, context.hardware.platform, context.dtype_name, features, wanted, source_kernel
             )
             found: Node = Leaf(None)
-            for exact, node in self.trees.get(kind, ()):
+            for exact, node, devices in self.trees.get(kind, ()):
+                if devices is not None and context.hardware.kind() not in devices:
+                    continue
                 if all(numbers.get(name, size) == size for name, size in exact.items()):
-                    found = _filled(found, restrict(node, {name: (size, size) for name, size in numbers.items()}))
+                    found = filled(found, restrict(node, {name: (size, size) for name, size in numbers.items()}))
             if outcomes(found) != [None]:
                 return found
         return None
 
 
-def _filled(node: Node, other: Node) -> Node:
+def filled(node: Node, other: Node) -> Node:
     """The tree with another one in place of the leaves that have no kernel."""
     if isinstance(node, Leaf):
         return other if node.kernel is None else node
-    return type(node)(node.dim, node.at, _filled(node.below, other), _filled(node.above, other))
+    return type(node)(node.dim, node.at, filled(node.below, other), filled(node.above, other))
 
 
 class _State:
@@ -199,9 +205,9 @@ def _tell_versions(path: str, table: DispatchTable) -> None:
         events.record("DISPATCH_TABLE_OTHER_VERSIONS", f"{path} was made with {text}; its decisions are followed")
 
 
-def _trees(table: DispatchTable) -> dict[Kind, list[tuple[Mapping[str, int], Node]]]:
-    found: dict[Kind, list[tuple[Mapping[str, int], Node]]] = {}
-    for each in table.trees:
+def _trees(table: DispatchTable) -> dict[Kind, list[Tree]]:
+    found: dict[Kind, list[Tree]] = {}
+    for each in sorted(table.trees, key=lambda tree: tree.hardware is None):
         kind = Kind(each.op, each.platform, each.dtype, each.features, each.symbolic, each.source_kernel)
-        found.setdefault(kind, []).append((each.dims, each.node()))
+        found.setdefault(kind, []).append((each.dims, each.node(), each.hardware))
     return found

@@ -1,0 +1,1 @@
+"""Ranks of one job: what they agree on through the job's key-value store."""

@@ -1,0 +1,127 @@
+"""Kernels that say that a row has the same bits in every batch: shown bit by bit, and alone chosen under the policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from row_bits import differences
+from torch import nn
+
+import lz_compile as lz
+from lz_compile.ground import events
+from lz_compile.lowering import ops
+from lz_compile.runtime.kernels.registry import kernels
+
+DECLARED = [
+    (op, spec.kernel_id)
+    for op in ops.names()
+    for spec in kernels(op).values()
+    if (spec.batch_invariant or spec.split_invariant) and {"cpu", "*"} & spec.platforms
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("op", "kernel_id"), DECLARED)
+def test_what_is_declared_gives_a_row_the_same_bits_in_every_batch(op, kernel_id, dtype):
+    with events.collect() as happened:
+        assert differences(kernels(op)[kernel_id], dtype) == []
+    assert happened == []  # nothing was completed by another kernel
+
+
+@pytest.mark.parametrize(("op", "kernel_id"), [("attention", "torch.sdpa"), ("linear", "lz.cpp_linear")])
+def test_the_test_sees_kernels_that_are_not(op, kernel_id):
+    assert differences(kernels(op)[kernel_id], torch.float32) != []
+
+
+# ---- a model ---------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer of a Llama: rotations, grouped heads, gated feed-forward."""
+
+    def __init__(self, width: int = 64, heads: int = 4, kv_heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.size = heads, kv_heads, width // heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.pair = nn.Linear(width, 2 * kv_heads * self.size, bias=False)
+        self.out, self.down = nn.Linear(width, width, bias=False), nn.Linear(2 * width, width, bias=False)
+        self.gate, self.up = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False)
+        self.before, self.behind = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+
+    def forward(self, x_BSD: torch.Tensor, keep: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x_BSD.shape
+        normed = self.before(x_BSD)
+        query = self.query(normed).view(batch, length, self.heads, self.size).transpose(1, 2)
+        key, value = self.pair(normed).view(batch, length, 2 * self.kv_heads, self.size).transpose(1, 2).chunk(2, 1)
+        query, key = (
+            each * cos + torch.cat([-each[..., self.size // 2 :], each[..., : self.size // 2]], -1) * sin
+            for each in (query, key)
+        )
+        key, value = (each.repeat_interleave(self.heads // self.kv_heads, 1) for each in (key, value))
+        scores = (query @ key.transpose(-1, -2) * self.size**-0.5).masked_fill(~keep, -torch.inf)
+        mixed = (scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, length, -1)
+        x_BSD = x_BSD + self.out(mixed)
+        normed = self.behind(x_BSD)
+        return x_BSD + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+
+class Llama(nn.Module):
+    def __init__(self, vocabulary: int = 97) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, 64), nn.Linear(64, vocabulary, bias=False)
+        self.layers, self.norm = nn.ModuleList(Block() for _ in range(2)), nn.RMSNorm(64, eps=1e-6)
+
+    def forward(self, tokens: torch.Tensor, keep: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x_BSD = self.embed(tokens)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, keep, cos, sin)
+        return self.head(self.norm(x_BSD))
+
+
+def log_probabilities(model, documents, options=None):
+    """Of documents in one row, each of which sees itself alone, as one tensor for each."""
+    tokens = torch.cat(documents)[None]
+    owner = torch.cat([torch.full((len(each),), index) for index, each in enumerate(documents)])
+    places = torch.cat([torch.arange(len(each)) for each in documents])
+    keep = (owner[:, None] == owner) & (torch.arange(len(owner))[:, None] >= torch.arange(len(owner)))
+    angles = places[:, None] * 100.0 ** (-torch.arange(0, 16, 2) / 16)
+    angles = torch.cat([angles, angles], -1)
+    with torch.no_grad():
+        dtype = next(model.parameters()).dtype
+        logits = model(tokens, keep, angles.cos().to(dtype), angles.sin().to(dtype))[0]
+    found = logits.log_softmax(-1).gather(-1, tokens[0][:, None])[:, 0]
+    return found.split([len(each) for each in documents])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_log_probabilities_of_a_llama_are_the_same_bits_alone_and_packed(dtype):
+    lz.configure(deterministic="batch_invariant")
+    model = Llama().to(dtype)
+    documents = [torch.randint(0, 97, (length,)) for length in (5, 23, 9)]
+    compiled = torch.compile(model, backend="layerzero", dynamic=False)
+    packed = log_probabilities(compiled, documents)
+    alone = [log_probabilities(compiled, [each])[0] for each in documents]
+    for one, other in zip(packed, alone, strict=True):
+        assert torch.equal(one, other)
+    kernels_of = {match.op: match.kernel for report in lz.reports() for match in report.matches if match.op != "rope"}
+    assert kernels_of == {"attention": "lz.row_attention", "norm": "lz.row_norm", "mlp": "lz.row_mlp"}
+    torch.testing.assert_close(packed[0], log_probabilities(model, documents)[0], rtol=0.05, atol=0.05)
+
+
+def test_what_nothing_covers_is_told():
+    lz.configure(deterministic="batch_invariant")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    torch.compile(model, backend="layerzero")(torch.randn(3, 8))
+    (event,) = [event for report in lz.reports() for event in report.events]
+    assert str(event.message) == "2 linears are not covered: a row may have other bits in another batch"
+
+
+def test_only_kernels_that_declare_it_are_chosen_and_the_others_say_why():
+    lz.configure(deterministic="batch_invariant")
+    report = lz.explain("norm.rms", torch.randn(4, 64), torch.randn(64), print_report=False)
+    assert report.decision.kernel.kernel_id == "lz.row_norm"
+    against = {each.kernel.kernel_id: [reason.code for reason in each.against] for each in report.decision.candidates}
+    assert "NOT_BATCH_INVARIANT" in against["torch.norm"]
+    lz.configure(deterministic=False)
+    report = lz.explain("norm.rms", torch.randn(4, 64), torch.randn(64), print_report=False)
+    assert report.decision.kernel.kernel_id != "lz.row_norm"
