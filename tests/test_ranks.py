@@ -191,6 +191,22 @@ def test_ranks_of_other_versions_are_told_who_differs(joined, monkeypatch):
     assert event.message == f"lz_compile: {lz.__version__} on rank 0, 0.0.9 on rank 1; they agree all the same"
 
 
+def test_readiness_says_who_differs_and_who_said_nothing(joined, monkeypatch):
+    def found():
+        (check,) = [check for check in lz.readiness_check().checks if check.name == "ranks"]
+        return check.status, check.text, check.advice
+
+    monkeypatch.setattr(agree, "_joined", lambda _: rank)
+    rank = joined(0)
+    status, text, advice = found()
+    assert (status, advice) == ("warn", "Call lz.join_ranks() on all of them.")
+    assert "rank 1 said nothing by now" in text
+    older(monkeypatch, joined, 1)
+    status, text, advice = found()
+    assert (status, advice) == ("warn", "Install the same versions and policy on all of them.")
+    assert f"lz_compile: {lz.__version__} on rank 0, 0.0.9 on rank 1" in text
+
+
 def test_with_lowest_kernels_that_differ_are_not_used(joined, monkeypatch):
     lowest = replace(QUICK, versions="lowest")
     older(monkeypatch, joined, 1)

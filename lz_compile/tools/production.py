@@ -21,6 +21,8 @@ from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.policy.resolved import Policy
+from lz_compile.runtime.ranks import agree
+from lz_compile.runtime.ranks.cards import Difference, listed
 from lz_compile.tools import installation
 
 if TYPE_CHECKING:
@@ -153,10 +155,24 @@ def ranks(policy: Policy) -> Iterator[Check]:
         "policy": policy.digest[:12],
     }
     known = ", ".join(f"{name} {value}" for name, value in parts.items())
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        count = torch.distributed.get_world_size()
-        text = f"{count} ranks; of this one is known: {known}"
-        advice = "Compare this line on every rank, or give all of them one lock file: lz.save_decisions(path)."
-        yield Check("ranks", "warn" if count > 1 else "pass", text, advice if count > 1 else "")
+    job = agree.ranks()
+    if not job:
+        is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        count = torch.distributed.get_world_size() if is_group else 1
+        alone = f"{count} ranks, each of which decides alone" if count > 1 else "one process"
+        advice = "Compare this line on every rank, or set ranks.selection to agree." if count > 1 else ""
+        yield Check("ranks", "warn" if count > 1 else "pass", f"{alone}: {known}", advice)
+        return
+    differ = "; ".join(str(Difference(**row)) for row in job["differences"])
+    silent = sorted({*range(job["world_size"])} - {*job["heard"], job["rank"]})
+    text = f"{job['world_size']} ranks, of which {len(job['heard'])} were heard; this one has {known}"
+    if job["store_lost"]:
+        yield Check("ranks", "warn", f"their store is lost: {job['store_lost']}", "Look at the host that keeps it.")
+    elif differ or silent:
+        missing = f"{listed(silent)} said nothing by now" if silent else ""
+        advice = (
+            "Install the same versions and policy on all of them." if differ else "Call lz.join_ranks() on all of them."
+        )
+        yield Check("ranks", "warn", f"{text}; {'; '.join(filter(None, (differ, missing)))}", advice)
     else:
-        yield Check("ranks", "pass", f"one process: {known}")
+        yield Check("ranks", "pass", f"{text}, as all have")
