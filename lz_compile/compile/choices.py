@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -51,7 +52,13 @@ class Choices:
             symbols = symbolic_sizes(match.kind)
             # Inductor's patterns know no scale that is computed from a symbolic size.
             by_inductor = left_as(match.kind) if symbols is None else None
-            self.problems[key] = Problem(context, match.found.source_kernel, symbols=symbols, left_as=by_inductor)
+            self.problems[key] = Problem(
+                context,
+                match.found.source_kernel,
+                symbols=symbols,
+                left_as=by_inductor,
+                attributes=json.dumps(match.kind.attributes.to_dict(), sort_keys=True, default=str),
+            )
         return self.problems[key]
 
     def key(self, match: Match) -> tuple[int, tuple[str, ...]]:

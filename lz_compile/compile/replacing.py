@@ -111,18 +111,14 @@ def tune(state: State) -> None:
                 deadline = start + left_s
                 try:
                     with agree.turn(problem, choices.policy, left_s) as whose:
-                        if whose == "theirs":
-                            text = (
-                                f"{match.op} at {match.where}: another rank measures it for longer than is waited here"
-                            )
-                            events.record("NOT_MEASURED", text)
-                        if whose != "mine":
+                        if whose in ("decided", "theirs"):
                             continue
                         tuned = match_tuning.tune_match(
                             subject, state.effects, problem, choices.policy, deadline, fusion, only
                         )
                         choices.problems[choices.key(match)] = tuned
-                        choices.decide(match)  # before others, who wait for this, decide without measurements
+                        if whose == "mine":  # others wait for this
+                            choices.decide(match)
                 finally:
                     left_s -= time.perf_counter() - start
             except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever

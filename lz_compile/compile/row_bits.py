@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lz_compile.compile.stages import State
 from lz_compile.ground import events
@@ -64,6 +65,8 @@ def _may_be_replaced(node: fx.Node, ambient: Mapping[fx.Node, Ambient]) -> bool:
     tensors = [tensor_of(each) for each in (call.input, call.get("weight"), call.get("bias"))]
     given = [each for each in tensors if each is not None]
     around = ambient[node]
+    if any(map(is_traceable_wrapper_subclass, given)):  # sharded ones know no operator of ours
+        return False
     if around.is_transformed or around.autocast or tensors[0] is None or tensors[1] is None:
         return False
     is_graded = grad_enabled(around) and any(each.requires_grad for each in given)

@@ -89,7 +89,8 @@ class Problem:
 
     ``left_as`` is the kernel that Inductor makes of it by itself, as far as that is known: what is left alone takes as long.
     ``symbols`` are given where sizes are symbolic and questions about them may become guards. ``is_eager`` stands for a
-    call that nobody compiles: it takes a kernel that is one call, by default PyTorch's own.
+    call that nobody compiles: it takes a kernel that is one call, by default PyTorch's own. ``attributes`` are the op's,
+    which a proof depends on, and no choice.
     """
 
     context: SelectionContext
@@ -98,6 +99,7 @@ class Problem:
     symbols: Symbols | None = None
     is_eager: bool = False
     left_as: str | None = None
+    attributes: str = ""
 
     @property
     def alone(self) -> str | None:

@@ -136,7 +136,8 @@ class SelectionContext(Record):
         """As stable JSON."""
         dims, features = (dict(sorted(each.items())) for each in (self.dims, self.features))
         told = {**super().to_dict(), "dtype": self.dtype_name, "dims": plain(dims), "features": features}
-        return told if self.fusable else {name: value for name, value in told.items() if name != "fusable"}
+        rare = {"fusable": self.fusable, "requires_batch_invariant": self.requires_batch_invariant}
+        return {name: value for name, value in told.items() if rare.get(name, True)}
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -149,7 +149,11 @@ def in_turn(
         return
     failed: dict[str, Reason] = {}
     while decision.kernel.kernel_id not in failed:
-        yield decision.kernel, decision
+        try:
+            yield decision.kernel, decision
+        except GeneratorExit:  # nobody asks for another one
+            job.take(decision)
+            raise
         failed[decision.kernel.kernel_id] = why_not()
         try:
             decision = job.move_on(failed, problem, policy, tables)
@@ -161,10 +165,10 @@ def in_turn(
 
 @contextmanager
 def turn(problem: Problem, policy: Policy, budget_s: float) -> Iterator[Turn]:
-    """Whose turn it is to measure a problem, after waiting for ``budget_s`` at most; alone, it is always this rank's."""
+    """Whose turn it is to measure a problem, after waiting for ``budget_s`` at most."""
     job = _joined(policy)
-    if job is None or job.store.gone:
-        yield "mine"
+    if job is None:
+        yield "alone"
         return
     lease = Lease(job.store, key_of(problem, policy).key, job.rank, job.settings.lease_s)
     with ExitStack() as stack:
@@ -173,6 +177,9 @@ def turn(problem: Problem, policy: Policy, budget_s: float) -> Iterator[Turn]:
         except StoreGoneError as error:
             _lost(error)
             whose = "theirs"  # what is expected without measurements decides
+        if whose == "theirs":
+            text = "another rank measures it for longer than this one waits, or came to nothing"
+            events.record("NOT_MEASURED", f"{problem.context.operation} at {problem.context.hints()}: {text}")
         yield whose
 
 

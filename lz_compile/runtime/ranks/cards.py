@@ -166,7 +166,10 @@ def not_everywhere(
     """Why kernels of an op are not for all of some ranks: one lacks it, or has another one of that name (``lowest``)."""
     found: dict[str, Reason] = {}
     here = {name: identity(spec) for name, spec in registry.kernels(op).items()} if policy == "lowest" else {}
+    tabled: dict[str, Card] = {}
     for card in sorted(cards, key=lambda card: card.rank):
+        tabled.setdefault(card.table, card)
+    for card in tabled.values():
         there = tables.get(card.table, {}).get(op)
         if card.rank == own or there is None:
             continue

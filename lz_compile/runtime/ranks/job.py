@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -27,7 +27,7 @@ from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.policy.settings import RanksSettings
 from lz_compile.runtime.problem import decision_tree
 from lz_compile.runtime.ranks import cards
-from lz_compile.runtime.ranks.cards import Card, Difference, Table, listed
+from lz_compile.runtime.ranks.cards import Card, Table, listed
 from lz_compile.runtime.ranks.problem_key import ProblemKey, key_of
 from lz_compile.runtime.ranks.store import JobStore, StoreGoneError
 from lz_compile.runtime.tables.loaded import Loaded
@@ -39,6 +39,8 @@ _PAUSE_S = 0.02
 #: How many of these are asked for in one look.
 _AT_ONCE = 64
 
+Kept = TypeVar("Kept")
+
 
 class News(Struct, frozen=True, kw_only=True):
     """Something that a rank said after it had joined: its card is another one, or the job moved on from a kernel."""
@@ -49,9 +51,17 @@ class News(Struct, frozen=True, kw_only=True):
     why: str = ""
 
 
+_cards, _tables = msgspec.json.Decoder(Card), msgspec.json.Decoder(dict[str, dict[str, str]])
+_news = msgspec.json.Decoder(News)
+
+
 @dataclass
 class _Heard:
-    """What is known of the others by now; ``seen`` counts the news that were read, ``settled`` are decisions by key."""
+    """What is known of the others by now; ``seen`` counts the news that were read, ``settled`` are decisions by key.
+
+    ``taken`` are the kernels that this rank has compiled, by key; ``is_told`` says that nobody came since it was told who
+    differs.
+    """
 
     cards: dict[int, Card] = field(default_factory=dict)
     tables: dict[str, Table] = field(default_factory=dict)
@@ -59,7 +69,8 @@ class _Heard:
     missing: set[int] = field(default_factory=set)
     seen: int = 0
     has_waited: bool = False
-    told: tuple[Difference, ...] = ()
+    taken: dict[str, set[str]] = field(default_factory=dict)
+    is_told: bool = True
 
 
 class Job:
@@ -117,7 +128,7 @@ class Job:
                 if data == wanted.encoded():
                     self._heard.settled[key.key] = wanted
                     return self._shared(decision, wanted, key)
-            settled = self._heard.settled[key.key] = Agreed.decoded(data)
+            settled = self._heard.settled[key.key] = self._decoded(data, Agreed.decoded)
             self._tell_other(settled, problem)
         return self._followed(settled, key, problem, policy, tables, writes=writes)
 
@@ -144,7 +155,7 @@ class Job:
             data = self.store.get(f"decision/{key.key}")
             if data is None:
                 raise self.store.give_up("what was agreed on is no longer in it")
-            held = Agreed.decoded(data)
+            held = self._decoded(data, Agreed.decoded)
             passed_over = {**held.passed_over}
             for kernel_id, reason in failed.items():
                 passed_over.setdefault(kernel_id, (self.rank, reason.message))
@@ -161,9 +172,17 @@ class Job:
             if self._exchange(key, data, wanted.encoded()) == wanted.encoded():
                 self._heard.settled[key.key] = wanted
                 why = "; ".join(f"{name}: {reason.message}" for name, reason in failed.items())
-                self._publish(News(rank=self.rank, key=key.key, kernel=held.kernel, why=why))
+                news = News(rank=self.rank, key=key.key, kernel=held.kernel, why=why)
+                self._publish(news)
+                if held.kernel in self._heard.taken.get(key.key, ()):  # for another match
+                    self._tell_moved(news)
                 return self._shared(found, wanted, key)
         raise self.store.give_up(f"the job moved on {_MOST_MOVES} times for one problem")
+
+    def take(self, decision: Decision) -> None:
+        """Note that this rank has compiled what was decided."""
+        if decision.agreement is not None:
+            self._heard.taken.setdefault(decision.agreement.key, set()).add(decision.kernel.kernel_id)
 
     def _followed(
         self,
@@ -281,13 +300,13 @@ class Job:
         data = self.store.get(f"card/{rank}")
         if data is None:
             return
-        card = msgspec.json.decode(data, type=Card)
+        card = self._decoded(data, _cards.decode)
         if card.table not in self._heard.tables:
             table = self.store.get(f"table/{card.table}")
             if table is None:  # it is written before the card
                 raise self.store.give_up(f"the kernels of rank {rank} are not in it")
-            self._heard.tables[card.table] = msgspec.json.decode(table, type=dict[str, dict[str, str]])
-        self._heard.cards[rank] = card
+            self._heard.tables[card.table] = self._decoded(table, _tables.decode)
+        self._heard.cards[rank], self._heard.is_told = card, False
         self._heard.missing.discard(rank)
 
     def _write_card(self) -> None:
@@ -305,10 +324,9 @@ class Job:
         return cards.not_everywhere(problem.context.op, self.rank, same, self._heard.tables, self.settings.versions)
 
     def _tell_differences(self) -> None:
-        found = tuple(cards.differences(self._heard.cards.values()))
-        if found != self._heard.told:
-            cards.tell(found, self.settings.versions)
-            self._heard.told = found
+        if not self._heard.is_told:
+            cards.tell(cards.differences(self._heard.cards.values()), self.settings.versions)
+            self._heard.is_told = True
 
     # ---- news -----------------------------------------------------------------------------------------------------------
 
@@ -324,7 +342,7 @@ class Job:
     def _read_news(self) -> Iterator[News]:
         while (data := self.store.get(f"news/{self._heard.seen}")) is not None:
             self._heard.seen += 1
-            yield msgspec.json.decode(data, type=News)
+            yield self._decoded(data, _news.decode)
 
     def _take(self, news: News) -> None:
         if news.rank == self.rank:
@@ -334,8 +352,22 @@ class Job:
             return
         settled = self._heard.settled.pop(news.key, None)
         if settled is not None and settled.kernel == news.kernel:
-            text = f"rank {news.rank} cannot run {news.kernel}, which this rank has compiled by now: {news.why}"
-            events.record("RANKS_MOVED_ON", f"{text}. Call torch._dynamo.reset() on this rank to follow")
+            self._tell_moved(news)
+
+    def _tell_moved(self, news: News) -> None:
+        text = f"rank {news.rank} cannot run {news.kernel}, which this rank has compiled by now: {news.why}"
+        events.record("RANKS_MOVED_ON", f"{text}. Call torch._dynamo.reset() on this rank to follow")
+
+    def _decoded(self, data: bytes, decode: Callable[[bytes], Kept]) -> Kept:
+        """What is kept in the store.
+
+        Raises:
+            StoreGoneError: it is something else than this version writes.
+        """
+        try:
+            return decode(data)
+        except ValueError as error:  # msgspec's errors are
+            raise self.store.give_up(f"it holds something that is not ours: {error}") from error
 
 
 def _passed_over(held: Mapping[str, tuple[int, str]]) -> dict[str, Reason]:

@@ -16,8 +16,9 @@ from typing import Literal
 from lz_compile.ground import events
 from lz_compile.runtime.ranks.store import JobStore, StoreGoneError
 
-#: How a turn comes out: this rank measures, the job has decided by now, or another rank measures for longer than is waited.
-Turn = Literal["mine", "decided", "theirs"]
+#: How a turn comes out: there are no others, this rank measures for all, the job has decided by now, or another rank
+#: measures for longer than is waited.
+Turn = Literal["alone", "mine", "decided", "theirs"]
 
 _DONE = b"done"
 _PAUSE_S = 0.05

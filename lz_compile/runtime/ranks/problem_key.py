@@ -31,7 +31,8 @@ def key_of(problem: Problem, policy: Policy) -> ProblemKey:
 
     Sizes that are bucketed count as the power of two at or above them: ranks with uneven data agree. Symbols count by their
     place. Which kernels there are is no part of it: a rank that lacks one is to agree with the others, on another one.
-    What surrounds a match is none either, for only a rank that measures knows it.
+    What surrounds a match is none either, for only a rank that measures knows it. Attributes are, since what proves wrong for
+    some of them must not move others on.
     """
     context = problem.context
     bucketed = {name for names in ops.module(context.op).BUCKETED_DIMS for name in names}
@@ -51,6 +52,7 @@ def key_of(problem: Problem, policy: Policy) -> ProblemKey:
         [context.layout, context.attn_mask_type, context.is_last_dim_contiguous, context.has_custom_scale],
         [context.is_training, context.requires_deterministic, context.is_cuda_graph_capturing, context.fusable],
         [problem.source_kernel, problem.left_as, problem.is_eager],
+        _SYMBOL.sub(lambda found: names.get(found[0], found[0]), problem.attributes),
         policy.wishes,
     ]
     key = hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:32]
