@@ -9,7 +9,7 @@ from torch import nn
 
 import lz_compile as lz
 from lz_compile.ground import events
-from lz_compile.lowering import ops
+from lz_compile.lowering import ops, rows
 from lz_compile.runtime.kernels.registry import kernels
 
 DECLARED = [
@@ -114,6 +114,24 @@ def test_what_nothing_covers_is_told():
     torch.compile(model, backend="layerzero")(torch.randn(3, 8))
     (event,) = [event for report in lz.reports() for event in report.events]
     assert str(event.message) == "2 linears are not covered: a row may have other bits in another batch"
+
+
+@pytest.mark.parametrize("function", [nn.functional.cross_entropy, torch.inner, torch.cdist, nn.functional.mse_loss])
+def test_sums_by_any_name_are_told(function):
+    lz.configure(deterministic="batch_invariant")
+    torch.compile(function, backend="layerzero")(torch.randn(3, 8), torch.rand(3, 8))
+    assert "NOT_BATCH_INVARIANT" in [event.code for report in lz.reports() for event in report.events]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(17, 2), (5, 7), (33, 64)])
+def test_where_a_row_stands_is_told_by_sizes_and_not_by_the_first_weight(shape, dtype):
+    """Of zeros, and of some weights by luck, all rows come out alike."""
+    rows.product(torch.randn(3, shape[0], dtype=dtype), torch.zeros(shape, dtype=dtype))
+    for _ in range(5):
+        left, right = torch.randn(19, shape[0], dtype=dtype), torch.randn(shape, dtype=dtype)
+        found = rows.product(left, right)
+        assert all(torch.equal(found[i : i + 1], rows.product(left[i : i + 1], right)) for i in range(19))
 
 
 def test_only_kernels_that_declare_it_are_chosen_and_the_others_say_why():

@@ -16,6 +16,8 @@ import lz_compile as lz
 from lz_compile.lowering.kernels.linear import cpp_linear, torch_linear
 from lz_compile.lowering.ops import linear as op
 from lz_compile.lowering.ops.linear import Operands
+from lz_compile.passes.proof import validate
+from lz_compile.passes.proof.verdict_keys import verdict_key
 from tests.backends import Rewriting
 
 pytestmark = pytest.mark.usefixtures("no_preference")
@@ -487,6 +489,28 @@ def test_groups_in_another_order_are_none(index):
     assert "NOT_DEQUANTISED" in backend.why_not()
     with torch.no_grad():
         torch.testing.assert_close(found, module(X), rtol=0, atol=0)
+
+
+def test_proofs_of_other_bounds_are_other_proofs(tmp_path, monkeypatch):
+    """A kernel gets uint8 or int8 by the bounds of what is unpacked: what is right for one may be wrong for the other."""
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    subject, keys = torch.randint(-(2**31), 2**31 - 1, (12, 32), dtype=torch.int32), []
+    monkeypatch.setattr(validate, "verdict_key", lambda *given: keys.append(verdict_key(*given)) or keys[-1])
+    rewritten(lambda x, w, s: F.linear(x, (w & 15).float() * s), X, subject, S)
+    rewritten(lambda x, w, s: F.linear(x, (w & 63).float() * s), X, subject, S)
+    rewritten(lambda x, w, s: F.linear(x, ((w & 15) - 8).float() * s), X, subject, S)
+    assert len({*keys}) == 3
+
+
+def test_a_scale_that_was_changed_in_place_is_proven_with_its_change():
+    def function(x, w, s):
+        scale = s.clone()
+        scale.mul_(2)
+        return F.linear(x, w.float() * scale)
+
+    found, backend = rewritten(function, X, W8, S)
+    assert [match.kernel for match in backend.report.matches] == ["lz.cpp_linear"], backend.why_not()
+    torch.testing.assert_close(found, function(X, W8, S), rtol=1e-5, atol=1e-3)
 
 
 OPERATIONS = {

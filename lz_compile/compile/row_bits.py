@@ -18,13 +18,25 @@ from lz_compile.passes.graph.view import read, tensor_of
 #: Calls that stay PyTorch's or Inductor's and sum over something, as people call them.
 _SUMMING: Mapping[str, str] = {
     "linear": "linear",
-    **dict.fromkeys("matmul mm bmm addmm baddbmm addbmm einsum dot mv tensordot bilinear".split(), "product"),
+    **dict.fromkeys(
+        "matmul mm bmm addmm baddbmm addbmm einsum dot mv tensordot bilinear inner trace".split(), "product"
+    ),
+    **dict.fromkeys("vecdot linalg_vecdot multi_dot linalg_multi_dot cdist cosine_similarity".split(), "product"),
+    **dict.fromkeys("linalg_solve linalg_inv linalg_cholesky pairwise_distance".split(), "product"),
     "scaled_dot_product_attention": "attention",
-    **dict.fromkeys("softmax log_softmax logsumexp".split(), "softmax"),
+    "multi_head_attention_forward": "attention",
+    **dict.fromkeys("softmax log_softmax logsumexp softmin gumbel_softmax".split(), "softmax"),
     **dict.fromkeys("layer_norm rms_norm group_norm batch_norm instance_norm normalize".split(), "norm"),
-    **dict.fromkeys("sum mean var std norm vector_norm var_mean std_mean prod nansum".split(), "reduction"),
+    **dict.fromkeys("sum mean var std norm linalg_norm vector_norm linalg_vector_norm".split(), "reduction"),
+    **dict.fromkeys("var_mean std_mean prod nansum nanmean cov".split(), "reduction"),
+    **dict.fromkeys("cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div".split(), "loss"),
+    **dict.fromkeys("binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss".split(), "loss"),
+    **dict.fromkeys(
+        "index_add scatter_add scatter_reduce index_reduce embedding_bag bincount".split(), "scattered sum"
+    ),
     **dict.fromkeys("cumsum cumprod logcumsumexp".split(), "running sum"),
     **{f"{kind}{dims}d": "convolution" for kind in ("conv", "conv_transpose") for dims in (1, 2, 3)},
+    **{f"{kind}avg_pool{dims}d": "pooling" for kind in ("", "adaptive_") for dims in (1, 2, 3)},
     **dict.fromkeys("scan associative_scan while_loop flex_attention".split(), "loop"),
 }
 
@@ -87,4 +99,4 @@ def tell_uncovered(state: State) -> None:
 
 
 def _several(kind: str) -> str:
-    return f"{kind}es" if kind.endswith("x") else f"{kind}s"
+    return kind if kind == "pooling" else f"{kind}es" if kind.endswith(("x", "s")) else f"{kind}s"

@@ -18,6 +18,8 @@ from lz_compile.lowering.opaque import opaque
 TILE = 64
 #: Rows of a product, most of which are zeros where one row is wanted.
 PRODUCT_ROWS = 16
+#: Rows by which it is tried whether places matter: by one alone, rounding may hide it.
+_PROBES = 16
 _same: dict[tuple[Any, ...], bool] = {}
 
 
@@ -56,13 +58,21 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same_everywhere(right: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a row has the same bits wherever it stands in a piece."""
+    """Whether a row has the same bits wherever it stands in a piece, whatever is in it: of a size, this is known once."""
     key = (right.shape, right.stride(), dtype, right.device, torch.get_num_threads())
     if key not in _same:
-        row = torch.arange(right.shape[0], dtype=torch.float64, device=right.device).mul_(0.7).sin_().to(dtype)
-        found = torch.mm(row.expand(PRODUCT_ROWS, -1).contiguous(), right)
-        _same[key] = bool((found == found[:1]).logical_or(found.isnan()).all())
+        other = torch.empty_strided(right.shape, right.stride(), dtype=right.dtype, device=right.device)
+        other.copy_(_waves(right.shape[0], right.shape[1], 0.37, right))
+        rows = _waves(_PROBES, right.shape[0], 0.7, right)
+        found = [torch.mm(row.expand(PRODUCT_ROWS, -1).contiguous(), other) for row in rows]
+        _same[key] = all(bool((each == each[:1]).all()) for each in found)
     return _same[key]
+
+
+def _waves(rows: int, columns: int, step: float, like: torch.Tensor) -> torch.Tensor:
+    """Numbers without a pattern."""
+    found = torch.arange(rows * columns, dtype=torch.float64, device=like.device)
+    return found.mul_(step).sin_().to(like.dtype).view(rows, columns)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -159,7 +159,7 @@ def shape(dims: Dims, sizes: Sizes) -> tuple[int, ...]:
 
 def whole(found: Found) -> Subgraph:
     """All that computes the outputs from the inputs, and the in-place writes among it."""
-    calls = {node: read(node) for node in found.core}
+    calls = {node: read(node) for node in dict.fromkeys((*found.core, *found.read))}
     written = [node for node, call in calls.items() if call is not None and (call.is_inplace or call.name == "setitem")]
     given = {*found.inputs, *_overwritten(found.inputs)}
     nodes = tuple(needed([*found.outputs, *written], given, _data_inputs))

@@ -37,12 +37,13 @@ def verdict_key(match: Match, source: Subgraph, kernel_id: str, real: Sizes | No
         lines.append(f"i{index} {kind} {shape(match.inputs[node], sizes)} {known.fill}")
         lines += [] if real is None else [f"{shape(match.inputs[node], real)}"]
         lines.append(f"{bool(known.rows)} {bool(known.dropped)} {known.selects}")
-        lines.append(f"{known.keeps} {known.implied}")
+        lines.append(f"{known.keeps} {known.implied} {known.range} {known.scale}")
     calls = [*source.inputs, *source.nodes]
     lines += [*described(calls, source.held), str([calls.index(node) for node in source.outputs])]
     axes = {axis: f"a{i}" for i, axis in enumerate(sizes)}
-    for node, dims in match.inputs.items():
-        lines.append(f"{order[node]} {[[axes[a] for a in axes_of((dim,))] for dim in dims]}")
+    for node, known in match.found.inputs.items():
+        counted = known.counts and axes[known.counts]
+        lines.append(f"{order[node]} {[[axes[a] for a in axes_of((dim,))] for dim in known.dims]} {counted}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

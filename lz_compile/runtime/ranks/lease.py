@@ -71,8 +71,9 @@ class Lease:
             if found != seen:
                 seen, since = found, now
             elif now - since > self._lease_s and self._is_mine(self._store.exchange(self._key, found, self._sign())):
-                holder = json.loads(found)["rank"]
-                text = f"rank {holder} said nothing for {self._lease_s:g} s while it measured: rank {self._rank} does"
+                text = (
+                    f"{_holder(found)} said nothing for {self._lease_s:g} s while it measured: rank {self._rank} does"
+                )
                 events.record("LEASE_EXPIRED", text)
                 return "mine"
             if now >= deadline:
@@ -103,3 +104,11 @@ class Lease:
             self._store.exchange(self._key, self._held, _DONE)
         except StoreGoneError as error:
             events.record("STORE_LOST", f"a turn to measure could not be given back: {error}")
+
+
+def _holder(sign: bytes) -> str:
+    """Whose sign of life it was."""
+    try:
+        return f"rank {json.loads(sign)['rank']}"
+    except (ValueError, TypeError, KeyError):
+        return "somebody else"
