@@ -282,7 +282,6 @@ NOT_READ: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "vector_by_vector": (lambda a, b: a @ b, (rand(5), rand(5))),
     "mv": (lambda a, b: torch.mv(a, b), (rand(3, 5), rand(5))),
     "inner": (lambda a, b: torch.inner(a, b), (rand(3, 5), rand(4, 5))),
-    "linear_with_bias": (lambda a, b, c: F.linear(a, b, c), (rand(3, 5), rand(7, 5), rand(7))),
     "linear_by_vector": (lambda a, b: F.linear(a, b), (rand(3, 5), rand(5))),
     "einsum_of_three": (lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c), (rand(2, 3), rand(3, 4), rand(4, 5))),
     "einsum_of_one": (lambda a: torch.einsum("ij->ji", a), (rand(2, 3),)),
@@ -300,6 +299,13 @@ NOT_READ: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 def test_what_is_no_product_of_two_tensors_is_not_read(case: str) -> None:
     fn, inputs = NOT_READ[case]
     assert contraction_of(capture(fn, *inputs)) is None
+
+
+def test_the_bias_of_a_linear_is_what_is_added() -> None:
+    found = contraction_of(capture(lambda a, b, c: F.linear(a, b, c), rand(3, 5), rand(7, 5), rand(7)))
+    assert found is not None
+    assert found.addend is not None
+    assert found.addend[1:] == (found.dims[-1:], 1)
 
 
 def test_a_sum_of_multiples_is_expressed_without_a_contraction() -> None:

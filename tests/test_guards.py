@@ -15,7 +15,7 @@ import lz_compile as lz
 from lz_compile.backend import layerzero
 from lz_compile.compile import choices
 from lz_compile.ground.machine import environment
-from lz_compile.runtime.choose import select
+from lz_compile.runtime.choose import given, select
 from lz_compile.runtime.choose.problem import Problem
 from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.measure.estimate import workload
@@ -104,7 +104,7 @@ def measured(
     monkeypatch: pytest.MonkeyPatch,
     run: Callable[[Rewriting], Any],
     fast: Callable[[int], bool],
-    lengths: tuple[int, ...] = select.POWERS,
+    lengths: tuple[int, ...] = given.POWERS,
 ) -> None:
     """Fill the database for the problem that ``run`` compiles: SDPA at half of Inductor's latency, or at twice."""
     with monkeypatch.context() as patch:
@@ -203,7 +203,7 @@ def test_more_than_six_decisions_compile_at_most_six_times(monkeypatch):
     )
     backend = Rewriting(assume_finite=True)
     compiled = dynamic(module, backend)
-    for length in (*select.POWERS[:9], *LENGTHS):
+    for length in (*given.POWERS[:9], *LENGTHS):
         check(compiled, module, sequence(length))
     assert 2 < len(backend.graphs) <= select.MAX_OUTCOMES
     assert DISPATCH not in kernels_of(backend)

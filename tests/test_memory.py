@@ -11,8 +11,9 @@ from problems import from_tensors
 
 from lz_compile.ground import health, memory
 from lz_compile.ground.hardware import Hardware
+from lz_compile.runtime.choose.given import with_settings
 from lz_compile.runtime.choose.problem import Problem
-from lz_compile.runtime.choose.select import _with_settings, select
+from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.policy import policy
 
 GIB = 2**30
@@ -133,11 +134,11 @@ def cuda_problem() -> Problem:
 def test_selection_takes_the_policy_before_the_device(device):
     try:
         policy.configure(memory_headroom_mb=3)
-        context = _with_settings(cuda_problem().context, policy.current())
+        context = with_settings(cuda_problem().context, policy.current())
         assert context.memory_headroom_bytes == 3 * 2**20
         assert device.asked == []
         policy.reset()
-        assert _with_settings(cuda_problem().context, policy.current()).memory_headroom_bytes == memory.headroom_bytes(
+        assert with_settings(cuda_problem().context, policy.current()).memory_headroom_bytes == memory.headroom_bytes(
             "cuda"
         )
     finally:

@@ -89,7 +89,7 @@ def test_a_lock_on_something_that_is_no_name_is_refused(kernel):
 def test_a_path_is_a_directory_as_well_as_a_string(tmp_path):
     assert split({"layerzero.dump": Path("x")})[0].dump == Path("x")
     torch.compile(torch.sin, backend=layerzero, options={"layerzero.dump": tmp_path / "new"})(torch.randn(3))
-    assert sorted(path.suffix for path in (tmp_path / "new").iterdir()) == [".json", ".py", ".py"]
+    assert sorted(path.suffix for path in (tmp_path / "new").iterdir()) == [".diff", ".html", ".json", ".py", ".py"]
 
 
 def test_the_environment_names_the_directory_only_where_the_options_do_not(monkeypatch):

@@ -29,7 +29,6 @@ import torch
 
 from lz_compile.errors import TrialError
 from lz_compile.ground.records import Record
-from lz_compile.ground.store import Store
 
 #: How long an import may take in a copy of this process, and how much longer in a new one, which imports PyTorch first.
 LIMIT_S, START_S = 20.0, 40.0
@@ -98,6 +97,8 @@ def tried(module: str, name: str, library: str, version: str, run: Callable[[], 
         run: imports it.
         again: try again what was tried.
     """
+    from lz_compile.ground.store import Store  # whose parser the policy does without
+
     root = library.partition(".")[0]
     files = _digest_of(root)
     facts = {
