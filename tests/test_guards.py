@@ -93,9 +93,9 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.problems: list[Problem] = []
-        monkeypatch.setattr(choices, "select", self)
+        monkeypatch.setattr(choices.agree, "decide", self)
 
-    def __call__(self, problem: Problem, *args: Any) -> select.Decision:
+    def __call__(self, problem: Problem, *args: Any, **_: Any) -> select.Decision:
         self.problems.append(problem)
         return select.select(problem, *args)
 

@@ -155,7 +155,7 @@ def ranks(policy: Policy) -> Iterator[Check]:
         "policy": policy.digest[:12],
     }
     known = ", ".join(f"{name} {value}" for name, value in parts.items())
-    job = agree.ranks()
+    job = agree.known(policy)
     if not job:
         is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
         count = torch.distributed.get_world_size() if is_group else 1

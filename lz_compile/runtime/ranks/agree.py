@@ -90,7 +90,12 @@ def ranks() -> dict[str, Any]:
     ``store_lost`` says why the store cannot be asked any more (None: it can). What other ranks have said since is read, so
     that kernels that they had to move on from are events. Empty without a job.
     """
-    job = _joined(policies.current())
+    return known(policies.current())
+
+
+def known(policy: Policy) -> dict[str, Any]:
+    """The same, under a policy."""
+    job = _joined(policy)
     if job is None:
         return {}
     try:
