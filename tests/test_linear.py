@@ -417,6 +417,12 @@ def wrong_order(x, w, s):
     return F.linear(x, torch.stack([w & 15, w & 15], -1).flatten(1) * s)
 
 
+def outputs_in_words(x, w, s):  # AWQ: eight neighbours in an order of their own
+    order = torch.arange(16).view(2, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].flatten()
+    numbers = ((w[:, :, None] >> torch.arange(0, 32, 4)) & 15).reshape(32, 16)[:, order][:, :12]
+    return x @ ((numbers.view(4, 8, 12) - 8) * s[:, None]).reshape(32, 12)
+
+
 ROWS4 = W4.view(48, 8)
 ROWS = (ROWS4[24:] | (ROWS4[:24] << 4)).to(torch.uint8)
 UNPACKED = {
@@ -429,6 +435,7 @@ UNPACKED = {
         S4.T.contiguous(),
         words(F.pad(Z4.T, (0, 4))),
     ),
+    "outputs in words": (outputs_in_words, words(F.pad(W4.T, (0, 4))), S4.T.contiguous()),
     "rows in halves": (rows_in_halves, ROWS, S4.reshape(-1, 1), Z4.reshape(-1, 1).float()),
     "rows joined": (rows_joined, ROWS, S4.reshape(-1, 1), Z4.reshape(-1, 1).float()),
     "signed halves": (lambda x, w, s: F.linear(x, torch.stack([(w << 4) >> 4, w >> 4], -1).flatten(1) * s), P4.view(torch.int8), S),
@@ -500,6 +507,21 @@ def test_proofs_of_other_bounds_are_other_proofs(tmp_path, monkeypatch):
     rewritten(lambda x, w, s: F.linear(x, (w & 63).float() * s), X, subject, S)
     rewritten(lambda x, w, s: F.linear(x, ((w & 15) - 8).float() * s), X, subject, S)
     assert len({*keys}) == 3
+
+
+@pytest.mark.parametrize(("unpack", "extremes"), [(lambda w: w & 15, (0, 15)), (lambda w: (w & 15) - 8, (-8, 7))])
+def test_proofs_draw_every_number_that_may_be_stored(unpack, extremes, monkeypatch):
+    drawn, make = [], validate.inputs_of
+
+    def noted(*given):
+        drawn.append(make(*given))
+        return drawn[-1]
+
+    monkeypatch.setattr(validate, "inputs_of", noted)
+    monkeypatch.setattr(validate, "recalled", lambda _key, _store, run: run())
+    rewritten(lambda x, w, s: F.linear(x, unpack(w).float() * s), X, W4.int(), S)
+    numbers = torch.cat([each.flatten() for inputs in drawn for each in inputs if each.dtype == torch.int32])
+    assert (numbers.min(), numbers.max()) == extremes
 
 
 def test_a_scale_that_was_changed_in_place_is_proven_with_its_change():

@@ -24,6 +24,7 @@ from lz_compile.passes.formula.expressions import plain_number
 from lz_compile.passes.formula.parts import FUNCTIONS, Parts
 from lz_compile.passes.formula.pointwise import POINTWISE, Rule
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
+from lz_compile.passes.linear.unpacked import is_whole
 from lz_compile.passes.masks.constants import Constants
 
 
@@ -61,7 +62,7 @@ def _bounds(region: Region, x: sympy.Expr) -> tuple[float, float]:
         return _RANGES[type(x)]
     if x in region.leaves:
         tensor = tensor_of(region.leaves[x].node)
-        if tensor is None or not _is_whole(tensor):
+        if tensor is None or not is_whole(tensor):
             return _NOTHING_KNOWN
         limits = torch.iinfo(tensor.dtype)
         return float(limits.min), float(limits.max)
@@ -80,7 +81,7 @@ def _bounds(region: Region, x: sympy.Expr) -> tuple[float, float]:
 def _held(region: Region, call: Call, found: sympy.Expr | None) -> sympy.Expr | None:
     """What was found, if the result's dtype holds it whatever the operands are."""
     result = tensor_of(call.node)
-    if found is None or result is None or not _is_whole(result):
+    if found is None or result is None or not is_whole(result):
         return found
     limits, (low, high) = torch.iinfo(result.dtype), _bounds(region, found)
     return found if limits.min <= low and high <= limits.max else None
@@ -96,7 +97,7 @@ def _of_number(take: Callable[[sympy.Expr, float], sympy.Expr | None], name: str
 
     def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
         number, source = plain_number(call.get("other", call.arguments.get("#1"))), tensor_of(call.input)
-        if number is not None and source is not None and _is_whole(source):
+        if number is not None and source is not None and is_whole(source):
             x = region.operand(call, "input", dims)
             low, high = _bounds(region, x)
             return take(x, number) if low >= 0 and high <= 255 else None
@@ -104,10 +105,6 @@ def _of_number(take: Callable[[sympy.Expr, float], sympy.Expr | None], name: str
         return None if known is None else _held(region, call, known(region, call, dims))
 
     return rule
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
 def _and(x: sympy.Expr, number: float) -> sympy.Expr | None:
@@ -228,7 +225,7 @@ def _looked_up(name: str) -> Rule:
 def _cast(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     """A cast between integers that holds all that there was."""
     source, result = tensor_of(call.input), tensor_of(call.node)
-    if source is None or result is None or not (_is_whole(source) and _is_whole(result)):
+    if source is None or result is None or not (is_whole(source) and is_whole(result)):
         return None
     return _held(region, call, region.operand(call, "input", dims))
 

@@ -99,8 +99,8 @@ class LinearEmitter(TableEmitter):
         leaves = [weight.region.leaves[symbol] for symbol in symbols if symbol in weight.region.leaves]
         for leaf in (*leaves, *(each for each in (self.bias, weight.codebook) if each is not None)):
             inputs.setdefault(leaf.node, Input(leaf.dims, range=_range(known_tensor(leaf.node))))
-        bounds = _range(stored) if unpacked is None else unpacked.bounds
-        inputs[weight.leaf.node] = Input(weight.leaf.dims, range=bounds)
+        drawn = _range(stored) if unpacked is None else (float(unpacked.bounds[0]), unpacked.bounds[1] + 1.0)
+        inputs[weight.leaf.node] = Input(weight.leaf.dims, range=drawn)
         region, buffers = weight.region, tuple[fx.Node, ...]()
         if isinstance(region, Indexed):
             buffers = tuple(region.buffers)
@@ -143,8 +143,8 @@ def meaning(weight: Weight) -> dict[str, sympy.Expr]:
 
 
 def _range(tensor: torch.Tensor) -> tuple[float, float] | None:
-    """Between which numbers proofs draw what is stored."""
+    """From which number on, and up to which, proofs draw what is stored."""
     if tensor.dtype.is_floating_point:
         return (-8.0, 8.0) if tensor.dtype.itemsize == 1 else None
     limits = torch.iinfo(tensor.dtype)
-    return (float(max(limits.min, -128)), float(min(limits.max, 255)))
+    return (float(max(limits.min, -128)), min(limits.max, 255) + 1.0)

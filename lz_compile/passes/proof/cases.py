@@ -92,7 +92,9 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
     if node in (match.operands.get("query_documents"), match.operands.get("key_documents")):
         return _documents(extents, example, is_random=case.masked_rows)
     if known.counts is not None or known.range is not None:
-        return _held(known, extents, sizes).to(example.device, example.dtype)
+        found = _held(known, extents, sizes)
+        found = found if example.dtype.is_floating_point else found.floor()
+        return found.to(example.device, example.dtype)
     magnitude = (case.magnitude if node in match.operands.values() else 1.0) * known.scale
     value = torch.randn(extents, dtype=torch.complex64 if example.is_complex() else torch.float32) * magnitude
     if known.fill is not None and case.masked_rows:

@@ -58,8 +58,9 @@ class Input:
     those in ``dropped``, one that masks drop which ``selects`` marks. ``implied`` says how the attributes imply the values:
     the replacement reads them for the rest of what they say, or not at all.
 
-    For proofs, ``range`` are the least and the largest number that it may hold, ``counts`` the axis of which it is the index,
-    and random values are multiplied by ``scale``, so that what is multiplied again and again neither grows nor dies.
+    For proofs, ``range`` are the least number that it may hold and one that it does not reach, ``counts`` the axis of which
+    it is the index, and random values are multiplied by ``scale``, so that what is multiplied again and again neither grows
+    nor dies.
     """
 
     dims: Dims
