@@ -498,6 +498,17 @@ def test_groups_in_another_order_are_none(index):
         torch.testing.assert_close(found, module(X), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("is_view", [False, True])
+def test_numbers_that_are_overwritten_after_they_were_unpacked_have_no_bounds(is_view):
+    def function(x, w, s):
+        numbers = w & 15
+        (numbers[:, 1:] if is_view else numbers)[:, 0] = 1000
+        return F.linear(x, numbers.float() * s)
+
+    found, _ = rewritten(function, X, W4.int(), S)
+    torch.testing.assert_close(found, function(X, W4.int(), S), rtol=0, atol=0)
+
+
 def test_proofs_of_other_bounds_are_other_proofs(tmp_path, monkeypatch):
     """A kernel gets uint8 or int8 by the bounds of what is unpacked: what is right for one may be wrong for the other."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
