@@ -24,6 +24,7 @@ from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.policy.rules import Lock
 from lz_compile.runtime.policy.settings import Layer
 from lz_compile.runtime.ranks import job
+from tests.routing_ranks import leave
 
 WIDTH, HEADS, LENGTH = 16, 2, 8
 #: What each rank prefers by itself.
@@ -140,8 +141,7 @@ def main() -> None:
         }
     found["ranks"] = lz.ranks()
     Path(directory, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
