@@ -51,6 +51,7 @@ logging.getLogger("torch.__trace").propagate = False  # pytest would keep and pr
 # An eighth of the suite's time went into collecting what the imports above made and what lives as long as they.
 gc.freeze()
 gc.set_threshold(10_000, 20, 50)
+torch._dynamo.config.run_gc_after_compile = False
 
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci")
