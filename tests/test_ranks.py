@@ -137,6 +137,32 @@ def test_a_rank_that_cannot_follow_moves_the_job_on_and_the_others_hear_of_it(jo
     assert decided(first) == moved.kernel.kernel_id
 
 
+def test_what_proves_wrong_on_the_deciding_rank_is_never_the_jobs(joined):
+    first, second = joined(0, kernel=TILED), joined(1, kernel=TILED)
+    proven = []
+
+    def why_not(kernel):
+        assert second.store.get(f"decision/{key_of(problem(), policy.current()).key}") is None
+        proven.append(kernel.kernel_id)
+        return Reason("VALIDATION_FAILED", "it is wrong here") if kernel.kernel_id == TILED else None
+
+    decision = first.decide(problem(), policy.current(), why_not=why_not)
+    assert proven == [TILED, decision.kernel.kernel_id]
+    assert decision.agreement.passed_over == {TILED: "rank 0 cannot run lz.tiled (it is wrong here)"}
+    with events.collect() as happened:
+        assert decided(second) == decision.kernel.kernel_id
+    assert [event.code for event in happened if event.code.startswith("RANKS")] == []
+
+
+def test_who_is_done_with_the_proof_first_decides(joined):
+    first, second = joined(0, kernel=TILED), joined(1, kernel=BLOCKED)
+
+    def while_it_proves(kernel):
+        assert decided(second) == BLOCKED
+
+    assert first.decide(problem(), policy.current(), why_not=while_it_proves).kernel.kernel_id == BLOCKED
+
+
 def test_several_ranks_move_on_until_all_can_follow(joined):
     first, second = joined(0, kernel=TILED), joined(1)
     decided(first)
@@ -392,14 +418,22 @@ def test_random_jobs_agree_or_say_why_not():
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def test_random_jobs_would_see_ranks_that_differ_without_a_word():
-    drawn = random_jobs.Job.drawn(0, 0)
-    outcome = random_jobs.Outcome(
-        drawn, [{0: TILED, 1: SDPA}], {0: [], 1: [("RANKS_DIFFER", "")]}, [], ["x is wrong"], [1], 1.0
-    )
-    assert [*outcome.failures()] == [
-        "rank 1 did not finish in 60 s", "x is wrong", "problem 0: {0: 'lz.tiled', 1: 'torch.sdpa'}, and nothing says why",
-    ]  # fmt: skip
+def test_random_jobs_would_see_ranks_that_differ_without_a_word_of_that_problem():
+    def failures(first, second, told=()):
+        outcome = random_jobs.Outcome(
+            random_jobs.Job.drawn(0, 0), [{0: first, 1: second}], {0: [], 1: [*told]}, [], ["x is wrong"], [1], 1.0
+        )
+        return [*outcome.failures()]
+
+    silent = ["rank 1 did not finish in 60 s", "x is wrong"]
+    apart = [*silent, "problem 0: lz.tiled on rank 0, torch.sdpa on rank 1, and neither says why"]
+    tiled, sdpa = random_jobs.Taken(TILED, "key"), random_jobs.Taken(SDPA, "key")
+    assert failures(tiled, sdpa) == apart
+    assert failures(tiled, sdpa, [("RANKS_MOVED_ON", f"{SDPA}: why (problem other)"), ("STORE_LOST", "")]) == apart
+    assert failures(tiled, sdpa, [("RANKS_MOVED_ON", f"{SDPA}: why (problem key)")]) == silent
+    assert failures(tiled, replace(sdpa, passed_over=(BLOCKED,))) == apart
+    assert failures(tiled, replace(sdpa, passed_over=(TILED,))) == silent
+    assert failures(tiled, replace(sdpa, is_apart=True)) == silent
 
 
 @pytest.mark.parametrize(

@@ -296,8 +296,8 @@ static void attend(const Problem& p, const Shares& share, const Given& g, const 
     const Acc sum = totals[i];
     const bool is_zero = (p.empties >= 1 && sum == 0) || (p.empties == 2 && std::isnan(sum));
     Stored* to = g.out + ((r.batch * p.heads + r.head[i]) * p.queries + r.place[i]) * p.value_size;
-    for (int64_t e = 0; e < p.value_size; ++e) {  // a zero has no sign of what was left out
-      to[e] = static_cast<Stored>(is_zero ? Acc(0) : sums[i * width + e] / sum + Acc(0));
+    for (int64_t e = 0; e < p.value_size; ++e) {
+      to[e] = static_cast<Stored>(is_zero ? Acc(0) : sums[i * width + e] / sum);
     }
   }
 }
