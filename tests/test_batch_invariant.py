@@ -118,11 +118,46 @@ def test_what_nothing_covers_is_told():
     assert str(event.message) == "2 linears are not covered: a row may have other bits in another batch"
 
 
-@pytest.mark.parametrize("function", [nn.functional.cross_entropy, torch.inner, torch.cdist, nn.functional.mse_loss])
-def test_sums_by_any_name_are_told(function):
+def told(function, *inputs):
+    torch._dynamo.reset()
+    torch.compile(function, backend="layerzero")(*inputs)
+    events = [event for event in lz.reports()[-1].events if event.code == "NOT_BATCH_INVARIANT"]
+    return [str(event.message).partition(" not covered")[0] for event in events]
+
+
+@torch.library.custom_op("row_tests::total", mutates_args=())
+def total(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(0)
+
+
+@total.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+SUMS = [
+    (nn.functional.cross_entropy, "1 softmax is"), (torch.inner, "1 product is"), (torch.cdist, "1 product is"),
+    (nn.functional.mse_loss, "1 loss is"), (torch.kron, ""), (lambda x, y: torch.logaddexp(x, y), ""),
+    (lambda x, y: torch.linalg.pinv(x @ y.T), "2 products are"), (lambda x, y: total(x) + y, "1 total (total) is"),
+    (lambda x, y: nn.functional.local_response_norm(x[None], 3) + y, "1 "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "expected"), SUMS)
+def test_sums_by_any_name_are_told_and_those_of_nobody_we_know(function, expected):
     lz.configure(deterministic="batch_invariant")
-    torch.compile(function, backend="layerzero")(torch.randn(3, 8), torch.rand(3, 8))
-    assert "NOT_BATCH_INVARIANT" in [event.code for report in lz.reports() for event in report.events]
+    found = told(function, torch.randn(3, 8), torch.rand(3, 8))
+    assert [each[: len(expected)] for each in found] == ([expected] if expected else [])
+
+
+def test_what_moves_elements_or_takes_them_one_by_one_is_not_told():
+    def moved(x, places):
+        x = torch.cat([x.roll(1, 0), x.flip(1)]).reshape(2, 3, 8).transpose(0, 1)[places]
+        x = nn.functional.pad(torch.where(x > 0, x.sigmoid(), x.exp() * 2), (1, 2))
+        return x.amax(-1), x.to(torch.bfloat16).tril(), places.cumsum(0), (x > 0).any(0), nn.functional.one_hot(places)
+
+    lz.configure(deterministic="batch_invariant")
+    assert told(moved, torch.randn(3, 8), torch.tensor([2, 0])) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)

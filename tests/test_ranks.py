@@ -305,6 +305,22 @@ def test_a_server_that_dies_costs_nobody_more_than_the_limit():
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize("becomes", ["missing", "another", "shorter"])
+def test_a_file_that_others_no_longer_read_is_a_store_that_is_lost(becomes, tmp_path, joined):
+    first, path = joined(0, 1), tmp_path / "store"
+    assert first.decide(problem(), policy.current()).agreement is not None
+    written = path.read_bytes()
+    if becomes == "missing":
+        path.unlink()
+    elif becomes == "shorter":
+        path.write_bytes(written[:100])
+    else:
+        (tmp_path / "other").write_bytes(written * 2)
+        (tmp_path / "other").replace(path)
+    with pytest.raises(StoreGoneError, match="written anew|did not answer"):
+        first.decide(problem(head_dim=32), policy.current())
+
+
 def test_ranks_that_say_nothing_are_waited_for_once(joined):
     first = joined(0, 4, TILED)
     with events.collect() as happened:
