@@ -6,7 +6,8 @@ proves a kernel, or right after it decided), a store that dies, freezes or holds
 another version wrote, a rank without one kernel, a kernel that fails on one rank alone, another version of the kernel table,
 a rank that comes late, that is slow, or that is stopped for longer than a lease, a clock that is days off, a database that is
 no database. Claims: no job takes a minute; of every two ranks that run other kernels for the very same problem, one says
-why, of that problem; every kernel computes what it should; agreeing takes 5 ms a decision at most (median of a job) on one host.
+why, of that problem; every kernel computes what it should; agreeing takes 5 ms a decision at most (median of a job) on one
+host.
 
     python -m benchmarks.random_jobs [--jobs 100] [--seed 0] [--quick]
 """

@@ -85,11 +85,17 @@ def tell_uncovered(state: State) -> None:
     if not is_wanted(state):
         return
     nodes = state.module.graph.nodes
-    counts = Counter(_called(node, why) for node in nodes if (why := why_dependent(node)))
+    uncovered = {node: why for node in nodes if (why := why_dependent(node))}
+    counts = Counter(_called(node, why) for node, why in uncovered.items())
     if counts:
         told = ", ".join(f"{count} {_several(kind) if count > 1 else kind}" for kind, count in counts.items())
         are = "is" if sum(counts.values()) == 1 else "are"
-        events.record("NOT_BATCH_INVARIANT", f"{told} {are} not covered: a row may have other bits in another batch")
+        text = f"{told} {are} not covered: a row may have other bits in another batch"
+        is_training = any(result.requires_grad for result in map(tensor_of, uncovered) if result is not None)
+        why = (
+            "; kernels whose rows have bits of their own give no gradients: use torch.no_grad()" if is_training else ""
+        )
+        events.record("NOT_BATCH_INVARIANT", text + why)
 
 
 def _called(node: fx.Node, operator: str) -> str:

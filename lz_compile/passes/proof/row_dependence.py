@@ -1,4 +1,4 @@
-"""Which calls may give a row other bits in another batch: all that are not known to move, look up or compute element by element.
+"""Which calls may give a row other bits in another batch: all that are not known to compute element by element.
 
 A call is run on fake tensors, and the operators that it comes to are asked: PyTorch says of its own which of them work on
 one element at a time, and which give views. What is known of nobody, operators of other libraries too, may sum in any order.
@@ -19,7 +19,7 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.passes.graph.view import value_of
 from lz_compile.passes.proof.running import run
 
-#: Operators of ATen that move or look up elements, or whose results no order changes: the largest of some, whether any is true.
+#: Operators of ATen that move or look up elements, or whose results no order changes: the largest, whether any is true.
 _EXACT = frozenset(
     (
         *"_to_copy copy fill zero cat stack index gather embedding repeat constant_pad_nd index_select take".split(),
@@ -34,7 +34,7 @@ _EXACT = frozenset(
 )
 #: Operators that call graphs, which are looked at by themselves.
 _CALLERS = frozenset(("cond", "invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"))
-#: Namespaces of operators: ours are kernels, of which the policy takes what declares it; of the others, guards and collectives.
+#: Namespaces of operators: ours are kernels, of which the policy takes what declares it; the others guard and profile.
 _OTHERS = frozenset(("layerzero", "prim", "prims_guard", "profiler"))
 
 
@@ -42,7 +42,7 @@ class _Listing(TorchDispatchMode):
     """Notes the operators that may sum."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch says no types
         self.found: list[str] = []
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +57,7 @@ def _is_exact(operator: Any, args: Any, kwargs: Any) -> bool:
         return True
     name = operator.overloadpacket.__name__.removesuffix("_")
     if operator.namespace == "aten" and name in _EXACT:
-        return not (name == "index_put" and (len(args) > 3 and args[3] or kwargs.get("accumulate")))
+        return not (name == "index_put" and ((len(args) > 3 and args[3]) or kwargs.get("accumulate")))
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     return not any(each.is_floating_point() or each.is_complex() for each in tensors)  # integers have one sum
 

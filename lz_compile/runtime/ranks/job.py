@@ -360,7 +360,8 @@ class Job:
             self._tell_moved(news)
 
     def _tell_moved(self, news: News) -> None:
-        text = f"rank {news.rank} cannot run {news.kernel}, which this rank has compiled by now: {news.why} (problem {news.key})"
+        text = f"rank {news.rank} cannot run {news.kernel}, which this rank has compiled by now"
+        text = f"{text}: {news.why} (problem {news.key})"
         events.record("RANKS_MOVED_ON", f"{text}. Call torch._dynamo.reset() on this rank to follow")
 
     def _decoded(self, data: bytes, decode: Callable[[bytes], Kept]) -> Kept:

@@ -6,11 +6,12 @@ then on the store counts as gone, and everybody decides alone.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -108,6 +109,8 @@ class JobStore:
         try:
             found: Answer = answer.result(self.timeout_s)
         except TimeoutError:
+            # A thread that comes back from C++ when Python has ended aborts the process.
+            atexit.register(wait, [answer], _SLACK * self.timeout_s)
             raise self.give_up(f"it did not answer within {self.timeout_s:g} s") from None
         except Exception as error:  # torch's stores raise RuntimeErrors of many kinds, all of which mean this
             raise self.give_up(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error

@@ -236,14 +236,15 @@ INLINE void add_values(const Acc* weights, int64_t stride, const Acc* const* val
   }
 }
 template <int kRows>
-static void add_columns(const Acc* weights, int64_t stride, const Acc* const* values, int64_t count, Acc* sums, int64_t width) {
+static void add_columns(const Acc* weights, int64_t stride, const Acc* const* values, int64_t count, Acc* sums,
+                        int64_t width) {
   int64_t c = 0;
   for (; c + 2 * kLanes <= width; c += 2 * kLanes) add_values<kRows, 2>(weights, stride, values, c, count, sums + c, width);
   for (; c < width; c += kLanes) add_values<kRows, 1>(weights, stride, values, c, count, sums + c, width);
 }
 
-static void add_all_values(const Problem& p, const Given& g, const Rows& r, const std::vector<bool>& blocks, const Acc* weights,
-                           Acc* sums, int64_t width, Acc* copies) {
+static void add_all_values(const Problem& p, const Given& g, const Rows& r, const std::vector<bool>& blocks,
+                           const Acc* weights, Acc* sums, int64_t width, Acc* copies) {
   const int64_t stride = r.stride();
   const Stored* data = g.value + p.value.at(r.batch, r.kv_head, 0, 0);
   const bool is_whole = p.value_size == width;
@@ -267,7 +268,8 @@ static void add_all_values(const Problem& p, const Given& g, const Rows& r, cons
 }
 
 static void attend(const Problem& p, const Shares& share, const Given& g, const Rows& r) {
-  const int64_t stride = r.stride(), width = up_to(p.value_size, kLanes), count = std::max<int64_t>(r.last_key - r.first_key, 0);
+  const int64_t stride = r.stride(), width = up_to(p.value_size, kLanes);
+  const int64_t count = std::max<int64_t>(r.last_key - r.first_key, 0);
   thread_local std::vector<Acc> memory;
   const int64_t parts[] = {p.size * stride, count * stride, r.count * width, kKeys * std::max(p.size, width), stride, p.size};
   int64_t total = 0;

@@ -15,7 +15,7 @@ from lz_compile.lowering.ops.mlp import MlpAttrs, Operands
 _ACTIVATIONS = {
     "silu": "x / (one + x.neg().exp())",
     "gelu": "Vec(Acc(0.5)) * x * (one + (x * Vec(Acc(0.70710678118654752440))).erf())",
-    "gelu_tanh": "Vec(Acc(0.5)) * x * (one + (Vec(Acc(0.79788456080286535588)) * (x + Vec(Acc(0.044715)) * x * x * x)).tanh())",
+    "gelu_tanh": "Vec(Acc(0.5)) * x * (one + (Vec(Acc(0.7978845608028654)) * (x + Vec(Acc(0.044715)) * x * x * x)).tanh())",
     "quick_gelu": "x / (one + (Vec(Acc(-1.702)) * x).exp())",
     "relu": "at::vec::maximum(x, Vec(Acc(0)))",
     "relu_squared": "at::vec::maximum(x, Vec(Acc(0))) * at::vec::maximum(x, Vec(Acc(0)))",
@@ -79,8 +79,10 @@ extern "C" void run(const void* const* operands, const int64_t* sizes, const dou
     const int64_t r = task / pieces, first = task % pieces * kChunk, width = std::min(kChunk, size - first);
     alignas(64) Acc copies[2][kChunk], results[kChunk];
     const Acc *gates, *ups = nullptr;
-    gates = biased(gate + r * sizes[2] + first * sizes[3], sizes[3], width, gate_bias ? gate_bias + first : nullptr, copies[0]);
-    if (up) ups = biased(up + r * sizes[4] + first * sizes[5], sizes[5], width, up_bias ? up_bias + first : nullptr, copies[1]);
+    const Stored* from = gate + r * sizes[2] + first * sizes[3];
+    gates = biased(from, sizes[3], width, gate_bias ? gate_bias + first : nullptr, copies[0]);
+    from = up + r * sizes[4] + first * sizes[5];
+    if (up) ups = biased(from, sizes[5], width, up_bias ? up_bias + first : nullptr, copies[1]);
     Out* to = out + r * size + first;
     const bool in_place = std::is_same_v<Out, Acc> && width % kLanes == 0;
     Acc* made = in_place ? reinterpret_cast<Acc*>(to) : results;
