@@ -1,10 +1,13 @@
 """Random jobs of several ranks that agree on kernels: what they took, what was told, and how long they took for it.
 
 A job has two to four ranks, each a process with a database of measurements of its own, that decide random problems in random
-order through a store (TCP or a file). Some have faults: a rank that is killed while it has the turn to measure, a store that
-goes away, a rank without one kernel, a kernel that fails on one rank alone, another version of the kernel table, a rank that
-comes late. Claims: no job takes a minute; all ranks run the same kernel for the same problem or an event says why not;
-every kernel computes what it should; agreeing takes 5 ms a decision at most (median of a job) on one host.
+order through a store (TCP or a file). Some have faults: a rank that is killed (while it has the turn to measure, while it
+proves a kernel, or right after it decided), a store that dies, freezes or holds garbage in the middle, decisions there that
+another version wrote, a rank without one kernel, a kernel that fails on one rank alone, another version of the kernel table,
+a rank that comes late, that is slow, or that is stopped for longer than a lease, a clock that is days off, a database that is
+no database. Claims: no job takes a minute; of every two ranks that run other kernels for the very same problem, one says
+why, of that problem; every kernel computes what it should; agreeing takes 5 ms a decision at most (median of a job) on one
+host.
 
     python -m benchmarks.random_jobs [--jobs 100] [--seed 0] [--quick]
 """
@@ -12,6 +15,7 @@ every kernel computes what it should; agreeing takes 5 ms a decision at most (me
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import random
@@ -35,24 +39,29 @@ from lz_compile.ground import events, health
 from lz_compile.ground.fingerprint import source_hash
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import ops
-from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.choose.problem import Decision, Problem
 from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.measure.timing import Timing
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.ranks import agree, cards
+from lz_compile.runtime.ranks.problem_key import key_of
+from lz_compile.runtime.ranks.store import PREFIX
 from lz_compile.tools.installation import plain_problem
 
 #: As torch exports them, without saying so.
 _dist: Any = torch.distributed
-FAULTS = ("killed", "store", "kernel", "proof", "versions", "late")
+FAULTS = (
+    *("killed", "store", "foreign", "kernel", "proof", "versions", "late"),
+    *("slow", "stopped", "clock", "database"),
+)
+#: Where a rank may be killed.
+MOMENTS = ("measuring", "proving", "decided")
 #: Seconds that no job may take, the store's limit, and the lease of a turn.
 LIMIT_S, TIMEOUT_S, LEASE_S = 60.0, 1.0, 0.4
 #: What agreeing may take.
 CLAIM_MS = 5.0
-#: Events that say why ranks differ.
-TOLD = {"STORE_LOST", "RANKS_MOVED_ON", "RANKS_APART"}
 _fork = multiprocessing.get_context("fork")
 
 
@@ -67,15 +76,17 @@ class Job:
     faults: tuple[str, ...]
     victim: int
     kernel: str
+    moment: str = "measuring"
 
     @classmethod
     def drawn(cls, number: int, seed: int) -> Job:
         """The job of a number."""
         chance = random.Random(f"{seed} {number}")
         ranks = chance.randint(2, 4)
-        faults = tuple(fault for fault in FAULTS if chance.random() < 0.25)
+        faults = tuple(fault for fault in FAULTS if chance.random() < 0.15)
         kernel = chance.choice(("lz.tiled", "lz.blocked", "torch.sdpa"))
-        return cls(number, seed, ranks, chance.choice(("tcp", "file")), faults, chance.randrange(ranks), kernel)
+        store, moment = chance.choice(("tcp", "file")), chance.choice(MOMENTS)
+        return cls(number, seed, ranks, store, faults, chance.randrange(ranks), kernel, moment)
 
     def problems(self, rank: int) -> list[Problem]:
         """The problems as a rank meets them: lengths differ between ranks, as those of data do, but not their bucket."""
@@ -89,12 +100,26 @@ class Job:
         return [*found, *(Problem(plain_problem(op, torch.device("cpu"))) for op in ("norm", "sampling"))]
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a rank took for a problem, and what its report says of that: who it is apart from, and kernels passed over."""
+
+    kernel: str
+    key: str = ""
+    is_apart: bool = False
+    passed_over: tuple[str, ...] = ()
+
+    def explains(self, other: Taken) -> bool:
+        """Whether this rank says why it does not run what another one does."""
+        return self.is_apart or other.kernel in self.passed_over
+
+
 @dataclass
 class Outcome:
     """What a job came to: the kernels of each problem by rank, events, and the milliseconds that agreeing took."""
 
     job: Job
-    kernels: list[dict[int, str]]
+    taken: list[dict[int, Taken]]
     events: dict[int, list[tuple[str, str]]]
     agreeing_ms: list[float]
     wrong: list[str]
@@ -107,10 +132,22 @@ class Outcome:
         yield from (f"rank {rank} did not finish in {LIMIT_S:g} s" for rank in self.hung)
         yield from self.wrong
         yield from self.faults
-        told = {code for of_rank in self.events.values() for code, _ in of_rank}
-        for place, taken in enumerate(self.kernels):
-            if len(set(taken.values())) > 1 and not told & TOLD:
-                yield f"problem {place}: {taken}, and nothing says why"
+        for place, taken in enumerate(self.taken):
+            for (one, first), (other, second) in itertools.combinations(taken.items(), 2):
+                is_told = self._moved(one, first) or self._moved(other, second)
+                if first.kernel != second.kernel and not (is_told or first.explains(second) or second.explains(first)):
+                    kernels = f"{first.kernel} on rank {one}, {second.kernel} on rank {other}"
+                    yield f"problem {place}: {kernels}, and neither says why"
+
+    def _moved(self, rank: int, taken: Taken) -> bool:
+        """Whether a rank was told that others moved on from what it took for a problem."""
+        moved = [text for code, text in self.events.get(rank, ()) if code == "RANKS_MOVED_ON"]
+        return any(taken.key in text and taken.kernel in text for text in moved)
+
+    @property
+    def kernels(self) -> list[dict[int, str]]:
+        """The kernels of each problem by rank."""
+        return [{rank: each.kernel for rank, each in taken.items()} for taken in self.taken]
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------
@@ -127,22 +164,16 @@ def _rank(job: Job, rank: int, directory: str, port: int, pipe: Connection) -> N
         pipe.send("connected")
         problems = job.problems(rank)
         _measure_at_random(problems, chance)
-        if is_victim and "kernel" in job.faults:
-            health.retire(job.kernel, "not installed on this rank")
-        if is_victim and "versions" in job.faults:
-            vars(cards)["__version__"] = "0.0.9"
-        if is_victim and "late" in job.faults:
-            time.sleep(1.5 * TIMEOUT_S)
+        if is_victim:
+            _suffer(job, store, directory, problems)
         lz.join_ranks(store, rank, job.ranks)
-        found: dict[str, Any] = {"kernels": {}, "agreeing_ms": [], "wrong": []}
+        found: dict[str, Any] = {"taken": {}, "agreeing_ms": [], "wrong": []}
         order = list(range(len(problems)))
         chance.shuffle(order)
         for turn, place in enumerate(order):
             time.sleep(chance.random() * 0.05)
-            is_killed = is_victim and "killed" in job.faults and turn == 2
-            _decide(
-                job, problems[place], place, is_killed=is_killed, fails=is_victim and "proof" in job.faults, found=found
-            )
+            killed = job.moment if is_victim and "killed" in job.faults and turn == 2 else ""
+            _decide(job, problems[place], place, killed=killed, is_victim=is_victim, found=found)
         pipe.send("done")
         pipe.recv()
         lz.ranks()
@@ -150,29 +181,69 @@ def _rank(job: Job, rank: int, directory: str, port: int, pipe: Connection) -> N
     pipe.send(found)
 
 
-def _decide(job: Job, problem: Problem, place: int, *, is_killed: bool, fails: bool, found: dict[str, Any]) -> None:
+def _suffer(job: Job, store: Any, directory: str, problems: Sequence[Problem]) -> None:
+    """What is wrong with the victim before it joins."""
+    if "kernel" in job.faults:
+        health.retire(job.kernel, "not installed on this rank")
+    if "versions" in job.faults:
+        vars(cards)["__version__"] = "0.0.9"
+    if "clock" in job.faults:
+        wrong = random.Random(job.number).choice((-3e5, 3e5))
+        right = time.time
+        time.time = lambda: right() + wrong
+    if "database" in job.faults:
+        for path in Path(directory).glob(f"{job.victim}.sqlite*"):
+            path.write_bytes(os.urandom(4096))
+    if "foreign" in job.faults:
+        own = _dist.PrefixStore(PREFIX, store)
+        own.set(f"decision/{key_of(problems[0], policy.current()).key}", '{"format": 2, "choice": ["x"]}')
+    if "late" in job.faults:
+        time.sleep(1.5 * TIMEOUT_S)
+
+
+def _decide(job: Job, problem: Problem, place: int, *, killed: str, is_victim: bool, found: dict[str, Any]) -> None:
     present = policy.current()
-    if is_killed or place % 2:
+
+    def why_not(kernel: KernelSpec) -> Reason | None:
+        if killed == "proving":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_victim and "slow" in job.faults:
+            time.sleep(0.3)
+        is_wrong = is_victim and "proof" in job.faults and kernel.kernel_id == job.kernel
+        return Reason("VALIDATION_FAILED", f"{job.kernel} is wrong on this rank") if is_wrong else None
+
+    is_decided = bool(killed or place % 2)
+    if is_decided:
         with agree.turn(problem, present, 2.0) as whose:
-            if whose == "mine" and is_killed:
+            if whose == "mine" and killed == "measuring":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.01)
-            agree.decide(problem, present)
-    is_decided = is_killed or place % 2
+            agree.decide(problem, present, why_not=why_not)
+    if killed == "decided":
+        os.kill(os.getpid(), signal.SIGKILL)
     select(problem, present)  # reads the database
     start = time.perf_counter()
     select(problem, present)
     alone = time.perf_counter()
-    decision = agree.decide(problem, present)
-    if not is_decided:
+    decision = agree.decide(problem, present, why_not=why_not)
+    if not is_decided and not (is_victim and "slow" in job.faults):
         found["agreeing_ms"].append(1e3 * (time.perf_counter() - alone - (alone - start)))
-    why = Reason("VALIDATION_FAILED", f"{job.kernel} is wrong on this rank")
-    for kernel, _ in agree.in_turn(decision, lambda: why, problem, present):
-        if fails and kernel.kernel_id == job.kernel:
+    failed: list[Reason] = []
+    for kernel, following in agree.in_turn(decision, lambda: failed[-1], problem, present, why_not=why_not):
+        why = why_not(kernel)
+        if why is not None:
+            failed.append(why)
             continue
-        found["kernels"][place] = kernel.kernel_id
+        found["taken"][place] = _taken(kernel, following, key_of(problem, present).key)
         found["wrong"] += _wrong(kernel, problem.context.op)
         break
+
+
+def _taken(kernel: KernelSpec, decision: Decision, key: str) -> Taken:
+    """What a rank took, and what its report says of it."""
+    agreement = decision.agreement
+    is_apart = "this rank alone" in decision.why or "and this one runs" in decision.why
+    return Taken(kernel.kernel_id, key, is_apart, () if agreement is None else tuple(agreement.passed_over))
 
 
 def _wrong(kernel: KernelSpec, op: str) -> list[str]:
@@ -249,24 +320,38 @@ def run(job: Job) -> Outcome:
             processes.append(process)
         for pipe in pipes:  # nobody is there before
             pipe.recv()
-        if "store" in job.faults:
-            time.sleep(random.Random(f"{job.seed} {job.number} store").random() * 0.3)
-            if server is None:
-                Path(directory, "store").unlink(missing_ok=True)
-            else:
-                server.kill()
+        _disturb(job, directory, server, processes[job.victim])
         found, hung, faults = _results(job, pipes, start)
         for process in processes:
             process.kill()
             process.join()
     taken = [
-        {rank: each["kernels"][place] for rank, each in found.items() if place in each["kernels"]}
+        {rank: each["taken"][place] for rank, each in found.items() if place in each["taken"]}
         for place in range(len(job.problems(0)))
     ]
     spent = [ms for each in found.values() for ms in each["agreeing_ms"]]
     wrong = [text for each in found.values() for text in each["wrong"]]
     told = {rank: each["events"] for rank, each in found.items()}
     return Outcome(job, taken, told, spent, wrong, hung, time.perf_counter() - start, faults)
+
+
+def _disturb(job: Job, directory: str, server: Any, victim: Any) -> None:
+    """What happens to a store and a rank while ranks decide."""
+    chance = random.Random(f"{job.seed} {job.number} store")
+    if "store" in job.faults:
+        time.sleep(chance.random() * 0.3)
+        path, how = Path(directory, "store"), chance.random() < 0.5
+        if server is not None:
+            os.kill(server.pid, signal.SIGSTOP if how else signal.SIGKILL)
+        elif how:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_bytes(os.urandom(2048))
+    if "stopped" in job.faults:
+        time.sleep(chance.random() * 0.3)
+        os.kill(victim.pid, signal.SIGSTOP)
+        time.sleep(3 * LEASE_S)
+        os.kill(victim.pid, signal.SIGCONT)
 
 
 def _results(job: Job, pipes: Sequence[Connection], start: float) -> tuple[dict[int, Any], list[int], list[str]]:

@@ -10,6 +10,8 @@ from torch import nn
 import lz_compile as lz
 from lz_compile.ground import events
 from lz_compile.lowering import ops, rows
+from lz_compile.lowering.attention_attributes import AttentionAttrs
+from lz_compile.lowering.ops.attention import Operands
 from lz_compile.runtime.kernels.registry import kernels
 
 DECLARED = [
@@ -113,25 +115,80 @@ def test_what_nothing_covers_is_told():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     torch.compile(model, backend="layerzero")(torch.randn(3, 8))
     (event,) = [event for report in lz.reports() for event in report.events]
-    assert str(event.message) == "2 linears are not covered: a row may have other bits in another batch"
+    assert str(event.message) == (
+        "2 linears are not covered: a row may have other bits in another batch; "
+        "kernels whose rows have bits of their own give no gradients: use torch.no_grad()"
+    )
 
 
-@pytest.mark.parametrize("function", [nn.functional.cross_entropy, torch.inner, torch.cdist, nn.functional.mse_loss])
-def test_sums_by_any_name_are_told(function):
+def told(function, *inputs):
+    torch._dynamo.reset()
+    torch.compile(function, backend="layerzero")(*inputs)
+    events = [event for event in lz.reports()[-1].events if event.code == "NOT_BATCH_INVARIANT"]
+    return [str(event.message).partition(" not covered")[0] for event in events]
+
+
+@torch.library.custom_op("row_tests::total", mutates_args=())
+def total(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(0)
+
+
+@total.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+SUMS = [
+    (nn.functional.cross_entropy, "1 softmax is"), (torch.inner, "1 product is"), (torch.cdist, "1 product is"),
+    (nn.functional.mse_loss, "1 loss is"), (torch.kron, ""), (torch.logaddexp, ""),
+    (lambda x, y: torch.linalg.pinv(x @ y.T), "2 products are"), (lambda x, y: total(x) + y, "1 total (total) is"),
+    (lambda x, y: nn.functional.local_response_norm(x[None], 3) + y, "1 "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "expected"), SUMS)
+def test_sums_by_any_name_are_told_and_those_of_nobody_we_know(function, expected):
     lz.configure(deterministic="batch_invariant")
-    torch.compile(function, backend="layerzero")(torch.randn(3, 8), torch.rand(3, 8))
-    assert "NOT_BATCH_INVARIANT" in [event.code for report in lz.reports() for event in report.events]
+    found = told(function, torch.randn(3, 8), torch.rand(3, 8))
+    assert [each[: len(expected)] for each in found] == ([expected] if expected else [])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [(17, 2), (5, 7), (33, 64)])
-def test_where_a_row_stands_is_told_by_sizes_and_not_by_the_first_weight(shape, dtype):
-    """Of zeros, and of some weights by luck, all rows come out alike."""
-    rows.product(torch.randn(3, shape[0], dtype=dtype), torch.zeros(shape, dtype=dtype))
-    for _ in range(5):
-        left, right = torch.randn(19, shape[0], dtype=dtype), torch.randn(shape, dtype=dtype)
-        found = rows.product(left, right)
-        assert all(torch.equal(found[i : i + 1], rows.product(left[i : i + 1], right)) for i in range(19))
+def test_what_moves_elements_or_takes_them_one_by_one_is_not_told():
+    def moved(x, places):
+        x = torch.cat([x.roll(1, 0), x.flip(1)]).reshape(2, 3, 8).transpose(0, 1)[places]
+        x = nn.functional.pad(torch.where(x > 0, x.sigmoid(), x.exp() * 2), (1, 2))
+        return x.amax(-1), x.to(torch.bfloat16).tril(), places.cumsum(0), (x > 0).any(0), nn.functional.one_hot(places)
+
+    lz.configure(deterministic="batch_invariant")
+    assert told(moved, torch.randn(3, 8), torch.tensor([2, 0])) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (17, 2), (5, 7), (300, 33), (33, 64)])
+def test_a_linear_gives_a_row_the_same_bits_wherever_it_stands(shape, dtype):
+    inputs, outputs = shape
+    weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    left = torch.randn(37, inputs).to(dtype)
+    found = rows.linear(left, weight, bias)
+    expected = nn.functional.linear(left.double(), weight.double(), bias.double())
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02 if dtype.itemsize == 2 else 1e-4)
+    parts = [rows.linear(part, weight, bias) for part in left.split([1, 2, 15, 16, 3])]
+    assert torch.equal(found, torch.cat(parts))
+    assert torch.equal(found, rows.linear(left, weight.t().contiguous().t(), bias))
+
+
+@pytest.mark.parametrize("masked", [-1e4, -1e30, torch.finfo(torch.float32).min, -torch.inf])
+def test_padding_that_is_masked_by_any_large_number_leaves_no_trace(masked):
+    query, key, value = (torch.randn(2, 2, 21, 24) for _ in range(3))
+    keep = torch.ones(21, 21, dtype=torch.bool).tril()
+    bias = torch.zeros(1, 1, 21, 21).masked_fill(~keep, masked)
+    attrs = AttentionAttrs(has_bias=True, bias_can_mask=True)
+    run = kernels("attention")["lz.row_attention"].call
+    whole = run(Operands(query, key, value, bias=bias), attrs)
+    for before, behind in ((1, 0), (77, 5), (128, 300)):
+        padded = [nn.functional.pad(each, (0, 0, before, behind), value=3.0) for each in (key, value)]
+        over = nn.functional.pad(bias, (before, behind), value=masked)
+        assert torch.equal(run(Operands(query, *padded, bias=over), attrs), whole)
 
 
 def test_only_kernels_that_declare_it_are_chosen_and_the_others_say_why():

@@ -137,6 +137,32 @@ def test_a_rank_that_cannot_follow_moves_the_job_on_and_the_others_hear_of_it(jo
     assert decided(first) == moved.kernel.kernel_id
 
 
+def test_what_proves_wrong_on_the_deciding_rank_is_never_the_jobs(joined):
+    first, second = joined(0, kernel=TILED), joined(1, kernel=TILED)
+    proven = []
+
+    def why_not(kernel):
+        assert second.store.get(f"decision/{key_of(problem(), policy.current()).key}") is None
+        proven.append(kernel.kernel_id)
+        return Reason("VALIDATION_FAILED", "it is wrong here") if kernel.kernel_id == TILED else None
+
+    decision = first.decide(problem(), policy.current(), why_not=why_not)
+    assert proven == [TILED, decision.kernel.kernel_id]
+    assert decision.agreement.passed_over == {TILED: "rank 0 cannot run lz.tiled (it is wrong here)"}
+    with events.collect() as happened:
+        assert decided(second) == decision.kernel.kernel_id
+    assert [event.code for event in happened if event.code.startswith("RANKS")] == []
+
+
+def test_who_is_done_with_the_proof_first_decides(joined):
+    first, second = joined(0, kernel=TILED), joined(1, kernel=BLOCKED)
+
+    def while_it_proves(kernel):
+        assert decided(second) == BLOCKED
+
+    assert first.decide(problem(), policy.current(), why_not=while_it_proves).kernel.kernel_id == BLOCKED
+
+
 def test_several_ranks_move_on_until_all_can_follow(joined):
     first, second = joined(0, kernel=TILED), joined(1)
     decided(first)
@@ -279,6 +305,22 @@ def test_a_server_that_dies_costs_nobody_more_than_the_limit():
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize("becomes", ["missing", "another", "shorter"])
+def test_a_file_that_others_no_longer_read_is_a_store_that_is_lost(becomes, tmp_path, joined):
+    first, path = joined(0, 1), tmp_path / "store"
+    assert first.decide(problem(), policy.current()).agreement is not None
+    written = path.read_bytes()
+    if becomes == "missing":
+        path.unlink()
+    elif becomes == "shorter":
+        path.write_bytes(written[:100])
+    else:
+        (tmp_path / "other").write_bytes(written * 2)
+        (tmp_path / "other").replace(path)
+    with pytest.raises(StoreGoneError, match=r"written anew|did not answer"):
+        first.decide(problem(head_dim=32), policy.current())
+
+
 def test_ranks_that_say_nothing_are_waited_for_once(joined):
     first = joined(0, 4, TILED)
     with events.collect() as happened:
@@ -392,18 +434,26 @@ def test_random_jobs_agree_or_say_why_not():
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def test_random_jobs_would_see_ranks_that_differ_without_a_word():
-    drawn = random_jobs.Job.drawn(0, 0)
-    outcome = random_jobs.Outcome(
-        drawn, [{0: TILED, 1: SDPA}], {0: [], 1: [("RANKS_DIFFER", "")]}, [], ["x is wrong"], [1], 1.0
-    )
-    assert [*outcome.failures()] == [
-        "rank 1 did not finish in 60 s", "x is wrong", "problem 0: {0: 'lz.tiled', 1: 'torch.sdpa'}, and nothing says why",
-    ]  # fmt: skip
+def test_random_jobs_would_see_ranks_that_differ_without_a_word_of_that_problem():
+    def failures(first, second, told=()):
+        outcome = random_jobs.Outcome(
+            random_jobs.Job.drawn(0, 0), [{0: first, 1: second}], {0: [], 1: [*told]}, [], ["x is wrong"], [1], 1.0
+        )
+        return [*outcome.failures()]
+
+    silent = ["rank 1 did not finish in 60 s", "x is wrong"]
+    apart = [*silent, "problem 0: lz.tiled on rank 0, torch.sdpa on rank 1, and neither says why"]
+    tiled, sdpa = random_jobs.Taken(TILED, "key"), random_jobs.Taken(SDPA, "key")
+    assert failures(tiled, sdpa) == apart
+    assert failures(tiled, sdpa, [("RANKS_MOVED_ON", f"{SDPA}: why (problem other)"), ("STORE_LOST", "")]) == apart
+    assert failures(tiled, sdpa, [("RANKS_MOVED_ON", f"{SDPA}: why (problem key)")]) == silent
+    assert failures(tiled, replace(sdpa, passed_over=(BLOCKED,))) == apart
+    assert failures(tiled, replace(sdpa, passed_over=(TILED,))) == silent
+    assert failures(tiled, replace(sdpa, is_apart=True)) == silent
 
 
 @pytest.mark.parametrize(
-    ("size", "names"), [(2, ("pipeline", "ddp")), (2, ("fsdp", "tensor_parallel")), (4, ("pipeline", "ddp"))], ids=str
+    ("size", "names"), [(2, ("pipeline", "ddp", "fsdp", "tensor_parallel")), (4, ("pipeline", "ddp"))], ids=str
 )
 def test_models_of_several_processes_run_the_same_kernels_and_compute_the_same(size, names, tmp_path):
     variables = {

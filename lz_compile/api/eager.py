@@ -303,19 +303,24 @@ class _Problem:
 
 def _loaded(problem: Problem, present: Policy, attributes: Any, operands: Mapping[str, Any] | None) -> KernelSpec:
     """The kernel for a problem, or the best of the others where its library does not import, or it is proven wrong."""
-    decision, operation = decide(problem, present), problem.context.operation
-    if decision.refused_lock is not None:
-        events.record(decision.refused_lock.code, f"{operation}: {decision.refused_lock.message}")
-    failures: dict[str, list[Reason]] = {}
-    for kernel, _ in in_turn(decision, lambda: [*failures.values()][-1][-1], problem, present):
+    operation, failures = problem.context.operation, dict[str, list[Reason]]()
+
+    def why_not(kernel: KernelSpec) -> Reason | None:
         missing = kernel.load()
         if missing is None and operands is not None and not kernel.is_shipped:
             from lz_compile.passes.proof import eager_proof  # which chooses kernels in turn
 
             missing = eager_proof.why_not(kernel, operation.partition(".")[0], attributes, operands)
-        if missing is None:
+        if missing is not None:
+            failures[kernel.kernel_id] = [missing]
+        return missing
+
+    decision = decide(problem, present, why_not=why_not)
+    if decision.refused_lock is not None:
+        events.record(decision.refused_lock.code, f"{operation}: {decision.refused_lock.message}")
+    for kernel, _ in in_turn(decision, lambda: [*failures.values()][-1][-1], problem, present, why_not=why_not):
+        if why_not(kernel) is None:
             return kernel
-        failures[kernel.kernel_id] = [missing]
     raise NoKernelFoundError(operation, failures)
 
 

@@ -90,5 +90,6 @@ def _kernel(op: str, sample: Any, device: torch.device) -> KernelSpec | None:
     attrs, facts = sample.attrs, sample.facts
     if hasattr(ops.module(op), "EAGER_KERNEL"):
         return eager.kernel_for(op, attrs, facts, device)
-    decision = decide(Problem(contexts.of_facts(op, attrs, facts, device=device)), policy.current())
+    problem = Problem(contexts.of_facts(op, attrs, facts, device=device))
+    decision = decide(problem, policy.current(), why_not=lambda kernel: kernel.load())
     return next((each for each in decision.ranking if each.load() is None), None)

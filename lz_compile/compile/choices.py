@@ -24,6 +24,7 @@ from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.ranks import agree
+from lz_compile.runtime.ranks.job import WhyNot
 from lz_compile.runtime.tables import loaded as loaded_tables
 from lz_compile.runtime.tables.loaded import Loaded
 
@@ -66,20 +67,24 @@ class Choices:
         fusion = self.fusions.get(match.output)
         return id(match.kind), () if fusion is None else fusion.ops
 
-    def decide(self, match: Match) -> Decision:
-        """The kernel for a match."""
+    def decide(self, match: Match, why_not: WhyNot | None = None) -> Decision:
+        """The kernel for a match; ``why_not`` proves it where other ranks are to follow."""
         key = self.key(match)
         if key not in self.decisions:
-            self.decisions[key] = agree.decide(self.problem(match), self.policy, self.tables, writes=not self.is_dry)
+            given = self.problem(match), self.policy, self.tables
+            self.decisions[key] = agree.decide(*given, writes=not self.is_dry, why_not=why_not)
         return self.decisions[key]
 
     def choice(self, match: Match) -> Decision:
         """What would be decided now by this rank alone."""
         return select(self.problem(match), self.policy, self.tables)
 
-    def in_turn(self, match: Match, why_not: Callable[[], Reason]) -> Iterator[tuple[KernelSpec, Decision]]:
-        """The kernel for a match, and what to try instead whenever one has failed, which ``why_not`` says."""
-        return agree.in_turn(self.decide(match), why_not, self.problem(match), self.policy, self.tables)
+    def in_turn(
+        self, match: Match, why_failed: Callable[[], Reason], why_not: WhyNot
+    ) -> Iterator[tuple[KernelSpec, Decision]]:
+        """The kernel for a match, and what to try instead whenever one has failed, which ``why_failed`` says."""
+        given = self.problem(match), self.policy, self.tables
+        return agree.in_turn(self.decide(match), why_failed, *given, why_not=why_not)
 
     def subject(self, match: Match, kernel: KernelSpec) -> Match:
         """What a kernel replaces: the match, with those before it that the kernel computes along."""

@@ -6,10 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from torch import fx
 
 from lz_compile.compile.choices import Choices
+from lz_compile.compile.match_proofs import is_loaded, proven, why_not
 from lz_compile.compile.own_calls import selects_itself, with_own_kernel
 from lz_compile.compile.stages import State, timed
 from lz_compile.errors import RewriteFailedError
@@ -94,7 +96,8 @@ def tune(state: State) -> None:
         return
     failing = state if is_asked else replace(state, options=replace(options, strict=False))
     with timed(state.report, "tune"):
-        for match in {choices.key(match): match for match in reversed(state.matches)}.values():
+        pairs = [*zip(state.matches, state.entries, strict=True)]
+        for match, entry in {choices.key(match): (match, entry) for match, entry in reversed(pairs)}.values():
             fusion = choices.fusions.get(match.output)
             fusion = fusion if fusion is not None and fusion.ops else None
             try:
@@ -118,7 +121,7 @@ def tune(state: State) -> None:
                         )
                         choices.problems[choices.key(match)] = tuned
                         if whose == "mine":  # others wait for this
-                            choices.decide(match)
+                            choices.decide(match, partial(why_not, match, entry, state))
                 finally:
                     left_s -= time.perf_counter() - start
             except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
@@ -130,7 +133,7 @@ def choose(state: State) -> None:
     state.choices.is_dry = True
     for match, entry in zip(state.matches, state.entries, strict=True):
         decision = _decide(match, entry, state)
-        entry.kernel = next(kernel.kernel_id for kernel in decision.ranking if _is_loaded(kernel, entry))
+        entry.kernel = next(kernel.kernel_id for kernel in decision.ranking if is_loaded(kernel, entry))
         entry.kernel = _left(match) if entry.kernel == INDUCTOR else entry.kernel
         if entry.kernel not in (INDUCTOR, match.found.source_kernel):
             entry.reasons.append(Reason("NOT_PROVEN", "a dry run proves and rewrites nothing"))
@@ -207,7 +210,7 @@ def checkpoint(state: State) -> None:
 
 def _decide(match: Match, entry: MatchReport, state: State) -> Decision:
     with timed(state.report, "select"):
-        decision = state.choices.decide(match)
+        decision = state.choices.decide(match, partial(why_not, match, entry, state))
     entry.decide(decision, state.choices.problem(match), match.attributes)
     for refused in (decision.refused_lock, decision.refused_table, decision.refused_agreed):
         if refused is not None:
@@ -221,14 +224,6 @@ def _left(match: Match) -> str:
     return INDUCTOR if match.found.source_kernel is None or not selects_itself(match) else match.found.source_kernel
 
 
-def _is_loaded(kernel: KernelSpec, entry: MatchReport) -> bool:
-    """Whether a kernel's library can be imported; why not is noted."""
-    missing = kernel.load()
-    if missing is not None:
-        entry.reasons.append(missing)
-    return missing is None
-
-
 def _replace(match: Match, entry: MatchReport, state: State) -> None:
     """Rewrite with the best kernel that proves to be right; each that does not is quarantined."""
     if not any(node.users for node in match.outputs):
@@ -240,9 +235,10 @@ def _replace(match: Match, entry: MatchReport, state: State) -> None:
         entry.reasons.extend(state.choices.fusions[match.output].refused)
     if decision.refused_lock is not None and state.options.strict:
         raise RewriteFailedError(str(decision.refused_lock))
-    for kernel, following in state.choices.in_turn(match, lambda: entry.reasons[-1]):
+    last, proving = lambda: entry.reasons[-1], partial(why_not, match, entry, state)
+    for kernel, following in state.choices.in_turn(match, last, proving):
         entry.kernel, entry.why = kernel.kernel_id, following.why
-        if not _is_loaded(kernel, entry):
+        if not is_loaded(kernel, entry):
             if state.options.strict:
                 raise RewriteFailedError(str(entry.reasons[-1]))
             continue
@@ -294,16 +290,7 @@ def _settles(match: Match, kernel: KernelSpec, entry: MatchReport, state: State)
 def _replaced(match: Match, kernel: KernelSpec, entry: MatchReport, state: State) -> bool:
     """Whether a kernel is the last one to try: it was put in, or nothing may be; one that proves wrong is quarantined."""
     subject = state.choices.subject(match, kernel)
-    with timed(state.report, "validate", operation=match.op, kernel=kernel.kernel_id, where=match.where) as span:
-        verdict = state.choices.prove(subject, kernel)
-        span.set(is_proven=verdict.ok, reason=None if verdict.ok else str(verdict.reason))
-    entry.validation = {"kernel": kernel.kernel_id, **verdict.to_dict()}
-    if not verdict.ok:
-        text = f"{kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"
-        events.record("VALIDATION_FAILED", text)
-        entry.reasons.append(Reason("VALIDATION_FAILED", f"{kernel.kernel_id}: {verdict.reason}"))
-        if state.options.strict:
-            raise RewriteFailedError(text)
+    if not proven(match, kernel, entry, state):
         return False
     if not _holds(match):
         entry.kernel, entry.validation = INDUCTOR, None

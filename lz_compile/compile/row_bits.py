@@ -14,29 +14,23 @@ from lz_compile.lowering import rows
 from lz_compile.passes.editing.edit import Rewrite
 from lz_compile.passes.graph.modes import Ambient, ambient_of, grad_enabled
 from lz_compile.passes.graph.view import read, tensor_of
+from lz_compile.passes.proof.row_dependence import why_dependent
 
-#: Calls that stay PyTorch's or Inductor's and sum over something, as people call them.
-_SUMMING: Mapping[str, str] = {
-    "linear": "linear",
+#: What people call operators of ATen that sum, by the beginning of their names; others go by their own.
+_NAMES: Mapping[str, str] = {
+    **dict.fromkeys("mm addmm bmm baddbmm addbmm dot vdot mv addmv addr _trilinear _cdist linalg".split(), "product"),
+    "_scaled_dot_product": "attention",
+    **dict.fromkeys("_softmax _log_softmax logsumexp _safe_softmax".split(), "softmax"),
+    **dict.fromkeys("native_layer_norm native_group_norm _fused_rms_norm native_batch_norm".split(), "norm"),
+    **dict.fromkeys("_native_batch_norm batch_norm cudnn_batch_norm".split(), "norm"),
+    **dict.fromkeys("sum mean var std norm prod nansum nanmean trace".split(), "reduction"),
+    **dict.fromkeys("nll_loss mse_loss smooth_l1_loss huber_loss binary_cross_entropy".split(), "loss"),
     **dict.fromkeys(
-        "matmul mm bmm addmm baddbmm addbmm einsum dot mv tensordot bilinear inner trace".split(), "product"
+        "index_add scatter_add scatter_reduce index_reduce _embedding_bag index_put".split(), "scattered sum"
     ),
-    **dict.fromkeys("vecdot linalg_vecdot multi_dot linalg_multi_dot cdist cosine_similarity".split(), "product"),
-    **dict.fromkeys("linalg_solve linalg_inv linalg_cholesky pairwise_distance".split(), "product"),
-    "scaled_dot_product_attention": "attention",
-    "multi_head_attention_forward": "attention",
-    **dict.fromkeys("softmax log_softmax logsumexp softmin gumbel_softmax".split(), "softmax"),
-    **dict.fromkeys("layer_norm rms_norm group_norm batch_norm instance_norm normalize".split(), "norm"),
-    **dict.fromkeys("sum mean var std norm linalg_norm vector_norm linalg_vector_norm".split(), "reduction"),
-    **dict.fromkeys("var_mean std_mean prod nansum nanmean cov".split(), "reduction"),
-    **dict.fromkeys("cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div".split(), "loss"),
-    **dict.fromkeys("binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss".split(), "loss"),
-    **dict.fromkeys(
-        "index_add scatter_add scatter_reduce index_reduce embedding_bag bincount".split(), "scattered sum"
-    ),
-    **dict.fromkeys("cumsum cumprod logcumsumexp".split(), "running sum"),
-    **{f"{kind}{dims}d": "convolution" for kind in ("conv", "conv_transpose") for dims in (1, 2, 3)},
-    **{f"{kind}avg_pool{dims}d": "pooling" for kind in ("", "adaptive_") for dims in (1, 2, 3)},
+    **dict.fromkeys("cumsum cumprod logcumsumexp _logcumsumexp".split(), "running sum"),
+    **dict.fromkeys("convolution _convolution mkldnn_convolution".split(), "convolution"),
+    **dict.fromkeys("avg_pool adaptive_avg_pool _adaptive_avg_pool".split(), "pooling"),
     **dict.fromkeys("scan associative_scan while_loop flex_attention".split(), "loop"),
 }
 
@@ -90,12 +84,27 @@ def tell_uncovered(state: State) -> None:
     """An event that counts what may give a row other bits in another batch."""
     if not is_wanted(state):
         return
-    calls = [call for node in state.module.graph.nodes if (call := read(node)) is not None]
-    counts = Counter(_SUMMING[call.name] for call in calls if call.name in _SUMMING)
+    nodes = state.module.graph.nodes
+    uncovered = {node: why for node in nodes if (why := why_dependent(node))}
+    counts = Counter(_called(node, why) for node, why in uncovered.items())
     if counts:
         told = ", ".join(f"{count} {_several(kind) if count > 1 else kind}" for kind, count in counts.items())
         are = "is" if sum(counts.values()) == 1 else "are"
-        events.record("NOT_BATCH_INVARIANT", f"{told} {are} not covered: a row may have other bits in another batch")
+        text = f"{told} {are} not covered: a row may have other bits in another batch"
+        is_training = any(result.requires_grad for result in map(tensor_of, uncovered) if result is not None)
+        why = (
+            "; kernels whose rows have bits of their own give no gradients: use torch.no_grad()" if is_training else ""
+        )
+        events.record("NOT_BATCH_INVARIANT", text + why)
+
+
+def _called(node: fx.Node, operator: str) -> str:
+    """What people call a call that comes to an operator."""
+    call = read(node)
+    if call is not None and call.name == "linear":
+        return "linear"
+    names = [name for name in _NAMES if operator.startswith(name)]
+    return _NAMES[max(names, key=len)] if names else f"{call.name if call else node.target} ({operator})"
 
 
 def _several(kind: str) -> str:

@@ -1,89 +1,96 @@
-"""Rows whose bits depend on nothing but themselves: everything is computed in pieces of one size, filled up with zeros.
+"""Linears whose rows have bits of their own: rows lie in the lanes of vectors, and every output is one chain of sums.
 
-Which code a library runs, in which order it sums and where its vectors end follows from sizes. Where a row stands in a
-piece must not matter either; of a product that is tried once for each size, and where it does, rows are computed one by one.
+Sums are made over pieces of the inputs of one size, and then over the pieces: that rounds less than one long chain.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
-
 import torch
 
-from lz_compile.lowering.kernel_operator import Kernel
 from lz_compile.lowering.opaque import opaque
-
-#: Rows of a piece: a multiple of the elements of two vector registers, so that no vector ends within a row.
-TILE = 64
-#: Rows of a product, most of which are zeros where one row is wanted.
-PRODUCT_ROWS = 16
-#: Rows by which it is tried whether places matter: by one alone, rounding may hide it.
-_PROBES = 16
-_same: dict[tuple[Any, ...], bool] = {}
-
-
-def in_tiles(op: ModuleType, kernel: Kernel, x: Any, attrs: Any) -> torch.Tensor:
-    """What a kernel gives for an op of rows (``N`` in its legend), one piece of them after the other."""
-    result: torch.Tensor = op.fake(x, attrs)
-    count = result.shape[0]
-    for start in range(0, count, TILE):
-        piece = {
-            name: filled_up(each[start : start + TILE], TILE) if _has_rows(op, name, each, count) else each
-            for name, each in x.given().items()
-        }
-        stop = min(start + TILE, count)
-        result[start:stop] = kernel(type(x)(**piece), attrs)[: stop - start]
-    return result
-
-
-def _has_rows(op: ModuleType, name: str, operand: Any, count: int) -> bool:
-    return isinstance(operand, torch.Tensor) and op.SHAPES[name].split()[0][0] == "N" and operand.shape[0] == count
-
-
-def filled_up(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """A tensor with zeros behind its rows, in memory of its own."""
-    found = tensor.new_zeros(rows, *tensor.shape[1:])
-    found[: tensor.shape[0]] = tensor
-    return found
-
-
-def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """``left @ right``, ``[M, K]`` and ``[K, N]``, in pieces of the rows of ``left``."""
-    if not left.shape[0]:
-        return left @ right
-    rows = PRODUCT_ROWS if _is_same_everywhere(right, left.dtype) else 1
-    pieces = (left[start : start + rows] for start in range(0, left.shape[0], rows))
-    return torch.cat([torch.mm(filled_up(piece, rows), right)[: piece.shape[0]] for piece in pieces])
-
-
-def _is_same_everywhere(right: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a row has the same bits wherever it stands in a piece, whatever is in it: of a size, this is known once."""
-    key = (right.shape, right.stride(), dtype, right.device, torch.get_num_threads())
-    if key not in _same:
-        other = torch.empty_strided(right.shape, right.stride(), dtype=right.dtype, device=right.device)
-        other.copy_(_waves(right.shape[0], right.shape[1], 0.37, right))
-        rows = _waves(_PROBES, right.shape[0], 0.7, right)
-        found = [torch.mm(row.expand(PRODUCT_ROWS, -1).contiguous(), other) for row in rows]
-        _same[key] = all(bool((each == each[:1]).all()) for each in found)
-    return _same[key]
-
-
-def _waves(rows: int, columns: int, step: float, like: torch.Tensor) -> torch.Tensor:
-    """Numbers without a pattern."""
-    found = torch.arange(rows * columns, dtype=torch.float64, device=like.device)
-    return found.mul_(step).sin_().to(like.dtype).view(rows, columns)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    found = product(input.reshape(-1, input.shape[-1]), weight.t())
-    found = found if bias is None else found.add_(bias)
-    return found.view(*input.shape[:-1], weight.shape[0])
+    from lz_compile.lowering.cpp import rows
+
+    found = _fake_linear(input, weight, bias)
+    if not found.numel():
+        return found
+    flat, acc = input.reshape(-1, input.shape[-1]), rows.wide(input.dtype)
+    added = None if bias is None else bias.to(acc).contiguous()
+    run = rows.function(_BODY, acc, Stored=input.dtype)
+    rows.call(run, [flat, weight, added, found], [*flat.shape, weight.shape[0], *flat.stride(), *weight.stride()])
+    return found
 
 
 def _fake_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
-#: ``torch.nn.functional.linear`` for inference; nothing completes a call, for that would be another one.
+_BODY = """
+constexpr int64_t kTerms = 256, kOutputs = 16;
+
+struct Problem { int64_t rows, inputs, outputs, row_stride, stride, output_stride, weight_stride, threads; };
+
+// kOutputs outputs of some rows, whose inputs lie in lanes. Sums of pieces are added to sums.
+template <int kVectors>
+static void outputs_of(const Problem& p, const Stored* weight, int64_t many, const Acc* lanes, Acc* sums, Acc* copies) {
+  constexpr int64_t stride = kVectors * kLanes;
+  Acc parts[kOutputs * stride];
+  const Acc* items[kOutputs];
+  std::memset(sums, 0, many * stride * sizeof(Acc));
+  for (int64_t k = 0; k < p.inputs; k += kTerms) {
+    const int64_t count = std::min(kTerms, p.inputs - k);
+    for (int64_t i = 0; i < many; ++i) {
+      const Stored* from = weight + i * p.output_stride + k * p.weight_stride;
+      items[i] = numbers(from, p.weight_stride, count, copies + i * kTerms);
+    }
+    std::memset(parts, 0, many * stride * sizeof(Acc));
+    add_items<kVectors>(items, many, lanes + k * stride, stride, count, parts);
+    for (int64_t i = 0; i < many * stride; ++i) sums[i] += parts[i];
+  }
+}
+
+template <int kVectors>
+static void linear(const Problem& p, const Stored* input, const Stored* weight, const Acc* bias, Stored* out) {
+  constexpr int64_t stride = kVectors * kLanes;
+  const int64_t tiles = (p.rows + stride - 1) / stride, groups = (p.outputs + kOutputs - 1) / kOutputs;
+  std::vector<Acc> lanes(tiles * stride * p.inputs, Acc(0));
+#pragma omp parallel num_threads(p.threads)
+  {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < p.rows; ++row) {
+      Acc* to = lanes.data() + row / stride * stride * p.inputs + row % stride;
+      const Stored* from = input + row * p.row_stride;
+      for (int64_t k = 0; k < p.inputs; ++k) to[k * stride] = static_cast<Acc>(from[k * p.stride]);
+    }
+    std::vector<Acc> copies(kOutputs * kTerms);
+    Acc sums[kOutputs * stride];
+    // A group of outputs is read once for all rows that follow each other.
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < groups * tiles; ++task) {
+      const int64_t tile = task % tiles, first = task / tiles * kOutputs, many = std::min(kOutputs, p.outputs - first);
+      const Acc* own = lanes.data() + tile * stride * p.inputs;
+      outputs_of<kVectors>(p, weight + first * p.output_stride, many, own, sums, copies.data());
+      const int64_t rows = std::min(stride, p.rows - tile * stride);
+      for (int64_t r = 0; r < rows; ++r) {
+        Stored* to = out + (tile * stride + r) * p.outputs + first;
+        for (int64_t i = 0; i < many; ++i) {
+          to[i] = static_cast<Stored>(sums[i * stride + r] + (bias ? bias[first + i] : Acc(0)));
+        }
+      }
+    }
+  }
+}
+
+extern "C" void run(const void* const* operands, const int64_t* sizes, const double*) {
+  Problem p;
+  std::memcpy(&p, sizes, sizeof(p));
+  if (p.rows * p.inputs * p.outputs < 65536) p.threads = 1;
+  const auto run = p.rows <= kLanes ? linear<1> : linear<2>;
+  run(p, (const Stored*)operands[0], (const Stored*)operands[1], (const Acc*)operands[2], (Stored*)operands[3]);
+}
+"""
+
+#: ``torch.nn.functional.linear``; nothing completes a call, for that would be another one.
 linear = opaque("row_linear", _linear, _fake_linear)

@@ -26,7 +26,7 @@ from lz_compile.runtime.measure import cost
 from lz_compile.runtime.policy import policy as policies
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.ranks import cards
-from lz_compile.runtime.ranks.job import Job
+from lz_compile.runtime.ranks.job import Job, WhyNot
 from lz_compile.runtime.ranks.lease import Lease, Turn
 from lz_compile.runtime.ranks.problem_key import key_of
 from lz_compile.runtime.ranks.store import StoreGoneError
@@ -113,7 +113,12 @@ def known(policy: Policy) -> dict[str, Any]:
 
 
 def decide(
-    problem: Problem, policy: Policy, tables: Sequence[Loaded] | None = None, *, writes: bool = True
+    problem: Problem,
+    policy: Policy,
+    tables: Sequence[Loaded] | None = None,
+    *,
+    writes: bool = True,
+    why_not: WhyNot | None = None,
 ) -> Decision:
     """The kernel for a problem: as :func:`select` has it, in a job of several ranks the one that they agreed on.
 
@@ -122,6 +127,8 @@ def decide(
         policy: what the user wants.
         tables: dispatch tables (None: those that this process loaded).
         writes: whether what is chosen here may become the job's decision; not where somebody only asks.
+        why_not: proves a kernel on this rank before it becomes the job's decision. Without a job nobody is to be told
+            anything, and whoever asked proves what is chosen.
 
     Raises:
         NoKernelFoundError: nothing can run an eager call.
@@ -131,7 +138,7 @@ def decide(
     if job is None:
         return select(problem, policy, tables)
     try:
-        return job.decide(problem, policy, tables, writes=writes)
+        return job.decide(problem, policy, tables, writes=writes, why_not=why_not)
     except StoreGoneError as error:
         _lost(error)
         return _by_priors(problem, policy, tables, error)
@@ -139,14 +146,17 @@ def decide(
 
 def in_turn(
     decision: Decision,
-    why_not: Callable[[], Reason],
+    why_failed: Callable[[], Reason],
     problem: Problem,
     policy: Policy,
     tables: Sequence[Loaded] | None = None,
+    *,
+    why_not: WhyNot | None = None,
 ) -> Iterator[tuple[KernelSpec, Decision]]:
     """The kernel of a decision, and, whenever the next one is asked for because it failed, what to try instead.
 
-    In a job of several ranks that is what all of them move on to; ``why_not`` says then why the last one failed.
+    In a job of several ranks that is what all of them move on to; ``why_failed`` says then why the last one failed, and
+    ``why_not`` proves what comes next before the others hear of it.
     """
     job = None if decision.agreement is None else _joined(policy)
     if job is None:
@@ -159,9 +169,9 @@ def in_turn(
         except GeneratorExit:  # nobody asks for another one
             job.take(decision)
             raise
-        failed[decision.kernel.kernel_id] = why_not()
+        failed[decision.kernel.kernel_id] = why_failed()
         try:
-            decision = job.move_on(failed, problem, policy, tables)
+            decision = job.move_on(failed, problem, policy, tables, why_not)
         except StoreGoneError as error:
             _lost(error)
             yield from ((each, decision) for each in decision.ranking if each.kernel_id not in failed)

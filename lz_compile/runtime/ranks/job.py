@@ -10,11 +10,10 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Struct
 
 from lz_compile.ground import events, health
 from lz_compile.ground.reasons import Reason
@@ -22,12 +21,14 @@ from lz_compile.runtime.choose.agreed import Agreed, Agreement
 from lz_compile.runtime.choose.problem import Decision, Problem
 from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels import registry
+from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.policy.settings import RanksSettings
 from lz_compile.runtime.problem import decision_tree
 from lz_compile.runtime.ranks import cards
-from lz_compile.runtime.ranks.cards import Card, Table, listed
+from lz_compile.runtime.ranks.cards import Card, listed
+from lz_compile.runtime.ranks.heard import Heard, News
 from lz_compile.runtime.ranks.problem_key import ProblemKey, key_of
 from lz_compile.runtime.ranks.store import JobStore, StoreGoneError
 from lz_compile.runtime.tables.loaded import Loaded
@@ -40,37 +41,12 @@ _PAUSE_S = 0.02
 _AT_ONCE = 64
 
 Kept = TypeVar("Kept")
-
-
-class News(Struct, frozen=True, kw_only=True):
-    """Something that a rank said after it had joined: its card is another one, or the job moved on from a kernel."""
-
-    rank: int
-    key: str = ""
-    kernel: str = ""
-    why: str = ""
+#: Why a kernel proves wrong on this rank; None: it is right.
+WhyNot: TypeAlias = Callable[[KernelSpec], Reason | None]
 
 
 _cards, _tables = msgspec.json.Decoder(Card), msgspec.json.Decoder(dict[str, dict[str, str]])
 _news = msgspec.json.Decoder(News)
-
-
-@dataclass
-class _Heard:
-    """What is known of the others by now; ``seen`` counts the news that were read, ``settled`` are decisions by key.
-
-    ``taken`` are the kernels that this rank has compiled, by key; ``is_told`` says that nobody came since it was told who
-    differs.
-    """
-
-    cards: dict[int, Card] = field(default_factory=dict)
-    tables: dict[str, Table] = field(default_factory=dict)
-    settled: dict[str, Agreed] = field(default_factory=dict)
-    missing: set[int] = field(default_factory=set)
-    seen: int = 0
-    has_waited: bool = False
-    taken: dict[str, set[str]] = field(default_factory=dict)
-    is_told: bool = True
 
 
 class Job:
@@ -88,7 +64,7 @@ class Job:
         self.rank, self.size, self.settings, self._wishes = rank, size, settings, wishes
         self.store = JobStore(store, settings.timeout_s)
         self._lock = threading.RLock()
-        self._heard = _Heard(missing={*range(size)} - {rank})
+        self._heard = Heard(missing={*range(size)} - {rank})
         self._kinds = cards.kinds_here()
         self._versions: tuple[int, ...] = ()
         try:
@@ -99,7 +75,13 @@ class Job:
     # ---- decisions ----------------------------------------------------------------------------------------------------
 
     def decide(
-        self, problem: Problem, policy: Policy, tables: Sequence[Loaded] | None = None, *, writes: bool = True
+        self,
+        problem: Problem,
+        policy: Policy,
+        tables: Sequence[Loaded] | None = None,
+        *,
+        writes: bool = True,
+        why_not: WhyNot | None = None,
     ) -> Decision:
         """The kernel for a problem, the same on every rank that can run it.
 
@@ -108,6 +90,7 @@ class Job:
             policy: what the user wants.
             tables: dispatch tables of this compile.
             writes: whether what this rank would take becomes the job's decision where there is none.
+            why_not: proves a kernel before it becomes the job's (None: nothing is to be proven).
 
         Raises:
             StoreGoneError: the store cannot be asked; what was settled by then is still known.
@@ -120,17 +103,18 @@ class Job:
             elsewhere = self._elsewhere(problem, key.kind)
             data = self.store.get(f"decision/{key.key}")
             if data is None:
-                decision = select(problem, policy, tables, elsewhere=elsewhere)
                 if not writes:
-                    return decision
-                wanted = self._agreed(decision, key)
+                    return select(problem, policy, tables, elsewhere=elsewhere)
+                # Nobody waits for this proof: a rank that is done with its own by then decides instead.
+                decision, failed = self._proven(problem, policy, tables, elsewhere, why_not)
+                wanted = msgspec.structs.replace(self._agreed(decision, key), passed_over=failed)
                 data = self._exchange(key, b"", wanted.encoded())
                 if data == wanted.encoded():
                     self._heard.settled[key.key] = wanted
                     return self._shared(decision, wanted, key)
             settled = self._heard.settled[key.key] = self._decoded(data, Agreed.decoded)
             self._tell_other(settled, problem)
-        return self._followed(settled, key, problem, policy, tables, writes=writes)
+        return self._followed(settled, key, problem, policy, tables, writes=writes, why_not=why_not)
 
     def move_on(
         self,
@@ -138,6 +122,7 @@ class Job:
         problem: Problem,
         policy: Policy,
         tables: Sequence[Loaded] | None = None,
+        why_not: WhyNot | None = None,
     ) -> Decision:
         """What the job runs instead of kernels that it agreed on, and that this rank cannot run.
 
@@ -146,6 +131,7 @@ class Job:
             problem: as it was.
             policy: as it was.
             tables: as they were.
+            why_not: as it was.
 
         Raises:
             StoreGoneError: the store cannot be asked.
@@ -167,7 +153,8 @@ class Job:
                     return self._shared(found, held, key)
                 failed = {**failed, held.kernel: found.refused_agreed}
                 continue
-            found = select(problem, policy, tables, elsewhere=elsewhere)
+            found, wrong = self._proven(problem, policy, tables, elsewhere, why_not)
+            passed_over |= wrong
             wanted = msgspec.structs.replace(self._agreed(found, key), passed_over=passed_over)
             if self._exchange(key, data, wanted.encoded()) == wanted.encoded():
                 self._heard.settled[key.key] = wanted
@@ -184,6 +171,23 @@ class Job:
         if decision.agreement is not None:
             self._heard.taken.setdefault(decision.agreement.key, set()).add(decision.kernel.kernel_id)
 
+    def _proven(
+        self,
+        problem: Problem,
+        policy: Policy,
+        tables: Sequence[Loaded] | None,
+        elsewhere: Mapping[str, Reason],
+        why_not: WhyNot | None,
+    ) -> tuple[Decision, dict[str, tuple[int, str]]]:
+        """What this rank takes and has proven, and what proved wrong before, as it is kept."""
+        failed: dict[str, tuple[int, str]] = {}
+        while True:
+            found = select(problem, policy, tables, elsewhere={**elsewhere, **_passed_over(failed)})
+            why = None if why_not is None or found.kernel.kernel_id in failed else why_not(found.kernel)
+            if why is None:
+                return found, failed
+            failed[found.kernel.kernel_id] = (self.rank, why.message)
+
     def _followed(
         self,
         settled: Agreed,
@@ -193,12 +197,13 @@ class Job:
         tables: Sequence[Loaded] | None,
         *,
         writes: bool,
+        why_not: WhyNot | None,
     ) -> Decision:
         elsewhere = _passed_over(settled.passed_over)
         found = select(problem, policy, tables, elsewhere=elsewhere, agreed=self._here(settled, key))
         if found.refused_agreed is not None and writes:
             events.record(found.refused_agreed.code, f"{problem.context.operation}: {found.refused_agreed.message}")
-            return self.move_on({settled.kernel: found.refused_agreed}, problem, policy, tables)
+            return self.move_on({settled.kernel: found.refused_agreed}, problem, policy, tables, why_not)
         return self._shared(found, settled, key)
 
     def _agreed(self, decision: Decision, key: ProblemKey) -> Agreed:
@@ -355,7 +360,8 @@ class Job:
             self._tell_moved(news)
 
     def _tell_moved(self, news: News) -> None:
-        text = f"rank {news.rank} cannot run {news.kernel}, which this rank has compiled by now: {news.why}"
+        text = f"rank {news.rank} cannot run {news.kernel}, which this rank has compiled by now"
+        text = f"{text}: {news.why} (problem {news.key})"
         events.record("RANKS_MOVED_ON", f"{text}. Call torch._dynamo.reset() on this rank to follow")
 
     def _decoded(self, data: bytes, decode: Callable[[bytes], Kept]) -> Kept:

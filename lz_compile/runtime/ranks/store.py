@@ -6,11 +6,12 @@ then on the store counts as gone, and everybody decides alone.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,6 +26,30 @@ class StoreGoneError(Exception):
     """The store cannot be asked any more; the text says why."""
 
 
+class _File:
+    """The file of a ``FileStore``, which only ever grows; its process answers from memory, whatever became of the file."""
+
+    def __init__(self, store: Any) -> None:
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        self._path: str | None = getattr(store, "path", None)
+        self._number = self._size = 0
+
+    def check(self) -> None:
+        """Whether what was written is where others read it.
+
+        Raises:
+            OSError: the file is gone.
+            RuntimeError: it is another one, or shorter than it was.
+        """
+        if self._path is None:
+            return
+        now = os.stat(self._path)
+        if now.st_ino != (self._number or now.st_ino) or now.st_size < self._size:
+            raise RuntimeError(f"{self._path} was written anew")
+        self._number, self._size = now.st_ino, now.st_size
+
+
 class JobStore:
     """A store of ``torch.distributed``, asked for ``timeout_s`` seconds at most. Threads may share one.
 
@@ -37,6 +62,7 @@ class JobStore:
         self._given: Any = store
         self._own: Any = None
         self._pid = os.getpid()
+        self._file = _File(store)
         self._questions: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -83,6 +109,8 @@ class JobStore:
         try:
             found: Answer = answer.result(self.timeout_s)
         except TimeoutError:
+            # A thread that comes back from C++ when Python has ended aborts the process.
+            atexit.register(wait, [answer], _SLACK * self.timeout_s)
             raise self.give_up(f"it did not answer within {self.timeout_s:g} s") from None
         except Exception as error:  # torch's stores raise RuntimeErrors of many kinds, all of which mean this
             raise self.give_up(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
@@ -94,7 +122,9 @@ class JobStore:
             if not answer.set_running_or_notify_cancel():
                 continue
             try:
-                answer.set_result(question(self._connected()))
+                found = question(self._connected())
+                self._file.check()
+                answer.set_result(found)
             except Exception as error:  # noqa: BLE001 whoever asked raises it
                 answer.set_exception(error)
 

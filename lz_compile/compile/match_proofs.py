@@ -1,0 +1,48 @@
+"""A kernel for a match on this rank: whether its library imports, and whether it proves to be right."""
+
+from __future__ import annotations
+
+from lz_compile.compile.stages import State, timed
+from lz_compile.errors import RewriteFailedError
+from lz_compile.ground import events
+from lz_compile.ground.reasons import Reason
+from lz_compile.passes.rewriting.match import Match
+from lz_compile.report.report import MatchReport
+from lz_compile.runtime.kernels.kernel import KernelSpec
+
+
+def is_loaded(kernel: KernelSpec, entry: MatchReport) -> bool:
+    """Whether a kernel's library can be imported; why not is noted."""
+    missing = kernel.load()
+    if missing is not None:
+        entry.reasons.append(missing)
+    return missing is None
+
+
+def proven(match: Match, kernel: KernelSpec, entry: MatchReport, state: State) -> bool:
+    """Whether a kernel is right for a match; it is quarantined if not."""
+    subject = state.choices.subject(match, kernel)
+    with timed(state.report, "validate", operation=match.op, kernel=kernel.kernel_id, where=match.where) as span:
+        verdict = state.choices.prove(subject, kernel)
+        span.set(is_proven=verdict.ok, reason=None if verdict.ok else str(verdict.reason))
+    entry.validation = {"kernel": kernel.kernel_id, **verdict.to_dict()}
+    if not verdict.ok:
+        text = f"{kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"
+        events.record("VALIDATION_FAILED", text)
+        entry.reasons.append(Reason("VALIDATION_FAILED", f"{kernel.kernel_id}: {verdict.reason}"))
+        if state.options.strict:
+            raise RewriteFailedError(text)
+    return verdict.ok
+
+
+def why_not(match: Match, entry: MatchReport, state: State, kernel: KernelSpec) -> Reason | None:
+    """Why other ranks are not to follow with a kernel: on this one it does not load, or proves wrong."""
+    if kernel.call is None or kernel.kernel_id == match.found.source_kernel:
+        return None
+    try:
+        is_right = is_loaded(kernel, entry) and proven(match, kernel, entry, state)
+    except Exception as error:  # noqa: BLE001 as where it is put in: it is an event, and the next one is tried
+        state.fail("REWRITE_FAILED", f"{kernel.kernel_id} for {match.op} at {match.where} is no candidate", error)
+        entry.reasons.append(Reason("REWRITE_FAILED", f"{kernel.kernel_id}: {type(error).__name__}: {error}"))
+        return entry.reasons[-1]
+    return None if is_right else entry.reasons[-1]

@@ -1,0 +1,96 @@
+"""Which calls may give a row other bits in another batch: all that are not known to compute element by element.
+
+A call is run on fake tensors, and the operators that it comes to are asked: PyTorch says of its own which of them work on
+one element at a time, and which give views. What is known of nobody, operators of other libraries too, may sum in any order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lz_compile.ground.isolation import isolated
+from lz_compile.passes.graph.view import value_of
+from lz_compile.passes.proof.running import run
+
+#: Operators of ATen that move or look up elements, or whose results no order changes: the largest, whether any is true.
+_EXACT = frozenset(
+    (
+        *"_to_copy copy fill zero cat stack index gather embedding repeat constant_pad_nd index_select take".split(),
+        *"slice_scatter select_scatter diagonal_scatter as_strided_scatter index_put index_copy index_fill".split(),
+        *"scatter masked_scatter masked_select flip roll tril triu one_hot nonzero _local_scalar_dense".split(),
+        *"max min amax amin aminmax argmax argmin any all equal cummax cummin max_pool2d_with_indices".split(),
+        *"pixel_shuffle pixel_unshuffle channel_shuffle repeat_interleave unfold lift_fresh set resize".split(),
+        *"_reshape_copy _unsafe_view _assert_async _assert_scalar upsample_nearest1d upsample_nearest2d".split(),
+        *"empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split(),
+        *"copysign reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d".split(),
+    )
+)
+#: Operators that call graphs, which are looked at by themselves.
+_CALLERS = frozenset(("cond", "invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"))
+#: Namespaces of operators: ours are kernels, of which the policy takes what declares it; the others guard and profile.
+_OTHERS = frozenset(("layerzero", "prim", "prims_guard", "profiler"))
+
+
+class _Listing(TorchDispatchMode):
+    """Notes the operators that may sum."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch says no types
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it."""
+        if not _is_exact(operator, args, kwargs or {}):
+            self.found.append(operator.overloadpacket.__name__)
+        return operator(*args, **(kwargs or {}))
+
+
+def _is_exact(operator: Any, args: Any, kwargs: Any) -> bool:
+    if operator.namespace in _OTHERS or operator.is_view or torch.Tag.pointwise in operator.tags:
+        return True
+    name = operator.overloadpacket.__name__.removesuffix("_")
+    if operator.namespace == "aten" and name in _EXACT:
+        return not (name == "index_put" and ((len(args) > 3 and args[3]) or kwargs.get("accumulate")))
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    return not any(each.is_floating_point() or each.is_complex() for each in tensors)  # integers have one sum
+
+
+def why_dependent(node: fx.Node) -> str:
+    """By which operator a call may give a row other bits in another batch; empty where it does not."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    if isinstance(node.target, HigherOrderOperator):
+        return "" if node.target.name() in _CALLERS else node.target.name()
+    listing = _Listing()
+    try:
+        with isolated(), FakeTensorMode(allow_non_fake_inputs=True), listing:
+            run([node], {each: _known(each) for each in node.all_input_nodes})
+    except Exception as error:  # noqa: BLE001 whatever a call raises without its surroundings, it is told
+        return f"unknown ({type(error).__name__})"
+    return listing.found[0] if listing.found else ""
+
+
+def _known(node: fx.Node) -> Any:
+    """A value like a node's, at the sizes that were traced, in the fake mode that is on."""
+
+    def like(each: Any) -> Any:
+        if isinstance(each, torch.Tensor):
+            sizes = [[_hint(size) for size in of] for of in (each.shape, each.stride())]
+            return torch.empty_strided(*sizes, dtype=each.dtype, device=each.device)
+        return _hint(each)
+
+    value = value_of(node)
+    if value is None:
+        raise LookupError(f"nothing is known of {node.name}")
+    return pytree.tree_map(like, value)
+
+
+def _hint(number: Any) -> Any:
+    return number.node.require_hint() if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else number
