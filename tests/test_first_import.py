@@ -16,7 +16,7 @@ import pytest
 
 from lz_compile.ground import events
 from lz_compile.ground.store import Store
-from lz_compile.runtime.kernels import first_import, libraries, registry
+from lz_compile.runtime.kernels import first_import, import_trial, libraries, registry
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.libraries import LazyFunction
 from lz_compile.tools import diagnosis, installation
@@ -60,7 +60,7 @@ def built(tmp_path, monkeypatch) -> Callable[[str, str], LazyFunction]:
 def test_a_library_that_aborts_when_it_is_imported_is_refused_and_the_process_goes_on(built):
     function = built("lz_test_aborts", ABORTS)
     with events.collect() as happened:
-        reasons = [libraries.load(function), libraries.load(function)]
+        reasons = [libraries.load(function, waits=True), libraries.load(function)]
     assert [event.code for event in happened] == ["BACKEND_IMPORT_FAILED"]
     assert reasons[0] is reasons[1]
     assert "ends its process" in reasons[0].message
@@ -70,13 +70,71 @@ def test_a_library_that_aborts_when_it_is_imported_is_refused_and_the_process_go
     assert "lz_test_aborts" not in sys.modules
 
 
-def test_a_library_that_hangs_is_stopped_and_refused(built, monkeypatch):
-    monkeypatch.setattr(first_import, "LIMIT_S", 1.0)
-    monkeypatch.setattr(first_import, "START_S", 0.0)
-    reason = libraries.load(built("lz_test_hangs", HANGS))
+@pytest.fixture
+def short_limits(monkeypatch):
+    monkeypatch.setattr(import_trial, "COPY_S", 0.5)
+    monkeypatch.setattr(import_trial, "NEW_S", 0.5)
+    monkeypatch.setattr(first_import, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(first_import, "_waited", {})
+
+
+def test_a_library_that_hangs_is_stopped_and_refused(built, short_limits):
+    reason = libraries.load(built("lz_test_hangs", HANGS), waits=True)
     assert "importing lz_test_hangs hangs" in reason.message
+    assert "it was not imported within 0.5 s" in reason.message
     told = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert "lz_test_hangs" not in told, "no process is left behind"
+
+
+def test_nobody_waits_long_for_a_library_and_what_came_of_it_holds_later(built, short_limits, monkeypatch):
+    function = built("lz_test_slow", HANGS)
+    decided = registry.version()
+    with events.collect() as happened:
+        reasons = [libraries.load(function), libraries.load(function)]
+    assert [event.code for event in happened] == ["BACKEND_NOT_TRIED_YET"]
+    assert "its first import goes on in a process of its own" in reasons[0].message
+    assert libraries.import_failure(function) is None, "it may come"
+    waits = [first_import._waited["lz_test_slow"]]
+    assert waits[0] < 30, "a bound for busy machines; it is the patience, once"
+    assert registry.version() == decided
+    assert libraries.try_first(function).outcome == "hangs"
+    assert registry.version() == decided + 1, "what was decided without it is decided anew"
+    assert "importing lz_test_slow hangs" in libraries.load(function).message
+
+
+def test_a_later_process_does_not_wait_for_what_an_earlier_one_has_waited_for(built, short_limits, monkeypatch):
+    function = built("lz_test_interrupted", HANGS)
+    assert libraries.load(function).code == "BACKEND_NOT_TRIED_YET"
+    (running,) = first_import._running.values()
+    running._trial.stop()  # as this process's end does
+    running._trial.wait(None)
+    monkeypatch.setattr(first_import, "_running", {})
+    monkeypatch.setattr(first_import, "_waited", {})
+    given = []
+    monkeypatch.setattr(import_trial.ImportTrial, "wait", lambda _, limit_s: given.append(limit_s))
+    assert libraries.load(function).code == "BACKEND_NOT_TRIED_YET"
+    assert given == [0.0]
+    (running,) = first_import._running.values()
+    running._trial.stop()
+
+
+def test_a_process_that_ends_leaves_no_trial_behind_and_no_answer(tmp_path):
+    (tmp_path / "lz_test_left.py").write_text("import time\ntime.sleep(600)\n")
+    code = (
+        "from lz_compile.runtime.kernels import first_import, libraries\n"
+        "print(libraries.load(libraries.LazyFunction('lz_test_left', 'x', 'lz_test_left')).code)\n"
+        "print(first_import._running['lz_test_left']._trial._copy._pid)\n"
+    )
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "LAYERZERO_CACHE_DIR": str(tmp_path),
+    }  # fmt: skip
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    reason, pid = told.stdout.split()
+    assert reason == "BACKEND_NOT_TRIED_YET"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+    (kept,) = (json.loads(path.read_text()) for path in tmp_path.glob("libraries/*/*.json"))
+    assert kept["outcome"] == "is being tried"
 
 
 def test_a_library_that_lacks_a_symbol_is_refused_with_the_name_of_it(built):
@@ -92,7 +150,7 @@ def test_a_library_that_is_well_is_imported_and_tried_once(built, monkeypatch):
     assert libraries.load(function) is None
     assert "lz_test_well" in sys.modules
     del sys.modules["lz_test_well"]
-    monkeypatch.setattr(first_import, "_outcome", lambda *_: pytest.fail("it was tried before"))
+    monkeypatch.setattr(first_import, "_Running", lambda *_: pytest.fail("it was tried before"))
     trial = libraries.try_first(function)
     assert (trial.outcome, trial.library) == ("imports", "lz_test_well")
     assert trial.seconds < 5
@@ -100,10 +158,10 @@ def test_a_library_that_is_well_is_imported_and_tried_once(built, monkeypatch):
 
 def test_what_ended_a_process_is_remembered_until_its_files_are_others(built, monkeypatch):
     function = built("lz_test_mended", ABORTS)
-    assert libraries.load(function) is not None
+    assert libraries.load(function, waits=True) is not None
     libraries.forget()
     with monkeypatch.context() as patch:
-        patch.setattr(first_import, "_outcome", lambda *_: pytest.fail("it was tried before"))
+        patch.setattr(first_import, "_Running", lambda *_: pytest.fail("it was tried before"))
         assert libraries.load(function) is not None
     libraries.forget()
     built("lz_test_mended", "")
@@ -123,9 +181,8 @@ def test_what_raised_is_tried_here_again_for_what_it_lacks_may_have_come(tmp_pat
 def test_a_library_that_exits_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lz_test_exits.py").write_text("import os\nos._exit(7)\n")
-    assert (
-        "ended its process with code 7" in libraries.load(LazyFunction("lz_test_exits", "x", "lz_test_exits")).message
-    )
+    reason = libraries.load(LazyFunction("lz_test_exits", "x", "lz_test_exits"), waits=True)
+    assert "ended its process with code 7" in reason.message
     libraries.forget()
 
 
@@ -161,6 +218,7 @@ def test_a_plugin_that_aborts_is_an_event(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lz_test_plugin.py").write_text("import os\nos.abort()\n")
     entry = metadata.EntryPoint("bad", "lz_test_plugin:register", plugins.GROUP)
+    libraries.try_first(LazyFunction("lz_test_plugin", "register"))  # which waits; a plugin that takes long comes later
     with pytest.raises(ImportError, match=r"importing it ends its process.*SIGABRT"):
         plugins.Plugin(entry).run(sys.modules[__name__])
 
@@ -198,7 +256,7 @@ def test_doctor_tells_what_was_tried_and_how_to_mend_it(aborting_kernel, capsys)
     line = next(each for each in told if "--no-binary pytest" in each)
     assert line.startswith(f"{sys.executable} -m pip install --force-reinstall")
     assert line.endswith("'pytest>=8'")
-    assert aborting_kernel.load().code == "BACKEND_IMPORT_FAILED"
+    assert aborting_kernel.load(waits=True).code == "BACKEND_IMPORT_FAILED"
 
 
 def test_what_an_import_lacks_is_installed_by_the_librarys_own_requirements():

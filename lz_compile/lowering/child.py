@@ -83,34 +83,89 @@ def run_apart(subject: str, run: Callable[[], Any], limit_s: float) -> Any:
         TrialError: as of :func:`attempt`.
         ImpossibleError: a copy cannot be made, or cannot do this.
     """
-    with tempfile.TemporaryDirectory(prefix="lz_compile_trial_") as directory:
-        path = Path(directory) / "outcome"
+    with Copy(subject, run) as copy:
+        return copy.result(limit_s)
+
+
+class Copy:
+    """A copy of this process that runs something, from now on. Whoever leaves it stops it."""
+
+    def __init__(self, subject: str, run: Callable[[], Any]) -> None:
+        self._subject, self._directory = subject, tempfile.TemporaryDirectory(prefix="lz_compile_trial_")
+        self._path = Path(self._directory.name) / "outcome"
         sys.stdout.flush()
         sys.stderr.flush()
         try:
-            pid = os.fork()
+            self._pid = os.fork()
         except OSError as error:
+            self._directory.cleanup()
             raise ImpossibleError(f"no process can be started ({error})") from error
-        if pid == 0:
-            _be_the_copy(run, path)
-        ending = _wait(pid, limit_s)
+        if self._pid == 0:
+            _be_the_copy(run, self._path)
+
+    def __enter__(self) -> Copy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it, if it has not ended, and forget what it gave."""
+        self._stop()
+        self._directory.cleanup()
+
+    def _stop(self) -> None:
+        pid, self._pid = self._pid, 0
+        if pid:
+            _stop(pid)
+
+    def result(self, limit_s: float) -> Any:
+        """What it gives, within ``limit_s`` seconds from now; asked once.
+
+        Raises:
+            TrialError: as of :func:`attempt`.
+            ImpossibleError: a copy cannot do this.
+        """
+        ending = self._wait(limit_s)
         if ending == _UNTOLD_TEXT:
             raise ImpossibleError("what it gives cannot be written to a temporary file")
         if ending:
-            raise TrialError(subject, ending, is_fatal=True)
+            raise TrialError(self._subject, ending, is_fatal=True)
         try:
             with inductor.apart():  # while something is traced, tensors would be loaded without their values
-                outcome = torch.load(path, weights_only=True)
+                outcome = torch.load(self._path, weights_only=True)
         except Exception as error:
-            raise TrialError(subject, "ended its process before it gave a result", is_fatal=True) from error
-    events.pass_on(outcome["events"])
-    if _BAD_FORK in outcome["error"]:
-        raise ImpossibleError(
-            "gradients cannot be computed in a copy of a process that computed some on an accelerator"
-        )
-    if outcome["error"]:
-        raise TrialError(subject, outcome["error"], is_fatal=False)
-    return outcome["value"]
+            raise TrialError(self._subject, "ended its process before it gave a result", is_fatal=True) from error
+        events.pass_on(outcome["events"])
+        if _BAD_FORK in outcome["error"]:
+            raise ImpossibleError(
+                "gradients cannot be computed in a copy of a process that computed some on an accelerator"
+            )
+        if outcome["error"]:
+            raise TrialError(self._subject, outcome["error"], is_fatal=False)
+        return outcome["value"]
+
+    def _wait(self, limit_s: float) -> str:
+        """Wait, and stop it after ``limit_s``: how it failed, empty where it ended by itself as it should."""
+        end, pause = time.monotonic() + limit_s, 0.0005
+        try:
+            while pid := self._pid:
+                with contextlib.suppress(OSError):
+                    os.setpgid(pid, pid)
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self._pid = 0
+                    return _ending(os.waitstatus_to_exitcode(status))
+                if time.monotonic() > end:
+                    return f"gave no result within {limit_s:g} s in a process of its own, with one thread"
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+        except ChildProcessError:  # somebody else in this program waits for all processes: the file tells
+            self._pid = 0
+            return ""
+        finally:
+            self._stop()
+        return "was stopped"
 
 
 def _be_the_copy(run: Callable[[], Any], path: Path) -> NoReturn:
@@ -138,29 +193,6 @@ def _be_the_copy(run: Callable[[], Any], path: Path) -> NoReturn:
         code = _UNTOLD
     finally:
         os._exit(code)
-
-
-def _wait(pid: int, limit_s: float) -> str:
-    """Wait for a process, and stop it after ``limit_s``: how it failed, empty where it ended by itself as it should."""
-    end, pause = time.monotonic() + limit_s, 0.0005
-    try:
-        while True:
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                pid = 0
-                return _ending(os.waitstatus_to_exitcode(status))
-            if time.monotonic() > end:
-                return f"gave no result within {limit_s:g} s in a process of its own, with one thread"
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-    except ChildProcessError:  # somebody else in this program waits for all processes: the file tells
-        pid = 0
-        return ""
-    finally:
-        if pid:
-            _stop(pid)
 
 
 def _stop(pid: int) -> None:

@@ -77,7 +77,7 @@ def _against(spec: KernelSpec, given: Given) -> list[Reason]:
     retired = health.retired(spec.kernel_id)
     if retired is not None:  # calling it would run its fallback
         reasons.append(retired)
-    missing = None if reasons else spec.load()
+    missing = None if reasons else spec.load(waits=True)
     return reasons if missing is None else [missing]
 
 

@@ -3,60 +3,52 @@
 What came of it is kept on disk, by the library's version and files, and those of Python and PyTorch. Those answers are the
 compatibility matrix: ``doctor`` shows what was really tried. A library that ends its process or hangs is not imported here
 any more. One that raises is: that cannot hurt, and what it lacks may have come since.
+
+Nobody waits long for an answer. A library that takes its time is not used yet, and its import goes on meanwhile: a slow disk
+is no hang. What came of it holds from then on, in this process and in later ones.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import importlib.util
 import json
+import logging
 import os
 import platform
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lz_compile.errors import TrialError
+from lz_compile.ground import events
 from lz_compile.ground.records import Record
+from lz_compile.runtime.kernels.import_trial import MOST_TOLD, ImportTrial, Outcome
 
-#: How long an import may take in a copy of this process, and how much longer in a new one, which imports PyTorch first.
-LIMIT_S, START_S = 20.0, 40.0
-#: Files of a library that are looked at, and bytes of what it wrote that are told.
-_MOST_FILES, _MOST_TOLD = 5_000, 600
-#: How a new process says that the import raised.
-_RAISED = 97
-_CODE = """
-import json, sys
-sys.path[:], module, name, library = json.loads(sys.argv[1])
-from lz_compile.runtime.kernels.libraries import LazyFunction
-try:
-    LazyFunction(module, name, library).resolve()
-except BaseException as error:
-    sys.stderr.write(f"\\n{type(error).__name__}: {error}")
-    sys.stderr.flush()
-    import os
-    os._exit(97)
-"""
+if TYPE_CHECKING:
+    from lz_compile.ground.store import Store
 
-Outcome: TypeAlias = Literal["imports", "raises", "ends its process", "hangs"]
+#: How long one waits for a library in all before one goes on without it; the start of a new process is not its fault.
+PATIENCE_S, START_S = 1.0, 4.0
+#: Files of a library that are looked at.
+_MOST_FILES = 5_000
+
 _lock = threading.RLock()
+#: Trials that go on, and how long this process has waited, by library; how many were answered after that.
+_running: dict[str, _Running] = {}
+_waited: dict[str, float] = {}
+_late = 0
 
 
 def _be_a_copy() -> None:
     """In a forked process no other thread lives on that could release the lock; what is tried may try what it needs."""
     global _lock  # noqa: PLW0603 one for the process
     _lock = threading.RLock()
+    _running.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -85,102 +77,119 @@ class Tried(Record):
         """Whether it can be imported without an end to the process."""
         return self.outcome in ("imports", "raises")
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether the trial has ended."""
+        return self.outcome != "is being tried"
 
-def tried(module: str, name: str, library: str, version: str, run: Callable[[], Any], *, again: bool = False) -> Tried:
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be imported: ``name`` of ``module``, after the ``library`` (a module, too) of a ``version`` or of none."""
+
+    module: str
+    name: str
+    library: str
+    version: str
+
+    @property
+    def root(self) -> str:
+        """What is waited for: all that is tried of one library shares the patience."""
+        return self.library.partition(".")[0]
+
+    def key(self, files: str) -> str:
+        """What an answer is valid for."""
+        facts = {
+            **asdict(self), "torch": str(torch.__version__), "python": platform.python_version(), "files": files,
+            "machine": platform.machine(), "search path": os.environ.get("LD_LIBRARY_PATH", ""),
+            "preload": os.environ.get("LD_PRELOAD", ""),
+        }  # fmt: skip
+        return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def late_answers() -> int:
+    """How many came when somebody had gone on without them: what was decided then may be decided anew."""
+    return _late
+
+
+def tried(asked: Asked, run: Callable[[], Any], *, again: bool = False, waits: bool = True) -> Tried:
     """What came of a first import, now or earlier.
 
     Args:
-        module: it is to be imported.
-        name: what of it is needed.
-        library: the module of the library itself, which is imported before.
-        version: of the library, empty where it has none.
+        asked: what is to be imported.
         run: imports it.
         again: try again what was tried.
+        waits: until there is an answer. Otherwise it ``is being tried`` after :data:`PATIENCE_S` seconds, for which only
+            the first process waits.
     """
+    while True:
+        with _lock:  # of threads that ask at once, one tries
+            running = _running.get(asked.root)
+            if running is None:
+                found = _known_or_started(asked, run, again, waits)
+                if isinstance(found, Tried):
+                    return found
+                running = found
+        answer = running.answer(waits)
+        if running.asked == asked or not answer.is_answer:
+            return answer
+
+
+def _known_or_started(asked: Asked, run: Callable[[], Any], again: bool, waits: bool) -> Tried | _Running:
     from lz_compile.ground.store import Store  # whose parser the policy does without
 
-    root = library.partition(".")[0]
-    files = _digest_of(root)
-    facts = {
-        "module": module, "name": name, "library": library, "version": version, "torch": str(torch.__version__),
-        "python": platform.python_version(), "machine": platform.machine(), "files": files,
-        "search path": os.environ.get("LD_LIBRARY_PATH", ""), "preload": os.environ.get("LD_PRELOAD", ""),
-    }  # fmt: skip
-    key, store = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(), Store("libraries")
-    with _lock:  # of threads that ask at once, one tries
-        known = None if again else store.load(key, Tried)
-        if known is not None:
-            return known
-        start = time.perf_counter()
-        outcome, text = _outcome(f"importing {module}", run, (module, name, library))
-        seconds = round(time.perf_counter() - start, 3)
-        told = (facts["torch"], facts["python"], files[:16])
-        found = Tried(library, module, version, *told, outcome, text.strip()[-_MOST_TOLD:], seconds)
-        store.save(key, asdict(found))
-        return found
+    files, store = _digest_of(asked.root), Store("libraries")
+    known = None if again else store.load(asked.key(files), Tried)
+    if known is not None and known.is_answer:
+        return known
+    running = _Running(asked, files, store, run)
+    if known is not None and not waits:  # an earlier process has waited for it, and ended before the answer came
+        _waited[asked.root] = running.patience_s
+    _running[asked.root] = running
+    return running
 
 
-def _outcome(subject: str, run: Callable[[], Any], names: tuple[str, str, str]) -> tuple[Outcome, str]:
-    """By a copy of this process, which is fast; by a new one where a copy cannot tell, or what it lacks may be to blame."""
-    from lz_compile.lowering import child
+class _Running:
+    """A trial that goes on, and its answer."""
 
-    if sys.platform != "linux" or torch.cuda.is_initialized():
-        return _in_a_new_process(names)
-    with tempfile.TemporaryFile() as said:
-        try:
-            child.run_apart(subject, lambda: _quietly(run, said.fileno()), LIMIT_S)
-        except child.ImpossibleError:
-            return _in_a_new_process(names)
-        except TrialError as error:
-            if not error.is_fatal:
-                return "raises", error.what.removeprefix("raised ")
-            found = _in_a_new_process(names)  # a copy has no threads but one: what it lacks may have ended it
-            said.seek(0)
-            return found if found[1] else (found[0], f"{error.what}: {said.read().decode(errors='replace')}")
-        return "imports", ""
+    def __init__(self, asked: Asked, files: str, store: Store, run: Callable[[], Any]) -> None:
+        self.asked, self._files, self._store, self._is_late = asked, files, store, False
+        self._answer: Tried | None = None
+        self._trial = ImportTrial((asked.module, asked.name, asked.library), run, self._ended)
+        self.patience_s = PATIENCE_S + (0.0 if self._trial.is_copy else START_S)
 
+    def answer(self, waits: bool) -> Tried:
+        """What came of it, or that it goes on."""
+        root, start = self.asked.root, time.perf_counter()
+        self._trial.wait(None if waits else max(0.0, self.patience_s - _waited.get(root, 0.0)))
+        with _lock:
+            if self._answer is not None:
+                return self._answer
+            _waited[root] = _waited.get(root, 0.0) + time.perf_counter() - start
+            found = self._told("is being tried", f"{self._trial.seconds:.1f} s so far", self._trial.seconds)
+            if not self._is_late:
+                self._is_late = True
+                self._keep(found)
+            return found
 
-def _quietly(run: Callable[[], Any], error_stream: int) -> None:
-    """What a library says on its way out is read afterwards; of Python's own stack there is nothing to tell."""
-    faulthandler.disable()
-    os.dup2(error_stream, 2)
-    run()
+    def _ended(self, outcome: Outcome, text: str, seconds: float) -> None:
+        global _late  # noqa: PLW0603 one for the process
+        with _lock:
+            self._answer = self._told(outcome, text, seconds)
+            self._keep(self._answer)
+            _running.pop(self.asked.root, None)
+            _late += self._is_late
+        if self._is_late:
+            told = f"importing {self.asked.module} {outcome}, as a process of its own showed after {seconds:.1f} s"
+            events.record("LIBRARY_TRIED", told, level=logging.INFO)
 
+    def _told(self, outcome: Outcome, text: str, seconds: float) -> Tried:
+        asked, where = self.asked, (str(torch.__version__), platform.python_version(), self._files[:16])
+        text = text.strip()[-MOST_TOLD:]
+        return Tried(asked.library, asked.module, asked.version, *where, outcome, text, round(seconds, 3))
 
-def _in_a_new_process(names: tuple[str, str, str]) -> tuple[Outcome, str]:
-    ours = str(Path(__file__).resolve().parents[3])
-    given = json.dumps([[*sys.path, ours], *names])
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _CODE, given],
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(LIMIT_S + START_S)
-        except subprocess.TimeoutExpired:
-            return "hangs", f"it was not imported within {LIMIT_S:g} s"
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
-            process.wait()
-        said.seek(0)
-        text = said.read().decode(errors="replace").strip()
-    if code == 0:
-        return "imports", ""
-    if code == _RAISED:
-        return "raises", text.rpartition("\n")[2]
-    ending = f"ended its process with code {code}" if code > 0 else f"ended its process by {_signal(-code)}"
-    return "ends its process", f"{ending}{': ' if text else ''}{text[-_MOST_TOLD:]}"
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    def _keep(self, found: Tried) -> None:
+        self._store.save(self.asked.key(self._files), asdict(found))
 
 
 def _digest_of(root: str) -> str:

@@ -124,12 +124,12 @@ class KernelSpec:
             raise KernelUnavailableError(self.kernel_id, reason)
         return self.implementation.resolve()
 
-    def load(self) -> Reason | None:
-        """Import the library and the adapter; why that is not possible, or None."""
+    def load(self, *, waits: bool = False) -> Reason | None:
+        """Import the library and the adapter; why that is not possible (yet, unless one ``waits``), or None."""
         reason = self.availability()
         if reason is not None or not isinstance(self.implementation, LazyFunction):
             return reason
-        return libraries.load(self.implementation, self.package)
+        return libraries.load(self.implementation, self.package, waits=waits)
 
     def availability(self) -> Reason | None:
         """Why the library is not there as far as can be seen without importing it, or None."""

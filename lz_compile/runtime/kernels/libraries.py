@@ -14,7 +14,7 @@ from typing import Any
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.runtime.kernels import first_import
-from lz_compile.runtime.kernels.first_import import Tried
+from lz_compile.runtime.kernels.first_import import Asked, Tried
 
 #: Modules of this package.
 _OURS = "lz_compile."
@@ -51,6 +51,7 @@ class LazyFunction:
 
 
 _failures: dict[LazyFunction, Reason] = {}
+_not_yet_told: set[LazyFunction] = set()
 
 
 def import_failure(function: LazyFunction) -> Reason | None:
@@ -58,14 +59,17 @@ def import_failure(function: LazyFunction) -> Reason | None:
     return _failures.get(function)
 
 
-def load(function: LazyFunction, package: str | None = None) -> Reason | None:
+def load(function: LazyFunction, package: str | None = None, *, waits: bool = False) -> Reason | None:
     """Import a function; why that is not possible is remembered, and an event the first time.
 
-    A library that this process has not imported yet is tried in another one first.
+    A library that this process has not imported yet is tried in another one first. Where that takes long, it is not used
+    yet, unless one ``waits``.
     """
     if function not in _failures:
         try:
-            trial = try_first(function, package)
+            trial = try_first(function, package, waits=waits)
+            if trial is not None and not trial.is_answer:
+                return _not_yet(function, trial)
             if trial is not None and not trial.is_harmless:
                 reason = Reason("BACKEND_IMPORT_FAILED", _refusal(function, trial))
                 events.record(reason.code, reason.message)
@@ -79,16 +83,35 @@ def load(function: LazyFunction, package: str | None = None) -> Reason | None:
     return _failures.get(function)
 
 
-def try_first(function: LazyFunction, package: str | None = None, *, again: bool = False) -> Tried | None:
+def _not_yet(function: LazyFunction, trial: Tried) -> Reason:
+    text = f"{trial.library} is not used yet: its first import goes on in a process of its own ({trial.text})"
+    advice = "What is compiled after it may use it. To wait for it: python -m lz_compile doctor"
+    reason = Reason("BACKEND_NOT_TRIED_YET", f"{text}. {advice}")
+    if function not in _not_yet_told:
+        _not_yet_told.add(function)
+        events.record(reason.code, reason.message)
+    return reason
+
+
+def try_first(
+    function: LazyFunction, package: str | None = None, *, again: bool = False, waits: bool = True
+) -> Tried | None:
     """What came of importing a library's function in another process; None where this one has imported the library already.
 
-    What is this package's own needs no trial.
+    What is this package's own needs no trial. Without ``waits`` it may still go on.
     """
     library = function.library or function.module
     if library.startswith(_OURS) or library.partition(".")[0] in sys.modules:
         return None
     version = "" if package is None else installed_version(package) or ""
-    return first_import.tried(function.module, function.name, library, version, function.resolve, again=again)
+    asked = Asked(function.module, function.name, library, version)
+    return first_import.tried(asked, function.resolve, again=again, waits=waits or _has_ranks())
+
+
+def _has_ranks() -> bool:
+    """Whether other ranks choose with this one: all wait for an answer, so that they choose alike."""
+    ranks = sys.modules.get("torch.distributed")
+    return ranks is not None and ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
 
 
 def _refusal(function: LazyFunction, trial: Tried) -> str:
@@ -130,5 +153,6 @@ def missing(package: str, versions: str | None) -> Reason | None:
 def forget() -> None:
     """Look again at what is installed, and try again what could not be imported."""
     _failures.clear()
+    _not_yet_told.clear()
     installed_version.cache_clear()
     missing.cache_clear()

@@ -54,11 +54,13 @@ class Plugin:
         """The announced function, imported in another process first.
 
         Raises:
-            ImportError: that process ended, or hung.
+            ImportError: that process ended, hung, or needs longer than anybody waits for it.
         """
         name = self.entry.attr.partition(".")[0]
         package = None if self.entry.dist is None else self.entry.dist.name
-        trial = libraries.try_first(LazyFunction(self.entry.module, name), package)
+        trial = libraries.try_first(LazyFunction(self.entry.module, name), package, waits=False)
+        if trial is not None and not trial.is_answer:
+            raise ImportError(f"its first import takes long ({trial.text}); a later process loads it")
         if trial is not None and not trial.is_harmless:
             raise ImportError(f"importing it {trial.outcome}, as a process of its own showed ({trial.text})")
         return self.entry.load()

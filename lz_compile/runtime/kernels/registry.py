@@ -19,7 +19,7 @@ from lz_compile.errors import RegistrationError, UnknownOperationError
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.records import Record
-from lz_compile.runtime.kernels import libraries, plugins
+from lz_compile.runtime.kernels import first_import, libraries, plugins
 from lz_compile.runtime.kernels.kernel import ADAPTERS, KernelSpec
 from lz_compile.runtime.kernels.libraries import LazyFunction
 from lz_compile.runtime.problem.context import operations
@@ -89,7 +89,7 @@ def kernels(operation: str) -> Mapping[str, KernelSpec]:
 
 def version() -> int:
     """A number that changes whenever a kernel comes or goes: part of the keys of what was decided in this process."""
-    return _state.version
+    return _state.version + first_import.late_answers()
 
 
 def digest() -> str:
