@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import html as html_module
 import json
+import random
 import re
 import shutil
+import string
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,21 +170,57 @@ def test_nothing_of_a_source_or_a_report_runs_in_a_page(report):
     assert "script-src 'sha256-" in html
 
 
-def test_a_report_of_four_hundred_kinds_fits_two_megabytes_and_says_what_is_left_out(report):
+def of_many_kinds(report: dict[str, Any], count: int, length: int) -> dict[str, Any]:
+    """A report of so many kinds of matches and near misses, each with letters of its own that do not compress."""
+    letters = random.Random(0)
     told = json.loads(json.dumps(report))
-    first = max(told["graphs"][0]["matches"], key=lambda match: len(match["before"]))
-    told["graphs"][0]["matches"] = [{**first, "module": f"layers.{n}", "formula": "x" * n} for n in range(400)]
+    graph = told["graphs"][0]
+    first = max(graph["matches"], key=lambda match: len(match["before"]))
+    own = ["".join(letters.choices(string.ascii_letters, k=length)) for _ in range(count)]
+    graph["matches"] = [{**first, "module": f"layers.{n}", "formula": text} for n, text in enumerate(own)]
+    miss = graph["near_misses"][0]
+    graph["near_misses"] = [{**miss, "module": f"layers.{n}", "edit": f"{miss['edit']} {own[n]}"} for n in range(20)]
+    return told
+
+
+def unpacked(html: str) -> tuple[str, list[str]]:
+    """What the script makes of a packed page: the part behind the header, and what is put into items."""
+    packed = re.search(r'<template id="packed">([^<]*)</template>', html)
+    assert packed is not None
+    told = json.loads(zlib.decompress(base64.b64decode(packed[1])))
+    return told["main"], told["bodies"]
+
+
+def test_a_report_of_four_hundred_kinds_is_packed_into_two_megabytes_and_nothing_is_left_out(report):
+    told = of_many_kinds(report, 400, 500)
     html = page(told)
     assert len(html.encode()) <= MOST_BYTES
-    assert html.count('<details class="item') >= 400
-    assert "Left out: calls" in html
-    told["graphs"][0]["matches"] = [
-        {**each, "formula": f"{n}" * 9000} for n, each in enumerate(told["graphs"][0]["matches"])
-    ]
-    smaller = page(told)
-    assert len(smaller.encode()) <= MOST_BYTES
-    assert "candidates" in re.search("Left out: [^.]*", smaller)[0]
-    assert "Left out" not in page({**told, "graphs": [{**told["graphs"][0], "matches": [first] * 400}]})
+    assert "Left out" not in html
+    main, bodies = unpacked(html)
+    assert main.count('<details class="item') == len(bodies) == 420
+    graph = told["graphs"][0]
+    whole = text_of(" ".join(bodies))
+    for match in graph["matches"]:
+        assert match["formula"] in whole
+    for each in (*graph["matches"][0]["before"], *graph["matches"][0]["after"]):
+        assert each in html_module.unescape(bodies[-1]), each
+    assert text_of(bodies[0]).count("what helps") == 1
+    assert "packed" not in re.findall(r"id=.(\w+)", page(report)), "a small page is text"
+
+
+def test_what_has_no_room_even_so_is_said_with_where_it_stands(report):
+    told = of_many_kinds(report, 400, 9_000)
+    html = page(told)
+    assert len(html.encode()) <= MOST_BYTES
+    assert "Left out: what texts have after 4,000 letters" in html
+    assert "report.save(" in text_of(html)
+    main, bodies = unpacked(html)
+    assert "letters more in the JSON" in bodies[-1]
+    assert main.count('<details class="item') == 420, "reasons, edits, masks and costs of all"
+    enormous = page(of_many_kinds(report, 30_000, 60))
+    assert len(enormous.encode()) <= MOST_BYTES
+    assert re.search(r"everything after the first [\d,]+ of each list", enormous)
+    assert re.search(r"and [\d,]+ more kinds of operations, which stand in the JSON", unpacked(enormous)[0])
 
 
 def test_a_report_without_anything_is_a_page(tmp_path):
@@ -250,6 +292,104 @@ def test_explain_writes_a_page(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["graphs"]
 
 
+# ---- what somebody has edited ---------------------------------------------------------------------------------------
+
+
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The place of every value in JSON."""
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in inside:
+        yield from paths_of(each, (*path, name))
+
+
+ODD: list[Any] = [
+    None, True, -1, 10**400, 1 << 20_000, float("nan"), float("inf"), 1e308, "", "\ud800", "/x\0y.py:3", "x.py:" + "9" * 5_000,
+    "a." * 3_000, "</script>", [], [None], {}, {"": None}, [[[]]] * 3, "measured", "estimated",
+]  # fmt: skip
+
+
+def changed(told: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """The report with one to three places removed, replaced, doubled, or given another place's value."""
+    told = json.loads(json.dumps(told))
+    for _ in range(draw.randint(1, 3)):
+        found = list(paths_of(told))
+        path, other = draw.choice(found), draw.choice(found)
+        if not path:
+            continue
+        holder, name = _at(told, path[:-1]), path[-1]
+        act = draw.choice(("remove", "replace", "replace", "swap", "deepen"))
+        if act == "remove":
+            del holder[name]
+        elif act == "replace":
+            holder[name] = draw.choice(ODD)
+        elif act == "swap":
+            holder[name] = json.loads(json.dumps(_at(told, other)))
+        else:
+            for _ in range(draw.choice((1, 100))):
+                holder[name] = [holder[name]]
+    return told
+
+
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
+    for name in path:
+        value = value[name]
+    return value
+
+
+def test_whatever_is_done_to_a_report_it_is_shown_or_refused_by_one_error_that_names_the_field(report):
+    whole = json.loads(json.dumps(report))
+    graph = whole["graphs"][0]
+    graph["events"] = [{"code": "A", "message": "b"}]
+    graph["loops"] = [
+        {"where": "x.py:1", "graph": "", "steps": 3, "calls": 2, "carried": ["f32[2]"], "streams": ["x"], "around": 1,
+         "outputs": [], "rolled": False, "reason": {"code": "A", "message": "b"}}
+    ]  # fmt: skip
+    graph["layers"] = [{"where": "x.py:1", "graph": "", "count": 3, "calls": 2, "folded": True, "reason": None}]
+    graph["unproven"] = [{"code": "A", "message": "b"}]
+    graph["matches"] = graph["matches"][:2]
+    for match in graph["matches"]:
+        match["candidates"] = match["candidates"][:4]
+    shown = refused = 0
+    for seed in range(600):
+        told = changed(whole, random.Random(seed))
+        try:
+            text = page(told, since=whole)
+            text.encode()
+            shown += 1
+        except ArgumentError as error:
+            assert re.search(r"received (told|before|after): .*(at `\$|`\w+`|Expected)", str(error), re.DOTALL), (
+                seed,
+                error,
+            )
+            assert len(str(error)) < 1_000
+            refused += 1
+    assert shown > 50, "most places are free text"
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[" * 100_000, "RecursionError"),
+        ("\xff", "UnicodeDecodeError"),
+        ("null", "Expected `object`, got `null`"),
+        ('{"graphs": [{}]}', "missing required field `matches` - at `$.graphs[0]`"),
+        ('{"graphs": 3}', "Expected `array`, got `int` - at `$.graphs`"),
+    ],
+)
+def test_diff_and_explain_say_in_one_line_what_is_wrong_with_a_file(tmp_path, capsys, text, said):
+    path, good = tmp_path / "edited.json", tmp_path / "good.json"
+    path.write_bytes(text.encode("latin-1"))
+    Report([]).save(good)
+    assert main(["diff", str(good), str(path)]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert "Traceback" not in told
+    assert str(path) in told
+
+
 # ---- in a browser --------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +430,24 @@ def test_a_browser_leads_from_a_layer_to_its_reason_without_errors(browser, repo
     assert find("html")[0].get_attribute("class") == "dark"
     find("#match-0 > summary")[0].click()
     assert find("#match-0 canvas"), "the mask is drawn"
+    assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
+
+
+def test_a_browser_unpacks_a_large_page_and_fills_what_is_opened(browser, report, tmp_path):
+    told = of_many_kinds(report, 400, 500)
+    path = Path(tmp_path) / "large.html"
+    path.write_text(page(told))
+    browser.get(path.as_uri())
+    wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait(browser, 60)
+    wait.until(lambda _: browser.find_elements("css selector", "html[data-ready]"))
+    find = lambda selector: browser.find_elements("css selector", selector)  # noqa: E731 four uses, all here
+    assert len(find(".item")) == 420
+    find("#search")[0].send_keys("layers.273 attention")
+    next(each for each in find("aside a.op") if each.is_displayed()).click()
+    (shown,) = find(".selected")
+    assert told["graphs"][0]["matches"][273]["formula"] in shown.text
+    assert shown.find_elements("css selector", "canvas"), "the mask is drawn"
+    assert len(find(".later")) == 419, "the others wait"
     assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
 
 

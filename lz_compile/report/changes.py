@@ -9,6 +9,7 @@ from typing import Any
 
 from lz_compile.ground.records import Record
 from lz_compile.report.layout import amount, short
+from lz_compile.report.schema import checked
 from lz_compile.report.summary import grouped
 
 #: Latencies and times that differ by less, in parts of the smaller one, are the same.
@@ -39,7 +40,11 @@ def changes(before: Told, after: Told) -> list[Change]:
 
     Matches are the same one where they are the same op in the same module, in the same order; near misses where their module
     and cause are. Line numbers are no difference.
+
+    Raises:
+        ArgumentError: one of them is no report; the text names the field that is wrong.
     """
+    before, after = checked(before, "changes", "before"), checked(after, "changes", "after")
     found = [*_environment(before, after)]
     for part in (_matches, _near_misses, _loops, _layers, _events):
         found += _together(part(before, after))

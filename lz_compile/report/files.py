@@ -14,6 +14,7 @@ from lz_compile import __version__
 from lz_compile.errors import ArgumentError
 from lz_compile.ground import machine
 from lz_compile.ground.files import TooLargeError, read_bounded, write_whole
+from lz_compile.report.schema import checked
 
 #: Bytes of a report as JSON at most.
 _MOST_BYTES = 256 << 20
@@ -53,7 +54,7 @@ def read(path: Path, function: str) -> dict[str, Any]:
     """A report of JSON, of :meth:`Report.save` or of ``explain --json``; what a dump writes is one of a single graph.
 
     Raises:
-        ArgumentError: there is no such file, or it holds something else.
+        ArgumentError: there is no such file, or it holds something else; the text names the field that is wrong.
     """
     try:
         found = json.loads(read_bounded(path, _MOST_BYTES))
@@ -62,10 +63,4 @@ def read(path: Path, function: str) -> dict[str, Any]:
         raise ArgumentError(function, "a report", "as JSON", text) from error
     if isinstance(found, dict) and "graph_id" in found:
         found = {"graphs": [found]}
-    graphs = found.get("graphs") if isinstance(found, dict) else None
-    needed = ("matches", "near_misses", "loops", "layers", "events", "seconds")
-    if not isinstance(graphs, list) or not all(isinstance(each, dict) and set(needed) <= set(each) for each in graphs):
-        advice = "Write one by report.save('report.json') or 'python -m lz_compile explain ... --json'."
-        raise ArgumentError(function, "a report", f"with graphs that have {', '.join(needed)}", str(path), advice)
-    told: dict[str, Any] = found
-    return told
+    return dict(checked(found, function, str(path)))

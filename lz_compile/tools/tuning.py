@@ -184,6 +184,8 @@ def _tune(
         context = contexts.of_facts(problem.op, sample.attrs, sample.facts, device=device)
         excluded = policy.current().resolved_policy(context).excluded
         specs = [spec for spec in runnable(context) if excluded(spec.kernel_id) is None]
+        for spec in specs:
+            spec.load(waits=True)
         if resume and is_measured(context, specs, problem.sizes):
             known += 1
             continue

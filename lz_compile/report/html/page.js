@@ -1,6 +1,6 @@
 "use strict";
 const search = document.getElementById("search"), found = document.getElementById("found");
-const items = [...document.querySelectorAll(".item")], nodes = [...document.querySelectorAll("aside .node")];
+let items = [], nodes = [], bodies = [];
 const COLOURS = { "#": "#1c8f5f", "+": "#8fd0b4", "?": "#e0a63c", "|": "#e0a63c", ".": "#e9ebef" };
 
 function remember(name, value) { try { localStorage.setItem(name, value); } catch { /* files may have no storage */ } }
@@ -10,6 +10,22 @@ function changeTheme() {
   const isDark = !document.documentElement.classList.contains("dark");
   setTheme(isDark);
   remember("lz-theme", isDark ? "dark" : "light");
+}
+
+// A large page is packed. What is behind an item's summary is put in when the item is opened.
+async function unpack(packed) {
+  const bytes = Uint8Array.from(atob(packed.content.textContent.trim()), (each) => each.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const told = JSON.parse(await new Response(stream).text());
+  document.querySelector("main").innerHTML = told.main;
+  bodies = told.bodies;
+}
+function fill(item) {
+  for (const later of item.querySelectorAll(".later")) {
+    const body = document.createElement("template");
+    body.innerHTML = bodies[later.dataset.body];
+    later.replaceWith(body.content);
+  }
 }
 
 // A mask: one square for each character, drawn when its match is opened.
@@ -28,7 +44,9 @@ function draw(pre) {
   pre.replaceWith(canvas);
 }
 document.addEventListener("toggle", (event) => {
-  if (event.target.open) event.target.querySelectorAll(".picture").forEach(draw);
+  if (!event.target.open || event.target.classList.contains("node")) return;
+  fill(event.target);
+  event.target.querySelectorAll("pre.picture").forEach(draw);
 }, true);
 
 // From an operation in the tree to what is told of it, with the place that was asked about marked.
@@ -37,6 +55,7 @@ function show(id, place) {
   if (!item) return;
   item.classList.remove("hidden");
   item.open = true;
+  fill(item);
   document.querySelectorAll(".here").forEach((each) => each.classList.remove("here"));
   select(item);
   document.querySelectorAll(".from").forEach((each) => each.remove());
@@ -112,4 +131,19 @@ document.getElementById("all").addEventListener("click", (event) => {
   event.target.textContent = opens ? "Close all" : "Open all";
 });
 setTheme((recall("lz-theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark");
-if (location.hash) show(location.hash.slice(1));
+
+async function begin() {
+  const packed = document.getElementById("packed");
+  try {
+    if (packed) await unpack(packed);
+  } catch (error) {
+    const text = "This browser cannot unpack the page. Take a newer one (of 2023 or later), or read the report's JSON.";
+    document.getElementById("unpacking").textContent = `${text} (${error})`;
+    return;
+  }
+  items = [...document.querySelectorAll(".item")];
+  nodes = [...document.querySelectorAll("aside .node")];
+  document.documentElement.dataset.ready = "yes";
+  if (location.hash) show(location.hash.slice(1));
+}
+begin();

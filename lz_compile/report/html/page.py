@@ -9,10 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
 from lz_compile.report.changes import Change, Told, all_of, changes, environment_of, seconds_of
 from lz_compile.report.html import parts
+from lz_compile.report.html.room import Bodies, Room, rooms
 from lz_compile.report.html.tree import Branch, Op, tree
 from lz_compile.report.layout import amount, short
+from lz_compile.report.schema import checked
 from lz_compile.report.summary import grouped, without_numbers
 
 if TYPE_CHECKING:
@@ -20,53 +24,69 @@ if TYPE_CHECKING:
 
 #: Bytes of a page at most.
 MOST_BYTES = 2_000_000
+#: Letters of names in the header.
+_LONGEST_NAME = 300
 _HERE = Path(__file__).parent
-#: What is left out of a page that would be larger, one after the other.
-_LEFT_OUT = ("calls", "source", "candidates", "places", "details")
 
 
 def page(told: Told, since: Told | None = None, title: str = "lz_compile") -> str:
     """A report, as :meth:`~lz_compile.report.report.Report.to_dict` tells it, as one HTML page.
 
-    Source lines are read where their files are on this machine. What no page has room for is left out, and the page says so.
+    Source lines are read where their files are on this machine. A large page is packed: its script unpacks what is behind
+    the header. What even so has no room is left out, and the page says so, with where to find it.
 
     Args:
         told: the report.
         since: an earlier one: what changed stands first.
         title: of the page.
+
+    Raises:
+        ArgumentError: one of them is no report; the text names the field that is wrong.
     """
-    left_out: list[str] = []
-    text = _page(told, since, title, left_out)
-    for part in _LEFT_OUT:
+    told = checked(told, "page", "told")
+    content = _content(told, since)
+    text = ""
+    for room in rooms():
+        text = _page(told, content, title, room)
         if len(text.encode()) <= MOST_BYTES:
             break
-        left_out.append(part)
-        text = _page(told, since, title, left_out)
     return text
 
 
-def _page(told: Told, since: Told | None, title: str, left_out: list[str]) -> str:
-    kinds, misses = parts.kinds(all_of(told, "matches")), parts.causes(all_of(told, "near_misses"))
-    script = _file("page.js")
+def _content(told: Told, since: Told | None) -> dict[str, Any]:
+    """What stands behind the header, of everything."""
     seconds = seconds_of(told)
-    return _template().render(
+    return {
+        "kinds": parts.kinds(all_of(told, "matches")),
+        "misses": parts.causes(all_of(told, "near_misses")),
+        "loops": [_loop(each) for each in all_of(told, "loops")],
+        "layers": [_layers(each) for each in all_of(told, "layers")],
+        "unproven": [(each["code"], short(each["message"])) for each in all_of(told, "unproven")],
+        "events": _events(told),
+        "stages": parts.stages(seconds),
+        "seconds": sum(seconds.values()),
+        "changes": None if since is None else _by_kind(changes(since, told)),
+    }
+
+
+def _page(told: Told, content: Mapping[str, Any], title: str, room: Room) -> str:
+    bodies = Bodies(is_packed=room.is_packed)
+    own = {"cut": room.cut, "fitting": room.fitting, "without": room.without, "keep": bodies.keep}
+    main = _template("main").render(content, **own, model=_model(told, content, room))
+    script = _file("page.js")
+    return _template("page").render(
+        cut=Room(longest=_LONGEST_NAME).cut,
         title=title,
         style=_file("page.css"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         environment=environment_of(told),
         summary=_summary(told),
-        kinds=kinds,
-        misses=misses,
-        model=_model(told, kinds, misses),
-        loops=[_loop(each) for each in all_of(told, "loops")],
-        layers=[_layers(each) for each in all_of(told, "layers")],
-        unproven=[(each["code"], short(each["message"])) for each in all_of(told, "unproven")],
-        events=_events(told),
-        stages=parts.stages(seconds),
-        seconds=sum(seconds.values()),
-        changes=None if since is None else _by_kind(changes(since, told)),
-        left_out=left_out,
+        seconds=content["seconds"],
+        changes=content["changes"],
+        left_out=room.left_out,
+        packed=bodies.packed(main) if room.is_packed else "",
+        main=Markup(main),
     )
 
 
@@ -75,13 +95,13 @@ def _file(name: str) -> str:
 
 
 @cache
-def _template() -> Template:
+def _template(name: str) -> Template:
     import jinja2
 
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    return environment.from_string(_file("page.html.j2"))
+    return environment.from_string(_file(f"{name}.html.j2"))
 
 
 def _summary(told: Told) -> list[str]:
@@ -98,10 +118,13 @@ def _summary(told: Told) -> list[str]:
     return found
 
 
-def _model(told: Told, kinds: list[parts.Kind], misses: list[parts.Misses]) -> Branch:
-    ops = [(place.module, Op(kind.operation, kind.state, kind.id)) for kind in kinds for place in kind.places]
-    ops += [(place.module, Op(miss.op, "missed", miss.id)) for miss in misses for place in miss.places]
-    return tree(all_of(told, "modules"), ops)
+def _model(told: Told, content: Mapping[str, Any], room: Room) -> Branch:
+    kinds, misses = room.fitting(content["kinds"]), room.fitting(content["misses"])
+    ops = [
+        (each.module, Op(kind.operation, kind.state, kind.id)) for kind in kinds for each in room.fitting(kind.places)
+    ]
+    ops += [(each.module, Op(miss.op, "missed", miss.id)) for miss in misses for each in room.fitting(miss.places)]
+    return tree(room.fitting(all_of(told, "modules")), ops)
 
 
 def _loop(loop: Told) -> dict[str, Any]:

@@ -258,7 +258,8 @@ def source(where: str) -> list[Line]:
     """The lines around ``file:line`` where the file is on this machine, else none."""
     path, _, line = where.rpartition(":")
     is_code = path.endswith(".py") or path in linecache.cache  # a report of somebody else's names any file
-    return list(_lines(path, int(line))) if line.isdecimal() and is_code else []
+    is_place = line.isdecimal() and len(line) < 10 and "\0" not in path
+    return list(_lines(path, int(line))) if is_place and is_code else []
 
 
 def _lines(path: str, line: int) -> Iterator[Line]:

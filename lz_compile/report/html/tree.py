@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+#: Modules in modules at most; what is deeper is one name.
+_DEEPEST = 60
+
 
 @dataclass(frozen=True)
 class Op:
@@ -103,7 +106,7 @@ def tree(modules: Iterable[Mapping[str, Any]], ops: Sequence[tuple[str, Op]]) ->
 
 def _at(root: Branch, path: str) -> Branch:
     here = root
-    for name in path.split(".") if path else ():
+    for name in path.split(".", _DEEPEST) if path else ():
         whole = f"{here.path}.{name}" if here.path else name
         here = here.below.setdefault(name, Branch(name, whole))
     return here

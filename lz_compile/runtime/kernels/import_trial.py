@@ -62,7 +62,8 @@ class ImportTrial:
         self, names: tuple[str, str, str], run: Callable[[], Any], ended: Callable[[Outcome, str, float], None]
     ) -> None:
         self._names, self._ended, self._start = names, ended, time.perf_counter()
-        self._said, self._maker, self._is_stopped = tempfile.TemporaryFile(), os.getpid(), False
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 it is closed when the trial has ended
+        self._maker, self._is_stopped = os.getpid(), False
         self._copy = self._copied(run)
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._watch, name=f"first import of {names[0]}", daemon=True)
