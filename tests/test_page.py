@@ -217,7 +217,7 @@ def test_what_has_no_room_even_so_is_said_with_where_it_stands(report):
     main, bodies = unpacked(html)
     assert "letters more in the JSON" in bodies[-1]
     assert main.count('<details class="item') == 420, "reasons, edits, masks and costs of all"
-    enormous = page(of_many_kinds(report, 30_000, 60))
+    enormous = page(of_many_kinds(report, 4_500, 60))
     assert len(enormous.encode()) <= MOST_BYTES
     assert re.search(r"everything after the first [\d,]+ of each list", enormous)
     assert re.search(r"and [\d,]+ more kinds of operations, which stand in the JSON", unpacked(enormous)[0])
@@ -350,22 +350,20 @@ def test_whatever_is_done_to_a_report_it_is_shown_or_refused_by_one_error_that_n
     graph["matches"] = graph["matches"][:2]
     for match in graph["matches"]:
         match["candidates"] = match["candidates"][:4]
-    shown = refused = 0
+    shown, refused = 0, []
     for seed in range(600):
-        told = changed(whole, random.Random(seed))
         try:
-            text = page(told, since=whole)
-            text.encode()
+            page(changed(whole, random.Random(seed)), since=whole).encode()
             shown += 1
         except ArgumentError as error:
-            assert re.search(r"received (told|before|after): .*(at `\$|`\w+`|Expected)", str(error), re.DOTALL), (
-                seed,
-                error,
-            )
-            assert len(str(error)) < 1_000
-            refused += 1
+            refused.append(str(error))
+    for text in refused:
+        assert re.search(
+            r"received (told|before|after): .* - at `.*\$|received told: .*(missing|lacks|Expected)", text
+        ), text
+        assert len(text) < 1_000
     assert shown > 50, "most places are free text"
-    assert refused > 100
+    assert len(refused) > 100
 
 
 @pytest.mark.parametrize(
@@ -441,7 +439,7 @@ def test_a_browser_unpacks_a_large_page_and_fills_what_is_opened(browser, report
     wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait(browser, 60)
     wait.until(lambda _: browser.find_elements("css selector", "html[data-ready]"))
     find = lambda selector: browser.find_elements("css selector", selector)  # noqa: E731 four uses, all here
-    assert len(find(".item")) == 420
+    assert len(find("details.item")) == 420
     find("#search")[0].send_keys("layers.273 attention")
     next(each for each in find("aside a.op") if each.is_displayed()).click()
     (shown,) = find(".selected")

@@ -182,7 +182,7 @@ def _unprintable(told: Any) -> Iterator[str]:
         elif isinstance(value, (list, tuple)):
             waiting += [(each, (*path, f"[{n}]")) for n, each in enumerate(value)]
         elif isinstance(value, str) and not _is_text(value):
-            yield f"a text that is no Unicode - at `{''.join(path)!a}`"
+            yield f"a text that is no Unicode - at `{ascii(''.join(path))[1:-1]}`"
         elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
             yield f"a number of {value.bit_length()} bits - at `{''.join(path)}`"
 

@@ -46,7 +46,7 @@ def page(told: Told, since: Told | None = None, title: str = "lz_compile") -> st
     told = checked(told, "page", "told")
     content = _content(told, since)
     text = ""
-    for room in rooms():
+    for room in rooms(len(content["kinds"]) + len(content["misses"])):
         text = _page(told, content, title, room)
         if len(text.encode()) <= MOST_BYTES:
             break

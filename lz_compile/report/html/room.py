@@ -11,6 +11,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+#: Items of a page that nobody reads to the end; a browser takes seconds for more.
+_MANY = 4_000
 #: What is told of parts that are left out.
 _PARTS = {
     "calls": "the calls before and after (`before` and `after` of each match)",
@@ -55,22 +57,17 @@ class Room:
         return found[: min(limits)] if limits else found
 
 
-def rooms() -> Iterator[Room]:
-    """From the largest on. Why something was refused, what helps, what it cost and which mask it is go last."""
-    yield Room()
-    room = Room(is_packed=True)
+def rooms(count: int) -> Iterator[Room]:
+    """From the largest on, for so many items. Why something was refused, what helps, cost and masks are cut last."""
+    room = Room(most=None if count <= _MANY else _MANY // 2)
     yield room
-    for longest, part in (
-        (20_000, ""),
-        (4_000, ""),
-        (4_000, "calls"),
-        (1_000, "source"),
-        (500, "candidates"),
-        (500, "places"),
-    ):
+    room = replace(room, is_packed=True)
+    yield room
+    for longest, part in ((20_000, ""), (4_000, ""), (4_000, "calls"), (1_000, "source"), (500, "candidates")):
         room = replace(room, longest=longest, without=room.without | ({part} if part else set()))
         yield room
-    for most in (8_000, 4_000, 2_000, 1_000, 500, 250, 100, 30, 10):
+    room = replace(room, without=room.without | {"places"})
+    for most in (1_000, 500, 250, 100, 30, 10):
         yield replace(room, most=most)
 
 
