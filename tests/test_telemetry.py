@@ -207,21 +207,3 @@ def test_the_log_is_lines_of_json_with_codes_and_selections():
     (event,) = [line for line in lines if line.get("code") == "A_CODE"]
     assert (event["level"], event["error"]) == ("WARNING", "ValueError")
     assert event["message"] == "[A_CODE] something\nhappened: ValueError: because"
-
-
-def test_nothing_of_opentelemetry_is_imported_where_nobody_asked_for_it():
-    code = (
-        "import sys, torch, lz_compile as lz\n"
-        "f = lambda q: (q @ q.mT).softmax(-1) @ q\n"
-        "x = torch.randn(2, 16, 8)\n"
-        "before = {name for name in sys.modules if name.startswith('opentelemetry')}\n"
-        "torch.compile(f, backend='layerzero')(x)\n"
-        "lz.attention(x[None], x[None], x[None])\n"
-        "lz.explain(f, x, print_report=False)\n"
-        "print(sorted(name for name in sys.modules if name.startswith('opentelemetry') and name not in before))\n"
-        "lz.instrument()\n"
-        "print('opentelemetry.trace' in sys.modules, any(name.startswith('opentelemetry.sdk') for name in sys.modules))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.splitlines() == ["[]", "True False"]

@@ -63,6 +63,7 @@ function show(id, place) {
     if (place === undefined || each.dataset.module !== place) continue;
     each.classList.add("here");
     each.parentElement.scrollTop = each.offsetTop - each.parentElement.offsetTop;
+    if (each.parentElement.children.length < 2) break;
     const from = document.createElement("p");
     from.className = "from";
     from.textContent = `You came from ${each.querySelector("b").textContent}. The same holds in every place that is listed below.`;

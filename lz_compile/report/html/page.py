@@ -58,7 +58,7 @@ def _content(told: Told, since: Told | None) -> dict[str, Any]:
     seconds = seconds_of(told)
     return {
         "kinds": parts.kinds(all_of(told, "matches")),
-        "misses": parts.causes(all_of(told, "near_misses")),
+        "misses": parts.causes(all_of(told, "near_misses"), all_of(told, "matches")),
         "loops": [_loop(each) for each in all_of(told, "loops")],
         "layers": [_layers(each) for each in all_of(told, "layers")],
         "unproven": [(each["code"], short(each["message"])) for each in all_of(told, "unproven")],

@@ -27,6 +27,7 @@ _HELPS: Mapping[str, str] = {
     "OVERWRITTEN_LATER": "Do not write in place to what it reads, or run it without gradients.",
     "VALUE_NOT_GUARDED": "Make the mask an input, or compute it in the forward.",
     "NOT_INSTALLED": "Install the library: python -m lz_compile doctor --fix prints how.",
+    "BACKEND_NOT_TRIED_YET": "Compile again later, or wait for it: python -m lz_compile doctor.",
     "BACKEND_IMPORT_FAILED": "Mend the installation: python -m lz_compile doctor --fix prints how.",
     "NOT_PROVEN": "Nothing: a dry run replaces nothing. lz.explain tries the kernel.",
     "ALREADY_THIS_KERNEL": "Nothing: the source calls the fastest kernel itself.",
@@ -208,10 +209,24 @@ def _text(matches: Iterable[Told], name: str) -> str:
 class Misses:
     """Near misses of one cause."""
 
-    def __init__(self, misses: Sequence[Told], number: int) -> None:
-        self.misses, self.first, self.id = misses, misses[0], f"miss-{number}"
+    def __init__(self, misses: Sequence[Told], number: int, matches: Sequence[Told]) -> None:
+        self.misses, self.first, self.id, self._matches = misses, misses[0], f"miss-{number}", matches
         self.count, self.op, self.code = len(misses), misses[0]["op"], misses[0]["reason"]["code"]
         self.message, self.edit = short(misses[0]["reason"]["message"]), misses[0]["edit"]
+
+    @property
+    def cost(self) -> str:
+        """What a kernel brings where the same op was recognised: of what was not, nothing is known."""
+        times = [
+            latency_text(each, match["context"])
+            for match in self._matches
+            if match["op"] == self.op and match["rewritten"]
+            for each in match["candidates"]
+            if each["kernel"] == match["kernel"] and not each["against"]
+        ]
+        if not times:
+            return "not known: what was not recognised is not measured"
+        return f"where {self.op} was recognised in this model, its kernel takes {', or '.join(dict.fromkeys(times))}"
 
     @property
     def places(self) -> list[Place]:
@@ -244,14 +259,14 @@ def kinds(matches: Sequence[Told]) -> list[Kind]:
     return [Kind(each, number, sum(times)) for number, each in enumerate(found)]
 
 
-def causes(misses: Sequence[Told]) -> list[Misses]:
-    """Near misses of one cause together, the most frequent first."""
+def causes(misses: Sequence[Told], matches: Sequence[Told]) -> list[Misses]:
+    """Near misses of one cause together, the most frequent first; ``matches`` tell what they may cost."""
 
     def key(miss: Told) -> tuple[str, ...]:
         return miss["op"], miss["reason"]["code"], without_numbers(miss["reason"]["message"]), miss["edit"]
 
     found = sorted(grouped(misses, key), key=len, reverse=True)
-    return [Misses(each, number) for number, each in enumerate(found)]
+    return [Misses(each, number, matches) for number, each in enumerate(found)]
 
 
 def source(where: str) -> list[Line]:

@@ -1,4 +1,4 @@
-"""How much of a report one page shows: all of it where there is room, as text or packed; else as much as fits, and it says so."""
+"""How much of a report one page shows: all where there is room, as text or packed, else as much as fits, and it says so."""
 
 from __future__ import annotations
 
