@@ -1,8 +1,8 @@
 """What telemetry costs those who do not ask for it: nothing that can be measured, in calls and in compiles, is the claim.
 
 Three ways to live with it take turns, each in a process of its own: ``lz.instrument`` never called, called with the API of
-OpenTelemetry alone (no SDK, as where an exporter is switched off), and called with the SDK, whose spans go to memory. Timed are
-an eager call and a compiled call that are decided, a span around nothing, and the compile of a small model.
+OpenTelemetry alone (no SDK, as where an exporter is switched off), and called with the SDK, whose spans go to memory. Timed
+are an eager call and a compiled call that are decided, a span around nothing, and the compile of a small model.
 
     python -m benchmarks.telemetry [--rounds 7] [--quick]
 """

@@ -25,7 +25,8 @@ the first time in a process of its own, with a time limit. Your own row is what 
 | raises | the import is an exception; the library's kernels are refused with it |
 | ends its process, hangs | the library is not imported in your process any more until its files are others |
 
-Versions outside of those that are accepted were tried, too; kernels refuse them. That a library imports says nothing about devices: kernels for GPUs are not run by this.
+Versions outside of those that are accepted were tried, too; kernels refuse them. That a library imports
+says nothing about devices: kernels for GPUs are not run by this.
 """
 
 

@@ -74,7 +74,10 @@ def rolled() -> None:
         return torch.stack(states, 1)
 
     for is_graded in (True, False):
-        _alike(model, [torch.randn(2, 20, 8, requires_grad=is_graded), torch.randn(8, 8, requires_grad=True)], {})
+        weight = (
+            torch.randn(8, 8) / 8
+        ).requires_grad_()  # larger ones are chaotic: they make differences of rounding errors
+        _alike(model, [torch.randn(2, 20, 8, requires_grad=is_graded), weight], {})
         loops = [loop.rolled for report in lz.reports() for loop in report.loops]
         _check(loops == [True], f"expected one loop, rolled, received {loops}")
 
