@@ -91,5 +91,5 @@ def _kernel(op: str, sample: Any, device: torch.device) -> KernelSpec | None:
     if hasattr(ops.module(op), "EAGER_KERNEL"):
         return eager.kernel_for(op, attrs, facts, device)
     problem = Problem(contexts.of_facts(op, attrs, facts, device=device))
-    decision = decide(problem, policy.current(), why_not=lambda kernel: kernel.load())
-    return next((each for each in decision.ranking if each.load() is None), None)
+    decision = decide(problem, policy.current(), why_not=lambda kernel: kernel.load(waits=True))
+    return next((each for each in decision.ranking if each.load(waits=True) is None), None)

@@ -11,9 +11,10 @@ from lz_compile.report.report import MatchReport
 from lz_compile.runtime.kernels.kernel import KernelSpec
 
 
-def is_loaded(kernel: KernelSpec, entry: MatchReport) -> bool:
-    """Whether a kernel's library can be imported; why not is noted."""
-    missing = kernel.load()
+def is_loaded(match: Match, kernel: KernelSpec, entry: MatchReport, state: State) -> bool:
+    """Whether a kernel's library can be imported; why not is noted. One waits for a kernel that was asked for by name."""
+    lock = state.choices.policy.resolved_policy(state.choices.problem(match).context).lock
+    missing = kernel.load(waits=not state.choices.is_dry and (state.options.strict or kernel.kernel_id == lock))
     if missing is not None:
         entry.reasons.append(missing)
     return missing is None
@@ -40,7 +41,7 @@ def why_not(match: Match, entry: MatchReport, state: State, kernel: KernelSpec) 
     if kernel.call is None or kernel.kernel_id == match.found.source_kernel:
         return None
     try:
-        is_right = is_loaded(kernel, entry) and proven(match, kernel, entry, state)
+        is_right = is_loaded(match, kernel, entry, state) and proven(match, kernel, entry, state)
     except Exception as error:  # noqa: BLE001 as where it is put in: it is an event, and the next one is tried
         state.fail("REWRITE_FAILED", f"{kernel.kernel_id} for {match.op} at {match.where} is no candidate", error)
         entry.reasons.append(Reason("REWRITE_FAILED", f"{kernel.kernel_id}: {type(error).__name__}: {error}"))

@@ -133,7 +133,7 @@ def choose(state: State) -> None:
     state.choices.is_dry = True
     for match, entry in zip(state.matches, state.entries, strict=True):
         decision = _decide(match, entry, state)
-        entry.kernel = next(kernel.kernel_id for kernel in decision.ranking if is_loaded(kernel, entry))
+        entry.kernel = next(kernel.kernel_id for kernel in decision.ranking if is_loaded(match, kernel, entry, state))
         entry.kernel = _left(match) if entry.kernel == INDUCTOR else entry.kernel
         if entry.kernel not in (INDUCTOR, match.found.source_kernel):
             entry.reasons.append(Reason("NOT_PROVEN", "a dry run proves and rewrites nothing"))
@@ -238,7 +238,7 @@ def _replace(match: Match, entry: MatchReport, state: State) -> None:
     last, proving = lambda: entry.reasons[-1], partial(why_not, match, entry, state)
     for kernel, following in state.choices.in_turn(match, last, proving):
         entry.kernel, entry.why = kernel.kernel_id, following.why
-        if not is_loaded(kernel, entry):
+        if not is_loaded(match, kernel, entry, state):
             if state.options.strict:
                 raise RewriteFailedError(str(entry.reasons[-1]))
             continue
