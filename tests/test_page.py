@@ -246,7 +246,13 @@ def test_what_changed_since_an_earlier_report_is_told_with_its_places(tmp_path, 
     old, new = (json.loads((tmp_path / name).read_text()) for name in ("old.json", "new.json"))
     assert new["environment"]["torch"] == torch.__version__
     (change,) = [each for each in changes(old, new) if each.kind == "match"]
-    assert (change.subject, change.after) == ("attention", "torch.sdpa, rewritten")
+    assert change.before == "inductor, LEFT_TO_INDUCTOR (locked by lz.lock())"
+    assert (change.subject, change.after) == ("attention", "torch.sdpa, rewritten (locked by lz.lock())")
+    unlocked = json.loads((tmp_path / "old.json").read_text())
+    for match in unlocked["graphs"][0]["matches"]:
+        match["why"] = "nothing is expected to be faster than Inductor's own code"
+    (change,) = changes(old, unlocked)
+    assert "(nothing is expected" in change.after, "a lock that is gone is a change, though nothing else is"
     assert change.places == tuple(f"layers.{n}" for n in (0, 1, 2, 4))
     names = [str(tmp_path / name) for name in ("old.json", "new.json")]
     assert main(["diff", *names, "--html", str(tmp_path / "diff.html"), "--exit-code"]) == 1
@@ -416,6 +422,7 @@ def test_a_browser_leads_from_a_layer_to_its_reason_without_errors(browser, repo
     find = lambda selector: browser.find_elements("css selector", selector)  # noqa: E731 three uses, all here
     (search,) = find("#search")
     search.send_keys("layers.3 attention")
+    assert not find("#changes")[0].is_displayed(), "nothing that fits is in there"
     link = next(each for each in find("aside a.op") if each.is_displayed() and each.text == "attention")
     assert link.get_attribute("data-place") == "layers.3"
     link.click()

@@ -10,7 +10,7 @@ from typing import Any
 from lz_compile.ground.records import Record
 from lz_compile.report.layout import amount, short
 from lz_compile.report.schema import checked
-from lz_compile.report.summary import grouped
+from lz_compile.report.summary import grouped, without_numbers
 
 #: Latencies and times that differ by less, in parts of the smaller one, are the same.
 _CLOSE = 0.1
@@ -94,7 +94,7 @@ def _matches(before: Told, after: Told) -> Iterator[Change]:
             continue
         for what, tell in _ASPECTS:
             was, now = tell(one), tell(other)
-            if was != now:
+            if without_numbers(was) != without_numbers(now) if tell is _chosen else was != now:
                 yield Change("match", f"{subject} {what}".strip(), was, now, place)
         times = [latency(each) for each in (one, other)]
         if None not in times and _differ(*times):  # type: ignore[arg-type]  # neither is None
@@ -127,6 +127,11 @@ def state(match: Told) -> str:
     return f"{match['kernel']}, {'rewritten' if match['rewritten'] else codes or 'not rewritten'}"
 
 
+def _chosen(match: Told) -> str:
+    """What became of a match and what decided that: a lock that is gone is a change, another latency is none."""
+    return f"{state(match)} ({match['why']})" if match.get("why") else state(match)
+
+
 def latency(match: Told, kernel: str | None = None) -> float | None:
     """The measured latency of a match's kernel (or of another one) in µs, None where none was measured."""
     wanted = match["kernel"] if kernel is None else kernel
@@ -141,7 +146,7 @@ def _differ(one: float, other: float) -> bool:
 
 
 _ASPECTS = (
-    ("", state),
+    ("", _chosen),
     ("mask", lambda match: str(match.get("mask") or "")),
     ("formula", lambda match: str(match.get("formula") or "")),
     ("dtype", lambda match: str((match.get("context") or {}).get("dtype", ""))),

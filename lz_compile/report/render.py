@@ -228,7 +228,7 @@ def differences(found: Sequence[Change]) -> Iterator[Any]:
                 each.subject,
                 each.before or "none",
                 each.after or "none",
-                f"{len(each.places)} x {places(each.places, 3)}",
+                f"{len(each.places)} x {places(each.places, 3)}" if each.places else "",
             )
             for each in kind
         ]

@@ -1,6 +1,6 @@
 "use strict";
 const search = document.getElementById("search"), found = document.getElementById("found");
-let items = [], nodes = [], bodies = [];
+let items = [], nodes = [], bodies = [], opened = null;
 const COLOURS = { "#": "#1c8f5f", "+": "#8fd0b4", "?": "#e0a63c", "|": "#e0a63c", ".": "#e9ebef" };
 
 function remember(name, value) { try { localStorage.setItem(name, value); } catch { /* files may have no storage */ } }
@@ -94,7 +94,16 @@ function look() {
     item.classList.toggle("hidden", !isIn);
     count += isIn;
   }
-  for (const node of nodes) node.classList.toggle("hidden", words.length > 0);
+  for (const part of document.querySelectorAll("main section, #changes table")) {
+    const inside = [...part.querySelectorAll(".item")];
+    part.classList.toggle("hidden", words.length > 0 && inside.every((item) => item.classList.contains("hidden")));
+  }
+  if (words.length && !opened) opened = new Set(nodes.filter((node) => node.open));
+  for (const node of nodes) {
+    node.classList.toggle("hidden", words.length > 0);
+    if (!words.length && opened && node.tagName === "DETAILS") node.open = opened.has(node);
+  }
+  if (!words.length) opened = null;
   if (words.length) {
     for (const node of nodes) {
       if (!node.dataset.text || !fits(node.dataset.text)) continue;
@@ -104,7 +113,7 @@ function look() {
       node.querySelectorAll(".node").forEach((each) => each.classList.remove("hidden"));
     }
   }
-  found.textContent = words.length ? `${count} of ${items.length}` : "";
+  found.textContent = words.length ? `${count} of ${items.length} entries` : "";
 }
 
 function move(step) {
@@ -119,7 +128,10 @@ function move(step) {
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "Escape") { search.value = ""; look(); search.blur(); return; }
-  if (event.target === search) return;
+  if (event.target === search) {
+    if (event.key === "Enter") { move(0); (document.querySelector("details.selected") || {}).open = true; }
+    return;
+  }
   const act = { "/": () => search.focus(), j: () => move(1), k: () => move(-1), t: changeTheme }[event.key];
   if (act) { event.preventDefault(); act(); }
 });

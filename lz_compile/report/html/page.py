@@ -120,9 +120,7 @@ def _summary(told: Told) -> list[str]:
 
 def _model(told: Told, content: Mapping[str, Any], room: Room) -> Branch:
     kinds, misses = room.fitting(content["kinds"]), room.fitting(content["misses"])
-    ops = [
-        (each.module, Op(kind.operation, kind.state, kind.id)) for kind in kinds for each in room.fitting(kind.places)
-    ]
+    ops = [(each.module, Op(kind.label, kind.state, kind.id)) for kind in kinds for each in room.fitting(kind.places)]
     ops += [(each.module, Op(miss.op, "missed", miss.id)) for miss in misses for each in room.fitting(miss.places)]
     return tree(room.fitting(all_of(told, "modules")), ops)
 

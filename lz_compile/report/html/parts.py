@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import linecache
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,6 +81,12 @@ class Kind:
         return str(self.first["op"] if self.first["context"] is None else self.first["context"]["operation"])
 
     @property
+    def label(self) -> str:
+        """The operation as the tree has it: with its mask, where the variant does not say it."""
+        mask = short(self.first["mask"] or "")
+        return self.operation if not mask or self.operation.endswith(f".{mask}") else f"{self.operation}, {mask}"
+
+    @property
     def state(self) -> str:
         """``rewritten``, ``chosen`` (left to what is there by choice), or ``refused``."""
         return state_of(self.first)
@@ -125,7 +132,9 @@ class Kind:
         able = [kernel for kernel in able if kernel != "inductor"]
         if "LEFT_TO_INDUCTOR" in codes and able:
             lock = f"options={{'layerzero.lock': {{'{self.first['op']}': '{able[0]}'}}}}"
-            found.append(f"To have a kernel all the same: {lock}.")
+            time = next(each for each in self.first["candidates"] if each["kernel"] == able[0])
+            expected = latency_text(time, self.first["context"])
+            found.append(f"To have a kernel all the same: {lock}. It is expected to take {expected}.")
         return "\n".join(dict.fromkeys(found))
 
     @property
@@ -206,6 +215,11 @@ def _text(matches: Iterable[Told], name: str) -> str:
     return "\n".join(next((match[name] for match in matches if match.get(name)), ()))
 
 
+def mask_text(match: Told) -> str:
+    """The mask of an attention, to be put behind what is said of it."""
+    return "" if match["op"] != "attention" else f" (mask: {short(match['mask'])})" if match["mask"] else " (no mask)"
+
+
 class Misses:
     """Near misses of one cause."""
 
@@ -217,16 +231,17 @@ class Misses:
     @property
     def cost(self) -> str:
         """What a kernel brings where the same op was recognised: of what was not, nothing is known."""
-        times = [
-            latency_text(each, match["context"])
+        times = Counter(
+            f"{match['kernel']}, {latency_text(each, match['context'])}{mask_text(match)}"
             for match in self._matches
             if match["op"] == self.op and match["rewritten"]
             for each in match["candidates"]
             if each["kernel"] == match["kernel"] and not each["against"]
-        ]
+        )
         if not times:
             return "not known: what was not recognised is not measured"
-        return f"where {self.op} was recognised in this model, its kernel takes {', or '.join(dict.fromkeys(times))}"
+        told = "\n".join(f"{count} x {text}" for text, count in times.items())
+        return f"not measured here; where {self.op} was replaced in this model:\n{told}"
 
     @property
     def places(self) -> list[Place]:

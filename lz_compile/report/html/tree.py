@@ -34,8 +34,10 @@ class Branch:
     @property
     def counts(self) -> list[tuple[Op, int]]:
         """The ops here and below, alike ones together."""
-        found = Counter((op.name, op.state) for op in self.all_ops())
-        return [(Op(name, state, ""), count) for (name, state), count in found.items()]
+        found: dict[tuple[str, str], list[str]] = {}
+        for op in self.all_ops():
+            found.setdefault((op.name, op.state), []).append(op.target)
+        return [(Op(*key, targets[0] if len({*targets}) == 1 else ""), len(targets)) for key, targets in found.items()]
 
     @property
     def text(self) -> str:
