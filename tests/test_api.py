@@ -496,7 +496,7 @@ def test_waiting_asks_for_accelerators_alone(monkeypatch):
 def selections(monkeypatch) -> list[Problem]:
     seen: list[Problem] = []
 
-    def spy(problem: Problem, *args: Any) -> select.Decision:
+    def spy(problem: Problem, *args: Any, **_: Any) -> select.Decision:
         seen.append(problem)
         return select.select(problem, *args)
 
