@@ -21,7 +21,7 @@ import lz_compile
 from lz_compile import ArgumentError, OptionError, Padding, Served, ServedState, serve
 from lz_compile.ground import events, store
 from lz_compile.lowering import inductor
-from lz_compile.tools import serving, turns
+from lz_compile.tools import serving, serving_thread, turns
 
 Compiler = Callable[[Any, Any], Any]
 
@@ -43,7 +43,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         threads.append(threading.current_thread().name)
         return module.forward
 
-    monkeypatch.setattr(serving, "layerzero", compile_quickly)
+    monkeypatch.setattr(serving_thread, "layerzero", compile_quickly)
     return threads
 
 
@@ -57,7 +57,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             time.sleep(0.005)
         return module.forward
 
-    monkeypatch.setattr(serving, "layerzero", compile_slowly)
+    monkeypatch.setattr(serving_thread, "layerzero", compile_slowly)
     yield opened
     opened.set()
 
@@ -165,7 +165,7 @@ def test_what_a_kernel_compile_raises_is_told(monkeypatch: pytest.MonkeyPatch):
     def fails(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(serving, "layerzero", fails)
+    monkeypatch.setattr(serving_thread, "layerzero", fails)
     with serve(Model()) as served:
         (failure,) = settled(served, torch.ones(1, 2, 4)).failures.values()
     assert "planted" in failure
@@ -317,7 +317,7 @@ def test_random_numbers_that_are_drawn_meanwhile_are_those_that_come(monkeypatch
                 time.sleep(0.001)
         return module.forward
 
-    monkeypatch.setattr(serving, "layerzero", compile_by_seeds)
+    monkeypatch.setattr(serving_thread, "layerzero", compile_by_seeds)
     model = Model()
     torch.manual_seed(0)
     expected = torch.rand(60)
@@ -482,7 +482,7 @@ def test_a_compile_that_fails_for_a_reason_that_passes_is_tried_again(monkeypatc
             raise SystemExit("planted")
         return module.forward
 
-    monkeypatch.setattr(serving, "layerzero", fails_once)
+    monkeypatch.setattr(serving_thread, "layerzero", fails_once)
     model, x = Model(), torch.ones(1, 2, 4)
     with serve(model) as served:
         assert "planted" in next(iter(settled(served, x).failures.values()))
@@ -661,7 +661,7 @@ def test_what_cannot_be_remembered_is_an_event(compiles: list[str], caplog: pyte
 def test_what_is_remembered_and_cannot_be_made_is_an_event(compiles: list[str], caplog: pytest.LogCaptureFixture):
     model = Model()
     told = {"call": {"list": [{"list": [{"tensor": [[2], [1], "no_dtype", "cpu", False]}]}, {"dict": {}}]}, "modes": {}}
-    store.Store("shapes").save(serving._key_of(model), {"a": told})
+    store.Store("shapes").save(serving_thread.key_of(model), {"a": told})
     with serve(model) as served:
         assert served.warmup(progress=False).ready == 0
     assert "[SHAPE_NOT_MADE]" in caplog.text
