@@ -56,6 +56,7 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.third_party
 	$(PY) -m benchmarks.decision_cache
 	$(PY) -m benchmarks.random_jobs
+	$(PY) -m benchmarks.telemetry
 	$(PY) -m benchmarks.row_bits
 	$(PY) -m benchmarks.scan
 	$(PY) -m benchmarks.scan_accuracy

@@ -1,0 +1,412 @@
+"""The text of the C++ that reads the blocks of a paged cache; its sizes and features are macros."""
+
+from __future__ import annotations
+
+PAGED = """
+constexpr int kTile = 32, kPart = 512, kLine = 64;
+constexpr int kDV = (kD + kLanes - 1) / kLanes, kEV = (kE + kLanes - 1) / kLanes;
+constexpr int kDP = kDV * kLanes, kEP = kEV * kLanes;
+constexpr int kState = kEP + kLanes;  // sums of values; then the largest score, and the sum of weights
+
+// What faults are about, in the order of the op's operands.
+enum Fault : int32_t { kNone = 0, kTable = 1, kLengths = 2, kStarts = 3 };
+
+struct Numbers {
+  int64_t tokens, heads, kv_heads, requests, columns, blocks, slots, most_queries, window;
+  int64_t key[4], value[4];  // strides of blocks, slots, heads, features
+  int64_t threads;
+};
+struct Request {
+  int64_t first_query, queries, length, first_key;
+  const int32_t* row;
+};
+struct Part {
+  int64_t request, begin, end, state;
+};
+
+// One row of a cache as floats, zeros behind it.
+template <int kCount, int kPadded>
+INLINE void widen(const Stored* from, int64_t stride, float* to) {
+  int j = 0;
+  for (; stride == 1 && j + kLanes <= kCount; j += kLanes) {
+    const Floats x = floats_at(from + j);
+    std::memcpy(to + j, &x, sizeof(x));
+  }
+  for (; j < kCount; ++j) to[j] = number_of(from[j * stride]);
+  for (; j < kPadded; ++j) to[j] = 0.0f;
+}
+
+// Where the keys of a tile lie in a cache, for the first head.
+INLINE void places_of(const Stored* cache, const int64_t* stride, const Request& request, int64_t slots, int64_t begin,
+                      int count, const Stored** places) {
+  int64_t block = begin / slots, slot = begin % slots;
+  for (int t = 0; t < count; ++t, ++slot) {
+    if (slot == slots) slot = 0, ++block;
+    places[t] = cache + int64_t(request.row[block]) * stride[0] + slot * stride[1];
+  }
+}
+
+// Rows of a head: where they lie, or widened copies; zeros where there are none.
+template <int kCount, int kPadded, class Row>
+INLINE void rows_of(const Stored* const* places, const int64_t* stride, int64_t head, int count, float* copies,
+                    const Row** rows) {
+  static const Row zeros[kPadded] = {};
+  const int64_t first = head * stride[2];
+  for (int t = 0; t < count; ++t) {
+    if (!copies) {
+      rows[t] = reinterpret_cast<const Row*>(places[t] + first);
+      continue;
+    }
+    widen<kCount, kPadded>(places[t] + first, stride[3], copies + t * kPadded);
+    rows[t] = reinterpret_cast<const Row*>(copies + t * kPadded);
+  }
+  for (int t = count; t < kTile; ++t) rows[t] = zeros;
+}
+
+// The memory of the next tile, whose blocks lie where processors expect nothing. It is asked for in the order in which it
+// lies there, evenly while this tile is computed: all at once, or in the order of use, takes half as long again.
+struct Run {
+  const char *begin, *end;
+};
+class Ahead {
+ public:
+  Ahead(const Run* runs, int count) : at_(nullptr), end_(nullptr), run_(runs), last_(runs + count) {}
+  // So many bytes in turn `turn`; parts of a line in one turn of several.
+  template <int kBytes> INLINE_MEMBER void fetch(int turn) {
+    if constexpr (kBytes < kLine) {
+      if (turn % (kLine / kBytes) != 0) return;
+    }
+    if (at_ >= end_) {
+      if (run_ == last_) return;
+      at_ = run_->begin, end_ = run_->end, ++run_;
+    }
+    constexpr int kLines = (kBytes + kLine - 1) / kLine;
+#pragma GCC unroll 16
+    for (int line = 0; line < kLines; ++line) __builtin_prefetch(at_ + line * kLine, 0, 2);
+    at_ += kLines * kLine;
+  }
+
+ private:
+  const char *at_, *end_;
+  const Run *run_, *last_;
+};
+
+// Where so many keys lie, neighbours in one: those of all heads at once, or of one head after the other.
+INLINE int runs_of(const Stored* const* places, int count, const int64_t* stride, int64_t heads, int features, Run* runs) {
+  const bool is_whole = stride[1] >= stride[2] * heads;
+  const int64_t width = is_whole ? stride[2] * heads : features;
+  int found = 0;
+  for (int64_t head = 0; head < (is_whole ? 1 : heads); ++head) {
+    for (int t = 0; t < count; ++t) {
+      const Stored* row = places[t] + head * stride[2];
+      const char *begin = reinterpret_cast<const char*>(row), *end = reinterpret_cast<const char*>(row + width);
+      if (found && runs[found - 1].end == begin) runs[found - 1].end = end;
+      else runs[found++] = {begin, end};
+    }
+  }
+  return found;
+}
+
+// Bytes of a cache that so many registers of floats are read from.
+constexpr int kBytesOf(int registers) { return registers * kLanes * int(sizeof(Stored)); }
+
+// Scores of kRows queries with the keys of a tile, a multiple of kLanes of them; each load of keys serves all rows.
+template <int kRows, class Row>
+INLINE void score(const float* const* queries, const Row* const* keys, int first, int last, float cap,
+                  float (*scores)[kTile], Ahead& ahead) {
+  Ahead next = ahead;
+  constexpr int kKeys = kLanes / kRows;
+  for (int t = first; t < last; t += kKeys) {
+    Floats part[kLanes];
+    const Row* at[kKeys];
+    for (int j = 0; j < kLanes; ++j) part[j] = Floats{};
+    for (int j = 0; j < kKeys; ++j) at[j] = keys[t + j];
+    next.fetch<kBytesOf(kDV * kKeys)>(t / kKeys);
+#pragma GCC unroll 1
+    for (int d = 0; d < kDP; d += kLanes) {
+      Floats query[kRows];
+      for (int r = 0; r < kRows; ++r) query[r] = load(queries[r] + d);
+#pragma GCC unroll 16
+      for (int j = 0; j < kKeys; ++j) {
+        const Floats key = floats_at(at[j] + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) part[r * kKeys + j] += query[r] * key;
+      }
+    }
+    Floats found = sums(part);
+    if constexpr (kHasCap) {
+      for (int j = 0; j < kLanes; ++j) found[j] = cap * std::tanh(found[j] / cap);
+    }
+    for (int r = 0; r < kRows; ++r) std::memcpy(scores[r] + t, reinterpret_cast<float*>(&found) + r * kKeys, kKeys * 4);
+  }
+  ahead = next;
+}
+
+// Adds what weights take of values, kCount registers of columns of kRows rows.
+template <int kRows, int kCount, class Row>
+INLINE void add_values(float* const* states, float (*weights)[kTile], const Row* const* values, int column, int low, int high,
+                       Ahead& ahead) {
+  Ahead next = ahead;
+  Floats sum[kRows][kCount];
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int e = 0; e < kCount; ++e) sum[r][e] = load(states[r] + column + e * kLanes);
+  }
+  for (int t = low; t < high; ++t) {
+    const Row* value = values[t] + column;
+    next.fetch<kBytesOf(kCount)>(t);
+#pragma GCC unroll 8
+    for (int e = 0; e < kCount; ++e) {
+      const Floats x = floats_at(value + e * kLanes);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) sum[r][e] += weights[r][t] * x;
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int e = 0; e < kCount; ++e) std::memcpy(states[r] + column + e * kLanes, &sum[r][e], sizeof(Floats));
+  }
+  ahead = next;
+}
+
+INLINE float sum_of(Floats x) {
+  for (int width = kLanes / 2; width; width /= 2) {
+    for (int j = 0; j < width; ++j) x[j] += x[j + width];
+  }
+  return x[0];
+}
+
+// Scores as weights; what was summed up before is scaled to the greatest score so far. False where there is no weight.
+INLINE bool weigh(float* state, float* scores, int first, int low, int high, int last) {
+  for (int t = first; t < low; ++t) scores[t] = kNothing;
+  for (int t = high; t < last; ++t) scores[t] = kNothing;
+  Floats most = load(scores + first);
+  for (int t = first + kLanes; t < last; t += kLanes) {
+    const Floats x = load(scores + t);
+    most = x > most ? x : most;
+  }
+  float& greatest = state[kEP];
+  float& total = state[kEP + 1];
+  const float found = largest(most), before = greatest;
+  if (found > before) {
+    greatest = found;
+    const float factor = std::exp(before - greatest);
+    total *= factor;
+    for (int e = 0; e < kEP; ++e) state[e] *= factor;
+  }
+  if (greatest == kNothing) {  // no weight at all, unless a score is NaN
+    for (int t = low; t < high; ++t) total += scores[t] == kNothing ? 0.0f : scores[t];
+    return false;
+  }
+  Floats sum{};
+  for (int t = first; t < last; t += kLanes) {
+    const Floats w = exponential(load(scores + t) - greatest);
+    std::memcpy(scores + t, &w, sizeof(w));
+    sum += w;
+  }
+  total += sum_of(sum);
+  return true;
+}
+
+// The keys of a tile from `low` to before `high` for kRows queries.
+template <int kRows, class Row>
+static void attend(float* const* states, const float* const* queries, const Row* const* keys, const Row* const* values,
+                   int low, int high, float cap, Ahead& ahead) {
+  constexpr int kColumns = 8 / kRows;
+  const int first = low / kLanes * kLanes, last = (high + kLanes - 1) / kLanes * kLanes;
+  alignas(64) float weights[kRows][kTile];
+  score<kRows>(queries, keys, first, last, cap, weights, ahead);
+  for (int r = 0; r < kRows; ++r) {
+    if (!weigh(states[r], weights[r], first, low, high, last)) std::memset(weights[r], 0, sizeof(weights[r]));
+  }
+  int e = 0;
+  for (; e + kColumns <= kEV; e += kColumns) {
+    add_values<kRows, kColumns>(states, weights, values, e * kLanes, low, high, ahead);
+  }
+  constexpr int kRest = kEV % kColumns;
+  if constexpr (kRest != 0) add_values<kRows, kRest>(states, weights, values, e * kLanes, low, high, ahead);
+}
+
+// Where a query's keys begin and end.
+INLINE void range_of(const Request& request, int64_t window, int64_t query, int64_t* low, int64_t* high) {
+  *high = request.length - request.queries + query + 1;
+  *low = window && *high > window ? *high - window : 0;
+}
+
+// Copies are made where there is memory for them, and then Row is float.
+template <class Row>
+static void compute(const Part& part, const Request& request, const Numbers& n, const Stored* key_cache,
+                    const Stored* value_cache, const float* queries, float cap, float* states, float* copies, Run* runs) {
+  const int64_t groups = n.heads / n.kv_heads;
+  const Stored *key_places[2][kTile], *value_places[2][kTile];
+  const Row *keys[kTile], *values[kTile];
+  for (int64_t row = 0; row < request.queries * n.heads; ++row) {
+    float* state = states + row * kState;
+    std::memset(state, 0, kState * sizeof(float));
+    state[kEP] = kNothing;
+  }
+  // A tile is looked up before its turn, the first of the next part as well: who computes this part often takes that one.
+  auto look_up = [&](int64_t begin, int side) {
+    const int64_t rest = request.length - begin;
+    const int count = int(rest < 0 ? 0 : rest < kTile ? rest : kTile);
+    places_of(key_cache, n.key, request, n.slots, begin, count, key_places[side]);
+    places_of(value_cache, n.value, request, n.slots, begin, count, value_places[side]);
+    return count;
+  };
+  int side = 0, found = look_up(part.begin, side);
+  for (int64_t begin = part.begin; begin < part.end; begin += kTile, side = 1 - side) {
+    const int count = int(part.end - begin < found ? part.end - begin : found);
+    found = look_up(begin + kTile, 1 - side);
+    int run_count = runs_of(key_places[1 - side], found, n.key, n.kv_heads, kD, runs);
+    run_count += runs_of(value_places[1 - side], found, n.value, n.kv_heads, kE, runs + run_count);
+    Ahead ahead(runs, run_count);
+    for (int64_t head = 0; head < n.kv_heads; ++head) {
+      rows_of<kD, kDP>(key_places[side], n.key, head, count, copies, keys);
+      rows_of<kE, kEP>(value_places[side], n.value, head, count, copies ? copies + kTile * kDP : nullptr, values);
+      for (int64_t query = 0; query < request.queries; ++query) {
+        int64_t low, high;
+        range_of(request, n.window, query, &low, &high);
+        low = low > begin ? low - begin : 0;
+        high = high - begin < count ? high - begin : count;
+        if (low >= high) continue;
+        const int64_t row = query * n.heads + head * groups;
+        float* state[4];
+        const float* own[4];
+        for (int64_t group = 0, rows; group < groups; group += rows) {
+          rows = groups - group >= 4 ? 4 : groups - group >= 2 ? 2 : 1;
+          for (int r = 0; r < rows; ++r) {
+            state[r] = states + (row + group + r) * kState;
+            own[r] = queries + (request.first_query * n.heads + row + group + r) * kDP;
+          }
+          const auto attend_to = rows == 4 ? attend<4, Row> : rows == 2 ? attend<2, Row> : attend<1, Row>;
+          attend_to(state, own, keys, values, int(low), int(high), cap, ahead);
+        }
+      }
+    }
+  }
+}
+
+// Requests in their places, or what is wrong with them, and where.
+static Fault place(const Numbers& n, const int32_t* table, const int32_t* lengths, const int32_t* starts,
+                   std::vector<Request>& requests, int64_t* found) {
+  if (starts && starts[0] != 0) {
+    found[0] = 0, found[1] = starts[0];
+    return kStarts;
+  }
+  for (int64_t r = 0; r < n.requests; ++r) {
+    const int64_t first = starts ? starts[r] : r, next = starts ? starts[r + 1] : r + 1, length = lengths[r];
+    found[0] = r;
+    if (next < first || next > n.tokens) {
+      found[0] = r + 1, found[1] = next;
+      return kStarts;
+    }
+    if (length < 0 || length > n.columns * n.slots) {
+      found[1] = length;
+      return kLengths;
+    }
+    int64_t low = length - (next - first) + 1 - n.window;
+    low = n.window && low > 0 ? low : 0;
+    const int32_t* row = table + r * n.columns;
+    for (int64_t b = low / n.slots; b * n.slots < length; ++b) {
+      if (row[b] < 0 || row[b] >= n.blocks) {
+        found[1] = row[b];
+        return kTable;
+      }
+    }
+    requests.push_back({first, next - first, length, low, row});
+  }
+  return kNone;
+}
+
+extern "C" int32_t paged_attention(const void* const* operands, const int64_t* counts, const double* shares, int64_t* found) {
+  Numbers n;
+  std::memcpy(&n, counts, sizeof(n));
+  const float* given = static_cast<const float*>(operands[0]);
+  const auto *key_cache = static_cast<const Stored*>(operands[1]), *value_cache = static_cast<const Stored*>(operands[2]);
+  const auto *tables = static_cast<const int32_t*>(operands[3]), *lengths = static_cast<const int32_t*>(operands[4]);
+  const auto *starts = static_cast<const int32_t*>(operands[5]);
+  const auto *sinks = static_cast<const float*>(operands[6]), *key_scale = static_cast<const float*>(operands[7]);
+  const auto *value_scale = static_cast<const float*>(operands[8]);
+  float* out = static_cast<float*>(const_cast<void*>(operands[9]));
+  int32_t* left_out = static_cast<int32_t*>(const_cast<void*>(operands[10]));
+  const int64_t groups = n.heads / n.kv_heads;
+
+  std::vector<Request> requests;
+  requests.reserve(n.requests);
+  const Fault fault = place(n, tables, lengths, starts, requests, found);
+  if (fault != kNone) return fault;
+
+  std::vector<Part> parts;
+  std::vector<int64_t> first_part(n.requests + 1, 0);
+  int64_t size = 0;
+  for (int64_t r = 0; r < n.requests; ++r) {
+    const Request& request = requests[r];
+    first_part[r] = int64_t(parts.size());
+    if (request.queries > n.most_queries) {
+      left_out[r] = 1;
+      continue;
+    }
+    if (request.queries == 0) continue;
+    const int64_t step = request.length < 4 * kPart ? kPart / 2 : kPart;
+    for (int64_t begin = request.first_key / step * step; begin < request.length; begin += step) {
+      const int64_t end = begin + step < request.length ? begin + step : request.length;
+      parts.push_back({r, begin < request.first_key ? request.first_key : begin, end, size});
+      size += request.queries * n.heads * kState;
+    }
+  }
+  first_part[n.requests] = int64_t(parts.size());
+
+  std::vector<float> states(size), queries(n.tokens * n.heads * kDP, 0.0f);
+  for (int64_t row = 0; row < n.tokens * n.heads; ++row) {
+    const int64_t head = row % n.heads / groups;
+    const float scale = float(shares[0] * (key_scale ? key_scale[head] : 1.0f));
+    for (int d = 0; d < kD; ++d) queries[row * kDP + d] = given[row * kD + d] * scale;
+  }
+  const bool is_dense = kD == kDP && kE == kEP && n.key[3] == 1 && n.value[3] == 1;
+  const int64_t each = int64_t(parts.size()) / (8 * n.threads), chunk = each < 1 ? 1 : each < 4 ? each : 4;
+#pragma omp parallel num_threads(n.threads)
+  {
+    std::vector<Run> runs(2 * kTile * n.kv_heads);
+    std::vector<float> memory(kTile * (kDP + kEP));
+#pragma omp for schedule(dynamic, chunk)
+    for (int64_t p = 0; p < int64_t(parts.size()); ++p) {
+      const Part& part = parts[p];
+      const Request& request = requests[part.request];
+      // Numbers are widened as they are read, or once, where many rows read them.
+      const bool in_place = is_dense && (sizeof(Stored) == 4 || request.queries * groups <= 8);
+      const auto run = in_place ? compute<Stored> : compute<float>;
+      run(part, request, n, key_cache, value_cache, queries.data(), float(shares[1]), states.data() + part.state,
+          in_place ? nullptr : memory.data(), runs.data());
+    }
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < n.requests; ++r) {
+      const Request& request = requests[r];
+      const int64_t first = first_part[r], last = first_part[r + 1];
+      if (first == last) continue;
+      for (int64_t row = 0; row < request.queries * n.heads; ++row) {
+        const int64_t head = row % n.heads;
+        int64_t low, high;
+        range_of(request, n.window, row / n.heads, &low, &high);
+        if (low >= high) continue;
+        float greatest = sinks ? sinks[head] : kNothing;
+        for (int64_t p = first; p < last; ++p) {
+          const float largest = states[parts[p].state + row * kState + kEP];
+          greatest = largest > greatest ? largest : greatest;
+        }
+        float total = sinks ? std::exp(sinks[head] - greatest) : 0.0f;
+        float sum[kEP] = {};
+        for (int64_t p = first; p < last; ++p) {
+          const float* state = states.data() + parts[p].state + row * kState;
+          if (state[kEP + 1] == 0.0f) continue;  // it saw none of these keys
+          const float factor = std::exp(state[kEP] - greatest);
+          total += factor * state[kEP + 1];
+          for (int e = 0; e < kEP; ++e) sum[e] += factor * state[e];
+        }
+        const float share = (value_scale ? value_scale[head / groups] : 1.0f) / total;
+        float* to = out + (request.first_query * n.heads + row) * kE;
+        for (int e = 0; e < kE; ++e) to[e] = sum[e] * share;
+      }
+    }
+  }
+  return kNone;
+}
+"""
