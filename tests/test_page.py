@@ -274,7 +274,9 @@ def test_line_numbers_are_no_change_and_new_near_misses_layers_and_events_are(re
     assert len(found) == 2, list(map(str, found))
     miss, event = found
     assert (miss.subject, miss.places) == (f"near miss {gone['op']} [{gone['reason']['code']}]", ("layers.3",))
-    assert str(event) == "[KERNEL_FAILED]: none -> 1 event"
+    assert str(event) == "[KERNEL_FAILED] x: none -> 1 event"
+    moved["graphs"][0]["modules"] = [each for each in moved["graphs"][0]["modules"] if each["path"] != "layers.3"]
+    assert next(each for each in changes(report, moved) if each.kind == "near miss").after == "no such module"
 
 
 def test_what_is_no_report_and_what_is_no_page_is_refused(tmp_path):

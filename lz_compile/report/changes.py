@@ -89,8 +89,10 @@ def _matches(before: Told, after: Told) -> Iterator[Change]:
         one, other = old.get(key), new.get(key)
         subject, place = key[1], (_place(other or one or {}),)
         if one is None or other is None:
-            told = ["" if each is None else state(each) for each in (one, other)]
-            yield Change("match", f"{subject} is recognised", told[0], told[1], place)
+            was, now = (
+                _absent(told, key[0]) if each is None else state(each) for each, told in ((one, before), (other, after))
+            )
+            yield Change("match", f"{subject} is recognised", was, now, place)
             continue
         for what, tell in _ASPECTS:
             was, now = tell(one), tell(other)
@@ -161,14 +163,21 @@ def _near_misses(before: Told, after: Told) -> Iterator[Change]:
             for each in all_of(told, "near_misses")
         )
 
-    yield from _counted("near miss", causes(before), causes(after))
+    old, new = causes(before), causes(after)
+    for module, op, code in dict.fromkeys([*old, *new]):
+        counts = [side[module, op, code] for side in (old, new)]
+        if counts[0] != counts[1]:
+            was, now = (
+                amount(count, "near miss") if count else _absent(told, module)
+                for count, told in zip(counts, (before, after), strict=True)
+            )
+            yield Change("near miss", f"near miss {op} [{code}]", was, now, (module,))
 
 
-def _counted(kind: str, old: Counter[tuple[str, str, str]], new: Counter[tuple[str, str, str]]) -> Iterator[Change]:
-    for key in dict.fromkeys([*old, *new]):
-        if old[key] != new[key]:
-            counts = ["" if not side[key] else f"{side[key]} here" for side in (old, new)]
-            yield Change(kind, f"{kind} {key[1]} [{key[2]}]", counts[0], counts[1], (key[0],))
+def _absent(told: Told, module: str) -> str:
+    """Why something of a module is in one report only: that may have no such module; empty where it has, or nothing tells."""
+    known = {each["path"] for each in all_of(told, "modules")}
+    return "no such module" if known and module not in known else ""
 
 
 def _loops(before: Told, after: Told) -> Iterator[Change]:
@@ -200,11 +209,12 @@ def _kept(before: Told, after: Told, name: str, done: str, size: Any) -> Iterato
 
 
 def _events(before: Told, after: Told) -> Iterator[Change]:
+    texts = {each["code"]: short(each["message"]) for told in (after, before) for each in all_of(told, "events")}
     old, new = (Counter(each["code"] for each in all_of(told, "events")) for told in (before, after))
-    for code in dict.fromkeys([*old, *new]):
+    for code, text in texts.items():
         if old[code] != new[code]:
             counts = ["" if not count else amount(count, "event") for count in (old[code], new[code])]
-            yield Change("event", f"[{code}]", counts[0], counts[1])
+            yield Change("event", f"[{code}] {text}", counts[0], counts[1])
 
 
 def _times(before: Told, after: Told) -> Iterator[Change]:

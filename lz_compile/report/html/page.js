@@ -113,7 +113,7 @@ function look() {
       node.querySelectorAll(".node").forEach((each) => each.classList.remove("hidden"));
     }
   }
-  found.textContent = words.length ? `${count} of ${items.length} entries` : "";
+  found.textContent = words.length ? `${count} of ${items.length} entries${count ? "" : ": all words have to be in one; try fewer"}` : "";
 }
 
 function move(step) {
@@ -129,7 +129,8 @@ document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "Escape") { search.value = ""; look(); search.blur(); return; }
   if (event.target === search) {
-    if (event.key === "Enter") { move(0); (document.querySelector("details.selected") || {}).open = true; }
+    const first = items.find((item) => item.tagName === "DETAILS" && item.id && !item.classList.contains("hidden"));
+    if (event.key === "Enter" && first) show(first.id);
     return;
   }
   const act = { "/": () => search.focus(), j: () => move(1), k: () => move(-1), t: changeTheme }[event.key];

@@ -244,6 +244,15 @@ class Misses:
         return f"not measured here; where {self.op} was replaced in this model:\n{told}"
 
     @property
+    def mask(self) -> str:
+        """Of an attention that was not recognised no mask is read; empty of other ops."""
+        masks = Counter(short(match["mask"] or "none") for match in self._matches if match["op"] == "attention")
+        if self.op != "attention":
+            return ""
+        others = ", ".join(f"{count} x {mask}" for mask, count in masks.items())
+        return "not read: see the source" + (f". Attentions that were recognised here: {others}" if others else "")
+
+    @property
     def places(self) -> list[Place]:
         """Of every one."""
         return [Place(each.get("module", ""), "", short(each["where"])) for each in self.misses]
