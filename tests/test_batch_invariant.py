@@ -140,7 +140,7 @@ def _(x):
 
 SUMS = [
     (nn.functional.cross_entropy, "1 softmax is"), (torch.inner, "1 product is"), (torch.cdist, "1 product is"),
-    (nn.functional.mse_loss, "1 loss is"), (torch.kron, ""), (torch.logaddexp, ""),
+    (nn.functional.mse_loss, "1 loss is"), (torch.kron, ""), (torch.logaddexp, "1 logaddexp (logaddexp) is"),
     (lambda x, y: torch.linalg.pinv(x @ y.T), "2 products are"), (lambda x, y: total(x) + y, "1 total (total) is"),
     (lambda x, y: nn.functional.local_response_norm(x[None], 3) + y, "1 "),
 ]  # fmt: skip
@@ -155,12 +155,45 @@ def test_sums_by_any_name_are_told_and_those_of_nobody_we_know(function, expecte
 
 def test_what_moves_elements_or_takes_them_one_by_one_is_not_told():
     def moved(x, places):
-        x = torch.cat([x.roll(1, 0), x.flip(1)]).reshape(2, 3, 8).transpose(0, 1)[places]
+        x = torch.cat([x.roll(1, 0), x.flip(1)]).reshape(2, 3, 16).transpose(0, 1)[places]
         x = nn.functional.pad(torch.where(x > 0, x.sigmoid(), x.exp() * 2), (1, 2))
         return x.amax(-1), x.to(torch.bfloat16).tril(), places.cumsum(0), (x > 0).any(0), nn.functional.one_hot(places)
 
     lz.configure(deterministic="batch_invariant")
-    assert told(moved, torch.randn(3, 8), torch.tensor([2, 0])) == []
+    assert told(moved, torch.randn(3, 16), torch.tensor([2, 0])) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "is_told"),
+    [
+        (lambda x, i: x.tanh() * i[:, None], True),  # vectors and the scalars after them round differently
+        (lambda x, i: x.pow(3) / x.sqrt() + x.relu(), False),
+        (lambda x, i: x * i.sum(dtype=torch.float32), True),
+        (lambda x, i: x * i.sum(), False),
+        (lambda x, i: x.scatter(0, i[:, None].expand(3, 7), x, reduce="add"), True),
+        (lambda x, i: x.scatter(0, i[:, None].expand(3, 7), x), False),
+        (lambda x, i: torch.zeros(3, 7) + x, False),
+    ],
+)  # fmt: skip
+def test_what_rounds_by_its_place_is_told(function, is_told):
+    lz.configure(deterministic="batch_invariant")
+    assert bool(told(function, torch.rand(3, 7), torch.tensor([2, 0, 1]))) is is_told
+
+
+@pytest.mark.parametrize(("inputs", "biases"), [(7, 1), (0, 5)])
+def test_linears_that_no_row_kernel_is_for_are_told(inputs, biases):
+    lz.configure(deterministic="batch_invariant")
+    weight, bias = torch.randn(5, inputs), torch.randn(biases)
+    with torch.no_grad():
+        assert told(lambda x: nn.functional.linear(x, weight, bias), torch.randn(3, inputs)) == ["1 linear is"]
+    assert not [event for event in lz.reports()[-1].events if event.code == "REWRITE_FAILED"]
+
+
+def test_attention_without_keys_is_zero():
+    lz.configure(deterministic="batch_invariant")
+    attention = torch.compile(nn.functional.scaled_dot_product_attention, backend="layerzero")
+    with torch.no_grad():
+        assert torch.equal(attention(torch.randn(2, 3, 4, 8), *[torch.randn(2, 3, 0, 8)] * 2), torch.zeros(2, 3, 4, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)

@@ -77,7 +77,8 @@ def _may_be_replaced(node: fx.Node, ambient: Mapping[fx.Node, Ambient]) -> bool:
         return False
     is_graded = grad_enabled(around) and any(each.requires_grad for each in given)
     is_plain = result.is_floating_point() and tensors[1].dim() == 2 and {each.dtype for each in given} == {result.dtype}
-    return is_plain and not is_graded
+    is_usual = tensors[1].numel() > 0 and (tensors[2] is None or tensors[2].shape == tensors[1].shape[:1])
+    return is_plain and is_usual and not is_graded
 
 
 def tell_uncovered(state: State) -> None:

@@ -32,6 +32,18 @@ _EXACT = frozenset(
         *"copysign reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d".split(),
     )
 )
+#: Operators on elements that vectors and scalars round alike: IEEE 754 gives one result, or nothing is rounded.
+_ROUNDED = frozenset(
+    (
+        *"add sub rsub mul div true_divide neg abs sqrt rsqrt reciprocal square sign sgn relu relu6 threshold".split(),
+        *"eq ne lt le gt ge where maximum minimum fmax fmin clamp clamp_min clamp_max clip hardtanh heaviside".split(),
+        *"floor ceil round trunc frac fix positive isnan isinf isfinite isposinf isneginf nan_to_num signbit".split(),
+        *"logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor".split(),
+        *"clone _to_copy copy fill masked_fill copysign leaky_relu addcmul addcdiv ldexp conj real imag view_as_real".split(),
+    )
+)
+#: Elements of the longest vectors of a CPU, of which the last ones of an array may be computed as scalars.
+_LANES = 16
 #: Operators that call graphs, which are looked at by themselves.
 _CALLERS = frozenset(("cond", "invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"))
 #: Namespaces of operators: ours are kernels, of which the policy takes what declares it; the others guard and profile.
@@ -47,19 +59,51 @@ class _Listing(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it."""
-        if not _is_exact(operator, args, kwargs or {}):
+        result = operator(*args, **(kwargs or {}))
+        if not _is_exact(operator, args, kwargs or {}, result):
             self.found.append(operator.overloadpacket.__name__)
-        return operator(*args, **(kwargs or {}))
+        return result
 
 
-def _is_exact(operator: Any, args: Any, kwargs: Any) -> bool:
-    if operator.namespace in _OTHERS or operator.is_view or torch.Tag.pointwise in operator.tags:
+def _is_exact(operator: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    if operator.namespace in _OTHERS or operator.is_view:
         return True
     name = operator.overloadpacket.__name__.removesuffix("_")
+    given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    made = pytree.tree_leaves(result)
+    if not given and operator.namespace == "aten":
+        return torch.Tag.nondeterministic_seeded not in operator.tags
+    if torch.Tag.pointwise in operator.tags:
+        is_rounded = name in _ROUNDED or _is_short_power(name, args) or not any(map(_is_float, made))
+        return is_rounded or all(map(_is_whole, made))
     if operator.namespace == "aten" and name in _EXACT:
-        return not (name == "index_put" and ((len(args) > 3 and args[3]) or kwargs.get("accumulate")))
-    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    return not any(each.is_floating_point() or each.is_complex() for each in tensors)  # integers have one sum
+        accumulates = name == "index_put" and ((len(args) > 3 and args[3]) or kwargs.get("accumulate"))
+        return not (accumulates or (name == "scatter" and "reduce" in operator._overloadname))
+    return operator.namespace == "aten" and not any(
+        map(_is_float, [*given, *made])
+    )  # sums of integers that stay integers are one number
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _is_short_power(name: str, args: Any) -> bool:
+    """Whether a power is products or a root."""
+    exponent = args[1] if name == "pow" and len(args) > 1 else None
+    return isinstance(exponent, (int, float)) and (
+        abs(exponent) == 0.5 or (exponent == int(exponent) and abs(exponent) <= 32)
+    )
+
+
+def _is_whole(result: Any) -> bool:
+    """Whether vectors fill every row, so that no element is computed by scalar code in one batch and not in another."""
+    return (
+        isinstance(result, torch.Tensor)
+        and result.dim() > 0
+        and result.stride(-1) == 1
+        and result.shape[-1] % _LANES == 0
+    )
 
 
 def why_dependent(node: fx.Node) -> str:

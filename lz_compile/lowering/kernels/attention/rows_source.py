@@ -296,7 +296,7 @@ static void attend(const Problem& p, const Shares& share, const Given& g, const 
   add_all_values(p, g, r, blocks, scores, sums, width, copies);
   for (int64_t i = 0; i < r.count; ++i) {
     const Acc sum = totals[i];
-    const bool is_zero = (p.empties >= 1 && sum == 0) || (p.empties == 2 && std::isnan(sum));
+    const bool is_zero = p.keys == 0 || (p.empties >= 1 && sum == 0) || (p.empties == 2 && std::isnan(sum));
     Stored* to = g.out + ((r.batch * p.heads + r.head[i]) * p.queries + r.place[i]) * p.value_size;
     for (int64_t e = 0; e < p.value_size; ++e) {
       to[e] = static_cast<Stored>(is_zero ? Acc(0) : sums[i * width + e] / sum);
