@@ -275,6 +275,9 @@ def test_line_numbers_are_no_change_and_new_near_misses_layers_and_events_are(re
     miss, event = found
     assert (miss.subject, miss.places) == (f"near miss {gone['op']} [{gone['reason']['code']}]", ("layers.3",))
     assert str(event) == "[KERNEL_FAILED] x: none -> 1 event"
+    there = next(each for each in moved["graphs"][0]["matches"] if each["rewritten"])
+    there["kernel"] += "2"
+    assert str(next(each for each in changes(report, moved) if each.kind == "match")).count(there["kernel"]) == 1
     moved["graphs"][0]["modules"] = [each for each in moved["graphs"][0]["modules"] if each["path"] != "layers.3"]
     assert next(each for each in changes(report, moved) if each.kind == "near miss").after == "no such module"
 

@@ -260,11 +260,7 @@ def _why_left(entry: MatchReport) -> list[Reason]:
         text = f"the call stays as it is, and selects {entry.kernel} when it is traced"
         return [Reason("SELECTS_ITSELF", text)]
     is_told = not all(reason.code in _BESIDE for reason in entry.reasons)
-    return (
-        []
-        if is_told
-        else [Reason("LEFT_TO_INDUCTOR", entry.why or "Inductor's own code is expected to be the fastest")]
-    )
+    return [] if is_told else [Reason("LEFT_TO_INDUCTOR", entry.why)]
 
 
 def fold(state: State) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,14 +90,18 @@ def _matches(before: Told, after: Told) -> Iterator[Change]:
         subject, place = key[1], (_place(other or one or {}),)
         if one is None or other is None:
             was, now = (
-                _absent(told, key[0]) if each is None else state(each) for each, told in ((one, before), (other, after))
+                state(each) if each is not None else _absent(key[0], *told)
+                for each, told in ((one, (before, after)), (other, (after, before)))
             )
             yield Change("match", f"{subject} is recognised", was, now, place)
             continue
+        decided = [(state(each), without_numbers(each.get("why", ""))) for each in (one, other)]
+        if decided[0] != decided[1]:
+            yield Change("match", subject, _chosen(one), _chosen(other), place)
         for what, tell in _ASPECTS:
             was, now = tell(one), tell(other)
-            if without_numbers(was) != without_numbers(now) if tell is _chosen else was != now:
-                yield Change("match", f"{subject} {what}".strip(), was, now, place)
+            if was != now:
+                yield Change("match", f"{subject} {what}", was, now, place)
         times = [latency(each) for each in (one, other)]
         if None not in times and _differ(*times):  # type: ignore[arg-type]  # neither is None
             told = [f"{time:.4g} µs" for time in times]
@@ -147,8 +151,7 @@ def _differ(one: float, other: float) -> bool:
     return abs(one - other) > _CLOSE * min(one, other)
 
 
-_ASPECTS = (
-    ("", _chosen),
+_ASPECTS: Sequence[tuple[str, Callable[[Told], str]]] = (
     ("mask", lambda match: str(match.get("mask") or "")),
     ("formula", lambda match: str(match.get("formula") or "")),
     ("dtype", lambda match: str((match.get("context") or {}).get("dtype", ""))),
@@ -168,16 +171,16 @@ def _near_misses(before: Told, after: Told) -> Iterator[Change]:
         counts = [side[module, op, code] for side in (old, new)]
         if counts[0] != counts[1]:
             was, now = (
-                amount(count, "near miss") if count else _absent(told, module)
-                for count, told in zip(counts, (before, after), strict=True)
+                amount(count, "near miss") if count else _absent(module, *told)
+                for count, told in zip(counts, ((before, after), (after, before)), strict=True)
             )
             yield Change("near miss", f"near miss {op} [{code}]", was, now, (module,))
 
 
-def _absent(told: Told, module: str) -> str:
-    """Why something of a module is in one report only: that may have no such module; empty where it has, or nothing tells."""
-    known = {each["path"] for each in all_of(told, "modules")}
-    return "no such module" if known and module not in known else ""
+def _absent(module: str, here: Told, there: Told) -> str:
+    """Why nothing of a module is told here: it is a module of the other report alone; empty where that is not so."""
+    known, others = ({each["path"] for each in all_of(told, "modules")} for told in (here, there))
+    return "no such module" if known and module in others - known else ""
 
 
 def _loops(before: Told, after: Told) -> Iterator[Change]:

@@ -39,7 +39,7 @@ _ROUNDED = frozenset(
         *"eq ne lt le gt ge where maximum minimum fmax fmin clamp clamp_min clamp_max clip hardtanh heaviside".split(),
         *"floor ceil round trunc frac fix positive isnan isinf isfinite isposinf isneginf nan_to_num signbit".split(),
         *"logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor".split(),
-        *"clone _to_copy copy fill masked_fill copysign leaky_relu addcmul addcdiv ldexp conj real imag view_as_real".split(),
+        *"clone _to_copy copy fill masked_fill copysign leaky_relu addcmul addcdiv".split(),
     )
 )
 #: Elements of the longest vectors of a CPU, of which the last ones of an array may be computed as scalars.
@@ -79,9 +79,8 @@ def _is_exact(operator: Any, args: Any, kwargs: Any, result: Any) -> bool:
     if operator.namespace == "aten" and name in _EXACT:
         accumulates = name == "index_put" and ((len(args) > 3 and args[3]) or kwargs.get("accumulate"))
         return not (accumulates or (name == "scatter" and "reduce" in operator._overloadname))
-    return operator.namespace == "aten" and not any(
-        map(_is_float, [*given, *made])
-    )  # sums of integers that stay integers are one number
+    # Sums of integers that stay integers are one number.
+    return operator.namespace == "aten" and not any(map(_is_float, [*given, *made]))
 
 
 def _is_float(value: Any) -> bool:
@@ -92,7 +91,7 @@ def _is_short_power(name: str, args: Any) -> bool:
     """Whether a power is products or a root."""
     exponent = args[1] if name == "pow" and len(args) > 1 else None
     return isinstance(exponent, (int, float)) and (
-        abs(exponent) == 0.5 or (exponent == int(exponent) and abs(exponent) <= 32)
+        abs(exponent) == 0.5 or (float(exponent).is_integer() and abs(exponent) <= 32)
     )
 
 
