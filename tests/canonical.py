@@ -35,7 +35,12 @@ def report_text(report: Report) -> str:
     told = [*map(_loop, report.loops), *map(_match, report.matches), *map(_miss, report.near_misses)]
     told += [f"unproven: {reason}" for reason in report.unproven]
     told += [f"event: [{event.code}] {event.message}" for event in report.events]
-    return _PLACE.sub("", "\n".join(told))
+    return without_places("\n".join(told))
+
+
+def without_places(text: str) -> str:
+    """A reason without the lines of the source that it names."""
+    return _PLACE.sub("", text)
 
 
 class Seen(Rewriting):

@@ -8,6 +8,7 @@ from typing import Any
 
 import sympy
 import torch
+from canonical import without_places
 from graphs import Symbols, at, capture, effects_of, in_order, number_of, output_of, parameters_of, symbols
 from torch import Tensor, fx
 
@@ -223,7 +224,7 @@ def asked(fn: Callable[..., Any], layout: str = "qk", *, dynamic: bool = False, 
 def told(found: Meaning | Reason) -> str:
     """A meaning in a line."""
     if isinstance(found, Reason):
-        return found.message
+        return without_places(found.message)
     parts = [found.label]
     if found.band is not None:
         lower, upper = ("" if bound is None else bound for bound in (found.band.lower, found.band.upper))

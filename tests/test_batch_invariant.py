@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from row_bits import differences
 from torch import nn
 
 import lz_compile as lz
+from lz_compile.compile import row_bits
 from lz_compile.ground import events
 from lz_compile.lowering import ops, rows
 from lz_compile.lowering.attention_attributes import AttentionAttrs
@@ -187,6 +190,19 @@ def test_linears_that_no_row_kernel_is_for_are_told(inputs, biases):
     with torch.no_grad():
         assert told(lambda x: nn.functional.linear(x, weight, bias), torch.randn(3, inputs)) == ["1 linear is"]
     assert not [event for event in lz.reports()[-1].events if event.code == "REWRITE_FAILED"]
+
+
+def test_a_linear_that_fails_its_proof_costs_no_other_its_kernel(monkeypatch):
+    def sometimes_wrong(x, weight, bias):
+        return rows.linear(x, weight, bias) + (weight.shape[0] == 5)
+
+    lz.configure(deterministic="batch_invariant")
+    monkeypatch.setattr(row_bits, "rows", SimpleNamespace(linear=sometimes_wrong))
+    layers = [nn.Linear(6, size) for size in (3, 5, 4)]
+    with torch.no_grad():
+        assert told(lambda x: [layer(x) for layer in layers], torch.randn(3, 6)) == ["1 linear is"]
+    codes = [event.code for event in lz.reports()[-1].events]
+    assert codes.count("EDIT_REFUTED") == 1
 
 
 def test_attention_without_keys_is_zero():

@@ -72,7 +72,9 @@ def test_gradients_and_conditions_take_time_and_what_is_left_out_does_not(kernel
     assert latency(kernel, frozenset({"training"}), at) > 2 * plain
     assert latency(kernel, frozenset({"bool_mask"}), at) > plain
     causal = latency(kernel, frozenset({"causal"}), at)
-    assert (causal > plain) == (kernel == "inductor"), "all but scores that are written out leave out the future"
+    # Blocks that see few keys are as many as there are sizes of them, and their scores are large.
+    is_written_out = kernel in ("inductor", "lz.blocked")
+    assert (causal > plain) == is_written_out, "all but scores in memory leave out the future"
 
 
 def test_scores_of_32_mebibytes_are_new_memory_at_every_call() -> None:

@@ -356,9 +356,7 @@ class GraphModule(torch.nn.Module):
             refused,
             elsewhere,
         ]
-        miss = MissReport(
-            "attention", "model.py:9", Reason("INTERIOR_USED", "weights is also used by output"), "do not"
-        )
+        miss = MissReport("attention", "model.py:9", Reason("INTERIOR_USED", "weights is also returned"), "do not")
         event = events.Event("STORE_UNREADABLE", "validation: no such device")
         again = replace(match, where="model.py:8")
         report = Report([GraphReport(0, [match, again], [miss], [event], {"recognise": 0.0015, "compile": 0.25})])
@@ -371,7 +369,7 @@ class GraphModule(torch.nn.Module):
 Matches: 2 in 1 graph, 2 rewritten
   2 x attention  torch.sdpa  rewritten  model.py:7 and 1 other place
 Near misses: 1, by cause
-  1 x attention: [INTERIOR_USED] weights is also used by output
+  1 x attention: [INTERIOR_USED] weights is also returned
       at model.py:9
       -> do not
 Events: 1
@@ -381,7 +379,7 @@ Details: verbose=True, --verbose, or rich.print(report.in_full()).
 Matches: 2 in 1 graph, 2 rewritten
   2 x attention  torch.sdpa  rewritten  model.py:7 and 1 other place
 Near misses: 1, by cause
-  1 x attention: [INTERIOR_USED] weights is also used by output
+  1 x attention: [INTERIOR_USED] weights is also returned
       at model.py:9
       -> do not
 
@@ -516,7 +514,10 @@ def test_near_misses_are_listed_with_the_edit_that_would_make_them_match():
     (miss,) = report.near_misses
     assert report.matches == []
     assert miss.reason.code == "INTERIOR_USED"
-    assert miss.edit == "do not return or reuse the scores or probabilities (output_attentions=False)"
+    assert (
+        miss.edit
+        == "return no scores or probabilities and compute nothing else from them (transformers: output_attentions=False)"
+    )
     assert miss.where == WEIGHTS_LINE
     for shown_as in (report, report.in_full()):
         text = printed(shown_as, width=500)

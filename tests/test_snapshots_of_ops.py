@@ -195,7 +195,7 @@ report:
             missed(function, random(2, 3, 5, 8), random(5, 8), random(5, 8)),
             """\
 near miss of rope at `return x * cos + rotated * sin, rotated`
-  [INTERIOR_USED] rotated is also used by output
+  [INTERIOR_USED] rotated is also returned
   -> use the result of the rotation only""",
         )
 
@@ -243,7 +243,7 @@ report:
             missed(function, random(4, 8), random(12, 8), random(12, 8)),
             """\
 near miss of mlp at `return activated * F.linear(x, up), activated`
-  [INTERIOR_USED] activated is also used by output
+  [INTERIOR_USED] activated is also returned
   -> use the activation for its product only""",
         )
 
@@ -295,7 +295,7 @@ report:
             missed(function, *inputs),
             """\
 near miss of linear at `return F.linear(x, weight), weight`
-  [INTERIOR_USED] weight is also used by output
+  [INTERIOR_USED] weight is also returned
   -> use the dequantised weight for one product only""",
         )
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import Call, read, tensor_of, value_of, where_of
 from tests.graphs import call_named, calls, capture, output_of, placeholders
 
@@ -687,3 +688,26 @@ def test_where_names_the_innermost_line_of_the_users_code() -> None:
 def test_where_is_unknown_without_a_stack_trace() -> None:
     node = fx.Graph().placeholder("x")
     assert where_of(node) == "<unknown>"
+
+
+def test_reasons_call_values_by_their_names_in_the_source_and_what_is_held_by_its_path() -> None:
+    class Gate(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gated = x * self.weight
+            gated = gated.exp()
+            return gated
+
+    said: list[str] = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Any:
+        said.extend(told(node) for node in module.graph.nodes if node.name.startswith(("gated", "l_")))
+        return module
+
+    torch.compile(Gate(), backend=backend)(X)
+    line = inspect.getsourcelines(Gate.forward)[1] + 1
+    assert sorted(said) == [f"gated ({__file__}:{line})", f"gated ({__file__}:{line + 1})", "weight", "x"]
+    assert told(fx.Graph().placeholder("x_3")) == "x_3"

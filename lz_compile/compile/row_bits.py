@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lz_compile.compile.reading import edit_all
 from lz_compile.compile.stages import State
 from lz_compile.ground import events
 from lz_compile.lowering import rows
-from lz_compile.passes.editing.edit import Rewrite
+from lz_compile.passes.editing.edit import MayEdit
 from lz_compile.passes.graph.modes import Ambient, ambient_of, grad_enabled
 from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.proof.row_dependence import why_dependent
@@ -44,24 +45,21 @@ def replace_linears(state: State) -> None:
     """Compute linears in pieces of rows, where nothing is to be differentiated."""
     if not is_wanted(state):
         return
-    module, ambient = state.module, ambient_of(state.module.graph.nodes)
-    found = [node for node in module.graph.nodes if _may_be_replaced(node, ambient)]
-    if not found:
-        return
+    edit_all("computing linears in pieces of rows", "REWRITE_FAILED", _replace_linears, state)
 
-    def replaced() -> bool:
-        for node in found:
-            call = read(node)
-            assert call is not None, "looked for above"
-            operands = (call.input, call.get("weight"), call.get("bias"))
-            with module.graph.inserting_before(node):
-                new = module.graph.call_function(rows.linear, operands)
-            new.meta = dict(node.meta)
-            node.replace_all_uses_with(new)
-            module.graph.erase_node(node)
-        return True
 
-    state.change(Rewrite("computing linears in pieces of rows", replaced))
+def _replace_linears(graph: fx.Graph, may_edit: MayEdit) -> int:
+    ambient = ambient_of(graph.nodes)
+    found = [node for node in graph.nodes if _may_be_replaced(node, ambient) and may_edit(node)]
+    for node in found:
+        call = read(node)
+        assert call is not None, "looked for above"
+        with graph.inserting_before(node):
+            new = graph.call_function(rows.linear, (call.input, call.get("weight"), call.get("bias")))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    return len(found)
 
 
 def _may_be_replaced(node: fx.Node, ambient: Mapping[fx.Node, Ambient]) -> bool:

@@ -21,6 +21,7 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, where_of
@@ -127,7 +128,7 @@ def _large(region: Region) -> tuple[Reason, str] | None:
     node = next((leaf.node for leaf in region.leaves.values() if leaf.kind == "large"), None)
     if node is None:
         return None
-    text = f"{node.name} has more than {region.most_parts:,} parts when it is multiplied out, and is read no further"
+    text = f"{told(node)} has more than {region.most_parts:,} parts when it is multiplied out, and is read no further"
     return Reason("SCORES_LARGE", text), "compute what scales, masks or biases the scores as one tensor before"
 
 

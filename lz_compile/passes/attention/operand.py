@@ -13,6 +13,7 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, LayoutError
 from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.formula.expressions import number, specialised
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
@@ -52,7 +53,7 @@ def peel(region: Region, factor: Factor, reader: fx.Node, passed: dict[fx.Node, 
     tensor = tensor_of(node)
     if tensor is None or not tensor.is_floating_point():
         raise RefusedError(
-            "DTYPE_UNSUPPORTED", f"{node.name} is no floating-point tensor", "use floating-point operands"
+            "DTYPE_UNSUPPORTED", f"{told(node)} is no floating-point tensor", "use floating-point operands"
         )
     entered = tensor.dtype
     while True:

@@ -22,6 +22,7 @@ from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import CAUSAL, Band, Reach
 from lz_compile.passes.attention.emitter import AttentionEmitter
 from lz_compile.passes.attention.scores import MASKING_FILL
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.implied import Implied
@@ -107,12 +108,12 @@ def _leaf(
     tensor = tensor_of(source.node)
     is_boolean = tensor is not None and tensor.dtype == torch.bool
     if tensor is None:
-        reason = Reason("MASK_NOT_PROVEN", f"{source.node.name} is no tensor")
+        reason = Reason("MASK_NOT_PROVEN", f"{told(source.node)} is no tensor")
         return _Leaf(symbol, source.node, False, keeps, factor, None, reason)
     try:
         found = masks.read(source.node, source.dims, axes, keeps=keeps)
     except Exception as error:  # noqa: BLE001 a mask that we fail to read is a tensor, and an event
-        events.record("MASK_READING_FAILED", f"the mask {source.node.name} is taken as it is", error)
+        events.record("MASK_READING_FAILED", f"the mask {told(source.node)} is taken as it is", error)
         found = Reason("MASK_READING_FAILED", f"{type(error).__name__}: {error}")
     if isinstance(found, Reason):
         kind = "the mask" if is_boolean else "the bias"

@@ -21,6 +21,7 @@ from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.masks.meaning import Meanings
@@ -104,7 +105,7 @@ def _reshaped(effects: Effects, call: Call, node: fx.Node, writer: fx.Node) -> N
     )
     if not is_attention:
         return None
-    reason = Reason("OPERAND_RESHAPED", f"{node.name} changes its shape in place by {writer.name}, after it is read")
+    reason = Reason("OPERAND_RESHAPED", f"{told(node)} changes its shape in place by {told(writer)}, after it is read")
     edit = f"use the out-of-place form of {str(writer.target).rstrip('_')}"
     return NearMiss(OP, call.node, reason, edit, where_of(call.node))
 

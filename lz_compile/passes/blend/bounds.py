@@ -23,6 +23,7 @@ from lz_compile.passes.formula.axes import Dims, LayoutError, broadcast_from, fr
 from lz_compile.passes.formula.calls import constant_value
 from lz_compile.passes.formula.expressions import number
 from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 Interval: TypeAlias = tuple[float, float]
@@ -177,12 +178,12 @@ class BoundReader:
                     continue
                 pair = [tensor_of(each) for each in (operand, node)]
                 if pair[0] is None or pair[1] is None or shape_of(pair[0]) != shape_of(pair[1]):
-                    raise LayoutError(f"{node.name} spells out sizes, which differ in a proof")
+                    raise LayoutError(f"{told(node)} spells out sizes, which differ in a proof")
                 self.sources[operand] = own
 
 
 def _dims_of(node: fx.Node, dims: Dims) -> Dims:
     tensor = known_tensor(node)
     if tensor.dim() > len(dims):
-        raise LayoutError(f"{node.name} has more dimensions than what is bounded")
+        raise LayoutError(f"{told(node)} has more dimensions than what is bounded")
     return broadcast_from(dims, shape_of(tensor))

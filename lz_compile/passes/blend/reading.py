@@ -21,6 +21,7 @@ from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh, resolve
 from lz_compile.passes.formula.expressions import reduce_indicators
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.proof.subgraph import needed
@@ -209,7 +210,7 @@ def _only_leaf(
 ) -> sympy.Symbol:
     symbols = [each[0] for each in alike if forms.sums.first(region.leaves[each[0]].node) is node]
     if len(symbols) != 1 or not region.leaves[symbols[0]].axes <= frozenset(axes_of(dims)):
-        raise LayoutError(f"{node.name} is read along different dimensions")
+        raise LayoutError(f"{told(node)} is read along different dimensions")
     return symbols[0]
 
 

@@ -12,6 +12,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Dims, LayoutError, broadcast_from, resolve
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import Call, called, tensor_of
 from lz_compile.passes.proof.subgraph import needed
 
@@ -31,7 +32,7 @@ def shared_inputs(effects: Effects, nodes: Sequence[fx.Node], dims: Dims) -> dic
         assert call is not None, "what is computed twice is a call"
         for node, own in shared_inputs(effects, operands, _dims_of(call, operands[0], dims)).items():
             if resolve(found.setdefault(node, own)) != resolve(own):
-                raise LayoutError(f"{node.name} is read along different dimensions")
+                raise LayoutError(f"{told(node)} is read along different dimensions")
     return found
 
 
@@ -46,7 +47,7 @@ def _dims_of(call: Call, operand: fx.Node, dims: Dims) -> Dims:
         return broadcast_from(dims, shape_of(tensor))
     read = None if call.name in layout.SIZED else layout.read_input_dims(call, dims)
     if read is None:
-        raise LayoutError(f"{call.node.name} spells out sizes, or picks")
+        raise LayoutError(f"{told(call.node)} spells out sizes, or picks")
     return read
 
 

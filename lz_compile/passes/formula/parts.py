@@ -20,6 +20,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed_index, moved, reach
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
 
 #: Calls that return several tensors, parts of the input.
@@ -95,7 +96,7 @@ class Parts(Region):
         """
         assert isinstance(self.stops, Edge), "parts are of a source"
         if node is not self.stops.source and self.stops.depends(node):
-            raise LayoutError(f"{node.name} is computed from the source, and has no reading")
+            raise LayoutError(f"{told(node)} is computed from the source, and has no reading")
         tensor = tensor_of(node)
         if tensor is None or not tensor.is_complex():
             found = super().leaf(node, canonical(dims), kind, contraction_)
@@ -105,7 +106,7 @@ class Parts(Region):
         if node is self.stops.source:
             self.source_symbols |= found.free_symbols
         if len(self.source_symbols) > self.places:
-            raise LayoutError(f"{node.name} is read at more than {self.places} places")
+            raise LayoutError(f"{told(node)} is read at more than {self.places} places")
         return found
 
     def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:

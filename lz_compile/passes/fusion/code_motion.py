@@ -13,6 +13,7 @@ from lz_compile.passes.formula.parts import SPLITS
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.fusion.emitter import in_order
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import is_symbolic
 
 _MOVABLE = contraction.PRODUCTS | STATISTICS | SPLITS | CALLS.keys() | {"getitem", "cat", "stack", "narrow", "select"}
@@ -41,12 +42,12 @@ def brought(
         if node in outputs:
             return Reason("NOT_FUSED", f"{what} is needed for the rest of what the kernel reads")
         if not _is_movable(node, effects) or effects.ambient(node) != effects.ambient(place):
-            return Reason("NOT_FUSED", f"{what} comes before {node.name}, which is not computed earlier")
+            return Reason("NOT_FUSED", f"{what} comes before {told(node)}, which is not computed earlier")
         found.add(node)
         stack.extend(operand for operand in node.all_input_nodes if effects.position[operand] >= start)
         writer = next(filter(None, (effects.overwritten_after(x, place, node) for x in node.all_input_nodes)), None)
         if writer is not None or len(found) > _MANY:
-            return Reason("NOT_FUSED", f"{what} comes too early for what else the kernel reads ({node.name})")
+            return Reason("NOT_FUSED", f"{what} comes too early for what else the kernel reads ({told(node)})")
     return in_order([*found]) if found else ()
 
 

@@ -29,6 +29,7 @@ from lz_compile.passes.fusion.code_motion import brought
 from lz_compile.passes.fusion.emitter import FusedEmitter, in_order, kind_of, operands_of, results_of
 from lz_compile.passes.fusion.sums import sum_before
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.proof.resize import representative_sizes, shape
 from lz_compile.passes.proof.subgraph import Sizes
@@ -144,10 +145,10 @@ class _Planner:
         """Why ``first`` cannot be computed together with ``match``, whose operand ``name`` it is."""
         reader = None if kind_of(name, first) in GIVEN else _stranger(first.output, set(match.core))
         if reader is not None:
-            return Reason("NOT_FUSED", f"{what} is also read by {reader.name}")
+            return Reason("NOT_FUSED", f"{what} is also read by {told(reader)}")
         writer = self._writer(first, match)
         if writer is not None:
-            return Reason("NOT_FUSED", f"{what} stays by itself, for {writer.name} overwrites what is read")
+            return Reason("NOT_FUSED", f"{what} stays by itself, for {told(writer)} overwrites what is read")
         if first.ambient != match.ambient:
             return Reason("NOT_FUSED", f"{what} runs under another autocast or gradient mode")
         if sum(node is first.output for node in match.operands.values()) > 1:

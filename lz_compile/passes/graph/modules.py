@@ -7,6 +7,9 @@ from functools import lru_cache
 
 from torch import fx
 
+from lz_compile.lowering import inductor
+from lz_compile.passes.graph.view import where_of
+
 #: How Dynamo names what a module holds (``L['self']._modules['layers']``), and what it comes from.
 _HELD = re.compile(
     r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]|\.__closure__\[\d+\]\.cell_contents"
@@ -36,3 +39,14 @@ def path_of(source: str) -> str:
     name = "" if root is None or root[1] in _MODELS else root[1]
     parts = _HELD.sub(lambda found: "." + next(filter(None, found.groups()), ""), rest).strip(".")
     return ".".join(part for part in (name, *parts.split(".")) if part)
+
+
+def told(node: fx.Node) -> str:
+    """What reasons call a node: an input or a weight by its path, a value by its name in the source and its line.
+
+    Dynamo names a value after the variable that it is assigned to, else after its function, and counts.
+    """
+    if node.op == "placeholder":
+        return path_of(inductor.source_of(node)) or node.name
+    where = where_of(node)
+    return node.name if where == "<unknown>" else f"{re.sub(r'_[0-9]+$', '', node.name)} ({where})"

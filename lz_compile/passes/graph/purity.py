@@ -8,8 +8,9 @@ import torch
 from torch import fx
 
 from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import Call, read, value_of, where_of
+from lz_compile.passes.graph.view import Call, read, value_of
 from lz_compile.passes.graph.writes import is_seeded, writes
 
 _RANDOM = frozenset(
@@ -51,7 +52,7 @@ def refuse_impure(node: fx.Node) -> None:
     objection = None if call is None else _objection(node, call)
     if objection is not None:
         code, text, edit = objection
-        raise RefusedError(code, f"{node.name} at {where_of(node)} {text}", edit)
+        raise RefusedError(code, f"{told(node)} {text}", edit)
 
 
 def refuse_transformed(ambient: Ambient) -> None:

@@ -21,6 +21,7 @@ from lz_compile.lowering.regions import INVOKE, NAME
 from lz_compile.passes.editing.edit import Rewrite, apply
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, ambient_of, grad_enabled
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import refuse_impure
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import memories_of, origin_of, read, tensor_of, tensors_in, value_of, where_of
@@ -105,7 +106,7 @@ class _Looked:
             return Reason("MODES", "they run under a mode that was entered in the graph")
         writer = next(self._writers_elsewhere(layers), None)
         if writer is not None:
-            return Reason("WRITTEN_INSIDE", f"{writer.name} writes in place to memory that its layer did not make")
+            return Reason("WRITTEN_INSIDE", f"{told(writer)} writes in place to memory that its layer did not make")
         product = next((node for node in nodes[: layers.calls] if _goes_by_gradients(node)), None)
         if product is not None:
             text = f"{product.name} multiplies in another order inside of a region, where no weight requires a gradient"
@@ -145,10 +146,12 @@ class _Looked:
         for place in layers.outputs:
             node = layers.node(middle, place)
             if tensor_of(node) is None:
-                return Reason("NO_TENSOR", f"{node.name} is read of a layer, and is no tensor")
+                return Reason("NO_TENSOR", f"{told(node)} is read of a layer, and is no tensor")
             memory = self._memories(node)
             if not memory or not taken.isdisjoint(memory):
-                return Reason("SHARES_MEMORY", f"{node.name} is read of a layer, and shares memory with something else")
+                return Reason(
+                    "SHARES_MEMORY", f"{told(node)} is read of a layer, and shares memory with something else"
+                )
             taken.update(memory)
         return None
 

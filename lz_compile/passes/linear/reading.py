@@ -22,6 +22,7 @@ from lz_compile.passes.formula.contraction import PRODUCTS, Contraction, Factor
 from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
 from lz_compile.passes.formula.places import Fixed, has_fixed_index, paired
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.subclasses import is_subclass
 from lz_compile.passes.graph.view import known_tensor, tensor_of
@@ -240,7 +241,7 @@ def _unread(region: Region, storage: fx.Node) -> tuple[str, str]:
     for leaf in region.leaves.values():
         call = region.effects.calls[leaf.node]
         if call is not None and storage_of(region.effects, leaf.node) is storage:
-            text = f"{leaf.node.name} has no reading here: {call.name} may wrap around, round, or take other bits"
+            text = f"{told(leaf.node)} has no reading here: {call.name} may wrap around, round, or take other bits"
             return text, "convert what is stored to floating point first, as by .to(x.dtype)"
     return "what is stored does not reach the weight", "multiply by what is computed from it"
 

@@ -18,6 +18,7 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import inductor
 from lz_compile.passes.graph.effects import Effects, Look
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import tensor_of, value_of
 from lz_compile.passes.proof.running import NotRunnableError, run
 
@@ -85,10 +86,10 @@ def evaluate(
         with isolated() as outside, outside.entered(), torch.no_grad():
             values = run(order, _buffers(effects, order), adapt=_on_cpu)
     except (NotRunnableError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        return _refusal(f"{node.name} could not be computed while compiling: {error}")
+        return _refusal(f"{told(node)} could not be computed while compiling: {error}")
     value = values[node]
     if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (tuple(wanted.shape), wanted.dtype):
-        return _refusal(f"{node.name} came out in another shape or dtype than it was traced with")
+        return _refusal(f"{told(node)} came out in another shape or dtype than it was traced with")
     return Constant(value, tuple(each for each in order if each.op == "placeholder"))
 
 
@@ -135,21 +136,21 @@ def _why_not(effects: Effects, node: fx.Node) -> Reason | None:
     call, value = effects.calls[node], value_of(node)
     if isinstance(value, torch.Tensor):
         if not all(isinstance(size, int) for size in value.shape):
-            return _refusal(f"{node.name} has a symbolic size")
+            return _refusal(f"{told(node)} has a symbolic size")
         if value.numel() > _LARGEST:
-            return _refusal(f"{node.name} has {value.numel()} elements")
+            return _refusal(f"{told(node)} has {value.numel()} elements")
         if value.layout != torch.strided or value.is_quantized:
-            return _refusal(f"{node.name} is no plain tensor")
+            return _refusal(f"{told(node)} is no plain tensor")
     elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return _refusal(f"{node.name} is symbolic")
+        return _refusal(f"{told(node)} is symbolic")
     if call is None:
-        return None if inductor.buffer_value(node) is not None else _refusal(f"{node.name} is an input")
+        return None if inductor.buffer_value(node) is not None else _refusal(f"{told(node)} is an input")
     if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
-        return _refusal(f"{node.name} calls another graph")
+        return _refusal(f"{told(node)} calls another graph")
     is_autocast = effects.ambient(node).autocast or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     if call.name in _CAST and is_autocast and isinstance(value, torch.Tensor) and value.is_floating_point():
-        return _refusal(f"{node.name} runs under autocast")
-    return None if call.name in _ALLOWED and "out" not in call.arguments else _refusal(f"{node.name} is {call.name}")
+        return _refusal(f"{told(node)} runs under autocast")
+    return None if call.name in _ALLOWED and "out" not in call.arguments else _refusal(f"{told(node)} is {call.name}")
 
 
 def _buffers(effects: Effects, nodes: Iterable[fx.Node]) -> dict[fx.Node, torch.Tensor]:

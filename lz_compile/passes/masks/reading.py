@@ -21,6 +21,7 @@ from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.bands import Reach
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of, resolve
 from lz_compile.passes.graph.effects import Effects, Look
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks import constant_patterns, ends
@@ -59,7 +60,7 @@ class Masks(Meanings):
         axes, dims = axes.resolved(), resolve(dims)
         order = tuple(axis for group in axes.groups for axis in group)
         if any(axis not in order for dim in dims for axis in dim):
-            return Reason("MASK_GENERAL", f"{node.name} has axes that scores have not")
+            return Reason("MASK_GENERAL", f"{told(node)} has axes that scores have not")
         numbers = {axis: number for number, axis in enumerate(order)}
         pattern = tuple(tuple(numbers[axis] for axis in dim) for dim in dims)
         shape = tuple(tuple(axis.size for axis in group) for group in axes.groups)
@@ -166,7 +167,7 @@ class _Reading:
         if self.effects.is_overwritten(node):
             user = self._first_user(node)
             if user is None:
-                return Reason("MASK_OVERWRITTEN", f"{node.name} is overwritten in place after it is used")
+                return Reason("MASK_OVERWRITTEN", f"{told(node)} is overwritten in place after it is used")
         found = self._of(node, self.reader.read(node, dims, user), keeps=keeps)
         if isinstance(found, Meaning) and found.is_exact:
             return found
@@ -223,10 +224,10 @@ class _Reading:
             return self._conditions(node, value if keeps else negation(value), 1.0, 0.0)
         tensor = tensor_of(node)
         if tensor is None or not tensor.is_floating_point():
-            return Reason("MASK_GENERAL", f"{node.name} is neither a condition nor a number that is added")
+            return Reason("MASK_GENERAL", f"{told(node)} is neither a condition nor a number that is added")
         cases = [(where, _swallowed(each)) for where, each in value.cases]
         if any(isinstance(each, float) and math.isnan(each) for _, each in cases):
-            return Reason("BIAS_GENERAL", f"{node.name} holds NaN")
+            return Reason("BIAS_GENERAL", f"{told(node)} holds NaN")
         return self._cases(node, cases)
 
     def _cases(self, node: fx.Node, cases: list[tuple[Predicate, Number]]) -> Meaning | Reason:
@@ -234,7 +235,7 @@ class _Reading:
         general = [(where, each) for where, each in cases if isinstance(each, Polynomial) and each.constant is None]
         constants = [(where, _float(each)) for where, each in cases if (where, each) not in general]
         if len(general) > 1:
-            return Reason("BIAS_GENERAL", f"{node.name} adds different numbers in different places")
+            return Reason("BIAS_GENERAL", f"{told(node)} adds different numbers in different places")
         constants.sort(key=lambda case: -case[1])
         kept_where, kept = general[0] if general else constants.pop(0)
         levels = [value for _, value in constants]
@@ -243,7 +244,7 @@ class _Reading:
         level = 0.0 if isinstance(kept, Polynomial) else kept
         is_open = isinstance(kept, Polynomial) and (dropped is None if slopes is None else False)
         if level == -math.inf or is_open or (general and dropped is not None and dropped >= 0):
-            return Reason("BIAS_GENERAL", f"{node.name} is a bias that is no mask and not linear in the distance")
+            return Reason("BIAS_GENERAL", f"{told(node)} is a bias that is no mask and not linear in the distance")
         found = self._conditions(node, kept_where, level, dropped)
         if isinstance(found, Reason):
             return found
@@ -256,12 +257,12 @@ class _Reading:
             found = replace(found, slopes=slopes if found.is_exact else None, label=" and ".join(labels))
         if found.is_exact or found.band is not None or found.reach is not None:
             return found
-        return Reason("BIAS_GENERAL", f"{node.name} is a bias that is no mask alone")
+        return Reason("BIAS_GENERAL", f"{told(node)} is a bias that is no mask alone")
 
     def _conditions(self, node: fx.Node, where: Predicate, kept: float, dropped: float | None) -> Meaning | Reason:
         """The meaning of a mask that keeps where a condition holds."""
         if where == FALSE:
-            return Reason("MASK_GENERAL", f"{node.name} drops everything")
+            return Reason("MASK_GENERAL", f"{told(node)} drops everything")
         parts = Parts(self.reader, self.axes, self.at, where)
         band, is_whole = mask_bands.band(parts.bounds, self.at)
         is_exact = is_whole and not parts.rest and len(parts.documents) < 2
@@ -305,19 +306,19 @@ class _Reading:
         """Why a mask stays a general one."""
         data = sorted(
             {
-                each.source.node.name
+                each.source.node
                 for part in parts.rest
                 for each in variables(part)
                 if isinstance(each.source, Source)
             }
         )
         if parts.bounds and not parts.rest:
-            return Reason("MASK_GENERAL", f"{node.name} is a band under which a query may see no key")
-        if data == [node.name] and self.effects.calls.get(node) is not None:
-            return Reason("MASK_GENERAL", f"{node.name} is no function of positions that is understood")
+            return Reason("MASK_GENERAL", f"{told(node)} is a band under which a query may see no key")
+        if data == [node] and self.effects.calls.get(node) is not None:
+            return Reason("MASK_GENERAL", f"{told(node)} is no function of positions that is understood")
         if data:
-            return Reason("MASK_GENERAL", f"{node.name} depends on {', '.join(data)}, which only data tell")
-        return Reason("MASK_GENERAL", f"{node.name} is no conjunction of a band, padding and documents")
+            return Reason("MASK_GENERAL", f"{told(node)} depends on {', '.join(map(told, data))}, which only data tell")
+        return Reason("MASK_GENERAL", f"{told(node)} is no conjunction of a band, padding and documents")
 
 
 def _partial(meaning: Meaning) -> Meaning:

@@ -12,6 +12,7 @@ from lz_compile.passes.formula.axes import axes_of
 from lz_compile.passes.formula.moments import Moments
 from lz_compile.passes.formula.normal_form import NormalForm
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.core import Core
@@ -40,7 +41,7 @@ def check_weights(region: Region, form: NormalForm, moments: Moments) -> None:
         is_given = leaf.node.op in ("placeholder", "get_attr")
         own = set(axes_of(leaf.dims))
         if not is_given or (rows and rows <= own) or not own <= set(axes_of(moments.dims)):
-            raise RefusedError("NO_NORM", f"{leaf.node.name} is no weight of the row", "multiply by it afterwards")
+            raise RefusedError("NO_NORM", f"{told(leaf.node)} is no weight of the row", "multiply by it afterwards")
 
 
 def check_surroundings(effects: Effects, core: Core, region: Region, source: fx.Node, moments: Moments) -> None:

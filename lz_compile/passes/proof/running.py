@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.isolation import is_isolated
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.graph.view import called, tensors_in
 from lz_compile.passes.proof.scan_steps import run_steps
@@ -77,7 +78,7 @@ def _result(
     if call.op == "get_attr":
         return attribute(str(call.target))
     if call.op not in ("call_function", "call_method"):
-        raise NotRunnableError(f"{node.name} is a {call.op}")
+        raise NotRunnableError(f"{told(node)} is a {call.op}")
     args, kwargs = fx.map_arg((call.args, dict(call.kwargs)), values.__getitem__)
     target = call.target
     if adapt is not None:

@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lz_compile.passes.graph.modes import Ambient, ambient_context
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.graph.subclasses import inner_tensors, rebuilt
 from lz_compile.passes.proof import running
@@ -82,7 +83,7 @@ def random_inputs(
 
 def _example(node: fx.Node) -> Any:
     if "example_value" not in node.meta:
-        raise NotRunnableError(f"{node.name} is no tensor")
+        raise NotRunnableError(f"{told(node)} is no tensor")
     return node.meta["example_value"]
 
 

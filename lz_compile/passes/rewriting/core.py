@@ -12,12 +12,15 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import read, tensor_of, where_of
+from lz_compile.passes.graph.view import read, tensor_of
 
 #: What is advised where someone reads an inner value of an attention.
-_IF_USED = "do not return or reuse the scores or probabilities (output_attentions=False)"
+_IF_USED = (
+    "return no scores or probabilities and compute nothing else from them (transformers: output_attentions=False)"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Core:
             if outside:
                 raise RefusedError(
                     "INTERIOR_USED",
-                    f"{node.name} ({where_of(node)}) is also used by {outside[0].name}",
+                    f"{told(node)} is also {_reader(outside[0])}",
                     if_used,
                 )
         if any(self._differs(effects.ambient(node), node) for node in self.nodes):
@@ -66,12 +69,12 @@ class Core:
             call = effects.calls[node]
             if call is not None and "out" in call.arguments and effects.owner(call.get("out")) not in inside:
                 raise RefusedError(
-                    "OPERAND_MUTATED", f"{node.name} writes into a given tensor (out=)", "use its result"
+                    "OPERAND_MUTATED", f"{told(node)} writes into a given tensor (out=)", "use its result"
                 )
             if call is not None and call.is_inplace and effects.owner(node) not in inside:
                 raise RefusedError(
                     "OPERAND_MUTATED",
-                    f"{node.name} writes into memory of {effects.owner(node).name}, which others may read",
+                    f"{told(node)} writes into memory of {told(effects.owner(node))}, which others may read",
                     "use the out-of-place form of that operation",
                 )
         refuse_transformed(self.ambient)
@@ -80,7 +83,7 @@ class Core:
             if writer is not None:
                 raise RefusedError(
                     "OPERAND_MUTATED",
-                    f"{node.name} is overwritten by {writer.name} before the output",
+                    f"{told(node)} is overwritten by {told(writer)} before the output",
                     "use the out-of-place form of that operation",
                 )
 
@@ -114,6 +117,10 @@ def is_dead(node: fx.Node) -> bool:
     if not node.users and is_pointwise(call):
         return True
     return layout.rearranges(call) and all(is_dead(user) for user in node.users)
+
+
+def _reader(node: fx.Node) -> str:
+    return "returned" if node.op == "output" else f"used by {told(node)}"
 
 
 def _measures(node: fx.Node) -> bool:
@@ -162,7 +169,9 @@ def _overwritten(effects: Effects, read: fx.Node, reader: fx.Node) -> RefusedErr
     """That memory of a value may have changed before it is read; of two inputs of a graph, nobody knows."""
     writer = effects.overwritten_after(read, read, reader)
     assert writer is not None, "somebody overwrote it"
-    text = f"{reader.name} reads {read.name}, memory of which {writer.name} overwrites, or may overwrite, before that"
+    text = (
+        f"{told(reader)} reads {told(read)}, memory of which {told(writer)} overwrites, or may overwrite, before that"
+    )
     return RefusedError(
         "OPERAND_MUTATED", text, "overwrite it after the last use of this result, or compute a new tensor"
     )
@@ -181,7 +190,7 @@ def overwritten_edge(effects: Effects, core: Core) -> set[fx.Node]:
     found = {node for node in effects.calls if effects.owner(node) in written} - inside
     writer = next((node for node in found if _is_inplace(effects, node) or node.op == "placeholder"), None)
     if writer is not None:
-        raise RefusedError("OPERAND_MUTATED", f"{writer.name} is overwritten", "use its out-of-place form")
+        raise RefusedError("OPERAND_MUTATED", f"{told(writer)} is overwritten", "use its out-of-place form")
     return found
 
 

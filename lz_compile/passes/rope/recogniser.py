@@ -18,6 +18,7 @@ from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.parts import is_read
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.rewriting.core import Core, find_core
@@ -91,4 +92,4 @@ def _check_tables(emitter: RopeEmitter, core: Core) -> None:
     for node in emitter.edge():
         tensor = tensor_of(node)
         if tensor is not None and tensor.is_complex() and tensor.requires_grad and grad_enabled(core.ambient):
-            raise RefusedError("COMPLEX_GRADIENT", f"{node.name} is complex and needs a gradient", "learn real tables")
+            raise RefusedError("COMPLEX_GRADIENT", f"{told(node)} is complex and needs a gradient", "learn real tables")

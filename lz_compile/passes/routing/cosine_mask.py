@@ -21,6 +21,7 @@ from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from
 from lz_compile.passes.formula.pointwise import Rule
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.routing.activation import Activation
@@ -82,7 +83,7 @@ def cosine_of(
     if not is_strict:
         raise RefusedError(
             "MASK_NOT_STRICT",
-            f"the mask {mask.node.name} holds for a cosine that is the threshold itself, too: of tokens that are zero",
+            f"the mask {told(mask.node)} holds for a cosine that is the threshold itself, too: of tokens that are zero",
             "stop gradients where the cosine is above the threshold (>), and nowhere else",
         )
     interior = {mask.node: mask.dims, **activation.interior, **reader.interior}
@@ -93,7 +94,7 @@ def cosine_of(
 def _general(mask: Leaf, why: str) -> RefusedError:
     return RefusedError(
         "MASK_GENERAL",
-        f"the mask {mask.node.name} of the kept adapter {why}",
+        f"the mask {told(mask.node)} of the kept adapter {why}",
         "mask by torch.cosine_similarity(a, v, dim=-1) > threshold, or leave the mask to the op: arm='act'",
     )
 
@@ -135,12 +136,13 @@ def _unlike(mask: Leaf, threshold: float, length: float, other: float) -> Refuse
     if length < EPS * 100:
         return RefusedError(
             "COSINE_FLOOR",
-            f"the mask {mask.node.name} treats a of length {length:g} otherwise than a cosine with norms of at least {EPS:g}",
+            f"the mask {told(mask.node)} treats a of length {length:g} "
+            f"otherwise than a cosine with norms of at least {EPS:g}",
             f"torch.cosine_similarity(a, v, dim=-1, eps={EPS:g}), or the threshold zero instead of {threshold:g}",
         )
     return RefusedError(
         "COSINE_NOT_NORMALISED",
-        f"the mask {mask.node.name} depends on the lengths of a and v ({length:g} and {other:g}), not on their cosine alone",
+        f"the mask {told(mask.node)} depends on the lengths of a and v ({length:g} and {other:g}), not on their cosine alone",
         f"divide by both norms, or compare with zero instead of {threshold:g}",
     )
 
@@ -204,9 +206,9 @@ class _Reader(Region):
 
     def _given(self, node: fx.Node, dims: Dims, has_rank: bool) -> sympy.Expr:
         if not has_rank or set(axes_of(dims)) != {self._rank[-1]}:
-            raise _OtherError(f"reads {node.name}, which is no direction along the rank")
+            raise _OtherError(f"reads {told(node)}, which is no direction along the rank")
         if self.v is not None and self.v.node is not node:
-            raise _OtherError(f"compares two directions, {self.v.node.name} and {node.name}")
+            raise _OtherError(f"compares two directions, {told(self.v.node)} and {told(node)}")
         if self.v is None:
             self.v = Leaf(node, dims)
         return V
@@ -219,7 +221,7 @@ class _Reader(Region):
         Raises:
             _OtherError: always.
         """
-        raise _OtherError(f"depends on {node.name}")
+        raise _OtherError(f"depends on {told(node)}")
 
     def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
         rule = _REDUCTIONS.get(call.name)
@@ -299,7 +301,7 @@ def _product(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
     else:
         found = contraction.read(reader, call, dims)
         if found is None or found.coefficient != 1 or found.addend is not None:
-            raise _OtherError(f"depends on {call.node.name}")
+            raise _OtherError(f"depends on {told(call.node)}")
         axis = _only(found.summed)
         operands = [(side.node, side.dims) for side in (found.left, found.right)]
     left, right = reader.over(axis, operands, call.node)

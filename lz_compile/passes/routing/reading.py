@@ -18,6 +18,7 @@ from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.parts import Edge
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead, overwritten_edge
@@ -210,7 +211,7 @@ class Reader:
         mask = region.leaves[kept.mask]
         tokens = region.leaves[adapter.x].axes & frozenset(axes_of(found.dims))
         if mask.axes != tokens:
-            raise RefusedError("MASK_GENERAL", f"the mask {mask.node.name} is none of tokens", "compare per token")
+            raise RefusedError("MASK_GENERAL", f"the mask {told(mask.node)} is none of tokens", "compare per token")
         return cosine_of(region, mask, activation, is_inverted=kept.is_inverted, depends=edge.depends)
 
     def _core(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.driver import Driver, Outcome
@@ -97,7 +98,7 @@ class _Matcher:
         for writer, target in effects.writes_made:
             if (effects.owner(target) in inside) != (writer in inside):
                 raise RefusedError(
-                    "OPERAND_MUTATED", f"{writer.name} overwrites part of it", "use the out-of-place form"
+                    "OPERAND_MUTATED", f"{told(writer)} overwrites part of it", "use the out-of-place form"
                 )
         core = Core((*(node for node in nodes if node is not exit_), exit_), effects.ambient(exit_))
         readers = {

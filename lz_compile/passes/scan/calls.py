@@ -18,6 +18,7 @@ from lz_compile.lowering.ops import scan as scan_op
 from lz_compile.lowering.ops.scan import DIMS, RESULTS, Operands, ScanAttrs
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of, where_of
@@ -88,13 +89,13 @@ def _outputs(node: fx.Node, effects: Effects, given: Mapping[str, fx.Node]) -> d
     found: dict[fx.Node, int] = {}
     for user in node.users:
         if user.target is not operator.getitem or not isinstance(user.args[1], int):
-            raise RefusedError("SCAN_USED_WHOLE", f"{user.name} takes all results of a scan", "unpack them")
+            raise RefusedError("SCAN_USED_WHOLE", f"{told(user)} takes all results of a scan", "unpack them")
         found[user] = user.args[1] % 2
     read = {user: place for user, place in found.items() if user.users}
     for each in given.values():
         writer = effects.overwritten_after(each, node, max(read or found))
         if writer is not None:
-            text = f"{each.name} is overwritten by {writer.name} before the results are taken"
+            text = f"{each.name} is overwritten by {told(writer)} before the results are taken"
             raise RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")
     return read or found
 

@@ -13,6 +13,7 @@ from lz_compile.lowering.ops.scan import ScanAttrs
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.formula.calls import is_constant
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
@@ -124,7 +125,9 @@ def _refuse_special(transition: Transition, given: Mapping[Atom, Given]) -> None
                 continue
             node = next(filter(may_be_special, (given[each.atom].node for each in factors)), None)
             if node is not None:
-                text = f"{node.name} is multiplied under a condition, and may be NaN or infinite where it does not hold"
+                text = (
+                    f"{told(node)} is multiplied under a condition, and may be NaN or infinite where it does not hold"
+                )
                 raise RefusedError("GRADIENT_NAN", text, "put torch.where around what it is computed from")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.loops.recurrence.chunked_forms import chunked_forms
@@ -87,5 +88,5 @@ def _check_surroundings(call: ScanCall, effects: Effects) -> None:
     for node in call.operands:
         writer = effects.overwritten_after(node, call.node, last)
         if writer is not None:
-            text = f"{node.name} is overwritten by {writer.name} before the results are taken"
+            text = f"{told(node)} is overwritten by {told(writer)} before the results are taken"
             raise RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")

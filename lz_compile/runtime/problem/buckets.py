@@ -64,7 +64,8 @@ def winner(
     """The kernel to take at a sample, and why.
 
     That is the fastest of those that save more of the incumbent's time than the margin and than the noise, else the
-    incumbent. Of several within the noise of the fastest, the first in ``preference`` (else as the sample lists them).
+    incumbent. Of several within the noise and the margin of the fastest, the first in ``preference`` (else as the sample
+    lists them): what is further away is more likely slower, whatever the noise.
     """
     latency = sample.latency_us
     base = latency.get(incumbent)
@@ -78,7 +79,7 @@ def winner(
         if not better:
             return incumbent, _why_incumbent(sample, incumbent, base, margin)
     fastest = min(better, key=latency.__getitem__)
-    tied = [k for k in better if latency[k] <= latency[fastest] * (1 + sample.noise_between(k, fastest))]
+    tied = [k for k in better if latency[k] <= latency[fastest] * (1 + min(margin, sample.noise_between(k, fastest)))]
     chosen = min(tied, key=_order(preference, latency).__getitem__)
     if base is None:
         return chosen, f"{latency[chosen]:.4g} us, {incumbent} was not measured"

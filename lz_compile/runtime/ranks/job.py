@@ -183,7 +183,11 @@ class Job:
         failed: dict[str, tuple[int, str]] = {}
         while True:
             found = select(problem, policy, tables, elsewhere={**elsewhere, **_passed_over(failed)})
-            why = None if why_not is None or found.kernel.kernel_id in failed else why_not(found.kernel)
+            if found.kernel.kernel_id in failed:
+                text = f"{problem.context.operation}: {found.kernel.kernel_id} is the last one that may run"
+                events.record("RANKS_LAST_RESORT", f"{text}, although {failed[found.kernel.kernel_id][1]}")
+                return found, failed
+            why = None if why_not is None else why_not(found.kernel)
             if why is None:
                 return found, failed
             failed[found.kernel.kernel_id] = (self.rank, why.message)

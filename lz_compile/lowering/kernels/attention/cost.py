@@ -7,6 +7,7 @@ those of conditions are how Inductor's C++ fares with them, and were read off on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -71,6 +72,11 @@ class _Shape:
         return self.bytes_each == 2
 
     @property
+    def buffers(self) -> list[int]:
+        """Bytes of a score in each buffer that compiled code has of them: twice, and in float32 where they are narrower."""
+        return [self.bytes_each] * 2 + [4] * self.is_half
+
+    @property
     def is_training(self) -> bool:
         return "training" in self.features
 
@@ -90,13 +96,11 @@ class _Shape:
 
 def _written_out(x: _Shape) -> Work:
     """Two products, a softmax, and scores in memory: twice, or once more in float32 where they are narrower."""
-    buffers = [x.scores * 4] if x.is_half else []
-    buffers += [x.scores * x.bytes_each] * 2
     points = x.scores * (1.2 + x.conditions(1.8, 4.0, 0.3))
     if x.queries <= _FEW:
         return _work(x, {"row": (1.3 if x.is_half else 1.0) * x.looked_at, "pointwise": points, "call": 2})
     times = 3 if x.is_training else 1
-    memory = fresh(*buffers * (2 if x.is_training else 1))
+    memory = fresh(*(x.scores * each for each in x.buffers * (2 if x.is_training else 1)))
     return _work(x, {"product": times * x.flops, "pointwise": times * points, "fresh": memory, "call": 4 * times})
 
 
@@ -121,9 +125,9 @@ def _fused_by_inductor(x: _Shape) -> Work:
 
 def _tiled(x: _Shape) -> Work:
     """Operators over tiles of scores, one by one; the backward computes each tile again."""
-    seen, passes = x.seen(BLOCK), 3.7 if x.is_half else 1.7
+    seen, passes, causal = x.seen(BLOCK), 1.0 if x.is_half else 1.7, 1.4 if x.is_half else 0.3
     calls = 100 + 6 * x.batch * x.kv_heads * max(x.queries / BLOCK, 1)
-    points = x.scores * seen * (passes + x.conditions(0.3, 3.0, 1.0))
+    points = x.scores * seen * (passes + x.conditions(causal, 3.0, 1.0))
     if x.queries <= _FEW:
         return _work(x, {"row": (5.0 if x.is_half else 2.3) * x.held, "pointwise": points, "call": calls})
     times = 4.2 if x.is_training else 1.0
@@ -138,12 +142,18 @@ def _blocked(x: _Shape) -> Work:
     if x.queries <= _FEW:
         if x.groups == 1:
             return _work(x, {"row": (1.15 if x.is_half else 1.0) * x.held, "pointwise": points, "call": 2})
-        copies = 4.0 if x.is_half else 0.8  # products in 16 bits want keys in one piece
+        copies = 4.0 if x.is_half else 0.65  # products in 16 bits want keys in one piece
         return _work(x, {"group": copies * x.held, "pointwise": points, "call": 2})
-    times, blocks = 4 if x.is_training else 1, -(-x.queries // block)
-    return _work(
-        x, {"product": times * x.flops * seen, "pointwise": times * points, "call": 3 * times * blocks}, rows=BLOCK
-    )
+    times, blocks = 4 if x.is_training else 1, math.ceil(x.queries / block)
+    # Blocks of one size share their memory; causal ones see more keys each, and differ.
+    shares = [(i + 1) / blocks for i in range(blocks)] if causal < 1.0 and blocks <= MAX_KINDS else [1.0]
+    memory = fresh(*(each * x.scores / blocks * share for share in shares for each in x.buffers))
+    amounts: dict[Kind, float] = {
+        "product": times * x.flops * seen,
+        "pointwise": times * points,
+        "fresh": times * memory,
+    }
+    return _work(x, {**amounts, "call": 3 * times * blocks}, rows=BLOCK)
 
 
 def _work(x: _Shape, amounts: Mapping[Kind, float], rows: int | None = None) -> Work:

@@ -21,6 +21,7 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, where_of
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
@@ -225,7 +226,7 @@ class _Reader:
         for node in ordered:
             users = [user for user in node.users if user not in found and user in self._alive()]
             if node is not output and users:
-                text = f"{node.name} is also used by {users[0].name}"
+                text = f"{told(node)} is also used by {told(users[0])}"
                 raise RefusedError("INTERIOR_USED", text, "use the result of the scan instead")
             if self._effects.ambient(node) != ambient:
                 text = "autocast or gradient mode changes inside"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of
@@ -101,7 +102,7 @@ def _exponential(total: fx.Node, effects: Effects) -> fx.Node:
     calls = {user: effects.calls.get(user) for user in users}
     others = [user for user, call in calls.items() if call is None or call.name != "exp" or call.is_inplace]
     if len(users) != 1 or others:
-        reader = f"by {others[0].name}" if others else f"{len(users)} times over"
+        reader = f"by {told(others[0])}" if others else f"{len(users)} times over"
         text = f"the states of h[t] = a[t] * h[t - 1] + b[t] are used as logarithms, {reader}"
         raise RefusedError("LOG_SPACE_STATES", text, "use exp of the states only, once; a kernel needs no logarithms")
     return users[0]
@@ -111,11 +112,11 @@ def _check(core: tuple[fx.Node, ...], leaves: tuple[fx.Node, ...], effects: Effe
     for node in core[:-1]:
         others = [user for user in node.users if user not in core and user.users]
         if others:
-            text = f"{node.name} is also used by {others[0].name}"
+            text = f"{told(node)} is also used by {told(others[0])}"
             raise RefusedError("INTERIOR_USED", text, "use the states themselves instead")
         if effects.ambient(node) != effects.ambient(core[-1]):
             text = "autocast or gradient mode changes inside"
             raise RefusedError("MODE_CHANGES_INSIDE", text, "enter or leave the mode outside of it")
     for node in (*core, *leaves):
         if effects.is_overwritten(node):
-            raise RefusedError("OPERAND_MUTATED", f"{node.name} is overwritten", "use its out-of-place form")
+            raise RefusedError("OPERAND_MUTATED", f"{told(node)} is overwritten", "use its out-of-place form")

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom
@@ -50,7 +51,7 @@ def check(form: StepForm, transition: Transition) -> None:
         expected = written[node].reshape(value.shape)
         if not torch.allclose(value, expected, rtol=_TOLERANCE, atol=_TOLERANCE * float(1 + expected.abs().max())):
             error = float((value - expected).abs().max())
-            text = f"{node.name} as it was read is off by {error:.3g}"
+            text = f"{told(node)} as it was read is off by {error:.3g}"
             raise RefusedError("STEP_MISREAD", text, "this is a fault of the recogniser: please report it")
 
 
@@ -101,7 +102,7 @@ def _step(transition: Transition, known: Mapping[Atom, torch.Tensor], state: tor
 
 def _check_sizes(node: fx.Node) -> None:
     if any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape):
-        text = f"{node.name} has a size that stays a symbol while the step is read"
+        text = f"{told(node)} has a size that stays a symbol while the step is read"
         raise RefusedError("SIZE_UNKNOWN", text, "mark that dimension as static (torch._dynamo.mark_static)")
 
 

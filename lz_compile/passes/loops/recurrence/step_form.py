@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, dims_of
 from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, UnreadableError
 from lz_compile.passes.loops.recurrence.step_homes import FREE, homes, is_delay, is_tensor, prepare
@@ -299,7 +300,7 @@ class _Reader:
             atom = Atom(node.name, "mask" if is_mask else "given")
             self.atoms[atom] = node
             return IndexSum.of_atom(atom, shape_of(node))
-        raise UnreadableError(f"{node.name}, which is of {value.dtype}")
+        raise UnreadableError(f"{told(node)}, which is of {value.dtype}")
 
 
 def _rule(node: fx.Node) -> Rule | None:

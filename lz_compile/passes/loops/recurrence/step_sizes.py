@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.loops.recurrence.size_placeholders import SizePlaceholder, SizePlaceholders
 from lz_compile.passes.proof.subgraph import needed
@@ -35,7 +36,9 @@ def check_twins(first: fx.GraphModule, second: fx.GraphModule, sizes: SizePlaceh
             break
         for value, twin in (*pairs, *zip(_shape(node), _shape(other), strict=True)):
             if value != twin and not (isinstance(value, int) and sizes.twin(value) == twin):
-                text = f"{node.name} has a size or a number ({value}, then {twin}) that is no product of symbolic sizes"
+                text = (
+                    f"{told(node)} has a size or a number ({value}, then {twin}) that is no product of symbolic sizes"
+                )
                 raise RefusedError("STEP_SIZES", text, "compile with dynamic=False")
     if not is_alike:
         text = "a step does other things where a symbolic size is another one"

@@ -22,6 +22,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.calls import constant_value
 from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of, value_of
 from lz_compile.passes.graph.writes import overwritten
@@ -73,7 +74,7 @@ class ScanCall:
         found: dict[int, list[fx.Node]] = {}
         for user in self.node.users:
             if user.target is not operator.getitem or not isinstance(user.args[1], int):
-                raise RefusedError("SCAN_USED_WHOLE", f"{user.name} takes all results of a scan", "unpack them")
+                raise RefusedError("SCAN_USED_WHOLE", f"{told(user)} takes all results of a scan", "unpack them")
             found.setdefault(user.args[1], []).append(user)
         return found
 
@@ -336,7 +337,7 @@ def _check(node: fx.Node) -> None:
         text = f"a step holds the constant tensor {node.target}"
         raise RefusedError("STEP_CONSTANT", text, "make it before the loop")
     elif node.op == "call_function" and node.target is not operator.getitem:
-        raise RefusedError("STEP_OPAQUE", f"a step calls {node.name}, which is not looked into", "write it out")
+        raise RefusedError("STEP_OPAQUE", f"a step calls {told(node)}, which is not looked into", "write it out")
 
 
 def _merge_equal(graph: fx.Graph) -> None:

@@ -12,6 +12,7 @@ from torch import fx
 
 from lz_compile.ground.isolation import isolated
 from lz_compile.passes.formula.layout import stride_order
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.loops.recurrence.prefix_scan import SMALL, recurrence
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
@@ -151,6 +152,6 @@ def _sizes(node: fx.Node, of: fx.Node, value: torch.Tensor) -> list[int]:
                 second, j = second * new[j], j + 1
         is_one = i - here == j - there == 1
         if not is_one and list(value.shape[here:i]) != old[here:i]:
-            raise ValueError(f"{node.name} splits or joins dimensions that are smaller here")
+            raise ValueError(f"{told(node)} splits or joins dimensions that are smaller here")
         sizes += [value.shape[here]] if is_one else new[there:j]
     return [*sizes, *new[j:]]

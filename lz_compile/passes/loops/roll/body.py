@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import is_arithmetic, is_pure
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import tensor_of, value_of, where_of
+from lz_compile.passes.graph.view import tensor_of, value_of
 from lz_compile.passes.loops.roll.numbers import may_be_tensor, with_tensor_of_alpha
 from lz_compile.passes.loops.roll.search import is_number, rebuilt
 from lz_compile.passes.loops.roll.slices import Slices, slices_of
@@ -194,7 +195,7 @@ class Body:
         first = tuple(self.steps.column(index, leaf)[: made.lag])
         reader = self.steps.node(0, index)
         if any(is_number(value) for value in first) and not is_arithmetic(reader):
-            text = f"{reader.name} at {where_of(reader)} takes a number in the first step and a tensor later"
+            text = f"{told(reader)} takes a number in the first step and a tensor later"
             raise RefusedError("SHAPE_CHANGES", text, "begin with a tensor (torch.zeros) instead of a number")
         slots = [self._slot(made.index, lag, first) for lag in range(1, made.lag + 1)]
         return Carried(slots[-1])
@@ -219,12 +220,12 @@ class Body:
         tensor = tensor_of(node)
         takes = may_be_tensor(node, self.steps.program.leaves[self.steps.start + index][leaf])
         if tensor is None or not takes or len({type(each) for each in column}) != 1:
-            text = f"{node.name} at {where_of(node)} takes {column[0]!r}, {column[1]!r}, ... step by step"
+            text = f"{told(node)} takes {column[0]!r}, {column[1]!r}, ... step by step"
             raise RefusedError(
                 "COUNTER_USED", text, "use the loop's counter to index tensors only, or as a factor or term"
             )
         if tensor.dtype in (torch.float16, torch.bfloat16) and not all(_fits(each, tensor.dtype) for each in column):
-            text = f"{node.name} at {where_of(node)} takes numbers that {tensor.dtype} cannot hold"
+            text = f"{told(node)} takes numbers that {tensor.dtype} cannot hold"
             raise RefusedError("COUNTER_USED", text, "make a tensor of them before the loop and index it")
         return self._stream(Numbers(tuple(column), tensor.device, tensor.dtype if takes == "own dtype" else None))
 
@@ -329,15 +330,13 @@ class Body:
         first = nodes[0]
         tensor = tensor_of(first)
         if tensor is None or len({kind_of(node) for node in nodes}) != 1:
-            text = f"{first.name} at {where_of(first)} is another one in each step, and no tensor of one shape"
+            text = f"{told(first)} is another one in each step, and no tensor of one shape"
             raise RefusedError("STEP_DIFFERS", text, "let every step read slices of the same tensors")
         if any(isinstance(value_of(node), torch.nn.Parameter) for node in nodes):
             raise RefusedError("LAYERS", f"every step has parameters of its own ({first.name})", "share them")
         size = tensor.numel()
         if not isinstance(size, int) or size * len(nodes) > _MOST_COPIED:
-            text = (
-                f"{len(nodes)} separate tensors like {first.name} at {where_of(first)} would have to be copied together"
-            )
+            text = f"{len(nodes)} separate tensors like {told(first)} would have to be copied together"
             raise RefusedError("TOO_LARGE_TO_GATHER", text, "keep them in one tensor and take slices of it")
         return self._stream(Gathered(tuple(self.steps.versions.tensor(node) for node in nodes)))
 

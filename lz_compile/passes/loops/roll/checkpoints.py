@@ -14,6 +14,7 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering.checkpointed_scan import CHUNK_NOTE, checkpointed_scan
 from lz_compile.passes.editing.edit import RefutedError, Rewrite
 from lz_compile.passes.graph.modes import ambient_of
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import is_pure
 from lz_compile.passes.loops.roll.scan import SCAN
 from lz_compile.passes.loops.roll.scan_outputs import is_graded
@@ -47,7 +48,7 @@ def checkpoints(module: fx.GraphModule, unproven: list[Reason]) -> Iterator[Rewr
         try:
             _try(node, body)
         except (NotRunnableError, RuntimeError, TypeError) as error:
-            unproven.append(Reason("EDIT_UNPROVEN", f"PyTorch's operator for the loop {node.name} stays: {error}"))
+            unproven.append(Reason("EDIT_UNPROVEN", f"PyTorch's operator for the loop {told(node)} stays: {error}"))
             continue
         make = partial(_replace, node, None if chunk is None else int(chunk))
         yield Rewrite("computing steps again backwards", make, shown="held against its loop", undoes_itself=True)

@@ -13,6 +13,7 @@ from torch import fx
 from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import refuse_impure, refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, tensor_of, where_of
@@ -169,7 +170,7 @@ def _refuse_views(steps: Steps, uses: Sequence[Use]) -> None:
         is_shown = steps.place(owner) is None and memory_of(owner) == memory_of(use.operand)
         if is_shown and (versions.is_overwritten(use.operand) or is_returned(use.operand)):
             text = (
-                f"{use.reader.name} reads {use.operand.name}, a view of {owner.name}, which is overwritten or returned"
+                f"{use.reader.name} reads {use.operand.name}, a view of {told(owner)}, which is overwritten or returned"
             )
             raise RefusedError("OVERWRITTEN_LATER", text, f"copy {use.operand.name}")
 
@@ -197,7 +198,7 @@ def _slot(steps: Steps, buffer: Buffer, assignment: Assignment) -> torch.Tensor:
     tensor = known_tensor(buffer.node)
     width, pace = assignment.cut.length or 1, assignment.cut.pace
     if pace is None or width not in (1, abs(pace)):
-        raise RefusedError("BUFFER_READ", f"what is assigned to {buffer.node.name} leaves gaps", "assign to all of it")
+        raise RefusedError("BUFFER_READ", f"what is assigned to {told(buffer.node)} leaves gaps", "assign to all of it")
     return Emitters(steps, Ambient()).plain(steps.node(0, 0)).compute(operator.getitem, tensor, assignment.elements)  # type: ignore[no-any-return]
 
 

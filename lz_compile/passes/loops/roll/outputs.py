@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import read, tensor_of, where_of
+from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.loops.roll.slices import Slices, cut, elements_of
 from lz_compile.passes.loops.roll.steps import Made, Steps
 
@@ -80,9 +81,7 @@ def buffers_of(steps: Steps) -> list[Buffer]:
             found.append(buffer)
         elif owner.op in ("placeholder", "get_attr"):
             node = steps.node(0, indices[0])
-            text = (
-                f"{node.name} at {where_of(node)} overwrites all of {owner.name}, an input of the graph, in every step"
-            )
+            text = f"{told(node)} overwrites all of {told(owner)}, an input of the graph, in every step"
             raise RefusedError("INPUT_OVERWRITTEN", text, "overwrite a copy of it, and copy the last state back")
     return found
 
@@ -99,14 +98,14 @@ def _buffer(steps: Steps, owner: fx.Node, indices: Sequence[int]) -> Buffer | No
         for leaf, made in enumerate(row):
             if isinstance(made, Made) and made.index in indices and not (index in indices and leaf == 0):
                 node = steps.node(1, index)
-                text = f"{node.name} at {where_of(node)} reads {owner.name} while it is being filled"
+                text = f"{told(node)} reads {told(owner)} while it is being filled"
                 raise RefusedError("BUFFER_READ", text, "keep what the next step needs in a variable of its own")
     regions = [set(_covered(assignment.cut)) for assignment in assignments]
     is_apart = len({assignment.cut.dim for assignment in assignments}) == 1
     if any(len(region) != len(_covered(each.cut)) for region, each in zip(regions, assignments, strict=True)):
-        raise RefusedError("BUFFER_READ", f"{owner.name} is written to twice at one place", "write each place once")
+        raise RefusedError("BUFFER_READ", f"{told(owner)} is written to twice at one place", "write each place once")
     if len(regions) > 1 and not (is_apart and len(set.union(*regions)) == sum(map(len, regions))):
-        raise RefusedError("BUFFER_READ", f"several assignments write to one place of {owner.name}", "write it once")
+        raise RefusedError("BUFFER_READ", f"several assignments write to one place of {told(owner)}", "write it once")
     call = read(owner)
     first = steps.versions.resolve(steps.node(0, indices[0]), steps.node(0, indices[0]).args[0])
     return Buffer(owner, tuple(assignments), call is not None and call.name in _FRESH and first is owner)
@@ -128,11 +127,11 @@ def _assignment(steps: Steps, owner: fx.Node, index: int) -> Assignment | None:
     if found is None:
         moving = {str(node.args[1]) for node in nodes}
         if len(moving) > 1:
-            text = f"{nodes[0].name} at {where_of(nodes[0])} assigns to a place that does not simply move on"
+            text = f"{told(nodes[0])} assigns to a place that does not simply move on"
             raise RefusedError("BUFFER_READ", text, "assign to out[:, t], or append to a list and stack it")
         return None
     if found.pace is None:
-        raise RefusedError("BUFFER_READ", f"{owner.name} is written to in no regular order", "append to a list")
+        raise RefusedError("BUFFER_READ", f"{told(owner)} is written to in no regular order", "append to a list")
     return Assignment(index, found, known[0])
 
 
@@ -188,7 +187,7 @@ def uses_of(steps: Steps, written: frozenset[int]) -> list[Use]:
             found.append(_use(steps, reader, operand, last))
     for use in found:
         if steps.versions.writes.get(use.reader) is use.operand and use.step != steps.count - 1:
-            text = f"{use.reader.name} at {where_of(use.reader)} overwrites what a step computed"
+            text = f"{told(use.reader)} overwrites what a step computed"
             raise RefusedError("OVERWRITTEN_LATER", text, "use the out-of-place form of that operation")
         if use.is_later and use.step != steps.count - 1:
             raise RefusedError("OVERWRITTEN_LATER", f"{use.reader.name} reads what is overwritten by then", "copy it")
@@ -204,7 +203,7 @@ def _use(steps: Steps, reader: fx.Node, operand: fx.Node, last: LastInside) -> U
     version = _last_inside(steps, seen, last)
     place = None if version is None else steps.place(version)
     if place is None:
-        raise RefusedError("OVERWRITTEN_LATER", f"{reader.name} reads what is overwritten behind the loop", "copy it")
+        raise RefusedError("OVERWRITTEN_LATER", f"{told(reader)} reads what is overwritten behind the loop", "copy it")
     return Use(reader, operand, *place, is_later=version is not seen)
 
 
@@ -243,7 +242,7 @@ def collector_of(steps: Steps, node: fx.Node, uses: Sequence[Use]) -> Collector 
     if any(place is None for place in found):
         return None
     if any(use.is_later for use in uses):
-        text = f"{node.name} at {where_of(node)} joins what is overwritten behind the loop"
+        text = f"{told(node)} joins what is overwritten behind the loop"
         raise RefusedError("OVERWRITTEN_LATER", text, "use the out-of-place form of that operation")
     known = [place for place in found if place is not None]
     width = next((i for i, place in enumerate(known) if place[0] != known[0][0]), len(known))

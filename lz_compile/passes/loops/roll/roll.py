@@ -12,6 +12,7 @@ from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import is_returned, stride_order
 from lz_compile.passes.formula.strides import strides_matter
 from lz_compile.passes.graph.gradients import has_gradient
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import is_pure
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import origin_of, tensor_of
@@ -77,7 +78,7 @@ class _Readers:
                     value = self._emit.call("clone", value)
                 self._handed.update(collector.indices)
             if kind_of(value) != kind_of(collector.node):
-                raise RefusedError("SHAPE_CHANGES", f"{collector.node.name} joins something else", "stack tensors")
+                raise RefusedError("SHAPE_CHANGES", f"{told(collector.node)} joins something else", "stack tensors")
             found.append((None, collector.node, value))
         collected = {collector.node for collector in loop.collectors}
         names: dict[tuple[fx.Node, str], list[Use]] = {}  # whoever reads one tensor, by whatever name, reads one tensor

@@ -16,6 +16,7 @@ from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, read, tensor_of, value_of, where_of
 from lz_compile.passes.loops.roll.body import Around, Body, Carried, Entry, Part, Ref, Streamed
@@ -170,7 +171,7 @@ def _handed_in(emit: Emitter, node: fx.Node, state: fx.Node | None) -> Any:
     if isinstance(value, torch.SymFloat) and state is not None:  # a scan takes no such number, but a tensor of it
         value = emit.compute(torch.empty, (), dtype=torch.float64, device=known_tensor(state).device)
     if not isinstance(value, (torch.Tensor, torch.SymInt, int)):
-        raise RefusedError("STEP_DIFFERS", f"{node.name} is no tensor", "let steps read tensors only")
+        raise RefusedError("STEP_DIFFERS", f"{told(node)} is no tensor", "let steps read tensors only")
     return value
 
 
@@ -253,11 +254,11 @@ def _emit(emit: Emitter, entry: Entry, values: dict[Ref, fx.Node]) -> fx.Node:
     try:
         node = _overwriting(emit, entry, args, kwargs) if entry.overwrites else emit.call(entry.target, *args, **kwargs)
     except (RuntimeError, TypeError, IndexError) as error:
-        text = f"{entry.like.name} at {where_of(entry.like)} fails on the loop's own operands: {error}"
+        text = f"{told(entry.like)} fails on the loop's own operands: {error}"
         raise RefusedError("STEP_DIFFERS", text, "let every step be the same") from error
     wanted = tensor_of(entry.like)
     if wanted is not None and kind_of(node) != kind_of(entry.like):
-        text = f"{entry.like.name} at {where_of(entry.like)} gives another dtype or shape in a loop"
+        text = f"{told(entry.like)} gives another dtype or shape in a loop"
         raise RefusedError("SHAPE_CHANGES", text, "keep shapes and dtypes the same in every step")
     return node
 

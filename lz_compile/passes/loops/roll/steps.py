@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import value_of, where_of
 from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, is_number
@@ -253,9 +254,9 @@ class Grid:
         node = self._program.nodes[self._run.start + other * self._run.period + index]
         kind, alike = self._kinds[other][index], self._kinds[self._middle][index]
         if kind != alike:
-            text = f"{node.name} is {_told(kind)} in one step and {_told(alike)} in another"
+            text = f"{told(node)} is {_told(kind)} in one step and {_told(alike)} in another"
             return RefusedError("SHAPE_CHANGES", text, "keep shapes and dtypes the same in every step")
-        text = f"{node.name} at {where_of(node)} reads something else than in other steps"
+        text = f"{told(node)} reads something else than in other steps"
         return RefusedError("STEP_DIFFERS", text, "let every step read the same of what the one before it made")
 
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.gradients import differentiated
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import Call, memory_of, read, tensor_of
 from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.loops.roll.search import Program
@@ -121,7 +122,7 @@ class Versions:
             self._blur(node)
             return
         if target not in overwritten.whole:
-            self.unclear[node] = f"{node.name} overwrites part of a tensor through a view of it"
+            self.unclear[node] = f"{told(node)} overwrites part of a tensor through a view of it"
             overwritten.is_opaque = True
         overwritten.last = node
         self.writes[node] = target
@@ -141,7 +142,7 @@ class Versions:
 
     def _blur(self, node: fx.Node) -> None:
         """A call that overwrites what is not known to be a whole tensor: nothing it touches is a call's result any more."""
-        self.unclear[node] = f"{node.name} overwrites its operands in a way that is not understood"
+        self.unclear[node] = f"{told(node)} overwrites its operands in a way that is not understood"
         for operand in node.all_input_nodes:
             memory = self._memory(operand)
             if memory is not None:
