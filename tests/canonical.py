@@ -16,7 +16,7 @@ from torch.fx.graph import dtype_abbrs
 from lz_compile.report.report import LoopReport, MatchReport, MissReport, Report
 
 #: Where something is, after its name.
-_PLACE = re.compile(r" (at |\()\S+\.py:\d+\)?")
+_PLACE = re.compile(r" \((\w+ at )?\S+\.py:\d+\)| at \S+\.py:\d+")
 #: The files of snapshots as they were compiled: they may be written anew while they run.
 _LINES = {str(path): path.read_text().splitlines() for path in Path(__file__).parent.glob("test_snapshots_*.py")}
 

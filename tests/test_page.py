@@ -279,7 +279,7 @@ def test_line_numbers_are_no_change_and_new_near_misses_layers_and_events_are(re
     there["kernel"] += "2"
     assert str(next(each for each in changes(report, moved) if each.kind == "match")).count(there["kernel"]) == 1
     moved["graphs"][0]["modules"] = [each for each in moved["graphs"][0]["modules"] if each["path"] != "layers.3"]
-    assert next(each for each in changes(report, moved) if each.kind == "near miss").after == "no such module"
+    assert next(each for each in changes(report, moved) if each.kind == "near miss").after == "this module is not there"
 
 
 def test_what_is_no_report_and_what_is_no_page_is_refused(tmp_path):

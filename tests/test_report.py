@@ -35,7 +35,7 @@ from lz_compile.backend import layerzero
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.report import dump
-from lz_compile.report.layout import Rows
+from lz_compile.report.layout import Rows, duration
 from lz_compile.report.report import MatchReport, MissReport, new_report
 
 pytestmark = pytest.mark.usefixtures("sdpa_first")
@@ -523,7 +523,7 @@ def test_near_misses_are_listed_with_the_edit_that_would_make_them_match():
         text = printed(shown_as, width=500)
         assert "Near misses" in text
         assert miss.edit in text
-        assert "[INTERIOR_USED] weights (tests/test_report.py" in text
+        assert "[INTERIOR_USED] weights (softmax at tests/test_report.py" in text
         assert WEIGHTS_LINE.removeprefix(f"{Path.cwd()}/") in text
 
 
@@ -843,3 +843,10 @@ def test_a_fault_goes_into_the_log_with_its_traceback(monkeypatch):
     assert level == logging.WARNING
     assert text % tuple(values) == "[CODE] doing something: ValueError: planted"
     assert kwargs["exc_info"] is error
+
+
+@pytest.mark.parametrize(
+    ("us", "text"), [(0.25, "0.25 µs"), (999.4, "999 µs"), (999.6, "1 ms"), (101_900.0, "102 ms"), (1.5e6, "1.5 s")]
+)
+def test_times_are_told_in_the_unit_that_makes_them_short(us: float, text: str) -> None:
+    assert duration(us) == text

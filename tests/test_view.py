@@ -709,5 +709,5 @@ def test_reasons_call_values_by_their_names_in_the_source_and_what_is_held_by_it
 
     torch.compile(Gate(), backend=backend)(X)
     line = inspect.getsourcelines(Gate.forward)[1] + 1
-    assert sorted(said) == [f"gated ({__file__}:{line})", f"gated ({__file__}:{line + 1})", "weight", "x"]
+    assert sorted(said) == [f"gated (exp at {__file__}:{line + 1})", f"gated (mul at {__file__}:{line})", "weight", "x"]
     assert told(fx.Graph().placeholder("x_3")) == "x_3"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lz_compile.ground.records import Record
-from lz_compile.report.layout import amount, short
+from lz_compile.report.layout import amount, duration, short
 from lz_compile.report.schema import checked
 from lz_compile.report.summary import grouped, without_numbers
 
@@ -103,9 +103,9 @@ def _matches(before: Told, after: Told) -> Iterator[Change]:
             if was != now:
                 yield Change("match", f"{subject} {what}", was, now, place)
         times = [latency(each) for each in (one, other)]
-        if None not in times and _differ(*times):  # type: ignore[arg-type]  # neither is None
-            told = [f"{time:.4g} µs" for time in times]
-            yield Change("latency", f"{subject} by {other['kernel']}", told[0], told[1], place)
+        was_us, now_us = times
+        if was_us is not None and now_us is not None and _differ(was_us, now_us):
+            yield Change("latency", f"{subject} by {other['kernel']}", duration(was_us), duration(now_us), place)
 
 
 def _keyed(told: Told) -> dict[tuple[str, str, int], Told]:
@@ -180,7 +180,7 @@ def _near_misses(before: Told, after: Told) -> Iterator[Change]:
 def _absent(module: str, here: Told, there: Told) -> str:
     """Why nothing of a module is told here: it is a module of the other report alone; empty where that is not so."""
     known, others = ({each["path"] for each in all_of(told, "modules")} for told in (here, there))
-    return "no such module" if known and module in others - known else ""
+    return "this module is not there" if known and module in others - known else ""
 
 
 def _loops(before: Told, after: Told) -> Iterator[Change]:
@@ -188,7 +188,9 @@ def _loops(before: Told, after: Told) -> Iterator[Change]:
 
 
 def _layers(before: Told, after: Told) -> Iterator[Change]:
-    yield from _kept(before, after, "layers", "folded", lambda each: f"{each['count']} layers of {each['calls']} calls")
+    yield from _kept(
+        before, after, "layers", "folded", lambda each: f"{each['count']} times the same {each['calls']} calls"
+    )
 
 
 def _kept(before: Told, after: Told, name: str, done: str, size: Any) -> Iterator[Change]:
@@ -222,6 +224,8 @@ def _events(before: Told, after: Told) -> Iterator[Change]:
 
 def _times(before: Told, after: Told) -> Iterator[Change]:
     old, new = (seconds_of(told) for told in (before, after))
+    for each in (old, new):
+        each["all of it"] = sum(each.values())
     for stage in dict.fromkeys([*old, *new]):
         was, now = old.get(stage, 0.0), new.get(stage, 0.0)
         if abs(was - now) > _LEAST_S and _differ(max(was, 1e-9), max(now, 1e-9)):

@@ -113,6 +113,14 @@ def places(found: Sequence[str], most: int | None = None) -> str:
     return ", ".join(told)
 
 
+def duration(us: float) -> str:
+    """A time given in µs, in the unit that makes it short: ``12.3 µs``, ``102 ms``, ``1.5 s``."""
+    unit, scale = next(
+        ((unit, scale) for unit, scale in (("s", 1e6), ("ms", 1e3)) if us >= 0.9995 * scale), ("µs", 1.0)
+    )
+    return f"{us / scale:.3g} {unit}"
+
+
 def amount(count: int, what: str) -> str:
     """A number of things: ``1 graph``, ``2 graphs``, ``2 near misses``."""
     return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what.endswith('s') else 's'}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.padding import Padding
 from rich.text import Text
 
-from lz_compile.report.layout import Rows, amount, facts, places, short
+from lz_compile.report.layout import Rows, amount, duration, facts, places, short
 from lz_compile.report.summary import grouped, state_of, summary
 
 if TYPE_CHECKING:
@@ -184,14 +184,15 @@ def latency_text(candidate: Mapping[str, Any], context: Mapping[str, Any] | None
     """What a kernel takes, and how that is known."""
     ratio = f"{candidate['relative_latency']:.3g} of Inductor's"
     if candidate["origin"] == "estimated":
-        parts = (f"{us:.3g} µs {kind.replace('_', ' ')}" for kind, us in candidate["parts_us"].items())
-        return f"{ratio} (estimated: {' + '.join(parts)})"
+        parts = [f"{duration(us)} {kind.replace('_', ' ')}" for kind, us in candidate["parts_us"].items()]
+        whole = f"{duration(sum(candidate['parts_us'].values()))} = " if len(parts) > 1 else ""
+        return f"{ratio} (estimated: {whole}{' + '.join(parts)})"
     if candidate["origin"] != "measured":
         return f"{ratio} ({candidate['origin']})"
     own = {} if context is None else context["dims"]
     there = [f"{name}={size}" for name, size in candidate["measured_at"].items() if own.get(name, size) != size]
     at = f" at {', '.join(there)}" if there else ""
-    return f"{candidate['median_us']:.4g} µs, {ratio} (measured{at}, ±{candidate['noise']:.1%})"
+    return f"{duration(candidate['median_us'])}, {ratio} (measured{at}, ±{candidate['noise']:.1%})"
 
 
 def selection(report: SelectionReport) -> Iterator[Any]:

@@ -195,8 +195,10 @@ def _through(effects: Effects, what: str, path: list[fx.Node]) -> tuple[Reason, 
         return mixed_heads.refusal(what)
     names = [c.name for c in calls if c is not None and not is_pointwise(c) and not layout.rearranges(c)]
     names = names or [c.name for c in calls if c is not None and not layout.rearranges(c)]
-    text = f"the {what} pass through {', '.join(dict.fromkeys(names)) or 'a layout'}, which has no reading here"
-    edit = "scale, mask, bias or cap the scores" if what == "scores" else "multiply the values by the softmax itself"
+    between = ", ".join(dict.fromkeys(names)) or "a layout"
+    text = f"the {what} pass through {between}, which has no reading here"
+    edit = f"multiply the values by the softmax itself, without {between} in between, and read it nowhere else"
+    edit = "scale, mask, bias or cap the scores" if what == "scores" else edit
     return Reason(f"{what.upper()}_NOT_READ", text), edit
 
 

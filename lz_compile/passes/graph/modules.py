@@ -8,7 +8,7 @@ from functools import lru_cache
 from torch import fx
 
 from lz_compile.lowering import inductor
-from lz_compile.passes.graph.view import where_of
+from lz_compile.passes.graph.view import read, where_of
 
 #: How Dynamo names what a module holds (``L['self']._modules['layers']``), and what it comes from.
 _HELD = re.compile(
@@ -48,5 +48,9 @@ def told(node: fx.Node) -> str:
     """
     if node.op == "placeholder":
         return path_of(inductor.source_of(node)) or node.name
-    where = where_of(node)
-    return node.name if where == "<unknown>" else f"{re.sub(r'_[0-9]+$', '', node.name)} ({where})"
+    where, call = where_of(node), read(node)
+    if where == "<unknown>":
+        return node.name
+    name = re.sub(r"_[0-9]+$", "", node.name)
+    by = "" if call is None or name in call.name or call.name in name else f"{call.name} at "
+    return f"{name} ({by}{where})"

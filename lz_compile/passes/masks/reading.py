@@ -305,12 +305,7 @@ class _Reading:
     def _refusal(self, node: fx.Node, parts: Parts) -> Reason:
         """Why a mask stays a general one."""
         data = sorted(
-            {
-                each.source.node
-                for part in parts.rest
-                for each in variables(part)
-                if isinstance(each.source, Source)
-            }
+            {each.source.node for part in parts.rest for each in variables(part) if isinstance(each.source, Source)}
         )
         if parts.bounds and not parts.rest:
             return Reason("MASK_GENERAL", f"{told(node)} is a band under which a query may see no key")

@@ -116,8 +116,16 @@ function look() {
   found.textContent = words.length ? `${count} of ${items.length} entries${count ? "" : ": all words have to be in one; try fewer"}` : "";
 }
 
+// Of several entries the one is meant whose operation is called by the most of the words.
+function showFirst() {
+  const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+  const said = (item) => words.filter((word) => item.querySelector("summary b").textContent.includes(word)).length;
+  const seen = items.filter((item) => item.tagName === "DETAILS" && item.id && !item.classList.contains("hidden"));
+  const first = seen.reduce((best, item) => (best && said(best) >= said(item) ? best : item), null);
+  if (first) show(first.id);
+}
 function move(step) {
-  const seen = items.filter((item) => !item.classList.contains("hidden"));
+  const seen = items.filter((item) => item.tagName === "DETAILS" && !item.classList.contains("hidden"));
   if (!seen.length) return;
   const at = seen.findIndex((item) => item.classList.contains("selected"));
   const next = seen[Math.min(seen.length - 1, Math.max(0, at < 0 ? 0 : at + step))];
@@ -129,8 +137,7 @@ document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "Escape") { search.value = ""; look(); search.blur(); return; }
   if (event.target === search) {
-    const first = items.find((item) => item.tagName === "DETAILS" && item.id && !item.classList.contains("hidden"));
-    if (event.key === "Enter" && first) show(first.id);
+    if (event.key === "Enter") showFirst();
     return;
   }
   const act = { "/": () => search.focus(), j: () => move(1), k: () => move(-1), t: changeTheme }[event.key];

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lz_compile.report.changes import Told, latency
-from lz_compile.report.layout import amount, short
+from lz_compile.report.layout import amount, duration, short
+from lz_compile.report.mask_picture import ASKED, ASKED_OF_KEYS, DROPPED, KEPT, PARTLY
 from lz_compile.report.render import attributes_text, latency_text, problem_text, proof_text, sorted_out
 from lz_compile.report.summary import grouped, without_numbers
 
@@ -33,6 +34,14 @@ _HELPS: Mapping[str, str] = {
     "NOT_PROVEN": "Nothing: a dry run replaces nothing. lz.explain tries the kernel.",
     "ALREADY_THIS_KERNEL": "Nothing: the source calls the fastest kernel itself.",
 }
+#: Of a picture of a mask: its marks, their colour, and what they say.
+_LEGEND = (
+    (KEPT, "kept", "kept"),
+    (PARTLY, "partly", "kept in part"),
+    (ASKED, "asked", "decided by values of each call"),
+    (ASKED_OF_KEYS, "asked", "keys that values of each call keep or drop, the same for every query"),
+    (DROPPED, "dropped", "dropped"),
+)
 #: A bar is full at this many times Inductor's latency.
 _WIDEST = 2.0
 
@@ -133,8 +142,9 @@ class Kind:
         if "LEFT_TO_INDUCTOR" in codes and able:
             lock = f"options={{'layerzero.lock': {{'{self.first['op']}': '{able[0]}'}}}}"
             time = next(each for each in self.first["candidates"] if each["kernel"] == able[0])
-            expected = latency_text(time, self.first["context"])
-            found.append(f"To have a kernel all the same: {lock}. It is expected to take {expected}.")
+            known = time["origin"] not in ("assumed", None)
+            expected = f" It is expected to take {latency_text(time, self.first['context'])}." if known else ""
+            found.append(f"To have a kernel all the same: {lock}.{expected}")
         return "\n".join(dict.fromkeys(found))
 
     @property
@@ -147,7 +157,7 @@ class Kind:
     def _run_time(self, time: float) -> str:
         own = time * self.count
         share = f", {own / self._measured_us:.0%} of all that was measured here" if self._measured_us else ""
-        return f"{amount(self.count, 'call')} of {time:,.4g} µs: {own:,.4g} µs{share}"
+        return f"{amount(self.count, 'call')} of {duration(time)}: {duration(own)}{share}"
 
     @cached_property
     def bars(self) -> list[Bar]:
@@ -176,6 +186,11 @@ class Kind:
     def picture(self) -> str:
         """The mask, a line for each row."""
         return "\n".join(self.first.get("picture", ()))
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """Colours of the picture, and what they say."""
+        return [(cell, text) for marks, cell, text in _LEGEND if {*marks} & {*self.picture}]
 
     @property
     def axes(self) -> str:
@@ -250,7 +265,8 @@ class Misses:
         if self.op != "attention":
             return ""
         others = ", ".join(f"{count} x {mask}" for mask, count in masks.items())
-        return "not read: see the source" + (f". Attentions that were recognised here: {others}" if others else "")
+        text = "not known: it is read last, and this attention was refused before"
+        return text + (f". Masks of those that were recognised here: {others}" if others else "")
 
     @property
     def places(self) -> list[Place]:

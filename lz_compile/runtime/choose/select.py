@@ -193,6 +193,8 @@ class _Selection:
         by = f" (preferred by {preference[1]})" if preference is not None else ""
         base = "Inductor's own code" if self.incumbent == INDUCTOR else self.incumbent
         if kernel_id == self.incumbent:
+            if all(each.against for each in candidates if each.kernel.kernel_id not in (self.incumbent, DISPATCH)):
+                return f"no kernel but {base} can run this{by}"
             return f"nothing is expected to be faster than {base}{self._nearly(candidates)}{by}"
         if estimate.origin == "assumed":
             return f"never measured here, assumed to be as fast as {base}{by}"
