@@ -319,13 +319,9 @@ class Sample:
 
         def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
             query, key, value = self._heads(query, key, value)
-            batch, kv_heads, keys, _ = key.shape
-            groups = query.shape[1] // kv_heads
+            groups = query.shape[1] // key.shape[1]
             if groups > 1:
-                key, value = (
-                    each[:, :, None].expand(batch, kv_heads, groups, keys, each.shape[-1]).flatten(1, 2)
-                    for each in (key, value)
-                )
+                key, value = (each[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for each in (key, value))
             scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
             if mask and self.attrs.has_bias:
                 scores = scores + mask[0]
@@ -334,9 +330,10 @@ class Sample:
             if self.attrs.is_causal:
                 keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
                 scores = scores.masked_fill(torch.logical_not(keep), -math.inf)
-            weights = _softmax(scores.float()) if softmax is None else softmax(scores)
-            weights = weights.to(query.dtype)
-            return self._merged(torch.nn.functional.dropout(weights, self.attrs.dropout_p) @ value)
+            wide = scores.float()
+            weights = (wide - wide.logsumexp(-1, keepdim=True)).exp() if softmax is None else softmax(scores)
+            weights = torch.nn.functional.dropout(weights.to(query.dtype), self.attrs.dropout_p)
+            return self._merged(weights @ value)
 
         return run
 
@@ -348,10 +345,6 @@ class Sample:
 
     def _merged(self, output: torch.Tensor) -> torch.Tensor:
         return output.transpose(1, 2).flatten(2)
-
-
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    return (scores - scores.logsumexp(-1, keepdim=True)).exp()
 
 
 def sample(

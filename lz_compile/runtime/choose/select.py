@@ -198,17 +198,15 @@ class _Selection:
             return f"nothing is expected to be faster than {base}{self._nearly(candidates)}{by}"
         if estimate.origin == "assumed":
             return f"never measured here, assumed to be as fast as {base}{by}"
-        verb = "measured" if estimate.origin == "measured" else "expected"
         of = "Inductor's" if self.incumbent == INDUCTOR else f"{self.incumbent}'s"
-        return f"{verb} at {estimate.relative_latency:.3g} of {of} latency{by}"
+        return f"{'measured' if estimate.is_measured else 'expected'} at {estimate.relative_latency:.3g} of {of} latency{by}"
 
     def _nearly(self, candidates: Sequence[Candidate]) -> str:
         """The kernel that would be faster, but by no more than chance explains."""
         incumbent = next(each for each in candidates if each.kernel.kernel_id == self.incumbent)
-        best = next((each for each in candidates if not each.against and each.score > incumbent.score), None)
-        if best is None or best.kernel.kernel_id == self.incumbent:
-            return ""
-        return f" by more than the noise ({best.kernel.kernel_id}: {best.estimate.relative_latency:.3g})"
+        best = next((each for each in candidates if not each.against and each.score > incumbent.score), incumbent)
+        text = f" by more than the noise ({best.kernel.kernel_id}: {best.estimate.relative_latency:.3g})"
+        return "" if best is incumbent else text
 
     # ---- symbolic sizes -------------------------------------------------------------------------------------------
 
@@ -218,8 +216,8 @@ class _Selection:
         if symbols is None:
             return []
         groups = sorted(ops.module(self.context.op).BUCKETED_DIMS, key=len)
-        names = dict.fromkeys(name for dims in groups for name in symbols.names_in(dims))
-        return [name for name in names if name in symbols.symbols or name in symbols.hidden][:2]
+        names = (name for dims in groups for name in symbols.names_in(dims))
+        return [name for name in dict.fromkeys(names) if name in symbols.symbols or name in symbols.hidden][:2]
 
     def _over_symbols(self, symbols: Symbols, candidates: Sequence[Candidate]) -> Decision:
         names, known = self._guardable(), {**symbols.symbols, **symbols.hidden}
