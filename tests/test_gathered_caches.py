@@ -63,6 +63,19 @@ def _by_slots(cache: Tensor, table: Tensor) -> Tensor:
     return cache.view(-1, *cache.shape[2:])[places]
 
 
+def _places(table: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    place = torch.arange(table.shape[1] * slots)
+    return table.gather(1, (place // slots).expand(table.shape[0], -1).to(table.dtype)), place % slots
+
+
+def _blocks_and_slots(table: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    return table[:, :, None], torch.arange(slots)[None, None]
+
+
+#: Of a table: blocks, and the slots within these.
+INDICES = (_places, _blocks_and_slots)
+
+
 def _sees(lengths: Tensor, keys: int, queries: int, window: int | None, form: str) -> Tensor:
     """``[R, S, keys]``."""
     place = torch.arange(keys)
@@ -99,7 +112,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, form: str) -> Tensor:
 
 def spelling(gather: Any, sees: str, attention: str, *, queries: int, window: int | None, hnd: bool) -> Function:
     def attend(q: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
-        if gather is _by_slots:
+        if gather in INDICES:
+            index = gather(table, key_cache.shape[1])
+            k, v = (_keys(each[index], hnd=False) for each in (key_cache, value_cache))
+        elif gather is _by_slots:
             k, v = gather(key_cache, table), gather(value_cache, table)
         else:
             k, v = (_keys(gather(each, table), hnd=hnd) for each in (key_cache, value_cache))
@@ -119,7 +135,7 @@ def run(function: Function, inputs: list[Tensor]) -> tuple[Tensor, Rewriting]:
     max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
 @given(
-    gather=st.sampled_from((*GATHERS, _by_slots)),
+    gather=st.sampled_from((*GATHERS, _by_slots, *INDICES)),
     sees=st.sampled_from(("ends", "positions", "dropped", "newest")),
     attention=st.sampled_from(("sdpa", "sdpa added", "einsum", "by hand")),
     queries=st.sampled_from((1, 1, 3)),
@@ -128,7 +144,7 @@ def run(function: Function, inputs: list[Tensor]) -> tuple[Tensor, Rewriting]:
     slots=st.sampled_from((1, 4, 16)),
 )
 def test_generated_spellings_read_the_cache_where_it_lies(gather, sees, attention, queries, window, hnd, slots):
-    hnd = hnd and gather is not _by_slots
+    hnd = hnd and gather in GATHERS
     if sees == "newest":
         queries = 1
     if (
@@ -159,6 +175,34 @@ def test_a_block_may_be_counted_from_the_end():
     inputs[3] = inputs[3] - BLOCKS
     found, backend = run(function, inputs)
     assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_blocks_and_slots_may_be_counted_from_the_end(index):
+    def function(q: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        blocks, slots = index(table, key_cache.shape[1])
+        k, v = (
+            _keys(each[blocks - BLOCKS, slots - key_cache.shape[1]], hnd=False) for each in (key_cache, value_cache)
+        )
+        return _attend(q, k, v, _sees(lengths, k.shape[1], 1, None, "ends"), "sdpa")
+
+    inputs = problem()
+    found, backend = run(function, inputs)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_that_do_not_lie_in_one_piece_are_copied():
+    def function(q: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        index = _places(table, key_cache.shape[1])
+        k, v = (_keys(each[index], hnd=False) for each in (key_cache, value_cache))
+        return _attend(q, k, v, _sees(lengths, k.shape[1], 1, None, "ends"), "sdpa")
+
+    inputs = problem(hnd=True)  # slots behind heads, seen as if they lay before them
+    inputs[1:3] = [each.transpose(1, 2) for each in inputs[1:3]]
+    found, backend = run(function, inputs)
+    assert OP not in [match.op for match in backend.report.matches]
     torch.testing.assert_close(found, function(*inputs), rtol=1e-4, atol=1e-5)
 
 

@@ -24,7 +24,7 @@ from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.gathered_emitter import GatheredEmitter, Stored
 from lz_compile.passes.attention.operand import Operand, peel
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, resolve
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, broadcast_from, resolve
 from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
@@ -89,7 +89,8 @@ def _as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings, key: Store
         scale=emitter.attrs.scale, softcap=emitter.attrs.softcap, window=ends.window, is_ragged=bool(queries),
         has_sinks=sinks is not None, out_dtype=emitter.dtype,
     )  # fmt: skip
-    blocks, heads = Axis(shape_of(known_tensor(key.cache))[0]), (*kv_heads, *sharing)
+    heads = (*kv_heads, *sharing)
+    blocks = tuple(Axis(size) for size in shape_of(known_tensor(key.cache))[: len(key.indices) or 1])
     found = GatheredEmitter(emitter, key, value, ends, flags, blocks, *places, kv_heads, heads, queries, sinks, attrs)
     return _match(found, core, passed)
 
@@ -181,23 +182,29 @@ def _stored(emitter: AttentionEmitter, operand: Operand, core: Core) -> Stored |
     parts = _indexed(call) if region.effects.ambient(inner.node) == core.ambient else None
     if parts is None:
         return whole
-    cache, table = parts
-    dims, rank = resolve(inner.dims), known_tensor(table).dim()
+    cache, *tables = parts
+    dims, rank = resolve(inner.dims), max(known_tensor(table).dim() for table in tables)
     passed[inner.node] = dims
-    if known_tensor(table).dtype not in (torch.int32, torch.int64):
+    if any(known_tensor(table).dtype not in (torch.int32, torch.int64) for table in tables):
         return whole
-    node, table_dims = _origin(region.effects, table, dims[:rank], passed)
-    return Stored(inner.node, cache, dims[rank:], passed, node, table_dims)
+    shapes = [shape_of(known_tensor(table)) for table in tables]
+    found = [
+        _origin(region.effects, table, broadcast_from(dims[:rank], shape), passed)
+        for table, shape in zip(tables, shapes, strict=True)
+    ]
+    within, within_dims = found[1] if len(found) > 1 else (None, ())
+    return Stored(inner.node, cache, dims[rank:], passed, *found[0], within, within_dims)
 
 
-def _indexed(call: Call) -> tuple[fx.Node, fx.Node] | None:
-    """A tensor and the indices along its first dimension."""
-    found: tuple[Any, Any] = (None, None)
+def _indexed(call: Call) -> tuple[fx.Node, ...] | None:
+    """A tensor and the indices along its first dimension, or along its first two, which lie in memory like one."""
+    found: tuple[Any, ...] = (None, None)
     if call.name == "getitem":
         index = call.arguments.get("#1")
         items = list(index) if isinstance(index, tuple) else [index]
-        if all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in items[1:]):
-            found = (call.input, items[0])
+        count = 2 if len(items) > 1 and isinstance(items[1], fx.Node) and _are_joined(call.input) else 1
+        if all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in items[count:]):
+            found = (call.input, *items[:count])
     elif call.name == "index_select" and call.get("dim", call.arguments.get("#1")) in (
         0,
         -known_tensor(call.input).dim(),
@@ -206,9 +213,14 @@ def _indexed(call: Call) -> tuple[fx.Node, fx.Node] | None:
     elif call.name == "embedding" and call.get("max_norm", None) is None:  # PyTorch has it both ways round
         both = (call.input, call.get("weight", call.arguments.get("#1")))
         found = both if (first := tensor_of(both[0])) is not None and first.is_floating_point() else both[::-1]
-    cache, table = found
-    is_index = isinstance(cache, fx.Node) and isinstance(table, fx.Node) and tensor_of(table) is not None
-    return (cache, table) if is_index and tensor_of(cache) is not None else None
+    are_tensors = all(isinstance(each, fx.Node) and tensor_of(each) is not None for each in found)
+    return found if are_tensors else None
+
+
+def _are_joined(cache: Any) -> bool:
+    """Whether the first two dimensions of a tensor are one in memory."""
+    tensor = tensor_of(cache)
+    return tensor is not None and tensor.dim() > 2 and tensor.stride(0) == tensor.shape[1] * tensor.stride(1)
 
 
 def _origin(effects: Effects, node: fx.Node, dims: Dims, passed: dict[fx.Node, Dims]) -> tuple[fx.Node, Dims]:
@@ -240,20 +252,25 @@ def _is_same_table(key: Stored, value: Stored, roles: Roles, masks: Meanings) ->
         return key.table is value.table
     if shape_of(known_tensor(key.cache))[0] != shape_of(known_tensor(value.cache))[0]:
         return False
-    dims = resolve(key.table_dims)
-    if dims != resolve(value.table_dims) or not {*axes_of(dims)} <= {*atoms(roles.batch), *atoms(roles.keys)}:
+    pairs = list(zip(key.indices.items(), value.indices.items(), strict=False))
+    return len(key.indices) == len(value.indices) and all(_is_same_index(*pair, roles, masks) for pair in pairs)
+
+
+def _is_same_index(key: tuple[fx.Node, Dims], value: tuple[fx.Node, Dims], roles: Roles, masks: Meanings) -> bool:
+    dims = resolve(key[1])
+    if dims != resolve(value[1]) or not {*axes_of(dims)} <= {*atoms(roles.batch), *atoms(roles.keys)}:
         return False
-    nodes = (key.table, value.table)
+    nodes = (key[0], value[0])
     return nodes[0] is nodes[1] or masks.are_equal(nodes, dims, Axes(roles.batch, (), (), roles.keys))
 
 
 def _places(roles: Roles, key: Stored, value: Stored) -> tuple[tuple[Axis, ...], tuple[Axis, ...]] | None:
     """The axes of blocks of a request, and of slots of a block; None where keys and tables are anything else."""
     batch, keys = atoms(roles.batch), atoms(roles.keys)
-    columns = tuple(axis for axis in axes_of(key.table_dims) if axis in keys)
+    columns = tuple(axis for axis in key.index_axes if axis in keys)
     slots = tuple(axis for axis in axes_of(key.rest) if axis in keys)
     same = tuple(axis for axis in axes_of(value.rest) if axis in keys)
-    own = {*axes_of(key.table_dims)} - {*columns}
+    own = {*key.index_axes} - {*columns}
     if key.table is None:
         own = {*axes_of(key.rest)} & {*axes_of(value.rest)} & {*batch}
     both = [{*axes_of(each.rest)} & {*atoms(roles.heads)} for each in (key, value)]
@@ -273,6 +290,7 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims])
     effects = attention.region.effects
     slots = product(axis.size for axis in emitter.slots) if key.table is not None else 1
     columns = max(_COLUMNS, -(-_KEYS // slots) if isinstance(slots, int) else _KEYS)
+    within = (_BLOCKS, *(axis.size for axis in emitter.blocks[1:]))
     of_keys = emitter.columns if key.table is not None else emitter.slots
     longest = float(columns ** len(of_keys) * (slots if isinstance(slots, int) else 1) + 1)
     if emitter.queries or emitter.ends.window is not None:  # nothing may be beyond a table there
@@ -281,18 +299,17 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims])
     reads: list[tuple[fx.Node, Dims, tuple[float, float] | None]] = [
         (attention.query.node, attention.query.dims, None), (key.cache, emitter.cache_dims(key), None),
         (value.cache, emitter.cache_dims(value), None),
-        *([] if key.table is None else [(key.table, key.table_dims, (0.0, float(_BLOCKS)))]),
+        *((node, dims, (0.0, float(most))) for (node, dims), most in zip(key.indices.items(), within, strict=False)),
         *((node, dims, (0.0, longest)) for node, dims, _ in emitter.ends.terms),
         *([] if emitter.sinks is None else [(emitter.sinks.node, emitter.sinks.dims, None)]),
     ]  # fmt: skip
     if len({node for node, _, _ in reads}) < len(reads):
         raise RefusedError("SHARED_OPERAND", "a tensor is several operands", "give each a tensor of its own")
     first = min((key.node, value.node), key=effects.position.__getitem__)
-    core.check(effects, dict.fromkeys([node for node, _, _ in reads[1 : 3 + (key.table is not None)]], first))
+    core.check(effects, dict.fromkeys([node for node, _, _ in reads[1 : 3 + len(key.indices)]], first))
     inputs = {node: Input(dims, range=span) for node, dims, span in reads}
     inputs |= {node: Input(dims, implied="lengths") for node, (dims, _) in emitter.flags.items()}
-    if value.table is not None and value.table is not key.table:
-        inputs[value.table] = Input(value.table_dims, implied="table")
+    inputs |= {node: Input(dims, implied="table") for node, dims in value.indices.items() if node not in key.indices}
     inputs |= {
         node: Input(each.dims, implied=str(each))
         for node, each in attention.implied.items()
@@ -320,9 +337,10 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims])
     found = Found(emitter.attrs, facts, inputs, operands, emitter, formula, buffers=buffers)
     trial = Trial(
         limited=frozenset((*roles.features, *roles.value_features, *(emitter.slots if key.table is not None else ()))),
-        pinned=frozenset(emitter.queries),  # how many there are may be part of a number in the mask
+        # How many there are may be part of a number in the mask; slots are what an index within a block may hold.
+        pinned=frozenset((*emitter.queries, *emitter.blocks[1:])),
         least={
-            emitter.blocks: _BLOCKS,
+            emitter.blocks[0]: _BLOCKS,
             **dict.fromkeys(of_keys, columns),
             **dict.fromkeys(atoms(roles.batch)[:1], max(1, _ROWS // facts.heads)),
         },

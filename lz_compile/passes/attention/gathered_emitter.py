@@ -25,7 +25,8 @@ from lz_compile.passes.rewriting.emitter import TableEmitter
 class Stored:
     """Keys or values: ``cache[table]`` along the first dimension, or the cache itself, without a table.
 
-    ``node`` is what reads the cache, ``rest`` are the axes of the cache, without the first one where there is a table.
+    ``node`` is what reads the cache, ``rest`` are the axes of the cache, without the first one where there is a table, and
+    without the first two where there is an index within blocks, too: ``cache[table, within]``.
     """
 
     node: fx.Node
@@ -34,6 +35,19 @@ class Stored:
     passed: Mapping[fx.Node, Dims]
     table: fx.Node | None = None
     table_dims: Dims = ()
+    within: fx.Node | None = None
+    within_dims: Dims = ()
+
+    @property
+    def indices(self) -> dict[fx.Node, Dims]:
+        """The tensors that say what is gathered, with their axes."""
+        pairs = ((self.table, self.table_dims), (self.within, self.within_dims))
+        return {node: dims for node, dims in pairs if node is not None}
+
+    @property
+    def index_axes(self) -> tuple[Axis, ...]:
+        """The axes of what is gathered."""
+        return tuple(dict.fromkeys(axis for dims in self.indices.values() for axis in axes_of(dims)))
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,7 @@ class GatheredEmitter(TableEmitter):
     """Operands of attention over blocks from those of the attention over what was gathered.
 
     ``queries`` are those that see keys of their own; all others share theirs as heads do, wherever their axis comes from.
+    ``blocks`` are the axes of the cache that are gathered along.
     """
 
     attention: AttentionEmitter
@@ -48,7 +63,7 @@ class GatheredEmitter(TableEmitter):
     value: Stored
     ends: Ends
     flags: Mapping[fx.Node, tuple[Dims, bool]]
-    blocks: Axis
+    blocks: tuple[Axis, ...]
     columns: tuple[Axis, ...]
     slots: tuple[Axis, ...]
     kv_heads: tuple[Axis, ...]
@@ -64,7 +79,7 @@ class GatheredEmitter(TableEmitter):
 
     def cache_dims(self, gather: Stored) -> Dims:
         """The axes of a cache."""
-        return gather.rest if gather.table is None else ((self.blocks,), *gather.rest)
+        return gather.rest if gather.table is None else (*((axis,) for axis in self.blocks), *gather.rest)
 
     def operands(self, builder: Builder) -> Operands:
         """In the op's canonical layout."""
@@ -73,7 +88,7 @@ class GatheredEmitter(TableEmitter):
         query = builder.arrange(
             builder.value(attention.query.node), attention.query.dims, (rows, self.heads, roles.features), expand=True
         )
-        blocks = roles.batch if self.key.table is None else (self.blocks,)
+        blocks = roles.batch if self.key.table is None else self.blocks
         key_cache, value_cache = (
             builder.arrange(
                 builder.value(each.cache), self.cache_dims(each), (blocks, self.slots, self.kv_heads, features)
@@ -102,9 +117,13 @@ class GatheredEmitter(TableEmitter):
         if self.key.table is None:
             query = builder.value(self.attention.query.node)
             return arange(query, builder.size(self.roles.batch))[:, None]
-        groups = (self.roles.batch, self.columns)
-        table = builder.arrange(builder.value(self.key.table), self.key.table_dims, groups, expand=True)
-        return torch.where(table < 0, table + builder.extent(self.blocks), table)  # an index counts from the end then
+        table = None
+        for (node, dims), axis in zip(self.key.indices.items(), self.blocks, strict=True):
+            given, size = builder.value(node), builder.extent(axis)
+            index = builder.arrange(given, dims, (self.roles.batch, self.columns), expand=True)
+            index = torch.where(index < 0, index + size, index)  # an index counts from the end then
+            table = index if table is None else table * size + index
+        return table
 
     def result(self, builder: Builder, value: Any) -> Any:
         """In the layout and dtype of the node that it replaces; a query that sees no key gives what the source gives."""
@@ -144,8 +163,9 @@ class GatheredEmitter(TableEmitter):
 
     def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
         """The mask that lengths say; of a mask that is made of it, what it holds then; and the table that equals another."""
-        if node is self.value.table and self.key.table is not None:
-            return builder.value(self.key.table).to(given.dtype)
+        same = dict(zip(self.value.indices, self.key.indices, strict=True)).get(node)
+        if same is not None:
+            return builder.value(same).to(given.dtype)
         if node in self.flags:
             return self._some(node, given, sizes) if self.ends.is_counted else self._flag(node, builder)
         known = builder.over(lambda each: self._flag(each, builder) if each in self.flags else builder.value(each))
