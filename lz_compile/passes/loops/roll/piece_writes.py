@@ -35,21 +35,24 @@ _OPERATORS: Mapping[Any, Any] = {
 _METHODS = frozenset({"add_", "sub_", "mul_", "div_", "addcmul_", "lerp_", "copy_", "neg_", "clamp_", "relu_"})
 
 
+def elements_of(index: Any, rank: int) -> tuple[Any, ...] | None:
+    """What an index says of every dimension of a tensor, without its ellipsis; None where it says more or is ambiguous."""
+    elements = index if isinstance(index, tuple) else (index,)
+    places = [place for place, each in enumerate(elements) if each is Ellipsis]
+    rest = rank - len(elements) + len(places)
+    if rest < 0 or len(places) > 1 or any(each is None for each in elements):
+        return None
+    place = places[0] if places else len(elements)
+    return (*elements[:place], *[slice(None)] * rest, *elements[place + 1 :])
+
+
 def piece_of(index: Any, tensor: torch.Tensor | None) -> Piece | None:
     """What an index of plain numbers, plain slices and whole dimensions selects; None for any other."""
-    elements = index if isinstance(index, tuple) else (index,)
-    if tensor is None:
+    elements = None if tensor is None else elements_of(index, tensor.dim())
+    if tensor is None or elements is None:
         return None
-    rest = tensor.dim() - sum(each is not Ellipsis for each in elements)
-    if rest < 0 or sum(each is Ellipsis for each in elements) > 1:
-        return None
-    if not any(each is Ellipsis for each in elements):
-        elements = (*elements, Ellipsis)
     found: list[tuple[int, int] | None] = []
     for each in elements:
-        if each is Ellipsis:
-            found.extend([None] * rest)
-            continue
         if isinstance(each, slice) and (each.start, each.stop, each.step) == (None, None, None):
             found.append(None)
             continue

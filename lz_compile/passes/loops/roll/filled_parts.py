@@ -1,0 +1,204 @@
+"""New tensors that are filled part by part, as what these parts are joined to.
+
+``out[..., :h] = a; out[..., h:] = b`` is ``cat([a, b], -1)``, and ``out[..., ::2] = a; out[..., 1::2] = b`` is the stack of
+both, flattened, where ``out`` is new and nobody looks at it before. Joins are what recognisers read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.ground.sizes import Size, as_size, product, shape_of
+from lz_compile.passes.editing.edit import MayEdit, anywhere
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.view import hint_of, known_tensor, read, tensor_of
+from lz_compile.passes.loops.roll.piece_writes import elements_of
+from lz_compile.passes.loops.roll.search import LEAST_STEPS
+from lz_compile.passes.loops.roll.step_graph import Emitter
+
+#: Calls that make a tensor of which nobody knows another name.
+_NEW = frozenset({"empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like"}) | frozenset(
+    {"new_empty", "new_zeros", "new_ones", "new_full", "empty_strided"}
+)
+#: No model fills a tensor by more parts; a loop may.
+_MOST_PARTS = 16
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A value that is put into ``start:stop:step`` of a dimension; ``drops`` where the index takes that dimension away."""
+
+    write: fx.Node
+    value: Any
+    dim: int
+    start: int
+    stop: int
+    step: int
+    drops: bool
+
+    @property
+    def places(self) -> range:
+        """Along the dimension."""
+        return range(self.start, self.stop, self.step)
+
+
+def join_parts(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
+    """Let what is filled part by part be joined, in place, where it may be edited; how many tensors were."""
+    calls = [call for node in graph.nodes if (call := read(node)) is not None]
+    if not any(call.name in ("setitem", "copy") for call in calls):
+        return 0
+    made = [call.node for call in calls if call.name in _NEW and not call.is_inplace and call.node.users]
+    effects = Effects(graph)
+    return sum(_joined(node, effects, may_edit) for node in made)
+
+
+def _joined(new: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
+    tensor = tensor_of(new)
+    order = None if tensor is None or tensor.layout is not torch.strided else _order(tensor)
+    if tensor is None or order is None:
+        return False
+    parts = _parts(new, tensor, effects)
+    if parts is None or not _are_all(parts, tensor) or not may_edit(new):
+        return False
+    last = max((part.write for part in parts), key=effects.position.__getitem__)
+    emit = Emitter(new.graph, tensor.fake_mode, effects.ambient(last), last)  # type: ignore[attr-defined]
+    with new.graph.inserting_before(last.next):
+        value = _join(parts, order, tensor, emit)
+    value.meta["example_value"] = tensor  # who shares memory with it does so still
+    gone = {part.write for part in parts}
+    gone |= {node.args[0] for node in gone if node.target == "copy_" and isinstance(node.args[0], fx.Node)}
+    for user in [user for user in new.users if user not in gone]:
+        user.replace_input_with(new, value)
+    for node in (*sorted(gone, key=effects.position.__getitem__, reverse=True), new):
+        new.graph.erase_node(node)
+    effects.position[value] = effects.position[last]
+    return True
+
+
+def _parts(new: fx.Node, tensor: torch.Tensor, effects: Effects) -> list[_Part] | None:
+    """What is written into a new tensor before anybody looks at it; None where it is not only filled."""
+    written = effects.writes_to(new)
+    if not 1 < len(written) <= _MOST_PARTS:
+        return None
+    last = max((write for write, _ in written), key=effects.position.__getitem__)
+    found = [_part(write, target, new, tensor) for write, target in written]
+    own = {node for write, target in written for node in (write, target)}
+    if any(user not in own and effects.position[user] < effects.position[last] for user in new.users):
+        return None
+    ambients: set[Ambient] = {effects.ambient(write) for write, _ in written}
+    if len(ambients) > 1 or effects.ambient(last).is_transformed or effects.ambient(last).autocast:
+        return None
+    parts = [part for part in found if part is not None and _stays(part, last, effects)]
+    if len(parts) >= LEAST_STEPS and any(len(part.places) == 1 for part in parts):
+        return None  # steps of a loop, which is rolled
+    return parts if len(parts) == len(found) else None
+
+
+def _part(write: fx.Node, target: fx.Node, new: fx.Node, tensor: torch.Tensor) -> _Part | None:
+    """A store, or a copy into a view that nobody else looks at."""
+    if write.target is operator.setitem and write.args[0] is new:
+        index, value = write.args[1:]
+    elif write.target == "copy_" and target.target is operator.getitem and target.args[0] is new:
+        if len(target.users) > 1 or write.users or len(write.args) != 2:
+            return None
+        index, value = target.args[1], write.args[1]
+    else:
+        return None
+    elements, shape = elements_of(index, tensor.dim()), shape_of(tensor)
+    cuts = [] if elements is None else [(d, each) for d, each in enumerate(elements) if each != slice(None)]
+    if len(cuts) != 1 or not isinstance(value, fx.Node):
+        return None
+    (dim, cut), size = cuts[0], shape[cuts[0][0]]
+    if not isinstance(size, int):
+        return None
+    if isinstance(cut, int) and not isinstance(cut, bool):
+        part = _Part(write, value, dim, cut % size, cut % size + 1, 1, drops=True)
+    elif isinstance(cut, slice) and all(
+        each is None or isinstance(each, int) for each in (cut.start, cut.stop, cut.step)
+    ):
+        part = _Part(write, value, dim, *cut.indices(size), drops=False)
+    else:
+        return None
+    return part if _fits(part, tensor) else None
+
+
+def _fits(part: _Part, tensor: torch.Tensor) -> bool:
+    """Whether a value has the shape of its place, numbers of the same kind, and lies on the same device."""
+    value = tensor_of(part.value)
+    if value is None or value.device != tensor.device or value.is_complex() != tensor.is_complex():
+        return False
+    shape = [*shape_of(tensor)]
+    shape[part.dim : part.dim + 1] = [] if part.drops else [len(part.places)]
+    return value.layout is torch.strided and list(shape_of(value)) == shape
+
+
+def _stays(part: _Part, last: fx.Node, effects: Effects) -> bool:
+    """Whether a value is at the last write what it was when it was put in."""
+    return part.value not in effects.calls or effects.overwritten_after(part.value, part.write, last) is None
+
+
+def _are_all(parts: Sequence[_Part], tensor: torch.Tensor) -> bool:
+    """Whether parts are the whole tensor, cut along one dimension: one behind the other, or in turn."""
+    (dim, step), *others = {(part.dim, part.step) for part in parts}
+    size = shape_of(tensor)[dim]
+    if others or step < 1 or not isinstance(size, int):
+        return False
+    if step > 1:
+        is_whole = size == step * len(parts[0].places) and {len(part.places) for part in parts} == {
+            len(parts[0].places)
+        }
+        return is_whole and sorted(part.start for part in parts) == list(range(step))
+    ordered = sorted(parts, key=lambda part: part.start)
+    ends = [0, *(part.stop for part in ordered)]
+    return ends[-1] == size and all(part.start == end for part, end in zip(ordered, ends, strict=False))
+
+
+def _order(tensor: torch.Tensor) -> list[int] | None:
+    """Dimensions in the order that they have in memory; None where that is none, or has gaps."""
+    strides, sizes = ([as_size(each) for each in of] for of in (tensor.stride(), tensor.shape))
+    order = sorted(range(tensor.dim()), key=lambda dim: -_number(tensor.stride()[dim]))
+    width: Size = 1
+    for dim in reversed(order):
+        if strides[dim] != width and sizes[dim] != 1:
+            return None
+        width = product((width, sizes[dim]))
+    return order
+
+
+def _number(stride: Any) -> float:
+    return stride if isinstance(stride, int) else hint_of(stride)
+
+
+def _join(parts: Sequence[_Part], order: Sequence[int], tensor: torch.Tensor, emit: Emitter) -> fx.Node:
+    """The parts in one tensor, which lies in memory as the one that they were put into."""
+    ordered = sorted(parts, key=lambda part: part.start)
+    kinds = {known_tensor(part.value).dtype for part in parts}
+    kind = kinds.pop() if len(kinds) == 1 else tensor.dtype  # what is alike is cast as a whole
+    values = [_value(part, order, kind, emit) for part in ordered]
+    dim, step = order.index(parts[0].dim), parts[0].step
+    if step == 1:
+        value = emit.call(torch.cat, values, dim)
+    else:
+        value = emit.call("flatten", emit.call(torch.stack, values, dim + 1), dim, dim + 1)
+    if kind != tensor.dtype:
+        value = emit.call("to", value, tensor.dtype)
+    if order == list(range(len(order))):
+        return value
+    return emit.call("permute", value, [order.index(dim) for dim in range(len(order))])
+
+
+def _value(part: _Part, order: Sequence[int], kind: torch.dtype, emit: Emitter) -> fx.Node:
+    """What is put into a place, with its dimensions in an order."""
+    value: fx.Node = part.value
+    if part.drops:
+        value = emit.call("unsqueeze", value, part.dim)
+    if known_tensor(value).dtype != kind:
+        value = emit.call("to", value, kind)
+    return value if order == list(range(len(order))) else emit.call("permute", value, list(order))
