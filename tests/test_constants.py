@@ -14,12 +14,12 @@ from torch import Tensor, fx, nn
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import fresh
+from lz_compile.passes.formula.polynomial import ZERO, Variable, number, variable
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import constant_patterns
 from lz_compile.passes.masks.constants import Constant, Constants, evaluate
 from lz_compile.passes.masks.meaning import Axes, Meaning
-from lz_compile.passes.masks.polynomial import ZERO, Variable, number, variable
 from lz_compile.passes.masks.reading import Masks
 
 LOWEST = torch.finfo(torch.float32).min

@@ -16,11 +16,11 @@ from mask_oracle import DYNAMIC, SIZES, Asked, Concrete, ask, named
 from torch import Tensor
 
 from lz_compile.passes.formula.axes import Axis
+from lz_compile.passes.formula.piecewise import Piecewise, Value
+from lz_compile.passes.formula.polynomial import Polynomial, Variable
+from lz_compile.passes.formula.predicates import AtLeast, Constant, Every, Given, Predicate, Some, Zero
 from lz_compile.passes.masks.constants import Constants
 from lz_compile.passes.masks.index_reading import Reader
-from lz_compile.passes.masks.piecewise import Piecewise, Value
-from lz_compile.passes.masks.polynomial import Polynomial, Variable
-from lz_compile.passes.masks.predicates import AtLeast, Constant, Every, Given, Predicate, Some, Zero
 
 # ---- values at every index ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lz_compile.passes.masks.polynomial import (
+from lz_compile.passes.formula.polynomial import (
     ONE,
     ZERO,
     Polynomial,

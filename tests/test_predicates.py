@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_polynomial import KEY, LENGTH, QUERY, at, linear, values
 
-from lz_compile.passes.masks.polynomial import ONE, Variable, number, variable
-from lz_compile.passes.masks.predicates import (
+from lz_compile.passes.formula.polynomial import ONE, Variable, number, variable
+from lz_compile.passes.formula.predicates import (
     FALSE,
     TRUE,
     AtLeast,

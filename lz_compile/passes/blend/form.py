@@ -15,7 +15,7 @@ from lz_compile.passes.blend.gate import Gates
 from lz_compile.passes.blend.pairs import vanishing
 from lz_compile.passes.blend.pieces import piece
 from lz_compile.passes.blend.ranks import Ranks
-from lz_compile.passes.blend.terms import ANCHORS, NEAR, Sums, Terms, plus
+from lz_compile.passes.blend.terms import ANCHORS, NEAR, Sums, Terms
 from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.calls import is_cast, is_constant
 from lz_compile.passes.formula.projections import rearranges
@@ -124,7 +124,7 @@ class Forms:
         is_soft = shares is not None
         if is_residual and (not is_strict or self._are_spread(node, seed, host) or self._is_scaled(host)):
             return None
-        if not is_residual and not is_soft and not _is_one(plus(of_seed, of_host)):
+        if not is_residual and not is_soft and not _is_one(of_seed + of_host):
             return None
         if set(of_seed) == {()} and abs(of_seed[()]) == 1:  # a sum or a difference
             return None
@@ -248,7 +248,7 @@ def _is_number_like(node: fx.Node) -> bool:
 
 def _weights(terms: Terms, seed: fx.Node, host: fx.Node) -> tuple[Terms, Terms] | None:
     """What ``seed`` and ``host`` are multiplied by, if every product holds exactly one of them, once."""
-    found: tuple[dict[tuple[fx.Node, ...], float], ...] = ({}, {})
+    found = Terms(), Terms()
     for factors, number in terms.items():
         counts = factors.count(seed), factors.count(host)
         if counts not in ((1, 0), (0, 1)):
@@ -257,7 +257,7 @@ def _weights(terms: Terms, seed: fx.Node, host: fx.Node) -> tuple[Terms, Terms] 
         rest = list(factors)
         rest.remove(host if of_host else seed)
         found[of_host][tuple(rest)] = number
-    return found if all(found) else None  # type: ignore[return-value]  # a pair
+    return found if all(found) else None
 
 
 def _is_one(terms: Terms) -> bool:

@@ -16,6 +16,7 @@ from lz_compile.passes.blend.bounds import BOUNDING, Affine, Bound, Interval, Li
 from lz_compile.passes.blend.conditions import CASTS, chooses_numbers, integers_of, is_condition, is_count, is_integer
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.activations import is_read
+from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Arithmetic
 from lz_compile.passes.formula.calls import constant_value, is_cast
 from lz_compile.passes.formula.expressions import specialised
 from lz_compile.passes.formula.projections import rearranges
@@ -23,8 +24,8 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
 
-#: The factors of a product (in the order of the graph, as often as they occur), and the number before it.
-Terms: TypeAlias = Mapping[tuple[fx.Node, ...], float]
+#: The factors of a product, in the order of their names, as often as they occur.
+Factors: TypeAlias = tuple[fx.Node, ...]
 
 #: The last operation of a blend.
 ANCHORS = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "lerp", "addcmul"})
@@ -36,6 +37,35 @@ _MOST_TERMS, _MOST_FACTORS = 8, 5
 _MOST_NODES, _DEEPEST = 32, 16
 #: Numbers that differ by less, or in later digits, are equal.
 NEAR, _DIGITS = 1e-9, 9
+
+
+class Terms(dict[Factors, float]):
+    """A sum of products: the number before each, none of which is zero."""
+
+    def __add__(self, other: Terms) -> Terms:
+        found = dict(self)
+        for factors, number in other.items():
+            found[factors] = found.get(factors, 0.0) + number
+        return Terms({factors: number for factors, number in found.items() if abs(number) > NEAR})
+
+    def __mul__(self, other: Terms | float) -> Terms:
+        found: dict[Factors, float] = {}
+        for one, number in self.items():
+            for two, factor in (other if isinstance(other, Terms) else {(): other}).items():
+                key = tuple(sorted((*one, *two), key=lambda node: node.name))
+                found[key] = found.get(key, 0.0) + number * factor
+        return Terms({factors: number for factors, number in found.items() if abs(number) > NEAR})
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Terms:
+        return self * -1.0
+
+    def __sub__(self, other: Terms) -> Terms:
+        return self + -other
+
+    def __rsub__(self, number: float) -> Terms:
+        return Terms({(): number}) - self
 
 
 @dataclass
@@ -176,7 +206,7 @@ class _Expansion:
             self.depth += 1
             terms = None if first in self.cuts or call is None or self.depth > _DEEPEST else self._read(call)
             self.depth -= 1
-            self._found[node] = {(first,): 1.0} if terms is None else terms
+            self._found[node] = Terms({(first,): 1.0}) if terms is None else terms
             if _is_large(self._found[node]):
                 raise _TooLargeError
         return self._found[node]
@@ -187,10 +217,10 @@ class _Expansion:
             return None
         constant = constant_value(call)
         if constant is not None:
-            return {(): float(constant)}
+            return Terms({(): float(constant)})
         if not self.sums.is_sum(call):
             return None
-        rule = _RULES.get(call.name)
+        rule = RULES.get(call.name)
         terms = self._operand(call, call.input) if rule is None else rule(self, call)
         tensor = tensor_of(call.node)
         is_exact = terms is None or tensor is None or not is_integer(tensor) or self._fits(terms, tensor.dtype)
@@ -226,7 +256,7 @@ class _Expansion:
             return None
         outside, inside = (mine.after(their.inverse()) for mine, their in zip(own, theirs, strict=True))
         self.bounds[call.node] = Bound(nested.limits.held, Twin(twin, held, outside, inside))
-        return plus({(self.sums.first(twin),): float(outside.sign)}, {(): outside.offset})
+        return Terms({(self.sums.first(twin),): float(outside.sign)}) + Terms({(): outside.offset})
 
     def _nested(self, limits: Limits, terms: Terms) -> _Nested:
         """Bounds within bounds as one."""
@@ -240,14 +270,14 @@ class _Expansion:
         outer = Affine(1 if number > 0 else -1, terms.get((), 0.0))
         ends = sorted(outer(end) for end in (below.limits.low, below.limits.high))
         low, high = (min(max(end, limits.low), limits.high) for end in ends)
-        whole = plus({(): outer.offset}, below.terms, float(outer.sign))
+        whole = Terms({(): outer.offset}) + below.terms * float(outer.sign)
         return _Nested(Limits(below.limits.held, low, high), whole, outer.after(below.inner))
 
     def _operand(self, call: Call, value: Any) -> Terms | None:
         value = specialised(value)
         if isinstance(value, fx.Node):
             return self.of(self.sums.effects.current(value, call.node))
-        return {(): float(value)} if isinstance(value, (int, float)) else None
+        return Terms({(): float(value)}) if isinstance(value, (int, float)) else None
 
     def operands(self, call: Call, *names: str) -> list[Terms] | None:
         """The terms of arguments; None where one has none."""
@@ -269,64 +299,27 @@ def _is_large(terms: Terms) -> bool:
     return len(terms) > _MOST_TERMS or any(len(factors) > _MOST_FACTORS for factors in terms)
 
 
-def plus(first: Terms, second: Terms, sign: float = 1.0) -> Terms:
-    """``first + sign * second``."""
-    found = dict(first)
-    for factors, number in second.items():
-        found[factors] = found.get(factors, 0.0) + sign * number
-    return {factors: number for factors, number in found.items() if abs(number) > NEAR}
-
-
-def times(first: Terms, second: Terms) -> Terms:
-    """The product of two sums."""
-    found: dict[tuple[fx.Node, ...], float] = {}
-    for one, number in first.items():
-        for other, factor in second.items():
-            key = tuple(sorted((*one, *other), key=lambda node: node.name))
-            found[key] = found.get(key, 0.0) + number * factor
-    return {factors: number for factors, number in found.items() if abs(number) > NEAR}
-
-
 Rule: TypeAlias = Callable[[_Expansion, Call], "Terms | None"]
 
 
-def _added(sums: _Expansion, call: Call, first: str, second: str, sign: float) -> Terms | None:
-    found, scale = sums.operands(call, first, second), sums.scale(call, "alpha")
-    return None if found is None or scale is None else plus(found[0], times(scale, found[1]), sign)
+def _computed(rule: Arithmetic) -> Rule:
+    def compute(sums: _Expansion, call: Call) -> Terms | None:
+        found = sums.operands(call, *rule.operands)
+        factors = [sums.scale(call, name) for name in rule.factors]
+        return None if found is None or None in factors else rule.of(*found, *factors)
 
-
-def _mul(sums: _Expansion, call: Call) -> Terms | None:
-    found = sums.operands(call, "input", "other")
-    return None if found is None else times(*found)
+    return compute
 
 
 def _div(sums: _Expansion, call: Call) -> Terms | None:
     found = sums.operands(call, "input", "other")
     if found is None or call.get("rounding_mode") is not None or set(found[1]) != {()}:
         return None
-    return times(found[0], {(): 1.0 / found[1][()]})
-
-
-def _neg(sums: _Expansion, call: Call) -> Terms | None:
-    found = sums.operands(call, "input")
-    return None if found is None else times(found[0], {(): -1.0})
-
-
-def _lerp(sums: _Expansion, call: Call) -> Terms | None:
-    found = sums.operands(call, "input", "end", "weight")
-    return None if found is None else plus(found[0], times(found[2], plus(found[1], found[0], -1.0)))
-
-
-def _addcmul(sums: _Expansion, call: Call) -> Terms | None:
-    found, scale = sums.operands(call, "input", "tensor1", "tensor2"), sums.scale(call, "value")
-    return None if found is None or scale is None else plus(found[0], times(scale, times(found[1], found[2])))
+    return found[0] * (1.0 / found[1][()])
 
 
 def _not(sums: _Expansion, call: Call) -> Terms | None:
-    found = sums.operands(call, "input")
-    if found is None or not is_condition(call.input):
-        return None
-    return plus({(): 1.0}, found[0], -1.0)
+    return _computed(LOGIC["not"])(sums, call) if is_condition(call.input) else None
 
 
 def _compared(is_equal: bool) -> Rule:
@@ -340,29 +333,22 @@ def _compared(is_equal: bool) -> Rule:
         low, high = sums.sums.reach(found[0])
         if low < 0 or high > 1 or any(number != round(number) for number in found[0].values()):
             return None
-        return found[0] if (value == 1) == is_equal else plus({(): 1.0}, found[0], -1.0)
+        return found[0] if (value == 1) == is_equal else 1.0 - found[0]
 
     return rule
 
 
 def _where(sums: _Expansion, call: Call) -> Terms | None:
-    found = sums.operands(call, "condition", "input", "other") if chooses_numbers(call) else None
-    return None if found is None else plus(found[2], times(found[0], plus(found[1], found[2], -1.0)))
+    return _computed(CHOICES["where"])(sums, call) if chooses_numbers(call) else None
 
 
-_RULES: Mapping[str, Rule] = {
-    "add": lambda sums, call: _added(sums, call, "input", "other", 1.0),
-    "sub": lambda sums, call: _added(sums, call, "input", "other", -1.0),
-    "rsub": lambda sums, call: _added(sums, call, "other", "input", -1.0),
-    "mul": _mul,
+RULES: Mapping[str, Rule] = {
+    **{name: _computed(rule) for name, rule in ARITHMETIC.items()},
     "div": _div,
-    "neg": _neg,
-    "lerp": _lerp,
-    "addcmul": _addcmul,
     "not": _not,
     "eq": _compared(is_equal=True),
     "ne": _compared(is_equal=False),
     "where": _where,
     **dict.fromkeys(BOUNDING, lambda sums, call: sums.held(call)),
 }
-_ARITHMETIC = _RULES.keys() - {*_LOGIC, *BOUNDING, "where"}
+_ARITHMETIC = RULES.keys() - {*_LOGIC, *BOUNDING, "where"}

@@ -1,13 +1,13 @@
 """Sums of products with named axes: ``matmul``, ``@``, ``bmm``, ``baddbmm``, ``linear``, ``einsum``, multiply-and-sum.
 
-Given the axes of a result, :func:`read` tells the axes of both factors and the axes summed over. Which spelling it was,
-which operand came first and how either was transposed does not show in the answer.
+Given the axes of a result, :func:`factors` tells the axes of what is multiplied and the axes summed over, and :func:`read`
+those of both sides of a product of two. Which spelling it was and how either was transposed does not show in the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -16,7 +16,7 @@ from torch import fx
 from lz_compile.ground.sizes import Shape, shape_of
 from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from
 from lz_compile.passes.graph.effects import MutatedError
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
@@ -49,70 +49,73 @@ class Contraction:
     addend: tuple[fx.Node, Dims, sympy.Expr] | None = None
 
 
-def read(region: Region, call: Call, dims: Dims) -> Contraction | None:
-    """The contraction that ``call`` computes, given the axes of its result; None where it is none."""
+@dataclass(frozen=True)
+class Product:
+    """The tensors that a call multiplies, the axes it sums over, and what it adds, each with the axes of its dimensions."""
+
+    factors: tuple[tuple[fx.Node, Dims], ...]
+    summed: tuple[Axis, ...]
+    addend: tuple[fx.Node, Dims] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no tensor has an axis twice, as on a diagonal."""
+        axes = ([axis for dim in dims for axis in dim] for _, dims in self.factors)
+        return all(len(set(each)) == len(each) for each in axes)
+
+
+def factors(call: Call, dims: Dims) -> Product | None:
+    """What a call multiplies, given the axes of its result; None where it is no product of tensors."""
     if call.name == "einsum":
-        return _einsum(region, call, dims)
-    if call.name == "sum":
-        return _multiply_sum(region, call, dims)
+        return _einsum(call, dims)
     names = {"baddbmm": ("batch1", "batch2"), "addmm": ("batch1", "batch2"), "linear": ("input", "weight")}
-    left, right = (call.get(name) for name in names.get(call.name, ("input", "other")))
+    left, right = (
+        call.get(name, call.arguments.get("#1") if name == "other" else None)
+        for name in names.get(call.name, ("input", "other"))
+    )
     if tensor_of(left) is None or tensor_of(right) is None:
         return None
-    left, right = region.seen_by(call.node, left), region.seen_by(call.node, right)
-    if call.name == "linear":
-        return _linear(region, call, dims, left, right)
-    if call.name in ("inner", "mv", "dot"):
+    if call.name in ("linear", "inner"):
+        return _of_rows(call, dims, left, right)
+    added = call.input if call.name in ("baddbmm", "addmm") else None
+    return _matmul(dims, left, right, added)
+
+
+def _added(node: Any, dims: Dims) -> tuple[fx.Node, Dims] | None:
+    tensor = tensor_of(node)
+    return None if tensor is None else (node, broadcast_from(dims, shape_of(tensor)))
+
+
+def _matmul(dims: Dims, left: fx.Node, right: fx.Node, added: Any) -> Product:
+    """Matrices or vectors, the latter without the dimension that they lack."""
+    first, second = shape_of(known_tensor(left)), shape_of(known_tensor(right))
+    summed = () if first[-1] == 1 else (Axis(first[-1]),)
+    rows, columns = int(len(first) > 1), int(len(second) > 1)
+    batch, own = dims[: len(dims) - rows - columns], dims[len(dims) - rows - columns :]
+    left_dims = (*broadcast_from(batch, first[:-2]), *own[:rows], summed)
+    right_dims = (*broadcast_from(batch, second[:-2]), summed, *own[rows:])
+    return Product(((left, left_dims), (right, right_dims)), summed, _added(added, dims))
+
+
+def _of_rows(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Product | None:
+    """``linear`` and ``inner``: the last dimensions of both are summed over."""
+    sizes = shape_of(known_tensor(left)), shape_of(known_tensor(right))
+    if not all(sizes) or (call.name == "linear" and len(sizes[1]) != 2):
         return None
-    product = _matmul(call, dims, left, right)
-    return _with_addend(region, call, dims, product) if call.name in ("baddbmm", "addmm") else product
+    summed, rank = () if sizes[0][-1] == 1 else (Axis(sizes[0][-1]),), len(sizes[0]) - 1
+    found = (left, (*dims[:rank], summed)), (right, (*dims[rank:], summed))
+    return Product(found, summed, _added(call.get("bias"), dims))
 
 
-def _matmul(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Contraction | None:
-    left_shape, right_shape = shape_of(tensor_of(left)), shape_of(tensor_of(right))  # type: ignore[arg-type]
-    if len(left_shape) < 2 or len(right_shape) < 2:
-        return None
-    summed = () if left_shape[-1] == 1 else (Axis(left_shape[-1]),)
-    batch = dims[:-2]
-    left_dims = (*broadcast_from(batch, left_shape[:-2]), dims[-2], summed)
-    right_dims = (*broadcast_from(batch, right_shape[:-2]), summed, dims[-1])
-    return Contraction(call, dims, Factor(left, left_dims), Factor(right, right_dims), summed)
-
-
-def _with_addend(region: Region, call: Call, dims: Dims, product: Contraction | None) -> Contraction | None:
-    added = call.input
-    if product is None or tensor_of(added) is None:
-        return None
-    weight, coefficient = region.scalar(call.get("beta", 1)), region.scalar(call.get("alpha", 1))
-    added_dims = broadcast_from(dims, shape_of(tensor_of(added)))  # type: ignore[arg-type]
-    if weight == 0:
-        region.interior.setdefault(added, added_dims)
-    addend = None if weight == 0 else (added, added_dims, weight)
-    return Contraction(call, dims, product.left, product.right, product.summed, coefficient, addend)
-
-
-def _linear(region: Region, call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Contraction | None:
-    if len(shape_of(tensor_of(right))) != 2:  # type: ignore[arg-type]
-        return None
-    size, bias = shape_of(tensor_of(left))[-1], call.get("bias")  # type: ignore[arg-type]
-    summed = () if size == 1 else (Axis(size),)
-    factors = Factor(left, (*dims[:-1], summed)), Factor(right, (dims[-1], summed))
-    addend = None if bias is None else (region.seen_by(call.node, bias), dims[-1:], sympy.S.One)
-    return Contraction(call, dims, *factors, summed, addend=addend)
-
-
-def _einsum(region: Region, call: Call, dims: Dims) -> Contraction | None:
+def _einsum(call: Call, dims: Dims) -> Product | None:
     equation, operands = call.input, [value for name, value in call.arguments.items() if name != "input"]
-    if not isinstance(equation, str):
-        return None
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
-    if len(operands) != 2 or any(tensor_of(operand) is None for operand in operands):
+    if not isinstance(equation, str) or any(tensor_of(operand) is None for operand in operands):
         return None
-    factors = [region.seen_by(call.node, operand) for operand in operands]
-    shapes = [shape_of(tensor_of(factor)) for factor in factors]  # type: ignore[arg-type]
+    shapes = [shape_of(known_tensor(operand)) for operand in operands]
     labels, result = _parse(equation, [len(shape) for shape in shapes])
-    if any(len(set(label)) != len(label) for label in labels) or len(result) != len(dims):
+    if len(result) != len(dims):
         return None
     axes: dict[str, tuple[Axis, ...]] = {label: dim for label, dim in zip(result, dims, strict=True) if dim}
     summed: list[Axis] = []
@@ -125,8 +128,7 @@ def _einsum(region: Region, call: Call, dims: Dims) -> Contraction | None:
         tuple(() if size == 1 else axes[name] for name, size in zip(names, shape, strict=True))
         for names, shape in zip(labels, shapes, strict=True)
     ]
-    left, right = (Factor(factor, factor_dims) for factor, factor_dims in zip(factors, placed, strict=True))
-    return Contraction(call, dims, left, right, tuple(summed))
+    return Product(tuple(zip(operands, placed, strict=True)), tuple(summed))
 
 
 def _parse(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[str]]:
@@ -145,6 +147,32 @@ def _labels(term: str, rank: int) -> list[str]:
     head, dots, tail = term.partition("...")
     count = rank - len(head) - len(tail)
     return list(head) + ([f".{count - 1 - i}" for i in range(count)] if dots else []) + list(tail)
+
+
+# ---- products of two ----------------------------------------------------------------------------------------------
+
+
+def read(region: Region, call: Call, dims: Dims) -> Contraction | None:
+    """The contraction that ``call`` computes, given the axes of its result; None where it is none."""
+    if call.name == "sum":
+        return _multiply_sum(region, call, dims)
+    product = None if call.name in ("inner", "mv", "dot") else factors(call, dims)
+    if product is None or len(product.factors) != 2 or (call.name == "einsum" and not product.is_plain):
+        return None
+    if call.name not in ("einsum", "linear") and not all(len(own) > 1 for _, own in product.factors):
+        return None
+    left, right = (Factor(region.seen_by(call.node, node), own) for node, own in product.factors)
+    found = Contraction(call, dims, left, right, product.summed)
+    return found if product.addend is None else _with_addend(region, found, *product.addend)
+
+
+def _with_addend(region: Region, found: Contraction, added: fx.Node, dims: Dims) -> Contraction:
+    if found.call.name == "linear":
+        return replace(found, addend=(region.seen_by(found.call.node, added), dims, sympy.S.One))
+    weight, coefficient = (region.scalar(found.call.get(name, 1)) for name in ("beta", "alpha"))
+    if weight == 0:
+        region.interior.setdefault(added, dims)
+    return replace(found, coefficient=coefficient, addend=None if weight == 0 else (added, dims, weight))
 
 
 def is_product_sum(region: Region, call: Call) -> bool:

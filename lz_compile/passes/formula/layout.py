@@ -170,6 +170,9 @@ _READERS: Mapping[str, Reader] = {
     "getitem": _getitem,
 }
 
+#: Operations that only change the layout.
+NAMES = frozenset(_READERS)
+
 #: Operations whose arguments hold extents; re-running them at other sizes needs new ones.
 SIZED = frozenset(
     {

@@ -6,25 +6,26 @@ parts: a complex tensor is ``real + I * imag``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 from torch import fx
 
-from lz_compile.ground.sizes import as_size, shape_of
-from lz_compile.passes.formula import contraction, layout
+from lz_compile.ground.sizes import Size
+from lz_compile.passes.formula import contraction, layout, moves, pieces
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
-from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed_index, moved, reach
-from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.pieces import named_dim
+from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed_index, ordered, placed
+from lz_compile.passes.formula.pointwise import Rule, is_pointwise
+from lz_compile.passes.formula.polynomial import ZERO, Polynomial, Variable, number, variable
+from lz_compile.passes.formula.predicates import FALSE, TRUE
+from lz_compile.passes.formula.subscripts import SPLITS
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.view import Call, tensor_of, value_of
-
-#: Calls that return several tensors, parts of the input.
-SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes"})
+from lz_compile.passes.graph.view import Call, tensor_of
 
 
 @dataclass
@@ -71,6 +72,7 @@ class Parts(Region):
     features: list[Axis] = field(default_factory=list)
     places: int = 1
     source_symbols: set[sympy.Symbol] = field(default_factory=set)
+    _indices: dict[Axis, Polynomial] = field(default_factory=dict)
 
     def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
         """As of every region; what is not computed from the source is a leaf where it has no other reading."""
@@ -114,187 +116,89 @@ class Parts(Region):
         summed = _sum(self, call, dims) if call.name == "sum" and self.stops.depends(call.node) else None
         return super()._express_call(call, dims) if summed is None else summed
 
-    def cut(self, dim: tuple[Axis, ...], size: Any, start: int, step: int = 1) -> tuple[Axis, ...]:
+    # ---- positions (:class:`pieces.Space`) ----------------------------------------------------------------------------
+
+    def place(self, dim: tuple[Axis, ...]) -> Polynomial:
+        """The position in a dimension, whose axes are variables."""
+        offset, terms = affine(dim)
+        found = number(offset)
+        for axis, stride in terms:
+            if axis not in self._indices:
+                self._indices[axis] = variable(
+                    Variable(f"i{len(self._indices)}", ZERO, number(axis.size - 1), 1, source=axis)
+                )
+            found = found + self._indices[axis].scaled(stride)
+        return found
+
+    def dim_at(self, place: Polynomial, size: Size) -> tuple[Axis, ...]:
         """Where part of a dimension of features is in the whole.
 
         Raises:
-            LayoutError: the dimension is none of features.
+            LayoutError: the dimension is none of features, or they are in reverse order.
         """
-        own = set(atoms(self.features))
-        if any(axis not in own for axis, _ in affine(dim)[1]):
-            raise LayoutError("part of a dimension of rows")
-        return moved(dim, size, start, step)
+        own, offset, terms = set(atoms(self.features)), 0, []
+        for monomial, factor in place.terms.items():
+            if not monomial:
+                offset = int(factor)
+                continue
+            axis = monomial[0].source
+            if axis not in own or factor < 0 or len(monomial) > 1:
+                raise LayoutError("part of a dimension of rows, or of features in reverse order")
+            terms.append((axis, int(factor)))
+        if not isinstance(size, int):
+            raise LayoutError("part of a dimension whose extent is not known")
+        return placed(offset, ordered(terms), size)
 
-    def at(self, call: Call, dims: Dims, dim: int, place: tuple[Axis, ...], *, has_dim: bool) -> sympy.Expr:
-        """The input at a place of one dimension, which the result has or lacks."""
-        return self.express(call.input, (*dims[:dim], place, *dims[dim + has_dim :]), call.node)
+    def size(self, size: Size) -> Polynomial:
+        """An extent.
+
+        Raises:
+            LayoutError: it is not known.
+        """
+        if not isinstance(size, int):
+            raise LayoutError("a part beside one whose extent is not known")
+        return number(size)
+
+    def integer(self, value: Any) -> Polynomial | None:
+        """A Python integer."""
+        return number(value) if isinstance(value, int) else None
+
+    def index_at(self, node: fx.Node, dims: Dims, by: fx.Node) -> None:
+        """Nothing is read at indices that tensors hold."""
+
+    def through(self, dims: Dims, layout: Callable[[Dims], Dims | None]) -> Dims | None:
+        """What a change of layout makes of dims."""
+        return layout(dims)
 
 
-# ---- cutting -------------------------------------------------------------------------------------------------------
+def _shown(rule: pieces.Rule) -> Rule:
+    """What an operation that moves elements shows, where that is one tensor."""
 
-
-def _getitem(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
-    source, index = tensor_of(call.input), call.arguments.get("#1")
-    if source is None:
-        return _piece(region, call, dims)
-    items = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(item, (fx.Node, bool)) for item in items):
-        return None
-    named = sum(1 for item in items if item is not None and item is not Ellipsis)
-    whole = [slice(None)] * (source.dim() - named)
-    at = items.index(Ellipsis) if Ellipsis in items else len(items)
-    items[at : at + 1] = whole
-    shape, rest = shape_of(source), list(dims)
-    found: list[tuple[Axis, ...]] = []
-    for item in items:
-        if item is None:
-            rest.pop(0)
-        elif isinstance(item, slice):
-            found.append(_sliced(region, item, shape[len(found)], rest.pop(0)))
-        elif isinstance(item, int) and isinstance(shape[len(found)], int):
-            found.append(moved((), shape[len(found)], item % shape[len(found)]))
-        else:
+    def read(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+        assert isinstance(region, Parts), "parts are read in a region of parts"
+        found = rule(region, call, dims)
+        if not found:
             return None
-    return region.express(call.input, (*found, *rest), call.node)
+        first = next(piece for piece in found if piece.when != FALSE)
+        if first.when != TRUE:
+            raise LayoutError("a part of several tensors")
+        if first.by is not call.node:
+            region.interior.setdefault(first.by, dims)
+        return region.express(first.value, first.dims, first.by)
 
-
-def _sliced(region: Parts, item: slice, size: Any, dim: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    if item == slice(None):
-        return dim
-    bounds = [value_of(each) for each in (item.start, item.stop, item.step)]
-    start, stop, step = (as_size(each) if each is not None else None for each in bounds)
-    if start in (None, 0) and step in (None, 1) and stop == size:
-        return dim
-    if not all(each is None or isinstance(each, int) for each in (start, stop, step, size)):
-        raise LayoutError("a slice of an extent that is not known")
-    start, stop, step = slice(start, stop, step).indices(size)
-    return dim if (start, stop, step) == (0, size, 1) else region.cut(dim, size, start, step)
-
-
-def _piece(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
-    """One of the tensors that a call returns."""
-    parent, which = region.effects.calls.get(call.input), call.arguments.get("#1")
-    pieces = call.input.meta.get("example_value") if isinstance(call.input, fx.Node) else None
-    if (
-        parent is None
-        or parent.name not in SPLITS
-        or not isinstance(which, int)
-        or not isinstance(pieces, (tuple, list))
-    ):
-        return None
-    source = tensor_of(parent.input)
-    given = parent.get("dim", parent.arguments.get("#1" if parent.name == "unbind" else "#2", 0))
-    if source is None or not isinstance(given, int):
-        return None
-    dim, which = given % source.dim(), which % len(pieces)
-    region.interior.setdefault(parent.node, dims)
-    size = as_size(source.shape[dim])
-    if parent.name == "unbind":
-        return region.at(parent, dims, dim, moved((), size, which), has_dim=False)
-    start = 0
-    for piece in pieces[:which]:
-        extent = as_size(piece.shape[dim])
-        if not isinstance(extent, int):
-            raise LayoutError("a piece behind one whose extent is not known")
-        start += extent
-    return region.at(parent, dims, dim, region.cut(dims[dim], size, start), has_dim=True)
-
-
-def _dim(call: Call, position: str) -> tuple[int, Any] | None:
-    """The dimension that a call names, and its extent in the input."""
-    source, dim = tensor_of(call.input), call.get("dim", call.arguments.get(position))
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    if source is None or not isinstance(dim, int):
-        return None
-    return dim % source.dim(), as_size(source.shape[dim])
-
-
-def _select(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
-    named, index = _dim(call, "#1"), call.get("index")
-    if named is None or not isinstance(index, int) or not isinstance(named[1], int):
-        return None
-    return region.at(call, dims, named[0], moved((), named[1], index % named[1]), has_dim=False)
-
-
-def _narrow(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
-    named, start = _dim(call, "#1"), call.get("start")
-    if named is None or not isinstance(start, int) or not isinstance(named[1], int):
-        return None
-    dim, size = named
-    return region.at(call, dims, dim, region.cut(dims[dim], size, start % size), has_dim=True)
-
-
-def _flip(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
-    source, flipped = tensor_of(call.input), call.get("dims") or call.positional()
-    if source is None:
-        return None
-    turned = list(dims)
-    for dim in flipped:
-        offset, terms = affine(dims[dim])
-        size = as_size(source.shape[dim])
-        if terms or not isinstance(size, int):
-            raise LayoutError("features in reverse order")
-        turned[dim] = moved((), size, size - 1 - offset)
-    return region.express(call.input, tuple(turned), call.node)
-
-
-def _roll(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
-    source = tensor_of(call.input)
-    shift, dim = (call.get(name, call.arguments.get(at)) for name, at in (("shifts", "#1"), ("dims", "#2")))
-    shift, dim = (each[0] if isinstance(each, (tuple, list)) and len(each) == 1 else each for each in (shift, dim))
-    if source is None or not isinstance(shift, int) or not isinstance(dim, int):
-        return None
-    size, (offset, terms) = as_size(source.shape[dim]), affine(dims[dim])
-    if not isinstance(size, int):
-        return None
-    start = (offset - shift) % size
-    if reach(start, terms) >= size:
-        raise LayoutError("a part that is rolled over the end")
-    dim %= source.dim()
-    return region.at(call, dims, dim, region.cut(dims[dim], size, start - offset), has_dim=True)
+    return read
 
 
 def _sum(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
     """A sum over a dimension of pairs, as of rotation matrices."""
-    named = _dim(call, "#1")
+    named = named_dim(call, "#1")
     if named is None or named[1] != 2 or call.get("dtype") is not None:
         return None
     has_dim = call.get("keepdim") is True
-    parts = (region.at(call, dims, named[0], (Fixed(2, i),), has_dim=has_dim) for i in (0, 1))
+    before, after = dims[: named[0]], dims[named[0] + has_dim :]
+    parts = (region.express(call.input, (*before, (Fixed(2, i),), *after), call.node) for i in (0, 1))
     region.interior.setdefault(call.node, dims)
     return sum(parts, start=sympy.S.Zero)
-
-
-# ---- joining -------------------------------------------------------------------------------------------------------
-
-
-def _cat(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
-    tensors, dim = call.get("tensors"), call.get("dim", 0)
-    parts = [tensor_of(each) for each in tensors] if isinstance(tensors, (tuple, list)) else []
-    if not isinstance(dim, int) or not parts or any(each is None or each.dim() != len(dims) for each in parts):
-        return None
-    dim %= len(dims)
-    (offset, terms), start = affine(dims[dim]), 0
-    for node, part in zip(tensors, parts, strict=True):
-        size = as_size(part.shape[dim])  # type: ignore[union-attr]
-        if not isinstance(size, int):
-            break
-        if start <= offset and reach(offset, terms) < start + size:
-            place = region.cut(dims[dim], size, -start)
-            return region.express(node, (*dims[:dim], place, *dims[dim + 1 :]), call.node)
-        start += size
-    raise LayoutError("a part of several tensors")
-
-
-def _stack(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
-    tensors, dim = call.get("tensors", call.input), call.get("dim", call.arguments.get("#1", 0))
-    if not isinstance(tensors, (tuple, list)) or not isinstance(dim, int):
-        return None
-    dim %= len(dims)
-    offset, terms = affine(dims[dim])
-    if terms:
-        raise LayoutError("a part of several tensors")
-    return region.express(tensors[offset], (*dims[:dim], *dims[dim + 1 :]), call.node)
 
 
 # ---- complex numbers -------------------------------------------------------------------------------------------------
@@ -345,13 +249,7 @@ def _conj(region: Parts, call: Call, dims: Dims) -> sympy.Expr:
 
 
 FUNCTIONS: Mapping[str, Any] = {
-    "getitem": _getitem,
-    "select": _select,
-    "narrow": _narrow,
-    "flip": _flip,
-    "roll": _roll,
-    "cat": _cat,
-    "stack": _stack,
+    **{name: _shown(rule) for name, rule in moves.RULES.items()},
     "view_as_complex": _view_as_complex,
     "view_as_real": _view_as_real,
     "real": _of_complex(0),

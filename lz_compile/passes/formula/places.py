@@ -7,7 +7,7 @@ What is no such product, as the features from 3 to 5 of 8, is a :class:`Window`,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from lz_compile.ground.sizes import Size, product
@@ -70,7 +70,7 @@ def affine(dim: Iterable[Axis]) -> tuple[int, Terms]:
         else:
             terms.append((axis, stride))
         stride *= axis.size
-    return offset, _sorted(terms)
+    return offset, ordered(terms)
 
 
 def _uncut(axis: Axis, stride: int) -> Terms:
@@ -83,13 +83,9 @@ def _uncut(axis: Axis, stride: int) -> Terms:
     return tuple(found)
 
 
-def _sorted(terms: Iterable[tuple[Axis, int]]) -> Terms:
+def ordered(terms: Iterable[tuple[Axis, int]]) -> Terms:
+    """The largest distance first."""
     return tuple(sorted(terms, key=lambda term: -term[1]))
-
-
-def reach(offset: int, terms: Terms) -> int:
-    """The last element of a place."""
-    return offset + sum(stride * (axis.size - 1) for axis, stride in terms)
 
 
 def placed(offset: int, terms: Terms, size: int) -> tuple[Axis, ...]:
@@ -110,18 +106,10 @@ def placed(offset: int, terms: Terms, size: int) -> tuple[Axis, ...]:
     return (*placed(offset // length, inner, size // length), Fixed(length, offset % length))
 
 
-def moved(dim: Sequence[Axis], size: Size, start: int, step: int = 1) -> tuple[Axis, ...]:
-    """Where the elements of ``dim`` are in a dimension of which they were cut out."""
-    if not isinstance(size, int):
-        raise LayoutError("part of a dimension whose extent is not known")
-    offset, terms = affine(dim)
-    return placed(start + step * offset, tuple((axis, stride * step) for axis, stride in terms), size)
-
-
 def canonical(dims: Dims) -> Dims:
     """The same places, in one form."""
     return tuple(
-        moved(dim, product(axis.size for axis in dim), 0) if has_fixed_index(dim) else atoms(dim) for dim in dims
+        placed(*affine(dim), product(axis.size for axis in dim)) if has_fixed_index(dim) else atoms(dim) for dim in dims
     )
 
 
@@ -144,5 +132,5 @@ def paired(first: Dims, second: Dims, pair: Axis) -> Dims | None:
         if terms != others or there <= offset or pair in atoms(axis for dim in found for axis in dim):
             return None
         assert isinstance(size, int), "extents of places are known"
-        found.append(placed(offset, _sorted((*terms, (pair, there - offset))), size))
+        found.append(placed(offset, ordered((*terms, (pair, there - offset))), size))
     return tuple(found)

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC
 from lz_compile.passes.formula.axes import Dims
 from lz_compile.passes.formula.calls import CASTS, constant_value
 from lz_compile.passes.formula.expressions import DROPOUT, FLOORED, NAN_TO_NUM, is_indicator, plain_number, specialised
@@ -35,29 +36,29 @@ def _binary(function: Callable[[sympy.Expr, sympy.Expr], sympy.Expr], *names: st
     return lambda region, call, dims: function(region.operand(call, first, dims), region.operand(call, second, dims))
 
 
-def _add(sign: int) -> Rule:
-    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-        if _is_boolean(call):
-            first, second = (region.operand(call, name, dims) for name in ("input", "other"))
-            return (
-                first + second - first * second if sign > 0 and is_indicator(first) and is_indicator(second) else None
-            )
-        alpha = region.scalar(call.get("alpha", 1))
-        return region.operand(call, "input", dims) + sign * alpha * region.operand(call, "other", dims)
+def _computed(name: str) -> Rule:
+    rule, logic = ARITHMETIC.get(name) or LOGIC[name], LOGIC.get(name)
 
-    return rule
+    def compute(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+        own = rule if logic is None or not _is_boolean(call) else logic
+        operands = [region.operand(call, each, dims) for each in own.operands]
+        if own is logic and not all(is_indicator(each) for each in operands):
+            return None
+        return own.of(*operands, *(region.scalar(call.get(each, 1)) for each in own.factors))
+
+    return compute
 
 
-def _rsub(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    return region.operand(call, "other", dims) - region.scalar(call.get("alpha", 1)) * region.operand(
-        call, "input", dims
-    )
+def _bitwise(name: str) -> Rule:
+    """Boolean algebra over indicators; anything else (integers) has no reading."""
+    compute = _computed(name)
+    return lambda region, call, dims: compute(region, call, dims) if _is_boolean(call) else None
 
 
 def _mul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     first, second = region.operand(call, "input", dims), region.operand(call, "other", dims)
     region.multiplies_masks |= any(bool(factor.free_symbols) and is_indicator(factor) for factor in (first, second))
-    return first * second
+    return ARITHMETIC["mul"].of(first, second)
 
 
 def _div(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
@@ -72,7 +73,7 @@ def _select(region: Region, condition: sympy.Expr, chosen: sympy.Expr, otherwise
     leaves = [region.leaves.get(symbol) for part in (chosen, otherwise) for symbol in part.free_symbols]
     if any(leaf is not None and leaf.contraction is not None for leaf in leaves):
         region.selecting |= condition.free_symbols
-    return condition * chosen + (1 - condition) * otherwise
+    return CHOICES["where"].of(condition, chosen, otherwise)
 
 
 def _where(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
@@ -93,16 +94,6 @@ def _dropout(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     return inner if not call.get("training", True) or p == 0 else DROPOUT(inner, sympy.Float(p))
 
 
-def _addcmul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    product = region.operand(call, "tensor1", dims) * region.operand(call, "tensor2", dims)
-    return region.operand(call, "input", dims) + region.scalar(call.get("value", 1)) * product
-
-
-def _lerp(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    start, end, weight = (region.operand(call, name, dims) for name in ("input", "end", "weight"))
-    return start + weight * (end - start)
-
-
 def _nan_to_num(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     if call.get("nan") not in (None, 0, 0.0):
         return None
@@ -119,24 +110,6 @@ def _floored(parameter: str) -> Rule:
         if constant is None or constant > _BOTTOM or call.get("max") is not None:
             return None
         return FLOORED(region.operand(call, "input", dims))
-
-    return rule
-
-
-def _logic(function: Callable[..., sympy.Expr], arity: int) -> Rule:
-    """Boolean algebra over indicators; anything else (integers) has no reading."""
-    names = ("input", "#1")[:arity]
-
-    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-        if not _is_boolean(call):
-            return None
-        arguments = (
-            call
-            if "other" not in call.arguments
-            else Call(call.name, call.node, {**call.arguments, "#1": call.get("other")})
-        )
-        operands = [region.operand(arguments, name, dims) for name in names]
-        return function(*operands) if all(is_indicator(operand) for operand in operands) else None
 
     return rule
 
@@ -167,14 +140,10 @@ def _is_boolean(call: Call) -> bool:
 
 
 POINTWISE: Mapping[str, Rule] = {
-    "add": _add(1),
-    "sub": _add(-1),
-    "rsub": _rsub,
+    **{name: _computed(name) for name in ARITHMETIC},
     "mul": _mul,
     "div": _div,
-    "neg": _unary(lambda a: -a),
     "pow": _binary(lambda a, b: a**b, "input", "exponent"),
-    "square": _unary(lambda a: a**2),
     "sqrt": _unary(sympy.sqrt),
     "rsqrt": _unary(lambda a: a ** sympy.Rational(-1, 2)),
     "reciprocal": _unary(lambda a: 1 / a),
@@ -182,8 +151,6 @@ POINTWISE: Mapping[str, Rule] = {
     "exp2": _unary(lambda a: sympy.exp(a * math.log(2.0))),
     "log": _unary(sympy.log),
     "tanh": _unary(sympy.tanh),
-    "addcmul": _addcmul,
-    "lerp": _lerp,
     "where": _where,
     "masked_fill": _masked_fill,
     "nan_to_num": _nan_to_num,
@@ -192,9 +159,7 @@ POINTWISE: Mapping[str, Rule] = {
     "maximum": _floored("other"),
     "clamp": _floored("min"),
     "clamp_min": _floored("min"),
-    "not": _logic(lambda a: 1 - a, 1),
-    "and": _logic(lambda a, b: a * b, 2),
-    "or": _logic(lambda a, b: a + b - a * b, 2),
+    **{name: _bitwise(name) for name in ("not", "and", "or")},
     "eq": _compare(is_equal=True),
     "ne": _compare(is_equal=False),
 }

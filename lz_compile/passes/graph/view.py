@@ -29,6 +29,7 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "sub": ("input", "other", "alpha"),
     "rsub": ("input", "other", "alpha"),
     "mul": ("input", "other"),
+    **dict.fromkeys(("and", "or", "xor", "logical_xor", "bitwise_xor", "eq", "ne"), ("input", "other")),
     "div": ("input", "other", "rounding_mode"),
     "pow": ("input", "exponent"),
     "where": ("condition", "input", "other"),

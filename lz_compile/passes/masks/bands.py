@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lz_compile.lowering.bands import Band
 from lz_compile.passes.formula.axes import Axis
-from lz_compile.passes.masks.polynomial import ZERO, Polynomial, lower, number
-from lz_compile.passes.masks.predicates import AtLeast, Predicate, Zero
+from lz_compile.passes.formula.polynomial import ZERO, Polynomial, lower, number
+from lz_compile.passes.formula.predicates import AtLeast, Predicate, Zero
 
 
 @dataclass(frozen=True)

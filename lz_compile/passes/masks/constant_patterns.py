@@ -8,9 +8,9 @@ from fractions import Fraction
 
 import torch
 
-from lz_compile.passes.masks.piecewise import Piecewise, Value, everywhere, plain, selection
-from lz_compile.passes.masks.polynomial import Polynomial, number
-from lz_compile.passes.masks.predicates import FALSE, TRUE, Predicate, at_least, both, negation
+from lz_compile.passes.formula.piecewise import Piecewise, Value, everywhere, plain, selection
+from lz_compile.passes.formula.polynomial import Polynomial, number
+from lz_compile.passes.formula.predicates import FALSE, TRUE, Predicate, at_least, both, negation
 
 #: Elements that are compared at a time.
 _BLOCK = 2**20

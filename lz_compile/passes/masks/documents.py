@@ -10,11 +10,9 @@ import torch
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.axes import Axis, atoms
-from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.masks.index_reading import Reader, Source
-from lz_compile.passes.masks.piecewise import Piecewise
-from lz_compile.passes.masks.polynomial import Coefficient, Polynomial, Variable
-from lz_compile.passes.masks.predicates import (
+from lz_compile.passes.formula.piecewise import Piecewise
+from lz_compile.passes.formula.polynomial import Coefficient, Polynomial, Variable
+from lz_compile.passes.formula.predicates import (
     AtLeast,
     Every,
     Predicate,
@@ -26,6 +24,9 @@ from lz_compile.passes.masks.predicates import (
     negation,
     zero,
 )
+from lz_compile.passes.formula.reader import Source
+from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.masks.index_reading import Reader
 
 
 @dataclass(frozen=True)

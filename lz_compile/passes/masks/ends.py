@@ -8,12 +8,13 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from lz_compile.passes.formula.axes import Axis, Dims
+from lz_compile.passes.formula.polynomial import ONE, Polynomial
+from lz_compile.passes.formula.predicates import AtLeast, Predicate
+from lz_compile.passes.formula.reader import Source
 from lz_compile.passes.masks.bands import Positions
-from lz_compile.passes.masks.index_reading import Reader, Source
+from lz_compile.passes.masks.index_reading import Reader
 from lz_compile.passes.masks.meaning import Ends
 from lz_compile.passes.masks.parts import is_stable
-from lz_compile.passes.masks.polynomial import ONE, Polynomial
-from lz_compile.passes.masks.predicates import AtLeast, Predicate
 
 
 def of_conditions(parts: Iterable[Predicate], reader: Reader, at: Positions, batch: frozenset[Axis]) -> Ends | None:

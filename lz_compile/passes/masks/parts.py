@@ -6,14 +6,24 @@ from collections.abc import Iterator
 
 from lz_compile.lowering.bands import Band
 from lz_compile.passes.formula.axes import Axis, Dims
+from lz_compile.passes.formula.polynomial import Polynomial
+from lz_compile.passes.formula.predicates import (
+    AtLeast,
+    Given,
+    Predicate,
+    Some,
+    conjuncts,
+    implies,
+    negation,
+    variables,
+)
+from lz_compile.passes.formula.reader import Source
 from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks import documents as mask_documents
 from lz_compile.passes.masks.bands import Bound, Positions
 from lz_compile.passes.masks.documents import Sides
-from lz_compile.passes.masks.index_reading import Reader, Source
+from lz_compile.passes.masks.index_reading import Reader
 from lz_compile.passes.masks.meaning import Axes, Flag
-from lz_compile.passes.masks.polynomial import Polynomial
-from lz_compile.passes.masks.predicates import AtLeast, Given, Predicate, Some, conjuncts, implies, negation, variables
 
 
 class Parts:

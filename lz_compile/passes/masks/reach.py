@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from lz_compile.lowering.bands import Reach
+from lz_compile.passes.formula.polynomial import Polynomial, Variable
+from lz_compile.passes.formula.predicates import AtLeast, Constant, Every, Predicate, Some, Zero
 from lz_compile.passes.masks.bands import Positions
-from lz_compile.passes.masks.polynomial import Polynomial, Variable
-from lz_compile.passes.masks.predicates import AtLeast, Constant, Every, Predicate, Some, Zero
 
 #: Queries that share a span.
 TILE = 64

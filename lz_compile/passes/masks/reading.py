@@ -20,20 +20,9 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.bands import Reach
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of, resolve
-from lz_compile.passes.graph.effects import Effects, Look
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.view import known_tensor, tensor_of
-from lz_compile.passes.masks import bands as mask_bands
-from lz_compile.passes.masks import constant_patterns, ends
-from lz_compile.passes.masks import reach as mask_reach
-from lz_compile.passes.masks.bands import Positions
-from lz_compile.passes.masks.constants import Constant, Constants
-from lz_compile.passes.masks.index_reading import Reader, Source
-from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Meanings, Slopes
-from lz_compile.passes.masks.parts import Parts, is_stable
-from lz_compile.passes.masks.piecewise import Number, Piecewise, Value
-from lz_compile.passes.masks.polynomial import ZERO, Polynomial
-from lz_compile.passes.masks.predicates import (
+from lz_compile.passes.formula.piecewise import Number, Piecewise, Value
+from lz_compile.passes.formula.polynomial import ZERO, Polynomial
+from lz_compile.passes.formula.predicates import (
     FALSE,
     TRUE,
     Predicate,
@@ -42,6 +31,18 @@ from lz_compile.passes.masks.predicates import (
     negation,
     variables,
 )
+from lz_compile.passes.formula.reader import Source
+from lz_compile.passes.graph.effects import Effects, Look
+from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.view import known_tensor, tensor_of
+from lz_compile.passes.masks import bands as mask_bands
+from lz_compile.passes.masks import constant_patterns, ends
+from lz_compile.passes.masks import reach as mask_reach
+from lz_compile.passes.masks.bands import Positions
+from lz_compile.passes.masks.constants import Constant, Constants
+from lz_compile.passes.masks.index_reading import Reader
+from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Meanings, Slopes
+from lz_compile.passes.masks.parts import Parts, is_stable
 
 #: Of what is understood in part, the values of larger masks are not looked at.
 _LARGE = 2**24

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import sympy
 from torch import fx
 
-from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of
+from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of
 from lz_compile.passes.formula.expressions import DROPOUT, reduce_indicators
 from lz_compile.passes.formula.pointwise import Rule
 from lz_compile.passes.graph.view import Call, tensor_of
@@ -50,14 +49,14 @@ class Products(Region):
         return super().express(node, dims, reader)
 
     def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
-        if call.name == "einsum":
-            return self._einsum(call, dims)
         expression = super()._express_call(call, dims)
         if call.name == "dropout" and expression.has(DROPOUT):
             self.dropped |= {self.leaves[symbol].node for symbol in expression.free_symbols & self.leaves.keys()}
         return expression
 
     def _product(self, call: Call, dims: Dims) -> sympy.Expr:
+        if call.name == "einsum":
+            return self._einsum(call, dims)
         found = contraction.read(self, call, dims)
         if found is None:
             return self.leaf(call.node, dims)
@@ -70,28 +69,11 @@ class Products(Region):
 
     def _einsum(self, call: Call, dims: Dims) -> sympy.Expr:
         """A sum of products of any number of tensors."""
-        equation, operands = call.input, [value for name, value in call.arguments.items() if name != "input"]
-        if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-            operands = list(operands[0])
-        tensors = [tensor_of(operand) for operand in operands]
-        if not isinstance(equation, str) or any(tensor is None for tensor in tensors):
+        found = contraction.factors(call, dims)
+        if found is None or not found.is_plain:
             return self.leaf(call.node, dims)
-        inputs, arrow, result = equation.replace(" ", "").partition("->")
-        terms = [_spelled_out(each, tensor.dim()) for each, tensor in zip(inputs.split(","), tensors, strict=True)]  # type: ignore[union-attr]
-        output = _spelled_out(result, len(dims))
-        if not arrow or any(len(set(term)) != len(term) for term in (*terms, output)):
-            return self.leaf(call.node, dims)
-        axes: dict[str, tuple[Axis, ...]] = {name: dim for name, dim in zip(output, dims, strict=True) if dim}
-        for term, tensor in zip(terms, tensors, strict=True):
-            for name, size in zip(term, shape_of(tensor), strict=True):  # type: ignore[arg-type]
-                if name not in axes and name not in output and size != 1:
-                    axes[name] = (Axis(size),)
-        expression = sympy.S.One
-        for operand, term, tensor in zip(operands, terms, tensors, strict=True):
-            sizes = shape_of(tensor)  # type: ignore[arg-type]
-            own = tuple(() if size == 1 else axes[name] for name, size in zip(term, sizes, strict=True))
-            expression *= self.express(operand, own, call.node)
-        return self._made(call, dims, expression)
+        factors = (self.express(node, own, call.node) for node, own in found.factors)
+        return self._made(call, dims, sympy.Mul(*factors))
 
     def _made(self, call: Call, dims: Dims, expression: sympy.Expr) -> sympy.Expr:
         self.interior.setdefault(call.node, dims)
@@ -133,13 +115,6 @@ def _repeated(factor: sympy.Expr) -> list[sympy.Expr]:
     """A power as so many factors."""
     base, exponent = factor.as_base_exp()
     return [base] * int(exponent) if exponent.is_Integer and exponent > 0 else [factor]
-
-
-def _spelled_out(term: str, rank: int) -> list[str]:
-    """One label per dimension; those of an ellipsis are counted from the right."""
-    head, dots, tail = term.partition("...")
-    hidden = [f".{index}" for index in reversed(range(rank - len(head) - len(tail)))] if dots else []
-    return [*head, *hidden, *tail]
 
 
 def _detach(region: Region, call: Call, dims: Dims) -> sympy.Expr:

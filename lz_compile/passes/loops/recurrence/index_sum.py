@@ -116,6 +116,23 @@ class IndexSum:
             found.add(first.factors + shifted, first.bound + second.bound, number * scale)
         return IndexSum(joined, found.terms)
 
+    def __add__(self, other: IndexSum | float) -> IndexSum:
+        return self.plus(as_sum(other))
+
+    def __sub__(self, other: IndexSum | float) -> IndexSum:
+        return self.plus(as_sum(other), -1)
+
+    def __rsub__(self, other: float) -> IndexSum:
+        return as_sum(other).plus(self, -1)
+
+    def __mul__(self, other: IndexSum | float) -> IndexSum:
+        return self.times(other) if isinstance(other, IndexSum) else self if other == 1 else self.scaled(other)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> IndexSum:
+        return self.scaled(-1)
+
     def power(self, exponent: int) -> IndexSum:
         """To a whole power of at least one."""
         result = self
@@ -245,6 +262,19 @@ class IndexSum:
             cut_factors = tuple(_cut(factor, runs) for factor in term.factors)
             found.add(cut_factors, term.bound, number)
         return IndexSum(tuple(dims), found.terms)
+
+
+def as_sum(value: object) -> IndexSum:
+    """A number as a sum.
+
+    Raises:
+        UnreadableError: it is neither.
+    """
+    if isinstance(value, IndexSum):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return IndexSum.of_number(float(value))
+    raise UnreadableError(f"an argument {value!r}")
 
 
 def dims_of(shape: Sequence[int]) -> Dims:

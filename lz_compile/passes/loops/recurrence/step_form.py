@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.graph.modules import told
-from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, dims_of
+from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, as_sum, dims_of
 from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, UnreadableError
 from lz_compile.passes.loops.recurrence.step_homes import FREE, homes, is_delay, is_tensor, prepare
 from lz_compile.passes.loops.recurrence.step_rules import (
@@ -23,7 +23,6 @@ from lz_compile.passes.loops.recurrence.step_rules import (
     OF_TRUTH_VALUES,
     RULES,
     Rule,
-    as_sum,
     cancelled,
     shape_of,
 )

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from lz_compile.passes.loops.recurrence.index_sum import IndexSum
+from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Arithmetic
+from lz_compile.passes.loops.recurrence.index_sum import IndexSum, as_sum
 from lz_compile.passes.loops.recurrence.index_terms import Atom, UnreadableError
 
 aten = torch.ops.aten
@@ -26,33 +27,14 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def as_sum(value: Any) -> IndexSum:
-    """A number as a sum.
+def _computed(rule: Arithmetic) -> Rule:
+    def compute(_: fx.Node, *given: Value, **named: Value) -> IndexSum:
+        found = {**dict(zip((*rule.operands, *rule.factors), given, strict=False)), **named}
+        operands = (as_sum(found[name]) for name in rule.operands)
+        result: IndexSum = rule.of(*operands, *(found.get(name, 1) for name in rule.factors))
+        return result
 
-    Raises:
-        UnreadableError: it is neither.
-    """
-    if isinstance(value, IndexSum):
-        return value
-    if isinstance(value, (bool, int, float)):
-        return IndexSum.of_number(float(value))
-    raise UnreadableError(f"an argument {value!r}")
-
-
-def _add(_: fx.Node, one: Value, other: Value, alpha: float = 1) -> IndexSum:
-    return as_sum(one).plus(as_sum(other), alpha)
-
-
-def _sub(_: fx.Node, one: Value, other: Value, alpha: float = 1) -> IndexSum:
-    return as_sum(one).plus(as_sum(other), -alpha)
-
-
-def _rsub(_: fx.Node, one: Value, other: Value, alpha: float = 1) -> IndexSum:
-    return as_sum(other).plus(as_sum(one), -alpha)
-
-
-def _mul(_: fx.Node, one: Value, other: Value) -> IndexSum:
-    return as_sum(one).times(as_sum(other))
+    return compute
 
 
 def _div(_: fx.Node, one: Value, other: Value) -> IndexSum:
@@ -68,35 +50,6 @@ def _pow(_: fx.Node, base: IndexSum, exponent: Value) -> IndexSum:
     if not isinstance(exponent, (int, float)) or exponent not in (1, 2, 3, 4):
         raise UnreadableError("a power that is no small whole number")
     return base.power(int(exponent))
-
-
-def _addcmul(_: fx.Node, base: IndexSum, one: IndexSum, other: IndexSum, value: float = 1) -> IndexSum:
-    return base.plus(one.times(other), value)
-
-
-def _lerp(_: fx.Node, start: IndexSum, end: IndexSum, weight: Value) -> IndexSum:
-    return start.plus(as_sum(weight).times(end.plus(start, -1)))
-
-
-def _where(_: fx.Node, condition: IndexSum, one: Value, other: Value) -> IndexSum:
-    chosen = condition.times(as_sum(one))
-    return chosen.plus(_not(condition).times(as_sum(other)))
-
-
-def _masked_fill(_: fx.Node, base: IndexSum, mask: IndexSum, value: Value) -> IndexSum:
-    return _not(mask).times(base).plus(mask.times(as_sum(value)))
-
-
-def _not(mask: IndexSum) -> IndexSum:
-    return IndexSum.of_number(1).plus(mask, -1)
-
-
-def _xor(_: fx.Node, one: IndexSum, other: IndexSum) -> IndexSum:
-    return one.plus(other).plus(one.times(other), -2)
-
-
-def _or(_: fx.Node, one: IndexSum, other: IndexSum) -> IndexSum:
-    return one.plus(other).plus(one.times(other), -1)
 
 
 def _matmul(_: fx.Node, one: IndexSum, other: IndexSum) -> IndexSum:
@@ -228,18 +181,17 @@ def _scalar(_: fx.Node, value: float) -> IndexSum:
     return IndexSum.of_number(float(value))
 
 
+def _overloads(rules: Mapping[str, Arithmetic]) -> dict[Any, Rule]:
+    """The rules of arithmetic by the overloads that a step may call."""
+    packets = ((getattr(aten, name), _computed(rule)) for name, rule in rules.items())
+    return {getattr(packet, overload): rule for packet, rule in packets for overload in packet.overloads()}
+
+
 RULES: Mapping[Any, Rule] = {
-    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _add),
-    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), _sub),
-    **dict.fromkeys((aten.rsub.Tensor, aten.rsub.Scalar), _rsub),
-    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _mul),
+    **_overloads(ARITHMETIC),
+    **_overloads(CHOICES),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _div),
-    aten.neg.default: lambda _, value: value.scaled(-1),
     aten.pow.Tensor_Scalar: _pow,
-    aten.addcmul.default: _addcmul,
-    **dict.fromkeys((aten.lerp.Scalar, aten.lerp.Tensor), _lerp),
-    aten.where.self: _where,
-    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _masked_fill),
     **dict.fromkeys((aten.mm.default, aten.bmm.default), _matmul),
     **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _addmm),
     **dict.fromkeys((aten.mv.default, aten.dot.default), _mv),
@@ -271,23 +223,24 @@ RULES: Mapping[Any, Rule] = {
 }
 
 #: Rules of operations on truth values.
-LOGICAL: Mapping[Any, Rule] = {
-    aten.logical_not.default: lambda _, mask: _not(mask),
-    aten.bitwise_not.default: lambda _, mask: _not(mask),
-    aten.logical_and.default: _mul,
-    aten.bitwise_and.Tensor: _mul,
-    aten.logical_or.default: _or,
-    aten.bitwise_or.Tensor: _or,
-    aten.logical_xor.default: _xor,
-    aten.bitwise_xor.Tensor: _xor,
-}
+LOGICAL: Mapping[Any, Rule] = _overloads(
+    {"logical_not": LOGIC["not"], "bitwise_not": LOGIC["not"], "logical_xor": LOGIC["xor"], "bitwise_xor": LOGIC["xor"]}
+    | {f"{kind}_{name}": LOGIC[name] for kind in ("logical", "bitwise") for name in ("and", "or")}
+)
 
 #: Rules of calls that compute nothing.
 _MOVES: frozenset[Rule] = frozenset(
     {_same, _cast, _reshape, _expand, _permute, _transpose, _unsqueeze, _squeeze, _select, _slice, _cat, _stack}
 )
 #: Rules that hold for truth values too.
-OF_TRUTH_VALUES: frozenset[Rule] = _MOVES | {_mul, _where, _copy, _full, _diagonal, _scalar}
+OF_TRUTH_VALUES: frozenset[Rule] = _MOVES | {
+    _copy,
+    _full,
+    _diagonal,
+    _scalar,
+    RULES[aten.mul.Tensor],
+    RULES[aten.where.self],
+}
 
 #: Calls that read no number of their first operand.
 _SHAPES_ONLY = frozenset(

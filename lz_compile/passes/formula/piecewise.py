@@ -16,9 +16,8 @@ from typing import TypeAlias
 
 import torch
 
-from lz_compile.passes.formula.axes import Axis
-from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.masks.polynomial import (
+from lz_compile.passes.formula.axes import Axis, LayoutError
+from lz_compile.passes.formula.polynomial import (
     LARGEST_EXTENT,
     ONE,
     ZERO,
@@ -28,7 +27,7 @@ from lz_compile.passes.masks.polynomial import (
     number,
     upper,
 )
-from lz_compile.passes.masks.predicates import (
+from lz_compile.passes.formula.predicates import (
     FALSE,
     TRUE,
     Constant,
@@ -43,6 +42,7 @@ from lz_compile.passes.masks.predicates import (
     weight,
     zero,
 )
+from lz_compile.passes.graph.view import tensor_of
 
 #: A polynomial; infinities and NaN are floats.
 Number: TypeAlias = "Polynomial | float"
@@ -77,6 +77,24 @@ class Piecewise:
     def axes(self) -> frozenset[Axis]:
         """Every axis that the number depends on."""
         return frozenset(axis for each in self.variables for axis in each.axes)
+
+    def __add__(self, other: Piecewise) -> Piecewise:
+        return _must(combined(added, self, other))
+
+    def __mul__(self, other: Piecewise) -> Piecewise:
+        return _must(combined(multiplied, self, other))
+
+    def __neg__(self) -> Piecewise:
+        return _must(combined(lambda each, _: negated(each), self, everywhere(ONE)))
+
+    def __sub__(self, other: Piecewise) -> Piecewise:
+        return self + -other
+
+
+def _must(value: Piecewise | None) -> Piecewise:
+    if value is None:
+        raise LayoutError("a number of too many cases, or out of which one cancels that may be NaN")
+    return value
 
 
 Value: TypeAlias = "Predicate | Piecewise"

@@ -9,15 +9,14 @@ import torch
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.axes import Axis, Dims
+from lz_compile.passes.formula.operands import merged, numeric, operand
+from lz_compile.passes.formula.piecewise import Piecewise, Value, everywhere, selection
+from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial
+from lz_compile.passes.formula.predicates import at_least, both, zero
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.masks import piecewise
-from lz_compile.passes.masks.index_operands import merged, numeric, operand
-from lz_compile.passes.masks.piecewise import Piecewise, Value, combined, everywhere, selection
-from lz_compile.passes.masks.polynomial import ONE, ZERO, Polynomial
-from lz_compile.passes.masks.predicates import at_least, both, zero
 
 if TYPE_CHECKING:
-    from lz_compile.passes.masks.index_reading import Reader
+    from lz_compile.passes.formula.reader import Reader
 
 Rule: TypeAlias = "Callable[[Reader, Call, Dims], Value | None]"
 
@@ -63,7 +62,7 @@ def _cumsum(reader: Reader, call: Call, dims: Dims) -> Value | None:
     summand = numeric(reader.read(call.input, (*dims[:dim], anywhere, *dims[dim + 1 :]), call.node))
     if summand is None or not summand.axes.isdisjoint(anywhere):
         return None
-    return combined(piecewise.multiplied, summand, everywhere(reader.place(dims[dim]) + ONE))
+    return summand * everywhere(reader.place(dims[dim]) + ONE)
 
 
 def _diff(reader: Reader, call: Call, dims: Dims) -> Value | None:
@@ -82,9 +81,7 @@ def _diff(reader: Reader, call: Call, dims: Dims) -> Value | None:
         return numeric(reader.read(node, dims_at, call.node))
 
     def step(one: Piecewise | None, two: Piecewise | None) -> Piecewise | None:
-        if one is None or two is None:
-            return None
-        return combined(lambda a, b: piecewise.added(a, piecewise.negated(b)), one, two)
+        return None if one is None or two is None else one - two
 
     if prepend is None:
         return step(at(call.input, here + ONE), at(call.input, here))

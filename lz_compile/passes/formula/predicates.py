@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-from lz_compile.passes.masks.polynomial import ONE, Coefficient, Polynomial, Variable, lower, number, primitive, upper
+from lz_compile.passes.formula.polynomial import ONE, Coefficient, Polynomial, Variable, lower, number, primitive, upper
 
 
 @dataclass(frozen=True)

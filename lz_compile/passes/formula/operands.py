@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import fx
-
 from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula import piecewise
 from lz_compile.passes.formula.axes import Dims, broadcast_from
+from lz_compile.passes.formula.piecewise import Piecewise, Value, compared, everywhere, indicator, selection
+from lz_compile.passes.formula.polynomial import ZERO
+from lz_compile.passes.formula.predicates import Predicate, choice, negation
 from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.masks import piecewise
-from lz_compile.passes.masks.piecewise import Piecewise, Value, compared, everywhere, indicator, selection
-from lz_compile.passes.masks.polynomial import ZERO
-from lz_compile.passes.masks.predicates import Predicate, choice, negation
 
 if TYPE_CHECKING:
-    from lz_compile.passes.masks.index_reading import Reader
+    from lz_compile.passes.formula.reader import Reader
 
 
 def operand(reader: Reader, call: Call, value: Any, dims: Dims) -> Value | None:
     """A (broadcast) argument of a pointwise call."""
-    if isinstance(value, fx.Node):
-        tensor = tensor_of(value)
-        if tensor is not None:
-            return reader.read(value, broadcast_from(dims, shape_of(tensor)), call.node)
-    return reader.scalar(value)
+    tensor = tensor_of(value)
+    return reader.value(value, dims if tensor is None else broadcast_from(dims, shape_of(tensor)), call.node)
 
 
 def boolean(value: Value | None) -> Predicate | None:

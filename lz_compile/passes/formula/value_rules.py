@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula import calls, moves, piecewise, position_rules, sum_rules
+from lz_compile.passes.formula.arithmetic import ARITHMETIC
 from lz_compile.passes.formula.axes import Dims
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.masks import indexing, piecewise, position_rules
-from lz_compile.passes.masks.index_operands import boolean, merged, numeric, operand
-from lz_compile.passes.masks.piecewise import (
+from lz_compile.passes.formula.operands import boolean, merged, numeric, operand
+from lz_compile.passes.formula.pieces import Piece
+from lz_compile.passes.formula.piecewise import (
     Number,
     Piecewise,
     Value,
@@ -24,8 +25,8 @@ from lz_compile.passes.masks.piecewise import (
     held,
     selection,
 )
-from lz_compile.passes.masks.polynomial import ONE, Polynomial, number, quotient
-from lz_compile.passes.masks.predicates import (
+from lz_compile.passes.formula.polynomial import ONE, Polynomial, number, quotient
+from lz_compile.passes.formula.predicates import (
     FALSE,
     TRUE,
     Predicate,
@@ -34,18 +35,35 @@ from lz_compile.passes.masks.predicates import (
     either,
     negation,
 )
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 if TYPE_CHECKING:
-    from lz_compile.passes.masks.index_reading import Reader
+    from lz_compile.passes.formula.reader import Reader
 
 Rule: TypeAlias = "Callable[[Reader, Call, Dims], Value | None]"
 
 
 def read(reader: Reader, call: Call, dims: Dims) -> Value | None:
     """The value of a call's result at an index, None where no rule tells it."""
-    rule = _RULES.get(call.name) or position_rules.RULES.get(call.name) or indexing.RULES.get(call.name)
-    value = None if rule is None else rule(reader, call, dims)
+    move = moves.RULES.get(call.name)
+    rule = RULES.get(call.name)
+    if move is not None:
+        value = _chosen(reader, move(reader, call, dims) or (), _dtype(call))
+    else:
+        value = None if rule is None else rule(reader, call, dims)
     return None if value is None else _as(value, _dtype(call))
+
+
+def _chosen(reader: Reader, pieces: Sequence[Piece], dtype: torch.dtype) -> Value | None:
+    """The first of some pieces whose condition holds; None where there are none, or too many cases."""
+    value: Value | None = None
+    for piece in reversed(pieces):
+        own = reader.value(piece.value, piece.dims, piece.by)
+        own = boolean(own) if dtype == torch.bool else own
+        value = own if piece.when == TRUE else merged(piece.when, own, value)
+        if value is None:
+            return None
+    return value
 
 
 # ---- operands -----------------------------------------------------------------------------------------------------
@@ -83,37 +101,31 @@ def _numbers(reader: Reader, call: Call, dims: Dims, dtype: torch.dtype, *values
 # ---- arithmetic ---------------------------------------------------------------------------------------------------
 
 
-def _add(sign: int, *, is_reversed: bool = False) -> Rule:
-    def rule(reader: Reader, call: Call, dims: Dims) -> Value | None:
-        first, second = call.input, _second(call)
-        if is_reversed:
-            first, second = second, first
-        dtype = _dtype(call)
-        if dtype == torch.bool:
-            parts = [boolean(operand(reader, call, each, dims)) for each in (first, second)]
-            return _logical(either, parts) if sign > 0 else None
-        numbers = _numbers(reader, call, dims, dtype, first, second)
-        alpha = reader.scalar(call.get("alpha", 1))
-        if numbers is None or alpha is None or alpha.single is None:
-            return None
-        scaled = combined(piecewise.multiplied, numbers[1], everywhere(alpha.single.scaled(sign)))
-        return None if scaled is None else combined(piecewise.added, numbers[0], scaled)
+def _computed(name: str) -> Rule:
+    rule, logic = ARITHMETIC[name], {"add": either, "mul": both}.get(name)
 
-    return rule
+    def compute(reader: Reader, call: Call, dims: Dims) -> Value | None:
+        given, dtype = [call.get(each) for each in rule.operands], _dtype(call)
+        if dtype == torch.bool:
+            return None if logic is None else _logical(logic, _booleans(reader, call, dims, given))
+        numbers = _numbers(reader, call, dims, dtype, *given)
+        factors = [reader.scalar(call.get(each, 1)) for each in rule.factors]
+        return None if numbers is None or None in factors else rule.of(*numbers, *factors)
+
+    return compute
+
+
+_PRODUCT = _computed("mul")
 
 
 def _mul(reader: Reader, call: Call, dims: Dims) -> Value | None:
-    dtype = _dtype(call)
-    if dtype == torch.bool:
-        return _logical(both, [boolean(operand(reader, call, each, dims)) for each in (call.input, _second(call))])
-    numbers = _numbers(reader, call, dims, dtype, call.input, _second(call))
-    if numbers is None:
-        return None
-    for value, given in zip((call.input, _second(call)), numbers, strict=True):
-        is_cut = any(isinstance(each, float) and math.isinf(each) for _, each in given.cases)
+    given, dtype = (call.input, _second(call)), _dtype(call)
+    numbers = None if dtype == torch.bool else _numbers(reader, call, dims, dtype, *given)
+    for value, each in zip(given, numbers or (), strict=False):
+        is_cut = any(isinstance(case, float) and math.isinf(case) for _, case in each.cases)
         if is_cut and isinstance(value, (int, float)) and math.isfinite(value):
             return None  # whether the dtype or a wider one holds the factor is the kernel's choice, and decides 0 * inf
-    return combined(piecewise.multiplied, *numbers)
+    return _PRODUCT(reader, call, dims)
 
 
 def _div(reader: Reader, call: Call, dims: Dims) -> Value | None:
@@ -167,17 +179,11 @@ def _mapped(value: Piecewise, function: Callable[[Polynomial], Polynomial]) -> P
     return combined(on_integer, value, everywhere(ONE))
 
 
-def _neg(reader: Reader, call: Call, dims: Dims) -> Value | None:
-    numbers = _numbers(reader, call, dims, _dtype(call), call.input)
-    return None if numbers is None else combined(lambda each, _: piecewise.negated(each), numbers[0], everywhere(ONE))
-
-
 def _abs(reader: Reader, call: Call, dims: Dims) -> Value | None:
     numbers = _numbers(reader, call, dims, _dtype(call), call.input)
     if numbers is None:
         return None
-    opposite = combined(lambda each, _: piecewise.negated(each), numbers[0], everywhere(ONE))
-    return None if opposite is None else _larger(numbers[0], opposite)
+    return _larger(numbers[0], -numbers[0])
 
 
 def _larger(one: Piecewise, two: Piecewise) -> Piecewise | None:
@@ -250,6 +256,10 @@ def _compared_in(first: Any, second: Any) -> torch.dtype:
     return torch.int64 if dtype == torch.bool else dtype
 
 
+def _booleans(reader: Reader, call: Call, dims: Dims, values: Sequence[Any]) -> list[Predicate | None]:
+    return [boolean(operand(reader, call, each, dims)) for each in values]
+
+
 def _logical(function: Callable[..., Predicate], parts: list[Predicate | None]) -> Predicate | None:
     known = [each for each in parts if each is not None]
     return function(*known) if len(known) == len(parts) else None
@@ -262,7 +272,7 @@ def _logic(function: Callable[..., Predicate]) -> Rule:
         if _dtype(call) != torch.bool:
             return None
         values = [call.input] if call.name == "not" else [call.input, _second(call)]
-        return _logical(function, [boolean(operand(reader, call, each, dims)) for each in values])
+        return _logical(function, _booleans(reader, call, dims, values))
 
     return rule
 
@@ -324,17 +334,19 @@ def _fill(reader: Reader, call: Call, dims: Dims) -> Value | None:
     return operand(reader, call, 0 if call.name == "zero" else value, dims)
 
 
-_RULES: Mapping[str, Rule] = {
-    "add": _add(1),
-    "sub": _add(-1),
-    "rsub": _add(-1, is_reversed=True),
+#: What changes the dtype or the device only, integers included.
+CASTS = calls.CASTS | {"int", "long", "short", "byte", "char", "detach", "cuda", "cpu"}
+#: What each operation computes; those that move elements are in :data:`moves.RULES`.
+RULES: Mapping[str, Rule] = {
+    **position_rules.RULES,
+    **sum_rules.RULES,
+    **{name: _computed(name) for name in ARITHMETIC},
     "mul": _mul,
     "div": _div,
     "floordiv": _floor_divide,
     "floor_divide": _floor_divide,
     "remainder": _remainder,
     "mod": _remainder,
-    "neg": _neg,
     "abs": _abs,
     "maximum": _extreme(_larger),
     "minimum": _extreme(_smaller),
@@ -362,23 +374,5 @@ _RULES: Mapping[str, Rule] = {
     "isposinf": _isinf,
     "fill": _fill,
     "zero": _fill,
-    **dict.fromkeys(
-        (
-            "to",
-            "float",
-            "half",
-            "bfloat16",
-            "double",
-            "type_as",
-            "type",
-            "bool",
-            "int",
-            "long",
-            "short",
-            "byte",
-            "char",
-        ),
-        _cast,
-    ),
-    **dict.fromkeys(("_to_copy", "convert_element_type", "detach", "cuda", "cpu"), _cast),
+    **dict.fromkeys(CASTS, _cast),
 }

@@ -1,0 +1,224 @@
+"""Operations that select, join or spread: which elements of which inputs they show at an index. One table for all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from lz_compile.ground.sizes import Size, as_size, product, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, regroup
+from lz_compile.passes.formula.pieces import Piece, Rule, Space, first_of, named_dim, only, placed_at, wrapped
+from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, lower, number
+from lz_compile.passes.formula.predicates import FALSE, TRUE, Predicate, at_least, both
+from lz_compile.passes.formula.subscripts import getitem
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
+
+# ---- selections ---------------------------------------------------------------------------------------------------
+
+
+def _select(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    named = named_dim(call, "#1")
+    if named is None:
+        return None
+    place = wrapped(space, space.integer(call.get("index")), named[1])
+    return only(call, placed_at(space, call, dims, named[0], place))
+
+
+def _narrow(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    named = named_dim(call, "#1")
+    start = None if named is None else first_of(space, call.get("start"), named[1])
+    if named is None or start is None:
+        return None
+    return only(call, placed_at(space, call, dims, named[0], start + space.place(dims[named[0]])))
+
+
+def _index_select(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    named, index = named_dim(call, "#1"), call.get("index", call.arguments.get("#2"))
+    tensor = tensor_of(index)
+    if named is None or tensor is None:
+        return None
+    place = space.index_at(index, (dims[named[0]],) if tensor.dim() else (), call.node)
+    return only(call, placed_at(space, call, dims, named[0], place))
+
+
+def _gather(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    named, index = named_dim(call, "#1"), call.get("index", call.arguments.get("#2"))
+    if named is None or tensor_of(index) is None:
+        return None
+    place, shape = space.index_at(index, dims, call.node), shape_of(known_tensor(call.input))
+    if place is None or len(shape) != len(dims):
+        return None
+    source = [_in(space, dim, size) for dim, size in zip(dims, shape, strict=True)]
+    source[named[0]] = space.dim_at(place, named[1])
+    return only(call, tuple(source))
+
+
+def _in(space: Space, dim: tuple[Axis, ...], size: Size) -> tuple[Axis, ...]:
+    """The first positions of a dimension that may be larger."""
+    return dim if product(axis.size for axis in dim) == size else space.dim_at(space.place(dim), size)
+
+
+def _embedding(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    index, table = call.input, call.get("weight", call.arguments.get("#1"))
+    held = tensor_of(table)
+    if held is None or tensor_of(index) is None or call.get("max_norm") is not None:
+        return None
+    if not held.is_floating_point():  # PyTorch has it both ways round
+        index, table, held = table, index, known_tensor(index)
+    place = space.index_at(index, dims[:-1], call.node)
+    if place is None:
+        return None
+    return [Piece(table, (space.dim_at(place, as_size(held.shape[0])), dims[-1]), call.node)]
+
+
+def _flip(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    flipped, source = call.get("dims") or call.positional(), tensor_of(call.input)
+    if source is None or not isinstance(flipped, (tuple, list)) or not all(isinstance(dim, int) for dim in flipped):
+        return None
+    sizes, turned = shape_of(source), list(dims)
+    for dim in flipped:
+        turned[dim] = space.dim_at(space.size(sizes[dim]) - ONE - space.place(dims[dim]), sizes[dim])
+    return only(call, tuple(turned))
+
+
+def _roll(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    source = tensor_of(call.input)
+    given = (call.get(name, call.arguments.get(at)) for name, at in (("shifts", "#1"), ("dims", "#2")))
+    shifts, turned = (each if isinstance(each, (tuple, list)) else [each] for each in given)
+    is_known = all(isinstance(each, int) for each in (*shifts, *turned)) and len(shifts) == len(turned)
+    if source is None or not is_known or len({dim % source.dim() for dim in turned}) < len(turned):
+        return None
+    ways = [_rolled(space, dims[dim], as_size(source.shape[dim]), by) for dim, by in zip(turned, shifts, strict=True)]
+    if any(way is None for way in ways):
+        return None
+    pieces = []
+    for way in itertools.product(*(each for each in ways if each is not None)):
+        when, moved = both(*(each for each, _ in way)), list(dims)
+        if when == FALSE:
+            continue
+        for dim, (_, place) in zip(turned, way, strict=True):
+            moved[dim] = space.dim_at(place, as_size(source.shape[dim]))
+        pieces.append(Piece(call.input, tuple(moved), call.node, when))
+    return _complete(pieces)
+
+
+def _rolled(space: Space, dim: tuple[Axis, ...], size: Size, shift: int) -> list[tuple[Predicate, Polynomial]] | None:
+    """Where elements come from that were not rolled over the end, and those that were."""
+    if isinstance(size, int):
+        shift %= size
+    extent, here = space.size(size), space.place(dim)
+    least = lower(extent - number(abs(shift)))
+    if least is None or least < 0:
+        return None
+    first = number(shift) if shift >= 0 else extent + number(shift)
+    return [(at_least(here - first), here - first), (at_least(first - here - ONE), here - first + extent)]
+
+
+def _unfold(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    source = tensor_of(call.input)
+    dim, step = (call.get(name, call.arguments.get(at)) for name, at in (("dimension", "#1"), ("step", "#3")))
+    if source is None or len(dims) != source.dim() + 1 or not isinstance(dim, int) or not isinstance(step, int):
+        return None  # the first also where it is the unfold of images
+    place = space.place(dims[dim % source.dim()]).scaled(step) + space.place(dims[-1])
+    return only(call, placed_at(space, call, dims[:-1], dim % source.dim(), place))
+
+
+def _diagonal(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    source = tensor_of(call.input)
+    names = (("offset", "#1", 0), ("dim1", "#2", 0), ("dim2", "#3", 1))
+    offset, one, two = (call.get(name, call.arguments.get(at, default)) for name, at, default in names)
+    if source is None or not all(isinstance(each, int) for each in (offset, one, two)):
+        return None
+    rows, columns = one % source.dim(), two % source.dim()
+    here, rest, shape = space.place(dims[-1]), iter(dims[:-1]), shape_of(source)
+    own = {rows: here + number(max(-offset, 0)), columns: here + number(max(offset, 0))}
+    found = (space.dim_at(own[d], size) if d in own else next(rest) for d, size in enumerate(shape))
+    return only(call, tuple(found))
+
+
+def _as_strided(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    """Elements of the memory of a tensor that fills it in the order of its own dimensions."""
+    source, strides = tensor_of(call.input), call.get("stride", call.arguments.get("#2"))
+    offset = call.get("storage_offset", call.arguments.get("#3"))
+    shape = () if source is None else shape_of(source)
+    is_dense = source is not None and source.is_contiguous() and source.storage_offset() == 0
+    given = [space.integer(each) for each in strides] if isinstance(strides, (tuple, list)) else [None]
+    start = ZERO if offset is None else space.integer(offset)
+    if not is_dense or start is None or any(each is None for each in given):
+        return None
+    for stride, dim in zip(given, dims, strict=True):
+        start = start + stride * space.place(dim)  # type: ignore[operator]  # none is None
+    return only(call, space.through((space.dim_at(start, product(shape)),), lambda flat: regroup(flat[0], shape)))
+
+
+# ---- joins --------------------------------------------------------------------------------------------------------
+
+
+def _cat(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    tensors, dim = call.get("tensors", call.input), call.get("dim", 0)
+    parts = [(each, tensor_of(each)) for each in tensors] if isinstance(tensors, (tuple, list)) else []
+    if not isinstance(dim, int) or not parts or any(each is None or each.dim() != len(dims) for _, each in parts):
+        return None
+    dim %= len(dims)
+    here, found = space.place(dims[dim]), list[Piece]()
+    for node, tensor in parts:
+        size = as_size(tensor.shape[dim])  # type: ignore[union-attr]
+        end = here - space.size(size)
+        when = at_least(-end - ONE)
+        if when != FALSE:
+            found.append(Piece(node, (*dims[:dim], space.dim_at(here, size), *dims[dim + 1 :]), call.node, when))
+        if when == TRUE:
+            break
+        here = end
+    return _complete(found)
+
+
+def _stack(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    tensors, dim = call.get("tensors", call.input), call.get("dim", call.arguments.get("#1", 0))
+    if not isinstance(tensors, (tuple, list)) or not isinstance(dim, int):
+        return None
+    dim %= len(dims)
+    here, source = space.place(dims[dim]), (*dims[:dim], *dims[dim + 1 :])
+    return _complete([Piece(each, source, call.node, at_least(number(i) - here)) for i, each in enumerate(tensors)])
+
+
+def _complete(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """Pieces that cover every index: the last one holds where no other one does."""
+    return [*pieces[:-1], replace(pieces[-1], when=TRUE)]
+
+
+def _pad(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    pads, mode = call.get("pad", call.arguments.get("#1")), call.get("mode", call.arguments.get("#2", "constant"))
+    source = tensor_of(call.input)
+    if source is None or mode != "constant" or not isinstance(pads, (tuple, list)):
+        return None
+    value = call.get("value", call.arguments.get("#3"))
+    inside, shifted, sizes = [], list(dims), shape_of(source)
+    for i in range(len(pads) // 2):
+        dim, before = len(dims) - 1 - i, space.integer(pads[2 * i])
+        if before is None:
+            return None
+        place = space.place(dims[dim]) - before
+        inside += [at_least(place), at_least(space.size(sizes[dim]) - ONE - place)]
+        shifted[dim] = space.dim_at(place, sizes[dim])
+    own = Piece(call.input, tuple(shifted), call.node, both(*inside))
+    return [own, Piece(0 if value is None else value, (), call.node)]
+
+
+RULES: Mapping[str, Rule] = {
+    "getitem": getitem,
+    "select": _select,
+    "narrow": _narrow,
+    "index_select": _index_select,
+    "gather": _gather,
+    "embedding": _embedding,
+    "flip": _flip,
+    "roll": _roll,
+    "unfold": _unfold,
+    "diagonal": _diagonal,
+    "as_strided": _as_strided,
+    "cat": _cat,
+    "stack": _stack,
+    "pad": _pad,
+}
