@@ -35,9 +35,9 @@ EXAMPLES: Mapping[str, Callable[[Any, Any], Any]] = {
     "getitem": lambda x, y: x[1:, ::2],
     "select": lambda x, y: x.select(1, -1),
     "narrow": lambda x, y: x.narrow(1, 2, 3),
-    "index_select": lambda x, y: x.index_select(1, torch.arange(3) * 2),
-    "gather": lambda x, y: x.gather(1, (torch.arange(3) * 2).expand(4, 3)),
-    "embedding": lambda x, y: F.embedding(torch.arange(2) + 1, x),
+    "index_select": lambda x, y: x.index_select(1, torch.arange(x[0, :3].size(0)) * 2),
+    "gather": lambda x, y: x.gather(1, (torch.arange(x[0, :3].size(0)) * 2).expand(4, 3)),
+    "embedding": lambda x, y: F.embedding(torch.arange(x[:2].size(0)) + 1, x),
     "flip": lambda x, y: x.flip(1),
     "roll": lambda x, y: x.roll(2, 1),
     "unfold": lambda x, y: x.unfold(1, 3, 1),
@@ -79,19 +79,19 @@ EXAMPLES: Mapping[str, Callable[[Any, Any], Any]] = {
     "lerp": lambda x, y: torch.lerp(x, y, 0.5),
     "div": lambda x, y: x / 4,
     # positions and conditions on them
-    "arange": lambda x, y: torch.arange(1, 9, 2),
-    "eye": lambda x, y: torch.eye(4),
+    "arange": lambda x, y: torch.arange(1, x.size(1), 2),
+    "eye": lambda x, y: torch.eye(x.size(0)),
     "tril": lambda x, y: x.tril(1),
     "triu": lambda x, y: x.triu(),
-    "cumsum": lambda x, y: torch.ones(6).cumsum(0),
+    "cumsum": lambda x, y: torch.ones_like(x).cumsum(1),
     "diff": lambda x, y: x.diff(),
-    "floor_divide": lambda x, y: torch.arange(6).floor_divide(4),
-    "remainder": lambda x, y: torch.arange(6).remainder(4),
-    "le": lambda x, y: torch.arange(6) <= torch.arange(4)[:, None],
-    "where": lambda x, y: torch.where(torch.arange(6) > 2, x, y),
-    "masked_fill": lambda x, y: x.masked_fill(torch.arange(6) > 2, 0.0),
-    "clamp": lambda x, y: torch.arange(6).clamp(max=4),
-    "abs": lambda x, y: (torch.arange(6) - 3).abs(),
+    "floor_divide": lambda x, y: torch.arange(x.size(1)).floor_divide(4),
+    "remainder": lambda x, y: torch.arange(x.size(1)).remainder(4),
+    "le": lambda x, y: torch.arange(x.size(1)) <= torch.arange(x.size(0))[:, None],
+    "where": lambda x, y: torch.where(torch.arange(x.size(1)) > 2, x, y),
+    "masked_fill": lambda x, y: x.masked_fill(torch.arange(x.size(1)) > 2, 0.0),
+    "clamp": lambda x, y: torch.arange(x.size(1)).clamp(max=4),
+    "abs": lambda x, y: (torch.arange(x.size(1)) - 3).abs(),
     # sums of products
     "matmul": lambda x, y: x @ y.t(),
     "linear": F.linear,
@@ -112,6 +112,8 @@ ALIKE = {
     **dict.fromkeys(("mod",), "remainder"),
     **dict.fromkeys(("mT", "T"), "transpose"),
     **dict.fromkeys(("alias",), "clone"),
+    **dict.fromkeys(("fill", "zero"), "masked_fill"),
+    **dict.fromkeys(("isinf", "isneginf", "isposinf"), "le"),
 }
 _FAMILIES: Mapping[str, frozenset[str]] = {
     "masks": frozenset(value_rules.RULES) | moves.RULES.keys() | layout.NAMES,
@@ -203,6 +205,8 @@ def reading(make: Callable[[Any, Any], Any]) -> str:
 
 
 def _wrapped(make: Callable[[Any, Any], Any]) -> torch.nn.Module:
+    """A module, whose trace names its inputs."""
+
     class Made(torch.nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Any:
             return make(x, y)

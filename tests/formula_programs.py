@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -39,6 +39,8 @@ class Program:
             node = self.graph.placeholder(f"x{len(self.values)}")
             node.meta["example_value"] = torch.randint(-3, 4, shape).double()
             self.values.append(node)
+        self.flags = self.graph.placeholder("flags")
+        self.flags.meta["example_value"] = torch.rand(4, 6) < 0.5
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of a function, or of a method by its name."""
@@ -83,8 +85,8 @@ class Program:
     def condition(self, node: fx.Node) -> fx.Node:
         """A condition of the shape of a value, on positions or on data."""
         shape = value(node).shape
-        if not shape or self.rng.random() < 0.3:
-            return self.call(operator.gt, self.like(node), 0)
+        if shape == value(self.flags).shape and self.rng.random() < 0.5:
+            return self.flags
         rows = self.call(torch.arange, shape[-1])
         columns = self.call("unsqueeze", self.call(torch.arange, shape[-2] if len(shape) > 1 else 1), -1)
         shifted = self.call(operator.add, columns, self.rng.randint(-2, 2))
@@ -416,9 +418,14 @@ class Formula:
             case Given(flag, holds):
                 return bool(self._variable(flag, given)) == holds
             case Every(parts):
-                return all(self._holds(part, given) for part in parts)
+                return all(self._holds(part, given) for part in _guards_first(parts))
             case Some(parts):
-                return any(self._holds(part, given) for part in parts)
+                return any(self._holds(part, given) for part in _guards_first(parts))
+
+
+def _guards_first(parts: Iterable[Predicate]) -> list[Predicate]:
+    """What says that a tensor is read inside, before what that holds there."""
+    return sorted(parts, key=lambda part: any(each.is_data for each in variables(part)))
 
 
 def _variables(found: Value) -> frozenset[Variable]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 from formula_programs import STEPS, Formula, Program, generate, value
 
-#: Operators that random programs bring to where no formula is, and why.
-GIVEN_UP: dict[str, str] = {}
-_SECONDS = 15.0
+_PAGE = Path(__file__).parents[1] / "scripts" / "operator_table.py"
+_spec = importlib.util.spec_from_file_location("operator_table", _PAGE)
+assert _spec is not None, _PAGE
+assert _spec.loader is not None, _PAGE
+operator_table = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(operator_table)
+
+_SECONDS, _LEAST = 12.0, 40
+#: Where a number that may be NaN drops out of a formula, as in ``lerp(x, x, w)``, there is none.
+_CANCELS = {"pointwise": {"lerp", "sub"}, "select by condition": {"mul"}}
 
 
 def check(program: Program, points: int = 6) -> frozenset[str]:
@@ -23,11 +33,20 @@ def check(program: Program, points: int = 6) -> frozenset[str]:
 
 
 def test_any_program_of_index_expressions_is_read_for_what_it_computes() -> None:
-    began, seed, gave_up = time.perf_counter(), 0, Counter[str]()
-    while seed < 40 or time.perf_counter() - began < _SECONDS:
-        gave_up.update(check(generate(seed)))
+    began, whole, seed, gave_up = time.perf_counter(), 0, 0, Counter[str]()
+    while seed < _LEAST or time.perf_counter() - began < _SECONDS:
+        stops = check(generate(seed))
+        gave_up.update(stops)
+        whole += not stops
         seed += 1
-    assert set(gave_up) <= GIVEN_UP.keys(), f"of {seed} programs, reading gave up at {gave_up}"
+    assert whole > 0.8 * seed, f"of {seed} programs, {whole} are read to their inputs; reading gave up at {gave_up}"
+
+
+def test_a_formula_says_at_which_operator_reading_gave_up() -> None:
+    program = Program(0)
+    sines = program.call(torch.sin, program.values[0])
+    program.values.append(program.call(torch.flip, sines, [0]))
+    assert check(program) == {"sin"}
 
 
 @pytest.mark.parametrize("name", sorted(STEPS))
@@ -36,6 +55,11 @@ def test_every_operation_is_read(name: str) -> None:
     for seed in range(30):
         program = Program(seed)
         if program.step(name):
-            assert not check(program)
+            assert check(program) <= _CANCELS.get(name, set())
             read += 1
     assert read > 3
+
+
+def test_the_table_of_operators_is_what_the_core_reads() -> None:
+    assert operator_table.page() == operator_table.PAGE.read_text()
+    assert not operator_table.unlisted()

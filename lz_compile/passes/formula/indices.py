@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv
 
-from lz_compile.ground.sizes import Size, as_size
+from lz_compile.ground.sizes import Size, as_size, product
 from lz_compile.lowering import inductor
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, Quotients, Variable, number, quotient, variable
@@ -77,6 +77,18 @@ class Indices:
         Raises:
             LayoutError: it has no exact form in axes.
         """
+        try:
+            return self._through(dims, layout)
+        except LayoutError:  # as where 6 times 4 elements are taken 8 by 8: then each dimension is one axis, and cut
+            return self._through(tuple((self._joined(dim),) if dim else () for dim in dims), layout)
+
+    def _joined(self, dim: tuple[Axis, ...]) -> Axis:
+        """A dimension as one axis."""
+        axis = Axis(product(each.size for each in dim))
+        self._places[axis] = self.place(dim)
+        return axis
+
+    def _through(self, dims: Dims, layout: Callable[[Dims], Dims | None]) -> Dims | None:
         placeholders = {axis: Axis(axis.size) for dim in dims for axis in dim}
         source = layout(tuple(tuple(placeholders[axis] for axis in dim) for dim in dims))
         if source is None:

@@ -142,6 +142,8 @@ def shape_of_symbol(value: Any) -> Any:
     return value if isinstance(value, int) else None
 
 
+#: Operations that give the same elements, in their order, another shape.
+REGROUPING = ("view", "reshape", "flatten", "unflatten", "ravel", "view_as", "reshape_as")
 _READERS: Mapping[str, Reader] = {
     "transpose": _transpose,
     "t": _matrix_transpose,
@@ -149,13 +151,7 @@ _READERS: Mapping[str, Reader] = {
     "T": _reverse,
     "permute": _permute,
     "movedim": _movedim,
-    "view": _regroup,
-    "reshape": _regroup,
-    "flatten": _regroup,
-    "unflatten": _regroup,
-    "ravel": _regroup,
-    "view_as": _regroup,
-    "reshape_as": _regroup,
+    **dict.fromkeys(REGROUPING, _regroup),
     "expand": _expand,
     "expand_as": _expand,
     "unsqueeze": _unsqueeze,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import as_size
+from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula import layout, value_rules
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, resolve
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, regroup, resolve
 from lz_compile.passes.formula.calls import constant_value
 from lz_compile.passes.formula.expressions import specialised
 from lz_compile.passes.formula.indices import Indices
@@ -24,7 +24,7 @@ from lz_compile.passes.formula.piecewise import Piecewise, Value, everywhere, he
 from lz_compile.passes.formula.polynomial import ONE, Polynomial, Variable, lower, variable
 from lz_compile.passes.formula.predicates import Given
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, tensor_of, value_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, value_of
 
 #: A value is not computed in more steps than this, one after the other.
 _DEPTH = 60
@@ -99,8 +99,24 @@ class Reader(Indices):
         """The input's value where the call is a layout operation."""
         if not layout.rearranges(call) or not isinstance(call.input, fx.Node):
             return None
-        source = self.through(dims, lambda each: layout.read_input_dims(call, each))
+        try:
+            source = self.through(dims, lambda each: layout.read_input_dims(call, each))
+        except LayoutError:
+            source = self._counted(call, dims)
         return None if source is None else self.read(call.input, source, call.node)
+
+    def _counted(self, call: Call, dims: Dims) -> Dims:
+        """Where a reshape reads that regroups no axes: elements are counted in the result, and again in the input.
+
+        Raises:
+            LayoutError: it is no reshape, or sizes are not known.
+        """
+        if call.name not in layout.REGROUPING:
+            raise LayoutError(f"{call.name} has no exact form in axes")
+        shape = shape_of(known_tensor(call.input))
+        source = self.through((axes_of(dims),), lambda each: regroup(each[0], shape))
+        assert source is not None, "a run of elements has a place in every shape"
+        return source
 
     def _named(self, node: fx.Node, dims: Dims, value: Value) -> Value:
         """The value, for a reading of its own to name or to replace by a leaf."""
