@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lz_compile.passes.formula.axes import axes_of, fresh, regroup
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum, refinement, substituted
 from lz_compile.passes.loops.recurrence.index_terms import IDENTITY, Atom, Factor, Term, UnreadableError, normal_term
 from lz_compile.passes.loops.recurrence.index_values import Source, Values
@@ -85,7 +87,7 @@ def test_an_identity_disappears_in_products():
     scaled = d.whole.diagonal_matrix().matmul(a.whole)
     assert scaled == d.whole.unsqueezed(-1).times(a.whole)
     assert not any(factor.atom == IDENTITY for term in scaled.terms for factor in term.factors)
-    assert d.whole.diagonal_matrix().diagonal(0, 1) == d.whole
+    assert diagonal(d.whole.diagonal_matrix()) == d.whole
     assert IndexSum.identity(3).summed([1]) == IndexSum.of_number(1, (3,)).summed([]).expanded((3,))
 
 
@@ -101,13 +103,29 @@ def test_masks_are_zero_or_one():
     assert tensors.value(chosen).isfinite().all()
 
 
+def reshaped(whole: IndexSum, shape: Sequence[int]) -> IndexSum:
+    result = fresh(shape)
+    return whole.moved(result, regroup(axes_of(result), whole.shape))
+
+
+def permuted(whole: IndexSum, order: Sequence[int]) -> IndexSum:
+    source = fresh(whole.shape)
+    return whole.moved(tuple(source[dim] for dim in order), source)
+
+
+def diagonal(whole: IndexSum) -> IndexSum:
+    """The diagonal of the first two dimensions, as the last one."""
+    first, _, *rest = fresh(whole.shape)
+    return whole.moved((*rest, first), (first, first, *rest))
+
+
 def test_a_dimension_that_is_cut_in_one_operand_is_cut_in_the_other():
     tensors = Tensors()
     a, b = tensors.atom("a", 12, 2), tensors.atom("b", 3, 4, 2)
-    merged = b.whole.reshaped((12, 2))
+    merged = reshaped(b.whole, (12, 2))
     tensors.check(Pair(a.whole.times(merged), a.tensor * b.tensor.reshape(12, 2)))
-    tensors.check(Pair(a.whole.reshaped((3, 4, 2)).times(b.whole), a.tensor.reshape(3, 4, 2) * b.tensor))
-    tensors.check(Pair(merged.times(a.whole).reshaped((6, 4)), (b.tensor.reshape(12, 2) * a.tensor).reshape(6, 4)))
+    tensors.check(Pair(reshaped(a.whole, (3, 4, 2)).times(b.whole), a.tensor.reshape(3, 4, 2) * b.tensor))
+    tensors.check(Pair(reshaped(merged.times(a.whole), (6, 4)), (b.tensor.reshape(12, 2) * a.tensor).reshape(6, 4)))
     assert refinement([12], [3, 4]) == [(3, 4)]
     with pytest.raises(UnreadableError, match="does not regroup"):
         refinement([6], [4])
@@ -153,18 +171,18 @@ def _applied(draw: st.DrawFn, kind: str, one: Pair, other: Pair) -> Pair | None:
     rank = one.tensor.dim()
     if kind == "permute":
         order = draw(st.permutations(range(rank)))
-        return Pair(one.whole.permuted(order), one.tensor.permute(order))
+        return Pair(permuted(one.whole, order), one.tensor.permute(order))
     if kind == "sum" and rank:
         dim, keeps = draw(st.integers(0, rank - 1)), draw(st.booleans())
         return Pair(one.whole.summed([dim], keeps=keeps), one.tensor.sum(dim, keepdim=keeps))
     if kind == "reshape":
         shape = (one.tensor.numel(),)
-        return Pair(one.whole.reshaped(shape), one.tensor.reshape(shape))
+        return Pair(reshaped(one.whole, shape), one.tensor.reshape(shape))
     if kind == "expand":
         shape = (2, *one.tensor.shape)
         return Pair(one.whole.expanded(shape), one.tensor.expand(shape)) if rank < 4 else None
     if kind == "diagonal" and rank >= 2 and one.tensor.shape[0] == one.tensor.shape[1]:
-        return Pair(one.whole.diagonal(0, 1), one.tensor.diagonal(dim1=0, dim2=1))
+        return Pair(diagonal(one.whole), one.tensor.diagonal(dim1=0, dim2=1))
     try:
         shape = torch.broadcast_shapes(one.tensor.shape, other.tensor.shape)
     except RuntimeError:
@@ -177,7 +195,7 @@ def _applied(draw: st.DrawFn, kind: str, one: Pair, other: Pair) -> Pair | None:
         turned = other.tensor.transpose(-1, -2)
         order = [*range(rank - 2), rank - 1, rank - 2]
         fits = one.tensor.shape[-1] == turned.shape[-2] and one.tensor.shape[:-2] == turned.shape[:-2]
-        return Pair(one.whole.matmul(other.whole.permuted(order)), one.tensor @ turned) if fits else None
+        return Pair(one.whole.matmul(permuted(other.whole, order)), one.tensor @ turned) if fits else None
     return None
 
 

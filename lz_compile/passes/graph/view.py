@@ -283,8 +283,8 @@ def target_name(op: str, target: Any) -> str:
 
 
 def value_of(node: Any) -> Any:
-    """What Dynamo knows of a node's value: a fake tensor, a symbolic number or None; constants are themselves."""
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+    """What Dynamo or ``make_fx`` knows of a node's value: a fake tensor, a symbolic number or None; constants stay."""
+    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else node
 
 
 def tensor_of(node: Any) -> torch.Tensor | None:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from lz_compile.passes.formula.axes import Axis, atoms, axes_of, fresh
+from lz_compile.passes.formula.axes import Dims as AxisDims
 from lz_compile.passes.loops.recurrence.index_terms import (
     IDENTITY,
     Atom,
@@ -24,6 +26,7 @@ from lz_compile.passes.loops.recurrence.index_terms import (
     normal_term,
 )
 
+#: Of every dimension, the sizes of its indices.
 Dims: TypeAlias = "tuple[tuple[int, ...], ...]"
 
 #: Sums of more products are not read.
@@ -142,8 +145,7 @@ class IndexSum:
 
     def matmul(self, other: IndexSum) -> IndexSum:
         """``self @ other`` of matrices, with batch dimensions that broadcast."""
-        columns = other.permuted([*range(len(other.dims) - 2), len(other.dims) - 1, len(other.dims) - 2])
-        return self.unsqueezed(-2).times(columns.unsqueezed(-3)).summed([-1])
+        return self.unsqueezed(-1).times(other.unsqueezed(-3)).summed([-2])
 
     def summed(self, dims: Iterable[int], *, keeps: bool = False) -> IndexSum:
         """The sum over dimensions, which stay with size one where ``keeps``."""
@@ -168,62 +170,42 @@ class IndexSum:
 
     # ---- layout -------------------------------------------------------------------------------------------------
 
-    def permuted(self, order: Sequence[int]) -> IndexSum:
-        """With dimensions in another order."""
-        places = self.places
-        order = [dim % len(self.dims) for dim in order]
-        moved = [index for dim in order for index in places[dim]]
-        place = {index: position for position, index in enumerate(moved)}
-        return self._placed(tuple(self.dims[dim] for dim in order), place)
+    def moved(self, result: AxisDims, source: AxisDims) -> IndexSum:
+        """The sum in another layout: ``result`` are the axes of each of its dimensions, ``source`` those of this one's.
+
+        Raises:
+            UnreadableError: the dimensions do not factor.
+        """
+        runs: dict[Axis, tuple[int, ...]] = {}
+        cuts: list[int] = []
+        for own, dim in zip(self.dims, map(atoms, source), strict=True):
+            sizes = [int(axis.size) for axis in dim]
+            cuts += _flat(refinement(own, sizes))
+            for axis, run in zip(dim, refinement(sizes, own), strict=True):
+                if runs.setdefault(axis, run) != run:
+                    raise UnreadableError("the diagonal of what is cut in other pieces")
+        places, count = dict[Axis, int](), 0
+        for axis in axes_of(result):
+            places[axis], count = count, count + len(runs.setdefault(axis, (int(axis.size),)))
+        dims = tuple(tuple(_flat(runs[axis] for axis in atoms(dim))) for dim in result)
+        order = [places[axis] + i for axis in axes_of(source) for i in range(len(runs[axis]))]
+        return self._split(cuts)._placed(dims, dict(enumerate(order)))
 
     def unsqueezed(self, dim: int) -> IndexSum:
         """With a new dimension of size one."""
         dim %= len(self.dims) + 1
         return IndexSum((*self.dims[:dim], (), *self.dims[dim:]), self.terms)
 
-    def squeezed(self, dims: Iterable[int]) -> IndexSum:
-        """Without those of the dimensions that have size one."""
-        gone = {dim % len(self.dims) for dim in dims} if self.dims else set()
-        return IndexSum(tuple(own for d, own in enumerate(self.dims) if own or d not in gone), self.terms)
-
-    def reshaped(self, shape: Sequence[int]) -> IndexSum:
-        """With the same elements in other dimensions.
-
-        Raises:
-            UnreadableError: the dimensions do not factor.
-        """
-        parts = refinement([size for dim in self.dims for size in dim], [size for size in shape if size != 1])
-        split = self._split([size for run in parts for size in run])
-        sizes, dims = list(split.sizes), []
-        for extent in shape:
-            own: list[int] = []
-            while _product(own) < extent:
-                own.append(sizes.pop(0))
-            dims.append(tuple(own))
-        return IndexSum(tuple(dims), split.terms)
-
     def expanded(self, shape: Sequence[int]) -> IndexSum:
-        """Broadcast to a shape (``-1`` keeps an extent)."""
-        own = ((),) * (len(shape) - len(self.dims)) + self.dims
-        dims = tuple(dim or dims_of([max(size, 1)])[0] for dim, size in zip(own, shape, strict=True))
-        return self._widened(own, dims)
+        """Broadcast to a shape."""
+        result = fresh([max(size, 1) for size in shape])
+        own = result[len(result) - len(self.dims) :]
+        return self.moved(result, tuple(dim if mine else () for mine, dim in zip(self.dims, own, strict=True)))
 
     def diagonal_matrix(self) -> IndexSum:
         """``diag_embed``: the last dimension on the diagonal of a matrix."""
         (size,) = self.dims[-1] or (1,)
         return self.unsqueezed(-1).times(IndexSum.identity(size))
-
-    def diagonal(self, first: int, second: int) -> IndexSum:
-        """The diagonal of two dimensions of equal size, as the last dimension."""
-        rank = len(self.dims)
-        first, second = first % rank, second % rank
-        moved = self.permuted([dim for dim in range(rank) if dim not in (first, second)] + [first, second])
-        if len(moved.dims[-1]) > 1 or moved.dims[-1] != moved.dims[-2]:
-            raise UnreadableError("the diagonal of what is not square")
-        place = {index: index for index in range(_count(moved.dims))}
-        if moved.dims[-1]:
-            place[len(place) - 1] = len(place) - 2
-        return moved._placed(moved.dims[:-1], place)
 
     def _placed(self, dims: Dims, place: Mapping[int, int]) -> IndexSum:
         """With free indices moved to other places."""

@@ -12,7 +12,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Arithmetic
+from lz_compile.passes.formula.axes import LayoutError, fresh
+from lz_compile.passes.graph.view import read
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum, as_sum
 from lz_compile.passes.loops.recurrence.index_terms import Atom, UnreadableError
 
@@ -97,38 +100,23 @@ def _copy(node: fx.Node, _target: IndexSum, source: IndexSum) -> IndexSum:
     return source.expanded(shape_of(node))
 
 
-def _reshape(node: fx.Node, value: IndexSum, _shape: Sequence[int]) -> IndexSum:
-    return value.reshaped(shape_of(node))
+def _moved(node: fx.Node, value: IndexSum, *_: Any) -> IndexSum:
+    """What a change of layout makes of its input."""
+    call, result = read(node), fresh(shape_of(node))
+    assert call is not None, "a rule is of a call"
+    try:
+        source = layout.read_input_dims(call, result)
+    except LayoutError as error:
+        raise UnreadableError(str(error)) from error
+    assert source is not None, f"{call.name} changes a layout only"
+    return value.moved(result, source)
 
 
-def _expand(node: fx.Node, value: IndexSum, _shape: Sequence[int]) -> IndexSum:
-    return value.expanded(shape_of(node))
-
-
-def _permute(_: fx.Node, value: IndexSum, order: Sequence[int]) -> IndexSum:
-    return value.permuted(order)
-
-
-def _transpose(_: fx.Node, value: IndexSum, first: int = 0, second: int = -1) -> IndexSum:
-    order = list(range(len(value.dims)))
-    if order:
-        order[first], order[second] = order[second], order[first]
-    return value.permuted(order)
-
-
-def _unsqueeze(_: fx.Node, value: IndexSum, dim: int) -> IndexSum:
-    return value.unsqueezed(dim)
-
-
-def _squeeze(_: fx.Node, value: IndexSum, dims: int | Sequence[int] | None = None) -> IndexSum:
-    given = range(len(value.dims)) if dims is None else [dims] if isinstance(dims, int) else dims
-    return value.squeezed(given)
-
-
-def _select(_: fx.Node, value: IndexSum, dim: int, _index: int) -> IndexSum:
+def _select(node: fx.Node, value: IndexSum, dim: int, _index: int) -> IndexSum:
     if value.dims[dim]:
         raise UnreadableError("it takes one of several elements")
-    return value.squeezed([dim])
+    result = fresh(shape_of(node))
+    return value.moved(result, (*result[:dim], (), *result[dim:]))
 
 
 def _slice(node: fx.Node, value: IndexSum, *_: Any) -> IndexSum:
@@ -156,10 +144,12 @@ def _diag_embed(_: fx.Node, value: IndexSum, offset: int = 0, first: int = -2, s
     return value.diagonal_matrix()
 
 
-def _diagonal(_: fx.Node, value: IndexSum, offset: int = 0, first: int = 0, second: int = 1) -> IndexSum:
-    if offset:
+def _diagonal(node: fx.Node, value: IndexSum, offset: int = 0, first: int = 0, second: int = 1) -> IndexSum:
+    if offset or value.shape[first] != value.shape[second]:
         raise UnreadableError("a diagonal beside the main one")
-    return value.diagonal(first, second)
+    *rest, last = fresh(shape_of(node))
+    own = {first % len(value.dims), second % len(value.dims)}
+    return value.moved((*rest, last), tuple(last if d in own else rest.pop(0) for d in range(len(value.dims))))
 
 
 def _eye(node: fx.Node, *_: int) -> IndexSum:
@@ -203,12 +193,9 @@ RULES: Mapping[Any, Rule] = {
     ),
     aten._to_copy.default: _cast,
     aten.copy.default: _copy,
-    aten.reshape.default: _reshape,
-    aten.expand.default: _expand,
-    aten.permute.default: _permute,
-    **dict.fromkeys((aten.transpose.int, aten.t.default), _transpose),
-    aten.unsqueeze.default: _unsqueeze,
-    **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _squeeze),
+    **dict.fromkeys((aten.reshape.default, aten.expand.default, aten.permute.default, aten.unsqueeze.default), _moved),
+    **dict.fromkeys((aten.transpose.int, aten.t.default), _moved),
+    **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _moved),
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,
@@ -229,9 +216,7 @@ LOGICAL: Mapping[Any, Rule] = _overloads(
 )
 
 #: Rules of calls that compute nothing.
-_MOVES: frozenset[Rule] = frozenset(
-    {_same, _cast, _reshape, _expand, _permute, _transpose, _unsqueeze, _squeeze, _select, _slice, _cat, _stack}
-)
+_MOVES: frozenset[Rule] = frozenset({_same, _cast, _moved, _select, _slice, _cat, _stack})
 #: Rules that hold for truth values too.
 OF_TRUTH_VALUES: frozenset[Rule] = _MOVES | {
     _copy,
