@@ -13,16 +13,18 @@ from lz_compile.passes.blend.bounds import Bound
 from lz_compile.passes.blend.conditions import CASTS, integers_of
 from lz_compile.passes.blend.gate import Gates
 from lz_compile.passes.blend.pairs import vanishing
-from lz_compile.passes.blend.pieces import piece
 from lz_compile.passes.blend.ranks import Ranks
 from lz_compile.passes.blend.terms import ANCHORS, NEAR, Sums, Terms
+from lz_compile.passes.formula import moves
 from lz_compile.passes.formula.activations import is_read
+from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.formula.calls import is_cast, is_constant
+from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.provenance import EMITTED
-from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, value_of
 
 #: Calls that pick or repeat parts of what is given, beside pointwise and layout operations.
 _PICKS = frozenset({"select", "index_select", "narrow", "chunk", "split", "unbind", "gather", "stack", "cat", "detach"})
@@ -109,7 +111,7 @@ class Forms:
             return True
         if self.gates is not None and self.gates.depends(node):
             return True
-        picked = None if call is None else piece(self.effects, call)
+        picked = None if call is None else self._picked(call)
         source = None if picked is None else self.effects.calls.get(picked[0])
         return (source is not None and source.name == "softmax") or self._is_given(node)
 
@@ -160,7 +162,7 @@ class Forms:
         picked = []
         for (factor,) in factors:
             call = self.effects.calls.get(factor)
-            picked.append(None if call is None else piece(self.effects, call))
+            picked.append(None if call is None else self._picked(call))
         first, second = picked
         if first is None or second is None or first[1] != second[1] or self._differ(first[0], second[0]):
             return None
@@ -168,9 +170,21 @@ class Forms:
         if source is None or shares is None or source.name != "softmax":
             return None
         is_along = source.get("dim") is not None and source.get("dim") % shares.dim() == first[1]
-        if not is_along or shape_of(shares)[first[1]] != 2 or first[2] % 2 == second[2] % 2:
+        if not is_along or shape_of(shares)[first[1]] != 2 or first[2] == second[2]:
             return None
-        return first[2] % 2, second[2] % 2
+        return first[2], second[2]
+
+    def _picked(self, call: Call) -> tuple[fx.Node, int, int] | None:
+        """The tensor, the dimension and the position, where a call takes one position along one dimension."""
+        tensor = tensor_of(call.node)
+        if tensor is None or call.name not in moves.RULES:
+            return None
+        indices, dims = Indices(self.effects), fresh(shape_of(tensor))
+        indices.give(dims)
+        found = moves.shown(indices, call, dims)
+        fixed = [] if found is None else [(d, dim) for d, dim in enumerate(found.dims) if not indices.is_plain((dim,))]
+        place = indices.place(fixed[0][1]).constant if len(fixed) == 1 else None
+        return None if found is None or place is None else (found.value, fixed[0][0], int(place))
 
     def _differ(self, one: fx.Node, other: fx.Node) -> bool:
         return self.sums.first(one) is not self.sums.first(other)

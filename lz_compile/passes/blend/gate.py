@@ -9,13 +9,15 @@ import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.blend.pieces import piece
 from lz_compile.passes.blend.ranks import Rank, Ranks
+from lz_compile.passes.formula import moves
 from lz_compile.passes.formula.activations import AT_LEAST, AT_MOST, BENDS, Rule, is_read
 from lz_compile.passes.formula.algebra import Leaf, Region
-from lz_compile.passes.formula.axes import Axis, Dims, resolve
+from lz_compile.passes.formula.axes import Axis, Dims, fresh, resolve
 from lz_compile.passes.formula.calls import constant_value, is_cast
 from lz_compile.passes.formula.expressions import tidy
+from lz_compile.passes.formula.indices import Indices
+from lz_compile.passes.formula.pieces import Piece
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
@@ -90,9 +92,7 @@ class Gates:
         call = self.effects.calls.get(node)
         if call is None or call.is_inplace or tensor_of(node) is None:
             return False
-        is_moved = (
-            is_cast(call) or rearranges(call) or call.name == "detach" or _only_place(self.effects, call) is not None
-        )
+        is_moved = is_cast(call) or rearranges(call) or call.name == "detach" or _only(self.effects, call) is not None
         if not is_read(call) and not is_moved:
             return False
         return any(self.depends(each) for each in node.all_input_nodes)
@@ -145,19 +145,20 @@ def _through(detached: list[fx.Node]) -> Rule:
 
 def _only_one(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     """The only element of a dimension."""
-    found = _only_place(region.effects, call)
-    if found is None:
-        return None
-    at, keeps_dim = found
-    return region.express(call.input, dims if keeps_dim else (*dims[:at], (), *dims[at:]), call.node)
+    found = _only(region.effects, call, dims)
+    return None if found is None else region.express(found.value, found.dims, found.by)
 
 
-def _only_place(effects: Effects, call: Call) -> tuple[int, bool] | None:
-    """The dimension of which a call takes the only element, and whether it stays."""
-    picked, tensor = piece(effects, call), tensor_of(call.input)
-    if picked is None or tensor is None or picked[0] is not call.input or picked[5] or shape_of(tensor)[picked[1]] != 1:
+def _only(effects: Effects, call: Call, dims: Dims | None = None) -> Piece | None:
+    """What a call shows that takes the only element of dimensions, or all."""
+    tensor = tensor_of(call.node)
+    if tensor is None or call.name not in moves.RULES:
         return None
-    return picked[1], picked[3]
+    indices = Indices(effects)
+    dims = resolve(fresh(shape_of(tensor)) if dims is None else dims)
+    indices.give(dims)
+    found = moves.shown(indices, call, dims)
+    return found if found is not None and indices.is_plain(found.dims) else None
 
 
 def logits_of(region: Region, ranks: Ranks, others: tuple[Leaf, ...] = ()) -> Logits | None:

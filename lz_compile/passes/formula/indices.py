@@ -11,6 +11,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
 from lz_compile.ground.sizes import Size, as_size, product
@@ -111,6 +112,10 @@ class Indices:
             self._places[axis] = position
             originals[part] = axis
             self._cut(part, position, originals)
+
+    def index_at(self, node: fx.Node, dims: Dims, by: fx.Node) -> Polynomial | None:
+        """The one position that a tensor of indices holds: what only readers of values know."""
+        return None
 
     # ---- numbers ----------------------------------------------------------------------------------------------
 

@@ -222,3 +222,10 @@ RULES: Mapping[str, Rule] = {
     "stack": _stack,
     "pad": _pad,
 }
+
+
+def shown(space: Space, call: Call, dims: Dims) -> Piece | None:
+    """The one tensor that a call shows, whatever the index; None where it is no call of :data:`RULES`, or shows several."""
+    rule = RULES.get(call.name)
+    found = [piece for piece in (() if rule is None else rule(space, call, dims) or ()) if piece.when != FALSE]
+    return found[0] if found and found[0].when == TRUE else None

@@ -14,14 +14,13 @@ import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import Size
-from lz_compile.passes.formula import contraction, layout, moves, pieces
+from lz_compile.passes.formula import contraction, layout, moves
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.pieces import named_dim
 from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed_index, ordered, placed
-from lz_compile.passes.formula.pointwise import Rule, is_pointwise
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.formula.polynomial import ZERO, Polynomial, Variable, number, variable
-from lz_compile.passes.formula.predicates import FALSE, TRUE
 from lz_compile.passes.formula.subscripts import SPLITS
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modules import told
@@ -171,22 +170,14 @@ class Parts(Region):
         return layout(dims)
 
 
-def _shown(rule: pieces.Rule) -> Rule:
+def _shown(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
     """What an operation that moves elements shows, where that is one tensor."""
-
-    def read(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-        assert isinstance(region, Parts), "parts are read in a region of parts"
-        found = rule(region, call, dims)
-        if not found:
-            return None
-        first = next(piece for piece in found if piece.when != FALSE)
-        if first.when != TRUE:
-            raise LayoutError("a part of several tensors")
-        if first.by is not call.node:
-            region.interior.setdefault(first.by, dims)
-        return region.express(first.value, first.dims, first.by)
-
-    return read
+    found = moves.shown(region, call, dims)
+    if found is None:
+        return None
+    if found.by is not call.node:
+        region.interior.setdefault(found.by, dims)
+    return region.express(found.value, found.dims, found.by)
 
 
 def _sum(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
@@ -249,7 +240,7 @@ def _conj(region: Parts, call: Call, dims: Dims) -> sympy.Expr:
 
 
 FUNCTIONS: Mapping[str, Any] = {
-    **{name: _shown(rule) for name, rule in moves.RULES.items()},
+    **dict.fromkeys(moves.RULES, _shown),
     "view_as_complex": _view_as_complex,
     "view_as_real": _view_as_real,
     "real": _of_complex(0),
