@@ -203,6 +203,21 @@ def around_by_transformers(x: Tensor) -> Tensor:
     return masking_utils.sdpa_mask(*x.shape, x.shape[1], mask_function=function, allow_is_causal_skip=False)
 
 
+def padded_by_an_outer_product(x: Tensor, padding: Tensor) -> Tensor:
+    kept = padding.bool().float()
+    return torch.einsum("bi,bj->bij", kept, kept)[:, None] > 0.5
+
+
+def padded_by_a_product_of_matrices(x: Tensor, padding: Tensor) -> Tensor:
+    kept = padding.bool().float()
+    return torch.bmm(kept[:, :, None], kept[:, None, :]).unsqueeze(1).bool()
+
+
+def rolled_and_back(x: Tensor) -> Tensor:
+    query, key = rows(x)
+    return (key <= query).roll((2, -1), (0, 1)).roll((-2, 1), (0, 1))
+
+
 @dataclass(frozen=True)
 class Case:
     """A mask and what it means."""
@@ -244,6 +259,9 @@ CASES = (
     Case(chunked_by_transformers, "causal and document, ..0, floordiv_1 = floordiv", "b1qk"),
     Case(windowed_by_transformers, "sliding window, -2..0 from the end", "b1qk"),
     Case(around_by_transformers, "sliding window, -2..2", "b1qk"),
+    Case(padded_by_an_outer_product, "query padding and key padding, bool_1, bool_1", "b1qk"),
+    Case(padded_by_a_product_of_matrices, "query padding and key padding, bool_1, bool_1", "b1qk"),
+    Case(rolled_and_back, "causal, ..0"),
 )
 
 
@@ -255,6 +273,21 @@ def test_a_mask_is_read_for_what_it_means(case: Case, dynamic: bool) -> None:
     assert told(found) == ((case.dynamic if dynamic else None) or case.meaning)
     assert isinstance(found, Meaning)
     check(case.make, question, found, SIZES if dynamic else SIZES[:1])
+
+
+def shifted_by_windows(x: Tensor) -> Tensor:
+    """Row by row, a window of one vector, one step further back."""
+    size = x.shape[1]
+    return (torch.arange(2 * size - 1) < size).unfold(0, size, 1).flip(0)
+
+
+def test_windows_of_one_vector_are_a_band() -> None:
+    """PyTorch takes the size of a window for a number, so that there are no symbolic ones."""
+    question = asked(shifted_by_windows)
+    found = question.read()
+    assert told(found) == "causal, ..0"
+    assert isinstance(found, Meaning)
+    check(shifted_by_windows, question, found, SIZES[:1])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.make.__name__)
