@@ -21,6 +21,7 @@ from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.formula.calls import is_cast, is_constant
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.projections import rearranges
+from lz_compile.passes.formula.subscripts import SPLITS
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.provenance import EMITTED
@@ -111,9 +112,7 @@ class Forms:
             return True
         if self.gates is not None and self.gates.depends(node):
             return True
-        picked = None if call is None else self._picked(call)
-        source = None if picked is None else self.effects.calls.get(picked[0])
-        return (source is not None and source.name == "softmax") or self._is_given(node)
+        return self._share(node) is not None or self._is_given(node)
 
     def _form(self, node: fx.Node, seed: fx.Node, host: fx.Node, *, is_strict: bool = True) -> Form | None:
         terms = self.sums.of(node, (seed, host), is_lenient=not is_strict)
@@ -159,32 +158,31 @@ class Forms:
             return None
         if any(number != 1 for terms in (of_seed, of_host) for number in terms.values()):
             return None
-        picked = []
-        for (factor,) in factors:
-            call = self.effects.calls.get(factor)
-            picked.append(None if call is None else self._picked(call))
-        first, second = picked
-        if first is None or second is None or first[1] != second[1] or self._differ(first[0], second[0]):
+        first, second = (self._share(factor) for (factor,) in factors)
+        if first is None or second is None or first[1] != second[1] or self._differ(first[0].node, second[0].node):
             return None
-        source, shares = self.effects.calls.get(first[0]), tensor_of(first[0])
-        if source is None or shares is None or source.name != "softmax":
-            return None
-        is_along = source.get("dim") is not None and source.get("dim") % shares.dim() == first[1]
-        if not is_along or shape_of(shares)[first[1]] != 2 or first[2] == second[2]:
-            return None
-        return first[2], second[2]
+        softmax, dim, place = first
+        shape = shape_of(known_tensor(softmax.node))
+        is_along = softmax.get("dim") is not None and softmax.get("dim") % len(shape) == dim
+        return (place, second[2]) if is_along and shape[dim] == 2 and place != second[2] else None
 
-    def _picked(self, call: Call) -> tuple[fx.Node, int, int] | None:
-        """The tensor, the dimension and the position, where a call takes one position along one dimension."""
-        tensor = tensor_of(call.node)
-        if tensor is None or call.name not in moves.RULES:
+    def _share(self, node: fx.Node) -> tuple[Call, int, int] | None:
+        """The softmax, the dimension and the position, where a value is one of a softmax's numbers along a dimension."""
+        call, tensor = self.effects.calls.get(node), tensor_of(node)
+        source = None if call is None or call.name not in moves.RULES else self._source(call)
+        if source is not None and source.name in SPLITS:
+            source = self._source(source)
+        if call is None or source is None or source.name != "softmax" or tensor is None:
             return None
         indices, dims = Indices(self.effects), fresh(shape_of(tensor))
         indices.give(dims)
         found = moves.shown(indices, call, dims)
         fixed = [] if found is None else [(d, dim) for d, dim in enumerate(found.dims) if not indices.is_plain((dim,))]
         place = indices.place(fixed[0][1]).constant if len(fixed) == 1 else None
-        return None if found is None or place is None else (found.value, fixed[0][0], int(place))
+        return None if place is None else (source, fixed[0][0], int(place))
+
+    def _source(self, call: Call) -> Call | None:
+        return self.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
 
     def _differ(self, one: fx.Node, other: fx.Node) -> bool:
         return self.sums.first(one) is not self.sums.first(other)

@@ -284,7 +284,10 @@ def target_name(op: str, target: Any) -> str:
 
 def value_of(node: Any) -> Any:
     """What Dynamo or ``make_fx`` knows of a node's value: a fake tensor, a symbolic number or None; constants stay."""
-    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else node
+    if not isinstance(node, fx.Node):
+        return node
+    value = node.meta.get("example_value")
+    return node.meta.get("val") if value is None else value
 
 
 def tensor_of(node: Any) -> torch.Tensor | None:
