@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from formula_programs import STEPS, Formula, Program, generate, value
+from formula_programs import STEPS, Program, generate, value
+from formula_values import Formula
 
 _PAGE = Path(__file__).parents[1] / "scripts" / "operator_table.py"
 _spec = importlib.util.spec_from_file_location("operator_table", _PAGE)
