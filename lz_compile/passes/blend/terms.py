@@ -326,7 +326,7 @@ def _compared(is_equal: bool) -> Rule:
     """A condition, or sums of such that are zero or one, compared with one of these."""
 
     def rule(sums: _Expansion, call: Call) -> Terms | None:
-        source, value = tensor_of(call.input), call.get("other", call.arguments.get("#1"))
+        source, value = tensor_of(call.input), call.get("other")
         found = sums.operands(call, "input")
         if found is None or source is None or source.is_floating_point() or value not in (0, 1):
             return None

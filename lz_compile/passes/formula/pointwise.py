@@ -118,7 +118,7 @@ def _compare(is_equal: bool) -> Rule:
     """``mask == 0`` and ``mask != 0`` for a mask of zeros and ones; other comparisons are leaves."""
 
     def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-        value = plain_number(call.get("other", call.arguments.get("#1")))
+        value = plain_number(call.get("other"))
         if value not in (0, 1):
             return None
         mask = region.operand(call, "input", dims)

@@ -82,10 +82,6 @@ def _as(value: Value | None, dtype: torch.dtype) -> Value | None:
     return None if number_ is None else held(number_, dtype)
 
 
-def _second(call: Call) -> Any:
-    return call.get("other", call.arguments.get("#1"))
-
-
 def _numbers(reader: Reader, call: Call, dims: Dims, dtype: torch.dtype, *values: Any) -> list[Piecewise] | None:
     """Arguments as numbers in the dtype that they are computed in."""
     found = []
@@ -119,7 +115,7 @@ _PRODUCT = _computed("mul")
 
 
 def _mul(reader: Reader, call: Call, dims: Dims) -> Value | None:
-    given, dtype = (call.input, _second(call)), _dtype(call)
+    given, dtype = (call.input, call.get("other")), _dtype(call)
     numbers = None if dtype == torch.bool else _numbers(reader, call, dims, dtype, *given)
     for value, each in zip(given, numbers or (), strict=False):
         is_cut = any(isinstance(case, float) and math.isinf(case) for _, case in each.cases)
@@ -132,7 +128,7 @@ def _div(reader: Reader, call: Call, dims: Dims) -> Value | None:
     mode = call.get("rounding_mode")
     if mode == "floor":
         return _floor_divide(reader, call, dims)
-    numbers = _numbers(reader, call, dims, _dtype(call), call.input, _second(call))
+    numbers = _numbers(reader, call, dims, _dtype(call), call.input, call.get("other"))
     if numbers is None or mode is not None:
         return None
     divisor = numbers[1].single
@@ -160,7 +156,7 @@ def _remainder(reader: Reader, call: Call, dims: Dims) -> Value | None:
 
 def _division(reader: Reader, call: Call, dims: Dims) -> tuple[Piecewise, int] | None:
     """What is divided and by which positive integer, where both are integers."""
-    numbers = _numbers(reader, call, dims, _dtype(call), call.input, _second(call))
+    numbers = _numbers(reader, call, dims, _dtype(call), call.input, call.get("other"))
     if numbers is None or not numbers[0].is_exact:
         return None
     single = numbers[1].single
@@ -213,7 +209,7 @@ def _extreme(choose: Callable[[Piecewise, Piecewise], Piecewise | None]) -> Rule
 
 
 def _clamp(reader: Reader, call: Call, dims: Dims) -> Value | None:
-    least, most = call.get("min"), call.get("max", _second(call) if call.name == "clamp_max" else None)
+    least, most = call.get("min"), call.get("max", None)
     found = _numbers(reader, call, dims, _dtype(call), call.input)
     value = None if found is None else found[0]
     for bound, choose in ((least, _larger), (most, _smaller)):
@@ -228,7 +224,7 @@ def _clamp(reader: Reader, call: Call, dims: Dims) -> Value | None:
 
 def _comparison(function: Callable[[Number, Number], Predicate | None], *, is_swapped: bool = False) -> Rule:
     def rule(reader: Reader, call: Call, dims: Dims) -> Value | None:
-        first, second = call.input, _second(call)
+        first, second = call.input, call.get("other")
         numbers = _numbers(reader, call, dims, _compared_in(first, second), first, second)
         if numbers is None:
             return None
@@ -271,7 +267,7 @@ def _logic(function: Callable[..., Predicate]) -> Rule:
     def rule(reader: Reader, call: Call, dims: Dims) -> Value | None:
         if _dtype(call) != torch.bool:
             return None
-        values = [call.input] if call.name == "not" else [call.input, _second(call)]
+        values = [call.input] if call.name == "not" else [call.input, call.get("other")]
         return _logical(function, _booleans(reader, call, dims, values))
 
     return rule

@@ -30,6 +30,8 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "rsub": ("input", "other", "alpha"),
     "mul": ("input", "other"),
     **dict.fromkeys(("and", "or", "xor", "logical_xor", "bitwise_xor", "eq", "ne"), ("input", "other")),
+    **dict.fromkeys(("floordiv", "floor_divide", "mod", "fmod", "remainder"), ("input", "other")),
+    **dict.fromkeys(("rshift", "bitwise_right_shift", "lshift", "bitwise_left_shift"), ("input", "other")),
     "div": ("input", "other", "rounding_mode"),
     "pow": ("input", "exponent"),
     "where": ("condition", "input", "other"),

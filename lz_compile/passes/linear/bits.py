@@ -96,7 +96,7 @@ def _of_number(take: Callable[[sympy.Expr, float], sympy.Expr | None], name: str
     """What an operation by a constant takes of eight bits; others, and those of floats, are read as elsewhere."""
 
     def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-        number, source = plain_number(call.get("other", call.arguments.get("#1"))), tensor_of(call.input)
+        number, source = plain_number(call.get("other")), tensor_of(call.input)
         if number is not None and source is not None and is_whole(source):
             x = region.operand(call, "input", dims)
             low, high = _bounds(region, x)

@@ -135,10 +135,6 @@ def _is_moved(call: Call) -> bool:
     return layout.rearranges(call) or call.name in CASTS or call.name in ("int", "long", "short", *SPLITS)
 
 
-def _other(call: Call) -> Any:
-    return call.get("other", call.arguments.get("#1"))
-
-
 def _same(effects: Effects, call: Call) -> Bounds | None:
     """Elements of the input, wherever they are."""
     source, result = tensor_of(call.input), tensor_of(call.node)
@@ -164,12 +160,12 @@ def _hull(*found: Bounds | None) -> Bounds | None:
 
 
 def _chosen(effects: Effects, call: Call) -> Bounds | None:
-    return _hull(*(_bounds(effects, each, call.node) for each in (call.get("input"), _other(call))))
+    return _hull(*(_bounds(effects, each, call.node) for each in (call.get("input"), call.get("other"))))
 
 
 def _sum(sign: int) -> Rule:
     def rule(effects: Effects, call: Call) -> Bounds | None:
-        one, other = (_bounds(effects, each, call.node) for each in (call.input, _other(call)))
+        one, other = (_bounds(effects, each, call.node) for each in (call.input, call.get("other")))
         if one is None or other is None or call.get("alpha", 1) != 1:
             return None
         low, high = other if sign > 0 else (-other[1], -other[0])
@@ -180,19 +176,19 @@ def _sum(sign: int) -> Rule:
 
 def _and(effects: Effects, call: Call) -> Bounds | None:
     """Bits of a number that is not negative: no more than that, whatever the other one is."""
-    found = [_bounds(effects, each, call.node) for each in (call.input, _other(call))]
+    found = [_bounds(effects, each, call.node) for each in (call.input, call.get("other"))]
     most = [high for low, high in filter(None, found) if low >= 0]
     return (0, min(most)) if most else None
 
 
 def _either(effects: Effects, call: Call) -> Bounds | None:
     """Bits of two numbers, neither of which is negative."""
-    hull = _hull(*(_bounds(effects, each, call.node) for each in (call.input, _other(call))))
+    hull = _hull(*(_bounds(effects, each, call.node) for each in (call.input, call.get("other"))))
     return None if hull is None or hull[0] < 0 else (0, (1 << hull[1].bit_length()) - 1)
 
 
 def _rest(effects: Effects, call: Call) -> Bounds | None:
-    number = plain_number(_other(call))
+    number = plain_number(call.get("other"))
     return (0, number - 1) if isinstance(number, int) and number >= 1 else None
 
 

@@ -252,7 +252,7 @@ class _Reader(Region):
 
 def _only(axes: tuple[Axis, ...]) -> Axis:
     if len(axes) != 1:
-        raise _OtherError("sums over more than the rank")
+        raise _OtherError("sums over more than the rank" if axes else "has a rank of one")
     return axes[0]
 
 
@@ -288,23 +288,12 @@ def _norm(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
 
 def _product(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
     """A product with a vector, whichever call it is."""
-    if call.name in ("addmm", "baddbmm", "linear") and (call.name != "linear" or call.get("bias") is not None):
+    found = contraction.factors(call, dims)
+    if found is None or len(found.factors) != 2 or not found.is_plain:
+        raise _OtherError(f"depends on {told(call.node)}")
+    if found.addend is not None:
         raise _OtherError("adds something to products of a and v")
-    names = ("input", "weight" if call.name == "linear" else "other", "mat2", "vec", "tensor", "#1")
-    given = [call.get(name) for name in names if isinstance(call.get(name), fx.Node)]
-    shapes = [shape_of(tensor) for tensor in map(tensor_of, given) if tensor is not None]
-    if call.name != "einsum" and len(shapes) == 2 and len(shapes[1]) == 1:
-        if shapes[0][-1] == 1:
-            raise _OtherError("has a rank of one")
-        axis = Axis(shapes[0][-1])
-        operands = [(given[0], (*dims, (axis,)) if len(shapes[0]) > 1 else ((axis,),)), (given[1], ((axis,),))]
-    else:
-        found = contraction.read(reader, call, dims)
-        if found is None or found.coefficient != 1 or found.addend is not None:
-            raise _OtherError(f"depends on {told(call.node)}")
-        axis = _only(found.summed)
-        operands = [(side.node, side.dims) for side in (found.left, found.right)]
-    left, right = reader.over(axis, operands, call.node)
+    left, right = reader.over(_only(found.summed), list(found.factors), call.node)
     return reader.total(left * right)
 
 
