@@ -56,6 +56,7 @@ class Reader(Indices):
         super().__init__(effects)
         self._leaves: dict[tuple[fx.Node, Dims, fx.Node | None], Value] = {}
         self._values: dict[tuple[fx.Node, Dims], Value] = {}
+        self._rounded: dict[fx.Node, bool] = {}
         self._depth = 0
         self._unknowns = 0
 
@@ -158,10 +159,20 @@ class Reader(Indices):
 
     def index_at(self, node: fx.Node, dims: Dims, by: fx.Node) -> Polynomial | None:
         """The one position that a tensor of indices holds, where it is none from the end; None where it is not known."""
+        if self._is_rounded(node):
+            return None
         value = numeric(self.read(node, dims, by))
         single = None if value is None or not value.is_exact else value.single
         least = None if single is None else lower(single)
         return single if least is not None and least >= 0 else None
+
+    def _is_rounded(self, node: fx.Node) -> bool:
+        """Whether an index is computed from floats: buckets of distances are, and no polynomial tells them."""
+        if node not in self._rounded:
+            tensor = tensor_of(node)
+            is_float = tensor is not None and tensor.is_floating_point()
+            self._rounded[node] = is_float or any(map(self._is_rounded, node.all_input_nodes))
+        return self._rounded[node]
 
     # ---- sums -------------------------------------------------------------------------------------------------
 
