@@ -170,8 +170,9 @@ class Reader(Indices):
         """Whether an index is computed from floats: buckets of distances are, and no polynomial tells them."""
         if node not in self._rounded:
             tensor = tensor_of(node)
-            is_float = tensor is not None and tensor.is_floating_point()
-            self._rounded[node] = is_float or any(map(self._is_rounded, node.all_input_nodes))
+            self._rounded[node] = tensor is not None and (
+                tensor.is_floating_point() or any(map(self._is_rounded, node.all_input_nodes))
+            )
         return self._rounded[node]
 
     # ---- sums -------------------------------------------------------------------------------------------------
