@@ -43,9 +43,10 @@ def compile_with_inductor(
 def inductor_runner(mode: str | None, options: dict[str, Any]) -> Runner:
     """Compiles a rewritten graph with Inductor, under its mode and options; the decisions are part of its cache keys."""
     config = inductor.config_of(mode, options)
+    alike = policy.current().settings.deterministic == "batch_invariant"
 
     def run(graph: fx.GraphModule, inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
-        return inductor.compile_graph(graph, inputs, config, _cache_key(report))
+        return inductor.compile_graph(graph, inputs, config, _cache_key(report), rounds_alike=alike)
 
     return run
 

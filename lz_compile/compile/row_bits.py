@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lz_compile.compile.stages import State
 from lz_compile.ground import events
-from lz_compile.lowering import rows
+from lz_compile.lowering import ops, rows
 from lz_compile.passes.editing.edit import Rewrite
 from lz_compile.passes.graph.modes import Ambient, ambient_of, grad_enabled
-from lz_compile.passes.graph.view import read, tensor_of
+from lz_compile.passes.graph.modules import module_of
+from lz_compile.passes.graph.view import read, tensor_of, where_of
 from lz_compile.passes.proof.row_dependence import why_dependent
+from lz_compile.runtime.kernels.registry import kernels
 
 #: What people call operators of ATen that sum, by the beginning of their names; others go by their own.
 _NAMES: Mapping[str, str] = {
@@ -33,6 +34,8 @@ _NAMES: Mapping[str, str] = {
     **dict.fromkeys("avg_pool adaptive_avg_pool _adaptive_avg_pool".split(), "pooling"),
     **dict.fromkeys("scan associative_scan while_loop flex_attention".split(), "loop"),
 }
+#: Places that an event names of each kind.
+_MOST_PLACES = 3
 
 
 def is_wanted(state: State) -> bool:
@@ -82,21 +85,33 @@ def _may_be_replaced(node: fx.Node, ambient: Mapping[fx.Node, Ambient]) -> bool:
 
 
 def tell_uncovered(state: State) -> None:
-    """An event that counts what may give a row other bits in another batch."""
+    """An event that counts what may give a row other bits in another batch, and says where it is."""
     if not is_wanted(state):
         return
-    nodes = state.module.graph.nodes
-    uncovered = {node: why for node in nodes if (why := why_dependent(node))}
-    counts = Counter(_called(node, why) for node, why in uncovered.items())
-    if counts:
-        told = ", ".join(f"{count} {_several(kind) if count > 1 else kind}" for kind, count in counts.items())
-        are = "is" if sum(counts.values()) == 1 else "are"
-        text = f"{told} {are} not covered: a row may have other bits in another batch"
-        is_training = any(result.requires_grad for result in map(tensor_of, uncovered) if result is not None)
-        why = (
-            "; kernels whose rows have bits of their own give no gradients: use torch.no_grad()" if is_training else ""
-        )
-        events.record("NOT_BATCH_INVARIANT", text + why)
+    uncovered = {node: why for node in state.module.graph.nodes if (why := why_dependent(node, _keeps_rows))}
+    if not uncovered:
+        return
+    kinds: dict[str, list[fx.Node]] = {}
+    for node, why in uncovered.items():
+        kinds.setdefault(_called(node, why), []).append(node)
+    told = ", ".join(f"{len(of)} {_several(kind) if len(of) > 1 else kind}" for kind, of in kinds.items())
+    are = "is" if len(uncovered) == 1 else "are"
+    text = f"{told} {are} not covered: a row may have other bits in another batch"
+    if any(result.requires_grad for result in map(tensor_of, uncovered) if result is not None):
+        text += "; kernels whose rows have bits of their own give no gradients: use torch.no_grad()"
+    events.record("NOT_BATCH_INVARIANT", f"{text} ({'; '.join(map(_places, kinds, kinds.values()))})")
+
+
+def _keeps_rows(kernel_id: str) -> bool:
+    """Whether a kernel of ours or of the user's says so of itself, or computes the linears that are replaced here."""
+    specs = [found for op in ops.names() if (found := kernels(op).get(kernel_id)) is not None]
+    return kernel_id == rows.KERNEL_ID or any(spec.batch_invariant and spec.split_invariant for spec in specs)
+
+
+def _places(kind: str, nodes: Sequence[fx.Node]) -> str:
+    """Where some calls are: their modules, or lines of the user's code outside of any."""
+    places = [*dict.fromkeys(module_of(node) or where_of(node) for node in nodes)]
+    return f"{kind}: {', '.join(places[:_MOST_PLACES])}{', ...' if len(places) > _MOST_PLACES else ''}"
 
 
 def _called(node: fx.Node, operator: str) -> str:
