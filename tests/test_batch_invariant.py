@@ -9,7 +9,7 @@ from torch import nn
 
 import lz_compile as lz
 from lz_compile.ground import events
-from lz_compile.lowering import ops, rows
+from lz_compile.lowering import inductor, ops, rows
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.ops.attention import Operands
@@ -204,6 +204,35 @@ def test_nothing_is_told_for_sizes_that_change_nor_for_regions_of_autocast():
     x = torch.rand(3, 7)
     torch._dynamo.mark_dynamic(x, 0)
     assert told(rotated, x) == []
+
+
+def test_the_last_compile_of_a_function_tells_that_other_sizes_run_eagerly():
+    lz.configure(deterministic="batch_invariant")
+    compiled = torch.compile(lambda x: x + 1, backend="layerzero", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in (2, 3, 4):
+            compiled(torch.ones(rows, 3))
+    first, last = lz.reports()
+    assert not first.events
+    assert [str(event.message) for event in last.events] == [
+        "Dynamo compiles this function no more, and runs it eagerly at any other sizes: a row may have other bits in "
+        "another batch. Mark sizes that change as dynamic, or raise its limit"
+    ]
+
+
+def test_a_graph_that_is_compiled_as_it_was_is_told(monkeypatch):
+    def fails(graph):
+        raise RuntimeError("no tidying today")
+
+    monkeypatch.setattr(inductor, "untangle", fails)
+    monkeypatch.setattr(
+        inductor, "has_regions", lambda module: bool(module.graph.find_nodes(op="call_function", target=rows.linear))
+    )
+    lz.configure(deterministic="batch_invariant")
+    weight = torch.randn(5, 7)
+    with torch.no_grad():
+        found = told(lambda x: nn.functional.linear(x, weight), torch.randn(3, 7))
+    assert found == ["the graph is compiled as it was: a row may have other bits in another batch"]
 
 
 def _rows_alike(function, x):

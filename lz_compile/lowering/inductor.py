@@ -127,7 +127,7 @@ def _element_by_element() -> Iterator[None]:
     """In C++ that is written inside, a function gives an element the same bits wherever it stands: never in vectors."""
     from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
 
-    kept = {name: vars(CppVecOverrides)[name] for name in _OF_VECTORS}
+    kept = {name: vars(CppVecOverrides)[name] for name in _OF_VECTORS if name in vars(CppVecOverrides)}
     try:
         for name in kept:
             alone = CppVecOverrides._scalarize(_of_values(getattr(CppOverrides, name)))
