@@ -12,8 +12,9 @@ from torch import nn
 import lz_compile as lz
 from lz_compile.compile import row_bits
 from lz_compile.ground import events
-from lz_compile.lowering import ops, rows
+from lz_compile.lowering import inductor, ops, rows
 from lz_compile.lowering.attention_attributes import AttentionAttrs
+from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.ops.attention import Operands
 from lz_compile.runtime.kernels.registry import kernels
 
@@ -120,7 +121,7 @@ def test_what_nothing_covers_is_told():
     (event,) = [event for report in lz.reports() for event in report.events]
     assert str(event.message) == (
         "2 linears are not covered: a row may have other bits in another batch; "
-        "kernels whose rows have bits of their own give no gradients: use torch.no_grad()"
+        "kernels whose rows have bits of their own give no gradients: use torch.no_grad() (linear: 0, 1)"
     )
 
 
@@ -140,6 +141,16 @@ def total(x: torch.Tensor) -> torch.Tensor:
 def _(x):
     return torch.empty_like(x)
 
+
+def _cumulated(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(0)
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+_summed = opaque("row_tests_summed", _cumulated, _like)
 
 SUMS = [
     (nn.functional.cross_entropy, "1 softmax is"), (torch.inner, "1 product is"), (torch.cdist, "1 product is"),
@@ -169,7 +180,11 @@ def test_what_moves_elements_or_takes_them_one_by_one_is_not_told():
 @pytest.mark.parametrize(
     ("function", "is_told"),
     [
-        (lambda x, i: x.tanh() * i[:, None], True),  # vectors and the scalars after them round differently
+        (lambda x, i: x.tanh() * i[:, None], False),
+        (lambda x, i: x.remainder(0.3), True),  # vectors and the scalars after them round differently
+        (lambda x, i: torch.complex(x, x).exp().real, True),
+        (lambda x, i: x.topk(2).values, False),
+        (lambda x, i: _summed(x), True),  # an operator of ours that no kernel declares
         (lambda x, i: x.pow(3) / x.sqrt() + x.relu(), False),
         (lambda x, i: x * i.sum(dtype=torch.float32), True),
         (lambda x, i: x * i.sum(), False),
@@ -178,9 +193,87 @@ def test_what_moves_elements_or_takes_them_one_by_one_is_not_told():
         (lambda x, i: torch.zeros(3, 7) + x, False),
     ],
 )  # fmt: skip
-def test_what_rounds_by_its_place_is_told(function, is_told):
+def test_what_rounds_by_its_place_is_told_and_what_does_not_is_not(function, is_told):
     lz.configure(deterministic="batch_invariant")
     assert bool(told(function, torch.rand(3, 7), torch.tensor([2, 0, 1]))) is is_told
+
+
+def test_nothing_is_told_for_sizes_that_change_nor_for_regions_of_autocast():
+    def rotated(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x.flip(1) * len(x)
+
+    lz.configure(deterministic="batch_invariant")
+    x = torch.rand(3, 7)
+    torch._dynamo.mark_dynamic(x, 0)
+    assert told(rotated, x) == []
+
+
+def test_the_last_compile_of_a_function_tells_that_other_sizes_run_eagerly():
+    lz.configure(deterministic="batch_invariant")
+    compiled = torch.compile(lambda x: x + 1, backend="layerzero", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in (2, 3, 4):
+            compiled(torch.ones(rows, 3))
+    first, last = lz.reports()
+    assert not first.events
+    assert [str(event.message) for event in last.events] == [
+        "Dynamo compiles this function no more, and runs it eagerly at any other sizes: a row may have other bits in "
+        "another batch. Mark sizes that change as dynamic, or raise its limit"
+    ]
+
+
+def test_a_graph_that_is_compiled_as_it_was_is_told(monkeypatch):
+    def fails(graph):
+        raise RuntimeError("no tidying today")
+
+    monkeypatch.setattr(inductor, "untangle", fails)
+    monkeypatch.setattr(
+        inductor, "has_regions", lambda module: bool(module.graph.find_nodes(op="call_function", target=rows.linear))
+    )
+    lz.configure(deterministic="batch_invariant")
+    weight = torch.randn(5, 7)
+    with torch.no_grad():
+        found = told(lambda x: nn.functional.linear(x, weight), torch.randn(3, 7))
+    assert found == ["the graph is compiled as it was: a row may have other bits in another batch"]
+
+
+def _rows_alike(function, x):
+    """Rows of x, and whether they have the same bits alone, among few and among all."""
+    compiled = torch.compile(function, backend="layerzero", dynamic=False)
+    with torch.no_grad():
+        whole = compiled(x)
+        for rows in (slice(0, 1), slice(2, 7)):
+            for found, expected in zip(compiled(x[rows].contiguous()), whole, strict=True):
+                torch.testing.assert_close(found, expected[rows], rtol=0, atol=0, equal_nan=True)
+    assert [event for report in lz.reports() for event in report.events if event.code == "NOT_BATCH_INVARIANT"] == []
+
+
+def test_functions_of_elements_have_the_same_bits_wherever_these_stand():
+    names = "exp expm1 log1p sin tanh asinh sigmoid erf exp2 atan".split()
+    functions = [*(getattr(torch, name) for name in names), nn.functional.gelu, lambda x: x.abs() ** 2.3, torch.square]
+
+    def both(x):  # once in rows, once with all rows next to one another, and of one number for each
+        across = [each(x.t().contiguous()).t() for each in functions]
+        return *[each(x) for each in functions], *across, *[each(x.amax(-1)) for each in functions]
+
+    lz.configure(deterministic="batch_invariant")
+    x = torch.randn(33, 7) * 3
+    x[5] *= 1e5  # sines of large numbers are computed by other code, in vectors for all of a vector
+    x[6, 2:4] = torch.tensor([torch.nan, torch.inf])
+    _rows_alike(both, x)
+
+
+def test_results_of_16_bits_are_rounded_whether_or_not_what_reads_them_is_computed_along():
+    weight, shift = torch.randn(48).half(), torch.randn(48).half()
+
+    def repeated(x):  # of one row, what lies along the other dimension is no other order: nothing is copied
+        x = x * 0.5 + shift
+        x = nn.functional.elu((nn.functional.rms_norm(x, (48,), weight, 1e-6) + x) * 0.7)
+        return (x.repeat_interleave(2, -1).transpose(0, 1).contiguous().transpose(0, 1),)
+
+    lz.configure(deterministic="batch_invariant")
+    _rows_alike(repeated, torch.randn(33, 48).half())
 
 
 @pytest.mark.parametrize(("inputs", "biases"), [(7, 1), (0, 5)])

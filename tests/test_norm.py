@@ -338,6 +338,8 @@ def test_a_call_of_the_kernel_itself_stays_as_it_is(normalised: Callable[..., Te
 
 def test_rms_norm_without_an_epsilon_has_that_of_its_dtype() -> None:
     assert attributes(lambda x: F.rms_norm(x, (24,)), torch.randn(3, 24))["eps"] == torch.finfo(torch.float32).eps
+    half = attributes(lambda x: F.rms_norm(x, (24,)), torch.randn(3, 24).bfloat16())
+    assert half["eps"] == torch.finfo(torch.float32).eps  # what it is computed in
 
 
 class ChannelsFirst(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from lz_compile.api import eager as _eager  # noqa: F401 it answers what kernels ask of higher rooms (ground/hooks.py)
-from lz_compile.compile import pipeline
+from lz_compile.compile import pipeline, row_bits
 from lz_compile.compile.options import Options, split
 from lz_compile.compile.verification import keep
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
@@ -43,9 +43,10 @@ def compile_with_inductor(
 def inductor_runner(mode: str | None, options: dict[str, Any]) -> Runner:
     """Compiles a rewritten graph with Inductor, under its mode and options; the decisions are part of its cache keys."""
     config = inductor.config_of(mode, options)
+    alike = row_bits.is_wanted(policy.current())
 
     def run(graph: fx.GraphModule, inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
-        return inductor.compile_graph(graph, inputs, config, _cache_key(report))
+        return inductor.compile_graph(graph, inputs, config, _cache_key(report), rounds_alike=alike)
 
     return run
 
@@ -69,10 +70,11 @@ def _process(
             snapshot = Snapshot(module)
             original = None if options.verify == "off" else keep(module)
             unfolded = _rewrite(module, options, report, dump, snapshot)
+            row_bits.tell_last_compile(policy.current())
             start = time.perf_counter()
             earlier = [
                 _Earlier("the graph with regions", "the one without them", unfolded, _unmark_layers),
-                _Earlier("the rewritten graph", "the original one", snapshot, _unmark),
+                _Earlier("the rewritten graph", "the original one", snapshot, _as_it_was),
             ]
             try:
                 changed = [each for each in earlier if each.snapshot.differs()]
@@ -141,7 +143,7 @@ def _rewrite(module: fx.GraphModule, options: Options, report: GraphReport, dump
             raise RewriteFailedError(f"{text}: {type(error).__name__}: {error}") from error
         events.record("REWRITE_FAILED", f"{text}; the original one is compiled", error)
         snapshot.restore()
-        _unmark(report)
+        _as_it_was(report)
     return unfolded
 
 
@@ -149,7 +151,8 @@ def _is_changed(report: GraphReport, snapshot: Snapshot) -> bool:
     return snapshot.differs() or any(match.rewritten for match in report.matches)
 
 
-def _unmark(report: GraphReport) -> None:
+def _as_it_was(report: GraphReport) -> None:
+    row_bits.tell_original(policy.current())
     for match in report.matches:
         match.rewritten, match.kernel = False, "inductor"
     for loop in report.loops:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -11,11 +10,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lz_compile.compile.reading import edit_all
 from lz_compile.compile.stages import State
 from lz_compile.ground import events
-from lz_compile.lowering import rows
+from lz_compile.lowering import inductor, ops, rows
 from lz_compile.passes.editing.edit import MayEdit
 from lz_compile.passes.graph.modes import Ambient, ambient_of, grad_enabled
-from lz_compile.passes.graph.view import read, tensor_of
+from lz_compile.passes.graph.modules import module_of
+from lz_compile.passes.graph.view import read, tensor_of, where_of
 from lz_compile.passes.proof.row_dependence import why_dependent
+from lz_compile.runtime.kernels.registry import kernels
+from lz_compile.runtime.policy.resolved import Policy
 
 #: What people call operators of ATen that sum, by the beginning of their names; others go by their own.
 _NAMES: Mapping[str, str] = {
@@ -34,16 +36,19 @@ _NAMES: Mapping[str, str] = {
     **dict.fromkeys("avg_pool adaptive_avg_pool _adaptive_avg_pool".split(), "pooling"),
     **dict.fromkeys("scan associative_scan while_loop flex_attention".split(), "loop"),
 }
+_OTHER_BITS = "a row may have other bits in another batch"
+#: Places that an event names of each kind.
+_MOST_PLACES = 3
 
 
-def is_wanted(state: State) -> bool:
+def is_wanted(policy: Policy) -> bool:
     """Whether rows are to have the same bits in every batch."""
-    return state.choices.policy.settings.deterministic == "batch_invariant"
+    return policy.settings.deterministic == "batch_invariant"
 
 
 def replace_linears(state: State) -> None:
     """Compute linears in pieces of rows, where nothing is to be differentiated."""
-    if not is_wanted(state):
+    if not is_wanted(state.choices.policy):
         return
     edit_all("computing linears in pieces of rows", "REWRITE_FAILED", _replace_linears, state)
 
@@ -79,22 +84,49 @@ def _may_be_replaced(node: fx.Node, ambient: Mapping[fx.Node, Ambient]) -> bool:
     return is_plain and is_usual and not is_graded
 
 
-def tell_uncovered(state: State) -> None:
-    """An event that counts what may give a row other bits in another batch."""
-    if not is_wanted(state):
-        return
-    nodes = state.module.graph.nodes
-    uncovered = {node: why for node in nodes if (why := why_dependent(node))}
-    counts = Counter(_called(node, why) for node, why in uncovered.items())
-    if counts:
-        told = ", ".join(f"{count} {_several(kind) if count > 1 else kind}" for kind, count in counts.items())
-        are = "is" if sum(counts.values()) == 1 else "are"
-        text = f"{told} {are} not covered: a row may have other bits in another batch"
-        is_training = any(result.requires_grad for result in map(tensor_of, uncovered) if result is not None)
-        why = (
-            "; kernels whose rows have bits of their own give no gradients: use torch.no_grad()" if is_training else ""
+def tell_original(policy: Policy) -> None:
+    """An event of a graph that is compiled as it was."""
+    if is_wanted(policy):
+        events.record("NOT_BATCH_INVARIANT", f"the graph is compiled as it was: {_OTHER_BITS}")
+
+
+def tell_last_compile(policy: Policy) -> None:
+    """An event where Dynamo gives up: it calls the function eagerly with sizes that none of its compiles is for."""
+    if is_wanted(policy) and inductor.compiles_left() == 0:
+        text = "Dynamo compiles this function no more, and runs it eagerly at any other sizes"
+        events.record(
+            "NOT_BATCH_INVARIANT", f"{text}: {_OTHER_BITS}. Mark sizes that change as dynamic, or raise its limit"
         )
-        events.record("NOT_BATCH_INVARIANT", text + why)
+
+
+def tell_uncovered(state: State) -> None:
+    """An event that counts what may give a row other bits in another batch, and says where it is."""
+    if not is_wanted(state.choices.policy):
+        return
+    uncovered = {node: why for node in state.module.graph.nodes if (why := why_dependent(node, _keeps_rows))}
+    if not uncovered:
+        return
+    kinds: dict[str, list[fx.Node]] = {}
+    for node, why in uncovered.items():
+        kinds.setdefault(_called(node, why), []).append(node)
+    told = ", ".join(f"{len(of)} {_several(kind) if len(of) > 1 else kind}" for kind, of in kinds.items())
+    are = "is" if len(uncovered) == 1 else "are"
+    text = f"{told} {are} not covered: {_OTHER_BITS}"
+    if any(result.requires_grad for result in map(tensor_of, uncovered) if result is not None):
+        text += "; kernels whose rows have bits of their own give no gradients: use torch.no_grad()"
+    events.record("NOT_BATCH_INVARIANT", f"{text} ({'; '.join(map(_places, kinds, kinds.values()))})")
+
+
+def _keeps_rows(kernel_id: str) -> bool:
+    """Whether a kernel of ours or of the user's says so of itself, or computes the linears that are replaced here."""
+    specs = [found for op in ops.names() if (found := kernels(op).get(kernel_id)) is not None]
+    return kernel_id == rows.KERNEL_ID or any(spec.batch_invariant and spec.split_invariant for spec in specs)
+
+
+def _places(kind: str, nodes: Sequence[fx.Node]) -> str:
+    """Where some calls are: their modules, or lines of the user's code outside of any."""
+    places = [*dict.fromkeys(module_of(node) or where_of(node) for node in nodes)]
+    return f"{kind}: {', '.join(places[:_MOST_PLACES])}{', ...' if len(places) > _MOST_PLACES else ''}"
 
 
 def _called(node: fx.Node, operator: str) -> str:

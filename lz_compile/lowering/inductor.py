@@ -108,12 +108,62 @@ class _Untangling(_Fingerprint):
         untangle(graph)
 
 
+#: Functions that Inductor's C++ (2.13) computes by other code in vectors than where there are none: at their ends, where it
+#: takes vectors for slower. Those of angles even ask what the other elements of a vector are.
+_OF_VECTORS = (
+    *"exp exp2 expm1 log log1p log2 log10 sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh".split(),
+    *"sigmoid erf erfc erfinv pow fmod hypot lgamma digamma i0 i0e".split(),
+)
+#: Results of 16 bits are rounded also where what reads them is computed along, and nothing is rounded otherwise for speed.
+_ROUNDED_ALIKE = {
+    "emulate_precision_casts": True,
+    "cpp.enable_floating_point_contract_flag": "off",
+    "cpp.enable_unsafe_math_opt_flag": False,
+}
+
+
+@contextmanager
+def _element_by_element() -> Iterator[None]:
+    """In C++ that is written inside, a function gives an element the same bits wherever it stands: never in vectors."""
+    from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
+
+    kept = {name: vars(CppVecOverrides)[name] for name in _OF_VECTORS if name in vars(CppVecOverrides)}
+    try:
+        for name in kept:
+            alone = CppVecOverrides._scalarize(_of_values(getattr(CppOverrides, name)))
+            alone.__name__ = name  # under it, Inductor finds what it calls for scalars
+            setattr(CppVecOverrides, name, staticmethod(alone))
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(CppVecOverrides, name, function)
+
+
+def _of_values(function: Callable[..., str]) -> Callable[..., str]:
+    """C++ of a function of elements of arrays, as values: the type of an element itself is a reference."""
+
+    @wraps(function)
+    def of_values(*elements: str) -> str:
+        return function(*(f"+{each}" for each in elements))
+
+    return of_values
+
+
 def compile_graph(
-    module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], cache_key: str
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    config: dict[str, Any],
+    cache_key: str,
+    *,
+    rounds_alike: bool = False,
 ) -> Callable[..., Any]:
-    """Hand a graph to Inductor; ``cache_key`` becomes part of its cache keys."""
+    """Hand a graph to Inductor; ``cache_key`` becomes part of its cache keys.
+
+    ``rounds_alike`` lets pointwise code on CPUs give an element the same bits wherever it stands.
+    """
     _know_instructions(inputs)
-    patches = {**config, **_around("post_grad_custom_pre_pass", _Fingerprint, config, cache_key)}
+    patches = {**config, **_around("post_grad_custom_pre_pass", _Fingerprint, config, f"{cache_key}{rounds_alike}")}
+    patches |= _ROUNDED_ALIKE if rounds_alike else {}
     donated: AbstractContextManager[Any] = nullcontext()
     if has_regions(module):
         patches |= _around("post_grad_custom_post_pass", _Untangling, config, cache_key)
@@ -124,7 +174,7 @@ def compile_graph(
         # Inductor (2.13) writes over what a loop's body carries while it is still read: gradients of an sLSTM came out wrong.
         patches["inplace_buffers"] = False
     known = _bases(module, inputs)  # as long as it lives
-    with _without_recomputation(module), donated:
+    with _without_recomputation(module), donated, _element_by_element() if rounds_alike else nullcontext():
         compiled = cast("Callable[..., Any]", compile_fx(module, inputs, _compile_inner, config_patches=patches))
     del known
     return compiled

@@ -28,9 +28,17 @@ _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 class _Definition:
     operator: torch._ops.OpOverload
     identity: tuple[Any, ...]
+    kernel_id: str | None
 
 
 _defined: dict[str, _Definition] = {}
+
+
+def kernel_of(name: str) -> str:
+    """Under which name the kernel of ``layerzero::<name>`` is known, also of what tracing leaves of a call of it."""
+    plain = name.removesuffix("_kernel")
+    known = _defined.get(plain)
+    return plain if known is None or known.kernel_id is None else known.kernel_id
 
 
 def opaque(
@@ -82,7 +90,7 @@ def opaque(
         record(f"{name}_kernel", functools.partial(_Recorded.apply, kernel, reverse))
     schema = torch.library.infer_schema(function, mutates_args=())
     operator = define(name, schema, call)
-    _defined[name] = _Definition(operator, identity)
+    _defined[name] = _Definition(operator, identity, kernel_id)
     return operator
 
 

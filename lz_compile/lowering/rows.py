@@ -9,6 +9,9 @@ import torch
 
 from lz_compile.lowering.opaque import opaque
 
+#: Under which name it is known, as kernels are.
+KERNEL_ID = "row_linear"
+
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     from lz_compile.lowering.cpp import rows
@@ -93,4 +96,4 @@ extern "C" void run(const void* const* operands, const int64_t* sizes, const dou
 """
 
 #: ``torch.nn.functional.linear``; nothing completes a call, for that would be another one.
-linear = opaque("row_linear", _linear, _fake_linear)
+linear = opaque(KERNEL_ID, _linear, _fake_linear)

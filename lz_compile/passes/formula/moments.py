@@ -301,8 +301,8 @@ def _layer_norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
 
 def _rms_norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     trailing, eps = _trailing(moments, call, dims), call.get("eps")
-    if eps is None:
-        eps = torch.finfo(tensor_of(call.input).dtype).eps  # type: ignore[union-attr]
+    if eps is None:  # that of what it is computed in
+        eps = torch.finfo(torch.promote_types(tensor_of(call.input).dtype, torch.float32)).eps  # type: ignore[union-attr]
     return _affine(moments, call, ROW * (MEAN_SQUARE + moments.region.scalar(eps)) ** -_HALF, trailing)
 
 

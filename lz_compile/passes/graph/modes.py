@@ -33,6 +33,13 @@ def ambient_behind(nodes: Iterable[fx.Node]) -> Ambient:
     return last
 
 
+def changes_mode(node: fx.Node) -> bool:
+    """Whether a call computes nothing: it begins or ends what :class:`Ambient` tells of."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    begins = ("_enter_", "_exit_", "_set_grad_enabled", "_sdpa_kernel")
+    return name.startswith(begins) or name.endswith(("_increment_nesting", "_decrement_nesting"))
+
+
 def ambient_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Ambient]:
     """The modes that each node leaves behind, of the first nodes of a graph."""
     ambient: dict[fx.Node, Ambient] = {}

@@ -6,7 +6,8 @@ one element at a time, and which give views. What is known of nobody, operators 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -16,7 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.ground.isolation import isolated
-from lz_compile.passes.graph.view import value_of
+from lz_compile.lowering.opaque import kernel_of
+from lz_compile.passes.graph.modes import changes_mode
+from lz_compile.passes.graph.view import read, value_of
 from lz_compile.passes.proof.running import run
 
 #: Operators of ATen that move or look up elements, or whose results no order changes: the largest, whether any is true.
@@ -25,7 +28,7 @@ _EXACT = frozenset(
         *"_to_copy copy fill zero cat stack index gather embedding repeat constant_pad_nd index_select take".split(),
         *"slice_scatter select_scatter diagonal_scatter as_strided_scatter index_put index_copy index_fill".split(),
         *"scatter masked_scatter masked_select flip roll tril triu one_hot nonzero _local_scalar_dense".split(),
-        *"max min amax amin aminmax argmax argmin any all equal cummax cummin max_pool2d_with_indices".split(),
+        *"max min amax amin aminmax argmax argmin topk any all equal cummax cummin max_pool2d_with_indices".split(),
         *"pixel_shuffle pixel_unshuffle channel_shuffle repeat_interleave unfold lift_fresh set resize".split(),
         *"_reshape_copy _unsafe_view _assert_async _assert_scalar upsample_nearest1d upsample_nearest2d".split(),
         *"empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split(),
@@ -39,29 +42,41 @@ _ROUNDED = frozenset(
         *"eq ne lt le gt ge where maximum minimum fmax fmin clamp clamp_min clamp_max clip hardtanh heaviside".split(),
         *"floor ceil round trunc frac fix positive isnan isinf isfinite isposinf isneginf nan_to_num signbit".split(),
         *"logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor".split(),
-        *"clone _to_copy copy fill masked_fill copysign leaky_relu addcmul addcdiv".split(),
+        *"clone _to_copy copy fill masked_fill copysign leaky_relu addcmul addcdiv lerp".split(),
+        *"hardswish hardsigmoid hardshrink softshrink".split(),
     )
 )
-#: Elements of the longest vectors of a CPU, of which the last ones of an array may be computed as scalars.
-_LANES = 16
+#: Functions of elements that come, on CPUs, to code that this package has written element by element (``rounds_alike``).
+_FUNCTIONS = frozenset(
+    (
+        *"exp exp2 expm1 log log1p log2 log10 sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh".split(),
+        *"sigmoid silu gelu mish softplus elu celu selu log_sigmoid_forward erf erfc hypot pow fmod".split(),
+    )
+)
 #: Operators that call graphs, which are looked at by themselves.
 _CALLERS = frozenset(("cond", "invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"))
-#: Namespaces of operators: ours are kernels, of which the policy takes what declares it; the others guard and profile.
-_OTHERS = frozenset(("layerzero", "prim", "prims_guard", "profiler"))
+#: Calls that read a number off a tensor, which no fake one has.
+_NUMBERS = frozenset(("item", "tolist"))
+#: Namespaces of operators that guard and profile.
+_OTHERS = frozenset(("prim", "prims_guard", "profiler"))
+#: Whether a kernel, by its name, gives a row the same bits in every batch.
+KeepsRows: TypeAlias = Callable[[str], bool]
 
 
 class _Listing(TorchDispatchMode):
     """Notes the operators that may sum."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_rows: KeepsRows) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch says no types
-        self.found: list[str] = []
+        self.keeps_rows, self.found = keeps_rows, list[str]()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it."""
         result = operator(*args, **(kwargs or {}))
-        if not _is_exact(operator, args, kwargs or {}, result):
-            self.found.append(operator.overloadpacket.__name__)
+        name = operator.overloadpacket.__name__
+        is_ours = operator.namespace == "layerzero"
+        if not (self.keeps_rows(kernel_of(name)) if is_ours else _is_exact(operator, args, kwargs or {}, result)):
+            self.found.append(name)
         return result
 
 
@@ -73,9 +88,8 @@ def _is_exact(operator: Any, args: Any, kwargs: Any, result: Any) -> bool:
     made = pytree.tree_leaves(result)
     if not given and operator.namespace == "aten":
         return torch.Tag.nondeterministic_seeded not in operator.tags
-    if torch.Tag.pointwise in operator.tags:
-        is_rounded = name in _ROUNDED or _is_short_power(name, args) or not any(map(_is_float, made))
-        return is_rounded or all(map(_is_whole, made))
+    if torch.Tag.pointwise in operator.tags or (operator.namespace == "aten" and name in _ROUNDED | _FUNCTIONS):
+        return not any(map(_is_float, [*given, *made])) or _is_computed_alone(name, [*given, *made])
     if operator.namespace == "aten" and name in _EXACT:
         accumulates = name == "index_put" and ((len(args) > 3 and args[3]) or kwargs.get("accumulate"))
         return not (accumulates or (name == "scatter" and "reduce" in operator._overloadname))
@@ -87,31 +101,23 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _is_short_power(name: str, args: Any) -> bool:
-    """Whether a power is products or a root."""
-    exponent = args[1] if name == "pow" and len(args) > 1 else None
-    return isinstance(exponent, (int, float)) and (
-        abs(exponent) == 0.5 or (float(exponent).is_integer() and abs(exponent) <= 32)
-    )
+def _is_computed_alone(name: str, tensors: Sequence[Any]) -> bool:
+    """Whether an element has the same bits wherever it stands, next to whatever others."""
+    of = [each for each in tensors if isinstance(each, torch.Tensor)]
+    is_real = not any(
+        each.is_complex() for each in of
+    )  # the others are left to ATen, which computes ends by other code
+    return is_real and (name in _ROUNDED or (name in _FUNCTIONS and all(each.device.type == "cpu" for each in of)))
 
 
-def _is_whole(result: Any) -> bool:
-    """Whether vectors fill every row, so that no element is computed by scalar code in one batch and not in another."""
-    return (
-        isinstance(result, torch.Tensor)
-        and result.dim() > 0
-        and result.stride(-1) == 1
-        and result.shape[-1] % _LANES == 0
-    )
-
-
-def why_dependent(node: fx.Node) -> str:
+def why_dependent(node: fx.Node, keeps_rows: KeepsRows) -> str:
     """By which operator a call may give a row other bits in another batch; empty where it does not."""
-    if node.op not in ("call_function", "call_method"):
+    call = read(node)
+    if call is None or call.name in _NUMBERS or changes_mode(node):
         return ""
     if isinstance(node.target, HigherOrderOperator):
         return "" if node.target.name() in _CALLERS else node.target.name()
-    listing = _Listing()
+    listing = _Listing(keeps_rows)
     try:
         with isolated(), FakeTensorMode(allow_non_fake_inputs=True), listing:
             run([node], {each: _known(each) for each in node.all_input_nodes})
@@ -136,4 +142,8 @@ def _known(node: fx.Node) -> Any:
 
 
 def _hint(number: Any) -> Any:
-    return number.node.require_hint() if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else number
+    if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return number
+    if number.node.hint is None:
+        raise LookupError(f"data decide {number}")
+    return number.node.hint

@@ -138,7 +138,10 @@ def decide(
     if job is None:
         return select(problem, policy, tables)
     try:
-        return job.decide(problem, policy, tables, writes=writes, why_not=why_not)
+        found = job.decide(problem, policy, tables, writes=writes, why_not=why_not)
+        if job.store.gone:  # what was settled by then stays
+            _lost(StoreGoneError(job.store.gone))
+        return found
     except StoreGoneError as error:
         _lost(error)
         return _by_priors(problem, policy, tables, error)

@@ -97,7 +97,7 @@ class Job:
             RanksDifferError: ranks run different versions and the policy refuses that.
         """
         key = key_of(problem, policy)
-        settled = self._heard.settled.get(key.key)
+        settled = self._still_settled(key)
         if settled is None:
             self._hear(key.kind)
             elsewhere = self._elsewhere(problem, key.kind)
@@ -115,6 +115,28 @@ class Job:
             settled = self._heard.settled[key.key] = self._decoded(data, Agreed.decoded)
             self._tell_other(settled, problem)
         return self._followed(settled, key, problem, policy, tables, writes=writes, why_not=why_not)
+
+    def _still_settled(self, key: ProblemKey) -> Agreed | None:
+        """What this rank knows to be agreed on; None where it has to ask, as others have moved on.
+
+        It stays where the store is lost, of which whoever decides is told.
+        """
+        settled = self._heard.settled.get(key.key)
+        if settled is None or self.store.gone:
+            return settled
+        try:
+            data = self.store.get(f"decision/{key.key}")
+            if data is None:
+                raise self.store.give_up("what was agreed on is no longer in it")
+            if self._decoded(data, Agreed.decoded) == settled:
+                return settled
+            self.refresh()
+        except StoreGoneError:
+            return settled
+        if self._heard.settled.pop(key.key, None) is not None and self._heard.taken.get(key.key):
+            text = f"this rank has compiled {settled.kernel}, and the others agree on something else by now"
+            events.record("RANKS_APART", f"{text} (problem {key.key})")
+        return None
 
     def move_on(
         self,
