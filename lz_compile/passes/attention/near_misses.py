@@ -14,11 +14,11 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import mixed_heads, scores
-from lz_compile.passes.attention.distances import is_distance
 from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
+from lz_compile.passes.formula.distances import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modules import told
@@ -134,7 +134,7 @@ def _large(region: Region) -> tuple[Reason, str] | None:
 
 def _distances() -> tuple[Reason, str]:
     reason = Reason("SCORES_ARE_DISTANCES", "the scores are distances between queries and keys, no products")
-    edit = "score by squares, written as 2 * q @ k.T - |k|**2: what all keys share goes away in the softmax"
+    edit = "score by squared distances, as -torch.cdist(q, k) ** 2: of those, kernels take the products"
     return reason, edit
 
 

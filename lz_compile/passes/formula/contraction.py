@@ -1,4 +1,4 @@
-"""Sums of products with named axes: ``matmul``, ``@``, ``bmm``, ``baddbmm``, ``linear``, ``einsum``, multiply-and-sum.
+"""Sums of products with named axes: ``matmul``, ``bmm``, ``linear``, ``einsum``, ``tensordot``, multiply-and-sum.
 
 Given the axes of a result, :func:`read` tells the axes of both factors and the axes summed over. Which spelling it was,
 which operand came first and how either was transposed does not show in the answer.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import sympy
 from torch import fx
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
 
 #: Names of calls that are contractions by themselves (a ``sum`` is one when its input is a product).
-PRODUCTS = frozenset({"matmul", "bmm", "mm", "baddbmm", "addmm", "linear", "einsum", "inner", "mv", "dot"})
+PRODUCTS = frozenset({"matmul", "bmm", "mm", "baddbmm", "addmm", "linear", "einsum", "inner", "mv", "dot", "tensordot"})
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Factor:
 class Contraction:
     """``coefficient * sum over summed (left * right) + weight * addend``.
 
-    ``dims`` are the axes of the result; ``addend`` is ``(node, dims, weight)`` where the call adds a tensor.
+    ``dims`` are the axes of the result; ``addend`` is ``(node, dims, weight)`` where the call adds a tensor. With a
+    ``distance``, the call gives ``coefficient * sum((left - right) ** 2)`` instead, or the ``root`` of it.
     """
 
     call: Call
@@ -47,6 +48,7 @@ class Contraction:
     summed: tuple[Axis, ...]
     coefficient: sympy.Expr = sympy.S.One
     addend: tuple[fx.Node, Dims, sympy.Expr] | None = None
+    distance: Literal["", "square", "root"] = ""
 
 
 def read(region: Region, call: Call, dims: Dims) -> Contraction | None:
@@ -62,6 +64,8 @@ def read(region: Region, call: Call, dims: Dims) -> Contraction | None:
     left, right = region.seen_by(call.node, left), region.seen_by(call.node, right)
     if call.name == "linear":
         return _linear(region, call, dims, left, right)
+    if call.name == "tensordot":
+        return _tensordot(call, dims, left, right)
     if call.name in ("inner", "mv", "dot"):
         return None
     product = _matmul(call, dims, left, right)
@@ -99,6 +103,23 @@ def _linear(region: Region, call: Call, dims: Dims, left: fx.Node, right: fx.Nod
     factors = Factor(left, (*dims[:-1], summed)), Factor(right, (dims[-1], summed))
     addend = None if bias is None else (region.seen_by(call.node, bias), dims[-1:], sympy.S.One)
     return Contraction(call, dims, *factors, summed, addend=addend)
+
+
+def _tensordot(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Contraction | None:
+    given = call.get("dims", 2)
+    shapes = [shape_of(tensor_of(each)) for each in (left, right)]  # type: ignore[arg-type]
+    if isinstance(given, int):
+        given = [range(len(shapes[0]) - given, len(shapes[0])), range(given)]
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        return None
+    pairs = [[dim % len(shape) for dim in each] for each, shape in zip(given, shapes, strict=True)]
+    axes = [() if shapes[0][dim] == 1 else (Axis(shapes[0][dim]),) for dim in pairs[0]]
+    kept, placed = iter(dims), []
+    for positions, shape in zip(pairs, shapes, strict=True):
+        own = dict(zip(positions, axes, strict=True))
+        placed.append(tuple(own[dim] if dim in own else next(kept) for dim in range(len(shape))))
+    summed = tuple(axis for dim in axes for axis in dim)
+    return Contraction(call, dims, Factor(left, placed[0]), Factor(right, placed[1]), summed)
 
 
 def _einsum(region: Region, call: Call, dims: Dims) -> Contraction | None:

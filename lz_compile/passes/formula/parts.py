@@ -58,7 +58,16 @@ def _rearranges(call: Call | None) -> bool:
 
 def is_read(call: Call | None) -> bool:
     """Whether a call has a reading in parts."""
-    return call is not None and (is_pointwise(call) or _rearranges(call) or call.name in (*SPLITS, "sum"))
+    is_named = call is not None and (is_pointwise(call) or _rearranges(call) or call.name in (*SPLITS, "sum"))
+    return is_named or sums_pairs(call)
+
+
+def sums_pairs(call: Call | None) -> bool:
+    """Whether a call may be a sum of products over a dimension of two, as with a rotation matrix."""
+    if call is None or call.name not in contraction.PRODUCTS:
+        return False
+    tensors = [tensor_of(each) for each in call.node.all_input_nodes]
+    return all(tensor is None or 2 in tensor.shape[-3:] for tensor in tensors)
 
 
 @dataclass
@@ -111,7 +120,9 @@ class Parts(Region):
 
     def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
         assert isinstance(self.stops, Edge), "parts are of a source"
-        summed = _sum(self, call, dims) if call.name == "sum" and self.stops.depends(call.node) else None
+        summed = None
+        if self.stops.depends(call.node):
+            summed = _sum(self, call, dims) if call.name == "sum" else _product(self, call, dims)
         return super()._express_call(call, dims) if summed is None else summed
 
     def cut(self, dim: tuple[Axis, ...], size: Any, start: int, step: int = 1) -> tuple[Axis, ...]:
@@ -263,6 +274,23 @@ def _sum(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
     parts = (region.at(call, dims, named[0], (Fixed(2, i),), has_dim=has_dim) for i in (0, 1))
     region.interior.setdefault(call.node, dims)
     return sum(parts, start=sympy.S.Zero)
+
+
+def _product(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
+    """A sum of products over a dimension of pairs: the same, by a call."""
+    found = contraction.read(region, call, dims) if sums_pairs(call) else None
+    if found is None or len(found.summed) != 1 or found.summed[0].size != 2 or found.addend is not None:
+        return None
+    total = sympy.S.Zero
+    for i in (0, 1):
+        place = {found.summed[0]: Fixed(2, i)}
+        parts = (
+            region.express(each.node, tuple(tuple(place.get(a, a) for a in dim) for dim in each.dims), call.node)
+            for each in (found.left, found.right)
+        )
+        total += sympy.Mul(*parts)
+    region.interior.setdefault(call.node, dims)
+    return found.coefficient * total
 
 
 # ---- joining -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.formula.calls import is_cast
-from lz_compile.passes.formula.parts import is_read
+from lz_compile.passes.formula.parts import is_read, sums_pairs
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.modules import told
@@ -49,7 +49,7 @@ def _may_be_last(effects: Effects, node: fx.Node) -> bool:
         return False
     if 0 in shape_of(tensor) or not node.users:
         return False
-    return call.name in _LAST or (is_cast(call) and _rounds(call))
+    return call.name in _LAST or sums_pairs(call) or (is_cast(call) and _rounds(call))
 
 
 def _rounds(call: Call) -> bool:

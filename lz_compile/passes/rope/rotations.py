@@ -9,7 +9,7 @@ that are left, which do not depend on the source.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import fx
@@ -227,7 +227,11 @@ def moving(dims: Dims) -> set[Axis]:
 
 
 def _cuts(shape: Shape) -> Iterator[_Cut]:
-    """The ways in which the last dimension, or the last two, may be pairs."""
+    """The ways in which the last dimension, or the last two, may be pairs; those of one element do not count."""
+    single = next((at for at in (len(shape) - 1, len(shape) - 2) if at > 0 and shape[at] == 1), None)
+    if single is not None:
+        yield from (_with_single(cut, single) for cut in _cuts((*shape[:single], *shape[single + 1 :])))
+        return
     last = shape[-1]
     before = shape[-2] if len(shape) > 1 else 1
     if isinstance(last, int) and last >= 4 and last % 2 == 0:
@@ -237,6 +241,16 @@ def _cuts(shape: Shape) -> Iterator[_Cut]:
         yield _cut(shape[:-2], before, True, True)
     if before == 2 and isinstance(last, int) and last > 1:
         yield _cut(shape[:-2], last, False, True)
+
+
+def _with_single(cut: _Cut, at: int) -> _Cut:
+    """The same with a dimension of one element more."""
+
+    def more(dims: Dims) -> Dims:
+        return (*dims[:at], (), *dims[at:])
+
+    first, second = map(more, cut.halves)
+    return replace(cut, halves=(first, second), whole=None if cut.whole is None else more(cut.whole))
 
 
 def _cut(rows: Shape, count: int, is_interleaved: bool, is_apart: bool) -> _Cut:

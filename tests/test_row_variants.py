@@ -1,0 +1,80 @@
+"""What models do to norms, rotations and recurrences beside the plain form: read, or told with what stands in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import row_variants as variants
+import torch
+from attention_variants import Variant, normal, some
+from backends import Rewriting
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+LOCK = {"norm": "torch.norm", "rope": "torch.rope"}
+
+
+def compiled(variant: Variant, *, is_trained: bool = False, is_dynamic: bool = False) -> Rewriting:
+    """The backend after a compile whose results, and gradients, are those of eager mode."""
+    torch._dynamo.reset()
+    inputs = [each.detach().clone().requires_grad_(is_trained) for each in variant.inputs]
+    if is_dynamic:
+        torch._dynamo.mark_dynamic(inputs[0], 0)
+    backend, results = Rewriting(lock=LOCK), []
+    for function in (torch.compile(variant.function, backend=backend, fullgraph=True), variant.function):
+        outs = pytree.tree_leaves(function(*inputs))
+        total = sum(out.square().sum() for out in outs)
+        grads = torch.autograd.grad(total, inputs, allow_unused=True) if is_trained else ()
+        results.append([*(out.detach() for out in outs), *(each for each in grads if each is not None)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    return backend
+
+
+def rewritten(backend: Rewriting, op: str) -> list[bool]:
+    """Of every match of an op, whether it was rewritten."""
+    return [match.rewritten for match in backend.report.matches if match.op == op]
+
+
+ROTATIONS = variants.rotations()
+
+
+@pytest.mark.parametrize("name", some(ROTATIONS, 8, lambda name: name.startswith("small")))
+@pytest.mark.parametrize("kind", ["static", "dynamic", "trained"])
+def test_rotations_by_a_matrix_for_each_pair_are_embeddings(name: str, kind: str) -> None:
+    backend = compiled(ROTATIONS[name], is_trained=kind == "trained", is_dynamic=kind == "dynamic")
+    assert rewritten(backend, "rope") == [True], backend.why_not()
+
+
+def _of_three(x: Tensor, matrices: Tensor) -> Tensor:
+    """Features in threes, which no pair of tables turns."""
+    return torch.einsum("spji,bhspi->bhspj", matrices, x.unflatten(-1, (-1, 3))).flatten(-2)
+
+
+def _other_pairs(x: Tensor, matrices: Tensor) -> Tensor:
+    """Every pair turned by the sum of all matrices' results: it is mixed with the others."""
+    return torch.einsum("spji,bhsqi->bhsqj", matrices, x.unflatten(-1, (-1, 2))).flatten(-2)
+
+
+def _by_itself(x: Tensor, _: Tensor) -> Tensor:
+    """No linear map: a pair is turned by itself, as a complex number that is squared."""
+    pairs = x.unflatten(-1, (-1, 2))
+    a, b = pairs.unbind(-1)
+    matrices = torch.stack((a, -b, b, a), -1).unflatten(-1, (2, 2))
+    return (matrices @ pairs[..., None]).flatten(-3)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (_of_three, [(2, 4, 7, 12), (7, 4, 3, 3)]),
+        (_other_pairs, [(2, 4, 7, 12), (7, 6, 2, 2)]),
+        (_by_itself, [(2, 4, 7, 12), (7, 6, 2, 2)]),
+    ],
+)
+def test_products_with_matrices_that_turn_no_pairs_are_left_alone(
+    function: Callable[..., Any], shapes: list[tuple[int, ...]]
+) -> None:
+    backend = compiled(Variant(function, tuple(normal(*shape) for shape in shapes)))
+    assert not rewritten(backend, "rope")
