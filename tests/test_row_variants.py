@@ -57,12 +57,9 @@ def _other_pairs(x: Tensor, matrices: Tensor) -> Tensor:
     return torch.einsum("spji,bhsqi->bhsqj", matrices, x.unflatten(-1, (-1, 2))).flatten(-2)
 
 
-def _by_itself(x: Tensor, _: Tensor) -> Tensor:
-    """No linear map: a pair is turned by itself, as a complex number that is squared."""
-    pairs = x.unflatten(-1, (-1, 2))
-    a, b = pairs.unbind(-1)
-    matrices = torch.stack((a, -b, b, a), -1).unflatten(-1, (2, 2))
-    return (matrices @ pairs[..., None]).flatten(-3)
+def _pairs_of_tokens(x: Tensor, matrices: Tensor) -> Tensor:
+    """Neighbouring tokens are turned into each other, all features alike."""
+    return torch.einsum("tji,bhtid->bhtjd", matrices, x.unflatten(2, (-1, 2))).flatten(2, 3)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +67,7 @@ def _by_itself(x: Tensor, _: Tensor) -> Tensor:
     [
         (_of_three, [(2, 4, 7, 12), (7, 4, 3, 3)]),
         (_other_pairs, [(2, 4, 7, 12), (7, 6, 2, 2)]),
-        (_by_itself, [(2, 4, 7, 12), (7, 6, 2, 2)]),
+        (_pairs_of_tokens, [(2, 4, 8, 12), (4, 2, 2)]),
     ],
 )
 def test_products_with_matrices_that_turn_no_pairs_are_left_alone(
