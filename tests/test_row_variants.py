@@ -75,3 +75,38 @@ def test_products_with_matrices_that_turn_no_pairs_are_left_alone(
 ) -> None:
     backend = compiled(Variant(function, tuple(normal(*shape) for shape in shapes)))
     assert not rewritten(backend, "rope")
+
+
+RESIDUALS = variants.residuals()
+SEVERAL = variants.several()
+
+
+def _is_by_hand(name: str) -> bool:
+    return "rms-" in f"{name}-" and "F." not in name or "-layer" in name
+
+
+@pytest.mark.parametrize("name", some(RESIDUALS, 8, _is_by_hand))
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_norm_of_a_sum_is_one_whether_or_not_the_sum_goes_on(name: str, is_trained: bool) -> None:
+    backend = compiled(RESIDUALS[name], is_trained=is_trained)
+    assert rewritten(backend, "norm") == [True], backend.why_not()
+
+
+@pytest.mark.parametrize("name", [name for name in SEVERAL if name.startswith("cat") and _is_by_hand(name)])
+def test_a_norm_over_a_concatenation_is_one(name: str) -> None:
+    backend = compiled(SEVERAL[name], is_trained=True)
+    assert rewritten(backend, "norm") == [True], backend.why_not()
+
+
+@pytest.mark.parametrize("name", ["squares-joined", "squares-apart"])
+def test_a_norm_over_two_tensors_that_are_never_joined_is_told_once(name: str) -> None:
+    backend = compiled(SEVERAL[name])
+    (miss,) = backend.report.near_misses
+    assert miss.reason.code == "SEVERAL_TENSORS"
+    assert "normalise the concatenation" in miss.edit
+
+
+def test_a_row_divided_by_the_root_mean_square_of_another_is_none_and_not_told() -> None:
+    backend = compiled(SEVERAL["by_the_other"])
+    assert not rewritten(backend, "norm")
+    assert not backend.report.near_misses
