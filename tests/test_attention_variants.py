@@ -129,3 +129,123 @@ def test_exponentials_of_distances_that_may_all_vanish_are_told() -> None:
 
     backend = compiled(Variant(attention, qkv()))
     assert codes(backend) == {"SCORES_ARE_DISTANCES"}, backend.why_not()
+
+
+WINDOWS = variants.windows()
+#: The band of keys that queries see, by where the padding is, and by whether it is masked: then it is left out.
+BANDS = {
+    "centred-zeros": (0, 4),
+    "causal-zeros": (0, 4),
+    "ahead-zeros": (0, 4),
+    "centred-masked": (-2, 2),
+    "causal-masked": (-4, 0),
+    "ahead-masked": (0, 4),
+}
+
+
+def band(backend: Rewriting) -> tuple[int, int] | None:
+    """That of the only attention."""
+    (match,) = (match for match in backend.report.matches if match.op == "attention")
+    found = match.attributes.get("band")
+    return None if found is None else (found["lower"], found["upper"])
+
+
+@pytest.mark.parametrize("name", some(WINDOWS, 14, lambda name: not name.startswith("products")))
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_windows_of_keys_are_a_band_of_them(name: str, is_trained: bool) -> None:
+    backend = compiled(WINDOWS[name], is_trained=is_trained)
+    assert attentions(backend) == [True], backend.why_not()
+    assert band(backend) == BANDS[name.split("-", 1)[1]]
+
+
+@pytest.mark.parametrize("name", ["unfold-centred-masked", "slices-causal-masked", "index-ahead-zeros"])
+def test_windows_are_a_band_where_the_batch_has_a_symbolic_size(name: str) -> None:
+    backend = compiled(WINDOWS[name], is_dynamic=True)
+    assert band(backend) == BANDS[name.split("-", 1)[1]]
+
+
+def test_a_window_whose_places_are_weighed_one_by_one_is_told() -> None:
+    backend = compiled(WINDOWS["products-centred-masked"])
+    assert codes(backend) == {"WINDOW_BY_HAND"}, backend.why_not()
+
+
+def _around(x: Tensor, width: int = 5, pad: tuple[int, int] = (2, 2)) -> Tensor:
+    return torch.nn.functional.pad(x, (0, 0, *pad)).unfold(2, width, 1).transpose(-1, -2)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    scores = torch.einsum("bhsd,bhswd->bhsw", q, keys) + bias
+    return torch.einsum("bhsw,bhswd->bhsd", scores.softmax(-1), values)
+
+
+PLACES = torch.randn(4, 1, 5, generator=torch.Generator().manual_seed(0))
+GIVEN = torch.rand(2, 1, 24, 5, generator=torch.Generator().manual_seed(0)) < 0.6
+GIVEN[..., 2] = True
+
+
+def _without_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keys, values = (torch.nn.functional.pad(x[:, 0], (0, 0, 2, 2)).unfold(1, 5, 1) for x in (k, v))
+    return torch.einsum("bsw,bsdw->bsd", torch.einsum("bsd,bsdw->bsw", q[:, 0], keys).softmax(-1), values)
+
+
+def _projected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads that are taken apart after the windows were taken."""
+    rows = (x.transpose(1, 2).flatten(2) for x in (k, v))
+    keys, values = (
+        torch.stack([x[:, i : i + 20] for i in range(5)], 2).unflatten(-1, (4, 8)).permute(0, 3, 1, 2, 4) for x in rows
+    )
+    return _attend(q[:, :, :20], keys, values)
+
+
+LIKE = {
+    "with a bias for each place": lambda q, k, v: _attend(q, _around(k), _around(v), PLACES),
+    "with a mask that is given": lambda q, k, v: _attend(
+        q, _around(k), _around(v), torch.zeros(2, 1, 24, 5).masked_fill(~GIVEN, -torch.inf)
+    ),
+    "without padding": lambda q, k, v: _attend(
+        q[:, :, 2:-2], *(x.unfold(2, 5, 1).transpose(-1, -2) for x in (k, v))
+    ),
+    "with more padding than a window": lambda q, k, v: _attend(
+        q, *(_around(x, 5, (9, 6))[:, :, 4:28] for x in (k, v))
+    ),
+    "without heads": _without_heads,
+    "with projections": _projected,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIKE)
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_windows_with_more_to_them_are_bands_too(name: str, is_trained: bool) -> None:
+    backend = compiled(Variant(LIKE[name], qkv(24, 24)), is_trained=is_trained)
+    assert attentions(backend) == [True], backend.why_not()
+    assert band(backend) is not None
+
+
+UNLIKE = {
+    "values of the next place": lambda q, k, v: _attend(
+        q, *(torch.stack([torch.nn.functional.pad(x, (0, 0, 2, 3))[:, :, i + at : i + at + 24] for i in range(5)], 3)
+             for at, x in enumerate((k, v)))
+    ),
+    "every second key": lambda q, k, v: _attend(
+        q, *(torch.stack([torch.nn.functional.pad(x, (0, 0, 4, 4))[:, :, i : i + 24] for i in range(0, 9, 2)], 3)
+             for x in (k, v))
+    ),
+    "one place twice": lambda q, k, v: _attend(
+        q, *(torch.stack([torch.nn.functional.pad(x, (0, 0, 2, 2))[:, :, i : i + 24] for i in (0, 1, 1, 2, 3)], 3)
+             for x in (k, v))
+    ),
+    "backwards": lambda q, k, v: _attend(q, *(_around(x).flip(2) for x in (k, v))),
+    "values in another order": lambda q, k, v: _attend(q, _around(k), _around(v).flip(3)),
+    "two strides": lambda q, k, v: _attend(
+        q[:, :, :12], *(torch.nn.functional.pad(x, (0, 0, 2, 1)).unfold(2, 5, 2).transpose(-1, -2) for x in (k, v))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_windows_that_are_no_band_stay_a_query_each(name: str) -> None:
+    function = UNLIKE[name]
+    backend = compiled(Variant(function, qkv(24, 24)))
+    found = [match for match in backend.report.matches if match.op == "attention"]
+    assert found, backend.why_not()
+    assert all(match.attributes.get("band") is None for match in found)

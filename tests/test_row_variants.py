@@ -82,7 +82,7 @@ SEVERAL = variants.several()
 
 
 def _is_by_hand(name: str) -> bool:
-    return "rms-" in f"{name}-" and "F." not in name or "-layer" in name
+    return ("rms-" in f"{name}-" and "F." not in name) or "-layer" in name
 
 
 @pytest.mark.parametrize("name", some(RESIDUALS, 8, _is_by_hand))
