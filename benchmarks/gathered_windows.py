@@ -40,7 +40,9 @@ def windowed(query: Tensor, key: Tensor, value: Tensor, *, window: int) -> Tenso
 
 def by_distance(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The softmax of negative squared distances, ``[B, H, T, D]``."""
-    return (-(torch.cdist(query, key) ** 2) * query.shape[-1] ** -0.5).softmax(-1) @ value
+    squares: Tensor = torch.cdist(query, key).square()
+    weights: Tensor = (-squares * query.shape[-1] ** -0.5).softmax(-1)
+    return weights @ value
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def _log_space(sums: Any, joined: Any, x: Tensor, gate: Tensor) -> Tensor:
 SUMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "method": lambda logs: logs.cumsum(1),
     "torch": lambda logs: torch.cumsum(logs, dim=-2),
-    "triangle": lambda logs: torch.ones(logs.shape[1], logs.shape[1]).tril() @ logs,
+    "triangle": lambda logs: torch.ones(logs.shape[1], logs.shape[1], dtype=logs.dtype).tril() @ logs,
 }
 JOINED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "plain": lambda total, values: (total + (values - total).logcumsumexp(1)).exp(),
@@ -234,13 +234,22 @@ JOINED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+def _by_products(joined: str, x: Tensor, gate: Tensor) -> Tensor:
+    """With running products in the place of exponentials of running sums."""
+    products = gate.sigmoid().cumprod(1)
+    if joined == "divided":
+        return products * (x / products).cumsum(1)
+    return torch.cumsum(x * products.reciprocal(), 1).mul(products)
+
+
 def log_space() -> Family:
     """``h[t] = a[t] h[t - 1] + b[t]`` without a loop, by sums of logarithms."""
     inputs = normal(2, 16, 17), normal(2, 16, 17, seed=1)
-    return {
+    found = {
         f"{name}-{way}": Variant(partial(_log_space, sums, joined), inputs)
         for (name, sums), (way, joined) in product(SUMS.items(), JOINED.items())
     }
+    return found | {f"products-{way}": Variant(partial(_by_products, way), inputs) for way in ("divided", "inverted")}
 
 
 def _complex_loop(spelled: str, x: Tensor, decay: Tensor, angle: Tensor) -> Tensor:

@@ -110,3 +110,37 @@ def test_a_row_divided_by_the_root_mean_square_of_another_is_none_and_not_told()
     backend = compiled(SEVERAL["by_the_other"])
     assert not rewritten(backend, "norm")
     assert not backend.report.near_misses
+
+
+SPACES = variants.log_space()
+
+
+@pytest.mark.parametrize("name", some(SPACES, 17, lambda name: "segsum" not in name))
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_recurrences_by_running_sums_are_scans(name: str, is_trained: bool) -> None:
+    function, inputs = SPACES[name]
+    exact = Variant(function, tuple(each.double() for each in inputs))  # eager gradients of logarithms are rough
+    backend = compiled(exact, is_trained=is_trained)
+    assert rewritten(backend, "scan") == [True], backend.why_not()
+    assert "cumsum(" not in str(backend.graphs[0].graph) or name.startswith("triangle")
+
+
+def _sums(gate: Tensor) -> Tensor:
+    return torch.nn.functional.logsigmoid(gate).cumsum(1)
+
+
+#: One edit away from a recurrence.
+NO_SPACES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of two decays": lambda x, gate: _sums(gate).exp() * (x * (-_sums(gate * 2)).exp()).cumsum(1),
+    "of the decay twice": lambda x, gate: (2 * (s := _sums(gate))).exp() * (x * (-s).exp()).cumsum(1),
+    "with the wrong sign": lambda x, gate: (s := _sums(gate)).exp() * (x * s.exp()).cumsum(1),
+    "with logarithms that are scaled": lambda x, gate: ((s := _sums(gate)) + 2 * (x - s).logcumsumexp(1)).exp(),
+    "turned over time": lambda x, gate: (s := _sums(gate)).flip(1).exp() * (x * (-s).exp()).cumsum(1),
+}
+
+
+@pytest.mark.parametrize("name", NO_SPACES)
+def test_running_sums_that_are_no_recurrence_are_left_alone(name: str) -> None:
+    function = NO_SPACES[name]
+    backend = compiled(Variant(function, (normal(2, 16, 16), normal(2, 16, 16, seed=1))))
+    assert not rewritten(backend, "scan")
