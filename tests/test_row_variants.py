@@ -10,7 +10,7 @@ import row_variants as variants
 import torch
 from attention_variants import Variant, normal, some
 from backends import Rewriting
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 LOCK = {"norm": "torch.norm", "rope": "torch.rope"}
@@ -74,6 +74,70 @@ def test_products_with_matrices_that_turn_no_pairs_are_left_alone(
     function: Callable[..., Any], shapes: list[tuple[int, ...]]
 ) -> None:
     backend = compiled(Variant(function, tuple(normal(*shape) for shape in shapes)))
+    assert not rewritten(backend, "rope")
+
+
+class Turned(nn.Module):
+    """A product with matrices that are a buffer."""
+
+    def __init__(self, function: Callable[..., Tensor], matrix: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("matrix", matrix.clone())
+
+    def forward(self, x: Tensor, *tables: Tensor) -> Tensor:
+        return self.function(x, self.matrix, *tables)
+
+
+LARGE = {name: variant for name, variant in ROTATIONS.items() if not name.startswith("small")}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("kind", ["dynamic", "trained"])
+def test_rotations_by_a_matrix_of_all_features_are_embeddings_where_its_values_are_known(name: str, kind: str) -> None:
+    function, (x, matrix, *tables) = LARGE[name]
+    turned = Variant(Turned(function, matrix), (x, *tables))
+    backend = compiled(turned, is_trained=kind == "trained", is_dynamic=kind == "dynamic")
+    assert rewritten(backend, "rope") == [True], backend.why_not()
+
+
+@pytest.mark.parametrize("name", ["large-einsum-halves", "swapped-matmul-neighbours"])
+def test_a_matrix_that_is_changed_later_is_read_again(name: str) -> None:
+    function, (x, matrix, *tables) = LARGE[name]
+    module = Turned(function, matrix)
+    torch._dynamo.reset()
+    backend = Rewriting(lock=LOCK)
+    run = torch.compile(module, backend=backend, fullgraph=True)
+    torch.testing.assert_close(run(x, *tables), module(x, *tables))
+    assert rewritten(backend, "rope") == [True], backend.why_not()
+    with torch.no_grad():
+        module.matrix[..., 0, 3] = 2.0
+    torch.testing.assert_close(run(x, *tables), module(x, *tables))
+
+
+def _moved(shift: int) -> Tensor:
+    """[16, 16]: features that are moved round by some places."""
+    return torch.eye(16).roll(shift, 0)
+
+
+def _full(kind: str) -> Tensor:
+    matrix = variants.large_matrices(False)
+    matrix[..., 0, 3] = 0.5 if kind == "one entry more" else matrix[..., 0, 3]
+    return matrix.flip(-1) if kind == "columns in reverse order" else matrix
+
+
+@pytest.mark.parametrize(
+    "kind", ["moved by one", "moved by half", "one entry more", "columns in reverse order", "given"]
+)
+def test_matrices_of_all_features_that_turn_no_pairs_or_are_not_known_are_left_alone(kind: str) -> None:
+    function, (x, matrix, *tables) = LARGE[
+        "swapped-matmul-halves" if kind.startswith("moved") else "large-einsum-halves"
+    ]
+    if kind == "given":
+        backend = compiled(Variant(function, (x, matrix, *tables)))
+    else:
+        matrix = _moved(1) if kind == "moved by one" else _moved(4) if kind == "moved by half" else _full(kind)
+        backend = compiled(Variant(Turned(function, matrix), (x, *tables)))
     assert not rewritten(backend, "rope")
 
 

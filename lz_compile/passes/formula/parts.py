@@ -6,7 +6,7 @@ parts: a complex tensor is ``real + I * imag``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,12 @@ import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import as_size, shape_of
-from lz_compile.passes.formula import contraction, layout
+from lz_compile.passes.formula import contraction, layout, turning
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed_index, moved, reach
 from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.turning import Known, may_turn, unknown
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
@@ -59,15 +60,7 @@ def _rearranges(call: Call | None) -> bool:
 def is_read(call: Call | None) -> bool:
     """Whether a call has a reading in parts."""
     is_named = call is not None and (is_pointwise(call) or _rearranges(call) or call.name in (*SPLITS, "sum"))
-    return is_named or sums_pairs(call)
-
-
-def sums_pairs(call: Call | None) -> bool:
-    """Whether a call may be a sum of products over a dimension of two, as with a rotation matrix."""
-    if call is None or call.name not in contraction.PRODUCTS:
-        return False
-    tensors = [tensor_of(each) for each in call.node.all_input_nodes]
-    return all(tensor is None or 2 in tensor.shape[-3:] for tensor in tensors)
+    return is_named or may_turn(call)
 
 
 @dataclass
@@ -75,11 +68,14 @@ class Parts(Region):
     """A region that is read at parts of its tensors; only dimensions of ``features`` are cut.
 
     What is computed from the source is read through, which takes no more numbers of it than ``places``: ``source_symbols``.
+    ``known`` gives the values of constants; ``matrices`` are those that were read for where they are zero.
     """
 
     features: list[Axis] = field(default_factory=list)
     places: int = 1
     source_symbols: set[sympy.Symbol] = field(default_factory=set)
+    known: Callable[[fx.Node], Known | None] = unknown
+    matrices: dict[fx.Node, tuple[Dims, Known]] = field(default_factory=dict)
 
     def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
         """As of every region; what is not computed from the source is a leaf where it has no other reading."""
@@ -118,11 +114,16 @@ class Parts(Region):
             raise LayoutError(f"{told(node)} is read at more than {self.places} places")
         return found
 
-    def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
+    def depends(self, node: fx.Node) -> bool:
+        """Whether a value is computed from the source."""
         assert isinstance(self.stops, Edge), "parts are of a source"
+        return self.stops.depends(node)
+
+    def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
         summed = None
-        if self.stops.depends(call.node):
-            summed = _sum(self, call, dims) if call.name == "sum" else _product(self, call, dims)
+        if self.depends(call.node):
+            summed = _sum(self, call, dims) if call.name == "sum" else None
+            summed = turning.product(self, call, dims) if summed is None else summed
         return super()._express_call(call, dims) if summed is None else summed
 
     def cut(self, dim: tuple[Axis, ...], size: Any, start: int, step: int = 1) -> tuple[Axis, ...]:
@@ -274,23 +275,6 @@ def _sum(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
     parts = (region.at(call, dims, named[0], (Fixed(2, i),), has_dim=has_dim) for i in (0, 1))
     region.interior.setdefault(call.node, dims)
     return sum(parts, start=sympy.S.Zero)
-
-
-def _product(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
-    """A sum of products over a dimension of pairs: the same, by a call."""
-    found = contraction.read(region, call, dims) if sums_pairs(call) else None
-    if found is None or len(found.summed) != 1 or found.summed[0].size != 2 or found.addend is not None:
-        return None
-    total = sympy.S.Zero
-    for i in (0, 1):
-        place = {found.summed[0]: Fixed(2, i)}
-        parts = (
-            region.express(each.node, tuple(tuple(place.get(a, a) for a in dim) for dim in each.dims), call.node)
-            for each in (found.left, found.right)
-        )
-        total += sympy.Mul(*parts)
-    region.interior.setdefault(call.node, dims)
-    return found.coefficient * total
 
 
 # ---- joining -------------------------------------------------------------------------------------------------------

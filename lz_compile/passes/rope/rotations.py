@@ -8,7 +8,7 @@ that are left, which do not depend on the source.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import sympy
@@ -20,6 +20,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
 from lz_compile.passes.formula.places import Fixed, FixedIndex, affine, canonical, has_fixed_index, paired, placed
+from lz_compile.passes.formula.turning import Known, unknown
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 
@@ -91,13 +92,15 @@ class _Cut:
         return (placed(start, ((axis, 1),), self.width) for start, axis in self.kept.items())
 
 
-def read(effects: Effects, source: fx.Node, output: fx.Node) -> Rotation | None:
-    """The rotation of ``source`` that ``output`` is, None where it is none."""
+def read(
+    effects: Effects, source: fx.Node, output: fx.Node, known: Callable[[fx.Node], Known | None] = unknown
+) -> Rotation | None:
+    """The rotation of ``source`` that ``output`` is, None where it is none; ``known`` gives the values of constants."""
     shape = shape_of(tensor_of(output))  # type: ignore[arg-type]
     edge = Edge(effects, source)
     kept = _kept(effects, edge, output, shape)
     cuts = _cuts(shape) if not kept else _cuts_of_part(shape, kept)
-    found = (_try(_parts(effects, edge, cut), source, output, cut) for cut in cuts)
+    found = (_try(replace(_parts(effects, edge, cut), known=known), source, output, cut) for cut in cuts)
     return next((each for each in found if each is not None), None)
 
 

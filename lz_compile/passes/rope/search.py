@@ -8,8 +8,9 @@ from lz_compile.ground.sizes import product, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
-from lz_compile.passes.formula.parts import SPLITS, is_read, sums_pairs
+from lz_compile.passes.formula.parts import SPLITS, is_read
 from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.turning import may_turn
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 
@@ -40,7 +41,7 @@ def sources(effects: Effects, output: fx.Node) -> list[fx.Node]:
                 apart.add(call.input)
             if call.name == "sum" and isinstance(call.input, fx.Node):
                 apart.update(call.input.all_input_nodes)  # the factors: pairs and rotation matrices
-            if sums_pairs(call):
+            if may_turn(call):
                 apart.update(node.all_input_nodes)
             for operand in node.all_input_nodes:
                 if operand not in uses and (tensor_of(operand) is not None or _is_split(effects, operand)):
@@ -70,7 +71,7 @@ def _is_apart(effects: Effects, source: fx.Node, order: list[fx.Node]) -> bool:
             made.add(node)
             call = effects.calls[node]
             names.add("" if call is None else call.name)
-            is_matrix |= sums_pairs(call)
+            is_matrix |= may_turn(call)
     return is_matrix or (not names.isdisjoint(_APART | {"sum"}) and not names.isdisjoint(_PRODUCTS))
 
 
