@@ -170,23 +170,25 @@ PADDED: Mapping[str, tuple[int, int]] = {"centred": (2, 2), "causal": (4, 0), "a
 
 
 def _by_window(windowed: Any, pad: tuple[int, int], masks: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keys, values = (windowed(F.pad(x, (0, 0, *pad)), LENGTH) for x in (k, v))
+    count = q.shape[2]
+    keys, values = (windowed(F.pad(x, (0, 0, *pad)), count) for x in (k, v))
     scores = torch.einsum("bhsd,bhswd->bhsw", q, keys) * SCALE
     if masks:
-        at = torch.arange(LENGTH)[:, None] + torch.arange(WINDOW) - pad[0]
-        scores = scores.masked_fill((at < 0) | (at >= LENGTH), -torch.inf)
+        at = torch.arange(count)[:, None] + torch.arange(WINDOW) - pad[0]
+        scores = scores.masked_fill((at < 0) | (at >= count), -torch.inf)
     return torch.einsum("bhsw,bhswd->bhsd", scores.softmax(-1), values)
 
 
 def _by_products(pad: tuple[int, int], masks: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """No keys are gathered: a score, and a weighted value, for each place of the window."""
+    count = q.shape[2]
     keys, values = (F.pad(x, (0, 0, *pad)) for x in (k, v))
-    scores = torch.stack([(q * keys[:, :, i : i + LENGTH]).sum(-1) for i in range(WINDOW)], -1) * SCALE
+    scores = torch.stack([(q * keys[:, :, i : i + count]).sum(-1) for i in range(WINDOW)], -1) * SCALE
     if masks:
-        at = torch.arange(LENGTH)[:, None] + torch.arange(WINDOW) - pad[0]
-        scores = scores.masked_fill((at < 0) | (at >= LENGTH), -torch.inf)
+        at = torch.arange(count)[:, None] + torch.arange(WINDOW) - pad[0]
+        scores = scores.masked_fill((at < 0) | (at >= count), -torch.inf)
     weights = scores.softmax(-1)
-    return sum(weights[..., i : i + 1] * values[:, :, i : i + LENGTH] for i in range(WINDOW))  # type: ignore[return-value]
+    return sum(weights[..., i : i + 1] * values[:, :, i : i + count] for i in range(WINDOW))  # type: ignore[return-value]
 
 
 def windows() -> Family:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import attention_variants as variants
 import pytest
 import torch
-from attention_variants import Variant, qkv, some
+from attention_variants import Family, Variant, normal, qkv, some
 from backends import Rewriting
 from torch import Tensor
 
@@ -249,3 +249,29 @@ def test_windows_that_are_no_band_stay_a_query_each(name: str) -> None:
     found = [match for match in backend.report.matches if match.op == "attention"]
     assert found, backend.why_not()
     assert all(match.attributes.get("band") is None for match in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [(WINDOWS, "unfold-centred-masked"), (WINDOWS, "slices-causal-zeros"), (DISTANCES, "cdist_pow-scaled-softmax")],
+)
+def test_layers_are_each_rewritten_with_their_own_keys(family: Family, name: str) -> None:
+    function, (q, k, v) = family[name]
+    backend = compiled(Variant(lambda q, k, v: function(function(q, k, v), k * 2, v), (q, k, v)), is_trained=True)
+    assert attentions(backend) == [True, True], backend.why_not()
+
+
+def test_windows_are_a_band_at_every_length() -> None:
+    function, inputs = WINDOWS["unfold-centred-masked"]
+    torch._dynamo.reset()
+    backend = Rewriting(lock=LOCK, strict=True)
+    run = torch.compile(function, backend=backend, fullgraph=True)
+    copies = [each.clone() for each in inputs]
+    for each in copies:
+        torch._dynamo.mark_dynamic(each, 2)
+    torch.testing.assert_close(run(*copies), function(*copies), **TOLERANCE)
+    assert band(backend) == (-2, 2)
+    for length in (7, 40):
+        longer = [normal(2, 4, length, 8, seed=i) for i in range(3)]
+        torch.testing.assert_close(run(*longer), function(*longer), **TOLERANCE)
+    assert len(backend.graphs) == 1
