@@ -208,3 +208,25 @@ def test_running_sums_that_are_no_recurrence_are_left_alone(name: str) -> None:
     function = NO_SPACES[name]
     backend = compiled(Variant(function, (normal(2, 16, 16), normal(2, 16, 16, seed=1))))
     assert not rewritten(backend, "scan")
+
+
+@pytest.mark.parametrize("name", ["method-segsum", "torch-segsum"])
+def test_recurrences_by_a_matrix_of_decays_are_told(name: str) -> None:
+    backend = compiled(SPACES[name])
+    assert [miss.reason.code for miss in backend.report.near_misses if miss.op == "scan"] == ["CHUNKED_ALREADY"]
+
+
+STATES = variants.complex_states()
+TOLD = {"complex": "COMPLEX_STATE", "viewed": "NOT_AFFINE", "matrices": "NOT_AFFINE"}
+
+
+def test_a_complex_state_as_two_real_ones_is_a_scan() -> None:
+    backend = compiled(STATES["pairs"])
+    assert rewritten(backend, "scan") == [True], backend.why_not()
+
+
+@pytest.mark.parametrize("spelled", TOLD)
+def test_complex_states_in_other_forms_are_told(spelled: str) -> None:
+    backend = compiled(STATES[spelled])
+    assert not rewritten(backend, "scan")
+    assert {miss.reason.code for miss in backend.report.near_misses if miss.op == "scan"} == {TOLD[spelled]}
