@@ -112,7 +112,7 @@ def several() -> Family:
 
 # ---- rotations by matrices ----------------------------------------------------------------------------------------------
 
-TOKENS, PAIRS = 7, 8
+TOKENS, PAIRS = 11, 8
 
 
 def _cos_sin() -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import fx
 from lz_compile.ground.sizes import product
 from lz_compile.lowering.ops.rope import Operands, RopeAttrs, RopeFacts, joined
 from lz_compile.passes.formula.algebra import Leaf
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
 from lz_compile.passes.formula.places import FixedIndex, affine, has_fixed_index
 from lz_compile.passes.formula.turning import Known
 from lz_compile.passes.graph.modes import grad_enabled
@@ -134,6 +134,8 @@ class RopeEmitter(TableEmitter):
         rotation, inputs = self.rotation, self.edge()
         read = {node: self.plain(dims) for node, dims in rotation.region.interior.items()}
         features = {*atoms((*rotation.features, *rotation.turned, *rotation.region.features)), *self._plain.values()}
+        matrices = {axis for dims, _ in self._matrices.values() for axis in axes_of(dims)}
+        features |= matrices - set(rotation.rows)
         cos, sin = (sorted(table.leaves, key=str)[0] for table in (rotation.cos, rotation.sin))
         operands = {
             "input": rotation.source,
@@ -159,9 +161,11 @@ class RopeEmitter(TableEmitter):
         return tuple({node: None for _, known in self._matrices.values() for node in known.buffers})
 
     def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
-        """What a constant matrix holds, at the rows of a proof."""
+        """What a constant matrix holds, at the rows of a proof: if these are more, they begin again."""
         value = self._matrices[node][1].value.to(given.device, given.dtype)
-        return value[tuple(slice(size) for size in given.shape)]
+        for dim, size in enumerate(given.shape):
+            value = value.index_select(dim, torch.arange(size, device=given.device) % value.shape[dim])
+        return value
 
     def _facts(self, core: Core, inputs: Mapping[fx.Node, Dims]) -> RopeFacts:
         rotation, with_grad = self.rotation, grad_enabled(core.ambient)

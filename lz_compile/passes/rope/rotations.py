@@ -100,11 +100,11 @@ def read(
     edge = Edge(effects, source)
     kept = _kept(effects, edge, output, shape)
     cuts = _cuts(shape) if not kept else _cuts_of_part(shape, kept)
-    found = (_try(replace(_parts(effects, edge, cut), known=known), source, output, cut) for cut in cuts)
+    found = (_try(_parts(effects, edge, cut, known), source, output, cut) for cut in cuts)
     return next((each for each in found if each is not None), None)
 
 
-def _parts(effects: Effects, edge: Edge, cut: _Cut) -> Parts:
+def _parts(effects: Effects, edge: Edge, cut: _Cut, known: Callable[[fx.Node], Known | None]) -> Parts:
     """A region of its own for each way to cut, so that all of its axes belong together."""
     axes = [cut.pairs, *(axis for axis in cut.kept.values())]
     return Parts(
@@ -115,6 +115,7 @@ def _parts(effects: Effects, edge: Edge, cut: _Cut) -> Parts:
         features=axes,
         places=2 + len(cut.kept),
         most_parts=_MOST_PARTS,
+        known=known,
     )
 
 
