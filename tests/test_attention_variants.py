@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import attention_variants as variants
 import pytest
@@ -275,3 +276,17 @@ def test_windows_are_a_band_at_every_length() -> None:
         longer = [normal(2, 4, length, 8, seed=i) for i in range(3)]
         torch.testing.assert_close(run(*longer), function(*longer), **TOLERANCE)
     assert len(backend.graphs) == 1
+
+
+@pytest.mark.parametrize("spelled", ["unfold", "slices", "as_strided"])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_wide_windows_over_more_tokens_than_a_proof_takes_are_bands(
+    spelled: str, is_masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many places as two thirds of the tokens: a query in the middle sees no padding, one in a proof would see little else."""
+    monkeypatch.setattr(variants, "WINDOW", 33)
+    inputs = tuple(normal(3, 5, 50, 12, seed=i) for i in range(3))
+    function = partial(variants._by_window, variants.WINDOWED[spelled], (16, 16), is_masked)
+    backend = compiled(Variant(function, inputs))
+    assert attentions(backend) == [True], backend.why_not()
+    assert band(backend) == ((-16, 16) if is_masked else (0, 32))

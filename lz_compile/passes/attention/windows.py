@@ -54,9 +54,10 @@ class WindowEmitter(AttentionEmitter):
             return self.start, self.first, self.last
         queries, places, keys = self._lengths_at(sizes)
         start = min(self.start, keys - queries - places + 1)
-        first = start + min(self.first - self.start, places - 1)
-        last = keys - (start + queries + places - 1) + min(self.last - self.slack, places - 1)
-        return start, max(first, 0), max(last, 0)
+        before = min(self.first - self.start, places - 1)
+        behind = min(self.last - self.slack, places - 1, queries + places - 2 - max(before, 0))  # one is left
+        slack = keys - (start + queries + places - 1)
+        return start, max(start + before, 0), max(slack + behind, 0)
 
     def _lengths_at(self, sizes: Mapping[Axis, int]) -> list[int]:
         builder = Builder(lambda node: node, sizes=sizes)
@@ -153,7 +154,7 @@ def _joined(
         return None
     told = _flags(emitter)
     ends = masks.seen([(node, *each) for node, each in told.items()], query, places, keys)
-    if ends is None or ends[0] >= start + places.size or ends[1] - slack >= places.size:
+    if ends is None or not _leave_a_key(ends, start, int(slack), query.size, places.size):
         ends, told = (0, 0), {}
     band = Band(start - ends[0], start - ends[0] + places.size - 1)
     attrs = replace(emitter.attrs, band=band)
@@ -173,6 +174,13 @@ def _joined(
     gathered = {given.node: (given.dims, whole) for given, whole in pairs}
     return WindowEmitter(**own, places=(places,), start=start, slack=int(slack), first=ends[0], last=ends[1],
                          gathered=gathered, told=told)  # fmt: skip
+
+
+def _leave_a_key(ends: tuple[int, int], start: int, slack: int, queries: Size, places: int) -> bool:
+    """Whether every query sees a key where so many are left out at both ends."""
+    before, behind = ends[0] - start, ends[1] - slack
+    is_any = not isinstance(queries, int) or max(before, 0) + max(behind, 0) < queries + places - 1
+    return before < places and behind < places and is_any
 
 
 def _renamed(dims: Dims, old: Axis, new: Axis) -> Dims:
