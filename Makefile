@@ -37,6 +37,7 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.attention --training
 	$(PY) -m benchmarks.attention_memory
 	$(PY) -m benchmarks.packed
+	$(PY) -m benchmarks.gathered_windows
 	$(PY) -m benchmarks.coverage
 	$(PY) -m benchmarks.norm
 	$(PY) -m benchmarks.models

@@ -121,14 +121,6 @@ def _both_mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhij,hg->bgij", mixed, MIXER) @ v
 
 
-def _squared_distances(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (-(torch.cdist(q, k) ** 2) * 0.25).softmax(-1) @ v
-
-
-def _sums_of_squared_differences(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (-((q[..., None, :] - k[..., None, :, :]) ** 2).sum(-1)).softmax(-1) @ v
-
-
 def _norms_of_differences(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q[..., None, :] - k[..., None, :, :]).norm(dim=-1).neg().softmax(-1) @ v
 
@@ -164,8 +156,6 @@ UNREAD: dict[Callable[..., Tensor], str] = {
     _probabilities_mixed: "[HEADS_MIXED] the probabilities of different heads",
     _probabilities_mixed_by_a_convolution: "[HEADS_MIXED] the probabilities of different heads",
     _both_mixed: "[HEADS_MIXED] the scores of different heads",
-    _squared_distances: "[SCORES_ARE_DISTANCES] the scores are distances between queries and keys",
-    _sums_of_squared_differences: "[SCORES_ARE_DISTANCES] the scores are distances between queries and keys",
     _norms_of_differences: "[SCORES_ARE_DISTANCES] the scores are distances between queries and keys",
     _scores_of_another_graph: "[SCORES_FROM_OUTSIDE] the scores are an input of this graph",
     _no_values: "[NO_VALUES] the probabilities meet no values",

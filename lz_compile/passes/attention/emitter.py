@@ -79,6 +79,7 @@ class AttentionEmitter:
     implied: Mapping[fx.Node, Implied] = field(default_factory=dict)
     buffers: tuple[fx.Node, ...] = ()
     sees_keys: bool = False
+    distance: sympy.Expr = sympy.S.Zero
     mask_label: str = ""
     mask_reasons: tuple[Reason, ...] = ()
 
@@ -86,7 +87,9 @@ class AttentionEmitter:
         """The nodes that the replacement reads, with their axes."""
         found: dict[fx.Node, Dims] = {operand.node: operand.dims for operand in (self.query, self.key, self.value)}
         fill = self.fill if self.attrs.masked_rows == "fill" else sympy.S.Zero
-        for expression in (self.query_gain, self.key_gain, self.keep, self.bias, self.output_gain, fill):
+        for expression in (
+            self.query_gain, self.key_gain, self.keep, self.bias, self.output_gain, fill, self.distance,
+        ):  # fmt: skip
             for symbol in expression.free_symbols - {INFINITY}:
                 leaf = self.region.leaves[symbol]
                 found.setdefault(leaf.node, leaf.dims)
@@ -131,6 +134,9 @@ class AttentionEmitter:
         query = self._tensor(builder, self.query, (*roles.rows, roles.features))
         key = self._tensor(builder, self.key, (roles.batch, roles.kv_heads, roles.keys, roles.features))
         value = self._tensor(builder, self.value, (roles.batch, roles.kv_heads, roles.keys, roles.value_features))
+        squares = None
+        if self.distance != 0:
+            query, key, squares = self._centred(builder, query, key)
         if self.query_gain != 1:
             query = (query * builder.evaluate(self.query_gain, self.region, row_groups, self.dtype)).to(self.dtype)
         if self.key_gain != 1:
@@ -144,6 +150,8 @@ class AttentionEmitter:
             found["bias"] = self._bias(builder, score_groups, query)
         if self.floor is not None:
             found["bias"] = found["bias"].clamp(min=self.floor)
+        if squares is not None:
+            found["bias"] = found["bias"] + squares if "bias" in found else squares
         if self.attrs.masked_rows == "fill":
             found["fill"] = self._piecewise(builder, self.fill, score_groups)
         if self.sinks is not None:
@@ -155,6 +163,22 @@ class AttentionEmitter:
         if self.documents is not None:
             found |= self._documents(builder, self.documents)
         return Operands(**found)
+
+    def _centred(self, builder: Builder, query: Any, key: Any) -> tuple[Any, Any, Any]:
+        """Query and key as seen from the mean of the keys, and what the squares of the keys add to scores.
+
+        Distances do not change, and numbers stay small: the difference of two large squares has few digits.
+        """
+        roles = self.roles
+        centre = key.mean(2, keepdim=True).detach()
+        key = key - centre
+        squares = key.to(self._wide()).square().sum(-1)[:, :, None]
+        around = centre * float(self.key.factor / self.query.factor)
+        if roles.group:
+            count = builder.size(roles.group)
+            around, squares = (each.repeat_interleave(count, 1) for each in (around, squares))
+        weight = builder.evaluate(self.distance, self.region, (*roles.rows, roles.keys), self._wide())
+        return query - around, key, squares * weight * float(self.key.factor**2)
 
     def _bias(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...], query: Any) -> Any:
         """The bias; one number for all scores, Python's or a tensor's, as a tensor of the rank of scores."""
@@ -303,6 +327,7 @@ class AttentionEmitter:
         grads = [tensor_of(node) for node in self.edge()]
         bias = [self.region.leaves[symbol].node for symbol in self.bias.free_symbols]
         bias += [] if self.slopes is None else [self.slopes.node]
+        bias += [] if self.distance == 0 else [self.key.node]
         return AttentionFacts(
             batch=product(axis.size for axis in roles.batch),
             heads=product(axis.size for axis in roles.heads),

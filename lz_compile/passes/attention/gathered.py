@@ -110,6 +110,7 @@ def _what_is_special(emitter: AttentionEmitter) -> str:
         f"it is in {emitter.dtype}": emitter.dtype not in _DTYPES,
         "scores or results are weighted": not (emitter.query_gain == emitter.key_gain == emitter.output_gain == 1),
         "scores have a bias": is_biased,
+        "scores are distances": emitter.distance != 0,
         "documents are apart": bool(emitter.documents) or attrs.limits is not None,
         "there is dropout": bool(attrs.dropout_p),
         "rows without keys are special": attrs.zeroes_nan

@@ -14,11 +14,11 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import mixed_heads, scores
-from lz_compile.passes.attention.distances import is_distance
 from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
+from lz_compile.passes.formula.distances import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modules import told
@@ -83,7 +83,7 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
         return None if is_picked else _without_values()
     before = _scores_behind(region, call.input, lambda node: node in covered or _normalised(effects, node))
     if after is None:
-        return None
+        return _place_by_place() if before is not None and _weighs_by_place(effects, call, before) else None
     if before is None:
         return _from_outside() if _holds(_is_from_outside, region, call, after[-1]) else None
     if refused is None and is_distance(effects, before[-1]):
@@ -134,8 +134,32 @@ def _large(region: Region) -> tuple[Reason, str] | None:
 
 def _distances() -> tuple[Reason, str]:
     reason = Reason("SCORES_ARE_DISTANCES", "the scores are distances between queries and keys, no products")
-    edit = "score by squares, written as 2 * q @ k.T - |k|**2: what all keys share goes away in the softmax"
+    edit = "score by squared distances, as -torch.cdist(q, k) ** 2: of those, kernels take the products"
     return reason, edit
+
+
+def _weighs_by_place(effects: Effects, call: Call, scores: list[fx.Node]) -> bool:
+    """Whether scores are put together of one for each place, and each weighs a tensor of its own."""
+    calls = [effects.calls[node] for node in scores]
+    taken = {each for node in _pieces(effects, call.node) for each in node.users}
+    weighed = [each for each in taken if (found := effects.calls.get(each)) is not None and found.name == "mul"]
+    return any(each is not None and each.name in ("stack", "cat") for each in calls) and len(weighed) > 1
+
+
+def _pieces(effects: Effects, node: fx.Node) -> set[fx.Node]:
+    """The parts that are taken of a tensor, one by one."""
+    found: set[fx.Node] = set()
+    for user in node.users:
+        call = effects.calls.get(user)
+        if call is not None and call.name in ("getitem", "select", "narrow", "unbind", "chunk", "split", "unsqueeze"):
+            found |= {user} | _pieces(effects, user)
+    return found
+
+
+def _place_by_place() -> tuple[Reason, str]:
+    text = "the keys of a window are scored, and its values weighed, one by one"
+    edit = "gather them for each query, as key.unfold(2, window, 1) does: products with that are read as a band of all keys"
+    return Reason("WINDOW_BY_HAND", text), edit
 
 
 def _from_outside() -> tuple[Reason, str]:

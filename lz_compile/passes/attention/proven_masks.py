@@ -317,7 +317,7 @@ class _State:
             reach=self.reach,
             masked_rows=masked_rows,
             has_mask=self.keep != 1,
-            has_bias=self.bias != 0,
+            has_bias=self.bias != 0 or given.distance != 0,
             has_slopes=self.slopes is not None,
             has_documents=self.documents is not None,
             bias_is_finite=self.bias == 0 or masks_finite.is_finite(region, self.bias),

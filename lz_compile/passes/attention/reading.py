@@ -15,6 +15,7 @@ from lz_compile.passes.attention.near_misses import has_scores
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.attention.roles import assign_roles
 from lz_compile.passes.attention.weights import is_weight
+from lz_compile.passes.attention.windows import WindowEmitter, windowed
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, fresh
@@ -170,10 +171,11 @@ class Reader:
                 "cast the product before the mask is added",
             )
         emitter = assign_roles(self.region, inner, found, keys, value, output, output_dims, gain)
-        emitter = simplify(emitter, self.masks)
+        emitter = windowed(emitter, self.masks) or simplify(emitter, self.masks)
         readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
         core.check(self.region.effects, readers)
-        return matched(emitter, core, self.masks)
+        is_window = isinstance(emitter, WindowEmitter)
+        return emitter.match(OP, core) if is_window else matched(emitter, core, self.masks)
 
 
 def _is_layer(found: scores.Scores) -> bool:

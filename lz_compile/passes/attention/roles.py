@@ -56,6 +56,8 @@ def assign_roles(
     masked_rows = _masked_rows(region, inner, found)
     # A number that is added to every score goes away in the softmax, except beside a sink, or fills that are compared.
     is_shift_free = found.sinks is None and masked_rows != "fill"
+    if inner.distance != 0:
+        _check_distances(found, inner, is_shift_free=is_shift_free)
     bias = inner.bias.as_coeff_Add()[1] if is_shift_free else inner.bias
     attrs = AttentionAttrs(
         scale=scale,
@@ -63,7 +65,7 @@ def assign_roles(
         softcap=inner.softcap,
         masked_rows=masked_rows,
         has_mask=keep != 1,
-        has_bias=bias != 0,
+        has_bias=bias != 0 or inner.distance != 0,
         has_sinks=found.sinks is not None,
         bias_is_finite=inner.is_floored or masks_finite.is_finite(region, bias),
         bias_can_mask=not masks_finite.is_bounded(region, bias),
@@ -77,8 +79,18 @@ def assign_roles(
     return AttentionEmitter(
         region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
         output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
-        found.rounds_masked_rows or (found.is_exponential and not inner.is_shifted),
+        found.rounds_masked_rows or (found.is_exponential and not inner.is_shifted), distance=inner.distance,
     )  # fmt: skip
+
+
+def _check_distances(found: Probabilities, inner: Scores, *, is_shift_free: bool) -> None:
+    """Refuse what a number that all scores of a row share would change: it is left out where they are distances."""
+    if not is_shift_free:
+        text = "scores that are distances are compared with others, a sink or fills that differ"
+        raise RefusedError("SCORES_ARE_DISTANCES", text, "mask with -inf, and leave sinks out")
+    if found.is_exponential and not inner.is_shifted:
+        text = "exponentials of distances are all zero where every key is far away, and nothing divided by nothing"
+        raise RefusedError("SCORES_ARE_DISTANCES", text, "take the softmax of the negative distances")
 
 
 def _roles(

@@ -36,7 +36,8 @@ class Scores:
     ``gain``, ``bias`` and ``keep`` (an indicator) are expressions over the region's leaves. ``fill`` is the bias as it is
     before the mask is known, so also where it does not keep; ``fills`` holds its value there, for every combination of
     masks. ``is_floored`` says that scores are bounded from below by a number that only ``-inf`` falls short of,
-    ``is_shifted`` that their maximum was subtracted.
+    ``is_shifted`` that their maximum was subtracted. With a ``distance``, scores are that times the squared distance of
+    query and key: beside ``gain * product``, the squares of both are added.
     """
 
     leaf: Leaf
@@ -51,6 +52,7 @@ class Scores:
     softcap: float | None
     is_floored: bool = False
     is_shifted: bool = False
+    distance: sympy.Expr = sympy.S.Zero
 
 
 def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scores | None:
@@ -63,6 +65,12 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
     if not products:
         return None
     product = products[0]
+    contraction = region.leaves[product].contraction
+    assert contraction is not None, "a product leaf has its contraction"
+    if contraction.distance == "root":
+        expression = expression.xreplace({product: sympy.sqrt(product)})
+        if expression.has(sympy.sqrt(product)):  # told by what looks for softmaxes that were not read
+            return None
     given, expression = expression, _without_shift(region, expression, keys)
     is_shifted = given != expression
     expression, is_floored = _without_floor(expression, product)
@@ -72,13 +80,22 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
     bias, fill = offset, (bias if keep != 1 else None)
     if cap is not None:
         gain, cap = _inner_scale(cap, capped, gain, product)
-    leaf = region.leaves[product]
-    assert leaf.contraction is not None, "a product leaf has its contraction"
-    left, right = leaf.contraction.left, leaf.contraction.right
+    left, right = contraction.left, contraction.right
     if set(atoms(keys)) & _axes(left):
         left, right = right, left
-    summed = atoms(leaf.contraction.summed)
-    return Scores(leaf, left, right, summed, gain, bias, keep, fill, fills, cap, is_floored, is_shifted)
+    distance = sympy.S.Zero
+    if contraction.distance:
+        distance = _distance(gain * contraction.coefficient, cap)
+        gain = -2 * distance
+    leaf, summed = region.leaves[product], atoms(contraction.summed)
+    return Scores(leaf, left, right, summed, gain, bias, keep, fill, fills, cap, is_floored, is_shifted, distance)
+
+
+def _distance(weight: sympy.Expr, cap: float | None) -> sympy.Expr:
+    """What squared distances are multiplied by."""
+    if cap is not None:
+        raise RefusedError("SOFTCAP_NOT_UNDERSTOOD", "distances are capped, no products", "leave the cap out")
+    return tidy(sympy.expand(weight))
 
 
 def _without_floor(expression: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, bool]:

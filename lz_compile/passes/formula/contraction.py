@@ -1,4 +1,4 @@
-"""Sums of products with named axes: ``matmul``, ``@``, ``bmm``, ``baddbmm``, ``linear``, ``einsum``, multiply-and-sum.
+"""Sums of products with named axes: ``matmul``, ``bmm``, ``linear``, ``einsum``, ``tensordot``, multiply-and-sum.
 
 Given the axes of a result, :func:`factors` tells the axes of what is multiplied and the axes summed over, and :func:`read`
 those of both sides of a product of two. Which spelling it was and how either was transposed does not show in the answer.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import sympy
 from torch import fx
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
 
 #: Names of calls that are contractions by themselves (a ``sum`` is one when its input is a product).
-PRODUCTS = frozenset({"matmul", "bmm", "mm", "baddbmm", "addmm", "linear", "einsum", "inner", "mv", "dot"})
+PRODUCTS = frozenset({"matmul", "bmm", "mm", "baddbmm", "addmm", "linear", "einsum", "inner", "mv", "dot", "tensordot"})
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Factor:
 class Contraction:
     """``coefficient * sum over summed (left * right) + weight * addend``.
 
-    ``dims`` are the axes of the result; ``addend`` is ``(node, dims, weight)`` where the call adds a tensor.
+    ``dims`` are the axes of the result; ``addend`` is ``(node, dims, weight)`` where the call adds a tensor. With a
+    ``distance``, the call gives ``coefficient * sum((left - right) ** 2)`` instead, or the ``root`` of it.
     """
 
     call: Call
@@ -47,6 +48,7 @@ class Contraction:
     summed: tuple[Axis, ...]
     coefficient: sympy.Expr = sympy.S.One
     addend: tuple[fx.Node, Dims, sympy.Expr] | None = None
+    distance: Literal["", "square", "root"] = ""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ def factors(call: Call, dims: Dims) -> Product | None:
         return None
     if call.name in ("linear", "inner"):
         return _of_rows(call, dims, left, right)
+    if call.name == "tensordot":
+        return _tensordot(call, dims, left, right)
     added = call.input if call.name in ("baddbmm", "addmm") else None
     return _matmul(dims, left, right, added)
 
@@ -105,6 +109,22 @@ def _of_rows(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Product |
     summed, rank = () if sizes[0][-1] == 1 else (Axis(sizes[0][-1]),), len(sizes[0]) - 1
     found = (left, (*dims[:rank], summed)), (right, (*dims[rank:], summed))
     return Product(found, summed, _added(call.get("bias"), dims))
+
+
+def _tensordot(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Product | None:
+    given, shapes = call.get("dims", 2), [shape_of(known_tensor(each)) for each in (left, right)]
+    if isinstance(given, int):
+        given = [range(len(shapes[0]) - given, len(shapes[0])), range(given)]
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        return None
+    pairs = [[dim % len(shape) for dim in each] for each, shape in zip(given, shapes, strict=True)]
+    axes = [() if shapes[0][dim] == 1 else (Axis(shapes[0][dim]),) for dim in pairs[0]]
+    kept, placed = iter(dims), []
+    for positions, shape in zip(pairs, shapes, strict=True):
+        own = dict(zip(positions, axes, strict=True))
+        placed.append(tuple(own[dim] if dim in own else next(kept) for dim in range(len(shape))))
+    summed = tuple(axis for dim in axes for axis in dim)
+    return Product(((left, placed[0]), (right, placed[1])), summed)
 
 
 def _einsum(call: Call, dims: Dims) -> Product | None:
@@ -159,7 +179,7 @@ def read(region: Region, call: Call, dims: Dims) -> Contraction | None:
     product = None if call.name in ("inner", "mv", "dot") else factors(call, dims)
     if product is None or len(product.factors) != 2 or (call.name == "einsum" and not product.is_plain):
         return None
-    if call.name not in ("einsum", "linear") and not all(len(own) > 1 for _, own in product.factors):
+    if call.name not in ("einsum", "linear", "tensordot") and not all(len(own) > 1 for _, own in product.factors):
         return None
     left, right = (Factor(region.seen_by(call.node, node), own) for node, own in product.factors)
     found = Contraction(call, dims, left, right, product.summed)

@@ -14,7 +14,7 @@ import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import Size
-from lz_compile.passes.formula import contraction, layout, moves
+from lz_compile.passes.formula import contraction, layout, moves, turning
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.pieces import named_dim
@@ -22,6 +22,7 @@ from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.formula.polynomial import ZERO, Polynomial, Variable, number, variable
 from lz_compile.passes.formula.subscripts import SPLITS
+from lz_compile.passes.formula.turning import Known, may_turn, unknown
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import Call, tensor_of
@@ -58,7 +59,8 @@ def _rearranges(call: Call | None) -> bool:
 
 def is_read(call: Call | None) -> bool:
     """Whether a call has a reading in parts."""
-    return call is not None and (is_pointwise(call) or _rearranges(call) or call.name in (*SPLITS, "sum"))
+    is_named = call is not None and (is_pointwise(call) or _rearranges(call) or call.name in (*SPLITS, "sum"))
+    return is_named or may_turn(call)
 
 
 @dataclass
@@ -66,12 +68,15 @@ class Parts(Region):
     """A region that is read at parts of its tensors; only dimensions of ``features`` are cut.
 
     What is computed from the source is read through, which takes no more numbers of it than ``places``: ``source_symbols``.
+    ``known`` gives the values of constants; ``matrices`` are those that were read for where they are zero.
     """
 
     features: list[Axis] = field(default_factory=list)
     places: int = 1
     source_symbols: set[sympy.Symbol] = field(default_factory=set)
     _indices: dict[Axis, Polynomial] = field(default_factory=dict)
+    known: Callable[[fx.Node], Known | None] = unknown
+    matrices: dict[fx.Node, tuple[Dims, Known]] = field(default_factory=dict)
 
     def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
         """As of every region; what is not computed from the source is a leaf where it has no other reading."""
@@ -110,9 +115,16 @@ class Parts(Region):
             raise LayoutError(f"{told(node)} is read at more than {self.places} places")
         return found
 
-    def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
+    def depends(self, node: fx.Node) -> bool:
+        """Whether a value is computed from the source."""
         assert isinstance(self.stops, Edge), "parts are of a source"
-        summed = _sum(self, call, dims) if call.name == "sum" and self.stops.depends(call.node) else None
+        return self.stops.depends(node)
+
+    def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
+        summed = None
+        if self.depends(call.node):
+            summed = _sum(self, call, dims) if call.name == "sum" else None
+            summed = turning.product(self, call, dims) if summed is None else summed
         return super()._express_call(call, dims) if summed is None else summed
 
     # ---- positions (:class:`pieces.Space`) ----------------------------------------------------------------------------

@@ -78,6 +78,7 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "matmul": ("input", "other"),
     "bmm": ("input", "other"),
     "mm": ("input", "other"),
+    "tensordot": ("input", "other", "dims"),
     "baddbmm": ("input", "batch1", "batch2", "beta", "alpha"),
     "addmm": ("input", "batch1", "batch2", "beta", "alpha"),
     "linear": ("input", "weight", "bias"),

@@ -100,6 +100,16 @@ class Ends:
     buffers: tuple[fx.Node, ...] = ()
 
 
+@dataclass(frozen=True)
+class Window:
+    """The element of ``node`` at ``query + key + start`` along one axis, and at the same index along all others."""
+
+    node: fx.Node
+    dims: Dims
+    along: Axis
+    start: int
+
+
 class Meanings(Protocol):
     """What the masks of one graph mean; :mod:`masks.reading` reads it."""
 
@@ -120,6 +130,24 @@ class Meanings(Protocol):
             masks: boolean ones, their axes, and whether True keeps, or what is added, zero and minus infinity. Where there
                 are none, one query sees all keys.
             axes: those of the scores.
+        """
+
+    def window(self, node: fx.Node, dims: Dims, query: Axis, key: Axis) -> Window | None:
+        """The window that a tensor is along two of its axes, None where it is none.
+
+        Args:
+            node: keys or values that are gathered for each query.
+            dims: the axes of its dimensions.
+            query: the axis of queries.
+            key: the axis of places in the window.
+        """
+
+    def seen(
+        self, masks: Sequence[tuple[fx.Node, Dims, bool]], query: Axis, key: Axis, window: Window
+    ) -> tuple[int, int] | None:
+        """How many elements of what a window shows masks drop for all queries, the first and the last ones.
+
+        None where they say more than that. Each mask is given with its axes, and whether True keeps.
         """
 
     def are_equal(self, nodes: Sequence[fx.Node], dims: Dims, axes: Axes) -> bool:

@@ -36,12 +36,12 @@ from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import bands as mask_bands
-from lz_compile.passes.masks import constant_patterns, ends
+from lz_compile.passes.masks import constant_patterns, ends, windows
 from lz_compile.passes.masks import reach as mask_reach
 from lz_compile.passes.masks.bands import Positions
 from lz_compile.passes.masks.constants import Constant, Constants
 from lz_compile.passes.masks.index_reading import Reader
-from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Meanings, Slopes
+from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Meanings, Slopes, Window
 from lz_compile.passes.masks.parts import Parts, is_stable
 
 #: Of what is understood in part, the values of larger masks are not looked at.
@@ -96,6 +96,16 @@ class Masks(Meanings):
         given = {mine: axis for axis, mine in names.items()}
         terms = [(node, tuple(_with(given, dim) for dim in dims), factor) for node, dims, factor in found.terms]
         return replace(found, terms=tuple(terms))
+
+    def window(self, node: fx.Node, dims: Dims, query: Axis, key: Axis) -> Window | None:
+        """See :class:`Meanings`."""
+        return windows.read(self._effects, self._constants, node, dims, query, key)
+
+    def seen(
+        self, masks: Sequence[tuple[fx.Node, Dims, bool]], query: Axis, key: Axis, window: Window
+    ) -> tuple[int, int] | None:
+        """See :class:`Meanings`."""
+        return windows.seen(self._effects, self._constants, masks, query, key, window)
 
     def are_equal(self, nodes: Sequence[fx.Node], dims: Dims, axes: Axes) -> bool:
         """See :class:`Meanings`."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import Size, product, shape_of
 from lz_compile.passes.formula.axes import LayoutError, fresh
 from lz_compile.passes.formula.edge import Edge
-from lz_compile.passes.formula.moments import CALLS, STATISTICS, Moments
+from lz_compile.passes.formula.moments import CALLS, MEAN_SQUARE, ROW, STATISTICS, Moments
 from lz_compile.passes.formula.normal_form import normal_form
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
@@ -92,7 +93,34 @@ def _read(effects: Effects, anchor: fx.Node, results: list[fx.Node]) -> Match | 
                     refused = refused or refusal
             except LayoutError:
                 continue
+    refused = refused or _of_several(effects, anchor, results)
     return None if refused is None else NearMiss.of(OP, anchor, refused)
+
+
+def _of_several(effects: Effects, anchor: fx.Node, results: list[fx.Node]) -> RefusedError | None:
+    """Why a row that is divided by a root of squares of its own and of another tensor is no normalised one."""
+    for source in sources(effects, anchor):
+        for output in (each for each in reversed(results) if _size(each) == _size(source)):
+            moments = Moments(effects, source)
+            try:
+                expression = moments.read(output, fresh(shape_of(tensor_of(output))))  # type: ignore[arg-type]
+            except (RefusedError, MutatedError, LayoutError):
+                continue
+            other = _beside_squares(expression, moments) if expression.has(ROW) else None
+            if other is not None and effects.position[other] > effects.position[anchor]:  # told once, by the first
+                text = f"{source.name} is divided by a root of its own squares together with {other.name}, another tensor's"
+                edit = "normalise the concatenation of both, and split the result"
+                return RefusedError("SEVERAL_TENSORS", text, edit)
+    return None
+
+
+def _beside_squares(expression: sympy.Expr, moments: Moments) -> fx.Node | None:
+    """A statistic of another tensor that stands under the same root as the squares of the row."""
+    roots = [power.base for power in expression.atoms(sympy.Pow) if not power.exp.is_integer]
+    symbols = {symbol for base in roots if base.has(MEAN_SQUARE) for symbol in base.free_symbols}
+    nodes = (moments.region.leaves[symbol].node for symbol in symbols & moments.region.leaves.keys())
+    calls = {node: moments.effects.calls.get(node) for node in nodes}
+    return next((node for node, call in calls.items() if call is not None and call.name in STATISTICS), None)
 
 
 def _size(node: fx.Node) -> Size:

@@ -15,8 +15,9 @@ from torch import fx
 from lz_compile.ground.sizes import product
 from lz_compile.lowering.ops.rope import Operands, RopeAttrs, RopeFacts, joined
 from lz_compile.passes.formula.algebra import Leaf
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
 from lz_compile.passes.formula.places import FixedIndex, affine, has_fixed_index
+from lz_compile.passes.formula.turning import Known
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
@@ -133,6 +134,8 @@ class RopeEmitter(TableEmitter):
         rotation, inputs = self.rotation, self.edge()
         read = {node: self.plain(dims) for node, dims in rotation.region.interior.items()}
         features = {*atoms((*rotation.features, *rotation.turned, *rotation.region.features)), *self._plain.values()}
+        matrices = {axis for dims, _ in self._matrices.values() for axis in axes_of(dims)}
+        features |= matrices - set(rotation.rows)
         cos, sin = (sorted(table.leaves, key=str)[0] for table in (rotation.cos, rotation.sin))
         operands = {
             "input": rotation.source,
@@ -140,12 +143,29 @@ class RopeEmitter(TableEmitter):
             "sin": rotation.sin.leaves[sin].node,
         }
         known = {node: Input(dims) for node, dims in inputs.items()}
+        known |= {node: Input(dims, implied="a matrix that turns pairs") for node, (dims, _) in self._matrices.items()}
         return Match(
             op,
             Site.of(core, rotation.output_dims, read),
-            Found(self.attrs, self._facts(core, inputs), known, operands, self),
+            Found(self.attrs, self._facts(core, inputs), known, operands, self, buffers=self._buffers),
             Trial(pinned=frozenset(features), masked_rows_count=False),
         )
+
+    @property
+    def _matrices(self) -> dict[fx.Node, tuple[Dims, Known]]:
+        """The constant matrices, with their axes as those of the input are."""
+        return {node: (self.plain(dims), known) for node, (dims, known) in self.rotation.region.matrices.items()}
+
+    @property
+    def _buffers(self) -> tuple[fx.Node, ...]:
+        return tuple({node: None for _, known in self._matrices.values() for node in known.buffers})
+
+    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
+        """What a constant matrix holds, at the rows of a proof: if these are more, they begin again."""
+        value = self._matrices[node][1].value.to(given.device, given.dtype)
+        for dim, size in enumerate(given.shape):
+            value = value.index_select(dim, torch.arange(size, device=given.device) % value.shape[dim])
+        return value
 
     def _facts(self, core: Core, inputs: Mapping[fx.Node, Dims]) -> RopeFacts:
         rotation, with_grad = self.rotation, grad_enabled(core.ambient)
@@ -187,6 +207,11 @@ def _leaf(builder: Builder, leaf: Leaf, groups: Groups) -> Any:
         index[position] = slice(offset, offset + stop, step)
         value = value[tuple(index)]
         found.append(tuple(axis for axis, _ in terms))
+    twice = next((dim for place, dim in enumerate(found) if dim and dim in found[:place]), None)
+    if twice is not None:  # of a matrix, at places of a pair that go on together
+        one, other = (place for place, dim in enumerate(found) if dim == twice)
+        value = value.diagonal(0, one, other)
+        found = [*(dim for dim in found if dim != twice), twice]
     return builder.arrange(value, tuple(found), groups)
 
 

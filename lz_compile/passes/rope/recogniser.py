@@ -7,20 +7,23 @@ read from their end, so that the widest subgraph is found first: with the featur
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from torch import fx
 
+from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.parts import is_read
+from lz_compile.passes.formula.turning import Known, may_turn
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.masks.constants import Constants
 from lz_compile.passes.rewriting.core import Core, find_core
 from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.match import Match
@@ -35,10 +38,14 @@ _LAST = frozenset({"add", "sub", "addcmul", "cat", "stack", "view_as_real", "sum
 
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every rotary embedding in ``graph``, and every one that is there but cannot be replaced, with the reason."""
-    twins = Twins(effects)
+    twins, constants = Twins(effects), Constants(effects)
+
+    def known(node: fx.Node) -> Known | None:
+        found = constants.value(node)
+        return None if isinstance(found, Reason) else Known(found.value, found.buffers)
 
     def once(node: fx.Node) -> Match | NearMiss | None:
-        return twins.read((node,), lambda: _read(effects, node)) if sources(effects, node) else None
+        return twins.read((node,), lambda: _read(effects, node, known)) if sources(effects, node) else None
 
     return Driver(OP).walk(reversed(graph.nodes), lambda node: _may_be_last(effects, node), once)
 
@@ -49,7 +56,7 @@ def _may_be_last(effects: Effects, node: fx.Node) -> bool:
         return False
     if 0 in shape_of(tensor) or not node.users:
         return False
-    return call.name in _LAST or (is_cast(call) and _rounds(call))
+    return call.name in _LAST or may_turn(call) or (is_cast(call) and _rounds(call))
 
 
 def _rounds(call: Call) -> bool:
@@ -58,14 +65,14 @@ def _rounds(call: Call) -> bool:
     return source is not None and result is not None and source.dtype.itemsize > result.dtype.itemsize
 
 
-def _read(effects: Effects, output: fx.Node) -> Match | NearMiss | None:
+def _read(effects: Effects, output: fx.Node, known: Callable[[fx.Node], Known | None]) -> Match | NearMiss | None:
     for source in sources(effects, output):
         try:
             core = find_core(effects, source, output)
             nodes = tuple(node for node in core.nodes if node is not source)
             if not nodes or not all(is_read(effects.calls[node]) for node in nodes):
                 continue
-            rotation = read(effects, source, output)
+            rotation = read(effects, source, output, known)
             if rotation is None:
                 continue
             check(rotation)

@@ -8,8 +8,8 @@ that are left, which do not depend on the source.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import fx
@@ -20,6 +20,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
 from lz_compile.passes.formula.places import Fixed, FixedIndex, affine, canonical, has_fixed_index, paired, placed
+from lz_compile.passes.formula.turning import Known, unknown
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 
@@ -91,17 +92,19 @@ class _Cut:
         return (placed(start, ((axis, 1),), self.width) for start, axis in self.kept.items())
 
 
-def read(effects: Effects, source: fx.Node, output: fx.Node) -> Rotation | None:
-    """The rotation of ``source`` that ``output`` is, None where it is none."""
+def read(
+    effects: Effects, source: fx.Node, output: fx.Node, known: Callable[[fx.Node], Known | None] = unknown
+) -> Rotation | None:
+    """The rotation of ``source`` that ``output`` is, None where it is none; ``known`` gives the values of constants."""
     shape = shape_of(tensor_of(output))  # type: ignore[arg-type]
     edge = Edge(effects, source)
     kept = _kept(effects, edge, output, shape)
     cuts = _cuts(shape) if not kept else _cuts_of_part(shape, kept)
-    found = (_try(_parts(effects, edge, cut), source, output, cut) for cut in cuts)
+    found = (_try(_parts(effects, edge, cut, known), source, output, cut) for cut in cuts)
     return next((each for each in found if each is not None), None)
 
 
-def _parts(effects: Effects, edge: Edge, cut: _Cut) -> Parts:
+def _parts(effects: Effects, edge: Edge, cut: _Cut, known: Callable[[fx.Node], Known | None]) -> Parts:
     """A region of its own for each way to cut, so that all of its axes belong together."""
     axes = [cut.pairs, *(axis for axis in cut.kept.values())]
     return Parts(
@@ -112,6 +115,7 @@ def _parts(effects: Effects, edge: Edge, cut: _Cut) -> Parts:
         features=axes,
         places=2 + len(cut.kept),
         most_parts=_MOST_PARTS,
+        known=known,
     )
 
 
@@ -227,7 +231,11 @@ def moving(dims: Dims) -> set[Axis]:
 
 
 def _cuts(shape: Shape) -> Iterator[_Cut]:
-    """The ways in which the last dimension, or the last two, may be pairs."""
+    """The ways in which the last dimension, or the last two, may be pairs; those of one element do not count."""
+    single = next((at for at in (len(shape) - 1, len(shape) - 2) if at > 0 and shape[at] == 1), None)
+    if single is not None:
+        yield from (_with_single(cut, single) for cut in _cuts((*shape[:single], *shape[single + 1 :])))
+        return
     last = shape[-1]
     before = shape[-2] if len(shape) > 1 else 1
     if isinstance(last, int) and last >= 4 and last % 2 == 0:
@@ -237,6 +245,16 @@ def _cuts(shape: Shape) -> Iterator[_Cut]:
         yield _cut(shape[:-2], before, True, True)
     if before == 2 and isinstance(last, int) and last > 1:
         yield _cut(shape[:-2], last, False, True)
+
+
+def _with_single(cut: _Cut, at: int) -> _Cut:
+    """The same with a dimension of one element more."""
+
+    def more(dims: Dims) -> Dims:
+        return (*dims[:at], (), *dims[at:])
+
+    first, second = map(more, cut.halves)
+    return replace(cut, halves=(first, second), whole=None if cut.whole is None else more(cut.whole))
 
 
 def _cut(rows: Shape, count: int, is_interleaved: bool, is_apart: bool) -> _Cut:

@@ -10,6 +10,7 @@ from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
 from lz_compile.passes.formula.parts import SPLITS, is_read
 from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.turning import may_turn
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 
@@ -40,6 +41,8 @@ def sources(effects: Effects, output: fx.Node) -> list[fx.Node]:
                 apart.add(call.input)
             if call.name == "sum" and isinstance(call.input, fx.Node):
                 apart.update(call.input.all_input_nodes)  # the factors: pairs and rotation matrices
+            if may_turn(call):
+                apart.update(node.all_input_nodes)
             for operand in node.all_input_nodes:
                 if operand not in uses and (tensor_of(operand) is not None or _is_split(effects, operand)):
                     following[operand] = None
@@ -62,13 +65,14 @@ def sources(effects: Effects, output: fx.Node) -> list[fx.Node]:
 
 def _is_apart(effects: Effects, source: fx.Node, order: list[fx.Node]) -> bool:
     """Whether features are taken apart of what is computed from ``source``, and multiplied."""
-    made, names = {source}, set()
+    made, names, is_matrix = {source}, set(), False
     for node in order:
         if node is not source and not made.isdisjoint(node.all_input_nodes):
             made.add(node)
             call = effects.calls[node]
             names.add("" if call is None else call.name)
-    return not names.isdisjoint(_APART | {"sum"}) and not names.isdisjoint(_PRODUCTS)
+            is_matrix |= may_turn(call)
+    return is_matrix or (not names.isdisjoint(_APART | {"sum"}) and not names.isdisjoint(_PRODUCTS))
 
 
 def _is_split(effects: Effects, node: fx.Node) -> bool:

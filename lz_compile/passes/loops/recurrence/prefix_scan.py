@@ -43,8 +43,8 @@ SMALL = 2
 class PrefixScan:
     """``output[t] = decay[t] * output[t - 1] + drive[t]`` along dimension ``dim``; without a decay, a sum.
 
-    ``core`` are the nodes between, in graph order, ``output`` last. ``dims`` are the axes of all three. With ``logs`` decay
-    and drive are given as logarithms, the decay that of each step, or of the product of all up to it (``"sums"``).
+    ``core`` are the nodes between, in graph order, ``output`` last. ``dims`` are the axes of all three. With ``logs`` decays
+    are given as logarithms, of each step, or of the product of all up to it (``"sums"``), with ``has_log_drive`` the drive.
     """
 
     output: fx.Node
@@ -54,6 +54,7 @@ class PrefixScan:
     decay: fx.Node | None
     dims: Mapping[fx.Node, Dims]
     logs: Literal["none", "steps", "sums"] = "none"
+    has_log_drive: bool = False
 
     @property
     def time(self) -> Axis:

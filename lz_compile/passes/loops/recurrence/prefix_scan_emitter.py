@@ -46,7 +46,8 @@ class PrefixScanEmitter(TableEmitter):
     def operands(self, builder: Builder) -> Any:
         """Those of the table, from logarithms where the source has these."""
         x = super().operands(builder)
-        return x if self.scan.logs == "none" else _of_logs(x.decay, x.drive, are_sums=self.scan.logs == "sums")
+        scan = self.scan
+        return x if scan.logs == "none" else _of_logs(x, are_sums=scan.logs == "sums", has_log_drive=scan.has_log_drive)
 
     @property
     def _groups(self) -> _Groups:
@@ -66,16 +67,18 @@ class PrefixScanEmitter(TableEmitter):
         return tuple(dim for dim in self.scan.dims[self.scan.output] if dim)
 
 
-def _of_logs(decay: Any, drive: Any, *, are_sums: bool) -> Operands:
-    """The operands from their logarithms ``[1, 1, T, 1, V]``.
+def _of_logs(x: Operands, *, are_sums: bool, has_log_drive: bool) -> Operands:
+    """The operands ``[1, 1, T, 1, V]`` from logarithms of decays, and of what drives.
 
     From a decay of zero on, whose logarithm is infinite, the source has no number, and neither has this.
     """
+    decay: Any = x.decay
+    drive: Any = x.drive
     lost = torch.where(decay == -torch.inf, torch.nan, 0.0)
     if are_sums:
         first = torch.zeros_like(decay[:, :, :1])
         decay = torch.cat((first, decay[:, :, 1:] - decay[:, :, :-1]), 2)
-    return Operands(decay=torch.exp(decay), drive=torch.exp(drive) + lost)
+    return Operands(decay=torch.exp(decay), drive=(torch.exp(drive) if has_log_drive else drive) + lost)
 
 
 def match_of(scan: PrefixScan, effects: Effects) -> Match:

@@ -1,6 +1,9 @@
-"""Recurrences in the space of logarithms: ``exp(s + logcumsumexp(v - s))`` with running sums ``s`` of the decays' logarithms.
+"""Recurrences without steps, by running sums or products of decays.
 
-They are ``h[t] = a[t] h[t-1] + b[t]`` with positive decays and summands, ``a = exp`` of what ``s`` grows by, ``b = exp(v)``.
+``exp(s + logcumsumexp(v - s))`` and ``exp(s) * cumsum(b * exp(-s))`` with running sums ``s`` of logarithms, and
+``p * cumsum(b / p)`` with running products ``p``, are ``h[t] = a[t] h[t-1] + b[t]`` with decays ``a = exp`` of what ``s``
+grows by, or of which ``p`` is the product, and ``b = exp(v)`` in the first. What stands around a running sum is read as an
+expression, in whatever way it is spelled.
 
 **Source** Heinsen, "Efficient Parallelization of a Ubiquitous Sequential Computation" (2023); Feng et al., "Were RNNs All We
 Needed?" (2024), appendix B.
@@ -8,10 +11,18 @@ Needed?" (2024), appendix B.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
+import sympy
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.axes import LayoutError, fresh
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
@@ -21,35 +32,55 @@ from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
 
 #: Numbers below which two running sums (some 20 ns a number) cost less than calling a kernel (15 us).
 _LEAST_NUMBERS = 512
+#: How many functions may lie between a running sum and what it is made of, or becomes.
+_NEAR = 4
 
 
 def log_scans(graph: fx.Graph, effects: Effects) -> Iterator[PrefixScan | NearMiss]:
     """Every such recurrence of a graph; of those that are used otherwise, why they are left alone."""
     for node in graph.nodes:
         call = effects.calls[node]
-        if call is None or call.name != "logcumsumexp" or not node.users:
+        if call is None or call.name not in _RUNNING or not node.users:
             continue
         try:
             scan = _read(call, effects)
         except RefusedError as refusal:
             yield NearMiss.of("scan", node, refusal)
             continue
+        except LayoutError:
+            continue
         if scan is not None:
             yield scan
 
 
+#: What runs along time, and how what it runs over is made of what goes in and of what decays.
+_RUNNING: Mapping[str, frozenset[str]] = {
+    "logcumsumexp": frozenset({"sub", "add"}),
+    "cumsum": frozenset({"mul", "div"}),
+}
+_SUM, _DECAY = sympy.Symbol("running", real=True), sympy.Symbol("decay", real=True)
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What is around a running sum: ``drive`` and ``decay`` go in; ``whole`` is what the sum must be part of."""
+
+    drive: fx.Node
+    decay: fx.Node
+    whole: sympy.Expr
+    is_product: bool = False
+
+
 def _read(call: Call, effects: Effects) -> PrefixScan | None:
-    """The recurrence that a running logarithm of sums belongs to; None where it is another's.
+    """The recurrence that a running sum belongs to; None where it is another's.
 
     Raises:
         RefusedError: its states are used as logarithms, someone else reads a part of it, or memory is overwritten.
+        LayoutError: a layout has no exact form in axes.
     """
     tensor, dim = tensor_of(call.node), _dim(call)
-    difference = effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
-    if tensor is None or not isinstance(dim, int) or difference is None or difference.name != "sub":
-        return None
-    drive, sums = difference.input, difference.get("other")
-    if not isinstance(drive, fx.Node) or not isinstance(sums, fx.Node) or difference.get("alpha", 1) != 1:
+    inner = effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+    if tensor is None or not isinstance(dim, int) or inner is None or inner.name not in _RUNNING[call.name]:
         return None
     dim %= tensor.dim()
     steps, count = tensor.shape[dim], 1
@@ -57,39 +88,115 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
         count = count * size if isinstance(size, int) else _LEAST_NUMBERS
     if not isinstance(steps, int) or steps < LEAST_POINTWISE or count < _LEAST_NUMBERS:
         return None
-    total = next((user for user in call.node.users if _adds(effects.calls.get(user), call.node, sums)), None)
-    if total is None:
+    around = _around(effects, call, inner)
+    output = None if around is None else _output(effects, call, around)
+    if around is None or output is None:
         return None
-    output = _exponential(total, effects)
-    inner = [difference.node, call.node, total]
-    running = effects.calls.get(sums)
-    is_sum = running is not None and running.name == "cumsum" and set(sums.users) <= {total, difference.node}
-    decay = sums
-    if is_sum and running is not None:
-        is_sum = _dim(running) in (dim, dim - tensor.dim()) and running.get("dtype") is None
-        decay = running.input if is_sum else sums
-    assert isinstance(decay, fx.Node), "a sum is over a tensor"
-    core = (*([sums] if is_sum else []), *inner, output)
-    _check(core, (decay, drive), effects)
-    leaves = [decay, drive]
+    own = effects.calls.get(around.decay)
+    runs = own is not None and own.name == ("cumprod" if around.is_product else "cumsum")
+    is_own = runs and own is not None and _dim(own) in (dim, dim - tensor.dim()) and own.get("dtype") is None
+    core = _core(effects, output, {around.drive, around.decay})
+    if is_own and set(around.decay.users) <= set(core):
+        core, decay = (around.decay, *core), own.input  # type: ignore[union-attr]  # it is a call
+    else:
+        is_own, decay = False, around.decay
+    if around.is_product and not is_own:
+        return None
+    leaves = (decay, around.drive)
+    _check(core, leaves, effects)
     if any(each is None or each.shape[dim - len(each.shape)] != steps for each in map(tensor_of, leaves)):
         return None
     if any(known_tensor(each).dim() != tensor.dim() for each in leaves):
         return None
-    return PrefixScan(output, core, dim, drive, decay, dims_of(output, leaves), "steps" if is_sum else "sums")
+    decays: Literal["none", "steps", "sums"] = "none" if around.is_product else "steps" if is_own else "sums"
+    drives = call.name == "logcumsumexp"
+    return PrefixScan(output, core, dim, around.drive, decay, dims_of(output, leaves), decays, drives)
 
 
 def _dim(call: Call) -> object:
     return call.get("dim", call.arguments.get("#1"))
 
 
-def _adds(call: Call | None, one: fx.Node, other: fx.Node) -> bool:
-    return (
-        call is not None
-        and call.name == "add"
-        and not call.is_inplace
-        and set(call.node.all_input_nodes) == {one, other}
-    )
+def _around(effects: Effects, call: Call, inner: Call) -> _Around | None:
+    """What goes into a running sum: one operand, and the decay that the other is made of."""
+    first, second = inner.input, inner.get("other")
+    pairs = [(first, second)] if inner.name in ("sub", "div") else [(first, second), (second, first)]
+    for drive, other in pairs:
+        if tensor_of(drive) is None or tensor_of(other) is None or inner.get("alpha", 1) != 1:
+            continue
+        for decay in _behind(effects, other):
+            value = _expressed(effects, other, {decay: _DECAY})
+            value = value if inner.name in ("add", "mul") else -value if inner.name == "sub" else 1 / value
+            if call.name == "logcumsumexp" and value == -_DECAY:
+                return _Around(drive, decay, sympy.exp(_SUM + _DECAY))
+            if call.name == "cumsum" and value == sympy.exp(-_DECAY):
+                return _Around(drive, decay, _SUM * sympy.exp(_DECAY))
+            own = effects.calls.get(decay)
+            if call.name == "cumsum" and value == 1 / _DECAY and own is not None and own.name == "cumprod":
+                return _Around(drive, decay, _SUM * _DECAY, is_product=True)
+    return None
+
+
+def _behind(effects: Effects, node: fx.Node) -> list[fx.Node]:
+    """A tensor, and those that it is made of by few functions of one argument."""
+    found = [node]
+    for _ in range(_NEAR):
+        call = effects.calls.get(found[-1])
+        operands = [each for each in found[-1].all_input_nodes if tensor_of(each) is not None]
+        if call is None or len(operands) != 1 or not (is_pointwise(call) or layout.rearranges(call)):
+            break
+        found.append(operands[0])
+    return found
+
+
+def _expressed(effects: Effects, node: fx.Node, known: Mapping[fx.Node, sympy.Symbol]) -> sympy.Expr:
+    """A value in others that are known; what else it is made of are symbols of its own."""
+    region = Region(effects, expand_masks=True, stops=known)
+    dims = fresh(shape_of(known_tensor(node)))
+    expression = region.express(node, dims)
+    leaves = {symbol: region.leaves[symbol] for symbol in expression.free_symbols & region.leaves.keys()}
+    names = {
+        symbol: known[leaf.node]
+        for symbol, leaf in leaves.items()
+        if leaf.node in known and leaf.dims == dims  # in the same place
+    }
+    return sympy.powsimp(expression.xreplace(names))
+
+
+def _output(effects: Effects, call: Call, around: _Around) -> fx.Node | None:
+    """What the states of all steps are in.
+
+    Raises:
+        RefusedError: their logarithms are read.
+    """
+    known = {call.node: _SUM, around.decay: _DECAY}
+    level, seen = [call.node], {call.node}
+    for _ in range(_NEAR):
+        level = [user for node in level for user in node.users if _is_plain(effects, user) and user not in seen]
+        seen.update(level)
+        for node in level:
+            value = _expressed(effects, node, known)
+            if value == around.whole:
+                return node
+            if call.name == "logcumsumexp" and value == _SUM + _DECAY:
+                return _exponential(node, effects)
+    return None
+
+
+def _is_plain(effects: Effects, node: fx.Node) -> bool:
+    call, tensor = effects.calls.get(node), tensor_of(node)
+    return call is not None and tensor is not None and is_pointwise(call) and not call.is_inplace
+
+
+def _core(effects: Effects, output: fx.Node, given: set[fx.Node]) -> tuple[fx.Node, ...]:
+    """All that is computed between what is given and the states, in graph order."""
+    found, queue = {output}, [output]
+    while queue:
+        for operand in queue.pop().all_input_nodes:
+            if operand not in given and operand not in found and tensor_of(operand) is not None:
+                found.add(operand)
+                queue.append(operand)
+    return tuple(sorted(found, key=effects.position.__getitem__))
 
 
 def _exponential(total: fx.Node, effects: Effects) -> fx.Node:

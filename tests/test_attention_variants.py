@@ -1,0 +1,292 @@
+"""What models do to an attention beside scaling and masking: read in every spelling, or told with what stands in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import attention_variants as variants
+import pytest
+import torch
+from attention_variants import Family, Variant, normal, qkv, some
+from backends import Rewriting
+from torch import Tensor
+
+LOCK = {"attention": "lz.blocked"}
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def compiled(variant: Variant, *, is_trained: bool = False, is_dynamic: bool = False) -> Rewriting:
+    """The backend after a compile whose result, and gradients, are those of eager mode."""
+    torch._dynamo.reset()
+    inputs = [each.detach().clone().requires_grad_(is_trained and each.is_floating_point()) for each in variant.inputs]
+    if is_dynamic:
+        for each in inputs[:3]:
+            torch._dynamo.mark_dynamic(each, 0)
+    backend, results = Rewriting(lock=LOCK, strict=True), []
+    for function in (torch.compile(variant.function, backend=backend, fullgraph=True), variant.function):
+        found = function(*inputs)
+        wanted = [each for each in inputs if each.requires_grad]
+        grads = torch.autograd.grad(found.square().sum(), wanted, allow_unused=True) if wanted else ()
+        results.append([found.detach(), *(each for each in grads if each is not None)])
+    torch.testing.assert_close(*results, **TOLERANCE)
+    return backend
+
+
+def attentions(backend: Rewriting) -> list[bool]:
+    """Of every attention, whether it was rewritten."""
+    return [match.rewritten for match in backend.report.matches if match.op == "attention"]
+
+
+def codes(backend: Rewriting) -> set[str]:
+    """Of near misses of attention."""
+    return {miss.reason.code for miss in backend.report.near_misses if miss.op == "attention"}
+
+
+MIXED = variants.mixed_heads()
+DISTANCES = variants.distances()
+BLOCKS = variants.blocks()
+RELATIVE = variants.relative_positions()
+DISENTANGLED = variants.disentangled()
+PACKED = variants.packed()
+
+
+def _is_squared(name: str) -> bool:
+    return name.endswith("softmax") and not name.startswith(("cdist_times", "opened")) and "beside" not in name
+
+
+READ = {
+    **{f"distances-{name}": DISTANCES[name] for name in some(DISTANCES, 12, _is_squared)},
+    **{f"blocks-{name}": BLOCKS[name] for name in some(BLOCKS, 3)},
+    **{f"relative-{name}": RELATIVE[name] for name in some(RELATIVE, 5, lambda name: "only" not in name)},
+    **{f"disentangled-{name}": DISENTANGLED[name] for name in some(DISENTANGLED, 5)},
+    **{f"packed-{name}": PACKED[name] for name in some(PACKED, 8)},
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_every_spelling_is_an_attention_with_its_gradients(name: str) -> None:
+    backend = compiled(READ[name], is_trained=True)
+    assert attentions(backend) == [True], backend.why_not()
+
+
+@pytest.mark.parametrize("name", [name for name in READ if name.startswith("distances")][::3])
+def test_distances_are_read_where_the_batch_has_a_symbolic_size(name: str) -> None:
+    backend = compiled(READ[name], is_dynamic=True)
+    assert attentions(backend) == [True], backend.why_not()
+
+
+def test_distances_of_heads_that_share_keys_and_are_far_from_zero_are_as_in_the_source() -> None:
+    """The squares are large, their differences are not; one key head for two query heads."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+        return (-(q[..., None, :] - k[..., None, :, :]).square().sum(-1)).softmax(-1) @ v
+
+    q, k, v = qkv()
+    far = Variant(attention, (q / 4 + 100, k[:, :2] / 4 + 100, v[:, :2]))
+    backend = compiled(far)
+    assert attentions(backend) == [True], backend.why_not()
+
+
+@pytest.mark.parametrize("name", [*some(MIXED, 6), "tensordot-before"])
+def test_mixed_heads_are_told(name: str) -> None:
+    backend = compiled(MIXED[name])
+    assert not attentions(backend)
+    assert codes(backend) == {"HEADS_MIXED"}, backend.why_not()
+
+
+def _apart(q: Tensor, k: Tensor) -> Tensor:
+    return q[..., None, :] - k[..., None, :, :]
+
+
+#: Lookalikes of squared distances, and why they are none.
+NEAR: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "not_squared": (torch.cdist, "SCORES_ARE_DISTANCES"),
+    "by_the_first_power": (lambda q, k: _apart(q, k).abs().sum(-1), "SCORES_ARE_DISTANCES"),
+    "another_norm": (lambda q, k: torch.cdist(q, k, p=1.0).square(), "SCORES_ARE_DISTANCES"),
+    "cubed": (lambda q, k: _apart(q, k).abs().pow(3).sum(-1), "SCORES_ARE_DISTANCES"),
+    "of_the_sum": (lambda q, k: (q[..., None, :] + k[..., None, :, :]).square().sum(-1), "SCORES_NOT_READ"),
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_what_is_no_squared_distance_is_left_alone(name: str) -> None:
+    distance, code = NEAR[name]
+    backend = compiled(Variant(lambda q, k, v: (-distance(q, k)).softmax(-1) @ v, qkv()))
+    assert not attentions(backend)
+    assert codes(backend) <= {code}, backend.why_not()
+
+
+def test_keys_that_attract_the_farther_they_are_have_the_other_sign() -> None:
+    backend = compiled(Variant(lambda q, k, v: (torch.cdist(q, k) ** 2 * 0.1).softmax(-1) @ v, qkv()))
+    assert attentions(backend) == [True], backend.why_not()
+
+
+def test_exponentials_of_distances_that_may_all_vanish_are_told() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (-(torch.cdist(q, k) ** 2)).exp()
+        return weights / weights.sum(-1, keepdim=True) @ v
+
+    backend = compiled(Variant(attention, qkv()))
+    assert codes(backend) == {"SCORES_ARE_DISTANCES"}, backend.why_not()
+
+
+WINDOWS = variants.windows()
+#: The band of keys that queries see, by where the padding is, and by whether it is masked: then it is left out.
+BANDS = {
+    "centred-zeros": (0, 4),
+    "causal-zeros": (0, 4),
+    "ahead-zeros": (0, 4),
+    "centred-masked": (-2, 2),
+    "causal-masked": (-4, 0),
+    "ahead-masked": (0, 4),
+}
+
+
+def band(backend: Rewriting) -> tuple[int, int] | None:
+    """That of the only attention."""
+    (match,) = (match for match in backend.report.matches if match.op == "attention")
+    found = match.attributes.get("band")
+    return None if found is None else (found["lower"], found["upper"])
+
+
+@pytest.mark.parametrize("name", some(WINDOWS, 14, lambda name: not name.startswith("products")))
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_windows_of_keys_are_a_band_of_them(name: str, is_trained: bool) -> None:
+    backend = compiled(WINDOWS[name], is_trained=is_trained)
+    assert attentions(backend) == [True], backend.why_not()
+    assert band(backend) == BANDS[name.split("-", 1)[1]]
+
+
+@pytest.mark.parametrize("name", ["unfold-centred-masked", "slices-causal-masked", "index-ahead-zeros"])
+def test_windows_are_a_band_where_the_batch_has_a_symbolic_size(name: str) -> None:
+    backend = compiled(WINDOWS[name], is_dynamic=True)
+    assert band(backend) == BANDS[name.split("-", 1)[1]]
+
+
+def test_a_window_whose_places_are_weighed_one_by_one_is_told() -> None:
+    backend = compiled(WINDOWS["products-centred-masked"])
+    assert codes(backend) == {"WINDOW_BY_HAND"}, backend.why_not()
+
+
+def _around(x: Tensor, width: int = 5, pad: tuple[int, int] = (2, 2)) -> Tensor:
+    return torch.nn.functional.pad(x, (0, 0, *pad)).unfold(2, width, 1).transpose(-1, -2)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    scores = torch.einsum("bhsd,bhswd->bhsw", q, keys) + bias
+    return torch.einsum("bhsw,bhswd->bhsd", scores.softmax(-1), values)
+
+
+PLACES = torch.randn(4, 1, 5, generator=torch.Generator().manual_seed(0))
+GIVEN = torch.rand(2, 1, 24, 5, generator=torch.Generator().manual_seed(0)) < 0.6
+GIVEN[..., 2] = True
+
+
+def _without_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keys, values = (torch.nn.functional.pad(x[:, 0], (0, 0, 2, 2)).unfold(1, 5, 1) for x in (k, v))
+    return torch.einsum("bsw,bsdw->bsd", torch.einsum("bsd,bsdw->bsw", q[:, 0], keys).softmax(-1), values)
+
+
+def _projected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads that are taken apart after the windows were taken."""
+    rows = (x.transpose(1, 2).flatten(2) for x in (k, v))
+    keys, values = (
+        torch.stack([x[:, i : i + 20] for i in range(5)], 2).unflatten(-1, (4, 8)).permute(0, 3, 1, 2, 4) for x in rows
+    )
+    return _attend(q[:, :, :20], keys, values)
+
+
+LIKE = {
+    "with a bias for each place": lambda q, k, v: _attend(q, _around(k), _around(v), PLACES),
+    "with a mask that is given": lambda q, k, v: _attend(
+        q, _around(k), _around(v), torch.zeros(2, 1, 24, 5).masked_fill(~GIVEN, -torch.inf)
+    ),
+    "without padding": lambda q, k, v: _attend(
+        q[:, :, 2:-2], *(x.unfold(2, 5, 1).transpose(-1, -2) for x in (k, v))
+    ),
+    "with more padding than a window": lambda q, k, v: _attend(
+        q, *(_around(x, 5, (9, 6))[:, :, 4:28] for x in (k, v))
+    ),
+    "without heads": _without_heads,
+    "with projections": _projected,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIKE)
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_windows_with_more_to_them_are_bands_too(name: str, is_trained: bool) -> None:
+    backend = compiled(Variant(LIKE[name], qkv(24, 24)), is_trained=is_trained)
+    assert attentions(backend) == [True], backend.why_not()
+    assert band(backend) is not None
+
+
+UNLIKE = {
+    "values of the next place": lambda q, k, v: _attend(
+        q, *(torch.stack([torch.nn.functional.pad(x, (0, 0, 2, 3))[:, :, i + at : i + at + 24] for i in range(5)], 3)
+             for at, x in enumerate((k, v)))
+    ),
+    "every second key": lambda q, k, v: _attend(
+        q, *(torch.stack([torch.nn.functional.pad(x, (0, 0, 4, 4))[:, :, i : i + 24] for i in range(0, 9, 2)], 3)
+             for x in (k, v))
+    ),
+    "one place twice": lambda q, k, v: _attend(
+        q, *(torch.stack([torch.nn.functional.pad(x, (0, 0, 2, 2))[:, :, i : i + 24] for i in (0, 1, 1, 2, 3)], 3)
+             for x in (k, v))
+    ),
+    "backwards": lambda q, k, v: _attend(q, *(_around(x).flip(2) for x in (k, v))),
+    "values in another order": lambda q, k, v: _attend(q, _around(k), _around(v).flip(3)),
+    "two strides": lambda q, k, v: _attend(
+        q[:, :, :12], *(torch.nn.functional.pad(x, (0, 0, 2, 1)).unfold(2, 5, 2).transpose(-1, -2) for x in (k, v))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_windows_that_are_no_band_stay_a_query_each(name: str) -> None:
+    function = UNLIKE[name]
+    backend = compiled(Variant(function, qkv(24, 24)))
+    found = [match for match in backend.report.matches if match.op == "attention"]
+    assert found, backend.why_not()
+    assert all(match.attributes.get("band") is None for match in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [(WINDOWS, "unfold-centred-masked"), (WINDOWS, "slices-causal-zeros"), (DISTANCES, "cdist_pow-scaled-softmax")],
+)
+def test_layers_are_each_rewritten_with_their_own_keys(family: Family, name: str) -> None:
+    function, (q, k, v) = family[name]
+    backend = compiled(Variant(lambda q, k, v: function(function(q, k, v), k * 2, v), (q, k, v)), is_trained=True)
+    assert attentions(backend) == [True, True], backend.why_not()
+
+
+def test_windows_are_a_band_at_every_length() -> None:
+    function, inputs = WINDOWS["unfold-centred-masked"]
+    torch._dynamo.reset()
+    backend = Rewriting(lock=LOCK, strict=True)
+    run = torch.compile(function, backend=backend, fullgraph=True)
+    copies = [each.clone() for each in inputs]
+    for each in copies:
+        torch._dynamo.mark_dynamic(each, 2)
+    torch.testing.assert_close(run(*copies), function(*copies), **TOLERANCE)
+    assert band(backend) == (-2, 2)
+    for length in (7, 40):
+        longer = [normal(2, 4, length, 8, seed=i) for i in range(3)]
+        torch.testing.assert_close(run(*longer), function(*longer), **TOLERANCE)
+    assert len(backend.graphs) == 1
+
+
+@pytest.mark.parametrize("spelled", ["unfold", "slices", "as_strided"])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_wide_windows_over_more_tokens_than_a_proof_takes_are_bands(
+    spelled: str, is_masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many places as two thirds of the tokens: a query in the middle sees no padding, one in a proof would see little else."""
+    monkeypatch.setattr(variants, "WINDOW", 33)
+    inputs = tuple(normal(3, 5, 50, 12, seed=i) for i in range(3))
+    function = partial(variants._by_window, variants.WINDOWED[spelled], (16, 16), is_masked)
+    backend = compiled(Variant(function, inputs))
+    assert attentions(backend) == [True], backend.why_not()
+    assert band(backend) == ((-16, 16) if is_masked else (0, 32))
