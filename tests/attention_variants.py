@@ -279,7 +279,7 @@ def _skew_index(x: Tensor) -> Tensor:
 def _skew_strided(x: Tensor) -> Tensor:
     rows, columns = x.shape[-2:]
     return x.contiguous().as_strided(
-        (*x.shape[:2], rows, columns // 2 + 1), (*x.stride()[:2], columns - 1, 1), x.storage_offset() + rows - 1
+        (*x.shape[:2], rows, columns // 2 + 1), (*x.stride()[:2], columns - 1, 1), rows - 1
     )
 
 

@@ -118,6 +118,13 @@ def test_what_is_no_squared_distance_is_left_alone(name: str) -> None:
     assert codes(backend) <= {code}, backend.why_not()
 
 
+@pytest.mark.parametrize("squares", ["opened_baddbmm", "pow_sum", "cdist_pow"])
+def test_products_beside_distances_are_read_with_one_of_them_as_a_bias(squares: str) -> None:
+    """Invariant point attention; what a call adds to its product is no part of the product."""
+    backend = compiled(DISTANCES[f"{squares}-beside_products-softmax"], is_trained=True)
+    assert attentions(backend) == [True], backend.why_not()
+
+
 def test_keys_that_attract_the_farther_they_are_have_the_other_sign() -> None:
     backend = compiled(Variant(lambda q, k, v: (torch.cdist(q, k) ** 2 * 0.1).softmax(-1) @ v, qkv()))
     assert attentions(backend) == [True], backend.why_not()

@@ -76,6 +76,7 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
     expression, is_floored = _without_floor(expression, product)
     expression, cap, capped = _split_softcap(expression, product)
     gain, bias = _affine(reduce_indicators(expression), capped if cap is not None else product)
+    bias = _as_values(region, bias)
     keep, gain, offset, fills = _split_mask(gain, bias)
     bias, fill = offset, (bias if keep != 1 else None)
     if cap is not None:
@@ -89,6 +90,21 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
         gain = -2 * distance
     leaf, summed = region.leaves[product], atoms(contraction.summed)
     return Scores(leaf, left, right, summed, gain, bias, keep, fill, fills, cap, is_floored, is_shifted, distance)
+
+
+def _as_values(region: Region, bias: sympy.Expr) -> sympy.Expr:
+    """A bias in values of calls: of one that adds a tensor to a multiple of a product, the product is no value by itself."""
+    found = {}
+    for symbol in bias.free_symbols & region.leaves.keys():
+        inner = region.leaves[symbol].contraction
+        if inner is None or inner.distance or (inner.coefficient == 1 and inner.addend is None):
+            continue
+        added = sympy.S.Zero
+        if inner.addend is not None:
+            node, dims, weight = inner.addend
+            added = weight * region.express(node, dims, inner.call.node)
+        found[symbol] = (symbol - added) / inner.coefficient
+    return tidy(sympy.expand(bias.xreplace(found))) if found else bias
 
 
 def _distance(weight: sympy.Expr, cap: float | None) -> sympy.Expr:
