@@ -177,6 +177,15 @@ def test_what_proves_wrong_on_the_deciding_rank_is_never_the_jobs(joined):
     assert [event.code for event in happened if event.code.startswith("RANKS")] == []
 
 
+def test_that_a_kernel_is_taken_for_want_of_another_is_told(joined):
+    with events.collect() as happened:
+        decision = joined(0).decide(
+            problem(), policy.current(), why_not=lambda kernel: Reason("VALIDATION_FAILED", "it is wrong here")
+        )
+    (told,) = [event for event in happened if event.code == "RANKS_LAST_RESORT"]
+    assert f"{decision.kernel.kernel_id} is the last one that may run, although it is wrong here" in told.message
+
+
 def test_who_is_done_with_the_proof_first_decides(joined):
     first, second = joined(0, kernel=TILED), joined(1, kernel=BLOCKED)
 

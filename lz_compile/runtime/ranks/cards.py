@@ -188,3 +188,10 @@ def listed(ranks: Iterable[int]) -> str:
     """``rank 1``, ``ranks 0, 2``."""
     numbers = sorted(ranks)
     return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
+
+
+def passed_over(held: Mapping[str, tuple[int, str]]) -> dict[str, Reason]:
+    """Why kernels are for nobody that a rank cannot run, by what is kept of it."""
+    return {
+        name: Reason("NOT_ON_ALL_RANKS", f"rank {rank} cannot run {name} ({why})") for name, (rank, why) in held.items()
+    }

@@ -167,7 +167,7 @@ class Job:
             passed_over = {**held.passed_over}
             for kernel_id, reason in failed.items():
                 passed_over.setdefault(kernel_id, (self.rank, reason.message))
-            elsewhere = self._elsewhere(problem, key.kind) | _passed_over(passed_over)
+            elsewhere = self._elsewhere(problem, key.kind) | cards.passed_over(passed_over)
             if passed_over == held.passed_over:  # the job is beyond all of them
                 self._heard.settled[key.key] = held
                 found = select(problem, policy, tables, elsewhere=elsewhere, agreed=self._here(held, key))
@@ -204,10 +204,10 @@ class Job:
         """What this rank takes and has proven, and what proved wrong before, as it is kept."""
         failed: dict[str, tuple[int, str]] = {}
         while True:
-            found = select(problem, policy, tables, elsewhere={**elsewhere, **_passed_over(failed)})
-            if found.kernel.kernel_id in failed:
+            found = select(problem, policy, tables, elsewhere={**elsewhere, **cards.passed_over(failed)})
+            if (known := failed.get(found.kernel.kernel_id)) is not None:
                 text = f"{problem.context.operation}: {found.kernel.kernel_id} is the last one that may run"
-                events.record("RANKS_LAST_RESORT", f"{text}, although {failed[found.kernel.kernel_id][1]}")
+                events.record("RANKS_LAST_RESORT", f"{text}, although {known[1]}")
                 return found, failed
             why = None if why_not is None else why_not(found.kernel)
             if why is None:
@@ -225,7 +225,7 @@ class Job:
         writes: bool,
         why_not: WhyNot | None,
     ) -> Decision:
-        elsewhere = _passed_over(settled.passed_over)
+        elsewhere = cards.passed_over(settled.passed_over)
         found = select(problem, policy, tables, elsewhere=elsewhere, agreed=self._here(settled, key))
         if found.refused_agreed is not None and writes:
             events.record(found.refused_agreed.code, f"{problem.context.operation}: {found.refused_agreed.message}")
@@ -379,16 +379,14 @@ class Job:
         if news.rank == self.rank:
             return
         if not news.key:
-            self._read_card(news.rank)
-            return
+            return self._read_card(news.rank)
         settled = self._heard.settled.pop(news.key, None)
         if settled is not None and settled.kernel == news.kernel:
             self._tell_moved(news)
 
     def _tell_moved(self, news: News) -> None:
-        text = f"rank {news.rank} cannot run {news.kernel}, which this rank has compiled by now"
-        text = f"{text}: {news.why} (problem {news.key})"
-        events.record("RANKS_MOVED_ON", f"{text}. Call torch._dynamo.reset() on this rank to follow")
+        text = f"rank {news.rank} cannot run {news.kernel}, which this rank has compiled by now: {news.why}"
+        events.record("RANKS_MOVED_ON", f"{text} (problem {news.key}). Call torch._dynamo.reset() here to follow")
 
     def _decoded(self, data: bytes, decode: Callable[[bytes], Kept]) -> Kept:
         """What is kept in the store.
@@ -400,9 +398,3 @@ class Job:
             return decode(data)
         except ValueError as error:  # msgspec's errors are
             raise self.store.give_up(f"it holds something that is not ours: {error}") from error
-
-
-def _passed_over(held: Mapping[str, tuple[int, str]]) -> dict[str, Reason]:
-    return {
-        name: Reason("NOT_ON_ALL_RANKS", f"rank {rank} cannot run {name} ({why})") for name, (rank, why) in held.items()
-    }
