@@ -117,7 +117,7 @@ def _leaf(
         found = Reason("MASK_READING_FAILED", f"{type(error).__name__}: {error}")
     if isinstance(found, Reason):
         kind = "the mask" if is_boolean else "the bias"
-        found = Reason(found.code, found.message.replace(source.node.name, kind, 1))
+        found = Reason(found.code, found.message.replace(told(source.node), kind, 1))
         return _Leaf(symbol, source.node, is_boolean, keeps, factor, None, found)
     return _Leaf(symbol, source.node, is_boolean, keeps, factor, found)
 
