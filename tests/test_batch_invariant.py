@@ -10,6 +10,7 @@ from row_bits import differences
 from torch import nn
 
 import lz_compile as lz
+from lz_compile.api import functional
 from lz_compile.compile import row_bits
 from lz_compile.ground import events
 from lz_compile.lowering import inductor, ops, rows
@@ -290,10 +291,12 @@ def test_a_linear_that_fails_its_proof_costs_no_other_its_kernel(monkeypatch):
         return rows.linear(x, weight, bias) + (weight.shape[0] == 5)
 
     lz.configure(deterministic="batch_invariant")
-    monkeypatch.setattr(row_bits, "rows", SimpleNamespace(linear=sometimes_wrong))
+    monkeypatch.setattr(row_bits, "rows", SimpleNamespace(linear=sometimes_wrong, serves=rows.serves))
     layers = [nn.Linear(6, size) for size in (3, 5, 4)]
     with torch.no_grad():
-        assert told(lambda x: [layer(x) for layer in layers], torch.randn(3, 6)) == ["1 linear is"]
+        (text,) = told(lambda x: [layer(x) for layer in layers], torch.randn(3, 6))
+    assert text.startswith("2 sometimes_wrong")
+    assert text.endswith("1 linear are")
     codes = [event.code for event in lz.reports()[-1].events]
     assert codes.count("EDIT_REFUTED") == 1
 
@@ -342,3 +345,18 @@ def test_only_kernels_that_declare_it_are_chosen_and_the_others_say_why():
     lz.configure(deterministic=False)
     report = lz.explain("norm.rms", torch.randn(4, 64), torch.randn(64), print_report=False)
     assert report.decision.kernel.kernel_id != "lz.row_norm"
+
+
+def test_a_call_of_our_linear_gives_a_row_its_own_bits_or_says_that_it_does_not():
+    lz.configure(deterministic="batch_invariant")
+    weight, bias, left = torch.randn(40, 70), torch.randn(40), torch.randn(33, 70)
+    with events.collect() as happened:
+        found = lz.linear(left, weight, bias)
+        assert torch.equal(found[5:6], lz.linear(left[5:6], weight, bias))
+        torch.testing.assert_close(found, nn.functional.linear(left, weight, bias), rtol=1e-4, atol=1e-4)
+        assert happened == []
+        functional._tell_dependent.cache_clear()
+        lz.linear(left, weight.requires_grad_(), bias).sum().backward()
+        lz.linear(left, weight, bias)
+        lz.mlp_fused(left, weight, None, torch.randn(70, 40))
+    assert [event.code for event in happened] == ["NOT_BATCH_INVARIANT"] * 2  # each once

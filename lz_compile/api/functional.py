@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -16,7 +17,10 @@ import torch.nn.functional as F
 
 from lz_compile.api.arguments import Arguments, remembered
 from lz_compile.api.norm_calls import norm
+from lz_compile.ground import events
+from lz_compile.lowering import rows
 from lz_compile.lowering.ops import mlp
+from lz_compile.runtime.policy import policy
 
 __all__ = ["ACTIVATIONS", "Activation", "alibi", "embedding", "layer_norm", "linear", "mlp_fused", "rms_norm", "rope"]
 
@@ -146,7 +150,10 @@ def alibi(slopes: torch.Tensor, queries: int, keys: int | None = None) -> torch.
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``input @ weight^T + bias``; PyTorch's GEMM library is the only kernel so far.
+    """``input @ weight^T + bias`` by PyTorch's GEMM library.
+
+    With ``deterministic: "batch_invariant"``, on a CPU and without gradients, it is computed so that a row has the same bits
+    in every batch; elsewhere an event says that it is not.
 
     Shapes:
         input ``[..., I]``, weight ``[O, I]``, bias ``[O]``; the result is ``[..., O]``.
@@ -155,7 +162,23 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         ArgumentError: the tensors do not fit together.
     """
     _check_linear(input, weight, bias)
+    if torch.compiler.is_dynamo_compiling() or not _rows_have_own_bits():
+        return F.linear(input, weight, bias)
+    is_cast = torch.is_autocast_enabled(input.device.type)
+    if not is_cast and rows.serves(input, weight, bias, is_graded=torch.is_grad_enabled()):
+        result: torch.Tensor = rows.linear(input, weight, bias)
+        return result
+    _tell_dependent("lz.linear, with gradients, under autocast or on this device,")
     return F.linear(input, weight, bias)
+
+
+def _rows_have_own_bits() -> bool:
+    return policy.current().settings.deterministic == "batch_invariant"
+
+
+@cache
+def _tell_dependent(what: str) -> None:
+    events.record("NOT_BATCH_INVARIANT", f"{what} is not covered: a row may have other bits in another batch")
 
 
 def embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
@@ -174,8 +197,8 @@ def embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None
         return F.embedding(input, weight, padding_idx)
     except IndexError as error:
         low, high = map(int, input.aminmax())
-        rows = f"of rows 0 to {weight.shape[0] - 1} of weight"
-        raise Arguments("embedding").wrong("input", rows, f"{low} to {high}") from error
+        wanted = f"of rows 0 to {weight.shape[0] - 1} of weight"
+        raise Arguments("embedding").wrong("input", wanted, f"{low} to {high}") from error
 
 
 def mlp_fused(
@@ -208,6 +231,8 @@ def mlp_fused(
         ArgumentError: there is no such activation, a bias without its weight, or the tensors do not fit together.
     """
     _check_mlp(input, gate_weight, up_weight, down_weight, activation, gate_bias, up_bias, down_bias)
+    if not torch.compiler.is_dynamo_compiling() and _rows_have_own_bits():
+        _tell_dependent("lz.mlp_fused in code that is not compiled")
     function = ACTIVATIONS[activation]
     hidden = function(F.linear(input, gate_weight, gate_bias))
     if up_weight is not None:

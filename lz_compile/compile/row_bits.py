@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lz_compile.compile.reading import edit_all
 from lz_compile.compile.stages import State
@@ -69,19 +68,13 @@ def _replace_linears(graph: fx.Graph, may_edit: MayEdit) -> int:
 
 def _may_be_replaced(node: fx.Node, ambient: Mapping[fx.Node, Ambient]) -> bool:
     call, result = read(node), tensor_of(node)
-    if call is None or call.name != "linear" or result is None or result.device.type != "cpu":
+    if call is None or call.name != "linear" or result is None:
         return False
-    tensors = [tensor_of(each) for each in (call.input, call.get("weight"), call.get("bias"))]
-    given = [each for each in tensors if each is not None]
+    input, weight, bias = (tensor_of(each) for each in (call.input, call.get("weight"), call.get("bias")))
     around = ambient[node]
-    if any(map(is_traceable_wrapper_subclass, given)):  # sharded ones know no operator of ours
+    if around.is_transformed or around.autocast or input is None or weight is None:
         return False
-    if around.is_transformed or around.autocast or tensors[0] is None or tensors[1] is None:
-        return False
-    is_graded = grad_enabled(around) and any(each.requires_grad for each in given)
-    is_plain = result.is_floating_point() and tensors[1].dim() == 2 and {each.dtype for each in given} == {result.dtype}
-    is_usual = tensors[1].numel() > 0 and (tensors[2] is None or tensors[2].shape == tensors[1].shape[:1])
-    return is_plain and is_usual and not is_graded
+    return rows.serves(input, weight, bias, is_graded=grad_enabled(around))
 
 
 def tell_original(policy: Policy) -> None:

@@ -6,11 +6,24 @@ Sums are made over pieces of the inputs of one size, and then over the pieces: t
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lz_compile.lowering.opaque import opaque
 
 #: Under which name it is known, as kernels are.
 KERNEL_ID = "row_linear"
+
+
+def serves(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_graded: bool) -> bool:
+    """Whether :data:`linear` computes a linear. It gives no gradients; ``is_graded`` says whether they are recorded."""
+    given = [each for each in (input, weight, bias) if each is not None]
+    if any(map(is_traceable_wrapper_subclass, given)):  # sharded ones know no operator of ours
+        return False
+    is_plain = input.is_floating_point() and {(each.dtype, each.device.type) for each in given} == {
+        (input.dtype, "cpu")
+    }
+    is_usual = weight.dim() == 2 and weight.numel() > 0 and (bias is None or bias.shape == weight.shape[:1])
+    return is_plain and is_usual and not (is_graded and any(each.requires_grad for each in given))
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
