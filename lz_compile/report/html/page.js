@@ -116,10 +116,11 @@ function look() {
   found.textContent = words.length ? `${count} of ${items.length} entries${count ? "" : ": all words have to be in one; try fewer"}` : "";
 }
 
-// Of several entries the one is meant whose operation is called by the most of the words.
+// Of several entries the one is meant that has the most of the words: in its operation, and whole ones in its layers.
+function parts(item) { return new Set(item.dataset.text.split(/[^a-z0-9_]+/)); }
 function showFirst() {
   const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-  const said = (item) => words.filter((word) => item.querySelector("summary b").textContent.includes(word)).length;
+  const said = (item) => words.filter((word) => item.querySelector("summary b").textContent.includes(word) || parts(item).has(word)).length;
   const seen = items.filter((item) => item.tagName === "DETAILS" && item.id && !item.classList.contains("hidden"));
   const first = seen.reduce((best, item) => (best && said(best) >= said(item) ? best : item), null);
   if (first) show(first.id);

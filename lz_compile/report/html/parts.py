@@ -137,6 +137,9 @@ class Kind:
         is_measured = any(each.get("origin") == "measured" for each in self.first["candidates"])
         if "LEFT_TO_INDUCTOR" in codes and not is_measured:
             found.append(f"Measuring may say otherwise: python -m lz_compile tune {self.operation}.")
+        graded = [each["kernel"] for each in self.first["candidates"] if _is_of_gradients(each["against"])]
+        if graded:
+            found.append(f"Compiled without gradients (torch.no_grad()), {', '.join(graded)} could run this.")
         able = [each["kernel"] for each in self.first["candidates"] if not each["against"]]
         able = [kernel for kernel in able if kernel != "inductor"]
         if "LEFT_TO_INDUCTOR" in codes and able:
@@ -224,6 +227,12 @@ class Kind:
     def source(self) -> list[Line]:
         """The code around the first of them."""
         return source(self.first["where"])
+
+
+def _is_of_gradients(against: Sequence[Told]) -> bool:
+    """Whether nothing but gradients speaks against a kernel."""
+    codes = [reason["code"] for reason in against]
+    return bool(codes) and all(code == "TRAINING_UNSUPPORTED" or "GRADIENT" in code for code in codes)
 
 
 def _text(matches: Iterable[Told], name: str) -> str:
