@@ -58,9 +58,9 @@ def compiled_graphs(monkeypatch) -> list[fx.GraphModule]:
     seen: list[fx.GraphModule] = []
     original = inductor.compile_graph
 
-    def compile_graph(module: fx.GraphModule, *args: Any) -> Callable[..., Any]:
+    def compile_graph(module: fx.GraphModule, *args: Any, **named: Any) -> Callable[..., Any]:
         seen.append(module)
-        return original(module, *args)
+        return original(module, *args, **named)
 
     monkeypatch.setattr(inductor, "compile_graph", compile_graph)
     return seen
@@ -546,7 +546,7 @@ def test_parameters_stay_known_as_parameters(monkeypatch, kernel):
     """Read when Inductor gets the graph: Dynamo forgets these afterwards. Without a rewrite the same is to be seen."""
     known = {}
 
-    def read(module: fx.GraphModule, *_: Any) -> Callable[..., Any]:
+    def read(module: fx.GraphModule, *_: Any, **_named: Any) -> Callable[..., Any]:
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 known[node.target] = ("grapharg" in node.meta, node._dynamo_source.name)

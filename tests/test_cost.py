@@ -335,7 +335,7 @@ def test_a_report_tells_what_the_estimate_is_made_of(capsys: pytest.CaptureFixtu
     explain("attention", *torch.empty(3, 1, 8, 2048, 64))
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "estimated: " in text
-    assert "µs fresh" in text
+    assert " fresh" in text
 
 
 def test_doctor_shows_the_rates_of_this_machine(

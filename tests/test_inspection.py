@@ -246,7 +246,7 @@ class Snapshots(expecttest.TestCase):
   +------------+-------+--------------------------------------------+------------------------------+
   | kernel     | score | latency                                    | against, notes               |
   +------------+-------+--------------------------------------------+------------------------------+
-  | torch.sdpa | 212   | 512.2 us, 0.47 of Inductor's (measured at  |                              |
+  | torch.sdpa | 212   | 512 us, 0.47 of Inductor's (measured at    |                              |
   |            |       | seq_len_q=64, ~1.2%)                       |                              |
   | inductor   | 100   | 1 of Inductor's (assumed)                  | avoided by lz.avoid()        |
   | narrow     | -     | -                                          | because of HEAD_DIM_INVALID  |

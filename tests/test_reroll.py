@@ -698,10 +698,10 @@ def test_growth_with_the_number_of_steps_is_linear(kind):
 def test_what_inductor_cannot_compile_is_compiled_unrolled(monkeypatch):
     compile_graph = inductor.compile_graph
 
-    def without_scans(module: fx.GraphModule, *rest: Any) -> Any:
+    def without_scans(module: fx.GraphModule, *rest: Any, **named: Any) -> Any:
         if module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
             raise RuntimeError("no scans here")
-        return compile_graph(module, *rest)
+        return compile_graph(module, *rest, **named)
 
     monkeypatch.setattr(inductor, "compile_graph", without_scans)
 

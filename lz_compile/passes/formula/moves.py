@@ -11,6 +11,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, regroup
 from lz_compile.passes.formula.pieces import Piece, Rule, Space, first_of, named_dim, only, placed_at, wrapped
 from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, lower, number
 from lz_compile.passes.formula.predicates import FALSE, TRUE, Predicate, at_least, both
+from lz_compile.passes.formula.strides import order_in_memory
 from lz_compile.passes.formula.subscripts import getitem
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
@@ -142,7 +143,8 @@ def _as_strided(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
     source, strides = tensor_of(call.input), call.get("stride", call.arguments.get("#2"))
     offset = call.get("storage_offset", call.arguments.get("#3"))
     shape = () if source is None else shape_of(source)
-    is_dense = source is not None and source.is_contiguous() and source.storage_offset() == 0
+    is_dense = source is not None and order_in_memory(source) == [*range(source.dim())]
+    is_dense = is_dense and as_size(source.storage_offset()) == 0  # type: ignore[union-attr]  # where it is dense
     given = [space.integer(each) for each in strides] if isinstance(strides, (tuple, list)) else [None]
     start = ZERO if offset is None else space.integer(offset)
     if not is_dense or start is None or any(each is None for each in given):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size, as_size
+from lz_compile.ground.sizes import Size, as_size, product
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.graph.view import read
+from lz_compile.passes.graph.view import hint_of, read
 
 #: Readers to which the strides of what they read make no difference that anyone can see.
 _AGNOSTIC = contraction.PRODUCTS | {"contiguous", "layer_norm", "rms_norm", "sum", "mean"}
@@ -51,3 +51,19 @@ def order_of(tensor: torch.Tensor) -> tuple[Size, ...]:
 def that_count(strides: Sequence[Any], tensor: torch.Tensor) -> tuple[Any, ...]:
     """Those of dimensions with more than one element: the others lead nowhere, and PyTorch makes them up."""
     return tuple(stride for stride, extent in zip(strides, tensor.shape, strict=False) if as_size(extent) not in (0, 1))
+
+
+def order_in_memory(tensor: torch.Tensor) -> list[int] | None:
+    """Dimensions in the order that they have in memory; None where that is none, or has gaps."""
+    strides, sizes = ([as_size(each) for each in of] for of in (tensor.stride(), tensor.shape))
+    order = sorted(range(tensor.dim()), key=lambda dim: -_number(tensor.stride()[dim]))
+    width: Size = 1
+    for dim in reversed(order):
+        if strides[dim] != width and sizes[dim] != 1:
+            return None
+        width = product((width, sizes[dim]))
+    return order
+
+
+def _number(stride: Any) -> float:
+    return stride if isinstance(stride, int) else hint_of(stride)

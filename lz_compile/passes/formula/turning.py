@@ -13,6 +13,7 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.contraction import Factor
@@ -44,7 +45,7 @@ def may_turn(call: Call | None) -> bool:
     if call is None or call.name not in contraction.PRODUCTS:
         return False
     tensors = [tensor_of(each) for each in call.node.all_input_nodes]
-    is_small = all(tensor is None or 2 in tensor.shape[-3:] for tensor in tensors)
+    is_small = all(tensor is None or 2 in shape_of(tensor)[-3:] for tensor in tensors)
     return is_small or any(map(_is_square, tensors))
 
 

@@ -107,7 +107,7 @@ def _as_strided(reader: _Elements, call: Call, dims: Dims) -> Value | None:
     for axes, stride in zip(dims, strides, strict=True):
         place = place + reader.place(axes).scaled(stride)
     places = [ZERO] * len(own)
-    several = [dim for dim in range(len(own)) if source.shape[dim] != 1 and own[dim] > 0]
+    several = [dim for dim in range(len(own)) if as_size(source.shape[dim]) != 1 and own[dim] > 0]
     for dim in sorted(several, key=lambda dim: -own[dim]):
         places[dim] = quotient(place, own[dim], reader.quotients)
         place = place - places[dim].scaled(own[dim])

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size, as_size, product, shape_of
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.editing.edit import MayEdit, anywhere
+from lz_compile.passes.formula.strides import order_in_memory
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.view import hint_of, known_tensor, read, tensor_of
+from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.loops.roll.piece_writes import elements_of
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.loops.roll.step_graph import Emitter
@@ -61,7 +62,7 @@ def join_parts(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
 
 def _joined(new: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     tensor = tensor_of(new)
-    order = None if tensor is None or tensor.layout is not torch.strided else _order(tensor)
+    order = None if tensor is None or tensor.layout is not torch.strided else order_in_memory(tensor)
     if tensor is None or order is None:
         return False
     parts = _parts(new, tensor, effects)
@@ -158,22 +159,6 @@ def _are_all(parts: Sequence[_Part], tensor: torch.Tensor) -> bool:
     ordered = sorted(parts, key=lambda part: part.start)
     ends = [0, *(part.stop for part in ordered)]
     return ends[-1] == size and all(part.start == end for part, end in zip(ordered, ends, strict=False))
-
-
-def _order(tensor: torch.Tensor) -> list[int] | None:
-    """Dimensions in the order that they have in memory; None where that is none, or has gaps."""
-    strides, sizes = ([as_size(each) for each in of] for of in (tensor.stride(), tensor.shape))
-    order = sorted(range(tensor.dim()), key=lambda dim: -_number(tensor.stride()[dim]))
-    width: Size = 1
-    for dim in reversed(order):
-        if strides[dim] != width and sizes[dim] != 1:
-            return None
-        width = product((width, sizes[dim]))
-    return order
-
-
-def _number(stride: Any) -> float:
-    return stride if isinstance(stride, int) else hint_of(stride)
 
 
 def _join(parts: Sequence[_Part], order: Sequence[int], tensor: torch.Tensor, emit: Emitter) -> fx.Node:
