@@ -100,6 +100,10 @@ class TestWinner:
         assert winner(sample, preference=("flex", "sdpa"))[0] == "flex"
         assert winner(Sample({}, {"inductor": 100, "sdpa": 51, "flex": 50}), preference=("sdpa",))[0] == "flex"
 
+    def test_what_is_further_away_than_the_margin_is_no_tie_whatever_the_noise(self):
+        sample = Sample({}, {"inductor": 100, "sdpa": 57, "flex": 50}, {"sdpa": 0.15, "flex": 0.15})
+        assert winner(sample, preference=("sdpa", "flex"))[0] == "flex"
+
     def test_without_a_measured_incumbent_the_fastest_wins(self):
         assert winner(Sample({}, {"sdpa": 2, "flex": 1})) == ("flex", "1 us, inductor was not measured")
 

@@ -118,6 +118,12 @@ def _partly(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     return (new,)
 
 
+def _not_to_the_end(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    new = torch.zeros_like(a)
+    new[:, :2], new[:, 2:5] = b[:, :2], b[:, 2:5]
+    return (new,)
+
+
 def _twice(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     new = torch.zeros_like(a)
     new[:, :3], new[:, 2:] = b[:, :3], a[:, 2:]
@@ -180,7 +186,7 @@ def _unlike_steps(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
 
 
 OTHERS = [
-    _partly, _twice, _along_two, _read_between, _seen_before, _written_later, _value_changes, _broadcast, _given, _unlike_steps,
+    _partly, _not_to_the_end, _twice, _along_two, _read_between, _seen_before, _written_later, _value_changes, _broadcast, _given, _unlike_steps,
 ]  # fmt: skip
 
 
