@@ -24,7 +24,8 @@ from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, where_of
+from lz_compile.passes.graph.view import Call, is_floating, known_tensor, tensor_of, where_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.rewriting.driver import refusal_of
 
 #: What to do about a value that was overwritten before it is read.
@@ -187,18 +188,13 @@ def _is_from_outside(region: Region, call: Call, product: fx.Node) -> bool:
 
 def _made_of(effects: Effects, node: fx.Node) -> set[fx.Node]:
     """What a value is computed from, behind pointwise and layout operations that read floating-point values."""
-    found, queue, seen = set(), [node], {node}
-    while queue and len(seen) < _FAR:
-        current = queue.pop()
-        call, tensor = effects.calls.get(current), tensor_of(current)
-        if tensor is None or not tensor.is_floating_point():
-            continue
-        if call is None or not (is_pointwise(call) or layout.rearranges(call)):
-            found.add(current)
-            continue
-        queue.extend(each for each in current.all_input_nodes if each not in seen)
-        seen.update(current.all_input_nodes)
-    return found
+
+    def above(each: fx.Node) -> list[fx.Node]:
+        call = effects.calls.get(each)
+        is_passed = call is not None and (is_pointwise(call) or layout.rearranges(call))
+        return each.all_input_nodes if is_passed and is_floating(each) else []
+
+    return {each for each in reached([node], above, _FAR) if is_floating(each) and not above(each)}
 
 
 def _is_whole(node: fx.Node, scores: fx.Node) -> bool:

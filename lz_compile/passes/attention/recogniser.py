@@ -24,6 +24,7 @@ from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.rewriting.driver import Driver, Outcome, refusal_of
 from lz_compile.passes.rewriting.match import Match
@@ -130,16 +131,12 @@ def _behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
 
 def _softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
     """Softmaxes that a refused contraction has been blamed for already."""
-    found: set[fx.Node] = set()
-    queue = list(node.all_input_nodes)
-    for _ in range(64):
-        if not queue:
-            break
-        current = queue.pop(0)
-        call = effects.calls.get(current)
-        if call is None or call.name in contraction.PRODUCTS:
-            continue
-        if call.name in SOFTMAX:
-            found.add(current)
-        queue.extend(current.all_input_nodes)
-    return found
+
+    def names(each: fx.Node) -> str:
+        call = effects.calls.get(each)
+        return "" if call is None else call.name
+
+    near = reached(
+        node.all_input_nodes, lambda each: () if names(each) in contraction.PRODUCTS else each.all_input_nodes, 64
+    )
+    return {each for each in near if names(each) in SOFTMAX}

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.walks import reached
 
 #: How many nodes are looked at.
 _FAR = 64
@@ -23,11 +24,6 @@ def is_weight(node: fx.Node) -> bool:
     tensor = tensor_of(node)
     if tensor is None or tensor.dim() > _WEIGHT_RANK:
         return False
-    seen, queue = {node}, [node]
-    while queue and len(seen) < _FAR:
-        current = queue.pop()
-        if current.op == "placeholder" and not isinstance(tensor_of(current), torch.nn.Parameter):
-            return False
-        queue.extend(each for each in current.all_input_nodes if each not in seen)
-        seen.update(current.all_input_nodes)
-    return not queue and any(each.op == "placeholder" for each in seen)
+    above = [*reached([node], most=_FAR)]
+    inputs = [tensor_of(each) for each in above if each.op == "placeholder"]
+    return 0 < len(inputs) <= len(above) < _FAR and all(isinstance(each, torch.nn.Parameter) for each in inputs)

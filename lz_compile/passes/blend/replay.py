@@ -14,7 +14,7 @@ from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import Call, called, tensor_of
-from lz_compile.passes.proof.subgraph import needed
+from lz_compile.passes.graph.walks import needed
 
 
 def shared_inputs(effects: Effects, nodes: Sequence[fx.Node], dims: Dims) -> dict[fx.Node, Dims]:

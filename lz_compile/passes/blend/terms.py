@@ -5,7 +5,7 @@ Axes are not looked at: a tensor and its transpose are the same factor here. Wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -23,6 +23,7 @@ from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
+from lz_compile.passes.graph.walks import reached
 
 #: The factors of a product, in the order of their names, as often as they occur.
 Factors: TypeAlias = tuple[fx.Node, ...]
@@ -97,18 +98,14 @@ class Sums:
 
     def behind(self, anchor: fx.Node) -> list[fx.Node]:
         """The values that an anchor is a sum of products of, or that these are, the nearest first; not too many."""
-        found, queue = {anchor: True}, [anchor]
-        while queue and len(found) < _MOST_NODES:
-            node = queue.pop(0)
+
+        def operands(node: fx.Node) -> Iterator[fx.Node]:
             call = self.effects.calls[node]
-            if call is None or not self.is_sum(call):
-                continue
-            for operand in node.all_input_nodes:
-                inner = self.effects.current(operand, node)
-                if inner not in found and value_of(inner) is not None:
-                    found[inner] = True
-                    queue.append(inner)
-        return list(found)[1:]
+            given = node.all_input_nodes if call is not None and self.is_sum(call) else []
+            inner = (self.effects.current(each, node) for each in given)
+            return (each for each in inner if value_of(each) is not None)
+
+        return [*reached([anchor], operands, _MOST_NODES)][1:]
 
     def has_product(self, anchor: fx.Node, nodes: Iterable[fx.Node]) -> bool:
         """Whether anything is multiplied or divided on the way, or scaled as it is added."""

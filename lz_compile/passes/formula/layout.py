@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -12,6 +12,7 @@ from torch import fx
 from lz_compile.ground.sizes import Shape, Size, product, shape_of
 from lz_compile.passes.formula.axes import Dims, LayoutError, atoms, broadcast_from, regroup, take
 from lz_compile.passes.graph.view import Call, memories_of, read, tensor_of, value_of
+from lz_compile.passes.graph.walks import reached
 
 Reader = Callable[[Call, Shape, Dims], Dims]
 
@@ -206,18 +207,13 @@ def _number(stride: Size) -> int:
 
 def is_returned(node: fx.Node) -> bool:
     """Whether a tensor, or one that may be a view of it, leaves the graph."""
-    stack, seen = [node], {node}
-    while stack:
-        shown = stack.pop()
-        for user in shown.users:
-            call = read(user)
-            if user.op == "output":
-                return True
-            is_view = not {*memories_of(shown)}.isdisjoint(memories_of(user))
-            if user not in seen and call is not None and (call.is_inplace or rearranges(call) or is_view):
-                seen.add(user)
-                stack.append(user)
-    return False
+
+    def names(shown: fx.Node) -> Iterator[fx.Node]:
+        memory, calls = {*memories_of(shown)}, (call for call in map(read, shown.users) if call is not None)
+        is_name = lambda x: x.is_inplace or rearranges(x) or not memory.isdisjoint(memories_of(x.node))  # noqa: E731
+        return (call.node for call in calls if is_name(call))
+
+    return any(user.op == "output" for shown in reached([node], names) for user in shown.users)
 
 
 def rearranges(call: Call) -> bool:

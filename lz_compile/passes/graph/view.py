@@ -299,6 +299,18 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_floating(node: Any) -> bool:
+    """Whether a node holds a tensor of real floating-point numbers."""
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.is_floating_point()
+
+
+def is_boolean(node: Any) -> bool:
+    """Whether a node holds a tensor of truth values."""
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.dtype == torch.bool
+
+
 _ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 
 

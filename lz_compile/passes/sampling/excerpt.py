@@ -23,8 +23,9 @@ from lz_compile.passes.formula.calls import is_constant
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, is_symbolic, known_tensor, tensor_of, value_of
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.proof.resize import resized, shape, whole
-from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.passes.proof.subgraph import Subgraph
 from lz_compile.passes.sampling.stores import is_ordering
 
 #: More operations than a filter of scores is spelled with.

@@ -7,6 +7,7 @@ from torch import fx
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.sampling.stores import ORDERING
 
 #: So many operations between a sort and the draw are looked through.
@@ -28,31 +29,18 @@ def sorted_draw(op: str, effects: Effects, draw: fx.Node) -> NearMiss | None:
 
 def _ordering(effects: Effects, draw: fx.Node) -> fx.Node | None:
     """The sort whose places the draw looks up."""
-    places = {node for node in _readers(draw) if effects.calls[node] is not None}
-    stack, seen = list(draw.all_input_nodes), set[fx.Node]()
-    while stack and len(seen) < _MOST:
-        node = stack.pop()
+    places = {node for node in reached(draw.users, lambda node: node.users, _MOST) if effects.calls[node] is not None}
+
+    def above(node: fx.Node) -> list[fx.Node]:
         call = effects.calls.get(node)
-        if node in seen or call is None or call.name in ("scatter", "gather", "take_along_dim"):
+        is_end = call is None or call.name in ("scatter", "gather", "take_along_dim") or call.name in ORDERING
+        return [] if is_end else node.all_input_nodes
+
+    for node in reached(draw.all_input_nodes, above, _MOST):
+        call = effects.calls.get(node)
+        if call is None or call.name not in ORDERING:
             continue
-        seen.add(node)
-        if call.name in ORDERING:
-            indices = {user for user in node.users if effects.calls[user] is not None and tensor_of(user) is not None}
-            is_looked_up = any(reader in places for index in indices for reader in index.users)
-            if is_looked_up:
-                return node
-            continue
-        stack.extend(node.all_input_nodes)
+        indices = {user for user in node.users if effects.calls[user] is not None and tensor_of(user) is not None}
+        if any(reader in places for index in indices for reader in index.users):
+            return node
     return None
-
-
-def _readers(draw: fx.Node) -> set[fx.Node]:
-    """Everything that is computed from a draw, a few operations on."""
-    found: set[fx.Node] = set()
-    stack = list(draw.users)
-    while stack and len(found) < _MOST:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.users)
-    return found

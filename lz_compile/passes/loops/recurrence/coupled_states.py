@@ -15,12 +15,13 @@ from torch import fx
 
 from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.view import known_tensor
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rewritten
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_homes import insert
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, is_filled, traced
-from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.passes.proof.subgraph import Subgraph
 
 aten = torch.ops.aten
 #: More states than this have more rank-one terms than kernels take.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import fx
 
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.calls import is_cast
-from lz_compile.passes.graph.view import read, tensor_of
+from lz_compile.passes.graph.view import is_boolean, read, tensor_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step
 
 _JOINS = frozenset({"stack", "cat", "getitem", "select", "unbind", "split", "chunk", "flip", "narrow"})
@@ -22,25 +24,18 @@ def indicators_of(call: ScanCall, step: Step) -> frozenset[fx.Node]:
 
 def is_indicator(node: fx.Node) -> bool:
     """Whether a tensor of numbers is made of truth values alone."""
-    queue, seen = [node], set[fx.Node]()
-    tensor = tensor_of(node)
-    if tensor is None or tensor.dtype == torch.bool:
+    if tensor_of(node) is None or is_boolean(node):
         return False
-    while queue:
-        each = queue.pop()
-        value, found = tensor_of(each), read(each)
-        if each in seen or (value is not None and value.dtype == torch.bool):
-            continue
-        seen.add(each)
-        if found is None or found.is_inplace:
-            return False
-        moves = layout.rearranges(found) or is_cast(found) or found.name in _JOINS | _CASTS
-        if not moves:
-            return False
-        operands = found.input if isinstance(found.input, (list, tuple)) else [found.input]
-        if found.name in ("stack", "cat"):
-            operands = found.arguments.get("tensors", operands)
-        if not operands or not all(isinstance(operand, fx.Node) for operand in operands):
-            return False
-        queue.extend(operands)
-    return True
+    made = reached([node], lambda each: [] if is_boolean(each) else _moved(each))
+    return all(is_boolean(each) or _moved(each) for each in made)
+
+
+def _moved(node: fx.Node) -> Sequence[fx.Node]:
+    """What a call moves about or casts, and does nothing else with; nothing for others."""
+    call = read(node)
+    if call is None or call.is_inplace:
+        return []
+    operands = call.arguments.get("tensors", call.input) if call.name in ("stack", "cat") else call.input
+    operands = operands if isinstance(operands, (list, tuple)) else [operands]
+    moves = layout.rearranges(call) or is_cast(call) or call.name in _JOINS | _CASTS
+    return operands if moves and all(isinstance(each, fx.Node) for each in operands) else []

@@ -9,10 +9,10 @@ from typing import Literal
 from torch import fx
 
 from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum, substituted
 from lz_compile.passes.loops.recurrence.index_terms import Atom, Term, UnreadableError, subterm
 from lz_compile.passes.loops.recurrence.step_form import StepForm
-from lz_compile.passes.proof.subgraph import needed
 
 Reads = Literal["after", "before"]
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, as_sum, dims_of
 from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, UnreadableError
 from lz_compile.passes.loops.recurrence.step_homes import FREE, homes, is_delay, is_tensor, prepare
@@ -27,7 +28,6 @@ from lz_compile.passes.loops.recurrence.step_rules import (
     shape_of,
 )
 from lz_compile.passes.loops.recurrence.step_trace import Step
-from lz_compile.passes.proof.subgraph import needed
 
 aten = torch.ops.aten
 _STORAGE = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "implicit"})

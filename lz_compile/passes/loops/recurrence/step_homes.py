@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.step_trace import Step
-from lz_compile.passes.proof.subgraph import needed
 
 aten = torch.ops.aten
 #: The home of what depends on no state.

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.size_placeholders import SizePlaceholder, SizePlaceholders
-from lz_compile.passes.proof.subgraph import needed
 
 #: In the metadata of nodes that are sizes.
 _SIZE = "layerzero_size"

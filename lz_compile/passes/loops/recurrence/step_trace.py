@@ -25,6 +25,7 @@ from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of, value_of
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.graph.writes import overwritten
 from lz_compile.passes.loops.recurrence.size_placeholders import (
     ATTEMPTS,
@@ -35,7 +36,6 @@ from lz_compile.passes.loops.recurrence.size_placeholders import (
     symbolic,
 )
 from lz_compile.passes.loops.recurrence.step_sizes import check_twins, name_sizes, unchanged_sizes
-from lz_compile.passes.proof.subgraph import needed
 
 aten = torch.ops.aten
 SCAN = torch.ops.higher_order.scan

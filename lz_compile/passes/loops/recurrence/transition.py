@@ -16,13 +16,13 @@ from typing import TypeAlias
 from torch import fx
 
 from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import IDENTITY, Atom, Factor, Term, connected, subterm
 from lz_compile.passes.loops.recurrence.rank_one import Product, paired, products_of
 from lz_compile.passes.loops.recurrence.state_reads import RawRead, Reads, state_reads
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_rules import is_curved
-from lz_compile.passes.proof.subgraph import needed
 
 _MAX_RANK = 8
 #: More updates than this that nothing erases are one dense summand.

@@ -8,7 +8,7 @@ from torch import fx
 
 from lz_compile.passes.formula.calls import is_constant
 from lz_compile.passes.graph.view import read, tensor_of
-from lz_compile.passes.proof.subgraph import needed
+from lz_compile.passes.graph.walks import needed
 
 
 def reads_data(nodes: Iterable[fx.Node]) -> bool:

@@ -26,9 +26,9 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.fakes import faking
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
-from lz_compile.passes.proof.subgraph import needed
 from lz_compile.passes.rewriting.core import wants_grad
 
 #: A tensor with more readers of pieces keeps what is stored twice.
