@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, is_boolean, tensor_of
 
 #: Calls that may give integers of what are none.
 CASTS = frozenset({"to", "type", "type_as", "long", "int", "short", "char", "byte", "_to_copy", "convert_element_type"})
@@ -25,16 +24,10 @@ def integers_of(nodes: Iterable[fx.Node]) -> frozenset[torch.dtype]:
     return frozenset(tensor.dtype for tensor in tensors if tensor is not None and is_integer(tensor))
 
 
-def is_condition(value: Any) -> bool:
-    """Whether a value is a tensor of conditions."""
-    tensor = tensor_of(value)
-    return tensor is not None and tensor.dtype == torch.bool
-
-
 def is_count(call: Call) -> bool:
     """Whether a condition becomes the integer zero or one."""
     result = tensor_of(call.node)
-    return call.name in CASTS and is_condition(call.input) and result is not None and is_integer(result)
+    return call.name in CASTS and is_boolean(call.input) and result is not None and is_integer(result)
 
 
 def chooses_numbers(call: Call) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.blend.bounds import BOUNDING, Affine, Bound, Interval, Limits, Twin, limits_of, product, reach_of
-from lz_compile.passes.blend.conditions import CASTS, chooses_numbers, integers_of, is_condition, is_count, is_integer
+from lz_compile.passes.blend.conditions import CASTS, chooses_numbers, integers_of, is_count, is_integer
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Arithmetic
@@ -22,7 +22,7 @@ from lz_compile.passes.formula.expressions import specialised
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.provenance import EMITTED
-from lz_compile.passes.graph.view import Call, tensor_of, value_of
+from lz_compile.passes.graph.view import Call, is_boolean, tensor_of, value_of
 from lz_compile.passes.graph.walks import reached
 
 #: The factors of a product, in the order of their names, as often as they occur.
@@ -125,7 +125,7 @@ class Sums:
         if call.name == "where":
             return chooses_numbers(call)
         if tensor.dtype == torch.bool:
-            return call.name in _LOGIC or (is_cast(call) and is_condition(call.input))
+            return call.name in _LOGIC or (is_cast(call) and is_boolean(call.input))
         if is_integer(tensor):
             return call.name in _COUNTED or is_count(call)
         if call.name in BOUNDING:
@@ -316,7 +316,7 @@ def _div(sums: _Expansion, call: Call) -> Terms | None:
 
 
 def _not(sums: _Expansion, call: Call) -> Terms | None:
-    return _computed(LOGIC["not"])(sums, call) if is_condition(call.input) else None
+    return _computed(LOGIC["not"])(sums, call) if is_boolean(call.input) else None
 
 
 def _compared(is_equal: bool) -> Rule:

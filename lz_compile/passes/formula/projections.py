@@ -7,6 +7,7 @@ itself: nothing is followed through residual streams.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -62,7 +63,10 @@ class Supports:
 
     def behind(self, node: fx.Node) -> set[fx.Node]:
         """Everything between a value and what it is a pointwise function of."""
-        inner = lambda each: (operand for operand in each.all_input_nodes if operand not in self._stops)  # noqa: E731
+
+        def inner(each: fx.Node) -> Iterator[fx.Node]:
+            return (operand for operand in each.all_input_nodes if operand not in self._stops)
+
         return {*reached(inner(node), inner)}
 
     def _read(self, node: fx.Node, call: Call | None) -> Support:

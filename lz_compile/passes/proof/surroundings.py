@@ -19,6 +19,7 @@ from torch import fx
 
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.subscripts import SPLITS
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.held import held_by
 from lz_compile.passes.graph.modes import ambient_context
@@ -34,8 +35,6 @@ from lz_compile.passes.rewriting.rewrite import KernelCall, Recipes, splice
 _REACH = 16
 #: In a sequence of documents whose ids nobody knows before the data comes.
 _DOCUMENTS = 8
-
-_SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes"})
 
 Binding = Mapping[sympy.Symbol, int]
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -198,7 +197,7 @@ def _is_fusible(node: fx.Node, match: Match, effects: Effects) -> bool:
     if call is None or call.is_inplace or effects.ambient(node) != match.ambient:
         return False
     if _is_split(node):
-        return call.name in _SPLITS
+        return call.name in SPLITS
     if tensor_of(node) is None:
         return False
     return is_pointwise(call) or layout.is_view(call) or layout.rearranges(call)

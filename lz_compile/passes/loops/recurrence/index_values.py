@@ -6,6 +6,7 @@ may be NaN.
 
 from __future__ import annotations
 
+import math
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,10 +42,6 @@ class Source:
         return list(self.value.shape[int(self.over_time) :] if self.shape is None else self.shape)
 
 
-def _itself(number: int) -> Any:
-    return number
-
-
 @dataclass(frozen=True)
 class Values:
     """Computes sums.
@@ -61,7 +58,7 @@ class Values:
     sizes: Mapping[int, int]
     dtype: torch.dtype
     like: Any
-    extent: Callable[[int], Any] = _itself
+    extent: Callable[[int], Any] = lambda number: number
 
     def of(self, whole: IndexSum, groups: Sequence[Sequence[int]], leak: IndexSum | None = None) -> Any:
         """The sum as a tensor with one dimension for each group of free indices (or :data:`TIME`).
@@ -83,7 +80,7 @@ class Values:
         if any(index in full and index not in own and index != TIME for index in order):
             value = value.expand(lengths)
         given = dict(zip(order, lengths, strict=True))
-        return value.reshape([_product(given[index] for index in group) for group in groups])
+        return value.reshape([math.prod(given[index] for index in group) for group in groups])
 
     def _length(self, value: Any, place: int, index: int, is_full: bool) -> Any:
         """The size of one dimension, with all elements where ``is_full``."""
@@ -219,7 +216,3 @@ def _shared(whole: IndexSum) -> list[Factor]:
                 kept.append(factor)
         left = kept
     return left
-
-
-def _product(sizes: Iterable[Any]) -> Any:
-    return reduce(operator.mul, sizes, 1)

@@ -260,7 +260,10 @@ class _Planner:
 
     def _follow(self, component: int, nodes: Iterable[fx.Node], edge: set[fx.Node]) -> set[fx.Node]:
         """Note what else is needed to compute these from the values at the edge; those of them that are."""
-        is_inner = lambda node: node not in edge and self.form.home[node] == component  # noqa: E731
+
+        def is_inner(node: fx.Node) -> bool:
+            return node not in edge and self.form.home[node] == component
+
         seen = [*reached(nodes, lambda node: node.all_input_nodes if is_inner(node) else ())]
         for node in seen:
             if node not in edge and not is_inner(node):
