@@ -14,7 +14,7 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import mixed_heads, scores
-from lz_compile.passes.attention.weights import is_weight
+from lz_compile.passes.attention.operand import is_weight
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh

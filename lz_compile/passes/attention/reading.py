@@ -13,9 +13,9 @@ from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.gathered import matched
 from lz_compile.passes.attention.mixed_heads import mixed_scores
 from lz_compile.passes.attention.near_misses import has_scores
+from lz_compile.passes.attention.operand import is_weight
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.attention.roles import assign_roles
-from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.attention.windows import WindowEmitter, windowed
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region

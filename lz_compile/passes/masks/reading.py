@@ -2,7 +2,7 @@
 
 A mask is read as a function of the indices of batch, head, query and key (:mod:`index_reading`). What remains of it is a
 conjunction of conditions. Those on the distance of key and query are a band (:mod:`bands`), equal numbers of a query and
-a key are documents (:mod:`documents`), what depends on keys alone is padding. An additive mask is a number by cases:
+a key are documents (:mod:`parts`), what depends on keys alone is padding. An additive mask is a number by cases:
 what it adds where it keeps, and where it drops. Nothing is said that does not hold at every size.
 """
 

@@ -26,8 +26,7 @@ from lz_compile.passes.routing.activation import Activation
 from lz_compile.passes.routing.cosine_mask import Cosine, cosine_of
 from lz_compile.passes.routing.emitter import Operand, RoutingEmitter
 from lz_compile.passes.routing.products import DETACHED, FUNCTIONS, Products, Term
-from lz_compile.passes.routing.roles import Adapter, Layer, Role, role_of
-from lz_compile.passes.routing.stopping import Kept, kept_of
+from lz_compile.passes.routing.roles import Adapter, Kept, Layer, Role, kept_of, role_of
 from lz_compile.passes.routing.summands import Summands
 
 #: The emitter, its core, and everything that was read with its axes.

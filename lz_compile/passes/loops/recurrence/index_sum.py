@@ -9,8 +9,8 @@ A dimension may be the product of several indices (``[b, h, (k v)]``), and one o
 
 from __future__ import annotations
 
-import math
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias

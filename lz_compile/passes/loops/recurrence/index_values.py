@@ -6,8 +6,8 @@ may be NaN.
 
 from __future__ import annotations
 
-import math
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,9 +5,8 @@ Inductor compiles scans whose steps give something, and are given every symbol t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
