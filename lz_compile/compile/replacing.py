@@ -24,9 +24,8 @@ from lz_compile.passes.fusion.emitter import FusedEmitter
 from lz_compile.passes.fusion.fusion import fusions
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.share import share_equal
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import EMITTED, tensor_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.layers.fold import fold_layers
 from lz_compile.passes.loops.roll.checkpoints import checkpoints

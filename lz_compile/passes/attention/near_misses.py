@@ -22,9 +22,8 @@ from lz_compile.passes.formula.distances import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import Call, is_floating, known_tensor, tensor_of, where_of
+from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, tensor_of, where_of
 from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.rewriting.driver import refusal_of
 

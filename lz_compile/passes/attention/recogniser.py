@@ -37,7 +37,7 @@ _LAST = contraction.PRODUCTS | {"sum", "scaled_dot_product_attention"}
 def recognise(graph: fx.Graph, effects: Effects, masks: Meanings) -> Iterator[Outcome]:
     """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
     missed: list[Missed] = []
-    driver, twins = Driver(OP), Twins(effects)
+    driver, twins = Driver(OP), Twins(effects, masks.hold_the_same)
 
     def once(node: fx.Node) -> Match | NearMiss | None:
         return twins.read((node,), lambda: _read_unless_reshaped(effects, node, masks))

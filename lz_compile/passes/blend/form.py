@@ -26,8 +26,7 @@ from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.formula.subscripts import SPLITS
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.provenance import EMITTED
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, value_of
+from lz_compile.passes.graph.view import EMITTED, Call, known_tensor, tensor_of, value_of
 
 #: Calls that pick or repeat parts of what is given, beside pointwise and layout operations.
 _PICKS = frozenset({"select", "index_select", "narrow", "chunk", "split", "unbind", "gather", "stack", "cat", "detach"})

@@ -21,8 +21,7 @@ from lz_compile.passes.formula.calls import constant_value, is_cast
 from lz_compile.passes.formula.expressions import specialised
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.provenance import EMITTED
-from lz_compile.passes.graph.view import Call, is_boolean, tensor_of, value_of
+from lz_compile.passes.graph.view import EMITTED, Call, is_boolean, tensor_of, value_of
 from lz_compile.passes.graph.walks import reached
 
 #: The factors of a product, in the order of their names, as often as they occur.

@@ -18,8 +18,7 @@ from lz_compile.passes.formula.activations import bends, is_read
 from lz_compile.passes.formula.axes import LayoutError, fresh
 from lz_compile.passes.formula.calls import is_cast, is_constant
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.provenance import EMITTED
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import EMITTED, Call, tensor_of
 from lz_compile.passes.graph.walks import reached
 
 #: Products that are projections; the last ones with weights of several experts, or over neighbours.

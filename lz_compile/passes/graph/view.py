@@ -344,3 +344,15 @@ def called(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if isinstance(target, str):
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
+
+
+# ---- what we emitted -------------------------------------------------------------------------------------------------
+
+
+#: In the metadata of every node that is ours: what a kernel emitted is not recognised again.
+EMITTED = "layerzero_emitted"
+
+
+def provenance(template: fx.Node) -> dict[str, Any]:
+    """The metadata that says where a node comes from, and that it is ours, for what replaces ``template``."""
+    return {**origin_of(template), EMITTED: True}

@@ -27,9 +27,8 @@ from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.strides import that_count
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, ambient_context, grad_enabled
-from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import tensor_of, value_of, where_of
+from lz_compile.passes.graph.view import EMITTED, tensor_of, value_of, where_of
 from lz_compile.passes.inlining.attention_calls import BODIES, REFUSED
 from lz_compile.passes.proof.agreement import SLACK, TOLERANCE
 from lz_compile.passes.rewriting.builder import GraphBuilder

@@ -39,7 +39,7 @@ from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks import constant_patterns, ends, windows
 from lz_compile.passes.masks import reach as mask_reach
 from lz_compile.passes.masks.bands import Positions
-from lz_compile.passes.masks.constants import Constant, Constants
+from lz_compile.passes.masks.constants import Constant, Constants, hold_the_same
 from lz_compile.passes.masks.index_reading import Reader
 from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Meanings, Slopes, Window
 from lz_compile.passes.masks.parts import Parts, is_stable
@@ -122,6 +122,10 @@ class Masks(Meanings):
         axes = axes.resolved()
         own = {axis: Axis(axis.size) for group in axes.groups for axis in group}
         return _Reading(self._effects, self._constants, Axes(*(_with(own, group) for group in axes.groups))), own
+
+    def hold_the_same(self, buffer: fx.Node, other: fx.Node) -> bool:
+        """See :class:`Meanings`."""
+        return hold_the_same(buffer, other)
 
     def values(self, node: fx.Node) -> torch.Tensor | None:
         """See :class:`Meanings`."""

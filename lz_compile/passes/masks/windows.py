@@ -31,6 +31,9 @@ SELECTING = frozenset(moves.RULES) - {"pad"}
 
 def read(effects: Effects, constants: Constants, node: fx.Node, dims: Dims, query: Axis, key: Axis) -> Window | None:
     """The window that ``node`` is along two of its axes, None where it is none."""
+    call = effects.calls.get(node)
+    if call is None or call.name not in SELECTING:
+        return None
     reader = _Elements(effects, constants, (query, key))
     reader.give(dims)
     shown = _shown(reader.read(node, dims))

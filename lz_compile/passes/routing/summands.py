@@ -17,8 +17,7 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.provenance import EMITTED
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import EMITTED, Call, tensor_of
 from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.rewriting.core import is_dead
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.graph.walks import needed

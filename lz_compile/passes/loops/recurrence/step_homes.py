@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import faking
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.step_trace import Step
 

@@ -20,8 +20,7 @@ from torch.utils import _pytree as pytree
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.calls import constant_value
-from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of, value_of

@@ -6,8 +6,8 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.graph.held import hold
 from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.modules import hold
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of, value_of
 from lz_compile.passes.loops.roll.body import Around, Carried, Ref, Streamed
