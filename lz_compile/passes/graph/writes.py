@@ -40,7 +40,7 @@ def overwritten(call: Call) -> list[fx.Node]:
     if "out" in call.arguments:
         out = call.arguments["out"]
         targets.extend(out if isinstance(out, (tuple, list)) else (out,))
-    for schema in _schemas(call.node.target):
+    for schema in [overload._schema for overload in _overloads(call.node.target)]:
         if schema.is_mutable:
             given = _named(schema, call.node)
             targets.extend(given.get(each.name) for each in schema.arguments if each.is_write)
@@ -67,10 +67,6 @@ def _overloads(target: Any) -> list[Any]:
     if isinstance(target, torch._ops.OpOverloadPacket):
         return [getattr(target, name) for name in target.overloads()]
     return [target] if isinstance(target, torch._ops.OpOverload) else []
-
-
-def _schemas(target: Any) -> list[Any]:
-    return [overload._schema for overload in _overloads(target)]
 
 
 def _named(schema: Any, node: fx.Node) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from lz_compile.passes.graph.modes import Ambient, ambient_context, grad_enabled
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import EMITTED, tensor_of, value_of, where_of
 from lz_compile.passes.inlining.attention_calls import BODIES, REFUSED
-from lz_compile.passes.proof.agreement import SLACK, TOLERANCE
+from lz_compile.passes.proof.agreement import SLACK, TOLERANCE, doubled
 from lz_compile.passes.rewriting.builder import GraphBuilder
 from lz_compile.passes.rewriting.core import dead_users, is_dead
 from lz_compile.passes.rewriting.rewrite import RewriteError, laid_out
@@ -213,8 +213,8 @@ def _difference(target: Any, structure: Structure, ambient: Ambient, has_gradien
         modes = (outside, ambient)
         for masks_rows in (False, True):
             sample = _sample(target, structure, masks_rows, has_gradients)
-            doubled: dict[int, Any] = {}  # one for each: bodies ask which of their arguments are the same
-            exact = {name: doubled.setdefault(id(value), _as_float64(value)) for name, value in sample.items()}
+            wide: dict[int, Any] = {}  # one for each: bodies ask which of their arguments are the same
+            exact = {name: wide.setdefault(id(value), doubled(value)) for name, value in sample.items()}
             reference, spelled = _run(target, exact, None), _run(BODIES[target], exact, None)
             found = _first_difference(spelled, reference, {})
             if not found:
@@ -239,12 +239,6 @@ def _first_difference(
         if not (same & ~(off > slack * limit)).all():
             return f"{name} in {value.dtype} is off by {off.nan_to_num(math.inf).max().item():.2g}"
     return ""
-
-
-def _as_float64(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return value
-    return value.detach().double().requires_grad_(value.requires_grad)
 
 
 def _sample(target: Any, structure: Structure, masks_rows: bool, has_gradients: bool) -> dict[str, Any]:

@@ -67,9 +67,8 @@ class Masks(Meanings):
         shape = tuple(tuple(axis.size for axis in group) for group in axes.groups)
         key = (node, pattern, shape, keeps)
         if key not in self._known:
-            own = {axis: Axis(axis.size) for axis in order}  # nobody else cuts these
             with self._effects.watched() as look:
-                reading = _Reading(self._effects, self._constants, Axes(*(_with(own, group) for group in axes.groups)))
+                reading, own = self._unshared(axes)
                 found = reading.meaning(node, tuple(_with(own, dim) for dim in dims), keeps=keeps)
             self._known[key] = (found, look, tuple(own.values()))
         found, look, own_order = self._known[key]

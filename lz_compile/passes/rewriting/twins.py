@@ -146,7 +146,7 @@ class _Walk:
                 return None
             if one not in self._look.nodes:
                 continue
-            if one.op != two.op or not _same_target(one, two):
+            if one.op != two.op or not (one.op == "placeholder" or one.target == two.target):
                 return None
             if not _pair((one.args, one.kwargs), (two.args, two.kwargs), stack):
                 return None
@@ -156,10 +156,6 @@ class _Walk:
         if node not in self._signatures:
             self._signatures[node] = _signature(node)
         return self._signatures[node]
-
-
-def _same_target(one: fx.Node, two: fx.Node) -> bool:
-    return one.op == "placeholder" or one.target == two.target
 
 
 def _pair(one: Any, two: Any, stack: list[tuple[fx.Node, fx.Node]]) -> bool:

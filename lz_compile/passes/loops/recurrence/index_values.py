@@ -100,7 +100,7 @@ class Values:
         if mask is not None:
             held = self._factor(mask, (), order)
             held = held if held.dtype == torch.bool else held != 0
-            there = mapped(whole, lambda term: _without(term, mask))
+            there = mapped(whole, lambda term: term.without([mask]) if mask in term.factors else term)
             gone = mapped(whole, lambda term: None if mask in term.factors else term)
             one = self._sum(there, order, (*chosen, held) if _multiplies(there) else ())
             other = self._sum(gone, order, (*chosen, ~held) if _multiplies(gone) else ())
@@ -198,10 +198,6 @@ def _is_tensor(value: Any) -> bool:
 def _multiplies(whole: IndexSum) -> bool:
     """Whether a sum has products of numbers that are given."""
     return any(len(term.of("given")) > 1 for term in whole.terms)
-
-
-def _without(term: Term, factor: Factor) -> Term:
-    return term.without([factor]) if factor in term.factors else term
 
 
 def _shared(whole: IndexSum) -> list[Factor]:

@@ -166,7 +166,7 @@ class _Planner:
             RefusedError: it has none that is known.
         """
         transition_of(self.form, component, ())
-        wanted = self._affine(component)
+        wanted = self._edge(component, self.form.values)
         best = tuple(dict.fromkeys(self._best(component, node) for node in wanted))
         options = [best, tuple(wanted), *self._whole(component, wanted)]
         refused: RefusedError | None = None
@@ -206,10 +206,6 @@ class _Planner:
         except RefusedError:
             return None
         return (option, vector) if vector.reads[0].query is None else None
-
-    def _affine(self, component: int) -> list[fx.Node]:
-        """The last values that have a form, of those that others need."""
-        return self._edge(component, self.form.values)
 
     def _edge(self, component: int, known: Container[fx.Node]) -> list[fx.Node]:
         """The values that are ``known`` from which those follow that others need, the nearest first."""

@@ -29,20 +29,8 @@ from lz_compile.passes.loops.roll.step_graph import Emitter
 from lz_compile.passes.rewriting.core import wants_grad
 
 _VIEWS = frozenset(
-    {
-        "view",
-        "reshape",
-        "transpose",
-        "permute",
-        "movedim",
-        "swapaxes",
-        "slice",
-        "getitem",
-        "narrow",
-        "select",
-        "unsqueeze",
-    }
-    | {"squeeze", "flatten", "unflatten", "expand", "flip", "t", "contiguous", "clone"}
+    "view reshape transpose permute movedim swapaxes slice getitem narrow select unsqueeze squeeze flatten unflatten expand "
+    "flip t contiguous clone".split()
 )
 _WRITES = frozenset({"setitem", "copy", "copy_"})
 #: A sweep up and down over 16 steps is a dozen writes; fewer are other business.

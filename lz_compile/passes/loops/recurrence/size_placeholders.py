@@ -74,7 +74,7 @@ class SizePlaceholders:
             if rest:
                 bases.append(rest)
         primes = _primes(given, attempt * 2 * len(bases))
-        expressions = [_expression(base) for base in bases]
+        expressions = [reduce(mul, (factor**count for factor, count in base.items())) for base in bases]
         firsts, seconds = ([next(primes) for _ in bases] for _ in range(2))
         found = SizePlaceholders(tuple(map(SizePlaceholder, expressions, firsts, seconds)))
         for size, value, place, dim in sorted(sizes, key=lambda each: _complexity(each[0])):
@@ -197,10 +197,6 @@ def _divided(size: sympy.Expr, bases: Sequence[Counter[sympy.Expr]]) -> tuple[in
         while rest and all(rest[each] >= count for each, count in base.items()):
             rest = rest - base
     return coefficient, rest
-
-
-def _expression(base: Counter[sympy.Expr]) -> sympy.Expr:
-    return reduce(mul, (factor**count for factor, count in base.items()))
 
 
 def _complexity(size: Size) -> tuple[int, str]:

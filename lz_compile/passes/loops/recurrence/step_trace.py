@@ -89,15 +89,11 @@ def scan_call(node: fx.Node) -> ScanCall | None:
     groups: list[tuple[Any, ...]] = [tuple(values.get(name, ())) for name in names[1:]]  # type: ignore[arg-type]
     init, xs, given = groups
     is_plain = all(tensor_of(each) is not None for each in (*init, *xs)) and all(
-        _is_tensor_or_size(each) for each in given
+        isinstance(each, fx.Node) and isinstance(value_of(each), (torch.Tensor, torch.SymInt, int)) for each in given
     )
     if not isinstance(body, fx.GraphModule) or not is_plain or not xs:
         return None
     return ScanCall(node, body, init, xs, given)
-
-
-def _is_tensor_or_size(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(value_of(node), (torch.Tensor, torch.SymInt, int))
 
 
 @dataclass(frozen=True)
@@ -198,7 +194,7 @@ def _at(
                 found.append(sizes.number(as_size(value), second=second))
                 continue
             shape = [sizes.number(as_size(size), second=second) for size in value.shape]
-            strides = [_hint(stride) for stride in value.stride()]
+            strides = [stride if isinstance(stride, int) else int(stride.node.hint or 0) for stride in value.stride()]
             found.append(in_order(torch.empty, shape, strides, dtype=value.dtype, device=value.device))
     try:
         return _module(body, found, ambient, mode)
@@ -214,10 +210,6 @@ def in_order(
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
     whole = make([shape[dim] for dim in order], **kind)
     return whole if order == sorted(order) else whole.permute([order.index(dim) for dim in range(len(order))])
-
-
-def _hint(number: Any) -> int:
-    return number if isinstance(number, int) else int(number.node.hint or 0)
 
 
 def _numbers(body: fx.GraphModule) -> Iterator[int]:

@@ -20,8 +20,8 @@ from lz_compile.passes.formula.strides import order_in_memory
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of
-from lz_compile.passes.loops.roll.piece_writes import elements_of
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
+from lz_compile.passes.loops.roll.slices import elements_of
 from lz_compile.passes.loops.roll.step_graph import Emitter
 
 #: Calls that make a tensor of which nobody knows another name.
@@ -112,7 +112,7 @@ def _part(write: fx.Node, target: fx.Node, new: fx.Node, tensor: torch.Tensor) -
         index, value = target.args[1], write.args[1]
     else:
         return None
-    elements, shape = elements_of(index, tensor.dim()), shape_of(tensor)
+    elements, shape = elements_of(index, tensor), shape_of(tensor)
     cuts = [] if elements is None else [(d, each) for d, each in enumerate(elements) if each != slice(None)]
     if len(cuts) != 1 or not isinstance(value, fx.Node):
         return None
