@@ -12,11 +12,10 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.blend import BlendAttrs, Mode
 from lz_compile.passes.blend.bounds import BoundReader
-from lz_compile.passes.blend.conditions import CASTS, is_count
-from lz_compile.passes.blend.emitter import BlendEmitter, MarginEmitter, Weights, group
+from lz_compile.passes.blend.emitter import BlendEmitter, MarginEmitter, Weights, group, reached, shared_inputs
 from lz_compile.passes.blend.form import Form, Forms
 from lz_compile.passes.blend.gate import Gate, is_margin, is_zero, logits_of, margin_in
-from lz_compile.passes.blend.replay import reached, shared_inputs
+from lz_compile.passes.blend.terms import CASTS, is_count
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh, resolve
 from lz_compile.passes.formula.expressions import reduce_indicators

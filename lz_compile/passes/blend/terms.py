@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from lz_compile.passes.blend.bounds import BOUNDING, Affine, Bound, Interval, Limits, Twin, limits_of, product, reach_of
-from lz_compile.passes.blend.conditions import CASTS, chooses_numbers, integers_of, is_count, is_integer
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Arithmetic
@@ -348,3 +347,32 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(BOUNDING, lambda sums, call: sums.held(call)),
 }
 _ARITHMETIC = RULES.keys() - {*_LOGIC, *BOUNDING, "where"}
+
+
+# ---- conditions as numbers -------------------------------------------------------------------------------------------
+
+
+#: Calls that may give integers of what are none.
+CASTS = frozenset({"to", "type", "type_as", "long", "int", "short", "char", "byte", "_to_copy", "convert_element_type"})
+
+
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds integers."""
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+
+
+def integers_of(nodes: Iterable[fx.Node]) -> frozenset[torch.dtype]:
+    """The dtypes of those that hold integers."""
+    tensors = [tensor_of(node) for node in nodes]
+    return frozenset(tensor.dtype for tensor in tensors if tensor is not None and is_integer(tensor))
+
+
+def is_count(call: Call) -> bool:
+    """Whether a condition becomes the integer zero or one."""
+    result = tensor_of(call.node)
+    return call.name in CASTS and is_boolean(call.input) and result is not None and is_integer(result)
+
+
+def chooses_numbers(call: Call) -> bool:
+    """Whether it is a condition that is given two numbers; of tensors, what is not chosen may be no number."""
+    return all(isinstance(call.get(name), (int, float)) for name in ("input", "other"))

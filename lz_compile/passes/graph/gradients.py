@@ -69,6 +69,8 @@ def _bases(graph: fx.Graph, effects: Effects) -> dict[fx.Node, fx.Node]:
 
 
 # ---- attachment ------------------------------------------------------------------------------------------------------
+# Whether a tensor required a gradient before anything was written to it.
+# What Dynamo notes for a tensor is the tensor itself: once something with a gradient is written to it, its note has one, too.
 
 
 def note_as_handed_in(graph: fx.Graph, inputs: Sequence[Any]) -> None:

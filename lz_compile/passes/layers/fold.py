@@ -262,6 +262,8 @@ def _region(module: fx.GraphModule, layers: Layers) -> fx.GraphModule:
 
 
 # ---- backward passes -------------------------------------------------------------------------------------------------
+# Whether a backward pass through a region that is called more than once is right: tried, once for each environment.
+# It was wrong in PyTorch 2.13 (:mod:`lz_compile.lowering.regions` says why, and mends it); nobody knows about the next one.
 
 
 _LAYERS, _WIDTH = 3, 16

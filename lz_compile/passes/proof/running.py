@@ -93,6 +93,9 @@ def _result(
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
+# A scan as a plain loop: what the operator ``scan`` computes, one step after the other, with PyTorch's own gradients.
+# Run eagerly, the operator traces its step (and, for gradients, the step's backward) at every call, which costs seconds.
+# What is left to the operator in the end is run by it once, as compiled code runs it.
 
 
 def run_steps(

@@ -11,7 +11,7 @@ from torch import fx
 
 from lz_compile.lowering.operands import Operands
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import known_tensor
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.emitter import TableEmitter
@@ -57,4 +57,5 @@ def arguments_of(
     """The operands that a call is given, what is known of these, and the arguments of other names, which come behind."""
     arguments: dict[str, Any] = dict(zip((*operands.names, *named), node.args, strict=False)) | node.kwargs
     given = {name: each for name in operands.names if isinstance(each := arguments.get(name), fx.Node)}
-    return given, {name: known_tensor(each) for name, each in given.items()}, {name: arguments[name] for name in named}
+    tensors = {name: tensor for name, each in given.items() if (tensor := tensor_of(each)) is not None}
+    return given, tensors, {name: arguments[name] for name in named}

@@ -146,7 +146,7 @@ class _Walk:
                 return None
             if one not in self._look.nodes:
                 continue
-            if one.op != two.op or not (one.op == "placeholder" or one.target == two.target):
+            if one.op != two.op or (one.op != "placeholder" and one.target != two.target):
                 return None
             if not _pair((one.args, one.kwargs), (two.args, two.kwargs), stack):
                 return None

@@ -211,7 +211,7 @@ class _Cutter:
                 continue
             for span in spans:
                 part = self._parts[span] = graph.placeholder(f"{node.name}_{span[0]}")
-                part.meta["val"] = node.meta["val"].narrow(self.dim, *((span[0], span[1] - span[0]))).contiguous()
+                part.meta["val"] = node.meta["val"].narrow(self.dim, span[0], span[1] - span[0]).contiguous()
         for node in self.step.graph.nodes:
             if node.op == "call_function":
                 self._copies[node] = self._copied(node)

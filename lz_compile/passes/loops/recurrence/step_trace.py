@@ -1,7 +1,7 @@
 """One step of a scan as ATen operations without side effects, or why there is no such thing.
 
 Where sizes are symbolic, numbers stand for them (:mod:`size_placeholders`), and the operations that take sizes as arguments
-get them from operands of the step (:mod:`step_sizes`).
+get them from operands of the step (:mod:`size_placeholders`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from lz_compile.passes.loops.recurrence.size_placeholders import (
     NO_SYMBOLS,
     Place,
     SizePlaceholders,
+    check_twins,
     is_ambiguous,
+    name_sizes,
     symbolic,
+    unchanged_sizes,
 )
-from lz_compile.passes.loops.recurrence.step_sizes import check_twins, name_sizes, unchanged_sizes
 
 aten = torch.ops.aten
 SCAN = torch.ops.higher_order.scan
