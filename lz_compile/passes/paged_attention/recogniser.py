@@ -57,11 +57,7 @@ class _Emitter(CallEmitter):
 
 
 def _match(node: fx.Node, effects: Effects) -> Match:
-    """The match of one call.
-
-    Raises:
-        RefusedError: it is mapped over a dimension, or has nothing to do.
-    """
+    """The match of one call; RefusedError where it is mapped over a dimension, or has nothing to do."""
     ambient = effects.ambient(node)
     refuse_transformed(ambient)
     given, tensors, named = arguments_of(node, Operands, "scale", "softcap", "window", "out_dtype")

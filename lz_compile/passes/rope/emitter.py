@@ -211,11 +211,7 @@ def _leaf(builder: Builder, leaf: Leaf, groups: Groups) -> Any:
 
 
 def _run(terms: tuple[tuple[Axis, int], ...]) -> tuple[int, int]:
-    """Step and extent of elements that are evenly spaced.
-
-    Raises:
-        LayoutError: they are not.
-    """
+    """Step and extent of elements that are evenly spaced; LayoutError where they are not."""
     step = distance = terms[-1][1] if terms else 1
     for axis, stride in reversed(terms):
         if stride != distance:

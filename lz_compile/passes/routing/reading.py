@@ -285,11 +285,7 @@ def _first_alike(adapters: list[Adapter]) -> list[Adapter]:
 
 
 def _check(found: _Sum, kept: Kept, quarantine: Kept) -> None:
-    """Refuse what the op has no form for.
-
-    Raises:
-        RefusedError: with the reason.
-    """
+    """Refuse what the op has no form for."""
     if len(kept.adapter.gates) > 1:
         raise RefusedError("SEVERAL_GATES", "the kept adapter is multiplied by several gates", "one gate for a layer")
     if quarantine.adapter.gates or quarantine.mask is not None:

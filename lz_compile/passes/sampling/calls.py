@@ -40,11 +40,7 @@ def sampling_calls(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
 
 
 def _match(node: fx.Node, effects: Effects) -> Match:
-    """The match of one call.
-
-    Raises:
-        RefusedError: it is mapped over a dimension.
-    """
+    """The match of one call; RefusedError where it is mapped over a dimension."""
     ambient = effects.ambient(node)
     refuse_transformed(ambient)
     given, tensors, named = arguments_of(node, Operands, "result", "out_dtype")

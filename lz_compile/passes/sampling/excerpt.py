@@ -287,11 +287,7 @@ def _alike(dim: tuple[Axis, ...], extent: Any) -> tuple[Axis, ...] | None:
 
 
 def _grouped(axes: tuple[Axis, ...], extents: tuple[Any, ...]) -> Dims:
-    """The axes distributed over dimensions, none of them cut.
-
-    Raises:
-        LayoutError: they do not fit without.
-    """
+    """The axes distributed over dimensions, none of them cut; LayoutError where they do not fit without."""
     copies = {Axis(axis.size): axis for axis in axes}
     dims = regroup(copies, extents)
     if any(copy.parts for copy in copies):

@@ -249,11 +249,7 @@ def _picks_any(found: Excerpt) -> bool:
 
 
 def _check_unlike(order: Order, vocab: int) -> None:
-    """Refuse what keeps the likeliest tokens by another rule.
-
-    Raises:
-        RefusedError: it does.
-    """
+    """Refuse what keeps the likeliest tokens by another rule."""
     if order.keeps_all or vocab < LEAST_MISSED:
         return
     raise RefusedError(

@@ -85,11 +85,7 @@ class _Matcher:
             raise RefusedError("OPERANDS_UNKNOWN", f"it also reads {other.name}", "compute that before")
 
     def _core(self, found: Excerpt, exit_: fx.Node) -> Core:
-        """What becomes superfluous.
-
-        Raises:
-            RefusedError: it may not.
-        """
+        """What becomes superfluous; RefusedError where it may not."""
         effects, nodes = self.effects, list(found.core)
         for node in [each for each in nodes if self._is_softmax_for_others(each, set(nodes))]:
             nodes.remove(node)

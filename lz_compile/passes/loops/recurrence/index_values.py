@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum, mapped
-from lz_compile.passes.loops.recurrence.index_terms import IDENTITY, Atom, Factor, Term
+from lz_compile.passes.loops.recurrence.index_terms import IDENTITY, Atom, Factor, Term, common
 
 #: A sum with more masks than this is computed as it is written.
 MAX_MASKS = 4
@@ -202,13 +202,4 @@ def _multiplies(whole: IndexSum) -> bool:
 
 def _shared(whole: IndexSum) -> list[Factor]:
     """The factors of every product, other than those that are summed over."""
-    first, *others = whole.terms
-    left = [each for each in first.factors if min(each.indices, default=0) >= 0]
-    for term in others:
-        own, kept = list(term.factors), []
-        for factor in left:
-            if factor in own:
-                own.remove(factor)
-                kept.append(factor)
-        left = kept
-    return left
+    return [each for each in common(*(term.factors for term in whole.terms)) if min(each.indices, default=0) >= 0]

@@ -166,11 +166,7 @@ def _expressed(effects: Effects, node: fx.Node, known: Mapping[fx.Node, sympy.Sy
 
 
 def _output(effects: Effects, call: Call, around: _Around) -> fx.Node | None:
-    """What the states of all steps are in.
-
-    Raises:
-        RefusedError: their logarithms are read.
-    """
+    """What the states of all steps are in; RefusedError where their logarithms are read."""
     known = {call.node: _SUM, around.decay: _DECAY}
     level, seen = [call.node], {call.node}
     for _ in range(_NEAR):
@@ -191,11 +187,7 @@ def _is_plain(effects: Effects, node: fx.Node) -> bool:
 
 
 def _exponential(total: fx.Node, effects: Effects) -> fx.Node:
-    """The only reader of the states' logarithms.
-
-    Raises:
-        RefusedError: there are others.
-    """
+    """The only reader of the states' logarithms; RefusedError where there are others."""
     users = [user for user in total.users if user.users or user.op == "output"]
     calls = {user: effects.calls.get(user) for user in users}
     others = [user for user, call in calls.items() if call is None or call.name != "exp" or call.is_inplace]

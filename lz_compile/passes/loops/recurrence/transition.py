@@ -195,11 +195,7 @@ def _split(whole: IndexSum, atom: Atom) -> _Split:
 
 
 def _summed(own: Factor, places: Iterable[int]) -> dict[int, int]:
-    """The summed indices of a state, with their places in it.
-
-    Raises:
-        RefusedError: elements move to other places.
-    """
+    """The summed indices of a state, with their places in it; RefusedError where elements move to other places."""
     places = list(places)
     found = {index: place for place, index in enumerate(own.indices) if index < 0}
     moved = len(own.indices) != len(places) or any(i not in (p, *found) for p, i in enumerate(own.indices))
