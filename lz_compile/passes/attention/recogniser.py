@@ -132,11 +132,7 @@ def _behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
 def _softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
     """Softmaxes that a refused contraction has been blamed for already."""
 
-    def names(each: fx.Node) -> str:
-        call = effects.calls.get(each)
-        return "" if call is None else call.name
+    def above(each: fx.Node) -> list[fx.Node]:
+        return [] if effects.name(each) in contraction.PRODUCTS else each.all_input_nodes
 
-    near = reached(
-        node.all_input_nodes, lambda each: () if names(each) in contraction.PRODUCTS else each.all_input_nodes, 64
-    )
-    return {each for each in near if names(each) in SOFTMAX}
+    return {each for each in reached(node.all_input_nodes, above, 64) if effects.name(each) in SOFTMAX}

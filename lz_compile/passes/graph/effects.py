@@ -97,6 +97,11 @@ class Effects:
         self._ambient = ambient_of(graph.nodes)
         self._reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
 
+    def name(self, node: fx.Node) -> str:
+        """What a node calls, in one spelling; empty for what is no call."""
+        call = self.calls.get(node)
+        return "" if call is None else call.name
+
     @property
     def has_mutations(self) -> bool:
         """Whether anything in the graph is overwritten in place."""

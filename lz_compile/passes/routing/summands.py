@@ -65,11 +65,11 @@ class Summands:
 
     def deep(self, anchor: fx.Node) -> list[fx.Node]:
         """The summands that may be adapters; what is a sum itself, and read by others, is a residual stream."""
-        return [node for node in self.of(anchor)[0] if self.depth.get(node, 0) >= DEEP and not self._is_stream(node)]
-
-    def _is_stream(self, node: fx.Node) -> bool:
-        call = self.effects.calls.get(node)
-        return call is not None and call.name in _SUMS and self.is_sum(node)
+        return [
+            node
+            for node in self.of(anchor)[0]
+            if self.depth.get(node, 0) >= DEEP and not (self.effects.name(node) in _SUMS and self.is_sum(node))
+        ]
 
     def of(self, anchor: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         """The summands of a sum, and the sums that it is made of, itself first; what others read too is a summand."""
