@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lz_compile.passes.editing.shared_memory import may_be_view, shared_otherwise, written
 from lz_compile.passes.editing.stretch import Stretch
-from lz_compile.passes.formula.strides import order_of, strides_matter, that_count
+from lz_compile.passes.formula.strides import STRIDED, order_of, strides_matter, that_count
 from lz_compile.passes.graph.subclasses import is_subclass
 from lz_compile.passes.graph.view import memories_of, read, tensors_in, value_of
 from lz_compile.passes.graph.walks import reached
@@ -131,10 +131,6 @@ def _kind(value: torch.Tensor) -> dict[str, Any]:
     }
 
 
-#: Calls to which strides matter exactly; to pointwise ones, only their order does.
-_STRIDED = frozenset({"view", "view_as", "as_strided", "stride", "data_ptr", "is_contiguous", "storage_offset"})
-
-
 def _strides_seen_of(node: fx.Node) -> Callable[[torch.Tensor], Sequence[int]]:
     """What can be seen behind of the strides of a value: all, their order, or nothing."""
 
@@ -144,7 +140,7 @@ def _strides_seen_of(node: fx.Node) -> Callable[[torch.Tensor], Sequence[int]]:
         return user.users if shows else ()
 
     calls = map(read, reached(node.users, readers))
-    if any(call is None or call.is_inplace or call.name in _STRIDED for call in calls):
+    if any(call is None or call.is_inplace or call.name in STRIDED for call in calls):
         return torch.Tensor.stride
     return order_of if strides_matter(node) else lambda _: ()
 

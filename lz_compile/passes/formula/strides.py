@@ -14,6 +14,8 @@ from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.view import hint_of, read
 from lz_compile.passes.graph.walks import reached
 
+#: Calls to which strides matter exactly; to pointwise ones, only their order does.
+STRIDED = frozenset({"view", "view_as", "as_strided", "stride", "data_ptr", "is_contiguous", "storage_offset"})
 #: Readers to which the strides of what they read make no difference that anyone can see.
 _AGNOSTIC = contraction.PRODUCTS | {"contiguous", "layer_norm", "rms_norm", "sum", "mean"}
 

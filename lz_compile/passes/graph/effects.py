@@ -32,7 +32,7 @@ _WRITERS = frozenset(
     {"setitem", "copy", "index_put", "index_copy", "index_add", "scatter", "index_fill", "requires_grad"}
 )
 #: In-place calls that change the shape or strides of a tensor. Dynamo knows only what it is after the last of them.
-_RESHAPERS = frozenset({"transpose", "t", "squeeze", "unsqueeze", "as_strided", "resize", "resize_as", "set"})
+RESHAPERS = frozenset("transpose t squeeze unsqueeze as_strided resize resize_as set".split())
 
 
 class MutatedError(Exception):
@@ -319,7 +319,7 @@ class Effects:
 
 
 def _reshapes(call: Call | None) -> bool:
-    return call is not None and call.is_inplace and call.name in _RESHAPERS
+    return call is not None and call.is_inplace and call.name in RESHAPERS
 
 
 def may_share(one: fx.Node, other: fx.Node) -> bool:

@@ -16,6 +16,11 @@ from torch import fx
 
 from lz_compile.passes.graph.view import Call, read
 
+#: Calls that make a tensor of which nobody knows another name.
+NEW = frozenset(
+    "empty zeros ones full empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full "
+    "empty_strided".split()
+)
 _STATISTICS = ("running_mean", "running_var")
 #: By a call's name: what it overwrites, the argument that says whether it does (none: always), and what that is if not given.
 _UNSAID: Mapping[str, tuple[tuple[str, ...], str, Any]] = {
